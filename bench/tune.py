@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
@@ -100,7 +100,7 @@ class Product:
     def variants(self, best: list[Tile]) -> list[Tile]:
         """The other groups."""
         every = product_tiles(self.op, self.dtype.itemsize, self.capability)
-        return [tile for tile in every if any(astuple(tile)[:-1] == astuple(good)[:-1] for good in best)]
+        return [tile for tile in every if any(replace(tile, group=good.group) == good for good in best)]
 
     def right(self) -> bool:
         self.out.zero_()
@@ -169,16 +169,15 @@ class Attention:
 def product_tiles(op: str, size: int, capability: int) -> list[Tile]:
     """Tiles that fit into shared memory with at least two stages; size: bytes of an operand's element."""
     limit = 1024 * tiles.SHARED_MEMORY.get(capability, 99)
-    found = []
-    for (m, n), k, group in itertools.product(
-        ((64, 64), (64, 128), (128, 64), (64, 256), (128, 128), (128, 256), (256, 128)), (32, 64, 128), (4, 8, 16)
-    ):
+    found: list[Tile] = []
+    edges = ((64, 64), (64, 128), (128, 64), (64, 256), (128, 128), (128, 256), (256, 128))
+    written = (0, 1) if op == "wgrad" and tiles.unit(capability) == "wgmma" else (0,)
+    for (m, n), k, group, parts in itertools.product(edges, (32, 64, 128), (4, 8, 16), written):
         warps = 4 if m * n <= 64 * 128 else 8
-        fitting = [
-            tile
-            for stages in (2, 3, 4, 5, 6)
-            if tiles.shared_memory(tile := Tile(m, n, k, warps, stages, group), op, size, capability) <= limit
-        ]
+        every = [Tile(m, n, k, warps, stages, group, parts) for stages in (2, 3, 4, 5, 6)]
+        if every[0].epilogue_parts() == parts == replace(every[0], parts=0).epilogue_parts():
+            continue  # the same as without a word
+        fitting = [tile for tile in every if tiles.shared_memory(tile, op, size, capability) <= limit]
         found += fitting[-2:]  # fewer stages than fit rarely help
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -261,6 +262,48 @@ def test_main_grad_protocol(hooked: bool) -> None:
     if hooked:  # told once that it is ready; what it sees adds nothing
         assert len(ready) == 1
         assert not ready[0].any()
+
+
+class ForeignLinear(torch.autograd.Function):
+    """Somebody's own, which returns the gradient of its weight to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return dy @ weight, dy.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+@pytest.mark.parametrize("where", ["node", "parameter"])
+@pytest.mark.parametrize("each", [False, True])
+def test_main_grad_of_a_weight_whose_other_use_is_somebody_elses_function(each: bool, where: str) -> None:
+    """A framework's hook adds what autograd accumulates to main_grad, unless it is told that it is there already. The
+    embedding's part, whose W waits, must not say so of the head's: W run after each microbatch, or all at the end."""
+    weight = nn.Parameter(torch.randn(32, 8))
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+    expected = weight.detach().clone().requires_grad_()
+
+    def add(*_: Any) -> None:
+        if weight.grad is not None and not weight.grad_added_to_main_grad:
+            weight.main_grad.add_(weight.grad)
+        weight.grad = None
+
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    node.register_hook(add) if where == "node" else weight.register_post_accumulate_grad_hook(add)
+    queue = zbkern.WGradQueue()
+    for key in range(3):
+        tokens = torch.randint(0, 32, (2, 5), generator=torch.Generator().manual_seed(key))
+        ForeignLinear.apply(nn.functional.embedding(tokens, expected), expected).square().mean().backward()
+        with queue.defer(key):
+            ForeignLinear.apply(zbkern.functional.embedding(tokens, weight), weight).square().mean().backward()
+        if each:
+            queue.run(key)
+    queue.run()
+    testing.assert_close(weight.main_grad, expected.grad)
 
 
 def test_main_grad_is_found_when_w_runs_not_before() -> None:

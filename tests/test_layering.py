@@ -108,15 +108,7 @@ def test_rooms_without_torch_import_only_each_other() -> None:
     assert not {name for own in WITHOUT_TORCH for name in MAY_IMPORT[own]} - WITHOUT_TORCH
 
 
-STILL_CIRCULAR = {  # to be empty, and gone
-    ("pipeline.planner.offload", "pipeline.planner.plan"),
-    ("pipeline.optimizer.protocols", "pipeline.optimizer.post_validation"),
-}
-
-
 def test_there_is_no_import_circle() -> None:
     """Imports for types alone count, too."""
     graph = {module: imports_of_zbkern(module, typed=True) for module in modules()}
-    for module, imported in STILL_CIRCULAR:
-        graph.get(module, set()).discard(imported)
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError

@@ -347,4 +347,7 @@ def linear_cross_entropy(
         loss = table.run(op, rows, (weight, bias), targets, options, sums, impl=impl, name=name)
     if reduction == "none":
         return loss.view(target.shape)
-    return loss.sum() if reduction == "sum" else loss.sum() / (targets != options.ignore_index).sum()
+    if reduction == "sum":
+        return loss.sum()
+    count = (targets != options.ignore_index).sum()
+    return loss.sum() / count.clamp(min=1) + 0 / count  # of no labels: nan, whose gradients are zeros, as torch's

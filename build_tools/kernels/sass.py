@@ -1,6 +1,6 @@
 """What the machine code of a kernel says that its PTX does not: a scan of nvdisasm's listing.
 
-Of Hopper's asynchronous products (HGMMA) it finds registers that are touched while a product may still use them, and
+Of Hopper's asynchronous products (HGMMA, of 8 bits QGMMA and IGMMA) it finds registers that are touched while a product may still use them, and
 products that are waited for one by one; of all kernels accesses to memory of one or two bytes, and the size of loops.
 """
 
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Findings:
-    """hazards: instructions that touch registers of a product in flight. products: HGMMA instructions; alone: how many
+    """hazards: instructions that touch registers of a product in flight. products: such instructions; alone: how many
     of them the kernel waits for before it issues the next. narrow: global loads and stores of one or two bytes, and
     accesses: of all sizes. bytes: of code; loop: of the longest loop, with the loops in it.
     """
@@ -82,7 +82,7 @@ def scan(listing: str) -> Findings:
     memory = [i.opcode for i in code.instructions if re.match(r"(LDG|STG|LDGSTS|ATOMG|RED|REDG)\b", i.opcode)]
     return Findings(
         hazards=list(hazards(code)),
-        products=sum(i.opcode.startswith("HGMMA") for i in code.instructions),
+        products=sum(i.opcode.startswith(_PRODUCTS) for i in code.instructions),
         alone=_alone(code.instructions),
         narrow=sum(bool(re.search(r"\.[US](8|16)\b", opcode)) for opcode in memory),
         accesses=len(memory),
@@ -91,6 +91,7 @@ def scan(listing: str) -> Findings:
     )
 
 
+_PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")
 _BYTES = 16  # of an instruction, from compute capability 7.0 on
 
 _LINE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
@@ -119,7 +120,7 @@ def _alone(instructions: Sequence[Instruction]) -> int:
     """Products behind which all products are waited for before the next is issued."""
     count, issued = 0, False
     for instruction in instructions:
-        if instruction.opcode.startswith("HGMMA"):
+        if instruction.opcode.startswith(_PRODUCTS):
             issued = True
         elif _waits_for(instruction) == 0 and issued:
             count, issued = count + 1, False
@@ -177,7 +178,7 @@ def hazards(code: Code) -> Iterator[str]:
 def _after(instruction: Instruction, state: _State) -> _State:
     """What is under way behind an instruction."""
     groups, current = state
-    if instruction.opcode.startswith("HGMMA"):
+    if instruction.opcode.startswith(_PRODUCTS):
         factors, sums = _product(instruction)
         current = _Group(current.factors | factors, current.sums | sums)
         if "gsb0" not in instruction.operands[-1]:
@@ -197,7 +198,7 @@ def _problem(instruction: Instruction, state: _State) -> str | None:
     groups, current = state
     factors = current.factors.union(*(group.factors for group in groups))
     sums = current.sums.union(*(group.sums for group in groups))
-    if instruction.opcode.startswith("HGMMA"):
+    if instruction.opcode.startswith(_PRODUCTS):
         own, result = _product(instruction)
         touched = {"overwrites a factor": result & factors, "reads a sum as its factor": own & sums}
     else:
@@ -208,8 +209,8 @@ def _problem(instruction: Instruction, state: _State) -> str | None:
 
 
 def _product(instruction: Instruction) -> tuple[frozenset[int], frozenset[int]]:
-    """(registers of the left factor, of the sum in float32) of an HGMMA."""
-    columns = re.match(r"HGMMA\.(?:\w+\.)*?64x(\d+)x", instruction.opcode)
+    """(registers of the left factor, of the sum in float32) of a product."""
+    columns = re.match(r"[HQI]GMMA\.(?:\w+\.)*?64x(\d+)x", instruction.opcode)
     assert columns, instruction.text
     return _registers(instruction.operands[1], 4), _registers(instruction.operands[0], int(columns[1]) // 2)
 

@@ -27,6 +27,8 @@ def test_candidates_fit_the_chip(op: str, size: int, capability: int) -> None:
     assert all(tiles.shared_memory(tile, op, size, capability) <= limit for tile in found)
     if size == 2 and capability == 90:
         assert any(astuple(tile)[:4] == (128, 256, 64, 8) for tile in found)
+        # one part: no sum on its way to memory waits for another's room
+        assert (tune.Tile(128, 256, 32, 8, 4, 8, parts=1) in found) == (op == "wgrad")
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -270,24 +270,6 @@ def test_a_checkpoint_within_what_is_compiled(selective: bool) -> None:
     testing.assert_same_gradients(twin, module, tolerance=1e-10)
 
 
-def test_compiled_experts_in_a_pipeline() -> None:
-    from zbkern.pipeline import Pipeline, schedules
-    from zbkern.pipeline.transport.local import LocalTransport
-
-    torch.manual_seed(0)
-    module = Block()
-    stage = zbkern.convert(copy.deepcopy(module))
-    inputs, targets = torch.randn(2, 8, 8, dtype=torch.float64)
-    F.mse_loss(module(inputs), targets).backward()
-    waited: list[int] = []
-    graph = compiled(stage)
-    with Pipeline([graph], schedules.zb_h1(1, 4), F.mse_loss, LocalTransport.ring(1)[0]) as pipe:
-        pipe.queue.listeners.append(lambda tasks: waited.append(len(tasks)))
-        pipe.step(inputs, targets)
-    assert sum(waited) == 4 * 4  # router, two products of experts and a linear, by microbatches
-    testing.assert_same_gradients(stage, module, tolerance=1e-10)
-
-
 def test_two_ranks_whose_stages_are_compiled_in_place() -> None:
     """No microbatch and no step after the first compiles again; W runs from the queue."""
     from tests.support.chunks import results_on_threads

@@ -24,7 +24,7 @@ def test_without_a_pipeline(capsys: pytest.CaptureFixture) -> None:
 
 def pipeline_program() -> tuple[int, bool]:
     names: dict[str, Any] = {}
-    exec(program("torchrun").replace('torch.distributed.init_process_group("gloo")', "pass"), names)
+    exec(program("train.py").replace('torch.distributed.init_process_group("gloo")', "pass"), names)
     return names["step"], names["loss"] is not None
 
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 PRODUCT = "HGMMA.64x16x16.F32.BF16 R24, gdesc[UR4], R24, gsb0"  # sums in R24 to R31
 FROM_REGISTERS = "HGMMA.64x16x16.F32.BF16 R24, R8, gdesc[UR4], R24, gsb0"  # a factor in R8 to R11
+EIGHT_BITS = "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24, gsb0"
 WAIT, WAIT_BUT_ONE = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "WARPGROUP.DEPBAR.LE gsb0, 0x1"
 
 
@@ -46,7 +47,10 @@ def listing(*lines: str) -> str:
         ([".L_x_0:", "MOV R8, R1", FROM_REGISTERS, "@P0 BRA `(.L_x_0)", "EXIT"], ["overwrites a factor (R8)"]),
     ],
 )
-def test_registers_of_products_under_way(lines: list[str], found: list[str]) -> None:
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_registers_of_products_under_way(lines: list[str], found: list[str], eight_bits: bool) -> None:
+    if eight_bits:
+        lines = [line.replace("HGMMA.64x16x16.F32.BF16", "QGMMA.64x16x32.F32.E4M3.E4M3") for line in lines]
     hazards = triton_sass.scan(listing(*lines)).hazards
     assert len(hazards) == len(found)
     assert all(words in hazard for words, hazard in zip(found, hazards, strict=True))
@@ -56,6 +60,7 @@ def test_products_that_are_waited_for_one_by_one() -> None:
     together = triton_sass.scan(listing(PRODUCT, PRODUCT, PRODUCT, WAIT, "EXIT"))
     one_by_one = triton_sass.scan(listing(PRODUCT, WAIT, PRODUCT, WAIT, "EXIT"))
     assert (together.products, together.alone) == (3, 1)
+    assert triton_sass.scan(listing(EIGHT_BITS, EIGHT_BITS, WAIT, "EXIT")).products == 2
     assert (one_by_one.products, one_by_one.alone) == (2, 2)
 
 

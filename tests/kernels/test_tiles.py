@@ -67,7 +67,7 @@ def test_the_choice_prints() -> None:
         [sys.executable, "-m", "zbkern.kernels.tiles", "4096", "11008", "4096"], capture_output=True, text=True
     )
     assert done.returncode == 0
-    assert "sm_90 bfloat16 wgrad Tile(m=128, n=256, k=64, warps=8, stages=3, group=8)" in done.stdout
+    assert "sm_90 bfloat16 wgrad Tile(m=128, n=256, k=64, warps=8, stages=3, group=8, parts=0)" in done.stdout
 
 
 @pytest.mark.parametrize("capability", [*tiles.SHARED_MEMORY, 110])

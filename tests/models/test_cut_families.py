@@ -40,12 +40,11 @@ REFUSED = {
         ("big_bird", "cpmant", "deepseek_v4", "gemma4_text"), "give them as a side input, side={'input_ids'"
     ),
     "hrm_text": "must have one embedding and one list",
-    "inkling2_text": "give NaN only",
+    "inkling2_text": "besides the output of the layer before",
     "zaya": "stands beside the layers and is in the chunk of 'model.embed_tokens' alone",  # its scales, for every layer
     "xlm": "must have one embedding and one list",
     "prophetnet": "too many values to unpack",
     "ctrl": "used in an in-place operation",  # scales its embeddings in place
-    "roc_bert": "refers to a single memory location",
     "roformer": "too many indices",
     "xlnet": "must match the size",  # its layers take [length, rows]
 }

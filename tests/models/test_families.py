@@ -209,6 +209,11 @@ def whisper(T: Any) -> nn.Module:
     return T.WhisperForConditionalGeneration(config)
 
 
+def t5(T: Any) -> nn.Module:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 61}
+    return T.T5ForConditionalGeneration(T.T5Config(**sizes, dropout_rate=0, decoder_start_token_id=0))
+
+
 def swin(T: Any) -> nn.Module:
     sizes = {
         "image_size": 16,
@@ -230,7 +235,7 @@ def encoder_layer(T: Any) -> nn.Module:
     return nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True)
 
 
-@pytest.mark.parametrize("make", [clip, whisper, swin, convnext, encoder_layer], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [clip, whisper, t5, swin, convnext, encoder_layer], ids=lambda make: make.__name__)
 def test_other_models(make: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(3, 60, (2, 12), generator=generator)
@@ -238,6 +243,7 @@ def test_other_models(make: Any) -> None:
     batch: dict[str, Any] = {
         "clip": {"input_ids": text, "pixel_values": images, "return_loss": True},
         "whisper": {"input_features": torch.randn(2, 8, 40, generator=generator), "labels": text},
+        "t5": {"input_ids": text, "labels": text},
         "encoder_layer": {"src": torch.randn(2, 5, 16, generator=generator)},
     }.get(make.__name__, {"pixel_values": images, "labels": labels})
     torch.manual_seed(0)

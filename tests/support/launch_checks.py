@@ -120,6 +120,10 @@ class Random:
         values = values.to(self.dtype).to(self.device)
         return values if len(shape) != 2 else place(values, layout)
 
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Room for results."""
+        return torch.empty(*shape, dtype=dtype, device=self.device)
+
 
 def linear_fwd(
     launches: ModuleType, random: Random, m: int, n: int, k: int, layouts: Sequence[str] = PLAIN,

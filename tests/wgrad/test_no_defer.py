@@ -71,19 +71,19 @@ CHOICES: dict[str, Callable[[str, nn.Module], bool]] = {
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("steps", [1, 2])
 def test_gradients_are_those_of_deferring_all(choice: str, forward_inside: bool, steps: int) -> None:
-    """Bit for bit those of the first microbatch; then W adds in place, and B's gradients are added by autograd."""
+    """Up to the rounding of products whose operands lie elsewhere in memory."""
     whole, part = zbkern.convert(model()), zbkern.convert(model(), defer=CHOICES[choice])
     queues = zbkern.WGradQueue(merge=False), zbkern.WGradQueue(merge=False)
     inputs = [train(twin, queue, forward_inside, steps) for twin, queue in zip((whole, part), queues, strict=True)]
-    assert queues[1].pending() < queues[0].pending() or (choice == "intercepted" and not forward_inside)
-    assert queues[1].bytes < queues[0].bytes or (choice == "intercepted" and not forward_inside)
-    if choice == "everything":
-        assert queues[1].bytes == 0
+    if choice != "intercepted" or forward_inside:
+        assert queues[1].pending() < queues[0].pending()
+        assert queues[1].bytes < queues[0].bytes
+    assert queues[1].bytes == 0 or choice != "everything"
     for queue in queues:
         queue.run()
-    assert all(torch.equal(a, b) for a, b in zip(*inputs, strict=True))
-    for (name, a), b in zip(whole.named_parameters(), part.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad) if steps == 1 else torch.allclose(a.grad, b.grad, 1e-12, 1e-12), name
+    for a, b in zip(*inputs, strict=True):
+        testing.assert_close(a, b, "dx", 1e-14)
+    testing.assert_same_gradients(part, whole, tolerance=1e-12 if steps > 1 else 1e-14)
 
 
 def test_restore_and_another_convert_change_it() -> None:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -236,7 +238,10 @@ def _inherits_forward(kind: type[Module]) -> type[Module] | None:
 def _subclass(behaviour: type[Module], kind: type[Module]) -> type[Module]:
     """A subclass, so that the library still recognises its own; made here, so that nobody needs to install it."""
     if (behaviour, kind) not in _SUBCLASSES:
-        body = {"__module__": "zbkern.nn", "__reduce_ex__": _reduce}
+        own: Any = behaviour.forward
+        forward: Any = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+        forward.__signature__ = inspect.signature(kind.forward)  # by which frameworks name positional arguments
+        body = {"__module__": "zbkern.nn", "__reduce_ex__": _reduce, "forward": forward}
         _SUBCLASSES[behaviour, kind] = type(kind.__name__, (behaviour, kind), body)
     return _SUBCLASSES[behaviour, kind]
 

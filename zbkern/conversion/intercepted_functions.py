@@ -121,32 +121,6 @@ def _embedding(
     return own.embedding(input, weight, padding_idx)
 
 
-def _convolution(
-    own: Interceptor,
-    dimensions: int,
-    transposed: bool,
-    input: Tensor,
-    weight: Tensor,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    output_padding: Any,
-    groups: int,
-) -> Tensor | None:
-    view = own.view(weight)
-    if view is None or own.view(input) is not None or input.dim() != dimensions + 2:
-        return None
-    if isinstance(padding, str):
-        if padding == "same" and any(step != 1 for step in _numbers(stride, dimensions)):
-            return None  # an error, and torch names it
-        input, padding = _padded(input, padding, weight.shape[2:], _numbers(dilation, dimensions))
-    options = [_numbers(value, dimensions) for value in (stride, padding, dilation, output_padding)]
-    kind = products.TRANSPOSED_CONVOLUTION if transposed else products.CONVOLUTION
-    y = own.product(kind, input, view, *options, groups)
-    return y if bias is None else y + own.value(bias).to(y.dtype).view(-1, *[1] * dimensions)
-
-
 def _is_parameter(view: ParameterView | None) -> bool:
     return view is not None and view.is_parameter
 
@@ -167,14 +141,26 @@ def _numbers(value: Any, count: int) -> tuple[int, ...]:
     return (value,) * count if isinstance(value, int) else tuple(value) * (count if len(value) == 1 else 1)
 
 
-def _convolution_handler(dimensions: int, transposed: bool) -> Callable[..., Tensor | None]:
+def _convolution(dimensions: int, transposed: bool) -> Callable[..., Tensor | None]:
+    kind = products.TRANSPOSED_CONVOLUTION if transposed else products.CONVOLUTION
     order = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
     names = ("bias", "stride", "padding", *order)
     defaults = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
 
     def handler(own: Interceptor, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        given = dict(zip(names, args, strict=False))
-        return _convolution(own, dimensions, transposed, input, weight, **{**defaults, **given, **kwargs})
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        view, stride = own.view(weight), _numbers(given["stride"], dimensions)
+        if view is None or own.view(input) is not None or input.dim() != dimensions + 2:
+            return None
+        padding, dilation = given["padding"], _numbers(given["dilation"], dimensions)
+        if isinstance(padding, str):
+            if padding == "same" and any(step != 1 for step in stride):
+                return None  # an error, and torch names it
+            input, padding = _padded(input, padding, weight.shape[2:], dilation)
+        others = _numbers(padding, dimensions), dilation, _numbers(given["output_padding"], dimensions)
+        y = own.product(kind, input, view, stride, *others, given["groups"])
+        bias = given["bias"]
+        return y if bias is None else y + own.value(bias).to(y.dtype).view(-1, *[1] * dimensions)
 
     return handler
 
@@ -187,8 +173,8 @@ HANDLERS: dict[str, Callable[..., Tensor | None]] = {
     "einsum": _einsum,
     **dict.fromkeys(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"), _grouped_mm),
     "embedding": _embedding,
-    **{f"conv{n}d": _convolution_handler(n, False) for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": _convolution_handler(n, True) for n in (1, 2, 3)},
+    **{f"conv{n}d": _convolution(n, False) for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": _convolution(n, True) for n in (1, 2, 3)},
 }
 """By a torch function's name: handler(interceptor, *args, **kwargs)."""
 

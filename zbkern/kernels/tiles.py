@@ -22,7 +22,8 @@ TABLE = Path(__file__).with_name("tiles.json")
 class Tile:
     """One program computes [m, n] of the output, k of the reduction at a time, `stages` of these in flight.
 
-    group: tiles are visited in bands of `group` rows, so that neighbours in time share operands in L2.
+    group: tiles are visited in bands of `group` rows, so that neighbours in time share operands in L2. parts: in how
+    many the epilogue writes it; 0 for as many as `epilogue_parts` finds.
     """
 
     m: int
@@ -31,11 +32,12 @@ class Tile:
     warps: int
     stages: int
     group: int = 8
+    parts: int = 0
 
-    def parts(self, bulk: bool = True) -> int:
+    def epilogue_parts(self, bulk: bool = True) -> int:
         """In how many the epilogue writes it: a part has room in registers beside what it is added to or multiplied by
         (and, without bulk copies, beside addresses), and in shared memory beside the operands in flight."""
-        return (2 if self.m * self.n >= 64 * 32 * self.warps else 1) * (1 if bulk else 2)
+        return (self.parts or (2 if self.m * self.n >= 64 * 32 * self.warps else 1)) * (1 if bulk else 2)
 
 
 SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
@@ -117,7 +119,7 @@ def shared_memory(tile: Tile, op: str, size: int, capability: int) -> int:
     if capability < 90:
         return operands
     wide = 4 if op == "wgrad" else size
-    parts = 1 if capability >= 100 else tile.parts()
+    parts = 1 if capability >= 100 else tile.epilogue_parts()
     return operands + tile.m * tile.n * wide // parts
 
 

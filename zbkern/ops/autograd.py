@@ -118,18 +118,22 @@ def weight_gradients(
     needs: Sequence[bool],
     arithmetic: int | Callable[[wgrad.Segment], int] = 0,
     part: slice | None = None,
+    reads: wgrad.Segment = (),
 ) -> Sequence[Tensor | None]:
     """The gradients of `call.params`, or None where a queue (or the route) has taken them over.
 
     tensors: what the kernel reads, detached. needs: ctx.needs_input_grad, the edges' last. arithmetic: the flops of the
-    kernel, or what counts them. part: which params the kernel is for; None for all.
+    kernel, or what counts them. part: which params the kernel is for; None for all. reads: see `WGradTask`.
     What comes back belongs at the edges' places; where the graph has no edges it is None, which autograd ignores.
     """
     params = call.params_requiring_grad if part is None else call.params_requiring_grad[part]
     scope = wgrad.current() if call.may_defer else None
     if call.route is _DETACHED:
         if torch._C._will_engine_execute_node(_anchor_node) and (part is None or any(p is not None for p in params)):
-            task = wgrad.WGradTask(kernel, tensors, params, arithmetic, call.name, call.ddp_managed)
+            for parameter in params:
+                if parameter is not None and hasattr(parameter, "grad_added_to_main_grad"):
+                    _look_for_other_use(parameter)
+            task = wgrad.WGradTask(kernel, tensors, params, arithmetic, call.name, call.ddp_managed, reads)
             if scope is None:
                 wgrad.run_in_backward(task)
             else:
@@ -145,13 +149,19 @@ def weight_gradients(
     # Hooks that came after the forward run in this backward, so their gradient must be there now; autograd.grad returns
     # what it was asked for and accumulates nothing.
     if scope is not None and call.route is Route.ATTACHED and all(_may_wait(p) for p in needed_params):
-        scope[0].add(wgrad.WGradTask(kernel, tensors, params, arithmetic, call.name), scope[1])
+        scope[0].add(wgrad.WGradTask(kernel, tensors, params, arithmetic, call.name, False, reads), scope[1])
         return (None,) * len(params)
     if kernel.allocate is not None and all(p.dtype == tensors[0].dtype for p in needed_params):
         return kernel.allocate(tensors, params)
     gradients = [None if p is None else accumulation.empty_gradient(p, kernel) for p in params]
     kernel.run([tensors], gradients, False)
     return gradients
+
+
+def _look_for_other_use(parameter: Tensor) -> None:
+    """Of a parameter to which the graph has no edge from here: an edge from elsewhere is autograd's own."""
+    if will_run(torch.autograd.graph.get_gradient_edge(parameter).node):
+        accumulation.note_part_of_autograd(parameter)
 
 
 def _may_wait(parameter: Tensor) -> bool:

@@ -162,7 +162,9 @@ def _head(kind: str, segment: Sequence[Tensor], params: Params, view: _View) -> 
     call = autograd.OpCall((weight if params[0] is None else params[0], params[1]), backend, "compiled head")
     options = CrossEntropyOptions(int(numbers[0]), numbers[1], numbers[2], int(numbers[3]))
     kernel = wgrad.WGradKernel(loss_functions.HeadW(call, *values, options))
-    return wgrad.WGradTask(kernel, tuple(segment), params, 4 * x.shape[0] * weight.numel(), call.name)
+    reads = tuple([tensor for tensor in call.params if tensor is not None])
+    flops = 4 * x.shape[0] * weight.numel()
+    return wgrad.WGradTask(kernel, tuple(segment), params, flops, call.name, reads=reads)
 
 
 def _product(kind: str, segment: Sequence[Tensor], params: Params, view: _View) -> wgrad.WGradTask:

@@ -16,7 +16,7 @@ from zbkern.pipeline.simulation.architecture import Architecture, Experts, load_
 from zbkern.pipeline.simulation.hardware import Hardware, load_hardware
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.memory import static_of_ranks
-from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, parameters
+from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, parameters, predictors
 from zbkern.pipeline.simulation.needs import least_need
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
@@ -53,6 +53,10 @@ class Setting(NamedTuple):
     @property
     def costs(self) -> ModelCosts:
         return model_costs(*self)
+
+    def tokens(self, microbatches: int) -> int:
+        """Of a step, of all pipelines."""
+        return microbatches * self.job.tokens * self.job.data_parallel
 
     @property
     def limit(self) -> float:
@@ -203,19 +207,36 @@ def title(arguments: argparse.Namespace, setting: Setting) -> str:
 
 def step(found: Plan, setting: Setting, objective: str, width: int) -> str:
     """The costs of a layer, the cut, and how long a step takes."""
-    counted = "embedding, head and predictors" if setting.architecture.predictors else "embedding and head"
-    chunks = report.cut(found, len(setting.costs.layers), width, f", with {counted}")
+    chunks = report.cut(found, len(setting.costs.layers), width, f": {_counted(setting.architecture)}")
     seconds = report.reached(found.timeline, objective) / 1e3
-    rate = found.schedule.microbatches * setting.job.tokens * setting.job.data_parallel / seconds
+    rate = setting.tokens(found.schedule.microbatches) / seconds
     gpus = _gpus(found.schedule.stages, setting.job)
     peak = gpus * setting.hardware.matmul_flops
     used = rate * flops(setting.architecture, setting.job.sequence) / peak
     placement = found.schedule.placement
-    static = static_of_ranks(found.costs.per_chunk(len(placement)), placement)
+    static = amount(max(static_of_ranks(found.costs.per_chunk(len(placement)), placement)), "bytes")
+    lines = [
+        report.figure("layer", _block_costs(setting), width),
+        chunks,
+        report.figure("static", f"{static} at most by rank: weights, gradients, optimizer states", width),
+        report.figure(
+            "step",
+            f"{number(seconds)} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} per GPU, {used:.1%} of the peak flops",
+            width,
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _counted(architecture: Architecture) -> str:
+    """Which layers a partition counts, by the names that `cut` has for them."""
+    found = f"model.embed_tokens, model.layers.0 to {len(architecture.blocks) - 1}, model.norm with the head"
+    further = predictors(architecture)
+    if not further:
+        return found
     return (
-        f"{_block_costs(setting)}\n{chunks}\n{'static':<9} {amount(max(static), 'bytes')} at most by rank: weights, "
-        f"gradients, optimizer states\n{'step':<9} {number(seconds)} s, {rate:,.0f} tokens/s, "
-        f"{rate / gpus:,.0f} per GPU, {used:.1%} of the peak flops"
+        f"{found}, then {', '.join(further)}, each with a head, which models of the transformers library do not have: "
+        "to cut one, plan with num_nextn_predict_layers 0 in its config.json"
     )
 
 
@@ -227,7 +248,7 @@ def _block_costs(setting: Setting) -> str:
         f"{name} {number(each)}" for name, each in (("F", block.forward), ("B", block.backward), ("W", block.weight))
     )
     held = f", {block.held / block.activation:.2f} times that from B to W" if block.activation else ""
-    return f"{'layer':<9} {block.name}: {times} ms; {amount(block.activation, 'bytes')} from F to B{held}"
+    return f"{block.name}: {times} ms; {amount(block.activation, 'bytes')} from F to B{held}"
 
 
 def _gpus(stages: int, job: Job) -> int:

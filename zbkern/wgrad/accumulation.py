@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zbkern.wgrad.task import Segment, WGradKernel, WGradTask
 
@@ -83,9 +84,7 @@ def has_hooks(parameter: Tensor) -> bool:
 
 def has_hooks_or_main_grad(parameter: Tensor) -> bool:
     """True when autograd alone, accumulating in B, would run hooks too early or miss the `main_grad`."""
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        return True
-    return getattr(parameter, "main_grad", None) is not None
+    return has_hooks(parameter) or main_grad_of(parameter) is not None
 
 
 def empty_gradient(parameter: Tensor, kernel: WGradKernel | None = None) -> Tensor:
@@ -148,10 +147,21 @@ def run_into(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **opti
             kernel.run_many(layers, add, **options)
 
 
+_partly_autograds = WeakIdKeyDictionary()  # parameters of which autograd accumulates a part, whose use has no W
+
+
+def note_part_of_autograd(parameter: Tensor) -> None:
+    """In a backward of a parameter's W: autograd itself accumulates another part of its gradient."""
+    _partly_autograds[parameter] = True
+
+
 def _set_added_flag(parameter: Tensor) -> None:
-    """Tells the framework that owns this parameter's `main_grad` that the gradient is in it, if it wants to know."""
+    """Tells the framework that owns this parameter's `main_grad` that the gradient is in it, if it wants to know.
+
+    Not where another part comes through autograd: the framework has to add that, in this backward or a later one.
+    """
     if hasattr(parameter, "grad_added_to_main_grad"):
-        parameter.grad_added_to_main_grad = True
+        parameter.grad_added_to_main_grad = parameter not in _partly_autograds
 
 
 def sum_gradients(tasks: Sequence[WGradTask]) -> list[tuple[Tensor, Tensor]]:

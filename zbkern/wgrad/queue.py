@@ -141,7 +141,7 @@ class WGradQueue:
                 raise ValueError(f"WGradQueue.exchange: task must be one that waits in this queue; got {task!r}")
             self._release([task])
             task.tensors = tuple(tensors)
-            task.version = sum(tensor._version for tensor in task.tensors)
+            task.version = task.current_version()
             if task.ready_event is not None and self._side is not None:
                 task.ready_event = self._side.record_event()
             self._hold(task)
@@ -273,13 +273,10 @@ class WGradQueue:
         """Runs groups that are one kernel; the tasks leave the queue once their gradients are computed."""
         tasks = batch[0] if len(batch) == 1 else [task for group in batch for task in group]
         for task in tasks:
-            version = 0
-            for tensor in task.tensors:
-                version += tensor._version
-            if version != task.version:
+            if task.current_version() != task.version:
                 raise RuntimeError(
-                    f"WGradQueue: a tensor that {task} needs was modified in place between B and W; "
-                    "run the queue before the modification, or modify a copy"
+                    f"WGradQueue: a tensor that {task} needs was modified in place between B and W; run the queue "
+                    "before the modification (of a weight, before the optimizer's step), or modify a copy"
                 )
         first, side, gradients = tasks[0], None, None
         if len(tasks) > 1 and self.merge == "exact" and not hooked:
@@ -296,7 +293,7 @@ class WGradQueue:
             else:
                 accumulation.accumulate(batch)
         except Exception as error:
-            raise _kernel_error(first, error) from error
+            raise RuntimeError(f"WGradQueue: W of {first} failed and stays in the queue: {error}") from error
         for task in tasks:
             del self._tasks[task]
         if side is None:
@@ -457,7 +454,3 @@ def _check_key(method: str, key: Hashable) -> None:
         raise TypeError(
             f"WGradQueue.{method}: key must be hashable, such as a number or a tuple; got {key!r}"
         ) from None
-
-
-def _kernel_error(task: WGradTask, error: Exception) -> RuntimeError:
-    return RuntimeError(f"WGradQueue: W of {task} failed and stays in the queue: {error}")

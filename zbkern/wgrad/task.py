@@ -38,12 +38,13 @@ class WGradTask:
     gradient). tensors: what this task's one segment holds, usually the layer's input and its output gradient, detached.
     arithmetic: the flops of this W, or a function of `tensors` that counts them on demand. ddp_managed: the
     gradients must go through autograd's accumulation although the parameters have no hooks that can be seen, because
-    DistributedDataParallel's reducer waits for them there.
+    DistributedDataParallel's reducer waits for them there. reads: what else the kernel reads, parameters say,
+    whose memory lives on anyway; like `tensors` they must not have been modified when W runs.
     """
 
     __slots__ = (
         *("_arithmetic", "ddp_managed", "kernel", "key", "name", "parameters", "ready_event", "storages", "tensors"),
-        *("version", "weight"),
+        *("reads", "version", "weight"),
     )
 
     def __init__(
@@ -54,6 +55,7 @@ class WGradTask:
         arithmetic: int | Callable[[Segment], int] = 0,
         name: str = "",
         ddp_managed: bool = False,
+        reads: Segment = (),
     ) -> None:
         self.kernel = kernel if isinstance(kernel, WGradKernel) else WGradKernel(kernel)
         self.tensors = tensors
@@ -64,14 +66,21 @@ class WGradTask:
         self.key: Any = None  # hashable
         self.ready_event: Any = None  # where W has a stream of its own: after it `tensors` hold their values
         self.storages: list[int] = []  # those of `tensors`, as a queue has counted them
-        version = 0  # grows whenever one of the tensors is modified in place
+        self.reads = reads
         try:
-            for tensor in tensors:
-                version += tensor._version
+            self.version = self.current_version()
         except AttributeError:
             raise TypeError(f"WGradTask: tensors must be a tuple of tensors; got {tensors!r}") from None
-        self.version = version
         self.weight = (self.kernel.run, *map(id, parameters))  # equal for tasks that one kernel can sum up
+
+    def current_version(self) -> int:
+        """Grows whenever one of the tensors that W reads is modified in place."""
+        version = 0
+        for tensor in self.tensors:  # a loop: half the time of sum() over a generator, and this runs per task
+            version += tensor._version
+        for tensor in self.reads:
+            version += tensor._version
+        return version
 
     @property
     def flops(self) -> int:

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 NAMES = [name for op, names in spec.OPS.items() for name in names if name != "norm_partials"]
 WITH_NUM_SMS = (
     *("linear_fwd", "linear_dgrad", "linear_dgrad_sum", "linear_wgrad", "linear_wgrads"),
+    *("fp8_linear_fwd", "fp8_linear_dgrad"),
     *("activation_fwd", "activation_bwd", "gated_fwd", "gated_bwd", "gated_linear_fwd", "gated_linear_dgrad"),
     *("grouped_linear_fwd", "grouped_linear_dgrad", "grouped_linear_wgrad", "grouped_gated_fwd", "grouped_gated_dgrad"),
 )

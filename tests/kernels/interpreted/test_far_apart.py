@@ -14,9 +14,12 @@ pytest.importorskip("triton", reason="triton is not installed")
 import torch
 from torch import Tensor
 
+from tests.support import every_launch
 from zbkern.kernels import spec
+from zbkern.kernels.triton import attention_forward as triton_attention_forward
 from zbkern.kernels.triton import kernels as triton_kernels
 from zbkern.kernels.triton import loss as triton_loss
+from zbkern.kernels.triton import matmul_tile as triton_matmul_tile
 from zbkern.kernels.triton import norm_backward as triton_norm_backward
 from zbkern.kernels.triton import norm_forward as triton_norm_forward
 
@@ -24,14 +27,19 @@ FAR = 2**30 + 17  # odd, so that products go by pointers, not by descriptors
 RESERVED = 4 * (FAR + 2**20)
 
 
+def reserved(elements: int, dtype: torch.dtype) -> Tensor:
+    """Zeros, of which only the touched pages take memory."""
+    size, flags = elements * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    try:
+        return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype)
+    except (OSError, ValueError) as error:
+        pytest.skip(f"no address space for {size} bytes: {error}")
+
+
 @pytest.fixture(scope="module")
 def room() -> Tensor:
-    """float16 zeros, of which only the touched pages take memory. One test uses it at a time."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    try:
-        return torch.frombuffer(mmap.mmap(-1, 2 * RESERVED, flags=flags), dtype=torch.float16)
-    except (OSError, ValueError) as error:
-        pytest.skip(f"no address space for {2 * RESERVED} bytes: {error}")
+    """One test uses it at a time."""
+    return reserved(RESERVED, torch.float16)
 
 
 def far(values: Tensor, dimension: int, room: Tensor, start: int = 0) -> Tensor:
@@ -44,6 +52,37 @@ def far(values: Tensor, dimension: int, room: Tensor, start: int = 0) -> Tensor:
 
 def normal(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * scale).half()
+
+
+class FarRows(every_launch.Random):
+    """Its matrices have rows so far apart that the last begins 2^31 elements after the first."""
+
+    def __call__(self, *shape: int, layout: str = "plain") -> Tensor:
+        values = super().__call__(*shape, layout=layout)
+        return self.empty(*shape, dtype=self.dtype).copy_(values)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        if len(shape) != 2 or shape[0] == 1:
+            return super().empty(*shape, dtype=dtype)
+        stride = (2**31 // (shape[0] - 1) // 16 + 1) * 16
+        return reserved(shape[0] * stride, dtype).as_strided(shape, (stride, 1))
+
+
+@pytest.mark.parametrize("indices", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("capability", [90, 80])  # by descriptors, and by pointers
+def test_every_launch(capability: int, indices: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An offset that overflows ends a launch (tests/support/interpreter.py)."""
+    monkeypatch.setattr(triton_matmul_tile, "_machine", lambda device: (capability, 4))
+    monkeypatch.setattr(triton_attention_forward, "capability_of", lambda device: capability)
+    found = []
+    for random in (every_launch.Random, FarRows):
+        torch.manual_seed(0)
+        made = every_launch.cases(triton_kernels, random(torch.float16, "cpu", scale=0.3), 3, 16, 16, indices)
+        wanted = {"embedding_wgrad"} if indices == torch.int32 else made.keys()
+        found.append({name: case.results() for name, case in made.items() if name in wanted})
+    for name, results in found[0].items():
+        for got, expected in zip(found[1][name], results, strict=True):
+            assert torch.equal(got, expected), name
 
 
 @pytest.mark.parametrize("dimension", [0, 1])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.support import launch_checks as checks
 from tests.support.examples import examples
-from zbkern.kernels import spec, tiles
+from zbkern.kernels import reference, spec, tiles
 from zbkern.kernels.triton import grouped as triton_grouped
 from zbkern.kernels.triton import grouped_tile as triton_grouped_tile
 from zbkern.kernels.triton import grouped_wgrad as triton_grouped_wgrad
@@ -57,7 +57,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 class Small(tiles.Tile):
     count = 2
 
-    def parts(self, bulk: bool = True) -> int:
+    def epilogue_parts(self, bulk: bool = True) -> int:
         return self.count
 
 
@@ -246,6 +246,27 @@ def test_programs_of_a_bias_alone(options: dict, programs: int, spy: Spy) -> Non
     assert grids == [programs]
 
 
+@pytest.mark.parametrize("launches", [triton_kernels, reference])
+def test_the_sum_of_nothing_is_zero(launches: ModuleType) -> None:
+    dx = torch.ones(4, 8)
+    launches.linear_dgrad_sum([], dx)
+    assert torch.equal(dx, torch.zeros(4, 8))
+
+
+@pytest.mark.parametrize(("max_tiles", "launches"), [(0, [4]), (1, [2, 1]), (2, [4])])
+def test_the_rows_of_a_tile_are_bounded_with_their_number(
+    max_tiles: int, launches: list[int], spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile sums over all microbatches that a launch takes: no bound of tiles is one of time without it."""
+    monkeypatch.setattr(triton_multi_matmul, "ROWS", 48)
+    segments = spy(triton_multi_matmul, "_over_rows", lambda grid, constants: constants[1])
+    random = checks.Random(torch.float32, "cpu")
+    pairs, dweight = [(random(20, 64), random(20, 64)) for _ in range(3)], torch.zeros(64, 64)
+    triton_kernels.linear_wgrad(pairs, (dweight, None), False, max_tiles=max_tiles)
+    checks.check("dweight", dweight, sum(dy.double().t() @ x.double() for x, dy in pairs))
+    assert segments == launches
+
+
 def test_segments_of_different_layouts_and_bfloat16() -> None:
     random = checks.Random(torch.bfloat16, "cpu")
     segments = [(random(9, 24, layout=a), random(9, 16, layout=b)) for a in checks.LAYOUTS for b in checks.LAYOUTS]
@@ -263,6 +284,16 @@ def test_descriptors_and_pointers_agree(bulk: bool, spy: Spy, monkeypatch: pytes
     seen = spy(triton_multi_matmul, "_over_rows", lambda grid, constants: constants[4])
     checks.linear_wgrad(triton_kernels, checks.Random(torch.float16, "cpu"), [40, 16], 48, 64)
     assert seen == [bulk]
+
+
+def test_a_tile_says_in_how_many_parts_it_is_written(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = spy(triton_multi_matmul, "_over_rows", lambda grid, constants: constants[-1])
+    for count in (1, 4, 0):
+        triton_matmul_tile.plan.cache_clear()
+        tile = tiles.Tile(64, 128, 16, warps=4, stages=2, parts=count)
+        monkeypatch.setattr(tiles, "choose", lambda *_, tile=tile: tile)
+        checks.linear_wgrad(triton_kernels, checks.Random(torch.float16, "cpu"), [20], 64, 128, out=torch.float32)
+    assert parts == [1, 4, 2]
 
 
 def test_fewer_sms(spy: Spy) -> None:

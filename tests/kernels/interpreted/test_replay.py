@@ -112,12 +112,13 @@ def test_options_are_told_apart(worked_out: list[int]) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_no_rows(accumulate: bool) -> None:
+@pytest.mark.parametrize("segments", [[(torch.ones(0, 16),) * 2], []], ids=["of no rows", "none"])
+def test_no_rows(segments: list, accumulate: bool) -> None:
     """Nothing to launch is not a launch to repeat: what is written then is written every time."""
+    some, dweights = torch.ones(8, 16), torch.empty(2, 16, 16)
     for _ in range(3):
-        dweights = torch.ones(2, 16, 16)
-        some, none = torch.ones(8, 16), torch.ones(0, 16)
-        layers = [([(some, some)], (dweights[0], None)), ([(none, none)], (dweights[1], None))]
+        dweights.fill_(1.0)
+        layers = [([(some, some)], (dweights[0], None)), (segments, (dweights[1], None))]
         triton_kernels.linear_wgrads(layers, accumulate)
         assert torch.equal(dweights[0], torch.full((16, 16), 8.0 + accumulate))
         assert torch.equal(dweights[1], torch.full((16, 16), float(accumulate)))
@@ -140,6 +141,18 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in (*range(1, 8), 1, 7):
         wgrad(torch.randn(rows, 16), torch.randn(rows, 16))
         assert 1 <= len(small._templates) <= 3
+
+
+def test_more_turns_than_are_kept_cost_no_more_than_those_that_are_too_many(
+    monkeypatch: pytest.MonkeyPatch, worked_out: list[int]
+) -> None:
+    """Microbatches come round and round: forgetting all, or the oldest, would forget each just before its turn."""
+    monkeypatch.setattr(triton_wgrad, "replay", Replay(layouts=8))
+    operands = [(torch.randn(rows, 16), torch.randn(rows, 16)) for rows in range(1, 11)]
+    for _ in range(20):
+        for x, dy in operands:
+            wgrad(x, dy)
+    assert 20 < len(worked_out) < 100  # of 200
 
 
 def test_an_error_is_not_kept() -> None:

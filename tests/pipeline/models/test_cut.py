@@ -221,6 +221,75 @@ def test_positions_of_gpt2_are_where_they_are_added() -> None:
     assert "transformer.wpe.weight" in second.state_dict()
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("partition", [None, [0, 1], [0, 6]], ids=str)
+def test_classifiers_pool_by_token_ids(family: str, partition: list[int] | None) -> None:
+    """The last rank needs them, too; without them the library takes the last token, which is padding here."""
+    config = make(family).config
+    config.num_labels = 3
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).double().eval()
+    tokens, mask, _ = batch()
+    first, second = (cut(model, schedules.zb_h1(2, 2), partition, rank=rank)[0] for rank in range(2))
+    side = {"attention_mask": mask, "input_ids": tokens}
+    wanted = model(input_ids=tokens, attention_mask=mask).logits
+    for inputs in ((), (tokens,)):  # as a side input alone, and besides
+        torch.testing.assert_close(second(first(*inputs, **side), **side), wanted)
+    with pytest.raises(ValueError, match=r"pools by its padding, .*side={'input_ids': tokens}, on every rank"):
+        second(first(tokens, attention_mask=mask), attention_mask=mask)
+
+
+def vision(kind: str) -> tuple[nn.Module, dict[str, Tensor], list[str] | None]:
+    """A small model, what it takes of images and texts, and its layers where they are to be named."""
+    torch.manual_seed(0)
+    tokens = torch.randint(3, 60, (2, 12))
+    encoder = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "patch_size": 8}
+    if kind == "vit":
+        config = transformers.ViTConfig(num_hidden_layers=4, image_size=32, num_labels=5, **encoder)
+        layers = ["vit.embeddings", "vit.layers.*", "vit.layernorm", "classifier"]
+        return transformers.ViTForImageClassification(config), {"pixel_values": torch.randn(2, 3, 32, 32)}, layers
+    if kind == "llava":
+        tokens[:, 2:6] = 60
+        sizes = {"num_hidden_layers": 2, "image_size": 16, "projection_dim": 32, **encoder}
+        text = {"model_type": "llama", **TEXT}
+        parts = {"vision_config": {"model_type": "clip_vision_model", **sizes}, "text_config": text}
+        config = transformers.LlavaConfig(**parts, image_token_id=60)
+        given = {"input_ids": tokens, "pixel_values": torch.randn(2, 3, 16, 16)}
+        return transformers.LlavaForConditionalGeneration(config), given, None
+    tokens[:, 1:7] = torch.tensor([58, 57, 57, 57, 57, 59])
+    sizes = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2}
+    text = {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    special = {"image_token_id": 57, "vision_start_token_id": 58, "vision_end_token_id": 59, "video_token_id": 60}
+    parts = {"vision_config": {**sizes, "temporal_patch_size": 2, "in_channels": 3}, "text_config": text}
+    config = transformers.Qwen2VLConfig(**parts, **special)
+    given = {"input_ids": tokens, "pixel_values": torch.randn(32, 96), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+    given["mm_token_type_ids"] = (tokens == 57).long()
+    return transformers.Qwen2VLForConditionalGeneration(config), given, None
+
+
+@pytest.mark.parametrize("kind", ["vit", "llava", "qwen2_vl"])
+def test_images(kind: str) -> None:
+    model, given, layers = vision(kind)
+    model.eval()
+    first, second = (cut(model, schedules.zb_h1(2, 2), layers=layers, rank=rank)[0] for rank in range(2))
+    torch.testing.assert_close(second(first(**given), **given), model(**given).logits)
+
+
+def test_images_that_would_be_lost_are_refused() -> None:
+    model, given, _ = vision("llava")
+    two = schedules.zb_h1(2, 2)
+    first, second = (cut(model, two, rank=rank)[0] for rank in range(2))
+    images = {"pixel_values": given["pixel_values"]}
+    with pytest.raises(ValueError, match=r"llava finds by token ids where 'pixel_values' is.*side={'input_ids'"):
+        second(first(given["input_ids"], **images), **images)
+    after = cut(model, two, [0, 1], rank=1)[0]
+    with pytest.raises(ValueError, match=r"put among the embeddings after '.*embed_tokens'.*cut elsewhere"):
+        after(torch.randn(2, 12, 32), **given)
+    second.whole.config.model_type = "another"
+    with pytest.raises(ValueError, match=r"what another makes of 'pixel_values' may go to layers of several chunks"):
+        second(torch.randn(2, 12, 32), **given)
+
+
 # ---- any module
 
 
@@ -400,7 +469,7 @@ USES: dict[str, Callable[[Tensor], Any]] = {
     "skip": lambda h: h,
     "padding": lambda h: (h == 0).all(-1, keepdim=True),
     "branch": lambda h: 2.0 if h.abs().max() > 1 else 1.0,
-    "number": lambda h: float(h.sum()),
+    "number": lambda h: float(h.detach().sum()),
     "argmax": lambda h: torch.arange(4.0)[h.argmax(-1)][..., None],
     "nan_to_num": torch.nan_to_num,
     "comparison": lambda h: torch.where(h > 0, torch.ones_like(h), torch.zeros_like(h)),

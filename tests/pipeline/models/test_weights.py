@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +320,130 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path, shards: str) -> None:
         assert mine < 0.3 * whole
         assert grown < mine + 0.15 * whole, f"rank {rank}: {grown / 1e6:.0f} MB for {mine / 1e6:.0f} MB"
         del chunks
+
+
+# ---- what is in the folder, and what the files say
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def test_an_export_deletes_older_exports_alone(tmp_path: Path) -> None:
+    others = {"model_best.safetensors", "model-ema.safetensors", "modelling.safetensors", "adapter_model.safetensors"}
+    for name in (*others, "model-00001-of-00009.safetensors"):
+        (tmp_path / name).write_text("mine")
+    export(tmp_path, cut(small(), ALONE, [0]))
+    assert {path.name for path in tmp_path.iterdir()} == {*others, "model.safetensors"}
+
+
+@pytest.mark.parametrize(("before", "after"), [(50, 50), (50, 1 << 20), (1 << 20, 50), (1 << 20, 1 << 20)])
+def test_at_any_time_the_folder_has_a_whole_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int
+) -> None:
+    """Killed after any of the changes, it is the old one or the new one, for us and for the transformers library."""
+    old, new = small(), small()
+
+    def sums() -> set[float]:
+        with torch.device("meta"):
+            model = small()
+        found = {tensors(cut(model, ALONE, [0], weights=tmp_path))["0.weight"].sum().item()}
+        single = tmp_path / "model.safetensors"  # the library takes it before an index
+        if single.exists():
+            found.add(safetensors.torch.load_file(single)["0.weight"].sum().item())
+        return found
+
+    expected = {model[0].weight.sum().item() for model in (old, new)}
+    export(tmp_path, cut(old, ALONE, [0]), max_shard_bytes=before)
+    seen = []
+
+    def watched(real: Any) -> Any:
+        def change(*arguments: Any, **options: Any) -> Any:
+            result = real(*arguments, **options)
+            seen.append(sums())
+            return result
+
+        return change
+
+    monkeypatch.setattr(os, "replace", watched(os.replace))
+    monkeypatch.setattr(Path, "unlink", watched(Path.unlink))
+    export(tmp_path, cut(new, ALONE, [0]), max_shard_bytes=after)
+    assert seen
+    assert all(found <= expected for found in seen)
+    assert sums() == {new[0].weight.sum().item()}
+    assert len(list(tmp_path.iterdir())) == (1 if after > 50 else 4)
+
+
+def test_an_export_imports_what_it_needs(tmp_path: Path) -> None:
+    program = f"""
+from torch import nn
+from zbkern.pipeline import cut, export, schedules
+export({str(tmp_path)!r}, cut(nn.Sequential(nn.Linear(2, 2)), schedules.one_f_one_b(1, 2), [0]))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_weights_that_one_layer_has_twice(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.b.bias = self.a.bias
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x))
+
+    model = nn.Sequential(Twice(), nn.Linear(4, 2))
+    export(tmp_path, cut(model, ALONE, [0]))
+    with torch.device("meta"):
+        empty_model = nn.Sequential(Twice(), nn.Linear(4, 2))
+    (chunk,) = cut(empty_model, ALONE, [0], weights=tmp_path)
+    assert chunk.get_parameter("0.a.bias") is chunk.get_parameter("0.b.bias")
+    assert all(torch.equal(value, chunk.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_bert_ties_its_head_twice(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=31, **sizes)).eval()
+    layers = ["bert.embeddings", "bert.encoder.layer.*", "cls"]
+    chunks = [cut(model, TWO, layers=layers, rank=rank)[0] for rank in range(2)]
+    export(tmp_path, chunks)
+    again = transformers.BertForMaskedLM.from_pretrained(tmp_path)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    with torch.device("meta"):
+        model_without = transformers.BertForMaskedLM(model.config)
+    read = tensors(c for r in range(2) for c in cut(model_without, TWO, layers=layers, weights=tmp_path, rank=r))
+    assert all(torch.equal(value, read[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_configuration_has_the_dtype_of_the_files(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = make("llama").to(torch.float16)
+    model.config.dtype = torch.float16
+    export(tmp_path, [chunk.to(dtype) for chunk in cut(model, ALONE)])
+    assert transformers.AutoConfig.from_pretrained(tmp_path).dtype == dtype
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).dtype == dtype
+    assert model.config.dtype == torch.float16
+
+
+def test_export_refuses_adapters_that_were_there_before_the_cut(tmp_path: Path) -> None:
+    model = make("llama").float()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM of its configuration does not have: merge adapters"):
+        export(tmp_path / "export", cut(model, ALONE))
+    assert not (tmp_path / "export").exists()
+
+
+def test_an_index_names_files_of_its_folder(tmp_path: Path) -> None:
+    inside = tmp_path / "inside"
+    export(inside, cut(small(), ALONE, [0]), max_shard_bytes=50)
+    index = inside / "model.safetensors.index.json"
+    text = index.read_text()
+    for outside in ("../model.safetensors", str(tmp_path / "model.safetensors")):
+        index.write_text(text.replace("model-00001-of-00003.safetensors", outside))
+        with torch.device("meta"):
+            model = small()
+        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json must name files of its own folder; got"):
+            cut(model, ALONE, [0], weights=inside)

@@ -239,55 +239,6 @@ def test_a_closure_is_called_once_with_gradients_and_its_loss_returned() -> None
         optimizer.step(3)
 
 
-@pytest.mark.parametrize(
-    ("undo", "masters", "others", "error"),
-    [("snapshot", False, 0.1, False), ("snapshot", False, 4.0, True), ("snapshot", True, 4.0, True)]
-    + [("inverse", False, 4.0, True), (None, False, 0.1, True)],
-)
-def test_weights_changed_before_the_global_check_stay_or_are_noticed(
-    undo: str | None, masters: bool, others: float, error: bool
-) -> None:
-    """A step that is done, or done again, later would be without the change, or after it."""
-
-    def rank_loop(transport: LocalTransport) -> float:
-        weight = nn.Parameter(torch.ones((), dtype=torch.bfloat16 if masters else torch.float32))
-        sgd = torch.optim.SGD([weight], lr=1.0)
-        optimizer = Optimizer(sgd, transport, max_norm=1.0, undo=undo, master_weights=masters, timeout=20)
-        weight.grad = torch.full_like(weight, others if transport.rank else 0.5)
-        optimizer.step()
-        if transport.rank == 0:
-            with torch.no_grad():
-                weight.clamp_(0.75, 1.0)
-        optimizer.validate()
-        return weight.item()
-
-    if error:
-        with pytest.raises(PipelineError, match=r"weight of shape \[\] was changed after step\(\).*validate\(\) first"):
-            results_on_threads(2, rank_loop)
-    else:
-        assert results_on_threads(2, rank_loop)[0] == 0.75
-
-
-def test_a_closure_is_called_once_with_gradients_and_its_loss_returned() -> None:
-    weight = nn.Parameter(torch.ones(()))
-    optimizer = Optimizer(torch.optim.SGD([weight], lr=0.25), LocalTransport.ring(1)[0])
-    calls = []
-
-    def closure() -> Tensor:
-        calls.append(1)
-        optimizer.zero_grad()
-        loss = 2 * weight
-        loss.backward()
-        return loss
-
-    with torch.no_grad():
-        assert optimizer.step(closure).item() == 2
-    assert optimizer.step() is None
-    assert (len(calls), weight.item()) == (1, 0.0)
-    with pytest.raises(TypeError, match="Optimizer.step: closure must be callable, or None; got 3"):
-        optimizer.step(3)
-
-
 def test_a_failing_step_reaches_the_other_ranks() -> None:
     def rank_loop(transport: LocalTransport) -> None:
         weight = nn.Parameter(torch.ones(3))

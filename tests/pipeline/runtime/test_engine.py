@@ -15,7 +15,7 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import WIDTH, make_data, make_model, on_threads, plain
-from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, StepOptions, schedules
+from zbkern.pipeline import Pipeline, ScheduleError, StepOptions, schedules
 from zbkern.pipeline.runtime.clock import EventClock
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import merge_neighbours, peak_microbatches
@@ -84,7 +84,7 @@ def test_gradients_equal_plain_backward(name: str, stages: int, microbatches: in
 
 @pytest.mark.slow
 def test_many_virtual_ranks() -> None:
-    check_against_plain("zb_h1", 32, 40, "planned")
+    check_against_plain("zb_h2", 48, 50, "planned")
 
 
 def distributed_step(name: str, microbatches: int, fill: str) -> None:
@@ -195,32 +195,6 @@ def one_rank(**changes: Any) -> Pipeline:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"schedule": "1f1b"}, "schedule must be a zbkern.pipeline.Schedule; got str"),
-        ({"schedule": schedules.one_f_one_b(2, 2)}, "2 stages and the group 1 ranks"),
-        ({"modules": []}, r"chunks \[0\] of this schedule and needs 1 modules, in model order; got 0"),
-        ({"fill": "lazy"}, "fill must be one of"),
-        ({"loss_fn": None}, "loss_fn must be callable on rank 0, which holds the last chunk; got None"),
-        ({"loss_fn": "mse"}, r"loss_fn must be callable as loss_fn\(output, target\); got 'mse'"),
-        ({"group": None}, "init_process_group"),
-        ({"modules": None}, "modules must be this rank's chunks, each a torch.nn.Module; got NoneType"),
-        ({"modules": [nn.Linear]}, "each a torch.nn.Module; got type"),
-        ({"tied": [torch.ones(1)]}, "tied must be {name: parameter}"),
-        ({"tied": {"table": "weight"}}, "tied must be {name: parameter}"),
-        ({"options": {"on_idle": 3}}, "options must be a zbkern.pipeline.StepOptions, as in"),
-        (
-            {"replanner": 100},
-            r"replanner must be a zbkern.pipeline.Replanner, as in .*; got 100",
-        ),
-    ],
-)
-def test_bad_construction_names_the_argument(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        one_rank(**changes)
-
-
-@pytest.mark.parametrize(
     ("timeout", "error"),
     [
         *[(value, ValueError) for value in (0, -1, -0.5, float("inf"), float("nan"), 1e300, 10**12)],
@@ -255,50 +229,6 @@ def test_ranks_with_different_schedules_are_refused_at_once() -> None:
         for error in errors(other):
             assert isinstance(error, ScheduleError)
             assert "rank 0 has <Schedule zb_h1: 3 ranks, 1 chunk each, 4 microbatches>, rank 1 another" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "targets", "message"),
-    [
-        (None, torch.ones(2, 2), "inputs must be given on this rank"),
-        (torch.ones(3, 2), torch.ones(2, 2), r"dimension 0 of inputs must be a multiple of the 2 microbatches"),
-        ([torch.ones(1, 2)], torch.ones(2, 2), "inputs is a list of 1 microbatches and the schedule has 2"),
-        (torch.tensor(1.0), torch.ones(2, 2), "inputs must hold tensors with a batch dimension"),
-        ({}, torch.ones(2, 2), "inputs must hold tensors with a batch dimension; got {}"),
-    ],
-)
-def test_bad_inputs_name_the_argument(inputs: Any, targets: Any, message: str) -> None:
-    with one_rank() as pipe, pytest.raises((TypeError, ValueError), match=message):
-        pipe.step(inputs, targets)
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "message"),
-    [
-        (lambda output, target: output - target, r"got shape \[1, 2\]; reduce it"),
-        (lambda output, target: (output - target).mean().item(), "must return a tensor of one number; got -?[0-9.]+"),
-        (lambda output, target: (output - target).mean().detach(), "got one that is detached"),
-    ],
-)
-def test_a_loss_that_cannot_be_differentiated_is_refused(loss_fn: Any, message: str) -> None:
-    with one_rank(loss_fn=loss_fn) as pipe, pytest.raises(PipelineError, match=message):
-        pipe.step(torch.ones(2, 2), torch.ones(2, 2))
-
-
-class Counting(nn.Linear):
-    """Returns a number beside its tensor."""
-
-    def forward(self, x: torch.Tensor, count: int = 0) -> Any:
-        return super().forward(x), count + 1
-
-
-def test_what_is_no_tensor_does_not_travel() -> None:
-    schedule = schedules.zb_v(1, 2)
-    with (
-        one_rank(modules=[Counting(2, 2), nn.Linear(2, 2)], schedule=schedule) as pipe,
-        pytest.raises(PipelineError, match=r"chunk 0 must return tensors \(or None\) for the next chunk.*got 1 among"),
-    ):
-        pipe.step(torch.ones(2, 2), torch.ones(2, 2))
 
 
 @pytest.mark.parametrize("fill", ["planned", "eager"])
@@ -381,11 +311,6 @@ def steps_on_threads(schedule: Schedule, delay: Any = None, **options: Any) -> t
 def test_messages_that_are_late_and_overtake_each_other(fill: str) -> None:
     travel = random.Random(0)
     steps_on_threads(schedules.zb_v(4, 8), lambda sender, receiver, tag: travel.choice([0, 0.001, 0.02]), fill=fill)
-
-
-@pytest.mark.slow
-def test_sixty_four_virtual_ranks() -> None:
-    steps_on_threads(schedules.zb_h2(64, 66))
 
 
 @pytest.mark.parametrize("fill", ["planned", "eager"])

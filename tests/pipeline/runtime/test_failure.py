@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
@@ -23,7 +24,7 @@ from torch import nn
 import zbkern
 from tests.support.chunks import make_data, make_model, on_threads, plain, results_on_threads
 from tests.support.saving import saved_in_turn, with_actions
-from zbkern.pipeline import Pipeline, Schedule, StepOptions, checkpoint, schedules
+from zbkern.pipeline import Optimizer, Pipeline, Schedule, StepOptions, checkpoint, schedules
 from zbkern.pipeline.simulation.timeline import Timeline
 from zbkern.pipeline.transport import distributed
 from zbkern.pipeline.transport.base import PipelineError, Tag
@@ -392,7 +393,7 @@ def test_a_rank_that_makes_another_call_is_told_and_all_with_it(odd: int, other:
     assert time.monotonic() - start < 8  # seconds: without a time-out
     for error in errors:
         assert isinstance(error, PipelineError)
-        assert "ranks make different calls: call 4 of this pipeline is" in str(error)
+        assert "ranks make different calls: call 5 of this pipeline is" in str(error)
         assert re.search(rf"{other} on rank {odd}\b", str(error)), str(error)
 
 
@@ -490,3 +491,46 @@ def test_a_first_rank_that_is_frozen_in_a_step_or_before_it_clips_ends_the_other
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             process.communicate()
+
+
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("kind", [NoText, StopIteration])
+def test_an_error_of_any_kind_is_known_to_all(kind: type[Exception]) -> None:
+    """Whatever its text is, and also one that generators take for their end."""
+
+    def broken() -> torch.Tensor:
+        raise kind()
+
+    for error in steps_with_broken_rank(1, broken, 20, stages=2):
+        assert type(error) is PipelineError
+        assert str(error).startswith(f"rank 1, action 1F0: {kind.__name__}: ")
+
+
+def step_beside_a_forked_child() -> int:
+    """The exit functions of a process that was forked between steps, and a failure in it, tell the others nothing."""
+    rank, (inputs, targets) = torch.distributed.get_rank(), make_data(4)
+    module = zbkern.convert(make_model(2)[rank])
+    with Pipeline(module, schedules.zb_h1(2, 4), nn.functional.mse_loss, timeout=20) as pipe:
+        optimizer = Optimizer(torch.optim.SGD(module.parameters(), 0.1), pipe)
+        pipe.step(inputs, targets)
+        optimizer.step()
+        child = os.fork() if rank == 0 else 0
+        if rank == 0 and child == 0:
+            with contextlib.suppress(BaseException):
+                pipe.transport.fail("of the child")
+                pipe.close()
+                atexit._run_exitfuncs()
+            os._exit(0)
+        if child:
+            os.waitpid(child, 0)
+        pipe.step(inputs, targets)
+    return pipe.completed
+
+
+@pytest.mark.dist
+def test_a_forked_child_ends_alone(two_ranks: Any) -> None:
+    assert two_ranks.run(step_beside_a_forked_child, timeout=40) == [2, 2]

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.saving import Wide, saved_in_turn, with_actions
+from tests.support.saving import Wide, saved_in_turn, schedule_of, with_actions
 from zbkern.pipeline import (
     Action,
-    Costs,
     Pipeline,
     ProfileOptions,
     Schedule,
@@ -22,7 +21,6 @@ from zbkern.pipeline import (
     schedules,
     simulate,
 )
-from zbkern.pipeline.planner.offload import fit
 from zbkern.pipeline.simulation.costs import COPY_SIZE
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -66,7 +64,7 @@ def streaming(copy_size: int) -> tuple[float, float, float]:
     torch.manual_seed(5)
     data = torch.randn(4, 16, 32)
     modules = [zbkern.convert(nn.Sequential(*(Wide() for _ in range(8))))]
-    schedule = Schedule.build([[Action.parse(text) for text in ["0F0", "0O0", "0L0", "0BW0"]]], [0], 1)
+    schedule = schedule_of("0F0 0O0 0L0 0BW0", microbatches=1)
     arguments = (nn.functional.mse_loss, data, data, 1, LocalTransport.ring(1)[0])
     costs = profile(modules, [0], *arguments, options=ProfileOptions(1, 0, copy_size))
     in_forward: list[float] = []
@@ -96,14 +94,6 @@ def test_a_streamed_forward_holds_what_was_planned(copy_size: int) -> None:
 def test_peak_bytes_are_as_planned_with_small_transfers_and_of_parts(how: list[str | None], two_ranks: Any) -> None:
     schedule = with_actions(schedules.one_f_one_b(2, 6), saved_in_turn(*how))
     check_peaks(two_ranks, schedule, 20_000, ("*norm", "*.up"))
-
-
-@pytest.mark.dist
-def test_peak_bytes_of_a_fitted_schedule_are_as_planned(four_ranks: Any) -> None:
-    costs = Costs(held=1.1, checkpoint=0.1, offload_bandwidth=1, reload_bandwidth=1)
-    schedule = schedules.zb_v(4, 8)
-    limit = 0.6 * max(simulate(schedule, costs).peak_memory)
-    check_peaks(four_ranks, fit(schedule, costs, limit, recompute=True).schedule)
 
 
 @pytest.mark.dist

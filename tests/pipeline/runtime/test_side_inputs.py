@@ -118,6 +118,10 @@ def test_ranks_with_other_side_inputs_are_refused(change: Callable[[dict[str, Te
     [
         (torch.ones(8), "side must be {name: tensor}"),
         ({"mask": torch.ones(7)}, "dimension 0 of side must be a multiple of the 4"),
+        (
+            {"mask": torch.ones(4)},
+            r"\['mask'\] of side must have as many rows as inputs, or be a list of microbatches",
+        ),
         ([{}] * 3, "side is a list of 3 microbatches"),
         ([torch.ones(2)] * 4, "side must be {name: tensor}"),
         ({"other": torch.ones(8)}, "inputs give and side gives it.*unexpected keyword argument 'other'|missing"),
@@ -130,6 +134,27 @@ def test_bad_side_inputs_name_the_argument(side: Any, message: str) -> None:
         pytest.raises((TypeError, ValueError, PipelineError), match=message),
     ):
         pipe.step(torch.ones(8, 4), torch.ones(8, 4), side)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_ranks_with_other_batches_are_told_once(caplog: pytest.LogCaptureFixture, named: bool) -> None:
+    """As by a loader that gives every rank other rows; but not where ranks that need none pass None."""
+    _, x, targets, _ = model_and_batch()
+
+    def steps(transport: LocalTransport, needed: bool) -> None:
+        rank = transport.rank
+        rows = torch.arange(8).roll(rank)
+        inputs = {"input": x[rows]} if named and rank == 0 else x[rows]
+        given = (None if rank else inputs, targets if rank else None) if needed else (inputs, targets)
+        module = nn.Linear(4, 4).double()
+        with Pipeline(module, schedules.zb_h1(2, 4), nn.functional.mse_loss, transport) as pipe:
+            for _ in range(2):
+                pipe.step(*given)
+
+    for needed in (False, True):
+        results_on_threads(2, lambda transport, needed=needed: steps(transport, needed))
+    (said,) = [record.getMessage() for record in caplog.records if "differ" in record.getMessage()]
+    assert said.startswith("Pipeline.step: the inputs of ranks [0, 1] differ")
 
 
 def test_costs_do_not_count_side_inputs() -> None:

@@ -56,6 +56,7 @@ def step(*modules: nn.Module, loss_fn: Any = nn.functional.mse_loss, inputs: Any
         (lambda y: {"hidden": y}, "what chunk 0 returns it.*does not: missing a required argument: 'x'"),
         (lambda y: None, "chunk 0 must return at least one tensor; got none: is there a return"),
         (lambda y: (), "chunk 0 must return at least one tensor"),
+        (lambda y: (y, 1), r"chunk 0 must return tensors \(or None\) for the next chunk.*got 1 among"),
         (lambda y: y.to_sparse(), r"chunk 0 must return dense tensors .*got torch.sparse_coo: call .to_dense"),
     ],
 )
@@ -83,7 +84,9 @@ def _raise(error: Exception) -> Any:
     [
         (lambda output, target: {"loss": output.mean()}, "got dict; return the loss alone"),
         (lambda output, target: (output.mean(), 1), "got tuple; return the loss alone"),
-        (lambda output, target: output.mean().item(), "leave out .item()"),
+        (lambda output, target: output.mean().item(), "must return a tensor of one number; got .* leave out .item()"),
+        (lambda output, target: output - target, r"got shape \[2, 2\]; reduce it"),
+        (lambda output, target: output.mean().detach(), "got one that is detached"),
     ],
 )
 def test_a_loss_that_is_none_says_what_to_do(loss_fn: Any, message: str) -> None:

@@ -74,8 +74,8 @@ def test_layers_in_model_order_and_what_is_always_there() -> None:
     model = load_architecture(CONFIGURATIONS / "deepseek-v3.json")
     costs = model_costs(model, H100, Job(4096, tensor_parallel=4, expert_parallel=64, data_parallel=64))
     names = [layer.name for layer in costs.layers]
-    assert names[:2] == ["embedding", "block 0"]
-    assert names[-4:] == ["block 60", "head", "predictor 1", "predictor 1's head"]
+    assert names[:2] == ["model.embed_tokens", "model.layers.0"]
+    assert names[-4:] == ["model.layers.60", "model.norm", "model.layers.61", "model.layers.61.shared_head"]
     assert [layer.tied for layer in costs.layers[-3:]] == ["head", None, "head"]
     dense, sparse = costs.layers[1], costs.layers[10]
     mlp, router = 3 * 7168 * 2048, 7168 * 256

@@ -131,29 +131,16 @@ def store_of_rank_0() -> Iterator[None]:
     meet("is done")  # the store ends with what rank 0 has of it
 
 
-def stopped(failing: int) -> tuple[str, str, float]:
-    def action(ranks: RankExchange) -> None:
-        if ranks.rank == failing:
+def host_stopped() -> tuple[str, str, float]:
+    def stop(ranks: RankExchange) -> None:
+        if ranks.rank == 0:
             waker = subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
             waker.wait()
 
-    with pytest.MonkeyPatch.context() as patch:
+    with store_of_rank_0(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_exchange, "_GRACE", 1.0)
-        return caught(0.7, action, pause=4.5)
-
-
-def host_stopped() -> tuple[str, str, float]:
-    with store_of_rank_0():
-        return stopped(0)
-
-
-@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_that_is_stopped_ends_the_others_in_time(two_ranks: Any, failing: int) -> None:
-    found = two_ranks.run(stopped, failing)
-    for kind, message, _ in found:
-        assert (kind, message) == ("PipelineError", f"call: rank {failing} did not come to 'second' in 0.7 s")
-    assert found[1 - failing][2] < 3.9
+        return caught(0.7, stop, pause=4.5)
 
 
 def test_a_host_of_the_store_that_is_stopped_ends_the_others_in_time(two_ranks: Any) -> None:
@@ -164,12 +151,12 @@ def test_a_host_of_the_store_that_is_stopped_ends_the_others_in_time(two_ranks: 
     assert seconds < 3.9
 
 
-def killed(failing: int, log: Path) -> None:
+def host_killed(log: Path) -> None:
     start = time.monotonic()
     try:
-        with RankExchange("call", None, 1.5) as ranks:
+        with store_of_rank_0(), RankExchange("call", None, 1.5) as ranks:
             ranks.exchange("first")
-            if ranks.rank == failing:
+            if ranks.rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             ranks.exchange("second")
     except PipelineError as error:
@@ -177,29 +164,12 @@ def killed(failing: int, log: Path) -> None:
         raise
 
 
-def host_killed(log: Path) -> None:
-    with store_of_rank_0():
-        killed(0, log)
-
-
-def last_words(log: Path, function: Any, *arguments: Any) -> str:
-    """What the rank that is left writes, within 5 s, when `function` has killed the other one."""
-    ranks = Ranks(2)
+def test_a_host_of_the_store_that_is_killed_ends_the_others_in_time(tmp_path: Path) -> None:
+    """Killed and stopped ranks beside it: test_fault_matrix.py."""
+    ranks, log = Ranks(2), tmp_path / "log"
     with pytest.raises(AssertionError, match="its process ended"):
-        ranks.run(function, *arguments, log)
-    assert len(ranks.run(os.getpid)) == 2  # of new ranks
+        ranks.run(host_killed, log)
     ranks.close()
     seconds, _, message = log.read_text().partition(" ")
     assert float(seconds) < 5
-    return message
-
-
-@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_rank_that_is_killed_ends_the_others_in_time(tmp_path: Path, failing: int) -> None:
-    message = last_words(tmp_path / "log", killed, failing)
-    assert message == f"call: rank {failing} did not come to 'second' in 1.5 s"
-
-
-def test_a_host_of_the_store_that_is_killed_ends_the_others_in_time(tmp_path: Path) -> None:
-    lost = "rank 1 has lost the host of torch.distributed's store (rank 0, or torchrun)"
-    assert lost in last_words(tmp_path / "log", host_killed)
+    assert "rank 1 has lost the host of torch.distributed's store (rank 0, or torchrun)" in message

@@ -42,6 +42,8 @@ def linear_dgrad(
 
 def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor) -> None:
     """dx = sum of dy weight over (dy [M, N_i], weight [N_i, K])."""
+    if not segments:
+        dx.zero_()
     for index, (dy, weight) in enumerate(segments):
         addmm_into(dx, dy, weight, index > 0)
 

@@ -25,6 +25,8 @@ LOG2_E = math.log2(math.e)
 COMPILER: tuple[int, int] = tuple(map(int, triton.__version__.split(".")[:2]))  # type: ignore[assignment]
 """Triton's version."""
 
+_MOST_ROWS = 128  # of a tile, whose offsets have 32 bits
+
 _LN_2 = tl.constexpr(math.log(2))
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -100,10 +102,12 @@ def size_block(size: int) -> int:
 
 
 def regular(tensor: Tensor, copy: bool = True) -> Tensor:
-    """The tensor itself where heads begin at multiples of 16 elements, which is what Triton can know, else a copy that
-    does so (or, without `copy`, room for one). One element at a time nothing is copied ahead, and registers spill."""
+    """The tensor itself where heads begin at multiples of 16 elements, which is what Triton can know, and the rows of a
+    tile lie within 2^31 elements; else a copy of which that is so (or, without `copy`, room for one). One element at a
+    time nothing is copied ahead, and registers spill."""
     row, head, inner = tensor.stride()
-    if inner == 1 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in (row, head)):
+    aligned = inner == 1 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in (row, head))
+    if aligned and row * _MOST_ROWS < 2**31:
         return tensor
     tokens, heads, size = tensor.shape
     room = tensor.new_empty(tokens, heads, triton.cdiv(size, 16) * 16)[..., :size]

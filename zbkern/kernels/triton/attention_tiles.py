@@ -146,15 +146,15 @@ def _tabulate(
     tl.store(row + 5, tl.where(found, tl.sum(tl.where(here, line, 0), 0), tl.sum(padded, 0)))
 
 
-_CAPTURED: list[Tensor] = []
-"""Tables that CUDA graphs copy from again at each replay; they must outlive them."""
+_CAPTURED: dict[int, Tensor] = {}
+"""Tables that CUDA graphs copy from again at each replay, by their addresses; they must outlive them."""
 
 
 def _on_device(table: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return table
     if torch.cuda.is_current_stream_capturing():
-        _CAPTURED.append(table)
+        _CAPTURED[table.data_ptr()] = table
     return table.to(device, non_blocking=True)
 
 

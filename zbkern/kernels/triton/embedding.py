@@ -104,7 +104,7 @@ def _sum_runs(
             first += ROWS
             going = tl.sum(mine.to(tl.int32), 0) == ROWS
         value = tl.sum(total, 0)
-        out = dweight + token * out_row + offset(j, out_column)
+        out = dweight + (offset(token, out_row) + offset(j, out_column))
         if ACCUMULATE:
             value += widen(tl.load(out, j < features, other=0))
         tl.store(out, value.to(dweight.dtype.element_ty), j < features)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton.common import INTERPRETED, Kernel, dot, offset, rows_dense, widen
+from zbkern.kernels.triton.common import INTERPRETED, Kernel, dot, offset, rows_dense, turns, widen
 from zbkern.kernels.triton.matmul_tile import Matrix, processors, store, tile_index
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -20,41 +20,49 @@ _SMALLEST = tl.constexpr(1e-30)
 _M, _N, _WARPS, _STAGES, _GROUP = 128, 128, 8, 4, 8
 
 
-def fp8_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
+def fp8_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, num_sms: int | None = None) -> None:
     """y = quantised(x) quantised(weight)^T + bias."""
     if not x.numel():
         y.zero_() if bias is None else y.copy_(bias.expand_as(y))
     elif y.numel():
-        _multiply(_quantise_rows(x), _quantise_weight(weight, False), bias, y)
+        _multiply(_quantise_rows(x, num_sms), _quantise_weight(weight, False, num_sms), bias, y, num_sms)
 
 
-def fp8_linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor) -> None:
+def fp8_linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor, num_sms: int | None = None) -> None:
     """dx = quantised(dy) quantised(weight)."""
     if not dy.numel():
         dx.zero_()
     elif dx.numel():
-        _multiply(_quantise_rows(dy), _quantise_weight(weight, True), None, dx)
+        _multiply(_quantise_rows(dy, num_sms), _quantise_weight(weight, True, num_sms), None, dx, num_sms)
 
 
-def _quantise_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
+def _quantise_rows(tensor: Tensor, num_sms: int | None = None) -> tuple[Tensor, Tensor]:
     """(values [M, K], scales [K / 128, M]) with a scale for each 128 columns of a row."""
     m, k = tensor.shape
     values, scales = _room(m, k, tensor), tensor.new_empty(triton.cdiv(k, 128), m, dtype=torch.float32)
-    grid = (triton.cdiv(m, 32), triton.cdiv(k, 128))
-    _quantise(grid, (tensor, values, scales, m, k, *tensor.stride(), values.stride(0)), (32, False, False), 4, 1)
+    _run_quantise(tensor, values, scales, (32, False, False), 4, num_sms)
     return values, scales
 
 
-def _quantise_weight(weight: Tensor, transpose: bool) -> tuple[Tensor, Tensor]:
+def _quantise_weight(weight: Tensor, transpose: bool, num_sms: int | None = None) -> tuple[Tensor, Tensor]:
     """(values [N, K], scales [K / 128, N / 128]) with a scale for each 128 x 128; transposed (values [K, N], scales
     [N / 128, K / 128])."""
     n, k = weight.shape
     rows, columns = (k, n) if transpose else (n, k)
     values = _room(rows, columns, weight)
     scales = weight.new_empty(triton.cdiv(columns, 128), triton.cdiv(rows, 128), dtype=torch.float32)
-    grid = (triton.cdiv(n, 128), triton.cdiv(k, 128))
-    _quantise(grid, (weight, values, scales, n, k, *weight.stride(), values.stride(0)), (128, True, transpose), 8, 1)
+    _run_quantise(weight, values, scales, (128, True, transpose), 8, num_sms)
     return values, scales
+
+
+def _run_quantise(
+    tensor: Tensor, values: Tensor, scales: Tensor, constants: tuple[int, bool, bool], warps: int, num_sms: int | None
+) -> None:
+    m, k = tensor.shape
+    count = triton.cdiv(m, constants[0]) * triton.cdiv(k, 128)
+    bound = None if num_sms is None else count
+    arguments = (tensor, values, scales, bound, m, k, *tensor.stride(), values.stride(0))
+    _quantise(min(count, num_sms or count), arguments, constants, warps, 1)
 
 
 def _room(rows: int, columns: int, like: Tensor) -> Tensor:
@@ -78,43 +86,47 @@ def _to_fp8(value, DTYPE: tl.constexpr):
 
 
 @Kernel
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _quantise(
-    x, values, scales, M, K, row, column, values_row,
+    x, values, scales, count, M, K, row, column, values_row,
     ROWS: tl.constexpr, WHOLE: tl.constexpr, TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
     """values = x / scale in e4m3, scale = max|x| / 448 of each [1, 128] of x [M, K], or if WHOLE of each [128, 128].
 
     values [M, K], scales [K / 128, M (/ 128)]; if TRANSPOSE values [K, M], scales [M / 128, K / 128]. One program: ROWS
-    x 128. Divisions are exact, as the reference has them: one rounding apart, a value could be the next of only 256.
+    x 128, or every num_programs-th of these. Divisions are exact, as the reference has them: one rounding apart, a
+    value could be the next of only 256.
     """
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    block = tl.program_id(1)
-    j = block * _BLOCK + tl.arange(0, _BLOCK)
-    inside = (i < M)[:, None] & (j < K)[None, :]
-    value = widen(tl.load(x + (offset(i, row)[:, None] + offset(j, column)[None, :]), inside, other=0.0))
-    largest = tl.max(tl.abs(value), 1)
-    if WHOLE:
-        largest = tl.max(largest, 0)
-    some = largest > _SMALLEST
-    factor = tl.where(some, tl.div_rn(_LARGEST, tl.where(some, largest, 1.0)), 0.0)
-    scale = tl.where(some, tl.div_rn(largest, _LARGEST), 0.0)
-    if WHOLE:
-        bands = tl.num_programs(0)
-        place = tl.program_id(0) * tl.num_programs(1) + block if TRANSPOSE else block * bands + tl.program_id(0)
-        tl.store(scales + place, scale)
-        value = value * factor
-    else:
-        tl.store(scales + (block.to(tl.int64) * M + i), scale, i < M)
-        value = value * factor[:, None]
-    result = _to_fp8(value, values.dtype.element_ty)
-    if TRANSPOSE:
-        tl.store(values + (offset(j, values_row)[:, None] + i[None, :]), result.T, inside.T)
-    else:
-        tl.store(values + (offset(i, values_row)[:, None] + j[None, :]), result, inside)
+    bands, blocks = tl.cdiv(M, ROWS), tl.cdiv(K, _BLOCK)
+    start, stop, step = turns(count)
+    for turn in tl.range(start, stop, step):
+        band, block = turn // blocks, turn % blocks
+        i = band * ROWS + tl.arange(0, ROWS)
+        j = block * _BLOCK + tl.arange(0, _BLOCK)
+        inside = (i < M)[:, None] & (j < K)[None, :]
+        value = widen(tl.load(x + (offset(i, row)[:, None] + offset(j, column)[None, :]), inside, other=0.0))
+        largest = tl.max(tl.abs(value), 1)
+        if WHOLE:
+            largest = tl.max(largest, 0)
+        some = largest > _SMALLEST
+        factor = tl.where(some, tl.div_rn(_LARGEST, tl.where(some, largest, 1.0)), 0.0)
+        scale = tl.where(some, tl.div_rn(largest, _LARGEST), 0.0)
+        if WHOLE:
+            tl.store(scales + (band * blocks + block if TRANSPOSE else block * bands + band), scale)
+            value = value * factor
+        else:
+            tl.store(scales + (block.to(tl.int64) * M + i), scale, i < M)
+            value = value * factor[:, None]
+        result = _to_fp8(value, values.dtype.element_ty)
+        if TRANSPOSE:
+            tl.store(values + (offset(j, values_row)[:, None] + i[None, :]), result.T, inside.T)
+        else:
+            tl.store(values + (offset(i, values_row)[:, None] + j[None, :]), result, inside)
 
 
-def _multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], bias: Tensor | None, out: Tensor) -> None:
+def _multiply(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], bias: Tensor | None, out: Tensor, num_sms: int | None
+) -> None:
     """out [P, Q] = A B^T + bias of quantised A [P, R] (rows) and B [Q, R] (a weight)."""
     (left, left_scales), (right, right_scales) = a, b
     (p, r), q = left.shape, right.shape[0]
@@ -124,9 +136,9 @@ def _multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], bias: Tensor |
     result = target.descriptor(_M, _N) if writes else rows
     operands = Matrix(left).descriptor(_M, 128), Matrix(right).descriptor(_N, 128)
     bias = None if bias is None else bias.contiguous()
-    tiles = triton.cdiv(p, _M) * triton.cdiv(q, _N)
+    programs = min(triton.cdiv(p, _M) * triton.cdiv(q, _N), num_sms or processors(out.device))
     arguments = (*operands, left_scales, right_scales, result, bias, p, q, r, 1 if writes else rows.stride(0))
-    _product(min(tiles, processors(out.device)), arguments, (writes, _M, _N, _GROUP), _WARPS, _STAGES)
+    _product(programs, arguments, (writes, _M, _N, _GROUP), _WARPS, _STAGES)
     if rows is not out:
         out.copy_(rows)
 
@@ -143,11 +155,12 @@ def _product(
     A block's sum leaves the tensor cores before the next: they accumulate 8-bit products with some 14 bits.
     """
     count = tl.cdiv(P, M) * tl.cdiv(Q, N)
-    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0)):
+    steps = max(tl.cdiv(R, _BLOCK), 1)  # known not to be 0: the compiler then writes the epilogue once
+    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
         p, q = tile_index(tile, P, Q, M, N, GROUP)
         i = p + tl.arange(0, M)
         total = tl.zeros((M, N), tl.float32)
-        for step in range(tl.cdiv(R, _BLOCK)):
+        for step in range(steps):
             left, right = a.load([p, step * _BLOCK]), b.load([q, step * _BLOCK])
             scale = tl.load(a_scales + (tl.cast(step, tl.int64) * P + i), i < P, other=0.0)
             scale *= tl.load(b_scales + step * tl.cdiv(Q, N) + q // N)

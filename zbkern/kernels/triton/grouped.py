@@ -88,7 +88,7 @@ def _run_product(
     bulk = has_bulk_copies(a.device)
     reads, writes = bulk and left.describable and right.describable, bulk and target.describable
     tile, programs = plan_groups(op, groups, -(-rows // groups), q, r, a.dtype, a.device, reads and writes, num_sms)
-    parts = tile.parts(writes)
+    parts = tile.epilogue_parts(writes)
     x, x_stride = ragged_argument(left, tile.m, tile.k, reads)
     matrices, w_strides = right.argument(tile.k, tile.n, reads)
     result, o_stride = ragged_argument(target, tile.m, tile.n // parts, writes)

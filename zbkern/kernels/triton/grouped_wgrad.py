@@ -158,7 +158,7 @@ def _run_sums(
     writes = bulk and target.describable
     most = -(-sum(a.tensor.shape[0] for a, _, _ in pairs) // groups)
     tile, programs = plan_groups("wgrad", groups, p, q, most, dtype, device, reads and writes, num_sms)
-    parts = tile.parts(writes)
+    parts = tile.epilogue_parts(writes)
     slots = [
         (ragged_argument(a, tile.k, tile.m, reads)[0], ragged_argument(b, tile.k, tile.n, reads)[0], ends)
         for a, b, ends in pairs

@@ -130,7 +130,7 @@ def _run_product(
     reads = bulk and left.describable and right.describable
     writes = bulk and all(target is None or target.describable for target in targets)
     tile, programs = plan(op, p, q, r, a.dtype, a.device, reads and writes, num_sms)
-    width = tile.n // tile.parts()
+    width = tile.n // tile.epilogue_parts()
     results = [(None, 1) if target is None else target.argument(tile.m, width, writes) for target in targets]
     pairs = [left.argument(tile.m, tile.k, reads), right.argument(tile.k, tile.n, reads), *results]
     given, strides = zip(*pairs, strict=True)
@@ -138,7 +138,7 @@ def _run_product(
     read = beside if backward else rows if accumulate else None
     read_stride = 1 if read is None else read.stride(0)
     flags = (left.transposed, right.transposed, reads, writes, accumulate, activation or "", backward)
-    sizes = (tile.m, tile.n, tile.k, tile.group, tile.parts(writes))
+    sizes = (tile.m, tile.n, tile.k, tile.group, tile.epilogue_parts(writes))
     _product(
         programs,
         (*given, bias, read, p, q, r, *strides, read_stride),

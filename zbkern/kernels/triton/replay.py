@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -21,6 +22,7 @@ from zbkern.kernels.triton.direct import Direct, direct, hooked, launch_all
 from zbkern.kernels.triton.matmul_tile import described, precision
 
 _UNKNOWN: Any = object()
+_Value = TypeVar("_Value")
 
 
 class _Template(NamedTuple):
@@ -48,14 +50,36 @@ class _Template(NamedTuple):
         return arguments
 
 
+class _Bounded(dict[Hashable, _Value], Generic[_Value]):
+    """At most so many; then any of them makes room. Microbatches come round and round: were it the oldest, or the one
+    that was not asked for the longest, each would go just before its turn."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._order: list[Hashable] = []
+        self._random = random.Random(0)  # not the program's, whose numbers are its own
+
+    def keep(self, key: Hashable, value: _Value) -> None:
+        if key not in self:
+            if len(self._order) < self._size:
+                self._order.append(key)
+            else:
+                place = self._random.randrange(self._size)
+                self.pop(self._order[place], None)
+                self._order[place] = key
+        self[key] = value
+
+    def clear(self) -> None:
+        super().clear()
+        self._order.clear()
+
+
 class Replay:
-    """The launches of calls: of at most so many ways in which operands lie, at most so many sets of addresses. When
-    there is no more room all are forgotten, which costs nothing at any other call."""
+    """The launches of calls: of at most so many ways in which operands lie, at most so many sets of addresses."""
 
     def __init__(self, layouts: int = 1024, addresses: int = 4096) -> None:
-        self.layouts, self.addresses = layouts, addresses
-        self._templates: dict[Hashable, list[_Template] | None] = {}
-        self._direct: dict[Hashable, list[Direct]] = {}
+        self._templates: _Bounded[list[_Template] | None] = _Bounded(layouts)
+        self._direct: _Bounded[list[Direct]] = _Bounded(addresses)
         self._paused = 0
 
     def run(self, call: Callable[[], None], operands: Sequence[Any], options: Hashable) -> None:
@@ -85,7 +109,7 @@ class Replay:
             with recorded() as made:
                 call()
             if made and all(operand is None or operand.numel() for operand in operands):
-                _keep(self._templates, self.layouts, layout, _templates(made, operands))
+                self._templates.keep(layout, _templates(made, operands))
             return None
         if templates is None:
             return call()
@@ -94,7 +118,7 @@ class Replay:
             for template in templates:
                 template.again(operands)
             return None
-        _keep(self._direct, self.addresses, here, launches)
+        self._direct.keep(here, launches)
         return launch_all(launches, device)
 
     @contextlib.contextmanager
@@ -110,12 +134,6 @@ class Replay:
     def forget(self) -> None:
         self._templates.clear()
         self._direct.clear()
-
-
-def _keep(found: dict[Hashable, Any], size: int, key: Hashable, value: Any) -> None:
-    if len(found) >= size:
-        found.clear()
-    found[key] = value
 
 
 def _templates(launches: Sequence[Launch], operands: Sequence[Tensor | None]) -> list[_Template] | None:

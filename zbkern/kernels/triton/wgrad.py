@@ -67,6 +67,8 @@ def linear_wgrads(
     operands: list[Any] = []
     for segments, outputs in layers:  # as one comprehension this takes half as much again, of what is the host's time
         lengths.append(len(segments))
+        if not segments:  # which is no launch that would be made again
+            _write_nothing(outputs, accumulate)
         for segment in segments:
             operands += segment
         operands += outputs
@@ -87,10 +89,7 @@ def _wgrads(
     for segments, (dweight, dbias) in layers:
         pairs = [(dy.t(), x) for x, dy in segments if x.shape[0]]
         if not pairs:
-            if not accumulate:
-                for output in (dweight, dbias):
-                    if output is not None:
-                        output.zero_()
+            _write_nothing((dweight, dbias), accumulate)
             continue
         exchanged = dweight is not None and Matrix(dweight).transposed  # stored [K, N]
         if dbias is not None and (exchanged or dweight is None or dweight.numel() == 0 or not dbias.is_contiguous()):
@@ -103,11 +102,20 @@ def _wgrads(
     run("wgrad", products, accumulate, num_sms, max_tiles)
 
 
+def _write_nothing(outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+    """The sum over no rows."""
+    for output in outputs:
+        if output is not None and not accumulate:
+            output.zero_()
+
+
 def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor, num_sms: int | None = None) -> None:
     """dx = sum of dy weight over (dy [M, N_i], weight [N_i, K]): the input of several layers, written once."""
     operands = [dx, *[tensor for segment in segments for tensor in segment]]
     options = ("dgrad sum", num_sms, precision(dx.dtype))
-    if dx.numel():
+    if not segments:
+        dx.zero_()
+    elif dx.numel():
         replay.run(lambda: run("dgrad", [Product(segments, dx)], False, num_sms), operands, options)
 
 

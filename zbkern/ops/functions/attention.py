@@ -29,14 +29,15 @@ class Attention(torch.autograd.Function):
         y = q.new_empty(*q.shape[:2], v.shape[2])
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
         call.backend.attention_fwd(q, k, v, options, y, lse, sinks)
-        ctx.save_for_backward(q, k, v, y, lse, sinks)
+        ends = [e for e in (options.queries, options.keys) if isinstance(e, Tensor)]  # autograd sees if they change
+        ctx.save_for_backward(q, k, v, y, lse, sinks, *ends)
         ctx.call, ctx.options = call, options
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         call, options = ctx.call, ctx.options
-        q, k, v, y, lse, sinks = ctx.saved_tensors
+        q, k, v, y, lse, sinks, *_ = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
             return differentiable_backward(call, _with_sinks_first, (q, k, v, options), dy)
         dq, dk, dv = (torch.empty_like(t, requires_grad=False) for t in (q, k, v))

@@ -56,7 +56,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         kernel = WGradKernel(HeadW(call, weight.detach(), None if bias is None else bias.detach(), options))
         segment = (x.detach(), target, lse, dloss.contiguous())
         flops = 4 * x.shape[0] * weight.numel()
-        return None, dx, None, None, None, *weight_gradients(call, kernel, segment, needs, flops)
+        reads = tuple([parameter for parameter in call.params if parameter is not None])
+        return None, dx, None, None, None, *weight_gradients(call, kernel, segment, needs, flops, None, reads)
 
 
 def _may_wait(call: OpCall) -> bool:
@@ -84,31 +85,18 @@ class HeadW:
     """
 
     def __init__(self, call: OpCall, weight: Tensor, bias: Tensor | None, options: Options) -> None:
-        self.backend, self.param, self.weight, self.bias, self.options = (
-            call.backend,
-            call.params[0],
-            weight,
-            bias,
-            options,
-        )
-        self.version = call.params[0]._version
+        self.backend, self.weight, self.bias, self.options = call.backend, weight, bias, options
+        versions = tuple([None if p is None else (id(p), p._version) for p in call.params])
+        self.identity = versions, weight.dtype, call.backend.__name__, options
 
     def __call__(self, segments: Any, outputs: Any, accumulate: bool) -> None:
-        if self.param._version != self.version:
-            raise RuntimeError(
-                "linear_cross_entropy: its weight changed between B and W, and W computes the logits again; run the "
-                "queue before the optimizer step"
-            )
         self.backend.cross_entropy_wgrad(segments, outputs, accumulate, self.weight, self.bias, self.options)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, HeadW) and self._identity() == other._identity()
+        return isinstance(other, HeadW) and self.identity == other.identity
 
     def __hash__(self) -> int:
-        return hash(self._identity())
-
-    def _identity(self) -> tuple[Any, ...]:
-        return id(self.param), self.version, self.weight.dtype, self.backend.__name__, self.options
+        return hash(self.identity)
 
 
 def linear_cross_entropy_with_torch(

@@ -40,7 +40,9 @@ class NamedState:
     ) -> None:
         self.rank, self.size = rank, size
         self._chunks = _chunks(modules)
-        self._rename = _checked(rename) if rename is not None else _as_it_is
+        if rename is not None and not callable(rename):
+            raise TypeError(f"checkpoint: rename must be callable as rename(chunk, key), or None; got {rename!r}")
+        self._rename = rename
         self._inner = optimizer.optimizer if isinstance(optimizer, Optimizer) else optimizer
         self._masters = optimizer.masters if isinstance(optimizer, Optimizer) else []
         groups = getattr(self._inner, "param_groups", [])
@@ -53,10 +55,11 @@ class NamedState:
         names: dict[int, list[str]] = {}  # of parameters, by id; a tied one has several
         for chunk, module in self._chunks.items():
             for key, value in module.named_parameters(remove_duplicate=False):
-                names.setdefault(id(value), []).append(self._rename(chunk, key))
+                names.setdefault(id(value), []).append(self._name(chunk, key))
         tied = modules.tied if isinstance(modules, Pipeline) else {}
-        self._tied = {name for p in tied.values() for name in names.get(id(p), [])}
-        self._check_unique()
+        labels = {key: found[0] for key, found in names.items() if len(found) > 1}
+        labels |= {id(parameter): f"tied {label}" for label, parameter in tied.items()}
+        self._labels = {name: label for key, label in labels.items() for name in names.get(key, [])}
         names.update({id(master): names[id(p)] for p, master in self._masters if id(p) in names})
         self._names = names
         self._as_saved: set[str] = set()  # whose optimizer state is of the dtypes that it had then
@@ -79,12 +82,11 @@ class NamedState:
         found = self._model()
         if self._inner is None:
             return found
-        self._owners: dict[int, str] = {}  # of tensors in the optimizer's state
+        self._check_unshared(self._inner.state)
         for name, parameter in self._own.items():
             state = self._inner.state.get(parameter)
             if state is None:
                 continue
-            self._check_unshared(name, state)
             values = {}
             for entry, value in state.items():
                 kind = self._kind_of(entry, value)
@@ -106,15 +108,17 @@ class NamedState:
             )
         return found
 
-    def _check_unshared(self, name: str, state: dict[Any, Any]) -> None:
-        """Raises ValueError for a tensor that is in the state twice: it would be loaded as two."""
-        for leaf in pytree.tree_leaves(state):
-            owner = self._owners.setdefault(id(leaf), name) if isinstance(leaf, Tensor) else name
-            if owner not in self._names[id(self._own[name])]:
-                raise ValueError(
-                    f"checkpoint.save: the state of {name!r} has a tensor of shape {list(leaf.shape)} that the state "
-                    f"has elsewhere, too, of {owner!r}: loaded, they would be two; keep one for each parameter"
-                )
+    def _check_unshared(self, state: Mapping[Any, Any]) -> None:
+        """Raises ValueError for a tensor that is in the optimizer's state twice: it would be loaded as two."""
+        seen: set[int] = set()
+        for key, entries in state.items():
+            for leaf in (leaf for leaf in pytree.tree_leaves(entries) if isinstance(leaf, Tensor)):
+                if id(leaf) in seen:
+                    raise ValueError(
+                        f"checkpoint.save: the state of {self._names.get(id(key), [key])[0]!r} has a tensor of shape "
+                        f"{list(leaf.shape)} that the state has elsewhere, too: loaded, they would be two"
+                    )
+                seen.add(id(leaf))
 
     def _kind_of(self, entry: Any, value: Any) -> str | None:
         """What the key of an entry begins with, None where it has none of its own."""
@@ -168,23 +172,23 @@ class NamedState:
                 found[key] = torch.empty_like(master)
         return found
 
-    def names(self) -> list[tuple[str, int, bool]]:
-        """(name, chunk, whether tied) of this rank's part of the model, for `check_unique`."""
-        return [
-            (name, chunk, name in self._tied)
-            for chunk, module in self._chunks.items()
-            for name in (self._rename(chunk, key) for key in module.state_dict())
-        ]
+    def names(self) -> list[tuple[str, int, str]]:
+        """(name, chunk, label) of this rank's part of the model; what is one parameter has one label, others have "".
 
-    def copies(self, tied: Mapping[str, Tensor]) -> list[tuple[str, list[str]]]:
-        """(label, names) of every parameter that has several names here, or copies on other ranks under one label.
-
-        tied: the Pipeline's, {label: parameter}.
+        Raises ValueError where two tensors of a chunk have one name.
         """
-        labels = {id(parameter): f"tied {label}" for label, parameter in tied.items()}
-        held = {id(p) for module in self._chunks.values() for p in module.parameters()}
-        names = {key: found for key, found in self._names.items() if key in held}
-        return [(labels.get(key, found[0]), found) for key, found in names.items() if key in labels or len(found) > 1]
+        found = []
+        for chunk, module in self._chunks.items():
+            keys: dict[str, str] = {}
+            for key in module.state_dict():
+                name = self._name(chunk, key)
+                if (other := keys.setdefault(name, key)) != key:
+                    raise ValueError(
+                        f"checkpoint: rename gives {other!r} and {key!r} of chunk {chunk} one name, {name!r}, and the "
+                        "whole model needs a name for each"
+                    )
+                found.append((name, chunk, self._labels.get(name, "")))
+        return found
 
     def check(self, loaded: Mapping[str, Tensor], ranks: int) -> None:
         """Raises ValueError where the optimizer cannot take the state: of another kind, or of as many others as ranks.
@@ -193,21 +197,20 @@ class NamedState:
         """
         if self._inner is None:
             return
-        self._others = self._others_in(loaded, ranks)
         for group in (unpack(value) for key, value in loaded.items() if _parse(key)[0] == "group"):
-            kinds = group.get("kinds", [])  # an older zbkern has not saved it
-            if kinds and not self._own.keys().isdisjoint(group["names"]) and not same_kind(self._inner, kinds):
+            if not self._own.keys().isdisjoint(group["names"]) and not same_kind(self._inner, group["kinds"]):
                 raise ValueError(
-                    f"checkpoint.load: it holds the state of {kinds[0]}, and the optimizer is "
+                    f"checkpoint.load: it holds the state of {group['kinds'][0]}, and the optimizer is "
                     f"{type(self._inner).__name__}; load it with that kind, or without optimizer= for the model alone"
                 )
+        self._others = self._others_in(loaded, ranks)
 
     def take(self, loaded: Mapping[str, Tensor]) -> None:
         """Puts what `targets` made, and somebody has filled, into modules and torch optimizer."""
         for chunk, module in self._chunks.items():
             entries = {}
             for key, value in module.state_dict().items():
-                found = loaded.get(f"model.{self._rename(chunk, key)}", value)  # itself: loaded under its first name
+                found = loaded.get(f"model.{self._name(chunk, key)}", value)  # itself: loaded under its first name
                 entries[key] = found if isinstance(value, Tensor) else unpack(found)
             module.load_state_dict(entries)
         if self._inner is None:
@@ -257,6 +260,13 @@ class NamedState:
             )
         return unpack(own)
 
+    def _name(self, chunk: int, key: str) -> str:
+        """In the whole model."""
+        name = key if self._rename is None else self._rename(chunk, key)
+        if not isinstance(name, str):
+            raise TypeError(f"checkpoint: rename must return a string, a name in the whole model; got {name!r}")
+        return name
+
     def _model(self) -> dict[str, Tensor]:
         return {
             f"model.{name}": value if isinstance(value, Tensor) else pack(value, name)
@@ -267,35 +277,22 @@ class NamedState:
         """(name in the whole model, value) of all that the modules' state dicts have."""
         for chunk, module in self._chunks.items():
             for key, value in module.state_dict().items():
-                yield self._rename(chunk, key), value
-
-    def _check_unique(self) -> None:
-        for chunk, module in self._chunks.items():
-            keys: dict[str, str] = {}
-            for key in module.state_dict():
-                name = self._rename(chunk, key)
-                if (other := keys.setdefault(name, key)) != key:
-                    raise ValueError(
-                        f"checkpoint: rename gives {other!r} and {key!r} of chunk {chunk} one name, {name!r}, and the "
-                        "whole model needs a name for each"
-                    )
+                yield self._name(chunk, key), value
 
 
-def check_unique(ranks: Iterable[Iterable[tuple[str, int, bool]]]) -> set[str]:
-    """The names of the whole model, from `NamedState.names` of every rank.
+def check_unique(names: Iterable[tuple[str, int, str]]) -> None:
+    """Raises ValueError where chunks share a name; names: `NamedState.names` of all ranks.
 
-    Raises ValueError where chunks share one: tensors of one name would become one in the checkpoint; for a tied
-    parameter that is right.
+    Tensors of one name would become one in the checkpoint; for a tied parameter that is right.
     """
     seen: dict[str, int] = {}
-    for name, chunk, shared in (found for rank in ranks for found in rank):
-        if seen.setdefault(name, chunk) != chunk and not shared:
+    for name, chunk, label in names:
+        if seen.setdefault(name, chunk) != chunk and not label.startswith("tied "):
             raise ValueError(
                 f"checkpoint: chunks {seen[name]} and {chunk} both have a tensor {name!r}, and the whole model "
                 "needs a name for each; pass rename=function(chunk, key), such as "
                 'rename=lambda chunk, key: f"chunks.{chunk}.{key}"'
             )
-    return set(seen)
 
 
 def unused(stored: Iterable[str], names: Container[str]) -> list[str]:
@@ -311,12 +308,13 @@ def pack(value: Any, what: str) -> Tensor:
     """
     buffer = io.BytesIO()
     try:
-        torch.save(_plain(value), buffer)
+        torch.save(pytree.tree_map(_plain, value), buffer)
         packed = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
         unpack(packed)
     except Exception as error:
-        for place, leaf in _parts(value):
-            pack(leaf, f"{what}{place}")
+        for path, leaf in pytree.tree_leaves_with_path(value):
+            if path:
+                pack(leaf, f"{what}{pytree.keystr(path)}")
         raise TypeError(
             f"checkpoint.save: {what} must be a number, a string, a tensor, or a tuple, list or dict of them, which "
             f"are read without running anybody's code; got {type(value).__name__}"
@@ -324,19 +322,9 @@ def pack(value: Any, what: str) -> Tensor:
     return packed
 
 
-def _parts(value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, dict):
-        return [(f"[{key!r}]", part) for key, part in value.items()]
-    return [(f"[{i}]", part) for i, part in enumerate(value)] if isinstance(value, (list, tuple)) else []
-
-
-def _plain(value: Any) -> Any:
-    """The same with numpy's numbers, such as a learning rate from a cosine, as Python's."""
-    if type(value) is dict:
-        return {key: _plain(part) for key, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
-    return value.item() if type(value).__module__ == "numpy" and not getattr(value, "shape", None) else value
+def _plain(leaf: Any) -> Any:
+    """A number of numpy, such as a learning rate from a cosine, as Python's."""
+    return leaf.item() if type(leaf).__module__ == "numpy" and not getattr(leaf, "shape", None) else leaf
 
 
 def unpack(packed: Tensor) -> Any:
@@ -390,20 +378,3 @@ def is_of_model(key: str) -> bool:
 
 def _of_model(stored: Iterable[str]) -> list[str]:
     return [name for kind, name in map(_parse, stored) if kind == "model"]
-
-
-def _checked(rename: Rename) -> Rename:
-    if not callable(rename):
-        raise TypeError(f"checkpoint: rename must be callable as rename(chunk, key), or None; got {rename!r}")
-
-    def name(chunk: int, key: str) -> str:
-        found = rename(chunk, key)
-        if not isinstance(found, str):
-            raise TypeError(f"checkpoint: rename must return a string, a name in the whole model; got {found!r}")
-        return found
-
-    return name
-
-
-def _as_it_is(chunk: int, key: str) -> str:
-    return key

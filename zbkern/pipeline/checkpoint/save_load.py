@@ -139,19 +139,19 @@ def load(
         everywhere: set[str] = set()  # on rank 0
 
         def choose(values: list[Any]) -> list[tuple[str, int]] | None:
-            _check_agreement([value for value, *_ in values])
-            everywhere.update(name for (_, names), *_ in values for name, _, _ in names)
+            _check_agreement([(step, names) for step, names, _ in values])
+            names = [found for _, of_rank, _ in values for found in of_rank]
+            everywhere.update(name for name, _, _ in names)
             path = directory.find(folder, step)
             if path is None:
-                _check_absent(folder, step, [seen for _, seen, _ in values])
+                _check_absent(folder, step, [seen for *_, seen in values])
                 return None
             index = dcp_format.read_index(path)
-            _warn_of_differing_copies(path, index, [copies for *_, copies in values])
+            _warn_of_differing_copies(path, index, names)
             return [(path.name, index.checksum)] * ranks.size
 
         seen = directory.find(folder, step)
-        copies = state.copies(modules.tied if isinstance(modules, Pipeline) else {})
-        mine = ((step, state.names()), None if seen is None else seen.name, copies)
+        mine = (step, state.names(), None if seen is None else seen.name)
         chosen = ranks.exchange("arguments checked", mine, choose)
         if chosen is None:
             return None
@@ -243,14 +243,14 @@ def _check_count(name: str, value: Any, least: int) -> None:
         raise ValueError(f"checkpoint: {name} must be at least {least}; got {value}")
 
 
-def _check_agreement(values: list[tuple[int | None, list[tuple[str, int, bool]]]]) -> None:
+def _check_agreement(values: list[tuple[int | None, list[tuple[str, int, str]]]]) -> None:
     """Raises ValueError where ranks have different steps, or chunks one name; by rank (step, `NamedState.names`)."""
     for rank, (step, _) in enumerate(values):
         if step != values[0][0]:
             raise ValueError(
                 f"checkpoint: step must be the same on all ranks; rank 0 has {values[0][0]}, rank {rank} {step}"
             )
-    check_unique(names for _, names in values)
+    check_unique(found for _, names in values for found in names)
 
 
 def _check_absent(folder: Path, step: int | None, seen: list[str | None]) -> None:
@@ -268,21 +268,18 @@ def _check_absent(folder: Path, step: int | None, seen: list[str | None]) -> Non
         raise ValueError(f"checkpoint.load: {folder} has no checkpoint of step {step}; there are {steps}")
 
 
-def _warn_of_differing_copies(path: Path, index: Index, ranks: list[list[tuple[str, list[str]]]]) -> None:
-    """Warns where there are different tensors for one parameter of the model. ranks: `NamedState.copies`, by rank."""
-    names_of: dict[str, dict[str, None]] = {}
-    for label, names in (copies for rank in ranks for copies in rank):
-        names_of.setdefault(label, {}).update(dict.fromkeys(names))
-    for first, *others in (list(names) for names in names_of.values()):
-        for other in others:
-            keys = f"model.{first}", f"model.{other}"
-            found = [index.tensors[key] for key in keys if key in index.tensors]
-            if len(found) == 2 and found[0].size == found[1].size and found[0].checksums() != found[1].checksums():
-                logger.warning(
-                    "%s: %r differs from %r, and this model has one tied parameter for both; a rank that holds both "
-                    "takes the first, others their own: load it into a model that does not tie them",
-                    *(path, other, first),
-                )
+def _warn_of_differing_copies(path: Path, index: Index, names: list[tuple[str, int, str]]) -> None:
+    """Warns where there are different tensors for one parameter. names: `NamedState.names` of all ranks."""
+    first_of: dict[str, str] = {}
+    for name, _, label in names:
+        first = first_of.setdefault(label, name)
+        found = [index.tensors.get(f"model.{key}") for key in (first, name)]
+        if label and found[0] and found[1] and not found[0].same_as(found[1]):
+            logger.warning(
+                "%s: %r differs from %r, and this model has one tied parameter for both; a rank that holds both "
+                "takes the first, others their own: load it into a model that does not tie them",
+                *(path, name, first),
+            )
 
 
 def _check_shared(path: Path) -> None:

@@ -40,6 +40,13 @@ class _ArgumentElsewhere:
 _SETTING = bool | int | float | str
 
 
+_EMBEDDED = ("inputs_embeds", "pixel_values", "input_features", "input_values")  # beginnings of arguments' names
+
+
+_OF_ENCODERS = ("pixel_values", "input_features", "input_values")  # images, videos, sound, in the library's names
+_ENCODERS_BEFORE_BLOCKS = ("llava", "qwen2_vl")  # kinds of models that use what an encoder gives in no other place
+
+
 class _Reached(Exception):
     """The layer after the chunk's last was called."""
 
@@ -90,8 +97,15 @@ class _Absent(nn.Module):
         self.__dict__.update({key: value for key, value in vars(original).items() if isinstance(value, _SETTING)})
         self._name, self._flow = name, flow
         self._kind = type(original)
+        # by name, and not as modules, which would be in all names: such as the dtype of a weight in them
+        self.__dict__["_inside"] = {
+            **{key: Outside(child, f"{name}.{key}", flow) for key, child in original.named_children()},
+            **{key: _like_parameter(value, name) for key, value in original.named_parameters(recurse=False)},
+        }
 
     def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_inside", ()):
+            return self._inside[name]
         value = getattr(self.__dict__.get("_kind"), name, None)
         if isinstance(value, _SETTING) and not name.startswith("__"):
             return value
@@ -194,6 +208,14 @@ class Chunk(nn.Module):
         """The parameters that several layers hold, by one name for all: a Pipeline sums gradients over their ranks."""
         return {label: self.get_parameter(name) for label, name in self.shared.items()}
 
+    def split_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of a batch by the names of the model's arguments, what the first chunk alone takes: its first argument, such
+        as token ids, embeddings and pixels; and what every chunk takes. Labels are the loss function's."""
+        own = next(iter(inspect.signature(self.whole.forward).parameters), "")
+        here = {name for name in batch if name == own or name.startswith(_EMBEDDED)}
+        every = {name: value for name, value in batch.items() if name not in here | {"labels"} and value is not None}
+        return {name: batch[name] for name in batch if name in here}, every
+
     def train(self, mode: bool = True) -> Chunk:
         self.whole.training = mode
         return super().train(mode)
@@ -252,14 +274,47 @@ class Chunk(nn.Module):
         transformer = is_transformer(self.whole)
         if transformer:
             side = {"use_cache": False, **side}
+        own = next(iter(inspect.signature(self.whole.forward).parameters), None)
+        if transformer and self._first > 0:
+            side = self._without_images(own, side)
+        if own in side:  # on every rank, and so in the place of what the first has
+            return self.whole(**side)
         if self._first == 0:
             return self.whole(*inputs, **side)
-        if transformer and "input_ids" not in side:
-            if self._first == 1:  # the embedding is all that other chunks have done
-                return self.whole(inputs_embeds=self._flow.enter(self.all_layers[0]), **side)
-            return self.whole(inputs_embeds=self._no_embeddings(), **side)
-        own = next(iter(inspect.signature(self.whole.forward).parameters), None)
-        return self.whole(**side) if own in side else self.whole(_ArgumentElsewhere(own), **side)
+        if not transformer or "input_ids" in side:
+            return self.whole(_ArgumentElsewhere(own), **side)
+        if self._last == len(self.all_layers) and "pad_token_id" in _names_in(self.whole.forward):
+            raise ValueError(
+                f"cut: {type(self.whole).__name__} pools by its padding, which token ids show, and would take the last "
+                "token of each row without them: give them as a side input, side={'input_ids': tokens}, on every rank"
+            )
+        if self._first == 1:  # the embedding is all that other chunks have done
+            return self.whole(inputs_embeds=self._flow.enter(self.all_layers[0]), **side)
+        return self.whole(inputs_embeds=self._no_embeddings(), **side)
+
+    def _without_images(self, own: str | None, side: dict[str, Any]) -> dict[str, Any]:
+        """Side inputs without those of an encoder beside the layers, whose chunk has put them among the embeddings."""
+        encoded = [name for name in side if name.startswith(_OF_ENCODERS) and name != own]
+        if not encoded:
+            return side
+        kind = self.whole.config.model_type
+        if kind not in _ENCODERS_BEFORE_BLOCKS:
+            raise ValueError(
+                f"cut: what {kind} makes of {encoded[0]!r} may go to layers of several chunks; only for "
+                f"{', '.join(_ENCODERS_BEFORE_BLOCKS)} it is known to go into the embeddings alone: train it on text, "
+                "or write the chunks by hand"
+            )
+        if self._first == 1:
+            raise ValueError(
+                f"cut: what the model makes of {encoded[0]!r} is put among the embeddings after "
+                f"{self.all_layers[0]!r} and before {self.all_layers[1]!r}; both must be in one chunk: cut elsewhere"
+            )
+        if "input_ids" not in side:
+            raise ValueError(
+                f"cut: {kind} finds by token ids where {encoded[0]!r} is in its rows: give them as a side input, "
+                "side={'input_ids': tokens, ...}, on every rank"
+            )
+        return {name: value for name, value in side.items() if name not in encoded}
 
     def _no_embeddings(self) -> Tensor:
         """In the shape of embeddings, which what blocks pass on may have one dimension more than."""
@@ -280,7 +335,7 @@ class Chunk(nn.Module):
                 f"{self._elsewhere[beside[0]]!r} alone: put it into each layer that uses it (one in several layers is "
                 "a tied weight), or cut so that one chunk has all these layers"
             )
-        origin = min(error.origins, key=self.all_layers.index)
+        origin = min(error.origins, key=self._layer_of)
         if origin in self.layer_names:
             return ValueError(
                 f"cut: layer {origin!r} runs more than once in a forward, or more than the next layer uses what it "
@@ -294,6 +349,11 @@ class Chunk(nn.Module):
             + tokens
             * (is_transformer(self.whole) and "input_ids" not in side)
         )
+
+    def _layer_of(self, name: str) -> int:
+        """The number of the layer in which it is."""
+        found = (i for i, layer in enumerate(self.all_layers) if name == layer or name.startswith(f"{layer}."))
+        return next(found, len(self.all_layers))
 
     def _unreachable(self, error: Exception) -> ValueError:
         return ValueError(
@@ -332,6 +392,17 @@ def _refusal_of(name: str) -> Any:
             refuse_placeholders((inputs, keywords), name)
 
     return check
+
+
+def _like_parameter(parameter: Tensor, owner: str) -> Placeholder:
+    device = "cpu" if parameter.is_meta else parameter.device
+    return placeholder(torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape), owner)
+
+
+def _names_in(forward: Any) -> tuple[str, ...]:
+    """Names of attributes in its code, under whatever decorators."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return () if code is None else code.co_names
 
 
 def _result(output: Any) -> Any:

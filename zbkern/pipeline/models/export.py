@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -17,6 +21,9 @@ from zbkern.pipeline.models.chunk import Chunk
 from zbkern.pipeline.models.layers import is_transformer
 from zbkern.pipeline.models.weights import INDEX, SINGLE, library_converts, safetensors
 from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
+
+_OURS = re.compile(r"model(-\d{5}-of-\d{5}(\.\d+)?)?\.safetensors")
+"""The names that exports have; others in the folder stay."""
 
 
 class Shard(NamedTuple):
@@ -44,7 +51,8 @@ def export(
     ended when it has more. Each rank holds a copy of one file on the CPU at a time. For a model of the transformers
     library its configuration is written, too, with the names and layouts that the library saves. Raises ImportError
     without safetensors, TypeError for other chunks, ValueError for chunks whose tensors have other names than the model
-    that was cut (adapters around layers, say), OSError; on the other ranks PipelineError. Nothing is written then.
+    that was cut, or that the library would build (adapters around layers, say), OSError; on the other ranks
+    PipelineError. Nothing is written then. Whenever it is killed, the folder has the old model or the new one.
     """
     with RankExchange("export", group, timeout) as ranks:
         save_file = safetensors("export").torch.save_file
@@ -73,7 +81,7 @@ def export(
             ranks.exchange("tensors written", shards, finish)
 
 
-def _unfinished(rank: int) -> str:
+def _unfinished(rank: int | str) -> str:
     """How the names of files end that a rank is writing."""
     return f"-of-rank-{rank}.safetensors"
 
@@ -111,6 +119,20 @@ def _check_names(chunk: Chunk) -> None:
             f"it does not have, and lack {_few(missing)}: merge adapters into their layers, or take wrappers and "
             "parametrizations off, before you export; checkpoint.save writes the chunks as they are"
         )
+    foreign = sorted(names - _names_of_the_class(chunk.whole)) if is_transformer(chunk.whole) else []
+    if foreign:
+        raise ValueError(
+            f"export: chunks must have the tensors that from_pretrained looks for; got {_few(foreign)}, which a "
+            f"{type(chunk.whole).__name__} of its configuration does not have: merge adapters into their layers "
+            "(merge_and_unload) before you cut the model; checkpoint.save writes the chunks as they are"
+        )
+
+
+def _names_of_the_class(whole: Any) -> set[str]:
+    """The names that a model of its class and configuration has; its own where none can be built."""
+    with contextlib.suppress(Exception), torch.device("meta"):
+        return set(type(whole)(whole.config).state_dict())
+    return set(whole.state_dict())
 
 
 def _few(names: list[str]) -> str:
@@ -152,6 +174,8 @@ def _by_layer(chunk: Chunk) -> Iterator[dict[str, Tensor]]:
         for name, parameter in chunk.named_parameters(remove_duplicate=False)
         if id(parameter) in tied and name not in chunk.shared
     }
+    once = {name for name, _ in chunk.named_parameters()}
+    others |= {name for name, _ in chunk.named_parameters(remove_duplicate=False) if name not in once}
     state = {name: value for name, value in chunk.state_dict().items() if name not in others}
     for layer in chunk.layer_names:
         yield {name: state.pop(name) for name in [*state] if name.startswith(f"{layer}.")}
@@ -159,19 +183,48 @@ def _by_layer(chunk: Chunk) -> Iterator[dict[str, Tensor]]:
 
 
 def _finish(folder: Path, shards: list[Shard], chunks: list[Chunk]) -> None:
-    """Gives the files their names, and writes what says where each tensor is; on rank 0."""
-    for old in (folder / INDEX, *folder.glob("model*.safetensors")):
-        old.unlink(missing_ok=True)
-    where = {}
-    for number, shard in enumerate(shards, 1):
-        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    """Gives the files their names, and writes what says where each tensor is; on rank 0.
+
+    What is there before is whole until the new model is, in one change: of the one file, or of the index. So new files
+    do not have names of older ones.
+    """
+    old = {path.name for path in folder.glob("model*.safetensors") if _OURS.fullmatch(path.name)}
+    names = _free_names(len(shards), old)
+    for shard, name in zip(shards, names, strict=True):
         os.replace(shard.path, folder / name)
-        where.update(dict.fromkeys(shard.names, name))
     if len(shards) > 1:
+        where = {tensor: name for shard, name in zip(shards, names, strict=True) for tensor in shard.names}
         index = {"metadata": {"total_size": sum(shard.size for shard in shards)}, "weight_map": where}
-        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        beside = folder / f".{INDEX}"
+        beside.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        os.replace(beside, folder / INDEX)
+    else:
+        (folder / INDEX).unlink(missing_ok=True)
+    for path in (*(folder / name for name in old.difference(names)), *folder.glob(f".*{_unfinished('*')}")):
+        path.unlink(missing_ok=True)
     for chunk in chunks[:1]:
         for kind in ("config", "generation_config"):
             settings: Any = getattr(chunk.whole, kind, None)
             if hasattr(settings, "save_pretrained"):
-                settings.save_pretrained(folder)
+                _of_the_files(settings, chunk).save_pretrained(folder)
+
+
+def _free_names(count: int, taken: set[str]) -> list[str]:
+    """Of so many files of a model, none of which is taken; one file alone may be replaced."""
+    if count == 1:
+        return [SINGLE]
+    for again in range(len(taken) + 1):
+        ending = f".{again}" * (again > 0)
+        names = [f"model-{number:05d}-of-{count:05d}{ending}.safetensors" for number in range(1, count + 1)]
+        if not taken.intersection(names):
+            break
+    return names
+
+
+def _of_the_files(settings: Any, chunk: Chunk) -> Any:
+    """A copy that has the dtype of the weights as they are now."""
+    settings = copy.deepcopy(settings)
+    floating = next((value.dtype for value in chunk.parameters() if value.is_floating_point()), None)
+    if floating is not None and getattr(settings, "dtype", None) is not None:
+        settings.dtype = floating
+    return settings

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -152,11 +152,14 @@ def _load(chunk: Chunk, folder: Path, device: torch.device) -> None:
     """Reads this chunk's tensors from the files of a folder, and no others."""
     with ExitStack() as files:
         stored = _stored(folder, files)
+        converts = is_transformer(chunk.whole) and library_converts()
+        renamed = _names_by_the_library(chunk.whole, stored) if converts and chunk.shared else {}
         for label, key in chunk.shared.items():  # a tied weight is stored once, under the name it has first
-            source = next((name for name in (label, _without_prefix(chunk.whole, label)) if name in stored), None)
+            names = (label, _without_prefix(chunk.whole, label), renamed.get(label))
+            source = next((name for name in names if name in stored), None)
             if key not in stored and source is not None:
                 stored[key] = stored[source]
-        if is_transformer(chunk.whole) and library_converts():
+        if converts:
             _load_by_the_library(chunk, stored, folder, device)
             return
         for name, tensor in [*chunk.named_parameters(remove_duplicate=False), *chunk.named_buffers()]:
@@ -175,6 +178,8 @@ def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
     open_file = safetensors("cut").safe_open
     if (folder / INDEX).is_file():
         names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise ValueError(f"cut: weights: {folder / INDEX} must name files of its own folder; got {outside[0]!r}")
     elif (folder / SINGLE).is_file():
         names = [SINGLE]
     else:
@@ -212,6 +217,16 @@ def _load_by_the_library(chunk: Chunk, stored: dict[str, Any], folder: Path, dev
         raise ValueError(f"cut: weights in {folder} do not fit the model: {wrong[0]}")
 
 
+def _names_by_the_library(whole: nn.Module, stored: Iterable[str]) -> dict[str, str]:
+    """{name in the model: name in the files}, where the transformers library knows these by other names."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    mapping: Any = get_model_conversion_mapping(whole)  # type: ignore[arg-type]
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    return {rename_source_key(name, renamings, [])[0]: name for name in stored}
+
+
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
     from transformers.utils import logging
@@ -237,7 +252,7 @@ def _without_prefix(whole: nn.Module, name: str) -> str:
 def safetensors(caller: str) -> Any:
     """The library. Raises ImportError with what to install."""
     try:
-        import safetensors
+        import safetensors.torch
     except ImportError as error:
         raise ImportError(f"{caller}: needs the safetensors library: pip install safetensors") from error
     return safetensors

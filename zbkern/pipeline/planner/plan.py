@@ -43,10 +43,11 @@ EFFORT = 4
 class Plan:
     """A schedule, its timeline, and a lower bound on the bubble rate of any schedule of its work.
 
-    costs: of the schedule's chunks. partition: the first layer of every chunk, where `plan` was given layers. idle:
-    where the idle time comes from. lower_bound belongs to the objective: to `timeline.bubble_rate` for "cost", and for
-    "makespan" to the share of ranks times makespan that is idle; it is of these chunks in this memory, whatever their
-    order. optimal: it is proven that no order of these chunks in this memory is better; other cuts of the model may be.
+    costs: of the schedule's chunks. partition: the first layer of every chunk, where `plan` was given layers, and
+    layers: the names of all of them. idle: where the idle time comes from. lower_bound belongs to the objective: to
+    `timeline.bubble_rate` for "cost", and for "makespan" to the share of ranks times makespan that is idle; it is of
+    these chunks in this memory, whatever their order. optimal: it is proven that no order of these chunks in this
+    memory is better; other cuts of the model may be.
     effort: the rounds of search that were completed; `plan(..., effort=)` with the same seed repeats them.
     """
 
@@ -58,6 +59,7 @@ class Plan:
     costs: Costs
     idle: IdleTime
     partition: tuple[int, ...] | None = None
+    layers: tuple[str, ...] | None = None
 
     @property
     def bubble_rate(self) -> float:
@@ -133,6 +135,7 @@ def _searched(
     budget = Budget(effort, math.inf if options.time_limit is None else options.time_limit)
     if options.time_limit == 0:
         budget = Budget(0)
+    layers = tuple(layer.name for layer in costs.layers) if isinstance(costs, ModelCosts) else None
     if isinstance(costs, ModelCosts):
         models = ModelSearch(costs, stages, microbatches, chunks, placement, memory_limit, options)
         (partition, name, costs, found), rounds = models.run(budget)
@@ -154,7 +157,7 @@ def _searched(
             "plan: the compiled search is not here, so that this is only the best of the published schedules; install "
             "a C++ compiler, then install zbkern again"
         )
-    return Plan(schedule, timeline, lower, optimal, rounds, costs, idle, partition)
+    return Plan(schedule, timeline, lower, optimal, rounds, costs, idle, partition, layers)
 
 
 def _compared(timeline: Timeline, objective: str, bound: float) -> tuple[float, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.schedule_updates import ReplannerLike
+from zbkern.pipeline.runtime.tied_weights import digest_of
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.program import FILLS
 from zbkern.pipeline.schedules.schedule import Schedule
@@ -93,9 +95,16 @@ def device_of(device: torch.device | str | None, modules: Sequence[torch.nn.Modu
     except (TypeError, RuntimeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"Pipeline: device must be a torch.device, its name or None; got {device!r}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"Pipeline: device must be one of this machine's {torch.cuda.device_count()} GPUs; got {device}"
+        )
     if device.type == "cuda" and device.index is None:  # threads have a current device each
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+logger = logging.getLogger("zbkern")
 
 
 class Batch(NamedTuple):
@@ -104,19 +113,107 @@ class Batch(NamedTuple):
     inputs: Sequence[Any]
     targets: Sequence[Any]
     side: Sequence[Mapping[str, Any]]
+    versions: Sequence[Sequence[tuple[Tensor, int]]] = ()  # of each microbatch's side inputs, as the step began
+
+    def side_of(self, microbatch: int) -> Mapping[str, Any]:
+        """Raises RuntimeError where the side inputs of a microbatch are not what they were."""
+        side = self.side[microbatch]
+        if any(tensor._version != version for tensor, version in self.versions[microbatch]):
+            raise RuntimeError(
+                f"side inputs of microbatch {microbatch}, {sorted(side)}, were modified in place by a forward before; "
+                "others read them, too: modify a copy"
+            )
+        return side
 
     @classmethod
-    def split(cls, call: str, inputs: Any, targets: Any, side: Any, count: int, ends: tuple[bool, bool]) -> Batch:
-        """The arguments of `call` in `count` microbatches; ends: whether this rank has the first and the last chunk.
+    def split(
+        cls, call: str, inputs: Any, targets: Any, side: Any, count: int, modules: Mapping[int, Any], last: int
+    ) -> Batch:
+        """The arguments of `call` in `count` microbatches, for this rank's modules, by chunk; last: the last chunk.
 
         Raises TypeError or ValueError as `split` does.
         """
-        sides = split_side(call, side, count)
-        if side is not None and inputs is None:
+        inputs, sides = share_inputs(call, inputs, side, count, modules.values())
+        if any(sides) and inputs is None:
             given: Sequence[Any] = [()] * count
         else:
-            given = split(call, "inputs", inputs, count) if ends[0] else []
-        return cls(given, split(call, "targets", targets, count) if ends[1] else [], sides)
+            given = split(call, "inputs", inputs, count) if 0 in modules else []
+        if not isinstance(inputs, list) and not isinstance(side, list):
+            _check_rows(call, given, sides)
+        goals = split(call, "targets", targets, count) if last in modules else []
+        return cls(given, goals, sides, [_versions(each) for each in sides])
+
+
+def _as_dict(value: Any) -> Any:
+    """A mapping, such as the transformers library's, as a dict, which torch looks into; of a list, each."""
+    if isinstance(value, list):
+        return [_as_dict(part) for part in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _check_rows(call: str, inputs: Sequence[Any], sides: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for side inputs of one row where the microbatch has several: they would go for all of them."""
+    rows = max((len(x) for x in pytree.tree_leaves(inputs[:1]) if isinstance(x, Tensor) and x.dim()), default=1)
+    single = [name for name, x in sides[0].items() if isinstance(x, Tensor) and x.dim() and len(x) == 1]
+    if rows > 1 and single:
+        raise ValueError(
+            f"Pipeline.{call}: {single} of side must have as many rows as inputs, or be a list of microbatches; "
+            f"got one row for the {rows} of a microbatch"
+        )
+
+
+def _versions(side: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
+    """The tensors, with a number that grows when one is modified."""
+    tensors = [leaf for leaf in pytree.tree_leaves(dict(side)) if isinstance(leaf, Tensor)] if side else []
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+
+def share_inputs(
+    call: str, inputs: Any, side: Any, count: int, modules: Iterable[Any]
+) -> tuple[Any, list[dict[str, Any]]]:
+    """Inputs, and each microbatch's side inputs, to which goes what every chunk needs of inputs that have names.
+
+    Which that is, modules tell in `split_batch`, as those of `cut` do; without it inputs stay as they are. Raises as
+    `split` does.
+    """
+    sides = split_side(call, side, count)
+    parts = inputs if isinstance(inputs, list) else [inputs]
+    splitter = next((module.split_batch for module in modules if hasattr(module, "split_batch")), None)
+    if not parts or not all(isinstance(part, Mapping) for part in parts):
+        return inputs, sides
+    if splitter is None:
+        return _as_dict(inputs), sides
+    own, every = (list(each) for each in zip(*(splitter(part) for part in parts), strict=True))
+    if isinstance(inputs, list):
+        shared = split(call, "inputs", every, count)
+    else:
+        shared = split(call, "inputs", every[0], count) if every[0] else [{}] * count
+    if twice := sorted({name for one, other in zip(sides, shared, strict=True) for name in one.keys() & other.keys()}):
+        raise TypeError(f"Pipeline.{call}: {twice} must be in inputs or in side; got both")
+    sides = [{**one, **other} for one, other in zip(sides, shared, strict=True)]
+    return own if isinstance(inputs, list) else own[0], sides
+
+
+def identity(value: Any) -> bytes:
+    """A number for what a rank was given, equal for equal tensors; empty where there is nothing to compare."""
+    tensors = [leaf for leaf in pytree.tree_leaves(_as_dict(value)) if isinstance(leaf, Tensor)]
+    return b"".join(digest_of(leaf) or b"" for leaf in tensors if leaf.layout is torch.strided)
+
+
+def check_same_batch(identities: Sequence[Sequence[bytes]]) -> None:
+    """Warns where ranks were given inputs or targets that differ, as by a loader that shards them over all ranks.
+
+    identities: of inputs and targets, by rank. No error, since all but one rank's may be anything.
+    """
+    for name, numbers in zip(("inputs", "targets"), zip(*identities, strict=True), strict=True):
+        ranks = [rank for rank, number in enumerate(numbers) if number]
+        if len({numbers[rank] for rank in ranks}) > 1:
+            logger.warning(
+                "Pipeline.step: the %s of ranks %s differ, and only those of the rank that needs them count: the ranks "
+                "of one pipeline need one batch, so a DataLoader must not be sharded over them; ranks that need no %s "
+                "may pass None",
+                *(name, ranks, name),
+            )
 
 
 def split(call: str, name: str, value: Any, count: int) -> list[Any]:

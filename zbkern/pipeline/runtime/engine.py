@@ -7,6 +7,7 @@ runs task by task whenever the rank would otherwise wait, or when it must make r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -15,9 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbkern.pipeline.runtime.arguments import Batch, check, check_place, device_of, module_list, name_with_side
+from zbkern.pipeline.runtime.arguments import (
+    Batch,
+    check,
+    check_place,
+    check_same_batch,
+    device_of,
+    identity,
+    module_list,
+    name_with_side,
+)
 from zbkern.pipeline.runtime.data_parallel import Replicas
-from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
+from zbkern.pipeline.runtime.failure import check_same_step, described, input_of, oom_hint
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, check_memory_saving, make_stages
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recorder import Recorded, Recorder, timeline_of
@@ -109,6 +119,7 @@ class Pipeline:
         self._in_flight = 0  # microbatches that were begun, and are not through their B
         self.completed = 0  # calls of step and evaluate, for ranks to compare after a failure
         self._failed = self._closed = False
+        self._process = os.getpid()
 
     def step(self, inputs: Any = None, targets: Any = None, side: Any = None) -> Tensor | None:
         """One step: forward and backward of all microbatches; gradients are then in `.grad` as after `backward()`.
@@ -227,6 +238,8 @@ class Pipeline:
 
         Raises PipelineError where another rank has failed since this one's last call.
         """
+        if os.getpid() != self._process:  # of a forked child: nothing of this is its own
+            return
         try:
             if self._ahead.validator is not None and not self._failed:
                 self._ahead.validator.validate()
@@ -246,7 +259,7 @@ class Pipeline:
         if error is not None:
             self._failed = True
             told = isinstance(error, PipelineError)
-            self._transport.fail(str(error) if told else f"rank {self.rank}: {type(error).__name__}: {error}")
+            self._transport.fail(str(error) if told else f"rank {self.rank}: {described(error)}")
         self.close()
 
     def drift(self, costs: Costs | None = None) -> Drift:
@@ -289,29 +302,33 @@ class Pipeline:
                 f'Pipeline.{call}: with fill="eager" ranks run W in different orders, and with queue.regather_inputs '
                 'W communicates; use fill="planned", or set pipe.queue.regather_inputs = False'
             )
-        announced = name_with_side(call, side)
+        wrong = None
+        try:
+            self._batch = Batch.split(call, inputs, targets, side, self.schedule.microbatches, self.modules, self._last)
+            announced = name_with_side(call, self._batch.side)
+        except Exception as error:  # the other ranks will have begun: they are told why this one has not
+            wrong, announced = error, name_with_side(call, side)
         if self._failed:
             self._recover(announced)
+        if call == "step" and self._step == 0 and self.schedule.stages > 1:
+            batches = self.gather((identity(inputs), identity(targets)))
+            if self.rank == 0:
+                check_same_batch(batches)
         try:
             self._transport.begin(announced)
         except PipelineError:  # a rank has failed that this one's last call needed nothing from
             self.abandon()
             raise
-        count = self.schedule.microbatches
-        try:
-            self._batch = Batch.split(
-                call, inputs, targets, side, count, (0 in self._stages, self._last in self._stages)
-            )
-        except Exception as error:  # the other ranks have begun: tell them why this one has not
+        if wrong is not None:
             self.abandon()
-            self._transport.fail(f"rank {self.rank}: {error}")
-            raise
+            self._transport.fail(f"rank {self.rank}: {wrong}")
+            raise wrong
         self._losses = []
         self._recorder.clear()
         self._in_flight = 0
         self._step += 1
         self._skip_rolled_back()
-        self._replicas.begin(count)
+        self._replicas.begin(self.schedule.microbatches)
 
     def _recover(self, call: str) -> None:
         """Connects anew after a failure, with all ranks about to make the same call; collective."""
@@ -381,12 +398,13 @@ class Pipeline:
         except BaseException as error:
             more = oom_hint(error, self._max_in_flight, self._in_flight, self.queue, self.device)
             more = more or input_of(error, activity.action, self.schedule.placement, self._forward_input)
-            reason = f"rank {self.rank}, action {activity.action}: {type(error).__name__}: {error}{more}"
+            reason = f"rank {self.rank}, action {activity.action}: {described(error)}{more}"
             self.abandon()
             self._transport.fail(reason)
             if not isinstance(error, Exception):
                 raise
-            raise PipelineError(reason) from error
+            # a StopIteration as its cause would be taken for the end of this generator
+            raise PipelineError(reason) from (None if isinstance(error, StopIteration) else error)
 
     def _run(self, program: Iterable[tuple[Action, ...]]) -> None:
         activity, recorder = self._transport.activity, self._recorder
@@ -407,7 +425,7 @@ class Pipeline:
         inputs = self._forward_input = self._batch.inputs[microbatch] if chunk == 0 else self._await("F", action)
         start = self._recorder.now()
         target = self._batch.targets[microbatch] if chunk == self._last else None
-        outputs = self._stages[chunk].forward(microbatch, inputs, target, self._batch.side[microbatch])
+        outputs = self._stages[chunk].forward(microbatch, inputs, target, self._batch.side_of(microbatch))
         self._in_flight += 1
         if chunk == self._last:
             self._losses.append(outputs.detach())

@@ -13,13 +13,21 @@ from zbkern.pipeline.transport.base import PipelineError
 from zbkern.wgrad import WGradQueue
 
 
+def described(error: BaseException) -> str:
+    """Its kind and its text, where it has one."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}: (its text cannot be made)"
+
+
 def oom_hint(error: BaseException, planned: int, begun: int, queue: WGradQueue, device: torch.device) -> str:
     """What the message of an error for lack of memory adds, empty for others.
 
     planned: microbatches that the schedule holds at its peak on this rank; begun: those that it held.
     """
     # on a CPU torch raises a RuntimeError of its allocator's
-    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "DefaultCPUAllocator" not in str(error):
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "DefaultCPUAllocator" not in described(error):
         return ""
     held = f"; the schedule holds {planned} microbatches at its peak on this rank, {begun} were begun"
     held += f", {queue.pending()} W pinned {queue.bytes / 2**20:.0f} MiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -59,7 +60,7 @@ def make_stages(
     again = {chunk for chunk, _ in recomputed(row)}
     parts = {chunk: _named_parts(modules[chunk], chunk, options.recompute) for chunk in again}
     lanes = CopyLanes(recorder.device, recorder.now)
-    saving = [MemorySavingStage(*s, row, lanes, recorder, options.copy_size, parts.get(s[1], {})) for s in stages]
+    saving = [MemorySavingStage(*s, row, lanes, recorder, options, parts.get(s[1], {})) for s in stages]
     recorder.watch(saving)
     return {stage.chunk: stage for stage in saving}
 
@@ -98,16 +99,18 @@ class MemorySavingStage(Stage):
         row: Sequence[Action],
         lanes: CopyLanes,
         recorder: Recorder,
-        copy_size: int,
+        options: StepOptions,
         parts: Mapping[torch.nn.Module, torch.nn.Module | None],
     ) -> None:
         super().__init__(module, chunk, queue, loss_fn, microbatches)
         self._lanes, self._recorder = lanes, recorder
-        self._copy_size = copy_size
+        self._copy_size = options.copy_size
         self.kept_sizes: list[int] = []  # bytes of the storages that the last F has left
         self.output_again_bytes = 0  # of its output, what the R computes again
         self._parts = parts
         self._recomputed = {microbatch for each, microbatch in recomputed(row) if each == chunk}
+        # how many R are still to be compared with their F
+        self._comparisons = math.inf if options.check_recompute else 2 * len(self._recomputed)
         self._streamed = {microbatch for each, microbatch in streamed(row) if each == chunk}
         self._offloaded = {each[::2] for each in offloaded_after(row) if each[1] == chunk}  # pass, microbatch
         self._activations: dict[int, SavedTensors] = {}  # from F to B
@@ -128,6 +131,7 @@ class MemorySavingStage(Stage):
         with tensors.saving():
             outputs = super().forward(microbatch, inputs, target, side)
             if isinstance(tensors, RecomputedTensors):
+                tensors.end(outputs)
                 self.output_again_bytes = tensors.computed_again(outputs)
         tensors.storages.drop_unused()
         self.kept_sizes = tensors.storages.sizes
@@ -193,7 +197,8 @@ class MemorySavingStage(Stage):
                 storages.add(leaf)
         if offload is not None or microbatch not in self._recomputed:
             return SavedTensors(storages, microbatch in self._streamed)
-        tensors = RecomputedTensors(storages, self._lanes.device, self._parts)
+        self._comparisons -= 1
+        tensors = RecomputedTensors(storages, self._lanes.device, self._parts, compares=self._comparisons >= 0)
         if not self._parts:
             tensors.begin(self.module, self._outputs, inputs, target, side or {})
         return tensors

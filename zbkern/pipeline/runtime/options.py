@@ -19,7 +19,8 @@ class StepOptions:
     once, None for no limit. copy_size: bytes of activations after which an offload begins to copy them, while the
     forward goes on (`Costs.copy_size` is the planner's). recompute: which parts of a chunk its R run again, patterns of
     their names in the chunk ("*norm*", "layers.*.mlp") and classes (torch.nn.SiLU); the whole chunk where there are
-    none. Raises TypeError or ValueError for anything else.
+    none. check_recompute: compare what an R computes with what its F did in every step, and not in the first two only.
+    Raises TypeError or ValueError for anything else.
     """
 
     on_idle: Callable[[], bool] | None = None
@@ -28,14 +29,16 @@ class StepOptions:
     max_wgrad_bytes: int | None = None
     copy_size: int = COPY_SIZE
     recompute: Sequence[str | type] = ()
+    check_recompute: bool = False
 
     def __post_init__(self) -> None:
         if self.on_idle is not None and not callable(self.on_idle):
             raise TypeError(f"StepOptions: on_idle must be callable without arguments, or None; got {self.on_idle!r}")
         if self.nonfinite not in ("ignore", "raise"):
             raise ValueError(f'StepOptions: nonfinite must be "ignore" or "raise"; got {self.nonfinite!r}')
-        if not isinstance(self.record, bool):
-            raise TypeError(f"StepOptions: record must be True or False; got {self.record!r}")
+        for name in ("record", "check_recompute"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"StepOptions: {name} must be True or False; got {getattr(self, name)!r}")
         if self.max_wgrad_bytes is not None:
             _check_number("StepOptions", "max_wgrad_bytes", self.max_wgrad_bytes, 0)
         _check_number("StepOptions", "copy_size", self.copy_size, 1)

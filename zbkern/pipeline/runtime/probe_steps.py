@@ -148,7 +148,7 @@ class ProbeSteps:
         recorder = pipe._recorder
         lanes = CopyLanes(recorder.device, recorder.now)
         last, row = len(schedule.placement) - 1, schedule.actions[pipe.rank]
-        rest = row, lanes, recorder, self.options.copy_size
+        rest = row, lanes, recorder, StepOptions(copy_size=self.options.copy_size)
         return {
             chunk: MemorySavingStage(
                 *(module, chunk, pipe.queue, self.loss_fn if chunk == last else None, schedule.microbatches),

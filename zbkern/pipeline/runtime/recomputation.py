@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from zbkern.pipeline.runtime.data_parallel import gathered, is_sharded
 from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.saved_tensors import Saved, SavedTensors
-from zbkern.pipeline.runtime.storages import Storages, keys
+from zbkern.pipeline.runtime.storages import Storages, keys, parts, wait_for
 from zbkern.wgrad.storages import storage_key
 
 
@@ -83,6 +83,7 @@ class _Run:
         self.call, self.given, self.module = call, given, module
         self.before = ForwardState([module], device)
         self.autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        self.sums: list[Tensor] | None = None  # of its outputs, to be compared
         self.inside: list[Saved] = []
         self.later: list[_Later] = []
 
@@ -90,12 +91,15 @@ class _Run:
 class RecomputedTensors(SavedTensors):
     """The same of a forward of which an R runs parts again, or everything: `recompute` fills in what these save.
 
-    parts: these, each with the module of FSDP2 that gathers its weights, or None.
+    parts: these, each with the module of FSDP2 that gathers its weights, or None. compares: what they return, the first
+    and the second time.
     """
 
-    def __init__(self, storages: Storages, device: torch.device, parts: Mapping[torch.nn.Module, Any]) -> None:
+    def __init__(
+        self, storages: Storages, device: torch.device, parts: Mapping[torch.nn.Module, Any], compares: bool
+    ) -> None:
         super().__init__(storages)
-        self._parts, self._device = parts, device
+        self._parts, self._device, self._compares = parts, device, compares
         self._runs: list[_Run] = []
         self._within: torch.nn.Module | None = None  # what runs, of that which runs again
         self._given: list[tuple[Tensor, int]] = []  # to it, with their versions
@@ -110,13 +114,17 @@ class RecomputedTensors(SavedTensors):
             stack.enter_context(super().saving())
             yield
         self._outputs.clear()
-        if self._within is not None:
-            self._runs[-1].before.keep_written()
-            self._within = None
 
     def begin(self, module: torch.nn.Module, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
         """What comes, until `saving` ends, is call(*arguments, **keywords), in which `module` runs: all of it again."""
         self._begin(module, call, arguments, keywords)
+
+    def end(self, outputs: Any) -> None:
+        """What `begin` began has given these outputs."""
+        if self._within is not None:
+            self._runs[-1].before.keep_written()
+            self._runs[-1].sums = _sums(outputs) if self._compares else None
+            self._within = None
 
     def computed_again(self, outputs: Any) -> int:
         """Bytes of the tensors among these that are outputs of parts, for inside `saving`."""
@@ -139,7 +147,7 @@ class RecomputedTensors(SavedTensors):
             hooks = torch.autograd.graph.saved_tensors_hooks(fill, Saved.get)
             with defer(), gathered(self._parts.get(run.module)), autocast, hooks:
                 outputs = pytree.tree_leaves(run.call(*arguments, **keywords))
-            _check_repeated(run, next(filled))
+            _check_repeated(run, next(filled), outputs)
             for later in run.later:
                 self.storages.add(later.fill(outputs))
 
@@ -172,6 +180,7 @@ class RecomputedTensors(SavedTensors):
             return
         given, self._given, self._within = self._given, [], None
         self._runs[-1].before.keep_written()
+        self._runs[-1].sums = _sums(output) if self._compares else None
         if any(tensor._version != version for tensor, version in given):
             raise RuntimeError(
                 f"{type(part).__name__} modifies what it is given in place, so that it cannot run again alone; name "
@@ -206,11 +215,39 @@ class RecomputedTensors(SavedTensors):
         return (run, index) if storage() is not None and version == tensor._version else None
 
 
-def _check_repeated(run: _Run, saved: int) -> None:
-    """Raises RuntimeError where the second forward has saved other tensors than the first."""
+def _check_repeated(run: _Run, saved: int, outputs: Sequence[Any]) -> None:
+    """Raises RuntimeError where the second forward has saved other tensors than the first, or given other outputs."""
     if saved != len(run.inside):
-        raise RuntimeError(
-            f"{type(run.module).__name__} saved {len(run.inside)} tensors for backward, and {saved} when it ran again: "
-            "a module whose forward depends on anything but its inputs, parameters and torch's random numbers cannot "
-            "be recomputed"
-        )
+        difference = f"saved {len(run.inside)} tensors for backward, and {saved}"
+    elif run.sums is not None and not _are_same(run.sums, _sums(outputs)):
+        difference = "gave one result, and another"
+    else:
+        return
+    raise RuntimeError(
+        f"{type(run.module).__name__} {difference} when it ran again: a module whose forward depends on anything but "
+        "its inputs, parameters, buffers and the random numbers of torch and Python cannot be recomputed (a generator "
+        "of its own, NumPy's, a counter; docs/offload.md)"
+    )
+
+
+def _sums(outputs: Any) -> list[Tensor]:
+    """Of every tensor the sums over its rows and over its columns, which differ where values or their order do."""
+    tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    found = []
+    for part in (part for tensor in tensors for part in parts(wait_for(tensor.detach()))):
+        real = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+        rows = real.reshape(-1, real.shape[-1] if real.dim() and real.numel() else 1)
+        found += [rows.sum(0, dtype=torch.float64), rows.sum(1, dtype=torch.float64)]
+    return found
+
+
+def _are_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    """To the bit; on a GPU, whose sums in no fixed order round differently, to a hundredth of the usual one."""
+    if [each.shape for each in first] != [each.shape for each in second]:
+        return False
+    for a, b in zip(first, second, strict=True):
+        exact = a.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+        margin = 0.0 if exact or not a.numel() else 1e-2 * a.abs().nanmean().item()
+        if not torch.allclose(a, b, rtol=0.0, atol=margin, equal_nan=True):
+            return False
+    return True

@@ -60,7 +60,7 @@ class Stage:
             self._saved[microbatch] = (inputs, roots)
             if not self._followed:
                 self._warn_of_lost_graph(roots)
-        return pytree.tree_map_only(Tensor, _detach, outputs)
+        return pytree.tree_map_only(Tensor, _to_send, outputs)
 
     def prepare(self, microbatch: int) -> None:
         """Waits for what a B or W of this microbatch needs and is not there yet: a load, in stages that have any."""
@@ -232,8 +232,11 @@ def _why_fused(module: torch.nn.Module) -> str:
 _FORGOTTEN = ": is there a return at the end of its forward?"
 
 
-def _detach(tensor: Tensor) -> Tensor:
-    return _resolved(tensor.detach()).requires_grad_(tensor.requires_grad)
+def _to_send(tensor: Tensor) -> Tensor:
+    """An output without its graph. One that takes no gradient is copied: it may be a buffer, which the next forward
+    overwrites while this is sent."""
+    resolved = _resolved(tensor.detach())
+    return resolved.requires_grad_() if tensor.requires_grad else resolved.clone()
 
 
 def _resolved(tensor: Tensor) -> Tensor:

@@ -176,8 +176,8 @@ class Storage:
 
     def give_back(self) -> bool:
         """Frees the device's memory, unless somebody holds it whose tensors are not known."""
-        users = torch._C._storage_Use_Count(self._memory._cdata)
-        if not self._memory.resizable() or users > self.known_tensors() + 1:  # and this
+        users = torch._C._storage_Use_Count(self._memory._cdata) - 1  # without this
+        if not self._memory.resizable() or users > self.known_tensors():
             return False
         self._memory.resize_(0)
         return True

@@ -150,7 +150,7 @@ def _matrices(modules: Mapping[int, torch.nn.Module], tied: Mapping[str, Sequenc
         for name, parameter in module.named_parameters():
             if id(parameter) in found or not parameter.requires_grad or is_lazy(parameter) or parameter.dim() != 2:
                 continue
-            digest = _digest(parameter)
+            digest = digest_of(parameter)
             if digest is not None:
                 key = id(parameter)
                 found[key] = Matrix(chunk, name, names.get(key), digest, key in tables)
@@ -206,7 +206,7 @@ def untied_copies(matrices: Sequence[Sequence[Matrix]]) -> list[str]:
     return warnings
 
 
-def _digest(parameter: Tensor) -> bytes | None:
+def digest_of(parameter: Tensor) -> bytes | None:
     """Equal for equal values, from some of them; None where there are none, or they do not differ."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.is_meta or not local.numel():

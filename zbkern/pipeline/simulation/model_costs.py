@@ -68,22 +68,32 @@ class Job:
 def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> ModelCosts:
     """Costs of every layer for one GPU, in ms and bytes: embedding, blocks, norm with head and loss, then predictors.
 
+    Their names are those that `cut` counts; norm and head are one, named as the norm, and predictors, which the
+    transformers library does not build, are named as in DeepSeek's checkpoints.
+
     See the module for what is assumed. Raises ValueError where heads, experts or features cannot be divided so.
     """
     _check(architecture, job)
     head = "embedding" if architecture.tied else "head"
     layers = [_embedding(architecture, hardware, job)]
-    layers += [_block(f"block {n}", block, architecture, hardware, job) for n, block in enumerate(architecture.blocks)]
-    layers.append(_head("head", architecture, hardware, job, head))
-    for number in range(1, architecture.predictors + 1):
-        last = architecture.blocks[-1]
-        layers.append(_block(f"predictor {number}", last, architecture, hardware, job, joined=True))
-        layers.append(_head(f"predictor {number}'s head", architecture, hardware, job, head))
+    layers += [
+        _block(f"model.layers.{n}", block, architecture, hardware, job) for n, block in enumerate(architecture.blocks)
+    ]
+    layers.append(_head("model.norm", architecture, hardware, job, head))
+    for name in predictors(architecture):
+        layers.append(_block(name, architecture.blocks[-1], architecture, hardware, job, joined=True))
+        layers.append(_head(f"{name}.shared_head", architecture, hardware, job, head))
     bandwidth = hardware.network_bandwidth * hardware.network_share / _MS
     copies = None if hardware.host_bandwidth is None else hardware.host_bandwidth * hardware.network_share / _MS
     return ModelCosts(
         tuple(layers), hardware.latency * _MS, bandwidth, "ms", "bytes", copies, copies, copy_size=COPY_SIZE
     )
+
+
+def predictors(architecture: Architecture) -> list[str]:
+    """The names of the layers that predict further tokens."""
+    blocks = len(architecture.blocks)
+    return [f"model.layers.{number}" for number in range(blocks, blocks + architecture.predictors)]
 
 
 def parameters(architecture: Architecture) -> tuple[int, int]:
@@ -206,7 +216,7 @@ def _embedding(architecture: Architecture, hardware: Hardware, job: Job) -> Laye
     layer.weight += layer.seconds(rows * features * (_WIDTH + 2 * _WIDE))  # its whole backward is W
     layer.keep(rows, 0, features)
     layer.weights(architecture.vocabulary * features / ranks)
-    return layer.costs("embedding", features, "embedding" if architecture.tied else None)
+    return layer.costs("model.embed_tokens", features, "embedding" if architecture.tied else None)
 
 
 def _head(name: str, architecture: Architecture, hardware: Hardware, job: Job, tied: str) -> LayerCosts:

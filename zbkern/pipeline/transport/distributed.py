@@ -12,10 +12,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -96,6 +97,7 @@ class DistributedTransport(Transport):
         self._sender = threading.Thread(target=self._finish_sends, args=own, name="zbkern-send", daemon=True)
         for thread in (self._sender, *self._receivers.values()):
             thread.start()
+        self._process = os.getpid()  # a child that it forks inherits the connections, and must say nothing on them
         atexit.register(self.close)
 
     def send(self, peer: int, tag: Tag, message: Any) -> None:
@@ -118,7 +120,7 @@ class DistributedTransport(Transport):
             works += self._start_tensors(peer, [t for t in tensors if t is not None], slot)
         self._sends.put((peer, works))
 
-    def _settle(self, message: Any, works: list[dist.Work]) -> None:
+    def _settle(self, message: Any, works: Sequence[dist.Work]) -> None:
         """The current stream waits for what still arrives; the memory stays until this stream is done with it."""
         for work in works:
             work.wait()
@@ -144,6 +146,8 @@ class DistributedTransport(Transport):
 
     def close(self) -> None:
         atexit.unregister(self.close)
+        if os.getpid() != self._process:
+            return
         self._end(FinalMessage("closed", ""))
         deadline = time.monotonic() + (5 if self._mailbox.failure is None else 2)  # a frozen rank never answers
         for thread in (*self._receivers.values(), self._sender):
@@ -157,6 +161,8 @@ class DistributedTransport(Transport):
 
         Of several the first is sent. To peers that an interruption left out the next call sends it, `close` at last.
         """
+        if os.getpid() != self._process:
+            return
         self._lost = self._lost or message.ending == "lost"
         with self._ending:
             if self._final_message is None:

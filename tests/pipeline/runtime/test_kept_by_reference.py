@@ -1,0 +1,107 @@
+"""What is kept by reference past a pass or a send is a copy, or is checked where it is used: one row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbkern
+from tests.support.chunks import results_on_threads
+from tests.support.saving import schedule_of
+from zbkern.pipeline import Pipeline, PipelineError, schedules
+from zbkern.pipeline.transport.local import LocalTransport
+
+ROWS = torch.arange(8.0).repeat_interleave(2)[:, None].expand(16, 4).contiguous()  # a number for each microbatch
+
+
+class First(nn.Module):
+    """Returns a tensor that its next forward overwrites, a buffer or an attribute."""
+
+    def __init__(self, buffer: bool, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        if buffer:
+            self.register_buffer("mark", torch.zeros(size))
+        else:
+            self.mark = torch.zeros(size)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.mark.fill_(float(x[0, 0]))
+        return self.linear(x), self.mark
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen: list[tuple[float, float]] = []
+
+    def forward(self, x: Tensor, mark: Tensor) -> Tensor:
+        self.seen.append((mark.min().item(), mark.max().item()))
+        return self.linear(x)
+
+
+def marks_of_last(transport: Any, buffer: bool, size: int) -> list[tuple[float, float]]:
+    last = Last()
+    rank = torch.distributed.get_rank() if transport is None else transport.rank
+    module = zbkern.convert(last if rank else First(buffer, size))
+    with Pipeline(module, schedules.gpipe(2, 8), nn.functional.mse_loss, transport, timeout=20) as pipe:
+        for _ in range(3):
+            pipe.step(ROWS, ROWS)
+    return last.seen
+
+
+EXPECTED = [(float(i % 8), float(i % 8)) for i in range(24)]
+
+
+@pytest.mark.parametrize("buffer", [True, False])
+def test_what_a_chunk_returns_may_be_overwritten_on_threads(buffer: bool) -> None:
+    assert results_on_threads(2, lambda transport: marks_of_last(transport, buffer, 8))[1] == EXPECTED
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("buffer", [True, False])
+def test_what_a_chunk_returns_may_be_overwritten_over_gloo(two_ranks: Any, buffer: bool) -> None:
+    assert two_ranks.run(marks_of_last, None, buffer, 200_000)[1] == EXPECTED
+
+
+class Changes(nn.Module):
+    """Its forward changes something in place once it has run."""
+
+    def __init__(self, change: Callable[[Any, Tensor, Tensor | None], object]) -> None:
+        super().__init__()
+        self.linear = zbkern.convert(nn.Linear(4, 4))
+        self.change = change
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.linear(x).sigmoid()
+        z = y * 2
+        self.change(y, x, mask)
+        return z if mask is None else z * mask[:, None].clone()
+
+
+PLAIN = "0F0 0F1 0B0 0B1 0W0 0W1"
+
+
+@pytest.mark.parametrize(
+    ("rows", "change", "side", "message"),
+    [
+        # what autograd saves, on the device, on the host, and what an R computes again
+        (PLAIN, lambda y, x, mask: y.add_(1), False, "modified by an inplace operation"),
+        ("0F0 0O0 0F1 0L0 0B0 0B1 0W0 0W1", lambda y, x, mask: y.add_(1), False, "was modified in place after its for"),
+        ("0F0 0F1 0R0 0B0 0B1 0W0 0W1", lambda y, x, mask: y.add_(1), False, "was modified in place after its forward"),
+        # the batch that an R, and the next forward, read again
+        ("0F0 0F1 0R0 0B0 0B1 0W0 0W1", lambda y, x, mask: x.add_(1), False, "was modified in place"),
+        ("0F0 0F1 0R0 0B0 0B1 0W0 0W1", lambda y, x, mask: mask.add_(1), True, "modified in place"),
+        (PLAIN, lambda y, x, mask: mask.add_(1), True, "side inputs .*'mask'.* were modified in place"),
+    ],
+)
+def test_what_changes_while_it_is_kept_is_told(rows: str, change: Any, side: bool, message: str) -> None:
+    data = torch.ones(4, 4)
+    arguments = schedule_of(rows, microbatches=2), nn.functional.mse_loss, LocalTransport.ring(1)[0]
+    with pytest.raises(PipelineError, match=message), Pipeline(Changes(change), *arguments) as pipe:
+        pipe.step(data.clone(), data, {"mask": torch.ones(4)} if side else None)
