@@ -34,7 +34,7 @@ LISTS = torch.nn.ParameterList | torch.nn.ParameterDict  # whose parameters the 
 # Of the transformers library: modules that use parameters of modules inside them without calling these
 USERS = {
     *("DbrxExperts", "LongcatFlashTopkRouter", "InklingShortConvolution", "Inkling2ShortConvolution"),
-    *("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"),
+    *("KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Lfm2MoeShortConv", "Lfm3ShortConv"),
 }
 _SUBCLASSES: dict[tuple[type[Module], type[Module]], type[Module]] = {}  # twins of classes that others define
 

@@ -236,7 +236,7 @@ class Interception(TorchFunctionMode):
         if isinstance(parts, Tensor):
             parts = (parts,)
         storage, is_cast = storage_key(view.memory), view.value is not view.memory
-        if all([storage_key(part) == storage for part in parts]):
+        if all(storage_key(part) == storage for part in parts):
             found = function(*args, **kwargs)
             for tensor, part in zip((found,) if isinstance(found, Tensor) else found, parts, strict=True):
                 value = tensor.detach() if is_cast else part
