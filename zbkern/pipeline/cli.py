@@ -182,7 +182,7 @@ def _of_chunks(arguments: argparse.Namespace, given: Costs) -> tuple[Plan, float
 def _of_layers(
     arguments: argparse.Namespace, given: ModelCosts, setting: from_config.Setting | None = None
 ) -> tuple[Plan, float | None]:
-    """Plans, prints and compares, for costs of layers: the model is cut, too; setting: from which they were computed."""
+    """Plans, prints and compares, for costs of layers, which are cut, too; setting: what they were computed from."""
     if arguments.schedule is not None:
         why = "--costs has layers, which are cut differently for every schedule; --compare shows them all"
         raise WrongArgument("--schedule", why)

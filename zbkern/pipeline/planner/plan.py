@@ -20,7 +20,7 @@ from zbkern.pipeline.planner.arguments import (
 )
 from zbkern.pipeline.planner.bounds import cost_bound
 from zbkern.pipeline.planner.idle_time import IdleTime, idle_time
-from zbkern.pipeline.planner.incumbents import Budget
+from zbkern.pipeline.planner.incumbents import ROUNDING, Budget
 from zbkern.pipeline.planner.model_search import ModelSearch
 from zbkern.pipeline.planner.offload import MORE_MEMORY, fit, with_fused
 from zbkern.pipeline.planner.problem import schedule_of
@@ -37,8 +37,6 @@ logger = logging.getLogger("zbkern")
 
 EFFORT = 4
 """The rounds of a search where nothing else is said: mostly one to ten seconds on one core."""
-
-_ROUNDING = 1e-9  # relative: a cost this near to its lower bound is the bound
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,7 @@ def _compared(timeline: Timeline, objective: str, bound: float) -> tuple[float, 
     least = min(bound, reached)
     available = len(timeline.events) * least
     lower = max(0.0, 1.0 - sum(timeline.busy) / available) if available > 0 else 0.0
-    return lower, reached - least <= _ROUNDING * reached
+    return lower, reached - least <= ROUNDING * reached
 
 
 def _saving(
