@@ -69,9 +69,14 @@ Ordering list_schedule(const Problem& problem, const Rule& rule);
 // it has found any.
 std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept, double seconds);
 
-// The best orders found by changing the rule at random; empty rows when `start` makes none. may_follow: the
+struct RefineResult {
+  Ordering best;
+  Rule rule;
+};
+
+// The best orders found by changing the rule at random, and their rule; empty rows when `start` makes none. may_follow: the
 // rule may have `follow`, too. It stops at a cost of `target`, or after `seconds`.
-Ordering refine(const Problem& problem, const Rule& start, bool may_follow, std::int64_t tries, std::uint64_t seed, Time target,
+RefineResult refine(const Problem& problem, const Rule& start, bool may_follow, std::int64_t tries, std::uint64_t seed, Time target,
                     double seconds);
 
 struct Measured {

@@ -64,7 +64,10 @@ PYBIND11_MODULE(_planner, module) {
   module.def("refine", [](const py::object& source, const RuleTuple& rule, bool may_follow, std::int64_t tries, std::uint64_t seed,
                           Time target, double seconds) {
     const Problem problem = problem_from(source);
-    return tuple_from(without_gil([&] { return refine(problem, rule_from(rule), may_follow, tries, seed, target, seconds); }));
+    const auto found = without_gil([&] { return refine(problem, rule_from(rule), may_follow, tries, seed, target, seconds); });
+    const Rule& r = found.rule;
+    const RuleTuple changed{r.priority, r.patience, r.late_forward, r.late_backward, r.caps, r.foresight, r.fuse, r.follow};
+    return py::make_tuple(tuple_from(found.best), changed);
   });
   module.def("measure", [](const py::object& source, const Rows& rows, const std::vector<int>& fused) {
     const Measured found = measure(problem_from(source), ordering_from(rows, fused));

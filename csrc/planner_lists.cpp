@@ -308,12 +308,12 @@ std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::
   return found;
 }
 
-Ordering refine(const Problem& problem, const Rule& start, bool may_follow, std::int64_t tries, std::uint64_t seed, Time target,
+RefineResult refine(const Problem& problem, const Rule& start, bool may_follow, std::int64_t tries, std::uint64_t seed, Time target,
                     double seconds) {
   const Deadline deadline(seconds);
   ListScheduler lists(problem);
   Random random(seed);
-  if (!lists.run(start, kNever)) return {};
+  if (!lists.run(start, kNever)) return {{}, start};
   Ordering best = lists.orders();
   Rule rule = start;
   for (int& cap : rule.caps) cap = std::min(cap, problem.microbatches);
@@ -323,7 +323,7 @@ Ordering refine(const Problem& problem, const Rule& start, bool may_follow, std:
     if (trial == rule || !lists.run(trial, best.cost)) continue;
     best = lists.orders(), rule = std::move(trial);
   }
-  return best;
+  return {best, rule};
 }
 
 }  // namespace zbkern

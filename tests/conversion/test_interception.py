@@ -384,17 +384,6 @@ def test_frozen_parameters_stay_without_gradient() -> None:
     testing.assert_same_gradients(twin, module, tolerance=1e-12)
 
 
-def test_restore_copy_and_pickle() -> None:
-    model = nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.PReLU())
-    kinds = [type(module) for module in model]
-    zbkern.convert(model)
-    assert all(isinstance(module, kind) for module, kind in zip(model, kinds, strict=True))
-    assert not zbkern.unconverted(model)
-    twin = copy.deepcopy(model)
-    assert [type(module) for module in twin] == [type(module) for module in model]
-    assert [type(module) for module in zbkern.restore(model)] == kinds
-
-
 class Checkpointed(nn.Module):
     """Checkpoints within a forward that is intercepted itself: of a module of its own, and of its own parameter."""
 

@@ -239,11 +239,7 @@ def test_errors_name_the_argument_and_the_remedy(fails, arguments: list[str], me
     ("text", "message"),
     [
         ("{", "Expecting property name"),
-        ("[1]", "expected an object"),
-        ('{"forward":' + "[" * 100_000, "expected JSON of at most a few levels"),
-        ('{"forward": 1e307}', "forward must be from 0 to 1e+100"),
         ('{"foward": 1}', "unknown fields ['foward']"),
-        ('{"forward": -1}', "forward must be from 0 to 1e+100"),
         ('{"forward": "fast"}', "forward must be a number"),
         ('{"forward": [1, 2]}', "forward has 2 entries and the schedule 3 chunks"),
     ],

@@ -39,9 +39,8 @@ def test_a_model_is_planned_and_compared(capsys: pytest.CaptureFixture, tmp_path
     assert each == pytest.approx(tokens / 8, abs=1)
     # 6 flops per parameter but those of the embedding, and some of attention
     assert share == pytest.approx(100 * each * 6 * 7.5e9 / 989.4e12, rel=0.1)
-    assert re.search(
-        r"layer +model.layers.16: F [\d.]+, B [\d.]+, W [\d.]+ ms; .* from F to B, 1.15 times that from B", text
-    )
+    layer = r"layer model.layers.16: F [\d.]+, B [\d.]+, W [\d.]+ ms; [^;]* from F to B, 1.15 times that from B"
+    assert re.search(layer, " ".join(text.split()))
     (cut,) = re.findall(r"^cut +([\d ]+) layers", text, re.MULTILINE)
     assert sum(numbers(cut)) == 34
     (partition,) = re.findall(r"^ +partition=\[(.*)\]$", text, re.MULTILINE)
@@ -158,10 +157,8 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
     [
         ({"memory": "80 GB"}, "memory must be a number; got '80 GB'"),
         ({"memory": 80}, "memory must be in bytes, such as 80e9 for 80 GB; got 80"),
-        ({"matmul_flops": 989}, "matmul_flops must be in flops per second, such as 989e12 for 989 TFLOPS; got 989"),
         ({"network_bandwidth": 400}, "network_bandwidth must be in bytes per second, such as 50e9 .*; got 400"),
         ({"memroy": 80e9}, "'h100' of .*: unknown fields \\['memroy'\\]; expected an object with some of .*'memory',"),
-        ({"matmul_share": 60}, "matmul_share must be above 0 and at most 1; got 60"),
         ({"gpus_per_node": 2.5}, "gpus_per_node must be a whole number; got 2.5"),
     ],
 )

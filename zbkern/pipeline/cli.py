@@ -139,14 +139,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Does what the parsed arguments say, and returns the exit status."""
     try:
         _check(arguments)
-        if arguments.config is not None:
-            found, limit = _of_model(arguments)
+        setting = None if arguments.config is None else from_config.setting(arguments)
+        costs = _costs(arguments.costs) if setting is None else setting.costs
+        if isinstance(costs, ModelCosts):
+            found, limit = _of_layers(arguments, costs, setting)
         else:
-            costs = _costs(arguments.costs)
-            if isinstance(costs, ModelCosts):
-                found, limit = _of_layers(arguments, costs)
-            else:
-                found, limit = _of_chunks(arguments, costs)
+            found, limit = _of_chunks(arguments, costs)
         for path in arguments.out:
             print(f"wrote {_write(found, path, limit)}")
     except WrongArgument as error:
@@ -181,41 +179,37 @@ def _of_chunks(arguments: argparse.Namespace, given: Costs) -> tuple[Plan, float
     return found, limit
 
 
-def _of_layers(arguments: argparse.Namespace, given: ModelCosts) -> tuple[Plan, float | None]:
-    """Plans, prints and compares, for costs of layers: the model is cut, too."""
+def _of_layers(
+    arguments: argparse.Namespace, given: ModelCosts, setting: from_config.Setting | None = None
+) -> tuple[Plan, float | None]:
+    """Plans, prints and compares, for costs of layers, which are cut, too; setting: what they were computed from."""
     if arguments.schedule is not None:
-        raise WrongArgument(
-            "--schedule", "--costs has layers, which are cut differently for every schedule; --compare shows them all"
-        )
+        why = "--costs has layers, which are cut differently for every schedule; --compare shows them all"
+        raise WrongArgument("--schedule", why)
+    objective, width = arguments.objective, _width()
     costs = _with_copies(arguments, given, True)
     whole = sum(layer.activation for layer in costs.layers)
     limit = _limit(arguments, whole)
-    found = _plan(arguments, costs, limit)
+    if setting is not None and limit is None:
+        limit = setting.limit
+    found = _plan(arguments, costs, limit, setting=setting)
+    if setting is not None:
+        print(f"{from_config.title(arguments, setting)}\n")
     whole = 0.0 if any(layer.static for layer in costs.layers) else whole
-    print(report.describe(found, arguments.objective, limit, whole, _width(), _searched(arguments, costs)))
+    searched = report.Searched(costs, arguments.chunks is None and arguments.placement is None)
+    print(report.describe(found, objective, limit, whole, width, searched))
     _print_gains(arguments, costs, limit, found)
-    print(report.cut(found, len(costs.layers), _width()))
-    if arguments.compare:
+    if setting is None:
+        print(report.cut(found, len(costs.layers), width))
+    else:
+        print(from_config.step(found, setting, objective, width))
+    if arguments.compare or setting is not None:
         published = from_config.published_timelines(costs, arguments.stages, arguments.microbatches, limit)
-        print("\n" + report.table([*published, found.timeline], arguments.objective, limit, whole, cuts=True))
-    return found, limit
-
-
-def _of_model(arguments: argparse.Namespace) -> tuple[Plan, float | None]:
-    """Plans, prints and compares, for a model's configuration."""
-    setting = from_config.setting(arguments)
-    costs = _with_copies(arguments, setting.costs, True)
-    limit = _limit(arguments, sum(layer.activation for layer in costs.layers)) or setting.limit
-    found = _plan(arguments, costs, limit, why_not=lambda: from_config.why_not(arguments, setting, limit))
-    published = from_config.published_timelines(costs, arguments.stages, arguments.microbatches, limit)
-    objective, width = arguments.objective, _width()
-    print(from_config.title(arguments, setting))
-    print("\n" + report.describe(found, objective, limit, 0.0, width, _searched(arguments, costs)))
-    _print_gains(arguments, costs, limit, found)
-    print(from_config.step(found, setting, objective, width))
-    tokens = arguments.microbatches * setting.job.tokens * setting.job.data_parallel
-    print("\n" + report.table([*published, found.timeline], objective, limit, tokens=tokens, cuts=True))
-    print("\n" + from_config.assumptions(setting, costs, arguments.offload is not None, arguments.recompute, width))
+        tokens = 0 if setting is None else setting.tokens(arguments.microbatches)
+        print("\n" + report.table([*published, found.timeline], objective, limit, whole, tokens, cuts=True))
+    if setting is not None:
+        saving = arguments.offload is not None, arguments.recompute
+        print("\n" + from_config.assumptions(setting, costs, *saving, width))
     return found, limit
 
 
@@ -229,10 +223,6 @@ def _limit(arguments: argparse.Namespace, whole: float) -> float | None:
         return None
     value, relative = arguments.memory
     return value * whole if relative else value
-
-
-def _searched(arguments: argparse.Namespace, costs: ModelCosts) -> report.Searched:
-    return report.Searched(costs, arguments.chunks is None and arguments.placement is None)
 
 
 def _chunks(arguments: argparse.Namespace) -> int:
@@ -291,14 +281,15 @@ def _plan(
     costs: Costs | ModelCosts,
     limit: float | None,
     chunks: int | None = None,
-    why_not: Callable[[], str | None] = lambda: None,
+    setting: from_config.Setting | None = None,
 ) -> Plan:
-    """chunks: those of the arguments by default; why_not: explains that nothing fits. Raises WrongArgument."""
+    """chunks: those of the arguments by default. Raises WrongArgument, with what would fit where nothing does."""
     progress = show_progress if sys.stderr.isatty() else lambda line: None
     try:
         return _search(arguments, costs, limit, chunks, progress)
     except ScheduleError as error:
-        reason = why_not() or str(error)
+        why_not = None if setting is None else from_config.why_not(arguments, setting, limit or 0.0)
+        reason = why_not or str(error)
         for option, other in _savings(arguments, costs, limit, chunks).items():
             reason += f"; it fits with {option}, {arguments.objective} "
             reason += duration(report.reached(other.timeline, arguments.objective), other.timeline.unit)

@@ -54,6 +54,10 @@ class Setting(NamedTuple):
     def costs(self) -> ModelCosts:
         return model_costs(*self)
 
+    def tokens(self, microbatches: int) -> int:
+        """Of a step, of all pipelines."""
+        return microbatches * self.job.tokens * self.job.data_parallel
+
     @property
     def limit(self) -> float:
         """Bytes that a rank may hold."""
@@ -205,7 +209,7 @@ def step(found: Plan, setting: Setting, objective: str, width: int) -> str:
     """The costs of a layer, the cut, and how long a step takes."""
     chunks = report.cut(found, len(setting.costs.layers), width, f": {_counted(setting.architecture)}")
     seconds = report.reached(found.timeline, objective) / 1e3
-    rate = found.schedule.microbatches * setting.job.tokens * setting.job.data_parallel / seconds
+    rate = setting.tokens(found.schedule.microbatches) / seconds
     gpus = _gpus(found.schedule.stages, setting.job)
     peak = gpus * setting.hardware.matmul_flops
     used = rate * flops(setting.architecture, setting.job.sequence) / peak

@@ -196,12 +196,11 @@ def _order(timeline: Timeline, objective: str, limit: float | None, tokens: int)
 
 def gains(found: Plan, savings: Mapping[str, Plan], objective: str, width: int) -> list[str]:
     """What options that save memory would give, in a line each."""
-    time = reached(found.timeline, objective)
     lines: list[str] = []
     for option, other in savings.items():
-        less = 1 - reached(other.timeline, objective) / time
-        said = f"{duration(reached(other.timeline, objective), other.timeline.unit)}, {abs(less):.2%} "
-        said = f"{objective} {said}{'less' if less > 0 else 'more'}" if abs(less) >= SHOWN else "nothing"
+        time = reached(other.timeline, objective)
+        less = 1 - time / reached(found.timeline, objective)
+        said = f"{objective} {duration(time, other.timeline.unit)}, {less:.2%} less" if less >= SHOWN else "no gain"
         lines.append(figure("" if lines else "try", f"{option}: {said} (a quick search)", width))
     return lines
 

@@ -84,9 +84,7 @@ def has_hooks(parameter: Tensor) -> bool:
 
 def has_hooks_or_main_grad(parameter: Tensor) -> bool:
     """True when autograd alone, accumulating in B, would run hooks too early or miss the `main_grad`."""
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        return True
-    return getattr(parameter, "main_grad", None) is not None
+    return has_hooks(parameter) or main_grad_of(parameter) is not None
 
 
 def empty_gradient(parameter: Tensor, kernel: WGradKernel | None = None) -> Tensor:

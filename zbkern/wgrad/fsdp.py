@@ -6,10 +6,6 @@ import sys
 from typing import Any
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
-
-_gathered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""What `is_gathered` has found out: FSDP2 makes the parameters that it gathers, so the answer for one never changes."""
 
 
 def groups_of(state: Any) -> list[Any]:
@@ -29,13 +25,3 @@ def shards() -> dict[int, Tensor]:
     states = [state for reference in [*_module_state_mapping.values()] if (state := reference()) is not None]
     parts = [part for state in states for group in groups_of(state) for part in group.fsdp_params]
     return {id(part._unsharded_param): part.sharded_param for part in parts if hasattr(part, "_unsharded_param")}
-
-
-def is_gathered(parameter: Tensor) -> bool:
-    """Whether FSDP2 gathers this parameter: its values may be gone when W runs."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return False
-    known = _gathered.get(parameter)
-    if known is None:  # a search among all parameters
-        known = _gathered[parameter] = id(parameter) in shards()
-    return known

@@ -293,7 +293,7 @@ class WGradQueue:
             else:
                 accumulation.accumulate(batch)
         except Exception as error:
-            raise _kernel_error(first, error) from error
+            raise RuntimeError(f"WGradQueue: W of {first} failed and stays in the queue: {error}") from error
         for task in tasks:
             del self._tasks[task]
         if side is None:
@@ -454,7 +454,3 @@ def _check_key(method: str, key: Hashable) -> None:
         raise TypeError(
             f"WGradQueue.{method}: key must be hashable, such as a number or a tuple; got {key!r}"
         ) from None
-
-
-def _kernel_error(task: WGradTask, error: Exception) -> RuntimeError:
-    return RuntimeError(f"WGradQueue: W of {task} failed and stays in the queue: {error}")

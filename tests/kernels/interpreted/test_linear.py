@@ -253,6 +253,20 @@ def test_the_sum_of_nothing_is_zero(launches: ModuleType) -> None:
     assert torch.equal(dx, torch.zeros(4, 8))
 
 
+@pytest.mark.parametrize(("max_tiles", "launches"), [(0, [4]), (1, [2, 1]), (2, [4])])
+def test_the_rows_of_a_tile_are_bounded_with_their_number(
+    max_tiles: int, launches: list[int], spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile sums over all microbatches that a launch takes: no bound of tiles is one of time without it."""
+    monkeypatch.setattr(triton_multi_matmul, "ROWS", 48)
+    segments = spy(triton_multi_matmul, "_over_rows", lambda grid, constants: constants[1])
+    random = checks.Random(torch.float32, "cpu")
+    pairs, dweight = [(random(20, 64), random(20, 64)) for _ in range(3)], torch.zeros(64, 64)
+    triton_kernels.linear_wgrad(pairs, (dweight, None), False, max_tiles=max_tiles)
+    checks.check("dweight", dweight, sum(dy.double().t() @ x.double() for x, dy in pairs))
+    assert segments == launches
+
+
 def test_segments_of_different_layouts_and_bfloat16() -> None:
     random = checks.Random(torch.bfloat16, "cpu")
     segments = [(random(9, 24, layout=a), random(9, 16, layout=b)) for a in checks.LAYOUTS for b in checks.LAYOUTS]

@@ -113,6 +113,11 @@ def test_every_plan_is_valid_and_fits(
     assert found.idle.total == pytest.approx(idle, abs=1e-9)
 
 
+def test_of_equal_plans_the_one_with_the_fewest_chunks_is_taken() -> None:
+    """One rank is never idle, however many chunks it has."""
+    assert plan(llama(10), 1, 6, effort=0).schedule.chunks == 1
+
+
 def test_all_of_it_can_be_given() -> None:
     model = llama(10)
     partition, placement = (0, 2, 5, 7, 9, 11), (0, 1, 2, 1, 0, 2)

@@ -212,6 +212,17 @@ def neighbours(schedule: Schedule) -> int:
     return sum(one.kind == two.kind == "W" and one.chunk == two.chunk for one, two in pairs)
 
 
+@pytest.mark.parametrize("costs", [Costs(), Costs(14.5, 15.0, 9.3, 0.6, held=0.5), Costs(2, 2.2, 1, 0.3)])
+@pytest.mark.parametrize(("make", "limit"), [(schedules.zb_h1, 6), (schedules.zb_h2, 11)])
+def test_a_plan_that_costs_as_much_as_a_published_schedule_is_that_schedule(costs: Costs, make, limit: int) -> None:
+    """Others may wait for more messages that come at the last moment: 10% noise of passes delays them more."""
+    found, known = plan(costs, 6, 16, memory_limit=limit, effort=1), simulate(make(6, 16), costs)
+    if found.timeline.cost >= known.cost * (1 - 1e-9):
+        assert found.schedule.actions == known.schedule.actions
+    else:
+        assert make is schedules.zb_h2  # 1F1B's memory has nothing better than ZB-H1
+
+
 def test_makespan_is_what_was_asked_for() -> None:
     cost, makespan = (
         plan(Costs(), 4, 8, memory_limit=8, effort=2, options=PlanOptions(each)) for each in ("cost", "makespan")

@@ -51,8 +51,9 @@ def test_rules_of_every_rank(seed: int) -> None:
     for _, orders in random.Random(seed).sample(made, min(20, len(made))):
         check(given, annealing.with_cost(given, orders))
     rule, start = made[0]
-    found = list_scheduler.refine(given, rule, 200, seed)
-    assert found == list_scheduler.refine(given, rule, 200, seed)
+    found, changed = list_scheduler.refine(given, rule, 200, seed)
+    assert (found, changed) == list_scheduler.refine(given, rule, 200, seed)
+    assert list_scheduler.list_schedule(given, changed) == found
     assert found.cost <= start.cost
     assert annealing.anneal(given, found).cost <= found.cost  # less where W are merged, which rules do not know
     check(given, annealing.with_cost(given, found))

@@ -24,7 +24,7 @@ from torch import nn
 import zbkern
 from tests.support.chunks import make_data, make_model, on_threads, plain, results_on_threads
 from tests.support.saving import saved_in_turn, with_actions
-from zbkern.pipeline import Pipeline, Schedule, StepOptions, checkpoint, schedules
+from zbkern.pipeline import Optimizer, Pipeline, Schedule, StepOptions, checkpoint, schedules
 from zbkern.pipeline.simulation.timeline import Timeline
 from zbkern.pipeline.transport import distributed
 from zbkern.pipeline.transport.base import PipelineError, Tag
@@ -515,7 +515,9 @@ def step_beside_a_forked_child() -> int:
     rank, (inputs, targets) = torch.distributed.get_rank(), make_data(4)
     module = zbkern.convert(make_model(2)[rank])
     with Pipeline(module, schedules.zb_h1(2, 4), nn.functional.mse_loss, timeout=20) as pipe:
+        optimizer = Optimizer(torch.optim.SGD(module.parameters(), 0.1), pipe)
         pipe.step(inputs, targets)
+        optimizer.step()
         child = os.fork() if rank == 0 else 0
         if rank == 0 and child == 0:
             with contextlib.suppress(BaseException):

@@ -118,6 +118,10 @@ def test_ranks_with_other_side_inputs_are_refused(change: Callable[[dict[str, Te
     [
         (torch.ones(8), "side must be {name: tensor}"),
         ({"mask": torch.ones(7)}, "dimension 0 of side must be a multiple of the 4"),
+        (
+            {"mask": torch.ones(4)},
+            r"\['mask'\] of side must have as many rows as inputs, or be a list of microbatches",
+        ),
         ([{}] * 3, "side is a list of 3 microbatches"),
         ([torch.ones(2)] * 4, "side must be {name: tensor}"),
         ({"other": torch.ones(8)}, "inputs give and side gives it.*unexpected keyword argument 'other'|missing"),

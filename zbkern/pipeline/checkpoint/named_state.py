@@ -40,7 +40,9 @@ class NamedState:
     ) -> None:
         self.rank, self.size = rank, size
         self._chunks = _chunks(modules)
-        self._rename = _checked(rename) if rename is not None else _as_it_is
+        if rename is not None and not callable(rename):
+            raise TypeError(f"checkpoint: rename must be callable as rename(chunk, key), or None; got {rename!r}")
+        self._rename = rename
         self._inner = optimizer.optimizer if isinstance(optimizer, Optimizer) else optimizer
         self._masters = optimizer.masters if isinstance(optimizer, Optimizer) else []
         groups = getattr(self._inner, "param_groups", [])
@@ -53,7 +55,7 @@ class NamedState:
         names: dict[int, list[str]] = {}  # of parameters, by id; a tied one has several
         for chunk, module in self._chunks.items():
             for key, value in module.named_parameters(remove_duplicate=False):
-                names.setdefault(id(value), []).append(self._rename(chunk, key))
+                names.setdefault(id(value), []).append(self._name(chunk, key))
         tied = modules.tied if isinstance(modules, Pipeline) else {}
         labels = {key: found[0] for key, found in names.items() if len(found) > 1}
         labels |= {id(parameter): f"tied {label}" for label, parameter in tied.items()}
@@ -179,7 +181,7 @@ class NamedState:
         for chunk, module in self._chunks.items():
             keys: dict[str, str] = {}
             for key in module.state_dict():
-                name = self._rename(chunk, key)
+                name = self._name(chunk, key)
                 if (other := keys.setdefault(name, key)) != key:
                     raise ValueError(
                         f"checkpoint: rename gives {other!r} and {key!r} of chunk {chunk} one name, {name!r}, and the "
@@ -208,7 +210,7 @@ class NamedState:
         for chunk, module in self._chunks.items():
             entries = {}
             for key, value in module.state_dict().items():
-                found = loaded.get(f"model.{self._rename(chunk, key)}", value)  # itself: loaded under its first name
+                found = loaded.get(f"model.{self._name(chunk, key)}", value)  # itself: loaded under its first name
                 entries[key] = found if isinstance(value, Tensor) else unpack(found)
             module.load_state_dict(entries)
         if self._inner is None:
@@ -258,6 +260,13 @@ class NamedState:
             )
         return unpack(own)
 
+    def _name(self, chunk: int, key: str) -> str:
+        """In the whole model."""
+        name = key if self._rename is None else self._rename(chunk, key)
+        if not isinstance(name, str):
+            raise TypeError(f"checkpoint: rename must return a string, a name in the whole model; got {name!r}")
+        return name
+
     def _model(self) -> dict[str, Tensor]:
         return {
             f"model.{name}": value if isinstance(value, Tensor) else pack(value, name)
@@ -268,7 +277,7 @@ class NamedState:
         """(name in the whole model, value) of all that the modules' state dicts have."""
         for chunk, module in self._chunks.items():
             for key, value in module.state_dict().items():
-                yield self._rename(chunk, key), value
+                yield self._name(chunk, key), value
 
 
 def check_unique(names: Iterable[tuple[str, int, str]]) -> None:
@@ -299,12 +308,13 @@ def pack(value: Any, what: str) -> Tensor:
     """
     buffer = io.BytesIO()
     try:
-        torch.save(_plain(value), buffer)
+        torch.save(pytree.tree_map(_plain, value), buffer)
         packed = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
         unpack(packed)
     except Exception as error:
-        for place, leaf in _parts(value):
-            pack(leaf, f"{what}{place}")
+        for path, leaf in pytree.tree_leaves_with_path(value):
+            if path:
+                pack(leaf, f"{what}{pytree.keystr(path)}")
         raise TypeError(
             f"checkpoint.save: {what} must be a number, a string, a tensor, or a tuple, list or dict of them, which "
             f"are read without running anybody's code; got {type(value).__name__}"
@@ -312,19 +322,9 @@ def pack(value: Any, what: str) -> Tensor:
     return packed
 
 
-def _parts(value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, dict):
-        return [(f"[{key!r}]", part) for key, part in value.items()]
-    return [(f"[{i}]", part) for i, part in enumerate(value)] if isinstance(value, (list, tuple)) else []
-
-
-def _plain(value: Any) -> Any:
-    """The same with numpy's numbers, such as a learning rate from a cosine, as Python's."""
-    if type(value) is dict:
-        return {key: _plain(part) for key, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
-    return value.item() if type(value).__module__ == "numpy" and not getattr(value, "shape", None) else value
+def _plain(leaf: Any) -> Any:
+    """A number of numpy, such as a learning rate from a cosine, as Python's."""
+    return leaf.item() if type(leaf).__module__ == "numpy" and not getattr(leaf, "shape", None) else leaf
 
 
 def unpack(packed: Tensor) -> Any:
@@ -378,20 +378,3 @@ def is_of_model(key: str) -> bool:
 
 def _of_model(stored: Iterable[str]) -> list[str]:
     return [name for kind, name in map(_parse, stored) if kind == "model"]
-
-
-def _checked(rename: Rename) -> Rename:
-    if not callable(rename):
-        raise TypeError(f"checkpoint: rename must be callable as rename(chunk, key), or None; got {rename!r}")
-
-    def name(chunk: int, key: str) -> str:
-        found = rename(chunk, key)
-        if not isinstance(found, str):
-            raise TypeError(f"checkpoint: rename must return a string, a name in the whole model; got {found!r}")
-        return found
-
-    return name
-
-
-def _as_it_is(chunk: int, key: str) -> str:
-    return key

@@ -91,33 +91,35 @@ class _Event(NamedTuple):
 def _work_in_between(problem: Problem) -> int:
     """The largest over all pairs of ranks, of which one waits while the other works.
 
-    The time from the start of rank `waiting` to its end is at least the sum of: the chain of passes from its start to
-    an opening, the first F or B of a chunk on rank `working`; what `working` can do neither before the opening nor
-    after the closing, the last F or B of a chunk there; and the chain from the closing to the end of `waiting`. With
-    the makespan, the time begins with chunk 0, and every rank ends within it.
+    The time from the start of rank `waiting` to its end is at least the sum of: the chain of passes from its start to a
+    first pass, the first F or B of a chunk on rank `working`; what `working` can do neither before that nor after a
+    last pass, the last F or B of a chunk there; and the chain from that to the end of `waiting`. With the makespan, the
+    time begins with chunk 0, and every rank ends within it.
     """
-    ways = _Ways(problem)
-    rows = [(problem.work(rank), _openings(problem, rank), _closings(problem, rank)) for rank in range(problem.ranks)]
+    chains = _Chains(problem)
+    rows = [
+        (problem.work(rank), _first_passes(problem, rank), _last_passes(problem, rank)) for rank in range(problem.ranks)
+    ]
     most = 0
     for waiting in range(problem.ranks):
         home = problem.chunks_of(waiting)[0]
-        to_first, from_last = ways.to_first(0 if problem.makespan else home), ways.from_last(home)
-        for working, (work, openings, closings) in enumerate(rows):
-            heads = [to_first[each.kind][each.chunk] - each.work for each in openings]
-            tails = [from_last[each.kind][each.chunk] - each.work for each in closings]
+        to_first, from_last = chains.to_first(0 if problem.makespan else home), chains.from_last(home)
+        for working, (work, firsts, lasts) in enumerate(rows):
+            heads = [to_first[each.kind][each.chunk] - each.work for each in firsts]
+            tails = [from_last[each.kind][each.chunk] - each.work for each in lasts]
             head = max(heads)
             if waiting == working or problem.makespan:  # the time ends no sooner than `working` does
                 most = max(most, work + head)
             if head + work + max(tails) <= most:
                 continue
-            for head, first in zip(heads, openings, strict=True):
-                for tail, last in zip(tails, closings, strict=True):
+            for head, first in zip(heads, firsts, strict=True):
+                for tail, last in zip(tails, lasts, strict=True):
                     if head + work + tail > most and _in_order(problem, working, first, last):
                         most = head + work + tail
     return most
 
 
-class _Ways:
+class _Chains:
     """The least times between passes of one microbatch, by the chain of chunks."""
 
     def __init__(self, problem: Problem) -> None:
@@ -158,7 +160,7 @@ class _Ways:
         return forwards, backwards
 
 
-def _openings(problem: Problem, rank: int) -> list[_Event]:
+def _first_passes(problem: Problem, rank: int) -> list[_Event]:
     """The first F and the first B of every chunk, with the most work before their start.
 
     Before a chunk's first B nothing of it, or of the rank's chunks before it, leaves memory. So a microbatch has been
@@ -172,18 +174,18 @@ def _openings(problem: Problem, rank: int) -> list[_Event]:
     events = []
     for chunk in own_chunks:
         memory += problem.activation[chunk]
-        room = limit - memory
-        events.append(_Event(FORWARD, chunk, forward + _most_work(tuple(forwarded), room, others)))
+        free = limit - memory
+        events.append(_Event(FORWARD, chunk, forward + _most_work(tuple(forwarded), free, others)))
         forward += problem.forward[chunk]
         later -= problem.forward[chunk] + problem.backward[chunk] + problem.weight[chunk]
         forwarded.append((memory, forward))
         all_later = (memory, forward + later)
-        work = forward + later + _most_work((*forwarded, all_later), room, others)
+        work = forward + later + _most_work((*forwarded, all_later), free, others)
         events.append(_Event(BACKWARD, chunk, work))
     return events
 
 
-def _closings(problem: Problem, rank: int) -> list[_Event]:
+def _last_passes(problem: Problem, rank: int) -> list[_Event]:
     """The last F of every chunk, with the most work after its end, and the last B, with the most from its start on."""
     own_chunks, limit = problem.chunks_of(rank), problem.limit[rank]
     events = []
@@ -194,9 +196,9 @@ def _closings(problem: Problem, rank: int) -> list[_Event]:
 
 
 def _in_order(problem: Problem, rank: int, first: _Event, last: _Event) -> bool:
-    """Whether an opening surely comes before a closing, so that there is a time between them.
+    """Whether a first pass surely comes before a last pass, so that there is a time between them.
 
-    Either the chain of chunks says so; or with the closing first all microbatches would be in the memory of one chunk
+    Either the chain of chunks says so; or with the last pass first all microbatches would be in the memory of one chunk
     at once, and there is no room: they must have been forwarded through it by then, and cannot have come back to it.
     """
     if first.kind == FORWARD and (last.kind == BACKWARD or first.chunk <= last.chunk):
@@ -262,13 +264,13 @@ def warm_up_forwards(problem: Problem, cost: int) -> list[int] | None:
     for rank in reversed(range(problem.ranks)):
         cool_down = returns[rank] + _backward_and_weight(problem, rank)
         cool_down = max(0, cool_down - _work_left(problem, [rank], limit[rank]))
-        room = microbatches if not problem.activation[rank] else limit[rank] // problem.activation[rank]
-        idle = cost - problem.work(rank) - (cool_down if room < microbatches else 0)
+        most = microbatches if not problem.activation[rank] else limit[rank] // problem.activation[rank]
+        idle = cost - problem.work(rank) - (cool_down if most < microbatches else 0)
         until = problem.forward[rank] + returns[rank] + delay
-        length, room = problem.forward[rank], min(room, microbatches)
-        fit = min(room, until // length) if length else room
+        length, most = problem.forward[rank], min(most, microbatches)
+        fit = min(most, until // length) if length else most
         if until - fit * length > idle:
-            if fit == room:
+            if fit == most:
                 return None
             fit += 1
             delay += fit * length - until
@@ -320,35 +322,35 @@ def _most_work(
     if limit < 0:
         return 0
     each_state = [(*state, microbatches) for state in set(states)]
-    free = sum(work * most for memory, work, most in (*each_state, *weights) if memory == 0)
+    without_memory = sum(work * most for memory, work, most in (*each_state, *weights) if memory == 0)
     # A state is never worse than one with more memory and less work, as all states together are so many microbatches.
     useful = [one for one in each_state if not any(o != one and o[0] <= one[0] and o[1] >= one[1] for o in each_state)]
     kinds = [kind for kind in (*useful, *weights) if kind[0] > 0 and kind[1] > 0]
     kinds.sort(key=lambda kind: kind[0] / kind[1])
     tries = 100
 
-    def filled(index: int, room: int) -> int:
-        """The room filled with the most work per memory first, at last with a part of one."""
+    def filled(index: int, free: int) -> int:
+        """The memory filled with the most work per memory first, at last with a part of one."""
         found = 0
         for memory, work, most in kinds[index:]:
-            count = min(room // memory, most)
-            found, room = found + count * work, room - count * memory
+            count = min(free // memory, most)
+            found, free = found + count * work, free - count * memory
             if count < most:
-                return found + room * work // memory
+                return found + free * work // memory
         return found
 
-    def best(index: int, room: int) -> int:
+    def best(index: int, free: int) -> int:
         nonlocal tries
         if index == len(kinds):
             return 0
         memory, work, most = kinds[index]
-        if index == len(kinds) - 1:  # as many as there is room for
-            found = min(room // memory, most) * work
+        if index == len(kinds) - 1:  # as many as fit
+            found = min(free // memory, most) * work
             tries -= found > 0
             return found
         found = 0
-        for count in range(min(room // memory, most), -1, -1):
-            rest = room - count * memory
+        for count in range(min(free // memory, most), -1, -1):
+            rest = free - count * memory
             possible = count * work + filled(index + 1, rest)
             if possible <= found:
                 break  # with fewer of this kind still less
@@ -356,4 +358,4 @@ def _most_work(
             found = max(found, possible if tries < 0 else count * work + best(index + 1, rest))
         return found
 
-    return free + best(0, limit)
+    return without_memory + best(0, limit)

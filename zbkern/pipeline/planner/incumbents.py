@@ -7,6 +7,9 @@ import time
 from zbkern.pipeline.planner.annealing import measured, with_cost
 from zbkern.pipeline.planner.problem import Ordering, Problem, grouped, within
 
+ROUNDING = 1e-9
+"""Relative: a cost this near to another one, or to a lower bound, is the same."""
+
 
 class Budget:
     """When to stop: after a number of rounds, which is work and not time; and after some seconds, if that is sooner."""
@@ -48,7 +51,9 @@ class Incumbent:
             self._keep(found[0])
 
     def _keep(self, orders: Ordering | None) -> None:
-        if orders is not None and (self.orders is None or orders.cost < self.orders.cost):
+        """Of equals the first, which is a published schedule: these are as even as they can be, so that a late pass
+        delays few others."""
+        if orders is not None and (self.orders is None or orders.cost < self.orders.cost * (1 - ROUNDING)):
             self.orders = orders
 
     @property

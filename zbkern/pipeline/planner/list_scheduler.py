@@ -103,15 +103,16 @@ def best_rules(problem: Problem, tried: Sequence[Rule], kept: int, seconds: floa
 
 def refine(
     problem: Problem, rule: Rule, tries: int, seed: int, target: int = 0, seconds: float = math.inf
-) -> Ordering | None:
-    """The best orders found with other rules near this one; None when this one makes none.
+) -> tuple[Ordering, Rule] | None:
+    """The best orders found with other rules near this one, and their rule; None when this one makes none.
 
     A try changes one choice, or the caps, of some neighbouring ranks at random, and stays when that is no worse.
     target: a cost at which to stop. seconds: stop after this long.
     """
     assert native.core is not None
-    orders = Ordering(*native.core.refine(problem, rule, _may_follow(problem), tries, seed, target, seconds))
-    return orders if orders.rows else None
+    found, changed = native.core.refine(problem, rule, _may_follow(problem), tries, seed, target, seconds)
+    orders = Ordering(*found)
+    return (orders, Rule(*changed)) if orders.rows else None
 
 
 def forward_caps(problem: Problem, slope: int) -> Each:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.planner.arguments import Limit, PlanOptions, placement_of, problem_of, rank_limits
-from zbkern.pipeline.planner.incumbents import Budget
+from zbkern.pipeline.planner.incumbents import ROUNDING, Budget
 from zbkern.pipeline.planner.partition import Partition, balanced_partitions, even_partitions
 from zbkern.pipeline.planner.portfolio import SETTINGS
 from zbkern.pipeline.planner.published import Published
@@ -78,7 +78,8 @@ class ModelSearch:
         progress = self._options.progress
         rounds = search_all(list(by_search), budget, lambda number, best: progress(_describe(by_search[best], number)))
         progress("")
-        return min(candidates, key=_reached), rounds
+        best = min(map(_reached, candidates))  # of equals that with the fewest chunks
+        return next(each for each in candidates if _reached(each) <= best * (1 + ROUNDING)), rounds
 
     def _placements(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every placement that is asked for, or that may be good where it is not given: its name, and the rank of every

@@ -137,7 +137,7 @@ class _Ranks:
         count, ranks = len(placement), max(placement) + 1
         self.placement, self.layers = placement, model.layers
         # a chunk holds a microbatch from its F to its B: 1F1B holds as many as there are ranks in the first chunk
-        self._room = [in_flight * min(microbatches, ranks * (count - chunk) / count) for chunk in range(count)]
+        self._in_flight = [in_flight * min(microbatches, ranks * (count - chunk) / count) for chunk in range(count)]
         self._works = [work_of(layer) for layer in model.layers]
         self._held = [max(layer.activation, layer.held) for layer in model.layers]
         self._limits = None if limits is None else [limit * (1 + 1e-9) for limit in limits]
@@ -171,7 +171,7 @@ class _Ranks:
         if self._limits is None:
             return
         self._once[rank] += sign * held
-        self._flying[rank] += sign * held * self._room[chunk]
+        self._flying[rank] += sign * held * self._in_flight[chunk]
         if self._has_its_own_weights(layer, rank, sign):
             self._static[rank] += sign * self.layers[layer].static
         once, flying = self._once[rank], self._flying[rank]

@@ -20,7 +20,7 @@ from zbkern.pipeline.planner.arguments import (
 )
 from zbkern.pipeline.planner.bounds import cost_bound
 from zbkern.pipeline.planner.idle_time import IdleTime, idle_time
-from zbkern.pipeline.planner.incumbents import Budget
+from zbkern.pipeline.planner.incumbents import ROUNDING, Budget
 from zbkern.pipeline.planner.model_search import ModelSearch
 from zbkern.pipeline.planner.offload import MORE_MEMORY, fit, with_fused
 from zbkern.pipeline.planner.problem import schedule_of
@@ -38,17 +38,16 @@ logger = logging.getLogger("zbkern")
 EFFORT = 4
 """The rounds of a search where nothing else is said: mostly one to ten seconds on one core."""
 
-_ROUNDING = 1e-9  # relative: a cost this near to its lower bound is the bound
-
 
 @dataclass(frozen=True)
 class Plan:
     """A schedule, its timeline, and a lower bound on the bubble rate of any schedule of its work.
 
     costs: of the schedule's chunks. partition: the first layer of every chunk, where `plan` was given layers, and
-    layers: the names of all of them. idle: where the idle time comes from. lower_bound belongs to the objective: to `timeline.bubble_rate` for "cost", and for
-    "makespan" to the share of ranks times makespan that is idle; it is of these chunks in this memory, whatever their
-    order. optimal: it is proven that no order of these chunks in this memory is better; other cuts of the model may be.
+    layers: the names of all of them. idle: where the idle time comes from. lower_bound belongs to the objective: to
+    `timeline.bubble_rate` for "cost", and for "makespan" to the share of ranks times makespan that is idle; it is of
+    these chunks in this memory, whatever their order. optimal: it is proven that no order of these chunks in this
+    memory is better; other cuts of the model may be.
     effort: the rounds of search that were completed; `plan(..., effort=)` with the same seed repeats them.
     """
 
@@ -167,7 +166,7 @@ def _compared(timeline: Timeline, objective: str, bound: float) -> tuple[float, 
     least = min(bound, reached)
     available = len(timeline.events) * least
     lower = max(0.0, 1.0 - sum(timeline.busy) / available) if available > 0 else 0.0
-    return lower, reached - least <= _ROUNDING * reached
+    return lower, reached - least <= ROUNDING * reached
 
 
 def _saving(

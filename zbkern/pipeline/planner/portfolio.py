@@ -80,6 +80,7 @@ class Population:
         self.problem, self.best, self._budget = problem, best, budget
         self._patterns = PatternSearch(problem, best, budget, pattern_passes)
         self._members: list[Ordering] = []
+        self._changed: dict[int, tuple[Rule, int]] = {}  # what became of a candidate's rule, after how many tries
         self._warm = warm_start(problem, budget)
         best.offer(self._warm)
         self._kept = 1 if self._warm is None else 2  # with the new ones about four go on in either case
@@ -95,7 +96,7 @@ class Population:
 
         candidates: the best rules known.
         """
-        found = [self._patterns.round(passes // 4, seed), self._refined(candidates, passes // 4, seed)]
+        found = [self._patterns.round(passes // 4, seed), self._refined(candidates, passes // 2, seed)]
         members = [*self._members, self.best.orders, *found]
         members += [self._warm or self._block(passes // 8, 2 * seed + which) for which in range(2)]
         distinct = list({orders.cost: orders for orders in members if orders is not None}.values())
@@ -128,16 +129,21 @@ class Population:
         """The best that some attempts find by changing the candidates' rules at random."""
         best: Ordering | None = None
         for each in candidates:
-            whole = each.problem.with_microbatches(self.problem.microbatches)
-            tries = passes // (SETTINGS.rule_pass * whole.passes * SETTINGS.refined_rules)
+            tries = passes // (SETTINGS.rule_pass * self.problem.passes * SETTINGS.refined_rules)
             if not tries or self._over:
                 break
             runs = max(1, tries // SETTINGS.rule_tries)
             for run in range(runs):
+                rule, tried = self._changed.get(each.number, (each.rule, 0))
+                if tried >= SETTINGS.rule_tries:
+                    rule, tried = each.rule, 0
                 number = (seed << 8 | run) << 32 | each.number
-                found = refine(whole, each.rule, tries // runs, number, self.best.bound, self._budget.left)
-                if found is not None and (best is None or found.cost < best.cost):
-                    best = found
+                found = refine(self.problem, rule, tries // runs, number, self.best.bound, self._budget.left)
+                if found is None:
+                    break
+                self._changed[each.number] = found[1], tried + tries // runs
+                if best is None or found[0].cost < best.cost:
+                    best = found[0]
                     self.best.offer(best)
         return best
 

@@ -13,14 +13,12 @@ from functools import cached_property
 
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.bounds import cost_bound
-from zbkern.pipeline.planner.incumbents import Budget, Incumbent
+from zbkern.pipeline.planner.incumbents import ROUNDING, Budget, Incumbent
 from zbkern.pipeline.planner.portfolio import SETTINGS, Candidate, Population, add_serial, best_candidates
 from zbkern.pipeline.planner.problem import Problem
 from zbkern.pipeline.planner.published import Published
 
 logger = logging.getLogger("zbkern")
-
-ROUNDING = 1e-9  # relative: a cost this near to a lower bound is no better than it
 
 
 class Search:

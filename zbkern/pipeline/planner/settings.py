@@ -23,13 +23,13 @@ class SearchSettings:
 
     first_round: int = 8_000_000
     """Passes of the first round: a tenth of a second."""
-    first_round_of_several: int = 12_000_000
+    first_round_of_several: int = 10_000_000
     """The same for all candidates together, where there are several."""
     most_runs: int = 12_000
     """The first round has no more passes than so many runs of all."""
     rule_passes: int = 1_000_000
     """The rules of the list scheduler are tried on at most so many passes at first, of all candidates together."""
-    rule_share: int = 25
+    rule_share: int = 60
     """In every round more rules are tried, on one pass in so many: with four chunks and 16 stages the rule that a
     search starts from matters more than its length."""
     rule_pass: int = 10

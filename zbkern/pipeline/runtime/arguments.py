@@ -113,12 +113,12 @@ class Batch(NamedTuple):
     inputs: Sequence[Any]
     targets: Sequence[Any]
     side: Sequence[Mapping[str, Any]]
-    versions: Sequence[int] = ()  # of each microbatch's side inputs, as the step began
+    versions: Sequence[Sequence[tuple[Tensor, int]]] = ()  # of each microbatch's side inputs, as the step began
 
     def side_of(self, microbatch: int) -> Mapping[str, Any]:
         """Raises RuntimeError where the side inputs of a microbatch are not what they were."""
         side = self.side[microbatch]
-        if side and _version(side) != self.versions[microbatch]:
+        if any(tensor._version != version for tensor, version in self.versions[microbatch]):
             raise RuntimeError(
                 f"side inputs of microbatch {microbatch}, {sorted(side)}, were modified in place by a forward before; "
                 "others read them, too: modify a copy"
@@ -138,8 +138,10 @@ class Batch(NamedTuple):
             given: Sequence[Any] = [()] * count
         else:
             given = split(call, "inputs", inputs, count) if 0 in modules else []
+        if not isinstance(inputs, list) and not isinstance(side, list):
+            _check_rows(call, given, sides)
         goals = split(call, "targets", targets, count) if last in modules else []
-        return cls(given, goals, sides, [_version(each) for each in sides])
+        return cls(given, goals, sides, [_versions(each) for each in sides])
 
 
 def _as_dict(value: Any) -> Any:
@@ -149,10 +151,21 @@ def _as_dict(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _version(side: Mapping[str, Any]) -> int:
-    """Grows when one of the tensors is modified."""
+def _check_rows(call: str, inputs: Sequence[Any], sides: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for side inputs of one row where the microbatch has several: they would go for all of them."""
+    rows = max((len(x) for x in pytree.tree_leaves(inputs[:1]) if isinstance(x, Tensor) and x.dim()), default=1)
+    single = [name for name, x in sides[0].items() if isinstance(x, Tensor) and x.dim() and len(x) == 1]
+    if rows > 1 and single:
+        raise ValueError(
+            f"Pipeline.{call}: {single} of side must have as many rows as inputs, or be a list of microbatches; "
+            f"got one row for the {rows} of a microbatch"
+        )
+
+
+def _versions(side: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
+    """The tensors, with a number that grows when one is modified."""
     tensors = [leaf for leaf in pytree.tree_leaves(dict(side)) if isinstance(leaf, Tensor)] if side else []
-    return sum(tensor._version for tensor in tensors if not tensor.is_inference())
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
 def share_inputs(
@@ -178,7 +191,7 @@ def share_inputs(
     if twice := sorted({name for one, other in zip(sides, shared, strict=True) for name in one.keys() & other.keys()}):
         raise TypeError(f"Pipeline.{call}: {twice} must be in inputs or in side; got both")
     sides = [{**one, **other} for one, other in zip(sides, shared, strict=True)]
-    return own if isinstance(inputs, list) else own[0], sides
+    return own if isinstance(inputs, list) else own[0] or None, sides
 
 
 def identity(value: Any) -> bytes:

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -121,36 +121,44 @@ def _exchanges(module: nn.Module) -> bool:
     return any(getattr(part, "collective_forward", False) for part in module.modules())
 
 
-class Reducer(Protocol):
+class Reducer:
     """One chunk of a replica."""
 
     module: nn.Module
-    gathers: bool  # forwards are collective
+    gathers = False  # whether forwards are collective
 
     @property
-    def gathers_in_backward(self) -> bool: ...
+    def gathers_in_backward(self) -> bool:
+        return False
 
-    def claim(self, taken: set[int]) -> None: ...
-    def begin(self) -> None: ...
+    def claim(self, taken: set[int]) -> None:
+        """Takes note of the parameters that later reducers have, by id in `taken`; adds its own."""
+
+    def begin(self) -> None:
+        raise NotImplementedError
+
     def last_backward_done(self) -> None:
         """No more B: gradients may be reduced as soon as their last W has run."""
+        raise NotImplementedError
 
     def launch_ready(self, waiting: PendingWGrads) -> bool:
         """Starts the reductions up to the first that waits; True when no other is held up."""
+        raise NotImplementedError
 
-    def finish(self) -> None: ...
-    def discard(self) -> None: ...
+    def finish(self) -> None:
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """After forwards whose backward will not run."""
 
 
-class DDPReducer:
+class DDPReducer(Reducer):
     """A stage in DistributedDataParallel. Its reducer waits for the accumulation of every parameter, once: `_announce`.
 
     When it has seen all parameters it waits for its reductions, so the last one is kept for `finish`. A weight that a
     later reducer of this rank has, too (an embedding that is the head), is that one's to reduce: here it counts as
     zeros, and this reducer is through before the other begins, because both listen to the same accumulation.
     """
-
-    gathers = gathers_in_backward = False
 
     def __init__(self, chunk: int, ddp: nn.parallel.DistributedDataParallel) -> None:
         for option in ("find_unused_parameters", "static_graph"):
@@ -181,7 +189,6 @@ class DDPReducer:
         self._prepared = False
 
     def claim(self, taken: set[int]) -> None:
-        """Takes note of the parameters that later reducers have, by id in `taken`; adds its own."""
         self._claimed_later = [parameter for parameter in self._parameters if id(parameter) in taken]
         taken.update(map(id, self._parameters))
 
@@ -218,9 +225,6 @@ class DDPReducer:
         start, self._next = self._next, len(self._parameters)
         self._announce(start, self._next)
 
-    def discard(self) -> None:
-        """Nothing: every replica has the weights, and no reduction has begun."""
-
     def _announce(self, start: int, end: int) -> None:
         if start == end:
             return
@@ -248,7 +252,7 @@ def _announce(parameters: Sequence[Tensor]) -> None:
         accumulation.accumulate_via_autograd(arrivals)
 
 
-class FSDPReducer:
+class FSDPReducer(Reducer):
     """A stage that is, or holds, modules of FSDP2. After a backward weights stay gathered for the next microbatch.
 
     With reshard_after_forward=False they are gathered once a step.
@@ -260,9 +264,6 @@ class FSDPReducer:
         self.module = module
         self._roots = roots
         self._groups: list[Any] = []
-
-    def claim(self, taken: set[int]) -> None:
-        """Nothing: FSDP2 knows no parameter of two groups."""
 
     @property
     def gathers_in_backward(self) -> bool:

@@ -7,6 +7,7 @@ runs task by task whenever the rank would otherwise wait, or when it must make r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -118,6 +119,7 @@ class Pipeline:
         self._in_flight = 0  # microbatches that were begun, and are not through their B
         self.completed = 0  # calls of step and evaluate, for ranks to compare after a failure
         self._failed = self._closed = False
+        self._process = os.getpid()
 
     def step(self, inputs: Any = None, targets: Any = None, side: Any = None) -> Tensor | None:
         """One step: forward and backward of all microbatches; gradients are then in `.grad` as after `backward()`.
@@ -236,6 +238,8 @@ class Pipeline:
 
         Raises PipelineError where another rank has failed since this one's last call.
         """
+        if os.getpid() != self._process:  # of a forked child: nothing of this is its own
+            return
         try:
             if self._ahead.validator is not None and not self._failed:
                 self._ahead.validator.validate()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from zbkern.pipeline.transport.framing import StallAnswer, StallQuery, decode, encode
@@ -66,12 +67,12 @@ class Transport(ABC):
 
     def deliver(self, tag: Any, message: Any) -> None:
         """Files a message of this rank for itself: neighbouring chunks on one rank hand tensors over directly."""
-        self._mailbox.put(tag, (message, []), self.rank, self._mailbox.call)
+        self._mailbox.put(tag, (message, ()), self.rank, self._mailbox.call)
 
     def ready(self, tag: Any) -> bool:
         """True when `receive` would return at once."""
         message = self._mailbox.peek(tag)
-        return message is not None and all(work.is_completed() for work in message[1])
+        return message is not None and (not message[1] or all(work.is_completed() for work in message[1]))
 
     def receive(self, peer: int, tag: Any, timeout: float | None) -> Any:
         """The message from `peer`. Raises PipelineError when a rank has failed, or is stuck for `timeout` seconds."""
@@ -86,10 +87,11 @@ class Transport(ABC):
             raise
         finally:
             self.activity.awaits = None
-        self._settle(message, works)
+        if works:
+            self._settle(message, works)
         return message
 
-    def _settle(self, message: Any, works: list[Any]) -> None:  # noqa: B027
+    def _settle(self, message: Any, works: Sequence[Any]) -> None:  # noqa: B027
         """Sees to it that a message is there for whoever uses it; without works it is."""
 
     def forget(self, step: int) -> None:

@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -120,7 +120,7 @@ class DistributedTransport(Transport):
             works += self._start_tensors(peer, [t for t in tensors if t is not None], slot)
         self._sends.put((peer, works))
 
-    def _settle(self, message: Any, works: list[dist.Work]) -> None:
+    def _settle(self, message: Any, works: Sequence[dist.Work]) -> None:
         """The current stream waits for what still arrives; the memory stays until this stream is done with it."""
         for work in works:
             work.wait()

@@ -8,7 +8,7 @@ from typing import Any
 
 from zbkern.pipeline.transport.base import Tag, Transport
 from zbkern.pipeline.transport.framing import StallAnswer, StallQuery
-from zbkern.pipeline.transport.mailbox import Mailbox
+from zbkern.pipeline.transport.mailbox import Call, Mailbox
 
 Delay = Callable[[int, int, Any], float]
 
@@ -59,23 +59,23 @@ class _Ring:
         self._lock = threading.Lock()
 
     def post(self, sender: int, receiver: int, tag: Any, message: Any) -> None:
-        """Files the message, or has a timer do so later; all fail where receiver and sender are in different calls."""
+        """Files the message, or has a timer do so later."""
         call = self.mailboxes[sender].call
-
-        def file() -> None:
-            difference = self.mailboxes[receiver].put(tag, (message, []), sender, call)
-            if difference is not None:
-                self.fail(difference)
-
         seconds = self._delay(sender, receiver, tag) if self._delay else 0.0
-        if seconds > 0:
-            timer = threading.Timer(seconds, file)
-            timer.daemon = True
-            self._under_way = [other for other in self._under_way if other.is_alive()]
-            timer.start()
-            self._under_way.append(timer)
-        else:
-            file()
+        if seconds <= 0:
+            self._file(sender, receiver, tag, message, call)
+            return
+        timer = threading.Timer(seconds, self._file, (sender, receiver, tag, message, call))
+        timer.daemon = True
+        self._under_way = [other for other in self._under_way if other.is_alive()]
+        timer.start()
+        self._under_way.append(timer)
+
+    def _file(self, sender: int, receiver: int, tag: Any, message: Any, call: Call) -> None:
+        """Puts a message into a mailbox; all fail where the receiver is in another call than the sender was."""
+        difference = self.mailboxes[receiver].put(tag, (message, ()), sender, call)
+        if difference is not None:
+            self.fail(difference)
 
     def fail(self, reason: str) -> None:
         """Ends what every rank waits for."""

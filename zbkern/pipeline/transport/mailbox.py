@@ -71,6 +71,8 @@ class Mailbox:
             if not (isinstance(tag, Tag) and tag.step < self._first_step):
                 self._messages[tag] = message
                 self._changed.notify_all()
+            if call == self.call:
+                return None
             if call.turn > self.call.turn:
                 self._ahead.setdefault(call.turn, {})[call.name] = sender
             if call.turn != self.call.turn or call.name == self.call.name:
