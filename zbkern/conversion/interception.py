@@ -37,6 +37,7 @@ from zbkern.ops import autograd, compiled
 from zbkern.ops.functions import sharded
 from zbkern.ops.functions.grouped import GroupedLinear
 from zbkern.ops.functions.products import Kind, ParameterView, Product, ViewValue
+from zbkern.wgrad.storages import storage_key
 
 # Functions of a tensor whose result is a part of it, or all of it in another shape or order
 VIEWS = {
@@ -176,7 +177,9 @@ class Interception(TorchFunctionMode):
     def _takes_parameter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         for argument in args:
             if isinstance(argument, Tensor):
-                if self.view(argument) is not None or self.is_sharded(argument) or id(argument) in self._made:
+                if self.view(argument) is not None or id(argument) in self._made:
+                    return True
+                if self._sharded and self.is_sharded(argument):
                     return True
             elif type(argument) in (list, tuple) and self._takes_parameter(tuple(argument), {}):
                 return True
@@ -232,10 +235,12 @@ class Interception(TorchFunctionMode):
             return self._call_on_values(function, args, kwargs)
         if isinstance(parts, Tensor):
             parts = (parts,)
-        if all(part.untyped_storage()._cdata == view.memory.untyped_storage()._cdata for part in parts):
+        storage, is_cast = storage_key(view.memory), view.value is not view.memory
+        if all([storage_key(part) == storage for part in parts]):
             found = function(*args, **kwargs)
             for tensor, part in zip((found,) if isinstance(found, Tensor) else found, parts, strict=True):
-                self._remember(tensor, replace(view, memory=part, value=tensor.detach()))
+                value = tensor.detach() if is_cast else part
+                self._remember(tensor, ParameterView(view.parameter, view.whole, part, value, view.rows))
             return found
         rows = _rows_chosen(function.__name__, args)
         if rows is None or view.rows or view.memory is not view.whole:

@@ -19,6 +19,7 @@ from zbkern.pipeline import (
     ModelCosts,
     Optimizer,
     Pipeline,
+    PlanOptions,
     Schedule,
     checkpoint,
     cut,
@@ -173,6 +174,29 @@ def test_a_plan_brings_its_partition() -> None:
     assert found.partition == (0, len(names[0])) != (0, 4)
 
 
+def test_a_plan_of_other_layers_is_refused() -> None:
+    """As of a configuration with MTP layers, which the transformers library does not build."""
+    model = make("llama")
+    names = [layer.name for layer in layers_of(model)]
+
+    def planned(names: list[str]) -> Any:
+        layers = tuple(LayerCosts(name, 4, 4, 4) for name in names)
+        return plan(ModelCosts(layers), 2, 4, chunks=1, effort=0, options=PlanOptions(partition=(0, 4)))
+
+    for fitting in (
+        names,
+        names[:-1],
+        [str(number) for number in range(len(names))],
+    ):  # of a norm with its head; others
+        assert cut(model, planned(fitting), rank=1)[0].layer_names == names[4:]
+    for other, said in (
+        ([*names[:2], "more", *names[2:]], "'model.layers.2', as the plan counts them; in the model that is"),
+        ([*names[:4], "mtp.0", *names[4:]], "'mtp.0', as the plan counts them; in the model that is 'model.layers.3'"),
+    ):
+        with pytest.raises(ValueError, match=rf"cut: chunk 1 must begin with {said}"):
+            cut(model, planned(other), rank=1)
+
+
 def test_checkpoints_have_the_models_names(tmp_path: Path) -> None:
     model, other = make("llama"), make("llama")
     with torch.no_grad():
@@ -233,6 +257,7 @@ def test_classifiers_pool_by_token_ids(family: str, partition: list[int] | None)
     first, second = (cut(model, schedules.zb_h1(2, 2), partition, rank=rank)[0] for rank in range(2))
     side = {"attention_mask": mask, "input_ids": tokens}
     wanted = model(input_ids=tokens, attention_mask=mask).logits
+    assert first.split_batch(side) == ({}, side)
     for inputs in ((), (tokens,)):  # as a side input alone, and besides
         torch.testing.assert_close(second(first(*inputs, **side), **side), wanted)
     with pytest.raises(ValueError, match=r"pools by its padding, .*side={'input_ids': tokens}, on every rank"):
@@ -272,7 +297,10 @@ def test_images(kind: str) -> None:
     model, given, layers = vision(kind)
     model.eval()
     first, second = (cut(model, schedules.zb_h1(2, 2), layers=layers, rank=rank)[0] for rank in range(2))
-    torch.testing.assert_close(second(first(**given), **given), model(**given).logits)
+    wanted = model(**given).logits
+    torch.testing.assert_close(second(first(**given), **given), wanted)
+    own, every = first.split_batch(given)
+    torch.testing.assert_close(second(first(**own, **every), **every), wanted)
 
 
 def test_images_that_would_be_lost_are_refused() -> None:
@@ -280,6 +308,8 @@ def test_images_that_would_be_lost_are_refused() -> None:
     two = schedules.zb_h1(2, 2)
     first, second = (cut(model, two, rank=rank)[0] for rank in range(2))
     images = {"pixel_values": given["pixel_values"]}
+    with pytest.raises(ValueError, match="put among the embeddings"):
+        cut(model, two, [0, 1], rank=0)[0](**given)
     with pytest.raises(ValueError, match=r"llava finds by token ids where 'pixel_values' is.*side={'input_ids'"):
         second(first(given["input_ids"], **images), **images)
     after = cut(model, two, [0, 1], rank=1)[0]
@@ -288,6 +318,10 @@ def test_images_that_would_be_lost_are_refused() -> None:
     second.whole.config.model_type = "another"
     with pytest.raises(ValueError, match=r"what another makes of 'pixel_values' may go to layers of several chunks"):
         second(torch.randn(2, 12, 32), **given)
+    model, given, _ = vision("qwen2_vl")
+    second = cut(model, two, rank=1)[0]
+    with pytest.raises(ValueError, match=r"qwen2_vl finds by token ids where 'image_grid_thw' is.*side={'input_ids'"):
+        second(torch.randn(2, 12, 32), image_grid_thw=given["image_grid_thw"])
 
 
 # ---- any module

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zbkern
-from tests.pipeline.models.test_cut import make, transformers
+from tests.pipeline.models.test_cut import SIZES, make, transformers
 from zbkern.pipeline import Optimizer, Pipeline, cut, export, schedules, token_loss, token_targets
 from zbkern.pipeline.models import weights as loading
 
@@ -128,6 +128,30 @@ def test_frozen_parameters_stay_frozen(tmp_path: Path) -> None:
         chunk = cut(skeleton, ALONE, weights=weights)[0]
         frozen = {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
         assert frozen == {name for name in chunk.state_dict() if name.startswith("model.layers.0.")}
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llava"])
+def test_a_tied_head_is_found_under_the_librarys_names(kind: str, tmp_path: Path) -> None:
+    """Files of models with images have other names than these models."""
+    encoder = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    text = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 16, "tie_word_embeddings": True}
+    if kind == "gemma3":
+        parts = {
+            "text_config": {**text, "head_dim": 8},
+            "vision_config": {**encoder, "image_size": 16, "patch_size": 8},
+        }
+        config = transformers.Gemma3Config(**parts, mm_tokens_per_image=4)
+        model = transformers.Gemma3ForConditionalGeneration(config)
+    else:
+        vision = {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8, **encoder}
+        parts = {"text_config": {"model_type": "llama", **text}, "vision_config": vision}
+        model = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(**parts, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        again = type(model)(model.config)
+    loaded = tensors(chunk for rank in range(2) for chunk in cut(again, TWO, weights=tmp_path, rank=rank))
+    assert loaded.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
 
 
 def test_what_cannot_be_filled_is_named(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class Part(NamedTuple):
             gradient.add_(whole)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ParameterView:
     """A tensor that is a parameter or a part of one.
 

@@ -40,10 +40,9 @@ class _ArgumentElsewhere:
 _SETTING = bool | int | float | str
 
 
-_EMBEDDED = ("inputs_embeds", "pixel_values", "input_features", "input_values")  # beginnings of arguments' names
-
-
-_OF_ENCODERS = ("pixel_values", "input_features", "input_values")  # images, videos, sound, in the library's names
+# Beginnings of arguments' names in the library: of images, videos and sound; and of all that the first chunk takes.
+_OF_ENCODERS = ("pixel_values", "input_features", "input_values")
+_EMBEDDED = ("inputs_embeds", *_OF_ENCODERS)
 _ENCODERS_BEFORE_BLOCKS = ("llava", "qwen2_vl")  # kinds of models that use what an encoder gives in no other place
 
 
@@ -210,9 +209,12 @@ class Chunk(nn.Module):
 
     def split_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Of a batch by the names of the model's arguments, what the first chunk alone takes: its first argument, such
-        as token ids, embeddings and pixels; and what every chunk takes. Labels are the loss function's."""
+        as token ids, embeddings and pixels; and what every chunk takes. Labels are the loss function's. Token ids go to
+        every chunk where they show what is padding to a classifier, or where images are."""
         own = next(iter(inspect.signature(self.whole.forward).parameters), "")
-        here = {name for name in batch if name == own or name.startswith(_EMBEDDED)}
+        encoded = any(name.startswith(_OF_ENCODERS) for name in (*batch, own))
+        first_alone = {name for name in batch if name != own and name.startswith(_EMBEDDED)}
+        here = first_alone if encoded or _pools_by_padding(self.whole) else first_alone | {own}
         every = {name: value for name, value in batch.items() if name not in here | {"labels"} and value is not None}
         return {name: batch[name] for name in batch if name in here}, every
 
@@ -274,16 +276,17 @@ class Chunk(nn.Module):
         transformer = is_transformer(self.whole)
         if transformer:
             side = {"use_cache": False, **side}
-        own = next(iter(inspect.signature(self.whole.forward).parameters), None)
-        if transformer and self._first > 0:
+        names = [*inspect.signature(self.whole.forward).parameters]
+        own = names[0] if names else None
+        if transformer and (self._first > 0 or self._last < len(self.all_layers)):
             side = self._without_images(own, side)
         if own in side:  # on every rank, and so in the place of what the first has
             return self.whole(**side)
         if self._first == 0:
             return self.whole(*inputs, **side)
-        if not transformer or "input_ids" in side:
+        if not transformer or "input_ids" in side or "inputs_embeds" not in names:
             return self.whole(_ArgumentElsewhere(own), **side)
-        if self._last == len(self.all_layers) and "pad_token_id" in _names_in(self.whole.forward):
+        if self._last == len(self.all_layers) and _pools_by_padding(self.whole):
             raise ValueError(
                 f"cut: {type(self.whole).__name__} pools by its padding, which token ids show, and would take the last "
                 "token of each row without them: give them as a side input, side={'input_ids': tokens}, on every rank"
@@ -295,26 +298,25 @@ class Chunk(nn.Module):
     def _without_images(self, own: str | None, side: dict[str, Any]) -> dict[str, Any]:
         """Side inputs without those of an encoder beside the layers, whose chunk has put them among the embeddings."""
         encoded = [name for name in side if name.startswith(_OF_ENCODERS) and name != own]
-        if not encoded:
-            return side
         kind = self.whole.config.model_type
-        if kind not in _ENCODERS_BEFORE_BLOCKS:
+        if encoded and kind not in _ENCODERS_BEFORE_BLOCKS:
             raise ValueError(
                 f"cut: what {kind} makes of {encoded[0]!r} may go to layers of several chunks; only for "
                 f"{', '.join(_ENCODERS_BEFORE_BLOCKS)} it is known to go into the embeddings alone: train it on text, "
                 "or write the chunks by hand"
             )
-        if self._first == 1:
+        if encoded and 1 in (self._first, self._last):
             raise ValueError(
                 f"cut: what the model makes of {encoded[0]!r} is put among the embeddings after "
                 f"{self.all_layers[0]!r} and before {self.all_layers[1]!r}; both must be in one chunk: cut elsewhere"
             )
-        if "input_ids" not in side:
+        shown = [*encoded, *(name for name in side if name.endswith("_grid_thw"))]
+        if shown and self._first > 0 and "input_ids" not in side:
             raise ValueError(
-                f"cut: {kind} finds by token ids where {encoded[0]!r} is in its rows: give them as a side input, "
+                f"cut: {kind} finds by token ids where {shown[0]!r} is in its rows: give them as a side input, "
                 "side={'input_ids': tokens, ...}, on every rank"
             )
-        return {name: value for name, value in side.items() if name not in encoded}
+        return side if self._first == 0 else {name: value for name, value in side.items() if name not in encoded}
 
     def _no_embeddings(self) -> Tensor:
         """In the shape of embeddings, which what blocks pass on may have one dimension more than."""
@@ -399,10 +401,10 @@ def _like_parameter(parameter: Tensor, owner: str) -> Placeholder:
     return placeholder(torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape), owner)
 
 
-def _names_in(forward: Any) -> tuple[str, ...]:
-    """Names of attributes in its code, under whatever decorators."""
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    return () if code is None else code.co_names
+def _pools_by_padding(whole: Any) -> bool:
+    """Whether its forward, under whatever decorators, looks at the token that pads rows."""
+    code = getattr(inspect.unwrap(whole.forward), "__code__", None)
+    return is_transformer(whole) and code is not None and "pad_token_id" in code.co_names
 
 
 def _result(output: Any) -> Any:

@@ -118,11 +118,25 @@ def _partition(plan: Any, given: Sequence[int] | str | None, layers: Sequence[La
     if partition is None:
         return even_partition(layers, chunks)
     check_partition("cut", partition, len(layers))
+    if given is None:
+        _check_names(getattr(plan, "layers", None) or (), partition, [layer.name for layer in layers])
     if len(partition) != chunks:
         raise ValueError(
             f"cut: partition must have the {chunks} chunks of the schedule; got {len(partition)}: {list(partition)}"
         )
     return partition
+
+
+def _check_names(planned: Sequence[str], partition: Sequence[int], names: Sequence[str]) -> None:
+    """A plan may count layers that the model does not have; one whose layers have names of its own counts alone."""
+    if not set(planned) & set(names):
+        return
+    for number, first in enumerate(partition):
+        if planned[first] != names[first]:
+            raise ValueError(
+                f"cut: chunk {number} must begin with {planned[first]!r}, as the plan counts them; in the model that "
+                f"is {names[first]!r}: plan with the costs of this model's layers, or give the partition yourself"
+            )
 
 
 def _rank(rank: int | None, group: dist.ProcessGroup | None, schedule: Schedule) -> int:

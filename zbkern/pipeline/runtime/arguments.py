@@ -191,7 +191,7 @@ def share_inputs(
     if twice := sorted({name for one, other in zip(sides, shared, strict=True) for name in one.keys() & other.keys()}):
         raise TypeError(f"Pipeline.{call}: {twice} must be in inputs or in side; got both")
     sides = [{**one, **other} for one, other in zip(sides, shared, strict=True)]
-    return own if isinstance(inputs, list) else own[0], sides
+    return own if isinstance(inputs, list) else own[0] or None, sides
 
 
 def identity(value: Any) -> bytes:
