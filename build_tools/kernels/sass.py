@@ -1,8 +1,8 @@
 """What the machine code of a kernel says that its PTX does not: a scan of nvdisasm's listing.
 
 Of Hopper's asynchronous products (HGMMA, of 8 bits QGMMA and IGMMA) it finds registers that are touched while a product
-may still use them, and
-products that are waited for one by one; of all kernels accesses to memory of one or two bytes, and the size of loops.
+may still use them, and products that are waited for one by one; of all kernels accesses to memory of one or two bytes,
+and the size of loops.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ def _parameter(weight: Tensor | None) -> Tensor | None:
             f"the backward of a compiled zbkern layer (weight {list(weight.shape)}) was itself compiled, where nothing "
             "tells whose gradients are wanted; enable compiled autograd around the forward, too, or not at all"
         )
-    accumulators = _accumulations(node).get(_place(weight), [])
+    accumulators = _accumulations(node).get(_memory_of(weight), [])
     if len(accumulators) > 1:  # parameters that share memory: `b.weight.data = a.weight.data`
         accumulators = [edge for edge in accumulators if edge.variable is weight]
     if not accumulators:
@@ -304,13 +304,13 @@ def _accumulations(node: Any) -> Mapping[Any, list[Any]]:
         found: dict[Any, list[Any]] = {}
         for edge, _ in node.next_functions:
             if hasattr(edge, "variable"):
-                found.setdefault(_place(edge.variable), []).append(edge)
+                found.setdefault(_memory_of(edge.variable), []).append(edge)
         _edges.accumulations, _edges.key, _edges.node = found, key, node  # a node that is kept shares its id with none
         torch.autograd.Variable._execution_engine.queue_callback(_edges.clear)  # parameters are not kept any longer
     return _edges.accumulations
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
     if sharded.is_sharded(tensor):  # the compiled graph knows this rank's part
         tensor = tensor._local_tensor  # type: ignore[attr-defined]
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape

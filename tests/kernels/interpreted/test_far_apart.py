@@ -54,67 +54,45 @@ def normal(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * scale).half()
 
 
-class FarRows(every_launch.Random):
-    """Its matrices have rows so far apart that the last begins 2^31 elements after the first."""
+class Far(every_launch.Random):
+    """Its matrices have rows, or columns, so far apart that the last begins 2^31 elements after the first."""
+
+    rows = True
 
     def __call__(self, *shape: int, layout: str = "plain") -> Tensor:
         values = super().__call__(*shape, layout=layout)
         return self.empty(*shape, dtype=self.dtype).copy_(values)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        if len(shape) != 2 or shape[0] == 1:
+        if len(shape) != 2 or 1 in shape:
             return super().empty(*shape, dtype=dtype)
-        stride = (2**31 // (shape[0] - 1) // 16 + 1) * 16
-        return reserved(shape[0] * stride, dtype).as_strided(shape, (stride, 1))
+        count = shape[0] if self.rows else shape[1]
+        stride = (2**31 // (count - 1) // 16 + 1) * 16
+        return reserved(count * stride, dtype).as_strided(shape, (stride, 1) if self.rows else (1, stride))
 
 
 @pytest.mark.parametrize("indices", [torch.int64, torch.int32], ids=str)
-@pytest.mark.parametrize("capability", [90, 80])  # by descriptors, and by pointers
-def test_every_launch(capability: int, indices: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An offset that overflows ends a launch (tests/support/interpreter.py)."""
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_every_launch(first: bool, rows: bool, indices: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An offset that overflows ends a launch (tests/support/interpreter.py). first: by descriptors, and rows of norms
+    held; else by pointers, and in pieces."""
+    capability = 90 if first else 80
     monkeypatch.setattr(triton_matmul_tile, "_machine", lambda device: (capability, 4))
     monkeypatch.setattr(triton_attention_forward, "capability_of", lambda device: capability)
+    if not first:
+        monkeypatch.setattr(triton_norm_forward, "HELD", 2)
+        monkeypatch.setattr(triton_norm_backward, "HELD", 2)
+    monkeypatch.setattr(Far, "rows", rows)
     found = []
-    for random in (every_launch.Random, FarRows):
+    for random in (every_launch.Random, Far):
         torch.manual_seed(0)
         made = every_launch.cases(triton_kernels, random(torch.float16, "cpu", scale=0.3), 3, 16, 16, indices)
         wanted = {"embedding_wgrad"} if indices == torch.int32 else made.keys()
         found.append({name: case.results() for name, case in made.items() if name in wanted})
     for name, results in found[0].items():
         for got, expected in zip(found[1][name], results, strict=True):
-            assert torch.equal(got, expected), name
-
-
-@pytest.mark.parametrize("dimension", [0, 1])
-def test_linear(room: Tensor, dimension: int) -> None:
-    shape = (3, 16) if dimension == 0 else (16, 3)
-    x, weight = far(normal(*shape), dimension, room), normal(24, shape[1])
-    wanted = normal(*shape) @ weight.t()
-    y = torch.full_like(wanted, float("nan"))
-    triton_kernels.linear_fwd(x, weight, None, y)
-    torch.testing.assert_close(y, wanted)
-    dx = far(torch.zeros(shape).half(), dimension, room, 64)
-    triton_kernels.linear_dgrad(y, weight, dx)
-    torch.testing.assert_close(dx, y @ weight, rtol=1e-2, atol=1e-2)
-    dbias = torch.zeros(shape[1])
-    triton_kernels.linear_wgrad([(normal(shape[0], 8), x)], (None, dbias), False)
-    torch.testing.assert_close(dbias, x.float().sum(0))
-
-
-@pytest.mark.parametrize("dimension", [0, 1])
-def test_activation(room: Tensor, dimension: int) -> None:
-    values = normal(*((3, 40) if dimension == 0 else (40, 3)))
-    y = far(torch.zeros_like(values), dimension, room, 64)
-    triton_kernels.activation_fwd(far(values, dimension, room), "relu", y)
-    torch.testing.assert_close(y, values.relu())
-
-
-@pytest.mark.parametrize("dimension", [0, 1])
-def test_embedding(room: Tensor, dimension: int) -> None:
-    dy = normal(*((3, 40) if dimension == 0 else (40, 3)))
-    indices, dweight = torch.arange(dy.shape[0]), torch.full(dy.shape, float("nan"))
-    triton_kernels.embedding_wgrad([(indices, far(dy, dimension, room))], (dweight,), False)
-    torch.testing.assert_close(dweight, dy.float())
+            torch.testing.assert_close(got, expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("dimension", range(4))
@@ -127,27 +105,6 @@ def test_rotary(room: Tensor, interleaved: bool, dimension: int) -> None:
     triton_kernels.rotary_fwd(values, angles.cos(), angles.sin(), interleaved, wanted)
     triton_kernels.rotary_fwd(far(values, dimension, room), angles.cos(), angles.sin(), interleaved, y)
     assert torch.equal(y, wanted)
-
-
-@pytest.mark.parametrize("dimension", [0, 1])
-@pytest.mark.parametrize("held", [True, False])  # in registers, or read in pieces
-def test_rms_norm(room: Tensor, held: bool, dimension: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not held:
-        monkeypatch.setattr(triton_norm_forward, "HELD", 2)
-        monkeypatch.setattr(triton_norm_backward, "HELD", 2)
-    shape = (3, 16) if dimension == 0 else (5, 3)
-    values, dy = normal(*shape), normal(*shape)
-    results = []
-    for x, out in (
-        (values, torch.empty(shape).half()),
-        (far(values, dimension, room), far(torch.zeros(shape).half(), dimension, room, 64)),
-    ):
-        rstd, partials = torch.empty(shape[0]), torch.zeros(1, 1, shape[1])
-        triton_kernels.rms_norm_fwd(x, None, 1e-5, out, rstd)
-        y = out.clone()
-        triton_kernels.rms_norm_dgrad(dy, x, None, rstd, out, partials)
-        results.append((y, rstd, out, partials))
-    assert all(torch.equal(got, wanted) for got, wanted in zip(results[1], results[0], strict=True))
 
 
 def test_attention(room: Tensor) -> None:

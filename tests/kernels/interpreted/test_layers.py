@@ -15,6 +15,8 @@ from zbkern.kernels.triton import kernels as triton_kernels
 from zbkern.ops.functions import linear as linear_functions
 from zbkern.wgrad import WGradKernel
 
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
+
 
 def linear(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
     h = functional.linear(x, weights[0], weights[1], "gelu", impl=impl)
@@ -42,7 +44,32 @@ def experts(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
     return functional.grouped_mlp(rows, *weights[:2], None, weights[2:], gate, impl, offsets=ends, transposed=True)
 
 
+def attention(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
+    q, k, v = x.view(2, -1, 4, 8).split((2, 1, 1), 2)
+    return functional.attention(q, k, v, functional.AttentionOptions(causal=True, window=5), impl=impl)
+
+
+def packed_attention(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
+    q, k, v = x.view(-1, 4, 8).split((2, 1, 1), 1)
+    return functional.attention(q, k, v, cu_seqlens=[0, 5, len(q)], impl=impl)
+
+
+def block(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
+    gain, shift, table, head = weights
+    indices = torch.arange(x.shape[0] * x.shape[1]).view(x.shape[:2]) % 7
+    h = x + functional.embedding(indices, table, padding_idx=3, impl=impl)
+    h = functional.rms_norm(functional.layer_norm(h, gain, shift, impl=impl), gain, impl=impl)
+    normed, summed = functional.rms_norm(h, gain, residual=x, impl=impl)
+    h = functional.layer_norm(normed, gain, shift, residual=summed, impl=impl)[0]
+    return functional.linear_cross_entropy(
+        h, head, indices, options=functional.CrossEntropyOptions(-100, 0.1, 0.01, 8), impl=impl
+    )
+
+
 MODELS = {
+    "attention": (attention, []),
+    "packed attention": (packed_attention, []),
+    "embedding, norms and loss": (block, [(32,), (32,), (11, 32), (7, 32)]),
     "linear": (linear, [(48, 32), (48,), (24, 48)]),
     "transposed": (transposed, [(32, 24), (24,)]),
     "grouped": (grouped, [(3, 24, 32), (3, 24)]),

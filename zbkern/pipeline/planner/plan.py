@@ -190,7 +190,9 @@ def _saving(
         if best is not None and getattr(timeline, objective) >= getattr(best.timeline, objective):
             break
         try:
-            fitted = fit(timeline.schedule, plan.costs, limits, offload=offload, recompute=recompute)
+            fitted = fit(
+                timeline.schedule, plan.costs, limits, offload=offload, recompute=recompute, objective=objective
+            )
         except ScheduleError as error:
             errors.append(error)
             continue
