@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 import zbkern
 
-CAUSAL = zbkern.functional.AttentionOptions(causal=True)
-
 
 class OwnLinear(nn.Linear):
     """A layer that `convert` does not know: its forward is intercepted."""
@@ -91,7 +89,7 @@ class TorchMLP(zbkern.nn.MLP):
 
 def attention_block(width: int, heads: int) -> nn.Module:
     """torch's linears around the same attention core: `convert` makes ours of it."""
-    return zbkern.restore(zbkern.nn.Attention(width, heads, options=CAUSAL))
+    return zbkern.restore(zbkern.nn.Attention(width, heads, causal=True))
 
 
 class LlamaBlock(nn.Module):
@@ -100,7 +98,7 @@ class LlamaBlock(nn.Module):
     def __init__(self, width: int, heads: int, key_heads: int, hidden: int, mlp: type[zbkern.nn.MLP]) -> None:
         super().__init__()
         self.input_norm, self.mlp_norm = zbkern.nn.RMSNorm(width), zbkern.nn.RMSNorm(width)
-        self.attention = zbkern.nn.Attention(width, heads, key_heads, options=CAUSAL)
+        self.attention = zbkern.nn.Attention(width, heads, key_heads, causal=True)
         self.mlp = mlp(width, hidden)
 
     def forward(self, x: Tensor) -> Tensor:

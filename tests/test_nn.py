@@ -28,8 +28,6 @@ TWINS = [
     (zbkern.nn.RMSNorm, nn.RMSNorm, ((4, 5),), {"eps": 1e-2}),
 ]
 
-CAUSAL = AttentionOptions(causal=True)
-
 
 @pytest.mark.parametrize(("ours", "torchs", "arguments", "options"), TWINS)
 def test_twins(ours: type, torchs: type, arguments: tuple, options: dict) -> None:
@@ -124,7 +122,7 @@ def test_mlp_calls_linears_that_are_more_than_their_products(change: str) -> Non
 
 @pytest.mark.parametrize("num_kv_heads", [None, 2, 1])
 def test_attention(num_kv_heads: int | None) -> None:
-    module = zbkern.nn.Attention(8, 4, num_kv_heads, options=CAUSAL, bias=True, dtype=torch.float64)
+    module = zbkern.nn.Attention(8, 4, num_kv_heads, causal=True, bias=True, dtype=torch.float64)
     x = torch.randn(2, 6, 8, dtype=torch.float64)
 
     def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +136,7 @@ def test_attention(num_kv_heads: int | None) -> None:
 
 @pytest.mark.parametrize("size", [4, 2])
 def test_attention_with_rotary_turns_queries_and_keys(size: int) -> None:
-    module = zbkern.nn.Attention(16, 4, 2, options=CAUSAL, dtype=torch.float64)
+    module = zbkern.nn.Attention(16, 4, 2, causal=True, dtype=torch.float64)
     x, angles = torch.randn(2, 6, 16, dtype=torch.float64), torch.randn(6, size // 2, dtype=torch.float64)
     rotary = angles.cos(), angles.sin()
 
@@ -154,21 +152,21 @@ def test_attention_with_rotary_turns_queries_and_keys(size: int) -> None:
 
 
 def test_attention_with_sinks_and_a_cap() -> None:
-    options = AttentionOptions(causal=True, softcap=2.0)
-    module = zbkern.nn.Attention(8, 4, 2, options=options, sinks=True, dtype=torch.float64)
+    options = AttentionOptions(softcap=2.0)
+    module = zbkern.nn.Attention(8, 4, 2, causal=True, options=options, sinks=True, dtype=torch.float64)
     x = torch.randn(6, 8, dtype=torch.float64)
     ends = torch.tensor([0, 2, 6])
 
     def forward(m: nn.Module, x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         q, k, v = F.linear(x, m.qkv.weight).unflatten(-1, (8, 2)).split([4, 2, 2], -2)
-        y = zbkern.functional.attention(q, k, v, options, cu_seqlens, sinks=m.sinks)
+        y = zbkern.functional.attention(q, k, v, True, options, cu_seqlens, sinks=m.sinks)
         return F.linear(y.flatten(-2), m.output.weight)
 
     check(module, forward, x, ends)
 
 
 def test_attention_with_sequences_is_attention_of_each() -> None:
-    module = zbkern.nn.Attention(8, 4, 2, options=AttentionOptions(causal=True, window=2), dtype=torch.float64)
+    module = zbkern.nn.Attention(8, 4, 2, causal=True, options=AttentionOptions(window=2), dtype=torch.float64)
     x = torch.randn(7, 8, dtype=torch.float64)
     parts = torch.cat([module(x[None, :3])[0], module(x[None, 3:])[0]])
     testing.assert_close(module(x, cu_seqlens=[0, 3, 7]), parts)

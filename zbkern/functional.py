@@ -27,13 +27,10 @@ from zbkern.ops.functions import rotary as rotary_functions
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """causal: a query sees keys up to its own place; the last query and the last key have the same place.
-
-    window: with causal, how many keys a query sees, its own included; None for all. scale: of the scores; None for
+    """window: with causal, how many keys a query sees, its own included; None for all. scale: of the scores; None for
     1/sqrt(D). softcap: scores become softcap tanh(score / softcap), as in Gemma 2; None for no cap.
     """
 
-    causal: bool = False
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
@@ -253,6 +250,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    causal: bool = False,
     options: AttentionOptions = AttentionOptions(),
     cu_seqlens: Sequence[int] | Tensor | None = None,
     cu_seqlens_k: Sequence[int] | Tensor | None = None,
@@ -261,11 +259,12 @@ def attention(
     sinks: Tensor | None = None,
     name: str = "",
 ) -> Tensor:
-    """softmax(scale q k^T + mask) v; options: mask, scale and cap. Only `sinks` is a parameter: the rest of the
+    """softmax(scale q k^T + mask) v; options: window, scale and cap. Only `sinks` is a parameter: the rest of the
     backward is B.
 
     q: [batch, tokens, heads, D]; k: [batch, keys, kv_heads, D]; v: [batch, keys, kv_heads, Dv], where heads is a
-    multiple of kv_heads (grouped-query attention); returns [batch, tokens, heads, Dv].
+    multiple of kv_heads (grouped-query attention); returns [batch, tokens, heads, Dv]. causal: a query sees keys up to
+    its own place; the last query and the last key have the same place.
     cu_seqlens: for packed sequences of different lengths, [0, end of the first, ..., T]; q is then [T, heads, D], k and
     v likewise. cu_seqlens_k: the same for the keys, where their lengths differ from those of the queries. Both are
     lists, or int32 or int64 tensors. Tensors on q's device are read there, and the host does not wait for them (except
@@ -277,14 +276,14 @@ def attention(
     """
     if not isinstance(options, AttentionOptions):
         raise TypeError(f"attention: options must be a zbkern.functional.AttentionOptions; got {options!r}")
-    checks.check_attention(q, k, v, sinks, cu_seqlens is not None, options)
+    checks.check_attention(q, k, v, sinks, cu_seqlens is not None, causal, options)
     q, k, v = (table.cast_product("attention", t, (t,)) for t in (q, k, v))
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise TypeError(f"attention: q, k and v must have one floating dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
     ends = checks.sequence_ends(q, k, cu_seqlens, cu_seqlens_k)
     scale = 1 / math.sqrt(q.shape[-1]) if options.scale is None else options.scale
     cap = None if options.softcap is None else float(options.softcap)
-    packed = spec.AttentionOptions(float(scale), options.causal, options.window, *ends, cap)
+    packed = spec.AttentionOptions(float(scale), causal, options.window, *ends, cap)
     if not table.is_plain(q, k if sinks is None else sinks):
         return attention_functions.attention_with_torch(q, k, v, packed, sinks)
     if impl == "auto" and q.is_cuda:

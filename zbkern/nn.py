@@ -188,8 +188,8 @@ class Attention(Layer):
     """Self-attention with its projections: one product for q, k and v, the core, the output projection.
 
     dim: of input and output [batch, tokens, dim]. num_kv_heads: heads of keys and values, fewer than num_heads for
-    grouped-query attention; num_heads when None. head_dim: dim / num_heads when None. options: as in
-    functional.attention. sinks: adds a parameter `sinks` [num_heads], 0 at first.
+    grouped-query attention; num_heads when None. head_dim: dim / num_heads when None. causal, options:
+    as in functional.attention. sinks: adds a parameter `sinks` [num_heads], 0 at first.
     forward: with cu_seqlens (as in functional.attention), x is [tokens, dim], sequences one after the other. rotary:
     (cos, sin), each [tokens, up to head_dim / 2], turns q and k as functional.rotary does.
     Raises TypeError or ValueError for sizes that do not fit.
@@ -201,6 +201,7 @@ class Attention(Layer):
         num_heads: int,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
+        causal: bool = False,
         options: functional.AttentionOptions = functional.AttentionOptions(),  # noqa: B008 (it cannot change)
         bias: bool = False,
         sinks: bool = False,
@@ -221,7 +222,7 @@ class Attention(Layer):
         if head_dim is None and dim % num_heads:
             raise ValueError(f"Attention: num_heads must divide dim when head_dim is None; got {num_heads}, {dim}")
         self.head_dim = dim // num_heads if head_dim is None else head_dim
-        self.options = options
+        self.causal, self.options = causal, options
         self.qkv = Linear(dim, (num_heads + 2 * self.num_kv_heads) * self.head_dim, bias, impl=impl, **factory)
         self.output = Linear(num_heads * self.head_dim, dim, bias, impl=impl, **factory)
         self.sinks = torch.nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None
@@ -238,7 +239,10 @@ class Attention(Layer):
             qk = functional.rotary(qk, *rotary, impl=self.zbkern_impl)
         q, k = qk.split([self.num_heads, self.num_kv_heads], dim=-2)
         y = functional.attention(
-            *(q, k, v, self.options, cu_seqlens), impl=self.zbkern_impl, sinks=self.sinks, name=self.zbkern_name
+            *(q, k, v, self.causal, self.options, cu_seqlens),
+            impl=self.zbkern_impl,
+            sinks=self.sinks,
+            name=self.zbkern_name,
         )
         return self.output(y.flatten(-2))
 

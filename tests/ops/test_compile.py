@@ -28,7 +28,7 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.scale = nn.RMSNorm(8)
         self.mlp = zbkern.nn.MLP(8, 12)
-        self.attention = zbkern.nn.Attention(8, 2, options=zbkern.functional.AttentionOptions(causal=True))
+        self.attention = zbkern.nn.Attention(8, 2, causal=True)
         self.head = nn.Linear(8, 11)
 
     def forward(self, indices: Tensor) -> Tensor:

@@ -437,7 +437,7 @@ def test_head_whose_labels_are_all_ignored(reduction: str, queued: bool) -> None
 
 def packed(w: Tensor, ends: Tensor) -> Tensor:
     q = torch.ones(4, 1, 1)
-    return Z.attention(q, q, q, Z.AttentionOptions(causal=True), ends, impl="torch", sinks=w)
+    return Z.attention(q, q, q, True, cu_seqlens=ends, impl="torch", sinks=w)
 
 
 INTS = {"dtype": torch.int32}

@@ -15,7 +15,13 @@ from zbkern import testing, wgrad
 
 
 def by_formula(
-    q: Tensor, k: Tensor, v: Tensor, options: Z.AttentionOptions, sinks: Tensor | None, ends: list[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    options: Z.AttentionOptions,
+    sinks: Tensor | None,
+    ends: list[int],
 ) -> Tensor:
     """Every head of every sequence by itself; queries and keys have the same sequences."""
     y = q.new_zeros(*q.shape[:2], v.shape[2])
@@ -26,14 +32,14 @@ def by_formula(
             scores = options.softcap * (scores / options.softcap).tanh()
         place = torch.arange(b - a)
         distance = place[:, None] - place
-        if options.causal:
+        if causal:
             scores = scores.masked_fill((distance < 0) | (distance >= (options.window or 99)), float("-inf"))
         total = scores.exp().sum(1, keepdim=True) + (0 if sinks is None else sinks[head].exp())
         y = y.index_put((torch.arange(a, b), torch.tensor(head)), scores.exp() / total @ v[a:b, one])
     return y
 
 
-def check(options: Z.AttentionOptions, heads: int, sinks: bool, form: str, value_size: int) -> None:
+def check(causal: bool, options: Z.AttentionOptions, heads: int, sinks: bool, form: str, value_size: int) -> None:
     """form: how sequences are given, all of one length as a batch, or packed."""
     torch.manual_seed(0)
     ends = [0, 6, 12] if form == "batch" else [0, 4, 4, 5, 11]
@@ -45,12 +51,14 @@ def check(options: Z.AttentionOptions, heads: int, sinks: bool, form: str, value
     def ours(*inputs: Tensor) -> Tensor:
         level = inputs[3] if sinks else None
         if form == "batch":
-            return Z.attention(*(t.unflatten(0, (2, 6)) for t in inputs[:3]), options, sinks=level).flatten(0, 1)
+            return Z.attention(*(t.unflatten(0, (2, 6)) for t in inputs[:3]), causal, options, sinks=level).flatten(
+                0, 1
+            )
         given = torch.tensor(ends, dtype=torch.int32) if form == "on the device" else ends
-        return Z.attention(*inputs[:3], options, given, sinks=level)
+        return Z.attention(*inputs[:3], causal, options, given, sinks=level)
 
     y = ours(*inputs)
-    expected = by_formula(q, k, v, options, inputs[3] if sinks else None, ends)
+    expected = by_formula(q, k, v, causal, options, inputs[3] if sinks else None, ends)
     testing.assert_close(y, expected)
     dy = torch.randn_like(y)
     wanted = torch.autograd.grad(expected, inputs, dy)
@@ -64,7 +72,7 @@ def check(options: Z.AttentionOptions, heads: int, sinks: bool, form: str, value
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 3)])
 @pytest.mark.parametrize("form", ["batch", "packed"])
 def test_attention(heads: int, causal: bool, window: int | None, form: str) -> None:
-    check(Z.AttentionOptions(causal, window), heads, False, form, 6)
+    check(causal, Z.AttentionOptions(window), heads, False, form, 6)
 
 
 @pytest.mark.parametrize("form", ["packed", "on the device"])
@@ -72,7 +80,7 @@ def test_attention(heads: int, causal: bool, window: int | None, form: str) -> N
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("causal", [False, True])
 def test_sinks_caps_and_values_of_another_size(causal: bool, softcap: float | None, sinks: bool, form: str) -> None:
-    check(Z.AttentionOptions(causal, softcap=softcap), 2, sinks, form, 3)
+    check(causal, Z.AttentionOptions(softcap=softcap), 2, sinks, form, 3)
 
 
 def test_sinks_wait_for_w() -> None:
@@ -94,7 +102,7 @@ def test_a_query_that_sees_no_key_is_zero_with_a_cap_and_sinks() -> None:
     sinks = torch.zeros(1, requires_grad=True)
     for level in (None, sinks):
         q.requires_grad_()
-        y = Z.attention(q, k, v, Z.AttentionOptions(causal=True, softcap=2.0), sinks=level)
+        y = Z.attention(q, k, v, True, Z.AttentionOptions(softcap=2.0), sinks=level)
         assert bool((y[:, :3] == 0).all())
         assert bool((y[:, 3:] != 0).all())
         assert bool((torch.autograd.grad(y.sum(), q)[0][:, :3] == 0).all())
@@ -103,9 +111,8 @@ def test_a_query_that_sees_no_key_is_zero_with_a_cap_and_sinks() -> None:
 def test_attention_with_fewer_queries_than_keys_lines_up_the_ends() -> None:
     q = torch.randn(1, 2, 1, 3, dtype=torch.float64)
     k, v = torch.randn(2, 1, 5, 1, 3, dtype=torch.float64)
-    causal = Z.AttentionOptions(causal=True)
-    full = Z.attention(torch.cat([torch.zeros(1, 3, 1, 3, dtype=torch.float64), q], 1), k, v, causal)
-    testing.assert_close(Z.attention(q, k, v, causal), full[:, 3:])
+    full = Z.attention(torch.cat([torch.zeros(1, 3, 1, 3, dtype=torch.float64), q], 1), k, v, causal=True)
+    testing.assert_close(Z.attention(q, k, v, causal=True), full[:, 3:])
 
 
 def rotated_by_hand(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:

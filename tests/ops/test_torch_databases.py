@@ -135,8 +135,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p:
         return None
 
     def ours(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, **rest: Any) -> Tensor:
-        options = Z.AttentionOptions(causal, scale=scale)
-        return Z.attention(*(t.transpose(1, 2) for t in (q, k, v)), options).transpose(1, 2)
+        options = Z.AttentionOptions(scale=scale)
+        return Z.attention(*(t.transpose(1, 2) for t in (q, k, v)), causal, options).transpose(1, 2)
 
     return ours
 

@@ -44,7 +44,7 @@ def layers(model: torch.nn.Sequential) -> None:
 def ops(x: Tensor, weight: Tensor) -> None:
     assert_type(functional.linear(x, weight, activation="gelu"), Tensor)
     assert_type(functional.swiglu(x, weight, weight, weight), Tensor)
-    assert_type(functional.attention(x, x, x, functional.AttentionOptions(causal=True, window=128)), Tensor)
+    assert_type(functional.attention(x, x, x, True, functional.AttentionOptions(window=128)), Tensor)
     assert_type(functional.rotary(x, weight, weight), Tensor)
     assert_type(functional.embedding(x, weight, padding_idx=0), Tensor)
     assert_type(functional.linear_cross_entropy(x, weight, x, reduction="sum"), Tensor)

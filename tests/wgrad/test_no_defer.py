@@ -20,7 +20,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.before, self.after = zbkern.nn.RMSNorm(8), zbkern.nn.RMSNorm(8)
-        self.attention = zbkern.nn.Attention(8, 2, 1, options=zbkern.functional.AttentionOptions(causal=True))
+        self.attention = zbkern.nn.Attention(8, 2, 1, causal=True)
         self.mlp = zbkern.nn.MLP(8, 28)
 
     def forward(self, x: Tensor) -> Tensor:

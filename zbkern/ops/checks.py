@@ -240,6 +240,7 @@ def check_attention(
     v: Tensor,
     sinks: Tensor | None,
     packed: bool,
+    causal: bool,
     options: Any,
 ) -> None:
     """All but the dtypes, which autocast may change, and where sequences end: see `sequence_ends`."""
@@ -249,7 +250,7 @@ def check_attention(
         raise ValueError(
             f"attention: k and v must have a number of heads that divides q's; got {key_heads} and {heads}"
         )
-    causal, window, softcap = options.causal, options.window, options.softcap
+    window, softcap = options.window, options.softcap
     if window is not None:
         check_integer("attention", "window", window)
         if not causal or window < 1:

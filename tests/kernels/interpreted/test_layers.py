@@ -46,7 +46,7 @@ def experts(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
 
 def attention(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
     q, k, v = x.view(2, -1, 4, 8).split((2, 1, 1), 2)
-    return functional.attention(q, k, v, functional.AttentionOptions(causal=True, window=5), impl=impl)
+    return functional.attention(q, k, v, True, functional.AttentionOptions(window=5), impl=impl)
 
 
 def packed_attention(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
