@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import zbkern
 from bench import partitions, ranks, report
-from zbkern.pipeline import Costs, Pipeline, Schedule, draw, plan, schedules, simulate
+from zbkern.pipeline import Costs, Pipeline, PlanOptions, Schedule, draw, plan, schedules, simulate
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.simulation.timeline import Timeline
 from zbkern.pipeline.transport.local import LocalTransport
@@ -179,7 +179,8 @@ def compare(runner: Runner, microbatches: int, rounds: int, seconds: float) -> t
     memory = {"one chunk": Costs(), "two chunks": Costs(activation=0.5)}  # of a stage; W holds as much
     costs = {name: drift.costs(timelines, memory[name]) for name, timelines in steps.items()}
     one, two = costs.values()
-    size = {"stages": STAGES, "microbatches": microbatches, "memory_limit": STAGES, "time_limit": seconds}
+    size = {"stages": STAGES, "microbatches": microbatches, "memory_limit": STAGES}
+    size |= {"options": PlanOptions(time_limit=seconds)}
     candidates: dict[str, tuple[Schedule, str]] = {
         "1F1B": (schedules.one_f_one_b(STAGES, microbatches), "planned"),
         "ZB-H1": flat,

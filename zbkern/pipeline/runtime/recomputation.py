@@ -231,8 +231,12 @@ def _check_repeated(run: _Run, saved: int, outputs: Sequence[Any]) -> None:
 
 
 def _sums(outputs: Any) -> list[Tensor]:
-    """Of every tensor the sums over its rows and over its columns, which differ where values or their order do."""
-    tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    """Of every tensor the sums over its rows and over its columns, which differ where values or their order do.
+
+    Placeholders, which a chunk's last layer hands on within the chunk, have no values.
+    """
+    leaves = pytree.tree_leaves(outputs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not getattr(leaf, "held_elsewhere", False)]
     found = []
     for part in (part for tensor in tensors for part in parts(wait_for(tensor.detach()))):
         real = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
