@@ -91,7 +91,7 @@ def plan(
 
     effort: rounds of search, each of twice the work of the one before (0: the constructive answer alone, about a second
     or less). Work is counted, and not time, so that the plan is the same on every machine, however busy. More effort is
-    never worse; more memory is, by chance, a few times in a hundred, by less than 0.3%.
+    never worse; more memory is now and then, by chance: each limit is searched by itself.
 
     offload, recompute: where that is faster than an order that fits as it is, the schedule has actions that offload
     activations (and what W needs) to the host and load them back, or that recompute activations; for costs that say

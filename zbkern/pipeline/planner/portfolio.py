@@ -73,7 +73,8 @@ class Population:
 
     What short annealing can reach depends on its start: with little memory, most lead to a steady state that is not the
     best. With plenty of memory, or more than two chunks per rank (p=4, m=12, four chunks, 0.6 times 1F1B's memory:
-    19.7% idle instead of 20.9%), one long annealing from a high temperature reaches more, and gets most of the time.
+    19.7% idle instead of 20.9%), one long annealing from a high temperature reaches more, and gets most of the time. In
+    every other round it starts from the best pattern, whose steady state annealing from a rule's orders does not reach.
     """
 
     def __init__(self, problem: Problem, best: Incumbent, budget: Budget, pattern_passes: int) -> None:
@@ -96,8 +97,8 @@ class Population:
 
         candidates: the best rules known.
         """
-        found = [self._patterns.round(passes // 4, seed), self._refined(candidates, passes // 2, seed)]
-        members = [*self._members, self.best.orders, *found]
+        pattern, refined = self._patterns.round(passes // 4, seed), self._refined(candidates, passes // 2, seed)
+        members = [pattern, *self._members, self.best.orders, refined]
         members += [self._warm or self._block(passes // 8, 2 * seed + which) for which in range(2)]
         distinct = list({orders.cost: orders for orders in members if orders is not None}.values())
         short = passes // ((2 if self._long else 1) * len(distinct)) if distinct else 0
@@ -105,7 +106,8 @@ class Population:
             cooling = SETTINGS.coolings[(seed + index) % len(SETTINGS.coolings)]
             distinct[index] = self._annealed(start, short, seed * 16 + index, cooling)
         if self._long and self.best.orders is not None:
-            distinct.append(self._annealed(self.best.orders, passes, seed * 16 + 15, SETTINGS.long_cooling))
+            start = self.best.orders if pattern is None or seed % 2 else distinct[0]
+            distinct.append(self._annealed(start, passes, seed * 16 + 15, SETTINGS.long_cooling))
         self._members = sorted(distinct, key=lambda orders: orders.cost)[: self._kept]
 
     def _annealed(self, start: Ordering, passes: int, seed: int, cooling: tuple[float, int]) -> Ordering:

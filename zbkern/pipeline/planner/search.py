@@ -49,8 +49,10 @@ class Search:
 
     @property
     def promise(self) -> float:
-        """What the objective may come to: half of the way from the best so far to the lower bound."""
-        return (self.reached + self.bound) / 2
+        """What the objective may come to: with more chunks per rank, the same work comes less near to the bound."""
+        per_rank = self.problem.chunks / self.problem.ranks
+        missed = per_rank / (per_rank + SETTINGS.half_missed)
+        return self.bound + missed * (self.reached - self.bound)
 
     def construct(self, passes: int) -> None:
         """The constructive answer: the best of some rules, tried on at most so many passes. Again with more, or not."""

@@ -23,8 +23,10 @@ class SearchSettings:
 
     first_round: int = 8_000_000
     """Passes of the first round: a tenth of a second."""
-    first_round_of_several: int = 10_000_000
+    first_round_of_several: int = 12_000_000
     """The same for all candidates together, where there are several."""
+    half_missed: float = 6.0
+    """Chunks per rank with which a candidate is expected to miss half of the way to its lower bound."""
     most_runs: int = 12_000
     """The first round has no more passes than so many runs of all."""
     rule_passes: int = 1_000_000
