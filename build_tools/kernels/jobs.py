@@ -122,6 +122,6 @@ def kernel_modules() -> list[str]:
 
     def has_kernels(name: str) -> bool:
         values = vars(importlib.import_module(name)).values()
-        return any(isinstance(value, Kernel) and value.function.module == name for value in values)
+        return any(isinstance(value, Kernel) and value.function.fn.__module__ == name for value in values)
 
     return [name for name in names if has_kernels(name)]

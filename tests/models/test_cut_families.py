@@ -36,9 +36,8 @@ REFUSED = {
     **dict.fromkeys(("openai-gpt", "rembert", "rwkv"), "cut elsewhere"),
     # their blocks give two tensors, which a chunk that begins with the head cannot know
     **dict.fromkeys(("glm_moe_dsa", "hy_v4"), "must run before|cut elsewhere"),
-    **dict.fromkeys(
-        ("big_bird", "cpmant", "deepseek_v4", "gemma4_text"), "give them as a side input, side={'input_ids'"
-    ),
+    **dict.fromkeys(("big_bird", "cpmant", "deepseek_v4"), "give (it|them) as a side input,.* side={'input_ids'"),
+    "gemma4_text": "without providing `input_ids`",  # in the library's own words
     "hrm_text": "must have one embedding and one list",
     "inkling2_text": "besides the output of the layer before",
     "zaya": "stands beside the layers and is in the chunk of 'model.embed_tokens' alone",  # its scales, for every layer

@@ -402,9 +402,9 @@ def _like_parameter(parameter: Tensor, owner: str) -> Placeholder:
 
 
 def _pools_by_padding(whole: Any) -> bool:
-    """Whether its forward, under whatever decorators, looks at the token that pads rows."""
+    """Whether its forward, under whatever decorators, looks for the last token of a row that does not pad it."""
     code = getattr(inspect.unwrap(whole.forward), "__code__", None)
-    return is_transformer(whole) and code is not None and "pad_token_id" in code.co_names
+    return is_transformer(whole) and code is not None and {"pad_token_id", "argmax"} <= {*code.co_names}
 
 
 def _result(output: Any) -> Any:
