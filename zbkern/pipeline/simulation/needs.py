@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from zbkern.pipeline.schedules.units import amount
@@ -40,11 +39,6 @@ def least_need(costs: ModelCosts, stages: int) -> Need:
         middle = (low + high) / 2
         low, high = (low, middle) if len(_packed(costs, middle)) <= stages else (middle, high)
     return max(_packed(costs, high), key=lambda need: need.total)
-
-
-def need_of_all_layers(costs: ModelCosts) -> Need:
-    """What all ranks together need at least, however the model is cut: tied weights are held once."""
-    return _packed(costs, math.inf)[0]
 
 
 def least_work(costs: ModelCosts, stages: int) -> float:
