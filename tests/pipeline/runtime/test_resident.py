@@ -59,8 +59,11 @@ class Layer(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def planned_and_held(name: str, fill: str) -> tuple[float, float]:
-    """Bytes at this rank's peak: of the simulation with measured costs, of the process in a step."""
+def planned_and_held(name: str) -> tuple[float, float]:
+    """Bytes at this rank's peak: of the simulation with measured costs, of the process in a step.
+
+    W runs where the schedule has it: what eager filling holds depends on how long each pass takes on the day.
+    """
     give_back_what_is_free()
     schedule = getattr(schedules, name)(2, MICROBATCHES)
     rank = torch.distributed.get_rank()
@@ -68,23 +71,18 @@ def planned_and_held(name: str, fill: str) -> tuple[float, float]:
     inputs, targets = torch.randn(2, MICROBATCHES * TOKENS, WIDTH)
     arguments = (nn.functional.mse_loss, inputs[: 2 * TOKENS], targets[: 2 * TOKENS])
     costs = profile(modules, schedule.placement, *arguments, microbatches=2, options=ProfileOptions(1, 0))
-    with Pipeline(modules, schedule, nn.functional.mse_loss, fill=fill) as pipe:
+    with Pipeline(modules, schedule, nn.functional.mse_loss, fill="planned") as pipe:
         pipe.step(inputs, targets)  # makes the gradients
         with Resident() as resident:
             pipe.step(inputs, targets)
-    return simulate(schedule, costs, fill=fill).peak_memory[rank], resident.peak
+    return simulate(schedule, costs, fill="planned").peak_memory[rank], resident.peak
 
 
 @pytest.mark.parametrize(
-    ("name", "fill"),
-    [
-        ("zb_h1", "planned"),
-        pytest.param("zb_h2", "eager", marks=pytest.mark.slow),
-        pytest.param("zb_v", "planned", marks=pytest.mark.slow),
-    ],
+    "name", ["zb_h1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zb_h2", "zb_v"))]
 )
-def test_the_peak_is_the_planned_one(fresh_ranks: Any, name: str, fill: str) -> None:
-    for planned, held in fresh_ranks.run(planned_and_held, name, fill):
+def test_the_peak_is_the_planned_one(fresh_ranks: Any, name: str) -> None:
+    for planned, held in fresh_ranks.run(planned_and_held, name):
         assert planned == pytest.approx(held, rel=0.1)
 
 

@@ -93,11 +93,11 @@ class DistributedTransport(Transport):
             peer: threading.Thread(target=self._receive_from, args=(peer,), name=f"zbkern-from-{peer}", daemon=True)
             for peer in self._peers
         }
+        self._process = os.getpid()  # a child that it forks inherits the connections, and must say nothing on them
         own = self._sends, self._receivers, self._unreachable
         self._sender = threading.Thread(target=self._finish_sends, args=own, name="zbkern-send", daemon=True)
         for thread in (self._sender, *self._receivers.values()):
             thread.start()
-        self._process = os.getpid()  # a child that it forks inherits the connections, and must say nothing on them
         atexit.register(self.close)
 
     def send(self, peer: int, tag: Tag, message: Any) -> None:
