@@ -19,16 +19,17 @@ _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # run side by side in torch; here on
 _OTHER = re.compile(r"\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
-def write(rows: Rows, name: str, header: bool) -> str:
+def write(rows: Rows, name: str, header: bool, slices: Sequence[int]) -> str:
     """See `Schedule.to_csv`."""
     if not header:
-        _check_torch_has(rows)
+        _check_torch_has(rows, slices)
+    above = [f"# name: {name}", *([f"# slices: {' '.join(map(str, slices))}"] if len(slices) > 1 else [])]
     lines = [",".join(map(_cell, row)) for row in rows]
-    return "\n".join([*([f"# name: {name}"] if header else []), *lines]) + "\n"
+    return "\n".join([*(above if header else []), *lines]) + "\n"
 
 
-def read(text: str) -> tuple[list[tuple[Action, ...]], tuple[int, ...], int, str]:
-    """Rows, placement, microbatches and name of the schedule; see `Schedule.from_csv`. They are not validated."""
+def read(text: str) -> tuple[list[tuple[Action, ...]], tuple[int, ...], int, str, tuple[int, ...]]:
+    """Rows, placement, microbatches, name and slices; see `Schedule.from_csv`. They are not validated."""
     if not isinstance(text, str):
         raise TypeError(
             f"from_csv: expected the text itself, as Path(file).read_text() gives it; got "
@@ -42,7 +43,14 @@ def read(text: str) -> tuple[list[tuple[Action, ...]], tuple[int, ...], int, str
         tuple(action for cell in line.split(",") for action in parse(cell.strip())) for line in lines if line[:1] != "#"
     ]
     microbatches = 1 + max((action.microbatch for row in rows for action in row), default=-1)
-    return rows, _placement(rows), microbatches, header.get("name", "custom")
+    return rows, _placement(rows), microbatches, header.get("name", "custom"), _slices(header.get("slices", "1"))
+
+
+def _slices(text: str) -> tuple[int, ...]:
+    lengths = text.split()
+    if not lengths or not all(length.isdecimal() for length in lengths):
+        raise ScheduleError(f"from_csv: slices must be lengths, such as '# slices: 3 2 2'; got {text[:60]!r}")
+    return tuple(map(int, lengths))
 
 
 def _cell(action: Action) -> str:
@@ -50,7 +58,12 @@ def _cell(action: Action) -> str:
     return text.replace(action.kind, _TO_TORCH.get(action.kind, action.kind))
 
 
-def _check_torch_has(rows: Rows) -> None:
+def _check_torch_has(rows: Rows, slices: Sequence[int]) -> None:
+    if len(slices) > 1:
+        raise ScheduleError(
+            "to_csv: torch has no slices of sequences, and the schedule has; leave header=False out, or use a schedule "
+            "without them"
+        )
     for action in (action for row in rows for action in row):
         if action.part is not None or action.kind not in _TO_TORCH:
             raise ScheduleError(

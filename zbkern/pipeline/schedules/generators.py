@@ -3,6 +3,10 @@
 p is the number of stages (ranks) and m that of microbatches; ranks, chunks and microbatches count from 0. A schedule
 says nothing about time: `simulate` does, given costs. The figures in the docstrings are for F = B = W and no
 communication, and memory counts whole-rank activations.
+
+slices: into how many equal slices every sequence is cut, or their lengths. With n of them the schedule has m n
+microbatches, in the order that it would have without, but that backwards wait for all forwards of their sequence: the
+figures are then those of m n microbatches, with n - 1 more in memory. `one_f_one_b` so is Seq1F1B (arXiv 2406.03488).
 """
 
 from __future__ import annotations
@@ -14,6 +18,9 @@ from itertools import pairwise
 from zbkern.pipeline.schedules import building_blocks
 from zbkern.pipeline.schedules.actions import Action, ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.schedules.slices import late_backwards, slice_lengths
+
+Slices = int | Sequence[int]
 
 NAMES = (
     "gpipe",
@@ -34,112 +41,118 @@ MOST_PASSES = 10_000_000
 """F, B and W of a step, all ranks together: ten times those of 1024 ranks and 300 microbatches, some gigabytes."""
 
 
-def gpipe(stages: int, microbatches: int) -> Schedule:
+def gpipe(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """All forwards, then all backwards (arXiv 1811.06965). Memory m; bubble (p-1)(F+B+W)."""
-    check_counts("gpipe", stages, microbatches)
-    return _one_chunk("gpipe", microbatches, [microbatches] * stages)
+    microbatches, lengths = _counts("gpipe", stages, microbatches, slices)
+    return _in_slices(_one_chunk("gpipe", microbatches, [microbatches] * stages), lengths)
 
 
-def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+def one_f_one_b(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """1F1B: a backward as soon as one can run (arXiv 2006.09503). Memory p; bubble (p-1)(F+B+W)."""
-    check_counts("one_f_one_b", stages, microbatches)
-    return _one_chunk("one_f_one_b", microbatches, [stages - rank for rank in range(stages)])
+    microbatches, lengths = _counts("one_f_one_b", stages, microbatches, slices)
+    return _in_slices(_one_chunk("one_f_one_b", microbatches, [stages - rank for rank in range(stages)]), lengths)
 
 
-def zb_h1(stages: int, microbatches: int) -> Schedule:
+def zb_h1(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """ZB-H1 (arXiv 2401.10241, section 2): 1F1B, W `rank` microbatches after B. Memory p; bubble (p-1)(F+B-W)."""
-    check_counts("zb_h1", stages, microbatches)
-    return _one_chunk("zb_h1", microbatches, [stages - rank for rank in range(stages)], lambda rank: rank)
+    microbatches, lengths = _counts("zb_h1", stages, microbatches, slices)
+    return _in_slices(
+        _one_chunk("zb_h1", microbatches, [stages - rank for rank in range(stages)], lambda rank: rank), lengths
+    )
 
 
-def zb_h2(stages: int, microbatches: int) -> Schedule:
+def zb_h2(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """ZB-H2 (arXiv 2401.10241, section 2): twice the warm-up, W 2 * `rank` after B. Memory 2p-1; bubble (p-1)(F+B-2W).
 
     With fewer than 2p-1 microbatches all forwards are warm-up, and there are more bubbles than the formula says.
     """
-    check_counts("zb_h2", stages, microbatches)
+    microbatches, lengths = _counts("zb_h2", stages, microbatches, slices)
     ahead = [2 * (stages - rank) - 1 for rank in range(stages)]
-    return _one_chunk("zb_h2", microbatches, ahead, lambda rank: 2 * rank)
+    return _in_slices(_one_chunk("zb_h2", microbatches, ahead, lambda rank: 2 * rank), lengths)
 
 
-def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+def interleaved(stages: int, microbatches: int, chunks: int = 2, *, slices: Slices = 1) -> Schedule:
     """Interleaved 1F1B (arXiv 2104.04473): rank r holds chunks r, r+p, r+2p, ... Bubble (p-1)(F+B+W)/chunks.
 
     Microbatches go through in groups of p, all of a group through one chunk before the next chunk; when m is not a
     multiple of p, in m // p groups of nearly equal size. Memory (1 + (p-1)/(p chunks)) p for groups of p.
     """
-    check_counts("interleaved", stages, microbatches, chunks)
+    microbatches, lengths = _counts("interleaved", stages, microbatches, slices, chunks)
     rows = _interleaved(stages, microbatches, chunks, per_hop=2, weight_delay=None)
-    return _schedule(rows, _loop_placement(stages, chunks), microbatches, "interleaved")
+    return _in_slices(_schedule(rows, _loop_placement(stages, chunks), microbatches, "interleaved"), lengths)
 
 
-def interleaved_zero_bubble(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+def interleaved_zero_bubble(stages: int, microbatches: int, chunks: int = 2, *, slices: Slices = 1) -> Schedule:
     """ZB-H1 with several chunks per rank, as torch's ScheduleInterleavedZeroBubble: W runs `rank` backwards late.
 
     Memory p; bubble (p-1)(F+B-W)/chunks when m is a multiple of p.
     """
-    check_counts("interleaved_zero_bubble", stages, microbatches, chunks)
+    microbatches, lengths = _counts("interleaved_zero_bubble", stages, microbatches, slices, chunks)
     rows = _interleaved(stages, microbatches, chunks, per_hop=1, weight_delay=lambda rank: rank)
-    return _schedule(rows, _loop_placement(stages, chunks), microbatches, "interleaved_zero_bubble")
+    return _in_slices(
+        _schedule(rows, _loop_placement(stages, chunks), microbatches, "interleaved_zero_bubble"), lengths
+    )
 
 
-def zb_v(stages: int, microbatches: int) -> Schedule:
+def zb_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """ZB-V (arXiv 2401.10241, section 6): two chunks per rank in a V. Memory p on every rank; no bubble.
 
     With fewer than 2p-1 microbatches it is the schedule for 2p-1 without the missing microbatches.
     """
-    check_counts("zb_v", stages, microbatches)
-    return _v("zb_v", stages, microbatches, max(microbatches, 2 * stages - 1), _fill_zb_v)
+    microbatches, lengths = _counts("zb_v", stages, microbatches, slices)
+    return _in_slices(_v("zb_v", stages, microbatches, max(microbatches, 2 * stages - 1), _fill_zb_v), lengths)
 
 
-def dualpipe_v(stages: int, microbatches: int) -> Schedule:
+def dualpipe_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """DualPipe-V (DeepSeek-V3, arXiv 2412.19437, cut in half): a forward beside a fused backward in the steady state.
 
     Each such pair stands as F then BW; an engine may overlap them. Memory p + 1/2; bubble (p-1)/2 if they are not
     overlapped. With fewer than 2p microbatches it is the schedule for 2p without the missing microbatches.
     """
-    check_counts("dualpipe_v", stages, microbatches)
-    return _v("dualpipe_v", stages, microbatches, max(microbatches, 2 * stages), _fill_dualpipe_v)
+    microbatches, lengths = _counts("dualpipe_v", stages, microbatches, slices)
+    return _in_slices(_v("dualpipe_v", stages, microbatches, max(microbatches, 2 * stages), _fill_dualpipe_v), lengths)
 
 
-def v_half(stages: int, microbatches: int) -> Schedule:
+def v_half(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """V-Half (arXiv 2405.15362): half of 1F1B's memory, about p/2 + 1, and half of its bubbles, about 1.5p.
 
     Made for F = B = W; with other costs there is some idle time in every microbatch.
     """
-    check_counts("v_half", stages, microbatches)
+    microbatches, lengths = _counts("v_half", stages, microbatches, slices)
     shift = 3 if stages % 2 == 0 else 0
     block = [
         (2 * rank, 3 * stages - rank - 2, 3 * stages + shift + 2 * rank - 1, 6 * stages + shift - rank - 2)
         for rank in range(stages)
     ]
-    return _from_orders("v_half", building_blocks.split_order(block, microbatches), microbatches)
+    return _in_slices(_from_orders("v_half", building_blocks.split_order(block, microbatches), microbatches), lengths)
 
 
-def v_min(stages: int, microbatches: int) -> Schedule:
+def v_min(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """V-Min (arXiv 2405.15362): a third of 1F1B's memory, about p/3 + 1, and two thirds of its bubbles, about 2p.
 
     Made for F = B = W; with other costs there is some idle time in every microbatch.
     """
-    check_counts("v_min", stages, microbatches)
+    microbatches, lengths = _counts("v_min", stages, microbatches, slices)
     shift = 2 if stages % 3 == 0 else 0
     block = [
         (rank, 2 * stages - rank - 1, 2 * stages + shift + rank, 4 * stages + shift - rank - 1)
         for rank in range(stages)
     ]
-    return _from_orders("v_min", building_blocks.split_order(block, microbatches), microbatches)
+    return _in_slices(_from_orders("v_min", building_blocks.split_order(block, microbatches), microbatches), lengths)
 
 
-def one_f_one_b_v(stages: int, microbatches: int) -> Schedule:
+def one_f_one_b_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """1F1B-V (arXiv 2405.15362): fused backward, two chunks per rank in a V. Memory about 2p/3, bubble about 2.5p."""
-    check_counts("one_f_one_b_v", stages, microbatches)
+    microbatches, lengths = _counts("one_f_one_b_v", stages, microbatches, slices)
     block = [[rank, 2 * stages - rank - 1, 0, 0] for rank in range(stages)]
     slot = 2 * stages + (3 if stages % 3 == 0 else 0)
     steps = [(rank, 2) for rank in range(stages)] + [(rank, 3) for rank in reversed(range(stages))]
     for count, (rank, each) in enumerate(steps, start=-(stages + 2) % 3 + 1):
         block[rank][each] = slot
         slot += 5 if count % 3 == 0 else 2
-    return _from_orders("one_f_one_b_v", building_blocks.fused_order(block, microbatches), microbatches)
+    return _in_slices(
+        _from_orders("one_f_one_b_v", building_blocks.fused_order(block, microbatches), microbatches), lengths
+    )
 
 
 def _interleaved(
@@ -275,6 +288,23 @@ def _schedule(rows: Iterable[Iterable[Action]], placement: Iterable[int], microb
     return Schedule(tuple(map(tuple, rows)), tuple(placement), microbatches, name)
 
 
+def _counts(name: str, stages: int, microbatches: int, slices: Slices, chunks: int = 1) -> tuple[int, tuple[int, ...]]:
+    """Checks sizes; the microbatches that a schedule must be made of before `_in_slices`, and the slices' lengths."""
+    lengths = slice_lengths(name, slices)
+    check_counts(name, stages, microbatches, chunks, len(lengths))
+    return (microbatches + 1) * len(lengths) - 1, lengths
+
+
+def _in_slices(schedule: Schedule, lengths: tuple[int, ...]) -> Schedule:
+    """The schedule whose microbatches are slices, from one of n - 1 more microbatches."""
+    count = len(lengths)
+    if count == 1:
+        return schedule
+    microbatches = schedule.microbatches - count + 1
+    rows = tuple(tuple(late_backwards(row, microbatches, count)) for row in schedule.actions)
+    return Schedule(rows, schedule.placement, microbatches, schedule.name, lengths)
+
+
 def _loop_placement(stages: int, chunks: int) -> list[int]:
     return [chunk % stages for chunk in range(stages * chunks)]
 
@@ -283,16 +313,16 @@ def _v_placement(stages: int) -> list[int]:
     return [*range(stages), *reversed(range(stages))]
 
 
-def check_counts(name: str, stages: int, microbatches: int, chunks: int = 1) -> None:
+def check_counts(name: str, stages: int, microbatches: int, chunks: int = 1, slices: int = 1) -> None:
     """Raises TypeError or ScheduleError, in the name of the function `name`, for sizes that no schedule can have."""
     for what, count in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if not isinstance(count, int) or isinstance(count, bool):
             raise TypeError(f"{name}: {what} must be an int; got {type(count).__name__} {count!r}")
         if count < 1:
             raise ScheduleError(f"{name}: {what} must be at least 1; got {count}")
-    passes = 3 * stages * microbatches * chunks
+    passes = 3 * stages * microbatches * chunks * slices
     if passes > MOST_PASSES:
         raise ScheduleError(
-            f"{name}: 3 x stages x microbatches x chunks must be at most {MOST_PASSES} passes; {stages} x "
-            f"{microbatches} x {chunks} make {passes}: lower stages, microbatches or chunks"
+            f"{name}: 3 x stages x microbatches x chunks x slices must be at most {MOST_PASSES} passes; {stages} x "
+            f"{microbatches} x {chunks} x {slices} make {passes}: lower stages, microbatches, chunks or slices"
         )

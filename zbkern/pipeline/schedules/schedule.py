@@ -18,17 +18,20 @@ class Schedule:
     """The ordered actions of every rank, and the rank of every chunk in model order.
 
     actions[rank] is what that rank does, in order; placement[chunk] is the rank that holds the chunk; microbatches is
-    how many each step has; name is what tables and titles call it.
+    how many each step has; name is what tables and titles call it. slices: where every sequence is cut, the lengths of
+    its slices from first to last, in any unit; a microbatch is then one slice, and i is slice i % n of sequence i // n.
     """
 
     actions: tuple[tuple[Action, ...], ...]
     placement: tuple[int, ...]
     microbatches: int
     name: str = "custom"
+    slices: tuple[int, ...] = (1,)
 
     def __repr__(self) -> str:
         chunks = f"{self.chunks} chunk{'s' if self.chunks > 1 else ''} each"
-        return f"<Schedule {self.name}: {self.stages} ranks, {chunks}, {self.microbatches} microbatches>"
+        cut = f", {len(self.slices)} slices of a sequence each" if len(self.slices) > 1 else ""
+        return f"<Schedule {self.name}: {self.stages} ranks, {chunks}, {self.sequences} microbatches{cut}>"
 
     @property
     def stages(self) -> int:
@@ -40,6 +43,11 @@ class Schedule:
         """Chunks per rank."""
         return len(self.placement) // self.stages
 
+    @property
+    def sequences(self) -> int:
+        """Microbatches of whole sequences: as many as there are microbatches where nothing is cut into slices."""
+        return self.microbatches // len(self.slices)
+
     def chunks_of(self, rank: int) -> list[int]:
         """The chunks that `rank` holds, in model order. Raises ScheduleError for a rank that the schedule has not."""
         if rank not in range(self.stages):
@@ -50,10 +58,15 @@ class Schedule:
 
     @classmethod
     def build(
-        cls, actions: Iterable[Iterable[Action]], placement: Sequence[int], microbatches: int, name: str = "custom"
+        cls,
+        actions: Iterable[Iterable[Action]],
+        placement: Sequence[int],
+        microbatches: int,
+        name: str = "custom",
+        slices: Sequence[int] = (1,),
     ) -> Schedule:
         """A validated schedule from any iterables."""
-        schedule = cls(tuple(tuple(row) for row in actions), tuple(placement), microbatches, name)
+        schedule = cls(tuple(tuple(row) for row in actions), tuple(placement), microbatches, name, tuple(slices))
         schedule.validate()
         return schedule
 
@@ -61,12 +74,13 @@ class Schedule:
         """Proves that the schedule can run: complete, in place, in order, and free of deadlock.
 
         Every microbatch passes every chunk once: F, then BW, or B and later W (whole, or all parts of one count), on
-        the chunk's rank; R, O and L stand where `actions.py` says; and the ranks, each in its order, can run to the
-        end. Raises ScheduleError naming the first action that offends, with the part of the grid around it and the
-        action marked. A schedule never changes, so that a second call costs nothing.
+        the chunk's rank; R, O and L stand where `actions.py` says; slices of a sequence pass each chunk forward from
+        the first and backward from the last; and the ranks, each in its order, can run to the end. Raises
+        ScheduleError naming the first action that offends, with the part of the grid around it and the action marked. A
+        schedule never changes, so that a second call costs nothing.
         """
         if "_valid" not in self.__dict__:
-            validate(self.actions, self.placement, self.microbatches, self.name)
+            validate(self.actions, self.placement, self.microbatches, self.name, self.slices)
             object.__setattr__(self, "_valid", True)
 
     def to_text(self, width: int | None = None) -> str:
@@ -80,9 +94,9 @@ class Schedule:
         """A line per rank, its actions separated by commas, with torch's letters: I is our B, and B our BW.
 
         header: begins with a comment line that has the name; without it torch.distributed.pipelining loads the text.
-        Raises ScheduleError without a header for what torch has no word for: parts of W, R, O and L.
+        Raises ScheduleError without a header for what torch has no word for: slices, parts of W, R, O and L.
         """
-        return csv.write(self.actions, self.name, header)
+        return csv.write(self.actions, self.name, header, self.slices)
 
     @classmethod
     def from_csv(cls, text: str, name: str | None = None) -> Schedule:
@@ -91,5 +105,5 @@ class Schedule:
         name: instead of the one in the header. Of torch's actions it takes those that compute, and of a pair that torch
         overlaps one after the other. Raises ScheduleError for text that is not a valid schedule.
         """
-        rows, placement, microbatches, written = csv.read(text)
-        return cls.build(rows, placement, microbatches, name or written)
+        rows, placement, microbatches, written, slices = csv.read(text)
+        return cls.build(rows, placement, microbatches, name or written, slices)

@@ -10,15 +10,21 @@ from typing import NoReturn
 from zbkern.pipeline.schedules import grid
 from zbkern.pipeline.schedules.actions import COPIES, KINDS, Action, ScheduleError
 from zbkern.pipeline.schedules.dependencies import Result, order_of_running, producer
+from zbkern.pipeline.schedules.slices import slice_lengths
 
 _Rows = Sequence[Sequence[Action]]
 
 
-def validate(rows: _Rows, placement: Sequence[int], microbatches: int, name: str) -> None:
+def validate(rows: _Rows, placement: Sequence[int], microbatches: int, name: str, slices: Sequence[int]) -> None:
     """Returns when the schedule can run to its end; raises ScheduleError that marks the first offending action."""
     _check_frame(len(rows), placement, microbatches, name)
+    if microbatches % len(slice_lengths(f"Schedule {name}", slices)):
+        raise ScheduleError(
+            f"Schedule {name}: microbatches must be a multiple of the {len(slices)} slices of a sequence; got "
+            f"{microbatches}"
+        )
     for rank in range(len(rows)):
-        _Row(rows, placement, microbatches, name, rank).check()
+        _Row(rows, placement, microbatches, name, len(slices), rank).check()
     _check_progress(rows, placement, name)
 
 
@@ -40,9 +46,11 @@ def _check_frame(ranks: int, placement: Sequence[int], microbatches: int, name: 
 class _Row:
     """One rank's row, and everything that can be checked in it alone; `index` is the action that is looked at."""
 
-    def __init__(self, rows: _Rows, placement: Sequence[int], microbatches: int, name: str, rank: int) -> None:
+    def __init__(
+        self, rows: _Rows, placement: Sequence[int], microbatches: int, name: str, slices: int, rank: int
+    ) -> None:
         self._rows, self._placement, self._microbatches, self._name = rows, placement, microbatches, name
-        self._rank = rank
+        self._slices, self._rank = slices, rank
         self._index = 0
         self._done: dict[tuple[int, int], list[str]] = defaultdict(list)  # by (chunk, microbatch): kinds in their order
         self._parts: dict[tuple[int, int], tuple[int, set[int]]] = {}  # into how many a W is cut, and those that ran
@@ -97,12 +105,21 @@ class _Row:
             self._fail("its BW has computed this W" if "BW" in before else "its B has not run yet")
         if kind in ("B", "BW") and ("B" in before or "BW" in before):
             self._fail("the backward of this microbatch has run; use either BW, or B and W")
+        self._check_slices(kind, chunk, microbatch)
         if kind == "R":
             self._check_recompute(before)
         elif before.count("O") > before.count("L"):
             self._fail(f"what it needs is offloaded; {Action('L', chunk, microbatch)} must come first")
         if part is None or len(self._parts[chunk, microbatch][1]) == part[1]:
             before.append(kind)
+
+    def _check_slices(self, kind: str, chunk: int, microbatch: int) -> None:
+        """Of an F or a backward, against the slice of the same sequence that must have passed this chunk before."""
+        if kind == "F" and microbatch % self._slices and "F" not in self._done[chunk, microbatch - 1]:
+            self._fail(f"slices go forward in order; {Action('F', chunk, microbatch - 1)} must come first")
+        after = self._done[chunk, microbatch + 1] if (microbatch + 1) % self._slices else None
+        if kind in ("B", "BW") and after is not None and not {"B", "BW"} & {*after}:
+            self._fail(f"slices go backward from the last; {Action('B', chunk, microbatch + 1)} must come first")
 
     def _check_copy(self, action: Action, before: list[str], in_parts: bool) -> None:
         """Of an O or L: before B it is about activations, after B about what W needs; each is offloaded once."""

@@ -1,0 +1,47 @@
+"""Sequences in slices: a microbatch is then a slice of a sequence, and those of one sequence have an order.
+
+A decoder is causal: slices go forward from the first to the last, each reading what the ones before it left, and
+backward from the last to the first. With n slices, microbatch i is slice i % n of sequence i // n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from zbkern.pipeline.schedules.actions import Action, ScheduleError
+
+
+def slice_lengths(call: str, slices: int | Sequence[int]) -> tuple[int, ...]:
+    """The lengths of a sequence's slices, in any unit: of so many equal ones, or as given.
+
+    call: what takes them, for errors. Raises TypeError or ScheduleError for anything but numbers from 1 on.
+    """
+    lengths = (1,) * slices if isinstance(slices, int) else tuple(slices) if isinstance(slices, Sequence) else (slices,)
+    if isinstance(slices, bool) or not all(isinstance(length, int) for length in lengths):
+        raise TypeError(f"{call}: slices must be a number of slices, or the length of each; got {slices!r}")
+    if not lengths or min(lengths) < 1:
+        raise ScheduleError(f"{call}: slices must be at least 1, and so must the length of each; got {slices!r}")
+    return lengths
+
+
+def order_of_backward(microbatches: int, slices: int) -> list[int]:
+    """The microbatches in the order in which every chunk runs their B: the last slice of each sequence first."""
+    return [first + slice for first in range(0, microbatches, slices) for slice in reversed(range(slices))]
+
+
+def late_backwards(row: Iterable[Action], microbatches: int, slices: int) -> list[Action]:
+    """A rank's row for `microbatches` slices, from one for slices - 1 more microbatches whose order was free.
+
+    The k-th B of a chunk takes the place of the one slices - 1 later, before which all forwards of its sequence have
+    run, and its W follows it so. With 1F1B this is Seq1F1B (arXiv 2406.03488).
+    """
+    more = slices - 1
+    order = order_of_backward(microbatches, slices)
+    placed = []
+    for action in row:
+        if action.kind == "F":
+            if action.microbatch < microbatches:
+                placed.append(action)
+        elif action.microbatch >= more:
+            placed.append(action._replace(microbatch=order[action.microbatch - more]))
+    return placed
