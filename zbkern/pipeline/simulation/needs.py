@@ -48,14 +48,19 @@ def least_work(costs: ModelCosts, stages: int) -> float:
     """
     times = sorted(map(_shortest, costs.layers), reverse=True)
     packed = [sum(times[end - 1 - (end - 1) // stages : end]) for end in range(1, len(times) + 1, stages)]
-    return max(sum(times) / stages, *packed) + costs.forward_overhead
+    return max(sum(times) / stages, *packed) + _of_a_chunk(costs)
 
 
 def least_uneven(costs: ModelCosts, stages: int) -> float:
     """The share of the busiest rank's time in which the others idle, mean over ranks, if it has `least_work`."""
     most = least_work(costs, stages)
-    total = sum(map(_shortest, costs.layers)) + stages * costs.forward_overhead
+    total = sum(map(_shortest, costs.layers)) + stages * _of_a_chunk(costs)
     return max(0.0, 1.0 - total / (stages * most)) if most else 0.0
+
+
+def _of_a_chunk(costs: ModelCosts) -> float:
+    """The time of a microbatch's passes besides the layers: a forward and one backward at least."""
+    return costs.forward_overhead + 2 * costs.pass_overhead
 
 
 def _shortest(layer: LayerCosts) -> float:

@@ -1,0 +1,65 @@
+"""bench.published_runs: speeds of runs that others have published, predicted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import published_runs
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 126,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+RUN: dict[str, Any] = {  # arXiv 2407.21783, table 4
+    "run": "Llama 3 405B",
+    "model": LLAMA,
+    "gpu": "h100",
+    "sequence": 8192,
+    "microbatch_size": 1,
+    "tensor_parallel": 8,
+    "expert_parallel": 1,
+    "pipeline_parallel": 16,
+    "chunks": 8,
+    "data_parallel": 64,
+    "microbatches": 32,
+    "measured": 430,
+    "unit": "TFLOP/s per GPU, attention counted as a full square",
+}
+
+
+def test_a_file_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    slower = {**RUN, "run": "one chunk", "chunks": 1, "measured": 300}
+    file = tmp_path / "runs.json"
+    file.write_text(json.dumps({"runs": [RUN, slower, {**RUN, "measured": 420}]}))
+    assert published_runs.main([str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].endswith(", experts rms 0.0%, 2 of 2 pairs of layouts ranked as measured")
+    assert any("| one chunk" in line and "300.0" in line for line in lines)
+
+
+def test_a_published_run_is_predicted() -> None:
+    assert abs(published_runs.predict(RUN).error) < 0.15
+
+
+def test_full_recomputation_costs_a_forward() -> None:
+    run = {**RUN, "pipeline_parallel": 1, "data_parallel": 1, "chunks": 1}
+    plain, again = (published_runs.predict({**run, "recomputation": said}).predicted for said in ("none", "full"))
+    assert again / plain == pytest.approx(3 / 4, rel=0.05)
+
+
+def test_pairs_are_those_that_differ() -> None:
+    runs = [published_runs.Result({**RUN, "measured": each}, False, 10 - each) for each in (1.0, 1.05, 2.0)]
+    assert published_runs.ranked(runs) == (0, 2)
+    assert published_runs.ranked([each._replace(predicted=each.run["measured"]) for each in runs]) == (2, 2)
+    other = published_runs.Result({**RUN, "model": {}, "measured": 9.0}, True, 1.0)
+    assert published_runs.ranked([runs[0], other]) == (0, 0)
