@@ -207,8 +207,8 @@ def test_png_is_written_or_refused_before_the_search(run, fails, tmp_path: Path)
     ("arguments", "message"),
     [
         (["--microbatches", "0"], "argument --microbatches: expected a whole number, at least 1; got '0'"),
-        (["--stages", str(10**20)], "argument --stages: plan: 3 x stages x microbatches x chunks must be at most"),
-        (["--chunks", str(10**20)], "argument --stages: plan: 3 x stages x microbatches x chunks must be at most"),
+        (["--stages", str(10**20)], "argument --stages: plan: 3 x stages x microbatches x chunks x slices must be"),
+        (["--chunks", str(10**20)], "argument --stages: plan: 3 x stages x microbatches x chunks x slices must be"),
         (["--stages", "9" * 5000], "argument --stages: expected a whole number, at least 1; got"),
         (["--memory", "lots"], "argument --memory: expected a limit such as 1.5x"),
         (["--memory", "0.1x"], "argument --memory: plan: no schedule fits memory_limit=0.3 on rank 0"),
