@@ -28,8 +28,9 @@ EFFORT = 2
 
 _MICROBATCH_SIZES = (1, 2, 4, 8)
 _MOST_STAGES = 64
-_PLANNED = 16  # layouts at most, after the estimate
+_PLANNED = 24  # layouts at most, after the estimate
 _SHOWN = 5
+_WORTH_A_PLAN = 0.95  # of the time of a plan for another microbatch: plans are seldom as fast as their estimates
 _PER_STAGE = 3  # microbatches of the quick plans: enough for the warm-up, a steady part and the cool-down
 _SECONDS = (4.0, 20.0)  # at most, of one quick plan and of one final plan
 _ROOMY = 0.6  # of the memory of 1F1B: with less, recomputing some microbatches may be faster
@@ -95,7 +96,7 @@ def search(
 def _quick(estimates: list[Estimate], objective: str, progress: Callable[[str], None]) -> list[tuple[float, Estimate]]:
     """Seconds of a step by a quick plan for few microbatches, of each way to divide the model the best microbatch.
 
-    An estimate is seldom above the plan, so that those above another plan need none.
+    An estimate is hardly ever above its plan, so that those above the fastest plan need none.
     """
     found: dict[tuple[int, int, int], tuple[float, Estimate]] = {}
     plans = 0
@@ -105,7 +106,7 @@ def _quick(estimates: list[Estimate], objective: str, progress: Callable[[str], 
         if plans == _PLANNED or (len(found) >= _SHOWN and each.seconds > fastest):
             break
         division = layout.stages, job.tensor_parallel, job.expert_parallel
-        if division in found and each.seconds >= found[division][0]:
+        if division in found and each.seconds >= _WORTH_A_PLAN * found[division][0]:
             continue
         progress(f"layout {plans + 1}: {name(layout)}")
         few = min(layout.microbatches, _PER_STAGE * layout.stages)
