@@ -94,10 +94,12 @@ def test_the_printed_options_plan_the_same_step(run_plan) -> None:
     printed = run_plan("--config", path, "--gpus", "4", "--batch", "16")
     first = re.search(r"(?m)^pp .*?(\d[\d.]*) s  ", printed)
     options = re.search(r"--stages.*?--microbatch-size \d+(?: --recompute)?", printed, re.DOTALL)
-    assert first and options
+    assert first
+    assert options
     again = run_plan("--config", path, "--effort", str(layouts.EFFORT), *options[0].split())
     step = re.search(r"(?m)^step +(\d[\d.]*) s,", again)
-    assert step and step[1] == first[1]
+    assert step
+    assert step[1] == first[1]
 
 
 @pytest.mark.parametrize(
