@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zbkern.pipeline import draw, from_config, report, schedules
+from zbkern.pipeline import draw, from_config, layouts, report, schedules
 from zbkern.pipeline.from_config import WrongArgument
 from zbkern.pipeline.planner import Plan, PlanOptions, plan
 from zbkern.pipeline.planner.arguments import PLACEMENTS, chunks_per_rank
@@ -74,6 +74,9 @@ _count = _number(int, "a whole number, at least 1", 1)
 _HELP = {
     "--stages": "pipeline ranks, p",
     "--microbatches": "microbatches per step, m",
+    "--gpus": "with --config and --batch, instead of --stages and --microbatches: searches the layouts of so many GPUs "
+    "(tensor, pipeline, data and expert parallelism, size of a microbatch, recomputation), and prints the best five",
+    "--batch": "with --gpus: sequences per step, of all pipelines",
     "--costs": "JSON file that Costs.save wrote, of one chunk or of every chunk, or ModelCosts.save, of every layer, "
     "for a plan that cuts them into chunks; without it every pass takes 1",
     "--memory": "the most a rank may hold: 1.5x is 1.5 times what one microbatch holds in the whole model (1F1B needs "
@@ -83,7 +86,8 @@ _HELP = {
     "--placement": f"where the chunks are: {', '.join(PLACEMENTS)}, or the rank of every chunk, such as 0,1,1,0",
     "--objective": "what to minimise: cost, the longest span of a rank (default), or makespan, the span of all of them",
     "--effort": f"rounds of search, each twice as long as the one before (default {EFFORT}, about ten seconds in all; "
-    "0: the quick answer alone); the plan depends on it and not on how fast or busy the machine is",
+    f"with --gpus {layouts.EFFORT}; 0: the quick answer alone); the plan depends on it and not on how fast or busy the "
+    "machine is",
     "--time-limit": "ends the search after this many seconds, if that is sooner; the plan then depends on the machine",
     "--offload": "activations may go to the host and come back, at so many GB/s in each direction (memory per time for "
     "costs without units); with --config the number can be left out, and is that of the table of hardware",
@@ -112,14 +116,16 @@ def add_to(commands: Any) -> None:
     def add(name: str, **keywords: Any) -> None:
         parser.add_argument(name, help=_HELP[name], **keywords)
 
-    add("--stages", type=_count, required=True, metavar="P")
-    add("--microbatches", type=_count, required=True, metavar="M")
+    add("--stages", type=_count, metavar="P")
+    add("--microbatches", type=_count, metavar="M")
+    add("--gpus", type=_count, metavar="N")
+    add("--batch", type=_count, metavar="N")
     add("--costs", metavar="FILE")
     add("--memory", type=_memory, metavar="LIMIT")
     add("--chunks", type=_count, metavar="V")
     add("--placement", type=_placement, metavar="NAME")
     add("--objective", choices=("cost", "makespan"), default="cost")
-    add("--effort", type=_number(int, "a number of rounds from 0 to 99", most=99), default=EFFORT, metavar="ROUNDS")
+    add("--effort", type=_number(int, "a number of rounds from 0 to 99", most=99), metavar="ROUNDS")
     add("--time-limit", type=_number(float, "a number of seconds such as 10"), metavar="SECONDS")
     rate = _number(float, "a bandwidth in GB/s above 0, such as 50", 1e-9)
     add("--offload", type=rate, nargs="?", const=0.0, metavar="GB/s")
@@ -139,18 +145,36 @@ def run(arguments: argparse.Namespace) -> int:
     """Does what the parsed arguments say, and returns the exit status."""
     try:
         _check(arguments)
-        setting = None if arguments.config is None else from_config.setting(arguments)
-        costs = _costs(arguments.costs) if setting is None else setting.costs
-        if isinstance(costs, ModelCosts):
-            found, limit = _of_layers(arguments, costs, setting)
-        else:
-            found, limit = _of_chunks(arguments, costs)
+        if arguments.effort is None:
+            arguments.effort = EFFORT if arguments.gpus is None else layouts.EFFORT
+        found, limit = _of_stages(arguments) if arguments.gpus is None else _of_gpus(arguments)
         for path in arguments.out:
             print(f"wrote {_write(found, path, limit)}")
     except WrongArgument as error:
         print(f"zbkern plan: argument {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _of_gpus(arguments: argparse.Namespace) -> tuple[Plan, float]:
+    """Searches layouts, prints the best, and returns the plan of the first."""
+    model, gpu = from_config.model_and_gpu(arguments)
+    sizes = arguments.gpus, arguments.batch, arguments.sequence or from_config.SIZES["sequence"]
+    answers = layouts.search(model, gpu, *sizes, arguments.effort, arguments.objective, _progress())
+    if not answers:
+        why = "no layout of {} GPUs fits {} sequences of {} tokens per step: more GPUs, or another --batch, may do"
+        raise WrongArgument("--gpus", why.format(*sizes))
+    print(layouts.describe(answers, _width()))
+    return answers[0].plan, answers[0].layout.setting.limit
+
+
+def _of_stages(arguments: argparse.Namespace) -> tuple[Plan, float | None]:
+    """Plans for so many stages and microbatches, prints and compares."""
+    if arguments.config is not None:
+        setting = from_config.setting(arguments)
+        return _of_layers(arguments, setting.costs, setting)
+    costs = _costs(arguments.costs)
+    return _of_layers(arguments, costs) if isinstance(costs, ModelCosts) else _of_chunks(arguments, costs)
 
 
 def _of_chunks(arguments: argparse.Namespace, given: Costs) -> tuple[Plan, float | None]:
@@ -284,9 +308,8 @@ def _plan(
     setting: from_config.Setting | None = None,
 ) -> Plan:
     """chunks: those of the arguments by default. Raises WrongArgument, with what would fit where nothing does."""
-    progress = show_progress if sys.stderr.isatty() else lambda line: None
     try:
-        return _search(arguments, costs, limit, chunks, progress)
+        return _search(arguments, costs, limit, chunks, _progress())
     except ScheduleError as error:
         why_not = None if setting is None else from_config.why_not(arguments, setting, limit or 0.0)
         reason = why_not or str(error)
@@ -374,6 +397,10 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
     )
 
 
+def _progress() -> Callable[[str], None]:
+    return show_progress if sys.stderr.isatty() else lambda line: None
+
+
 def show_progress(line: str) -> None:
     """Shows how far a search is, in one line of the terminal that the next call writes over; "" ends it."""
     print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
@@ -390,11 +417,20 @@ def _check(arguments: argparse.Namespace) -> None:
             raise WrongArgument(
                 "--out", f"{path} needs the package cairosvg: pip install 'zbkern[draw]', or write .svg"
             )
+    for name in ("stages", "microbatches"):
+        if arguments.gpus is None and getattr(arguments, name) is None:
+            raise WrongArgument(
+                f"--{name}", "it is needed; or give --config, --gpus and --batch, and it is searched for"
+            )
+    if arguments.gpus is None and arguments.batch is not None:
+        raise WrongArgument("--batch", "it goes with --gpus; without, --microbatches says how much a step has")
+    from_config.check_whether_given(arguments)
+    if arguments.gpus is not None:
+        return
     try:
         schedules.check_counts("plan", arguments.stages, arguments.microbatches, arguments.chunks or 1)
     except ScheduleError as error:
         raise WrongArgument("--stages", str(error)) from error
-    from_config.check_whether_given(arguments)
 
 
 def _write(found: Plan, path: Path, limit: float | None) -> Path:

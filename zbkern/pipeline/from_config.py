@@ -30,6 +30,8 @@ _LEAST_LIMIT = 1e6
 SIZES = {"tensor_parallel": 1, "expert_parallel": 1, "data_parallel": 0, "sequence": 4096, "microbatch_size": 1}
 """Arguments that say how a model is trained, and their defaults."""
 
+_CHOSEN = ("stages", "microbatches", "tensor_parallel", "expert_parallel", "data_parallel", "microbatch_size")
+
 
 def option(name: str) -> str:
     """The option with the argument of that name."""
@@ -67,6 +69,8 @@ class Setting(NamedTuple):
 def check_whether_given(arguments: argparse.Namespace) -> None:
     """Raises WrongArgument for an argument that needs --config, which is not there, or does not go with it."""
     with_model = arguments.config is not None
+    if arguments.gpus is not None:
+        _check_layouts(arguments)
     for name in ("costs", "schedule") if with_model else ("gpu", "hardware", *SIZES):
         if getattr(arguments, name) is not None:
             raise WrongArgument(
@@ -75,6 +79,29 @@ def check_whether_given(arguments: argparse.Namespace) -> None:
                 if with_model
                 else "it describes a model's training; give the model with --config, or leave it out",
             )
+
+
+def _check_layouts(arguments: argparse.Namespace) -> None:
+    """Of a search of layouts, which has the other arguments for an answer."""
+    for name in ("config", "batch"):
+        if getattr(arguments, name) is None:
+            raise WrongArgument(
+                option(name), "--gpus needs it: layouts are for a model and for so many sequences a step"
+            )
+    for name in (
+        *_CHOSEN,
+        "costs",
+        "memory",
+        "chunks",
+        "placement",
+        "schedule",
+        "offload",
+        "recompute",
+        "compare",
+        "time_limit",
+    ):
+        if getattr(arguments, name):
+            raise WrongArgument(option(name), "--gpus decides about it; leave one of the two out")
 
 
 def why_not(arguments: argparse.Namespace, setting: Setting, limit: float) -> str | None:
@@ -165,6 +192,18 @@ def published_timelines(costs: ModelCosts, stages: int, microbatches: int, limit
 
 def setting(arguments: argparse.Namespace) -> Setting:
     """What the arguments describe. Raises WrongArgument."""
+    model, gpu = model_and_gpu(arguments)
+    try:
+        found = Setting(model, gpu, _training(arguments).job)
+        model_costs(*found)
+    except ValueError as error:
+        named = [name for name in SIZES if name in str(error)]
+        raise WrongArgument(", ".join(map(option, named)), str(error)) from error
+    return found
+
+
+def model_and_gpu(arguments: argparse.Namespace) -> tuple[Architecture, Hardware]:
+    """Those of --config, --gpu and --hardware. Raises WrongArgument."""
     try:
         architecture = load_architecture(arguments.config)
     except OSError as error:
@@ -177,13 +216,7 @@ def setting(arguments: argparse.Namespace) -> Setting:
         raise WrongArgument("--hardware", f"cannot read {arguments.hardware}: {error.strerror}") from error
     except (TypeError, ValueError) as error:
         raise WrongArgument("--gpu" if arguments.hardware is None else "--gpu, --hardware", str(error)) from error
-    try:
-        found = Setting(architecture, hardware, _training(arguments).job)
-        model_costs(*found)
-    except ValueError as error:
-        named = [name for name in SIZES if name in str(error)]
-        raise WrongArgument(", ".join(map(option, named)), str(error)) from error
-    return found
+    return architecture, hardware
 
 
 def _training(arguments: argparse.Namespace) -> Training:

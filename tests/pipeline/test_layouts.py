@@ -1,0 +1,135 @@
+"""`zbkern plan --gpus`: every layout that can work is there, and none that found is faster than the first."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zbkern import __main__
+from zbkern.pipeline import layouts
+from zbkern.pipeline.simulation.architecture import load_architecture
+from zbkern.pipeline.simulation.hardware import load_hardware
+from zbkern.pipeline.simulation.model_costs import outside
+
+CONFIGURATIONS = Path(__file__).parents[2] / "bench" / "configurations"
+H100 = load_hardware("h100")
+
+
+def model(name: str):
+    return load_architecture(CONFIGURATIONS / f"{name}.json")
+
+
+def sizes_of(layout: layouts.Layout) -> tuple[int, int, int, int, int, int]:
+    job = layout.setting.job
+    return (
+        job.tensor_parallel,
+        layout.stages,
+        job.data_parallel,
+        job.expert_parallel,
+        layout.microbatches,
+        job.microbatch,
+    )
+
+
+def test_all_layouts_that_divide_are_there_once() -> None:
+    found = [sizes_of(each) for each in layouts.layouts(model("gpt-oss-120b"), H100, 24, 48, 4096)]
+    assert len(found) == len({*found})
+    for tensor, stages, data, expert, microbatches, size in found:
+        assert tensor * stages * data == 24
+        assert data * microbatches * size == 48
+        assert tensor <= H100.gpus_per_node
+        assert tensor * data % expert == 0 == 128 % expert
+    assert (2, 4, 3, 2, 4, 4) in found
+    assert (1, 24, 1, 1, 48, 1) in found
+    assert (1, 1, 24, 8, 1, 2) in found
+
+
+def test_layouts_that_cannot_work_have_no_estimate() -> None:
+    """Heads that tensor parallelism does not divide; memory that is not enough for weights however they are split."""
+    odd = replace(H100, gpus_per_node=7)
+    assert all(
+        layouts.estimate(each) is None
+        for each in layouts.layouts(model("llama-3-8b"), odd, 7, 7, 4096)
+        if each.setting.job.tensor_parallel == 7
+    )
+    assert layouts.search(model("llama-3-405b"), H100, 16, 16, 4096) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "batch"),
+    [
+        ("llama-3-8b", 4, 8),
+        pytest.param("llama-3-8b", 16, 64, marks=pytest.mark.slow),
+        pytest.param("gemma-2-9b", 8, 64, marks=pytest.mark.slow),
+        pytest.param("gpt-oss-120b", 32, 64, marks=pytest.mark.slow),
+    ],
+)
+def test_no_layout_is_faster_than_the_first(name: str, gpus: int, batch: int) -> None:
+    """Of all, each planned for the whole batch, quickly: estimates and plans of few microbatches lose nothing."""
+    best = layouts.search(model(name), H100, gpus, batch, 4096, effort=0)
+    assert [each.seconds for each in best] == sorted(each.seconds for each in best)
+    assert all(max(each.plan.timeline.peak_memory) <= each.layout.setting.limit for each in best)
+    for layout in layouts.layouts(model(name), H100, gpus, batch, 4096):
+        estimate = layouts.estimate(layout)
+        if estimate is None or estimate.seconds > 1.3 * best[0].seconds:
+            continue
+        planned = layouts.planned(estimate, layout.microbatches, "cost", 0, 60)
+        assert planned is None or planned.seconds >= best[0].seconds * 0.995, sizes_of(layout)
+
+
+def test_the_parts_of_a_step_are_the_step() -> None:
+    for answer in layouts.search(model("llama-3-8b"), H100, 4, 8, 4096, effort=0):
+        setting, stages = answer.layout.setting, answer.layout.stages
+        step = answer.plan.timeline.cost / 1e3 + outside(*setting, stages)
+        assert answer.seconds == pytest.approx(step, rel=1e-12)
+        assert min(answer.parts.values()) >= -1e-9 * step
+    assert "no part differs" in layouts.why(answer, answer)
+
+
+def test_the_printed_options_plan_the_same_step(run_plan) -> None:
+    path = str(CONFIGURATIONS / "llama-3-8b.json")
+    printed = run_plan("--config", path, "--gpus", "4", "--batch", "16")
+    first = re.search(r"(?m)^pp .*?(\d[\d.]*) s  ", printed)
+    options = re.search(r"--stages.*?--microbatch-size \d+(?: --recompute)?", printed, re.DOTALL)
+    assert first
+    assert options
+    again = run_plan("--config", path, "--effort", str(layouts.EFFORT), *options[0].split())
+    step = re.search(r"(?m)^step +(\d[\d.]*) s,", again)
+    assert step
+    assert step[1] == first[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "argument --stages: it is needed; or give --config, --gpus and --batch"),
+        (["--stages", "4"], "argument --microbatches: it is needed"),
+        (["--gpus", "8"], "argument --config: --gpus needs it"),
+        (["--stages", "4", "--microbatches", "4", "--batch", "8"], "argument --batch: it goes with --gpus"),
+        (
+            ["--gpus", "8", "--batch", "8", "--config", "C", "--tensor-parallel", "2"],
+            "argument --tensor-parallel: --gpus",
+        ),
+        (["--gpus", "8", "--batch", "8", "--config", "C", "--memory", "2x"], "argument --memory: --gpus decides"),
+        (["--gpus", "8", "--batch", "7", "--config", "C"], "argument --gpus: no layout of 8 GPUs fits 7 sequences of"),
+    ],
+)
+def test_errors_name_the_argument_and_the_remedy(run_plan, arguments: list[str], message: str) -> None:
+    path = str(CONFIGURATIONS / "llama-3-405b.json")
+    assert message in run_plan(*(path if each == "C" else each for each in arguments), status=2)
+
+
+@pytest.fixture
+def run_plan(capsys, monkeypatch):
+    """Runs `zbkern plan` in a wide terminal and returns what it prints."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str, status: int = 0) -> str:
+        assert __main__.main(["plan", *arguments]) == status
+        printed = capsys.readouterr()
+        return printed.err if status else printed.out
+
+    return run
