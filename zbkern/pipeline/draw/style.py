@@ -114,6 +114,12 @@ def shade(kind: str, index: int, count: int) -> str:
     return "#" + "".join(f"{round(c + (255 - c) * 0.75 * index / count):02x}" for c in channels)
 
 
+def label(schedule: Schedule, microbatch: int) -> str:
+    """Of a microbatch: its number; of a slice 2.0, 2.1, ..., the sequence and the slice."""
+    slices = len(schedule.slices)
+    return str(microbatch) if slices == 1 else f"{microbatch // slices}.{microbatch % slices}"
+
+
 def is_light(colour: str) -> bool:
     """Whether a number on it must be dark to be read: by the luminance that sRGB's weights give."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))

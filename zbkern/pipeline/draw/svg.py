@@ -1,9 +1,10 @@
 """Pictures of timelines, planned or measured, as SVG; and as a page around one that zooms.
 
 Several timelines stand one above the other on one time axis. A box is an action: its colour the kind, its shade the
-chunk of the rank, its number the microbatch. Idle time between a rank's first and last action is pink, that before and
-after it grey: a rank may start late and end early for free. Below its row are the lanes of a rank's copies, where it
-has any, and given costs the memory that it holds, what is always there darker, and the limit as a line.
+chunk of the rank, its number the microbatch, with slices that of the sequence and the slice. Idle time between a rank's
+first and last action is pink, that before and after it grey: a rank may start late and end early for free. Below its
+row are the lanes of a rank's copies, where it has any, and given costs the memory that it holds, what is always there
+darker, and the limit as a line.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def _boxes(axis: _Axis, rank: int, row: Sequence[Event], height: int) -> str:
     chunks, base = timeline.schedule.chunks_of(rank), (height + 6) // 2
     for event in row:
         kind, chunk, microbatch, _ = event.action
-        fill, label = style.shade(kind, chunks.index(chunk), len(chunks)), str(microbatch)
+        fill, label = style.shade(kind, chunks.index(chunk), len(chunks)), style.label(timeline.schedule, microbatch)
         x, length = axis.x(event.start), (event.end - event.start) * axis.scale
         border = f' stroke-width="{length / 8:.2f}"' if length < 8 else ""  # a border must not hide a narrow box
         held = bisect_right(track, (event.start, math.inf)) - 1

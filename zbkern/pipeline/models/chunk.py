@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from zbkern.pipeline.models.adapters import plain_names
 from zbkern.pipeline.models.layers import is_transformer
 from zbkern.pipeline.models.placeholders import Placeholder, PlaceholderUsed, placeholder, refuse_placeholders
 
@@ -195,7 +196,7 @@ class Chunk(nn.Module):
         self._flow, self._elsewhere = flow, elsewhere
         # DistributedDataParallel would broadcast into placeholders, which have no memory of their own
         self._ddp_params_and_buffers_to_ignore = list(elsewhere)
-        self.tensor_names = frozenset(self.state_dict())  # what is wrapped later has others
+        self.tensor_names = plain_names(self)  # what is wrapped later has others
         self._checked = False
         self._known_arguments = (
             _known_arguments(whole) if is_transformer(whole) else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zbkern.pipeline.schedules.dependencies import Result, producer, result
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.memory import Memory, static_of_ranks
+from zbkern.pipeline.simulation.slice_costs import slice_costs
 from zbkern.pipeline.simulation.timeline import Event, Timeline
 
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
@@ -46,7 +47,8 @@ def idle_time(timeline: Timeline, costs: Costs, objective: str, limits: Sequence
         return IdleTime(0, 0.0, **shares)
     spans = [row[-1].end - row[0].start for row in timeline.events]
     slowest = spans.index(max(spans)) if objective == "cost" else busy.index(most)
-    gaps = _Gaps(timeline, costs.per_chunk(len(timeline.schedule.placement)), slowest, limits)
+    flat = slice_costs(costs.per_chunk(len(timeline.schedule.placement)), timeline.schedule.slices)
+    gaps = _Gaps(timeline, flat, slowest, limits)
     for cause, time in gaps.causes():
         shares[cause] += time
     if objective != "cost":  # it also waits for the first pass to come, and for the others to end
@@ -64,11 +66,13 @@ def idle_time(timeline: Timeline, costs: Costs, objective: str, limits: Sequence
 class _Gaps:
     """The time between the passes of one rank, and why it passes."""
 
-    def __init__(self, timeline: Timeline, costs: ChunkCosts, rank: int, limits: Sequence[float] | None) -> None:
+    def __init__(
+        self, timeline: Timeline, costs: Sequence[ChunkCosts], rank: int, limits: Sequence[float] | None
+    ) -> None:
         self._schedule, self._costs = timeline.schedule, costs
         self._row = timeline.events[rank]
         self._actions = iter(self._schedule.actions[rank])  # with O and L, which are no events of the row
-        always = static_of_ranks(costs, timeline.schedule.placement)[rank]
+        always = static_of_ranks(costs[0], timeline.schedule.placement)[rank]
         self._memory = Memory(costs, always, self._schedule.actions[rank])
         self._copies = bool(timeline.copies and timeline.copies[rank])
         self._limit = float("inf") if limits is None else limits[rank] * (1 + _ROUNDING)
@@ -112,12 +116,17 @@ class _Gaps:
         if need is None:
             return 0.0, 0.0
         end, owner = self._ends[need]
-        return end, end + (self._costs.communication[min(event.action.chunk, need[1])] if owner != self._rank else 0.0)
+        travel = self._of(event).communication[min(event.action.chunk, need[1])] if owner != self._rank else 0.0
+        return end, end + travel
+
+    def _of(self, event: Event) -> ChunkCosts:
+        """The costs of its slice."""
+        return self._costs[event.action.microbatch % len(self._costs)]
 
     def _blocked(self, forwards: dict[int, list[Event]]) -> float:
         """Since when a forward has been there for which there is no room; infinite where there is none."""
         blocked = float("inf")
         for chunk, waiting in forwards.items():
-            if waiting and self._memory.now + self._costs.activation[chunk] > self._limit:
+            if waiting and self._memory.now + self._of(waiting[-1]).activation[chunk] > self._limit:
                 blocked = min(blocked, self._arrival(waiting[-1])[1])
         return blocked

@@ -18,8 +18,9 @@ from zbkern.pipeline.schedules.actions import Action, ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
-from zbkern.pipeline.simulation.memory import static_of_ranks
+from zbkern.pipeline.simulation.memory import carried_change, static_of_ranks
 from zbkern.pipeline.simulation.simulator import simulate
+from zbkern.pipeline.simulation.slice_costs import slice_costs
 from zbkern.pipeline.simulation.timeline import Timeline
 
 _ROUNDING = 1e-9  # relative, of a limit
@@ -78,7 +79,9 @@ def with_fused(schedule: Schedule, costs: Costs) -> Iterator[Timeline]:
             [action._replace(kind="BW") if action.kind == "B" else action for action in row if action.kind != "W"]
             for row in schedule.actions
         ]
-        yield simulate(Schedule.build(rows, schedule.placement, schedule.microbatches, schedule.name), costs)
+        yield simulate(
+            Schedule.build(rows, schedule.placement, schedule.microbatches, schedule.name, schedule.slices), costs
+        )
 
 
 @dataclass(frozen=True)
@@ -118,28 +121,28 @@ class _Held:
 def _place(
     schedule: Schedule, costs: Costs, limits: Sequence[float], timeline: Timeline, preference: _Preference
 ) -> Schedule | None:
-    flat = costs.per_chunk(len(schedule.placement))
-    if preference.recompute and flat.checkpoint is None:
+    flat = slice_costs(costs.per_chunk(len(schedule.placement)), schedule.slices)
+    if preference.recompute and flat[0].checkpoint is None:
         raise ValueError("fit: recompute needs Costs.checkpoint, the memory a microbatch holds between an F and its R")
     if preference.offload and (costs.offload_bandwidth is None or costs.reload_bandwidth is None):
         raise ValueError("fit: offload needs Costs.offload_bandwidth and Costs.reload_bandwidth")
     rows = []
-    for rank, static in enumerate(static_of_ranks(flat, schedule.placement)):
+    for rank, static in enumerate(static_of_ranks(flat[0], schedule.placement)):
         times = {event.action[:3]: (event.start, event.end) for event in timeline.events[rank]}
         row = _Row(schedule.actions[rank], flat, costs, limits[rank] - static, times, preference).placed()
         if row is None:
             return None
         rows.append(row)
-    return Schedule.build(rows, schedule.placement, schedule.microbatches, f"{schedule.name}-saving")
+    return Schedule.build(rows, schedule.placement, schedule.microbatches, f"{schedule.name}-saving", schedule.slices)
 
 
 class _Row:
-    """One rank's row, gone through from its first action to its last."""
+    """One rank's row, gone through from its first action to its last; flat: the costs of every slice of a sequence."""
 
     def __init__(
         self,
         actions: Sequence[Action],
-        flat: ChunkCosts,
+        flat: Sequence[ChunkCosts],
         costs: Costs,
         limit: float,
         times: _Times,
@@ -175,36 +178,47 @@ class _Row:
 
     def _streams(self, index: int, ending: _Held | None) -> bool:
         """Whether the action is an F that is offloaded while it runs, for which there is room then."""
-        kind, chunk, _, _ = self._actions[index]
-        if kind != "F" or not self._preference.offload or self._flat.streamed[chunk] == self._flat.activation[chunk]:
+        kind, chunk, microbatch, _ = self._actions[index]
+        activation, streamed = self._of(microbatch).activation[chunk], self._of(microbatch).streamed[chunk]
+        carried = self._carried(index)
+        if kind != "F" or not self._preference.offload or streamed == activation:
             return False
-        if self._flat.activation[chunk] <= self._limit - self._now:
+        if activation + carried <= self._limit - self._now:
             return False
-        if self._free_memory(index, self._flat.activation[chunk], ending):
+        if self._free_memory(index, activation + carried, ending):
             return False
-        if not self._free_memory(index, self._flat.streamed[chunk], ending):
+        if not self._free_memory(index, streamed + carried, ending):
             return False
         start, end = self._times[index]
-        begin = start + (end - start) * self._flat.streamed[chunk] / self._flat.activation[chunk] / 2
-        copied = self._flat.activation[chunk] / self._out
+        begin = start + (end - start) * streamed / activation / 2
+        copied = activation / self._out
         self._lane_out = max(max(begin, self._lane_out) + copied, end)
         return True
 
     def _needs(self, index: int) -> float:
         """The memory that the action adds to what is held, while it runs."""
-        kind, chunk, _, _ = self._actions[index]
+        kind, chunk, microbatch, _ = self._actions[index]
         if kind == "B":
-            return self._flat.held[chunk] - self._flat.activation[chunk]
-        return self._begun[index].size if index in self._begun else 0.0
+            return self._of(microbatch).held[chunk] - self._of(microbatch).activation[chunk] + self._carried(index)
+        return (self._begun[index].size if index in self._begun else 0.0) + self._carried(index)
+
+    def _of(self, microbatch: int) -> ChunkCosts:
+        return self._flat[microbatch % len(self._flat)]
+
+    def _carried(self, index: int) -> float:
+        kind, chunk, microbatch, _ = self._actions[index]
+        slices = len(self._flat)
+        return carried_change(self._of(microbatch), kind, chunk, microbatch % slices, slices)
 
     def _run(self, index: int, ending: _Held | None) -> None:
-        kind, chunk, _, part = self._actions[index]
+        kind, chunk, microbatch, part = self._actions[index]
+        self._now += self._carried(index)
         if ending is not None:
             self._here.pop(ending, None)
             if kind != "W" or part is None:
                 self._now -= ending.size
         if kind == "W" and part is not None:
-            self._now -= self._flat.held[chunk] / part[1]
+            self._now -= self._of(microbatch).held[chunk] / part[1]
         if index in self._begun:
             self._now += self._begun[index].size
             self._here[self._begun[index]] = None
@@ -278,7 +292,7 @@ class _Row:
         for held in self._here:
             if held is spared or held.given_up or held in taken or held.end <= index:
                 continue
-            if self._within_merged(held.end) and self._flat.merge_saving[held.chunk] > 0:
+            if self._within_merged(held.end) and self._of(held.microbatch).merge_saving[held.chunk] > 0:
                 continue
             prefers = self._times[held.begin][1] if self._preference.oldest else -self._times[held.end][0]
             options = []
@@ -290,20 +304,22 @@ class _Row:
             if self._preference.recompute and held.kept < held.size:
                 before = self._times[held.end - 1][1] if held.end else 0.0
                 idle = self._times[held.end][0] - before
-                options.append((max(0.0, self._flat.recompute[held.chunk] - idle), prefers, False, held, lane))
+                options.append(
+                    (max(0.0, self._of(held.microbatch).recompute[held.chunk] - idle), prefers, False, held, lane)
+                )
             for option in options:
                 if best is None or option[:2] < best[:2]:
                     best = option
         return best
 
 
-def _spans(actions: Sequence[Action], flat: ChunkCosts) -> tuple[dict[int, _Held], dict[int, _Held]]:
+def _spans(actions: Sequence[Action], by_slice: Sequence[ChunkCosts]) -> tuple[dict[int, _Held], dict[int, _Held]]:
     """What is held in a row, by the place of the action that it begins with, and of the action that needs it."""
     begun: dict[int, _Held] = {}
     ended: dict[int, _Held] = {}
     held: dict[tuple[int, int], _Held] = {}
     for index, (kind, chunk, microbatch, _) in enumerate(actions):
-        key = chunk, microbatch
+        key, flat = (chunk, microbatch), by_slice[microbatch % len(by_slice)]
         if kind in ("B", "BW", "W") and key in held:
             held[key].end = index
             ended[index] = held.pop(key)

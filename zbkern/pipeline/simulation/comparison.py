@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +18,15 @@ INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
 """The generators that take any number of chunks per rank."""
 
 
-def build(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """The schedule of a name in `schedules.NAMES`; chunks per rank matter to the interleaved ones alone (default 2)."""
+def build(
+    name: str, stages: int, microbatches: int, chunks: int | None = None, slices: int | Sequence[int] = 1
+) -> Schedule:
+    """The schedule of a name in `schedules.NAMES`; chunks per rank matter to the interleaved ones alone (default 2).
+
+    microbatches: of whole sequences, each in these slices.
+    """
     more = {"chunks": chunks} if chunks is not None and name in INTERLEAVED else {}
-    return getattr(schedules, name)(stages, microbatches, **more)
+    return getattr(schedules, name)(stages, microbatches, **more, slices=slices)
 
 
 def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
@@ -51,6 +57,10 @@ def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
         passes = [b + w for b, w in zip(of_chunks("backward"), of_chunks("weight"), strict=True)]
         cut["split_overhead"] = [min(pair) for pair in zip(of_chunks("split_overhead"), passes, strict=True)]
         cut["merge_saving"] = [min(pair) for pair in zip(of_chunks("merge_saving"), of_chunks("weight"), strict=True)]
+    wholes = {"attention_forward": "forward", "attention_backward": "backward", "carried": "activation"}
+    for name, whole in wholes.items():
+        if isinstance(cut[name], list) or isinstance(cut[whole], list):
+            cut[name] = [min(pair) for pair in zip(of_chunks(name), of_chunks(whole), strict=True)]
     return replace(costs, **cut)
 
 
@@ -72,7 +82,9 @@ def how_rechunked(costs: Costs, chunks: int) -> str:
     return f"other numbers of chunks: the same model cut evenly; embedding and head stay whole: {'; '.join(whole)}"
 
 
-def timelines(costs: Costs, stages: int, microbatches: int, chunks: int = 1) -> tuple[list[Timeline], list[str]]:
+def timelines(
+    costs: Costs, stages: int, microbatches: int, chunks: int = 1, slices: int | Sequence[int] = 1
+) -> tuple[list[Timeline], list[str]]:
     """Each published schedule's timeline, and the names of those for which the costs are not known.
 
     costs: of `chunks` chunks per rank; other schedules get the same model in their number of chunks (see `rechunk`).
@@ -80,7 +92,7 @@ def timelines(costs: Costs, stages: int, microbatches: int, chunks: int = 1) -> 
     """
     found, unknown = [], []
     for name in schedules.NAMES:
-        schedule = build(name, stages, microbatches, max(2, chunks))
+        schedule = build(name, stages, microbatches, max(2, chunks), slices)
         try:
             found.append(simulate(schedule, rechunk(costs, stages * chunks, len(schedule.placement))))
         except ValueError:

@@ -30,7 +30,8 @@ class Copies:
     `start` and `run` of every pass, `reach` of every O and L. Raises ValueError where the costs have no bandwidths.
     """
 
-    def __init__(self, rank: int, row: Sequence[Action], costs: Costs, flat: ChunkCosts) -> None:
+    def __init__(self, rank: int, row: Sequence[Action], costs: Costs, flat: Sequence[ChunkCosts]) -> None:
+        """flat: the costs of every slice of a sequence."""
         if costs.offload_bandwidth is None or costs.reload_bandwidth is None:
             raise ValueError(
                 "Costs: offload_bandwidth and reload_bandwidth must be given for a schedule that offloads: the memory "
@@ -40,7 +41,7 @@ class Copies:
         self._rank = rank
         self._bandwidth = {"O": costs.offload_bandwidth, "L": costs.reload_bandwidth}
         self._slowdown = costs.copy_slowdown
-        self._costs = flat
+        self._flat = flat
         self._size = costs.copy_size
         self._free = {"O": 0.0, "L": 0.0}  # when each lane has copied what it was given
         self._offloads, self._streamed = offloaded_after(row), streamed(row)
@@ -60,13 +61,13 @@ class Copies:
         end, key = self._beside(start, length), (action.chunk, action.microbatch)
         if action.kind in _ENDS_LOAD and key in self._back:
             _, last = self._back.pop(key)
-            needed = self._costs.held if action.kind == "W" else self._costs.activation
+            needed = self._costs(key).held if action.kind == "W" else self._costs(key).activation
             if action.part is None:
                 end = max(end, last + self._first(needed[action.chunk]) * (end - start))
         if action[:3] in self._offloads:
             if action.kind == "F":
                 return self._run_forward(key, start, end)
-            self._out[key] = self._copy("O", key, end, self._costs.held[action.chunk])
+            self._out[key] = self._copy("O", key, end, self._costs(key).held[action.chunk])
         return end
 
     def reach(self, action: Action, time: float, amount: float) -> None:
@@ -82,7 +83,7 @@ class Copies:
 
     def _run_forward(self, key: _Key, start: float, end: float) -> float:
         """The same for an F that would end at `end` without its own copies."""
-        activation = self._costs.activation[key[0]]
+        activation = self._costs(key).activation[key[0]]
         first = self._first(activation)
         part, whole = first * (end - start), activation / self._bandwidth["O"]
         begin = max(start + part, self._free["O"])
@@ -93,6 +94,9 @@ class Copies:
         # the lane is never idle from the first transfer on, or waits for the F to leave the last one
         self._out[key] = self._copy("O", key, max(begin, end - (1.0 - first) * whole), activation)
         return end
+
+    def _costs(self, key: _Key) -> ChunkCosts:
+        return self._flat[key[1] % len(self._flat)]
 
     def _first(self, amount: float) -> float:
         """The share of so much memory that its first transfer moves."""

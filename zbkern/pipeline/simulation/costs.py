@@ -13,6 +13,7 @@ from zbkern.pipeline.simulation.json_file import JsonFile, check_fields, parse_o
 
 PerChunk = float | Sequence[float]
 COPY_SIZE = 64 * 2**20  # bytes: a millisecond or two of a link to the host, and a small part of a chunk's activations
+_ROUNDING = 1e-9  # relative: sums of parts and of wholes differ in the last digits
 LARGEST = 1e100  # of any cost: sums and ratios of costs then stay far from the ends of floating point
 
 
@@ -31,11 +32,15 @@ class ChunkCosts(NamedTuple):
     recompute: tuple[float, ...]
     checkpoint: tuple[float, ...] | None  # None where the costs do not say
     streamed: tuple[float, ...]  # of the activation, what is on the device while it is offloaded during F
+    attention_forward: tuple[float, ...]
+    attention_backward: tuple[float, ...]
+    overhead: tuple[float, ...]
+    carried: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Costs(JsonFile):
-    """Times and memory of one microbatch in one chunk: a number, or one per chunk in model order.
+    """Times and memory of one microbatch, of whole sequences, in one chunk: a number, or one per chunk in model order.
 
     forward, backward, weight: time of F, B and W, all in one unit (B is the input gradient alone). communication:
     latency of the edge between neighbouring chunks on different ranks, a number or one per edge (edge i joins chunks i
@@ -51,6 +56,13 @@ class Costs(JsonFile):
     a pass takes, as a share of its time, while one copy runs beside it. copy_size: memory of one transfer of
     activations to the host or back, which go in the order in which F leaves and B needs them; None where those of a
     microbatch are one transfer.
+
+    Of the passes of a slice, whose costs otherwise grow with its length: attention_forward, attention_backward: of
+    forward and backward, the time that grows with the length times the mean context (the keys before a query).
+    overhead: of each F, B and W, the time that does not shrink with the length. carried: of the activation, what a
+    sequence keeps for its later slices, keys and values: it is there as a whole from the sequence's first F to its last
+    B, and their gradients take as much from its first B on. tokens: of a sequence, where they are known: slices that a
+    plan chooses are then multiples of 128. Without slices none of these matters.
 
     time_unit: "s", "ms", "us", or None where times have no unit. memory_unit: "bytes", or None where memory has no
     unit; `memory_limit` and `peak_memory` are in the same one. Tables, pictures and errors print the units that are
@@ -76,6 +88,11 @@ class Costs(JsonFile):
     copy_size: float | None = None
     time_unit: str | None = None
     memory_unit: str | None = None
+    attention_forward: PerChunk = 0.0
+    attention_backward: PerChunk = 0.0
+    overhead: PerChunk = 0.0
+    carried: PerChunk = 0.0
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.held is None:
@@ -116,6 +133,9 @@ class Costs(JsonFile):
                     f"Costs: merge_saving of chunk {chunk} must be at most its weight, {flat['weight'][chunk]:g}; "
                     f"got {flat['merge_saving'][chunk]:g}"
                 )
+        for passes in ("forward", "backward"):
+            _check_part(f"attention_{passes}", flat[f"attention_{passes}"], passes, flat[passes])
+        _check_part("carried", flat["carried"], "activation", flat["activation"])
         # one transfer fills while another is copied
         streamed = tuple(a if self.copy_size is None else min(a, 2 * self.copy_size) for a in flat["activation"])
         return ChunkCosts(fused=fused, streamed=streamed, **flat)
@@ -142,7 +162,7 @@ COPY_FIELDS = ("offload_bandwidth", "reload_bandwidth", "copy_slowdown", "copy_s
 def number_fields() -> tuple[str, ...]:
     """The names of those fields of `Costs` that have a number per chunk or edge."""
     names = (field.name for field in fields(Costs) if not field.name.endswith("_unit"))
-    return tuple(name for name in names if name not in COPY_FIELDS)
+    return tuple(name for name in names if name not in (*COPY_FIELDS, "tokens"))
 
 
 def check_copies_and_units(costs: Any) -> None:
@@ -157,6 +177,14 @@ def check_copies_and_units(costs: Any) -> None:
         unit = getattr(costs, name)
         if unit is not None and unit not in known:
             raise ValueError(f"{owner}: {name} must be {' or '.join(map(repr, known))}, or None; got {unit!r}")
+    if costs.tokens is not None and (type(costs.tokens) is not int or costs.tokens < 1):
+        raise ValueError(f"{owner}: tokens must be those of a sequence, a whole number, or None; got {costs.tokens!r}")
+
+
+def _check_part(name: str, parts: Sequence[float], of: str, wholes: Sequence[float]) -> None:
+    for chunk, (part, whole) in enumerate(zip(parts, wholes, strict=True)):
+        if part > whole * (1 + _ROUNDING):
+            raise ValueError(f"Costs: {name} of chunk {chunk} must be at most its {of}, {whole:g}; got {part:g}")
 
 
 def checked(owner: str, name: str, value: Any, per: str = "chunk", most: float = LARGEST) -> float | tuple[float, ...]:

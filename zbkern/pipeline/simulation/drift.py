@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +23,31 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
     """Costs, in the timelines' unit, of measured steps of one schedule: medians over microbatches and steps.
 
     memory: whose `activation` and `held` to keep; a timeline has none. A pass in several events (parts or layers of a
-    W) counts as their sum. Bandwidths are those of all O or L together. communication is the least time from the end of
+    W) counts as their sum; that of the slices of a sequence, too, and by how much the time per length rises along the
+    sequence is attention. Bandwidths are those of all O or L together. communication is the least time from the end of
     a pass to the start of the one that needs it, over all edges, mean of both directions, so that a difference between
     two ranks' clocks cancels.
     """
     schedule = timelines[0].schedule
     chunks = range(len(schedule.placement))
-    spans: dict[tuple[str, int], list[float]] = {}
+    spans: dict[tuple[str, int], dict[int, list[float]]] = {}
     for timeline in timelines:
-        for (kind, chunk, _), lengths in _passes(timeline).items():
-            spans.setdefault((kind, chunk), []).append(lengths[2])
-    medians = {key: statistics.median(values) for key, values in spans.items()}
+        for (kind, chunk, microbatch), lengths in _passes(timeline).items():
+            of_slices = spans.setdefault((kind, chunk), {})
+            of_slices.setdefault(microbatch % len(schedule.slices), []).append(lengths[2])
+    by_slice = {
+        key: {slice: statistics.median(values) for slice, values in found.items()} for key, found in spans.items()
+    }
+    medians = {key: sum(each.values()) * len(schedule.slices) / len(each) for key, each in by_slice.items()}
     times = [tuple(medians.get((kind, chunk), 0.0) for chunk in chunks) for kind in ("F", "B", "W")]
     for chunk in chunks:  # a fused pass: both halves in one
         if ("BW", chunk) in medians and ("B", chunk) not in medians:
             times[1] = _with(times[1], chunk, medians["BW", chunk] / 2)
             times[2] = _with(times[2], chunk, medians["BW", chunk] / 2)
     memory = memory or Costs()
+    attention = [
+        tuple(_attention(by_slice.get((kind, chunk), {}), schedule.slices) for chunk in chunks) for kind in "FB"
+    ]
     again = {chunk: medians["R", chunk] for chunk in chunks if ("R", chunk) in medians}
     return replace(
         memory,
@@ -50,11 +58,26 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
         forward=times[0],
         backward=times[1],
         weight=times[2],
-        communication=min(hops(timelines).values(), default=0.0),
+        communication=min(hops(timelines).values(), default=0.0) * len(schedule.slices),
+        attention_forward=tuple(map(min, attention[0], times[0])),
+        attention_backward=tuple(map(min, attention[1], times[1])),
+        overhead=0.0,
         split_overhead=0.0,
         merge_saving=0.0,
         time_unit=timelines[0].unit or None,
     )
+
+
+def _attention(times: Mapping[int, float], slices: Sequence[int]) -> float:
+    """What the passes of a sequence's slices take that grows with the length and with what came before; 0 where some
+    slices are not known."""
+    if len(times) < max(2, len(slices)):
+        return 0.0
+    whole = sum(slices)
+    ends = [end / whole for end in accumulate(slices, initial=0)]
+    context = [a + b for a, b in pairwise(ends)]
+    per_length = [times[slice] * whole / length for slice, length in enumerate(slices)]
+    return max(0.0, statistics.linear_regression(context, per_length).slope)
 
 
 def hops(timelines: Sequence[Timeline]) -> dict[int, float]:
@@ -77,7 +100,7 @@ def _bandwidth(timelines: Sequence[Timeline], kind: str, memory: Costs) -> float
     copies = [event for each in timelines for row in each.copies for event in row if event.action.kind == kind]
     activation = memory.per_chunk(len(timelines[0].schedule.placement)).activation
     spent = sum(copy.end - copy.start for copy in copies)
-    moved = sum(activation[copy.action.chunk] for copy in copies)
+    moved = sum(activation[copy.action.chunk] for copy in copies) / len(timelines[0].schedule.slices)
     given = memory.offload_bandwidth if kind == "O" else memory.reload_bandwidth
     return moved / spent if moved > 0 and spent > 0 else given
 
@@ -90,7 +113,10 @@ def in_seconds(given: Costs) -> Costs:
             f"{type(given).__name__} {given!r}"
         )
     per_second = TIME_UNITS[given.time_unit or "ms"]
-    times = ("forward", "backward", "weight", "communication", "split_overhead", "merge_saving", "recompute")
+    times = (
+        *("forward", "backward", "weight", "communication", "split_overhead", "merge_saving", "recompute"),
+        *("attention_forward", "attention_backward", "overhead"),
+    )
     seconds: dict[str, Any] = {}
     for name in times:
         value = getattr(given, name)
@@ -176,7 +202,8 @@ class Drift:
         busy = sum(e.end - e.start for e in mine) - sum(e.end - e.start for e in plan)
         late = host = 0.0
         passes = _passes(self.measured)
-        travel = self.costs.per_chunk(len(self.measured.schedule.placement)).communication
+        whole = self.costs.per_chunk(len(self.measured.schedule.placement)).communication
+        travel = [time / len(self.measured.schedule.slices) for time in whole]
         for before, event in pairwise(mine):
             gap = max(0.0, event.start - before.end)
             arrival = _arrival(event.action, passes, travel, self.measured.schedule.placement)

@@ -12,9 +12,20 @@ from typing import Any
 from zbkern.pipeline.simulation.costs import COPY_FIELDS, Costs, check_copies_and_units, checked, checked_number
 from zbkern.pipeline.simulation.json_file import JsonFile, check_fields, parse_object
 
-_SUMMED = ("forward", "backward", "weight", "activation", "held", "split_overhead", "merge_saving")
+_SUMMED = (
+    "forward",
+    "backward",
+    "weight",
+    "activation",
+    "held",
+    "split_overhead",
+    "merge_saving",
+    "overhead",
+    "carried",
+)
 _OF_PARTS = ("recompute", "checkpoint")
-_AS_IN_COSTS = (*COPY_FIELDS, "time_unit", "memory_unit")
+_OF_ATTENTION = ("attention_forward", "attention_backward")
+_AS_IN_COSTS = (*COPY_FIELDS, "time_unit", "memory_unit", "tokens")
 PerLink = float | Sequence[float]
 
 
@@ -31,6 +42,9 @@ class LayerCosts:
     such an R keeps of the layer, the layer's input among it. Both or none, for all layers of a model; where they are
     not given, an R runs the whole chunk, which keeps its input. output_again: how much of the output such an R computes
     again, which a next layer in the same chunk does not keep as its input.
+
+    attention_forward, attention_backward, overhead, carried: what matters to slices of a sequence, as in `Costs`.
+    window: of the layer's attention, as a share of the sequence; the mean context is then that of the window.
 
     Raises TypeError or ValueError for numbers that `Costs` would not take.
     """
@@ -49,15 +63,34 @@ class LayerCosts:
     recompute: float | None = None
     checkpoint: float | None = None
     output_again: float = 0.0
+    attention_forward: float = 0.0
+    attention_backward: float = 0.0
+    window: float = 1.0
+    overhead: float = 0.0
+    carried: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not isinstance(self.tied, (str, type(None))):
             raise TypeError(f"LayerCosts: name must be a str, tied a str or None; got {self.name!r} and {self.tied!r}")
         if self.held is None:
             object.__setattr__(self, "held", self.activation)
-        for name in (*_SUMMED, *_OF_PARTS, "static", "output", "output_again"):
+        for name in (*_SUMMED, *_OF_PARTS, *_OF_ATTENTION, "static", "output", "output_again"):
             if name not in _OF_PARTS or getattr(self, name) is not None:
                 checked_number(f"LayerCosts: of layer {self.name!r}", name, getattr(self, name))
+        if not 0 < checked_number(f"LayerCosts: of layer {self.name!r}", "window", self.window) <= 1:
+            raise ValueError(
+                f"LayerCosts: of layer {self.name!r}: window must be a share of the sequence, above 0 and at most 1; "
+                f"got {self.window:g}"
+            )
+
+    def context(self, name: str) -> float:
+        """Of attention_forward or attention_backward, the part that grows with the length times all that came before.
+
+        A window w of the sequence gives a query the context min(x, w) at x. That is taken for a constant, which makes
+        the time grow with the length, and a part that rises with x: the one with the least squares of the difference.
+        """
+        rising: float = getattr(self, name) * self.window * (3 - 2 * self.window) / (2 - self.window)
+        return rising
 
 
 @dataclass(frozen=True)
@@ -69,8 +102,8 @@ class ModelCosts(JsonFile):
     link, the first entry). With one per rank every plan must have as many ranks, and chunks that follow each other must
     be on one rank or on neighbours. forward_overhead: what every forward of a chunk takes besides its layers (masks,
     rotary embeddings), a time, too. pass_overhead: what every F, B and W of a chunk takes besides (launches, the
-    engine), and a fused backward once. The units, and the bandwidths, copy_slowdown and copy_size that schedules with
-    offloading need, are as in `Costs`.
+    engine), and a fused backward once. tokens, the units, and the bandwidths, copy_slowdown and copy_size that
+    schedules with offloading need, are as in `Costs`.
 
     Raises TypeError or ValueError for numbers that `Costs` would not take.
     """
@@ -86,6 +119,7 @@ class ModelCosts(JsonFile):
     copy_size: float | None = None
     forward_overhead: float = 0.0
     pass_overhead: float = 0.0
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -134,8 +168,10 @@ class ModelCosts(JsonFile):
             name: [sum(getattr(layer, name) for layer in chunk) for chunk in chunks] for name in _SUMMED
         }
         summed["forward"] = [time + self.forward_overhead for time in summed["forward"]]
-        for name in ("forward", "backward", "weight", "split_overhead"):
+        for name in ("forward", "backward", "weight", "split_overhead", "overhead"):
             summed[name] = [time + self.pass_overhead for time in summed[name]]
+        for name in _OF_ATTENTION:
+            summed[name] = [sum(layer.context(name) for layer in chunk) for chunk in chunks]
         return Costs(
             **summed,
             **self._of_recomputation(chunks),

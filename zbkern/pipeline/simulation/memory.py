@@ -14,16 +14,17 @@ class Memory:
 
     It starts with `static`, the model states of its chunks. F adds the chunk's activation, or `checkpoint` where an R
     adds the rest, or `streamed` where its O follows directly; B leaves `held`, and BW nothing; W releases `held`, a
-    part of n its n-th. O releases what the microbatch holds, L takes it again. row: the rank's actions; they are
-    accounted in its order, or in another one that keeps that of every microbatch.
+    part of n its n-th. O releases what the microbatch holds, L takes it again. Of a sequence in slices `carried` is
+    there from its first F to its last B, and as much again from its first B on. costs: of every slice of a sequence.
+    row: the rank's actions; they are accounted in its order, or in another one that keeps that of every microbatch.
     """
 
-    def __init__(self, costs: ChunkCosts, static: float = 0.0, row: Sequence[Action] = ()) -> None:
+    def __init__(self, costs: Sequence[ChunkCosts], static: float = 0.0, row: Sequence[Action] = ()) -> None:
         self._costs = costs
         self._recomputed, self._streamed = recomputed(row), streamed(row)
         self._waiting: set[tuple[int, int]] = set()  # those whose B has run
         self.now = self.peak = static
-        if self._recomputed and costs.checkpoint is None:
+        if self._recomputed and costs[0].checkpoint is None:
             raise ValueError(
                 "Costs: checkpoint must be given for a schedule that recomputes: the memory that a microbatch holds "
                 "between an F and its R, which is what the chunk was given"
@@ -31,12 +32,14 @@ class Memory:
 
     def account(self, action: Action) -> None:
         kind, chunk, microbatch, part = action
-        activation, held = self._costs.activation[chunk], self._costs.held[chunk]
+        costs = self._costs[microbatch % len(self._costs)]
+        activation, held = costs.activation[chunk], costs.held[chunk]
+        self.now += carried_change(costs, kind, chunk, microbatch % len(self._costs), len(self._costs))
         if kind in ("F", "R"):
             self.now += self._taken(kind, chunk, microbatch)
         elif kind == "O":
             leaves = (chunk, microbatch) in self._streamed and (chunk, microbatch) not in self._waiting
-            self.now -= self._costs.streamed[chunk] if leaves else self.copied(chunk, microbatch)
+            self.now -= costs.streamed[chunk] if leaves else self.copied(chunk, microbatch)
         elif kind == "L":
             self.now += self.copied(chunk, microbatch)
         elif kind == "B":
@@ -50,16 +53,27 @@ class Memory:
 
     def copied(self, chunk: int, microbatch: int) -> float:
         """What an O or L of this microbatch moves now: its activations, or after B what its W needs."""
-        return self._costs.held[chunk] if (chunk, microbatch) in self._waiting else self._costs.activation[chunk]
+        costs = self._costs[microbatch % len(self._costs)]
+        return costs.held[chunk] if (chunk, microbatch) in self._waiting else costs.activation[chunk]
 
     def _taken(self, kind: str, chunk: int, microbatch: int) -> float:
-        activation = self._costs.activation[chunk]
+        costs = self._costs[microbatch % len(self._costs)]
+        activation = costs.activation[chunk]
         if (chunk, microbatch) in self._streamed:
-            return self._costs.streamed[chunk]
-        if (chunk, microbatch) not in self._recomputed or self._costs.checkpoint is None:
+            return costs.streamed[chunk]
+        if (chunk, microbatch) not in self._recomputed or costs.checkpoint is None:
             return activation
-        kept = min(activation, self._costs.checkpoint[chunk])
+        kept = min(activation, costs.checkpoint[chunk])
         return kept if kind == "F" else activation - kept
+
+
+def carried_change(costs: ChunkCosts, kind: str, chunk: int, slice: int, slices: int) -> float:
+    """What a pass of this slice takes, or frees, of a sequence's keys and values and of their gradients."""
+    if slices == 1 or kind not in ("F", "B", "BW"):
+        return 0.0
+    first = slice == (0 if kind == "F" else slices - 1)
+    last = kind != "F" and slice == 0
+    return (first - 2 * last) * costs.carried[chunk]
 
 
 def static_of_ranks(costs: ChunkCosts, placement: Sequence[int]) -> list[float]:

@@ -9,6 +9,8 @@ A model, and no measurement. It assumes:
 - what is between the layers of tensor parallelism is split among its GPUs, too (sequence parallelism); of its messages
   and those of experts `Hardware.exposed_share` takes time; every expert gets as many tokens as the others, and a
   token is sent once to every GPU that has some of its experts (`zbkern.nn.ExpertParallel` sends it once per expert);
+- of a sequence in slices keys and values of all heads stay, also where their layer has a window or makes them from
+  small vectors, as caches of the transformers library have them;
 - 18 bytes per parameter: bf16 weight, fp32 gradient, and 12 of AdamW, which data-parallel ranks share.
 """
 
@@ -27,6 +29,7 @@ from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
 _WIDTH = 2  # bytes of a bf16 number
 _WIDE = 4  # of an fp32 number: statistics, gradients
 _MS = 1e3
+_SOME = 1 / 8  # of a sequence: from what so many rows take follows what does not shrink with them
 _REDUCED = 2  # of a gradient that travels between pipelines
 _STEP = 30  # bytes that AdamW reads and writes per parameter: gradient, both moments, fp32 weight, and the bf16 one
 _OPTIMIZER = 12  # bytes per parameter: two moments and the fp32 weight
@@ -90,6 +93,7 @@ def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> Mod
         copies,
         copy_size=COPY_SIZE,
         pass_overhead=hardware.pass_time * _MS,
+        tokens=job.sequence,
     )
 
 
@@ -157,26 +161,45 @@ class _Layer:
         self.forward = self.backward = self.weight = self.saving = 0.0
         self.reduced = self.stepped = 0.0
         self.activation = self.held = self.static = 0.0
+        self.attention_forward = self.attention_backward = self.overhead = self.carried = 0.0
+        self.window = 1.0
 
     def linear(self, rows: float, inputs: float, outputs: float, matrices: float = 1, replicas: float = 0) -> None:
         """Products of so many rows in all with `matrices` weights [outputs, inputs], which this GPU has."""
         share = self.hardware.matmul_share * (1.0 if matrices == 1 else self.hardware.expert_share)
-        edges = self.hardware.matmul_ramp * (matrices / rows + 1 / inputs + 1 / outputs)
-        product = (1 + edges) * 2 * rows * inputs * outputs / (self.hardware.matmul_flops * share)
-        moved, size = _WIDTH * rows * (inputs + outputs), matrices * inputs * outputs
-        through = max(product, self.seconds(moved + _WIDTH * size))
-        alone = max(product, self.seconds(moved + 2 * _WIDE * size))
+        size = matrices * inputs * outputs
+
+        def times(rows: float) -> tuple[float, float, float]:
+            """Of F or B, of W, and of a W that is merged, which reads and writes the gradient once with others."""
+            edges = self.hardware.matmul_ramp * (matrices / rows + 1 / inputs + 1 / outputs)
+            product = (1 + edges) * 2 * rows * inputs * outputs / (self.hardware.matmul_flops * share)
+            moved = _WIDTH * rows * (inputs + outputs)
+            return tuple(max(product, self.seconds(moved + more)) for more in (_WIDTH * size, 2 * _WIDE * size, 0))  # type: ignore[return-value]
+
+        (through, alone, merged), some = times(rows), times(_SOME * rows)
         self.forward += through
         self.backward += through
         self.weight += alone
-        self.saving += alone - max(product, self.seconds(moved))  # merged W read and write the gradient once
+        self.saving += alone - merged
+        fixed = [(part - _SOME * whole) / (1 - _SOME) for part, whole in zip(some, (through, alone), strict=False)]
+        self.overhead += (2 * fixed[0] + fixed[1]) / 3
         self.weights(size, replicas)
 
-    def attention(self, flops: float) -> None:
-        """The core: two products forward, five backward, no weights; of short sequences less than its share."""
-        peak = self.hardware.matmul_flops / (1 + self.hardware.attention_ramp / self.job.sequence)
-        self.forward += flops / (peak * self.hardware.attention_forward_share)
-        self.backward += 2.5 * flops / (peak * self.hardware.attention_backward_share)
+    def attention(self, flops: float, window: int | None) -> None:
+        """The core: two products forward, five backward, no weights; of short sequences less than its share.
+
+        What short ones take longer is some keys more for every query, which is no part of the context.
+        """
+        gpu = self.hardware
+        self.attention_forward += flops / (gpu.matmul_flops * gpu.attention_forward_share)
+        self.attention_backward += 2.5 * flops / (gpu.matmul_flops * gpu.attention_backward_share)
+        self.forward += (1 + gpu.attention_ramp / self.job.sequence) * self.attention_forward
+        self.backward += (1 + gpu.attention_ramp / self.job.sequence) * self.attention_backward
+        self.window = 1.0 if window is None else min(1.0, window / self.job.sequence)
+
+    def carry(self, rows: float, numbers: float) -> None:
+        """So many numbers per row stay for later slices of the sequence."""
+        self.carried += _WIDTH * rows * numbers
 
     def elementwise(self, rows: float, forward: float, backward: float) -> None:
         """So many numbers read or written per row."""
@@ -205,6 +228,7 @@ class _Layer:
         self.forward += seconds
         self.backward += seconds
         self.weight += seconds
+        self.overhead += seconds
 
     def gather_and_scatter(self, features: int) -> None:
         """Tensor parallelism around attention or an MLP: an all-gather and a reduce-scatter, forward and backward."""
@@ -241,12 +265,13 @@ class _Layer:
 
     def costs(self) -> LayerCosts:
         output = _WIDTH * self.job.tokens * self.features / self.job.tensor_parallel
-        forward, backward, weight, saving = (
-            _MS * each for each in (self.forward, self.backward, self.weight, self.saving)
+        same = ("forward", "backward", "weight", "attention_forward", "attention_backward", "overhead")
+        times = {name: _MS * getattr(self, name) for name in same}
+        memory = {name: getattr(self, name) for name in ("activation", "held", "static", "carried")}
+        saving = _MS * self.saving
+        return LayerCosts(
+            self.name, **times, **memory, merge_saving=saving, output=output, window=self.window, tied=self.tied
         )
-        times = {"forward": forward, "backward": backward, "weight": weight, "merge_saving": saving}
-        memory = {"activation": self.activation, "held": self.held, "static": self.static, "output": output}
-        return LayerCosts(self.name, **times, **memory, tied=self.tied)
 
     def _message(self, time: float) -> None:
         """Two messages that take so long together at the peak bandwidth, forward and again backward."""
@@ -306,7 +331,8 @@ def _add_attention(layer: _Layer, attention: Attention | LatentAttention, featur
         attention = replace(attention, key_heads=max(attention.key_heads, ranks))
     rows = job.tokens / ranks
     layer.gather_and_scatter(features)
-    layer.attention(job.tokens * _core_flops(attention, job.sequence) / ranks)
+    window = attention.window if isinstance(attention, Attention) else None
+    layer.attention(job.tokens * _core_flops(attention, job.sequence) / ranks, window)
     *inner, last = _projections(attention, features)
     whole = _shared_projections(attention)
     for index, (inputs, outputs) in enumerate(inner):
@@ -320,6 +346,7 @@ def _add_attention(layer: _Layer, attention: Attention | LatentAttention, featur
         queries, keys = attention.heads * attention.head_size, attention.key_heads * attention.head_size
         # the input; q, k and v before rotary, which v keeps alive; q and k after it; the core's output
         activation = features + (queries + 2 * keys) + (queries + keys) + queries
+        layer.carry(rows, 2 * keys)
         layer.elementwise(rows, 2 * (queries + keys), 2 * (queries + keys))
     else:
         size = attention.heads * (attention.content_size + attention.rotary_size)
@@ -329,6 +356,7 @@ def _add_attention(layer: _Layer, attention: Attention | LatentAttention, featur
         # the input; both small vectors before and after their norms; q and k with positions; values, core's output
         activation = features + 2 * small + attention.rotary_size + 2 * size + content
         activation += attention.heads * attention.value_size
+        layer.carry(rows, size + attention.heads * attention.value_size)
         layer.elementwise(rows, 4 * size + 2 * small, 4 * size + 4 * small)
     layer.keep(rows, activation + attention.heads * _WIDE / _WIDTH, held)
 

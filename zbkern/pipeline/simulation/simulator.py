@@ -20,6 +20,7 @@ from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.copies import Copies
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.memory import Memory, static_of_ranks
+from zbkern.pipeline.simulation.slice_costs import slice_costs
 from zbkern.pipeline.simulation.timeline import Event, Timeline
 
 
@@ -74,7 +75,7 @@ def simulate(
             '"planned"'
         )
     costs = costs or Costs()
-    flat = costs.per_chunk(len(schedule.placement))
+    flat = slice_costs(costs.per_chunk(len(schedule.placement)), schedule.slices)
     run = _Run(schedule, flat, _durations(schedule, flat, jitter, seed), costs)
     if fill == "eager":
         run.fill_eagerly(parts, _limits(schedule, flat, memory_limit))
@@ -86,15 +87,20 @@ class _Run:
     """One simulation: actions are executed in an order in which the inputs of each have been computed."""
 
     def __init__(
-        self, schedule: Schedule, costs: ChunkCosts, durations: dict[tuple[str, int, int], float], given: Costs
+        self,
+        schedule: Schedule,
+        costs: Sequence[ChunkCosts],
+        durations: dict[tuple[str, int, int], float],
+        given: Costs,
     ) -> None:
+        """costs: of every slice of a sequence."""
         self._schedule, self._costs, self._durations = schedule, costs, durations
         self._rows: list[Sequence[Action]] = list(schedule.actions)
         self._events: list[list[Event]] = [[] for _ in self._rows]
         self._ends: dict[Result | None, float] = {}
         self._memory = [
             Memory(costs, static, row)
-            for row, static in zip(schedule.actions, static_of_ranks(costs, schedule.placement), strict=True)
+            for row, static in zip(schedule.actions, static_of_ranks(costs[0], schedule.placement), strict=True)
         ]
         self._copies = {
             rank: Copies(rank, row, given, costs)
@@ -151,7 +157,7 @@ class _Run:
         before = self._previous[rank]
         follows = before is not None and before.kind == "W" and before.chunk == chunk and before.part is None
         if kind == "W" and follows and self._eager is None:
-            return max(0.0, length - self._costs.merge_saving[chunk])
+            return max(0.0, length - self._of(microbatch).merge_saving[chunk])
         return length
 
     def _arrival(self, rank: int, action: Action) -> float:
@@ -160,12 +166,17 @@ class _Run:
         if need is None:
             return 0.0
         distant = self._schedule.placement[need[1]] != rank
-        return self._ends[need] + (self._costs.communication[min(action.chunk, need[1])] if distant else 0.0)
+        edge = min(action.chunk, need[1])
+        return self._ends[need] + (self._of(action.microbatch).communication[edge] if distant else 0.0)
+
+    def _of(self, microbatch: int) -> ChunkCosts:
+        return self._costs[microbatch % len(self._costs)]
 
     def _fill(self, rank: int, pending: _Pending, action: Action, arrival: float) -> None:
         """Runs pending W: as many as must free their memory for an F to fit, then until the input arrives."""
         memory, events = self._memory[rank], self._events[rank]
-        limit = pending.limit - self._costs.activation[action.chunk] if action.kind == "F" else float("inf")
+        taken = self._of(action.microbatch).activation[action.chunk]
+        limit = pending.limit - taken if action.kind == "F" else float("inf")
         while pending.queue and (memory.now > limit or events[-1].end < arrival):
             self._execute(rank, pending.queue.popleft())
 
@@ -184,11 +195,14 @@ class _Pending:
             self.queue.append(Action("W", action.chunk, action.microbatch, part))
 
 
-def _durations(schedule: Schedule, costs: ChunkCosts, jitter: float, seed: int) -> dict[tuple[str, int, int], float]:
+def _durations(
+    schedule: Schedule, costs: Sequence[ChunkCosts], jitter: float, seed: int
+) -> dict[tuple[str, int, int], float]:
     generator = random.Random(seed)
-    lengths = {"F": costs.forward, "B": costs.backward, "W": costs.weight, "BW": costs.fused}
+    by_slice = [{"F": each.forward, "B": each.backward, "W": each.weight, "BW": each.fused} for each in costs]
     durations = {}
     for microbatch in range(schedule.microbatches):
+        lengths = by_slice[microbatch % len(costs)]
         for chunk in range(len(schedule.placement)):
             for kind, cost in lengths.items():
                 factor = max(0.0, generator.gauss(1.0, jitter)) if jitter else 1.0
@@ -196,15 +210,15 @@ def _durations(schedule: Schedule, costs: ChunkCosts, jitter: float, seed: int) 
     for row in schedule.actions:  # drawn after the others, whose sample a recomputation must not change
         for chunk, microbatch in sorted(recomputed(row)):
             factor = max(0.0, generator.gauss(1.0, jitter)) if jitter else 1.0
-            durations["R", chunk, microbatch] = costs.recompute[chunk] * factor
+            durations["R", chunk, microbatch] = costs[microbatch % len(costs)].recompute[chunk] * factor
     return durations
 
 
-def _limits(schedule: Schedule, costs: ChunkCosts, given: float | Sequence[float] | None) -> list[float]:
+def _limits(schedule: Schedule, costs: Sequence[ChunkCosts], given: float | Sequence[float] | None) -> list[float]:
     ranks = schedule.stages
     if given is None:
         limits = []
-        for row, static in zip(schedule.actions, static_of_ranks(costs, schedule.placement), strict=True):
+        for row, static in zip(schedule.actions, static_of_ranks(costs[0], schedule.placement), strict=True):
             memory = Memory(costs, static)
             for action in row:
                 memory.account(action)

@@ -13,6 +13,7 @@ from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import duration
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.memory import Memory, static_of_ranks
+from zbkern.pipeline.simulation.slice_costs import slice_costs
 
 _TAKING = ("F", "R", "L")  # what takes memory when it starts
 
@@ -77,7 +78,7 @@ class Timeline:
         Without static memory (`Costs.static`: weights, gradients, optimizer states). F, R and L take their memory at
         their start; the others give theirs back at their end.
         """
-        flat = costs.per_chunk(len(self.schedule.placement))
+        flat = slice_costs(costs.per_chunk(len(self.schedule.placement)), self.schedule.slices)
         curves = []
         for rank, row in enumerate(self.events):
             copies = self.copies[rank] if self.copies else ()
