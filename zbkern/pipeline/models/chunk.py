@@ -418,7 +418,7 @@ def _like_parameter(parameter: Tensor, owner: str) -> Placeholder:
 
 
 def _known_arguments(whole: nn.Module) -> frozenset[str]:
-    """What a forward in it takes or looks up by name, and what the library hands on; empty where it does not say what."""
+    """What a forward in it takes or looks up by name, and what the library hands on; empty where that is not said."""
     try:
         from transformers.utils import TransformersKwargs
     except ImportError:  # before 4.54
