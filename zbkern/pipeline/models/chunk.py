@@ -418,7 +418,9 @@ def _like_parameter(parameter: Tensor, owner: str) -> Placeholder:
 
 
 def _known_arguments(whole: nn.Module) -> frozenset[str]:
-    """What a forward in it takes or looks up by name, and what the library hands on; empty where that is not said."""
+    """What a forward in a model of transformers takes or looks up by name, and what the library hands on; else none."""
+    if not is_transformer(whole):
+        return frozenset()
     try:
         from transformers.utils import TransformersKwargs
     except ImportError:  # before 4.54
