@@ -198,9 +198,7 @@ class Chunk(nn.Module):
         self._ddp_params_and_buffers_to_ignore = list(elsewhere)
         self.tensor_names = plain_names(self)  # what is wrapped later has others
         self._checked = False
-        self._known_arguments = (
-            _known_arguments(whole) if is_transformer(whole) else None
-        )  # before layers are converted
+        self._known_arguments = _known_arguments(whole)  # before layers are converted
         for name in self.layer_names:
             whole.get_submodule(name).register_forward_pre_hook(_refusal_of(name), with_kwargs=True)
         if last < len(names):
