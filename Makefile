@@ -28,10 +28,12 @@ export ZBKERN_BUILD ?= $(if $(wildcard /dev/nvidia0 /dev/dxg),auto,cpu)
 ifeq ($(origin PYTHON),undefined)
 PYTHON := .venv/bin/python
 READY  := .venv/ready-$(ZBKERN_BUILD)
+READY_FOR_DEMO := .venv/ready-demo
 ready-gpu: $(READY)
 else
 override PYTHON := $(shell command -v $(PYTHON))
 READY  := .cache/ready-$(ZBKERN_BUILD)-$(shell echo $(PYTHON) | cksum | cut -d' ' -f1)
+READY_FOR_DEMO := $(subst ready-$(ZBKERN_BUILD),ready-demo,$(READY))
 # Machines with GPUs often have no network: what has these three runs the checkout as it is, and nothing is installed.
 ready-gpu:
 	@$(PYTHON) -c 'import pytest, torch, triton' || $(MAKE) setup
@@ -51,13 +53,25 @@ setup: $(READY) ## install the package and what its tests need
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10) and "zbkern needs Python 3.10 or later; found " + sys.version)'
 	python3 -m venv .venv
 
-$(READY): pyproject.toml $(wildcard setup.py build_tools/*.py csrc/*) | $(PYTHON)
-	@$(PYTHON) -c 'import torch' 2>/dev/null || $(PIP) install --quiet '$(TORCH)' || { \
+define INSTALL_TORCH
+	@$(PYTHON) -c 'import torch' 2>/dev/null || $(PIP) install --quiet --no-compile '$(TORCH)' || { \
 	echo "Could not install $(TORCH). Either let pip see an index that has torch's CPU builds (PIP_EXTRA_INDEX_URL),"; \
 	echo "or take the default build:   make $(MAKECMDGOALS) TORCH=torch==2.13.0"; \
 	echo "or use an environment with torch:   make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
-	@echo "Installing zbkern and what its tests need into $(patsubst %/bin/,%,$(dir $(PYTHON))) (ZBKERN_BUILD=$(ZBKERN_BUILD))"
+endef
+WHERE = $(patsubst %/bin/,%,$(dir $(PYTHON)))
+
+$(READY): pyproject.toml $(wildcard setup.py build_tools/*.py csrc/*) | $(PYTHON)
+	$(INSTALL_TORCH)
+	@echo "Installing zbkern and what its tests need into $(WHERE) (ZBKERN_BUILD=$(ZBKERN_BUILD))"
 	$(PIP) install --quiet --editable '.[dev,test]'
+	@mkdir -p $(@D) && touch $@ $(READY_FOR_DEMO)
+
+# The first minute of many a newcomer: torch and the package alone, and no file compiled that the demo does not need.
+$(READY_FOR_DEMO): pyproject.toml | $(PYTHON)
+	@echo "Installing torch and zbkern into $(WHERE); what tests need is installed by make test"
+	$(INSTALL_TORCH)
+	@ZBKERN_BUILD=off $(PIP) install --quiet --no-compile --editable .
 	@mkdir -p $(@D) && touch $@
 
 cuda: ## set up with the CUDA kernels (nvcc needed, no GPU)
@@ -66,8 +80,8 @@ cuda: ## set up with the CUDA kernels (nvcc needed, no GPU)
 # glibc keeps what is freed: given back and taken anew, memory costs a pipeline on CPUs up to 7 % of a step
 demo: export MALLOC_TRIM_THRESHOLD_ ?= 1099511627776
 demo: export MALLOC_MMAP_THRESHOLD_ ?= 33554432
-demo: $(READY) ## compare schedules on this machine, then train with the best one
-	$(PYTHON) -m torch.distributed.run --nproc-per-node $(RANKS) examples/train_gpt.py --out demo
+demo: $(READY_FOR_DEMO) ## compare schedules on this machine, then train with the best one
+	$(PYTHON) -m torch.distributed.run --nproc-per-node $(RANKS) examples/train_gpt.py --steps 50 --out demo
 
 test: $(READY) ## the tests that need no GPU, without the slow ones
 	$(PYTHON) $(PYTEST)

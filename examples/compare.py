@@ -19,11 +19,11 @@ import torch.distributed as dist
 from text import Text
 from trainer import PlainTrainer, Trainer, batch, chunks_of_this_rank, device_of_this_rank, mesh, say
 
-from zbkern.pipeline import Costs, Schedule, ScheduleError, profile, schedules, simulate
+from zbkern.pipeline import Costs, ProfileOptions, Schedule, ScheduleError, Timeline, profile, schedules, simulate
 from zbkern.reporting import environment, machine_line, markdown_table
 
-CANDIDATES = ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "zb_v")
-ROUNDS, STEPS = 3, 3
+CANDIDATES = ("one_f_one_b", "zb_h1", "zb_h2", "zb_v")
+ROUNDS, STEPS = 3, 2
 
 
 def build(name: str, stages: int, microbatches: int) -> Schedule:
@@ -35,26 +35,33 @@ def build(name: str, stages: int, microbatches: int) -> Schedule:
 
 @dataclass
 class Figures:
-    """Measurements of one contestant: seconds per step in every round; bubbles, memory and bytes held by W."""
+    """Measurements of one contestant: seconds per step in every round, and in each round's last step those in which a
+    rank is busy and idle, mean over ranks; planned share of idle time, memory and bytes held by W."""
 
     name: str
     step: Callable[[int], Any]
     seconds: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    idle: list[float] = field(default_factory=list)
     planned_bubble: float | None = None
-    bubble: float | None = None
     memory: int = 0
     held: int | None = None
 
+    @property
+    def bubble(self) -> float | None:
+        """The measured share of idle time, None for one process."""
+        return statistics.median(map(idle_share, self.busy, self.idle)) if self.busy else None
 
-def best(arguments: argparse.Namespace, text: Text) -> Schedule:
-    """Prints and saves the table; returns the fastest schedule. Collective."""
+
+def idle_share(busy: float, idle: float) -> float:
+    return idle / (busy + idle)
+
+
+def best(arguments: argparse.Namespace, text: Text) -> tuple[Schedule, Costs]:
+    """Prints and saves the table; returns the fastest schedule, and the costs of its chunks. Collective."""
     stages = dist.get_world_size()
     costs = {}
-    contestants = [
-        Figures("one process, torch's layers", PlainTrainer(arguments, text).step),
-        Figures("one process", PlainTrainer(arguments, text, convert=True).step),
-    ]
-    alone = len(contestants)
+    contestants = [Figures("one process", PlainTrainer(arguments, text, convert=True).step)]
     trainers: dict[str, Trainer] = {}
     for name in CANDIDATES:
         try:
@@ -72,21 +79,30 @@ def best(arguments: argparse.Namespace, text: Text) -> Schedule:
     if not trainers:
         raise SystemExit(f"no schedule fits {stages} ranks: make --layers a multiple of {stages}")
     say(f"comparing {len(contestants)} configurations, {ROUNDS} rounds of {STEPS} steps each, in turn")
-    for turn in range(ROUNDS + 1):  # the first round warms up
+    for contestant in contestants:  # to warm up
+        contestant.step(0)
+    for turn in range(ROUNDS):
         for contestant in contestants:
-            seconds, memory = run_round(contestant.step, turn * STEPS)
-            if turn:
-                contestant.seconds.append(seconds)
-                contestant.memory = max(contestant.memory, memory)
-    for contestant in contestants[alone:]:
-        pipe = trainers[contestant.name].pipe
-        contestant.bubble = pipe.gather_timeline().bubble_rate
-        contestant.held = worst(pipe.queue.peak_bytes)
-        pipe.close()
-    fastest = min(contestants[alone:], key=lambda c: statistics.median(c.seconds))
+            seconds, memory = run_round(contestant.step, 1 + turn * STEPS)
+            contestant.seconds.append(seconds)
+            contestant.memory = max(contestant.memory, memory)
+            if contestant.name in trainers:
+                note_idle_time(contestant, trainers[contestant.name].pipe.gather_timeline())
+    for name, trainer in trainers.items():
+        contestant = next(c for c in contestants if c.name == name)
+        contestant.held = worst(trainer.pipe.queue.peak_bytes)
+        trainer.pipe.close()
+    fastest = min(contestants[1:], key=lambda c: statistics.median(c.seconds))
     if dist.get_rank() == 0:
         report(arguments, contestants)
-    return trainers[fastest.name].schedule
+    schedule = trainers[fastest.name].schedule
+    return schedule, costs[schedule.placement]
+
+
+def note_idle_time(figures: Figures, timeline: Timeline) -> None:
+    busy = sum(timeline.busy) / len(timeline.busy)
+    figures.busy.append(busy)
+    figures.idle.append(timeline.cost - busy)
 
 
 def measure_costs(arguments: argparse.Namespace, text: Text, placement: Sequence[int]) -> Costs:
@@ -104,6 +120,7 @@ def measure_costs(arguments: argparse.Namespace, text: Text, placement: Sequence
             microbatches=arguments.microbatches,
             group=ranks.get_group("stage"),
             device=device,
+            options=ProfileOptions(repeats=2),
         )
 
 
@@ -167,17 +184,19 @@ def report(arguments: argparse.Namespace, contestants: Sequence[Figures]) -> Non
     tokens = arguments.rows * arguments.microbatches * arguments.context
     seconds = {c.name: statistics.median(c.seconds) for c in contestants}
     single, base = seconds["one process"], seconds.get("one_f_one_b", float("nan"))
-    head = ["schedule", "step ms", "tokens/s", "bubble planned", "measured", "peak MB", "W held MB"]
-    head += ["x 1F1B", "x one process"]
+    head = ["schedule", "step ms", "busy ms", "idle ms", "idle", "planned", "peak MB", "W held MB"]
+    head += ["tokens/s", "x 1F1B", "x one process"]
     rows = [
         (
             c.name,
             f"{seconds[c.name] * 1e3:.0f}",
-            f"{tokens / seconds[c.name]:.0f}",
-            "" if c.planned_bubble is None else f"{c.planned_bubble:.1%}",
+            f"{statistics.median(c.busy) * 1e3:.0f}" if c.busy else "",
+            f"{statistics.median(c.idle) * 1e3:.0f}" if c.idle else "",
             "" if c.bubble is None else f"{c.bubble:.1%}",
+            "" if c.planned_bubble is None else f"{c.planned_bubble:.1%}",
             f"{c.memory / 1e6:.0f}",
             "" if c.held is None else f"{c.held / 1e6:.1f}",
+            f"{tokens / seconds[c.name]:.0f}",
             f"{base / seconds[c.name]:.2f}",
             f"{single / seconds[c.name]:.2f}",
         )

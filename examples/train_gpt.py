@@ -29,11 +29,14 @@ import torch.distributed as dist
 from text import Text
 from trainer import PlainTrainer, Trainer, everywhere, say
 
-from zbkern.pipeline import Schedule, checkpoint, draw, schedules, trace
+from zbkern.pipeline import Costs, Schedule, checkpoint, draw, schedules, trace
 
 
-def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None:
-    """Trains for --steps steps, with a log file, checkpoints, and at the end the pictures of the last step."""
+def train(arguments: argparse.Namespace, text: Text, schedule: Schedule, costs: Costs | None = None) -> None:
+    """Trains for --steps steps, with a log file, checkpoints, and at the end the pictures of the last step.
+
+    costs: of the schedule's chunks; None to measure them for the pictures.
+    """
     out, rank = arguments.out, dist.get_rank()
     out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(arguments, text, schedule, arguments.fill)
@@ -64,13 +67,13 @@ def train(arguments: argparse.Namespace, text: Text, schedule: Schedule) -> None
         if arguments.checkpoint_every and (done % arguments.checkpoint_every == 0 or done == arguments.steps):
             checkpoint.save(folder, done, trainer.pipe, trainer.optimizer, trainer.learning_rate.state_dict())
     if start < arguments.steps:
-        save_pictures(arguments, trainer)
+        save_pictures(arguments, trainer, costs)
     trainer.pipe.close()
 
 
-def save_pictures(arguments: argparse.Namespace, trainer: Trainer) -> None:
+def save_pictures(arguments: argparse.Namespace, trainer: Trainer, costs: Costs | None) -> None:
     """The schedule simulated with measured costs, above the last measured step."""
-    drift = trainer.pipe.drift(compare.measure_costs(arguments, trainer.text, trainer.schedule.placement))
+    drift = trainer.pipe.drift(costs or compare.measure_costs(arguments, trainer.text, trainer.schedule.placement))
     if dist.get_rank() == 0:
         timelines = [drift.planned, drift.measured]
         titles = [f"{trainer.schedule.name}, planned", f"{trainer.schedule.name}, measured"]
@@ -183,7 +186,7 @@ def main() -> None:
     elif arguments.schedule:
         train(arguments, text, schedule)
     else:
-        train(arguments, text, compare.best(arguments, text))
+        train(arguments, text, *compare.best(arguments, text))
     dist.destroy_process_group()
 
 

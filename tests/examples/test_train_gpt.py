@@ -227,7 +227,9 @@ def compared(out: Path) -> str:
     compare, text = example("compare"), example("text")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "ROUNDS", 1)
-        return compare.best(arguments(out), text.Text(str(EXAMPLES))).name
+        schedule, costs = compare.best(arguments(out), text.Text(str(EXAMPLES)))
+        assert len(costs.forward) == len(schedule.placement)
+        return schedule.name
 
 
 def test_the_table_has_every_contestant(two_ranks: Any, tmp_path: Path) -> None:
