@@ -329,7 +329,9 @@ def _plain(leaf: Any) -> Any:
 
 def unpack(packed: Tensor) -> Any:
     """What was packed: numbers, strings, tensors, and tuples, lists and dicts of them."""
-    return torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), weights_only=True, map_location="cpu")
+    data = bytearray(packed.numel())
+    torch.frombuffer(data, dtype=torch.uint8).copy_(packed)
+    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
 def _set_exactly(present: dict[Any, Any], saved: dict[Any, Any], device: torch.device) -> None:

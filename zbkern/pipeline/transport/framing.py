@@ -100,9 +100,10 @@ def receive_message(group: Any, peer: int) -> Message:
 
 
 def _receive_bytes(group: Any, peer: int, count: int) -> bytes:
-    buffer = torch.empty(count, dtype=torch.uint8)
+    data = bytearray(count)
+    buffer = torch.frombuffer(data, dtype=torch.uint8)  # of the same memory, without NumPy, which may not be there
     finish(group.recv([buffer], peer, 0), buffer.device)
-    return buffer.numpy().tobytes()
+    return bytes(data)
 
 
 encode = pickle.dumps
