@@ -80,6 +80,7 @@ cuda: ## set up with the CUDA kernels (nvcc needed, no GPU)
 # glibc keeps what is freed: given back and taken anew, memory costs a pipeline on CPUs up to 7 % of a step
 demo: export MALLOC_TRIM_THRESHOLD_ ?= 1099511627776
 demo: export MALLOC_MMAP_THRESHOLD_ ?= 33554432
+demo: export PYTHONWARNINGS ?= ignore:Failed to initialize NumPy
 demo: $(READY_FOR_DEMO) ## compare schedules on this machine, then train with the best one
 	$(PYTHON) -m torch.distributed.run --nproc-per-node $(RANKS) examples/train_gpt.py --steps 50 --out demo
 
