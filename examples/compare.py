@@ -90,7 +90,7 @@ def best(arguments: argparse.Namespace, text: Text) -> tuple[Schedule, Costs]:
                 note_idle_time(contestant, trainers[contestant.name].pipe.gather_timeline())
     for name, trainer in trainers.items():
         contestant = next(c for c in contestants if c.name == name)
-        contestant.held = worst(trainer.pipe.queue.peak_bytes)
+        contestant.held = int(worst(trainer.pipe.queue.peak_bytes))
         trainer.pipe.close()
     fastest = min(contestants[1:], key=lambda c: statistics.median(c.seconds))
     if dist.get_rank() == 0:
@@ -142,14 +142,14 @@ def run_round(step: Callable[[int], Any], first: int) -> tuple[float, int]:
         torch.cuda.synchronize()
     dist.barrier()
     seconds = (time.perf_counter() - start) / STEPS
-    return worst(seconds), worst(memory.peak())
+    return worst(seconds), int(worst(memory.peak()))
 
 
-def worst(value: Any) -> Any:
+def worst(value: float) -> float:
     """The largest value of all ranks."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return max(values)
+    largest = torch.tensor(value, dtype=torch.float64, device=device_of_this_rank())
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
 
 
 class Memory:
