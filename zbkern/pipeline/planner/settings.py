@@ -68,5 +68,11 @@ class SearchSettings:
     """Of layers, where it is not given: as many of these as there are layers."""
     partitions: int = 2
     """Of layers, for each placement; those whose constructive answer is the best."""
+    slices_kept: int = 2
+    """Of all slices that may be chosen: those whose constructive answer is the best on few partitions."""
+    partitions_of_slices: int = 3
+    """Of layers, for each placement and each of these: the most even ones that fit."""
+    most_chunks_of_slices: int = 2
+    """Chunks per rank, with slices and where it is not given: slices leave little idle time for more to fill."""
     partition_passes: int = 12_000
     """The rules are tried on at most so many passes to tell which these are."""
