@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.pages import block
+from tests.support.small_llama import save_model, write_lines
 
 transformers = pytest.importorskip("transformers", reason="needs the transformers library: pip install zbkern[test]")
 if int(transformers.__version__.split(".")[0]) < 5:
@@ -19,30 +20,7 @@ if int(transformers.__version__.split(".")[0]) < 5:
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "examples" / "finetune.py"
-WORDS = ["the", "pipeline", "has", "a", "bubble", "and", "W", "runs", "in", "it", "while", "B", "is", "sent"]
 STEPS = 3
-
-
-def save_model(folder: Path) -> None:
-    """A small Llama with a tokenizer of a few words, which pads on the right."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocabulary = {word: number for number, word in enumerate(["<pad>", *dict.fromkeys(WORDS)])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>").save_pretrained(folder)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 4}
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=len(vocabulary), pad_token_id=0)
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-
-
-def write_lines(file: Path) -> list[str]:
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(4, 12, (8 * STEPS,), generator=generator).tolist()
-    lines = [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (n,), generator=generator)) for n in lengths]
-    file.write_text("\n".join(lines) + "\n")
-    return lines
 
 
 def run(*arguments: str) -> list[str]:
@@ -78,7 +56,7 @@ def losses_of_one_process(folder: Path, lines: list[str]) -> list[float]:
 def test_it_trains_like_one_process_and_its_model_is_read_back(two_ranks: Any, tmp_path: Path) -> None:
     model, text, out = tmp_path / "model", tmp_path / "text", tmp_path / "out"
     save_model(model)
-    lines = write_lines(text)
+    lines = write_lines(text, 8 * STEPS)
     printed = [line for lines_of_rank in two_ranks.run(run, str(model), str(text), str(out)) for line in lines_of_rank]
     losses = [float(re.fullmatch(r"lines \d+ to \d+: loss ([\d.]+)", line)[1]) for line in printed]
     assert losses == pytest.approx(losses_of_one_process(model, lines), abs=1e-4)  # printed with four places

@@ -26,6 +26,7 @@ _HOME = {
     "clip_grad_norm_": "optimizer",
     "cut": "models",
     "export": "models",
+    "export_adapter": "models",
     "grad_norm": "optimizer",
     "layer_chunks": "models",
     "layers_of": "models",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline.models.cutting import cut as cut
     from zbkern.pipeline.models.cutting import layer_chunks as layer_chunks
     from zbkern.pipeline.models.export import export as export
+    from zbkern.pipeline.models.export import export_adapter as export_adapter
     from zbkern.pipeline.models.layers import layers_of as layers_of
     from zbkern.pipeline.models.token_loss import token_loss as token_loss
     from zbkern.pipeline.models.token_loss import token_targets as token_targets

@@ -7,6 +7,7 @@ placeholders, so that a model that uses more of them than the last one's output 
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from zbkern.pipeline.models.adapters import plain_names
 from zbkern.pipeline.models.layers import is_transformer
 from zbkern.pipeline.models.placeholders import Placeholder, PlaceholderUsed, placeholder, refuse_placeholders
 
@@ -194,8 +196,9 @@ class Chunk(nn.Module):
         self._flow, self._elsewhere = flow, elsewhere
         # DistributedDataParallel would broadcast into placeholders, which have no memory of their own
         self._ddp_params_and_buffers_to_ignore = list(elsewhere)
-        self.tensor_names = frozenset(self.state_dict())  # what is wrapped later has others
+        self.tensor_names = plain_names(self)  # what is wrapped later has others
         self._checked = False
+        self._known_arguments = _known_arguments(whole)  # before layers are converted
         for name in self.layer_names:
             whole.get_submodule(name).register_forward_pre_hook(_refusal_of(name), with_kwargs=True)
         if last < len(names):
@@ -275,6 +278,7 @@ class Chunk(nn.Module):
     def _run(self, inputs: Any, side: dict[str, Any]) -> Any:
         transformer = is_transformer(self.whole)
         if transformer:
+            self._refuse_unknown(side)
             side = {"use_cache": False, **side}
         names = [*inspect.signature(self.whole.forward).parameters]
         own = names[0] if names else None
@@ -294,6 +298,16 @@ class Chunk(nn.Module):
         if self._first == 1:  # the embedding is all that other chunks have done
             return self.whole(inputs_embeds=self._flow.enter(self.all_layers[0]), **side)
         return self.whole(inputs_embeds=self._no_embeddings(), **side)
+
+    def _refuse_unknown(self, side: dict[str, Any]) -> None:
+        """The library's models take any further argument, and do nothing with it."""
+        for name in side if self._known_arguments else ():
+            if name not in self._known_arguments:
+                like = difflib.get_close_matches(name, self._known_arguments, 1) or ["attention_mask"]
+                raise ValueError(
+                    f"cut: {type(self.whole).__name__} has no argument {name!r} and would ignore it: leave it out of "
+                    f"the batch and of side, or give it by the name that the model has for it, such as {like[0]!r}"
+                )
 
     def _without_images(self, own: str | None, side: dict[str, Any]) -> dict[str, Any]:
         """Side inputs without those of an encoder beside the layers, whose chunk has put them among the embeddings."""
@@ -399,6 +413,23 @@ def _refusal_of(name: str) -> Any:
 def _like_parameter(parameter: Tensor, owner: str) -> Placeholder:
     device = "cpu" if parameter.is_meta else parameter.device
     return placeholder(torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape), owner)
+
+
+def _known_arguments(whole: nn.Module) -> frozenset[str]:
+    """What a forward in a model of transformers takes or looks up by name, and what the library hands on; else none."""
+    if not is_transformer(whole):
+        return frozenset()
+    try:
+        from transformers.utils import TransformersKwargs
+    except ImportError:  # before 4.54
+        return frozenset()
+    known = {*TransformersKwargs.__annotations__}
+    for kind in {type(module) for module in whole.modules()}:
+        forward = inspect.unwrap(kind.forward)
+        known.update(inspect.signature(forward).parameters)
+        if hasattr(forward, "__code__"):
+            known.update(each for each in forward.__code__.co_consts if isinstance(each, str) and each.isidentifier())
+    return frozenset(known)
 
 
 def _pools_by_padding(whole: Any) -> bool:

@@ -7,8 +7,9 @@ import copy
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zbkern.pipeline.models.adapters import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    adapter_tensors,
+    config_of,
+    config_of_all,
+    holder_of,
+    merged,
+    plain_names,
+)
 from zbkern.pipeline.models.chunk import Chunk
 from zbkern.pipeline.models.layers import is_transformer
 from zbkern.pipeline.models.weights import INDEX, SINGLE, library_converts, safetensors
@@ -49,14 +60,67 @@ def export(
     validates its last step first; or these chunks, with which you call `optimizer.validate()` yourself. group: the
     ranks that take part, None for all; where several hold a chunk, the first writes it. max_shard_bytes: a file is
     ended when it has more. Each rank holds a copy of one file on the CPU at a time. For a model of the transformers
-    library its configuration is written, too, with the names and layouts that the library saves. Raises ImportError
+    library its configuration is written, too, with the names and layouts that the library saves, and adapters of the
+    peft library are merged into what is written (`export_adapter` writes them alone). Raises ImportError
     without safetensors, TypeError for other chunks, ValueError for chunks whose tensors have other names than the model
-    that was cut, or that the library would build (adapters around layers, say), OSError; on the other ranks
+    that was cut, or that the library would build (wrappers around layers, say), OSError; on the other ranks
     PipelineError. Nothing is written then. Whenever it is killed, the folder has the old model or the new one.
     """
-    with RankExchange("export", group, timeout) as ranks:
-        save_file = safetensors("export").torch.save_file
-        mine = _chunks(chunks)
+
+    def files_of(chunk: Chunk) -> Iterator[dict[str, Tensor]]:
+        _check_names(chunk)
+        return _files_of(chunk, max_shard_bytes)
+
+    _write("export", folder, chunks, files_of, _finish, group, timeout)
+
+
+def export_adapter(
+    folder: str | os.PathLike,
+    chunks: Any,
+    *,
+    name: str = "default",
+    group: dist.ProcessGroup | None = None,
+    timeout: float = TIMEOUT,
+) -> None:
+    """Writes an adapter of the peft library alone, as its `save_pretrained` does; collective.
+
+    name: the adapter's, as peft has it, which was put into the model before `cut`, or into every chunk after it
+    (`inject_adapter_in_model`). Other arguments and errors are those of `export`, which writes the whole model with its
+    adapters merged. Raises ValueError where no chunk has an adapter of this name.
+    """
+    config: dict[str, Any] = {}  # on rank 0
+
+    def join(of_ranks: list[list[dict[str, Any]]]) -> None:
+        config.update(config_of_all([*chain(*of_ranks)], name))
+
+    def files_of(chunk: Chunk) -> Iterator[dict[str, Tensor]]:
+        if (holder := holder_of(chunk, name)) is not None:
+            yield _on_the_cpu(_whole(adapter_tensors(holder, name)))
+
+    def finish(folder: Path, shards: list[Shard], _: list[Chunk]) -> None:
+        _finish_adapter(folder, shards, config)
+
+    with RankExchange("export_adapter", group, timeout) as ranks:
+        holders = [holder_of(chunk, name) for chunk in _chunks("export_adapter", chunks)]
+        configs = [config_of(holder, name) for holder in holders if holder is not None]
+        ranks.exchange("adapters listed", configs, join)
+    _write("export_adapter", folder, chunks, files_of, finish, group, timeout)
+
+
+def _write(
+    caller: str,
+    folder: str | os.PathLike,
+    chunks: Any,
+    files_of: Callable[[Chunk], Iterator[dict[str, Tensor]]],
+    finish: Callable[[Path, list[Shard], list[Chunk]], None],
+    group: dist.ProcessGroup | None,
+    timeout: float,
+) -> None:
+    """Every rank writes what files_of gives for its chunks, and finish makes of these files on rank 0 what is read."""
+    with RankExchange(caller, group, timeout) as ranks:
+        save_file = safetensors(caller).torch.save_file
+        mine = _chunks(caller, chunks)
+        files = [files_of(chunk) for chunk in mine]  # which first looks at names
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         writes = ranks.exchange("chunks listed", [chunk.layer_names for chunk in mine], _first_holders)
@@ -65,12 +129,12 @@ def export(
             optimizer.validate()  # before a weight is read
         shards: list[Shard] = []
 
-        def finish(found: list[list[Any]]) -> None:
-            _finish(folder, sorted(Shard(*shard) for of_rank in found for shard in of_rank), mine)
+        def finish_all(found: list[list[Any]]) -> None:
+            finish(folder, sorted(Shard(*shard) for of_rank in found for shard in of_rank), mine)
 
         with _deleting_on_error(folder, ranks.rank):
-            for chunk in mine:
-                for number, tensors in enumerate(_files_of(chunk, max_shard_bytes)):
+            for chunk, its_files in zip(mine, files, strict=True):
+                for number, tensors in enumerate(its_files):
                     if chunk.layer_names[0] not in writes:
                         continue  # a shard of another rank's tensor took part in gathering it
                     path = folder / f".{chunk.layer_names[0]}-{number}{_unfinished(ranks.rank)}"
@@ -78,7 +142,7 @@ def export(
                     size = sum(tensor.nbytes for tensor in tensors.values())
                     order = chunk.all_layers.index(chunk.layer_names[0])
                     shards.append(Shard((order, number), str(path), sorted(tensors), size))
-            ranks.exchange("tensors written", shards, finish)
+            ranks.exchange("tensors written", shards, finish_all)
 
 
 def _unfinished(rank: int | str) -> str:
@@ -97,20 +161,18 @@ def _deleting_on_error(folder: Path, rank: int) -> Iterator[None]:
         raise
 
 
-def _chunks(given: Any) -> list[Chunk]:
+def _chunks(caller: str, given: Any) -> list[Chunk]:
     modules = getattr(given, "modules", None)
     found = [*modules.values()] if isinstance(modules, Mapping) else given
     found = [found] if isinstance(found, nn.Module) or not isinstance(found, Iterable) else [*found]
     if not all(isinstance(chunk, Chunk) for chunk in found):
-        raise TypeError(f"export: chunks must be those that cut has made, or a Pipeline of them; got {given!r}")
-    for chunk in found:
-        _check_names(chunk)
+        raise TypeError(f"{caller}: chunks must be those that cut has made, or a Pipeline of them; got {given!r}")
     return found
 
 
 def _check_names(chunk: Chunk) -> None:
     """A reader of the files starts what it does not find in them at random, or refuses them."""
-    names = chunk.state_dict().keys()
+    names = plain_names(chunk)
     others = sorted(names - chunk.tensor_names)
     missing = sorted(chunk.tensor_names - names)
     if others or missing:
@@ -152,18 +214,34 @@ def _first_holders(held: list[list[list[str]]]) -> list[list[str]]:
 def _files_of(chunk: Chunk, max_bytes: int) -> Iterator[dict[str, Tensor]]:
     """This chunk's tensors, a file's at a time; collective over ranks that hold shards of them."""
     tensors: dict[str, Tensor] = {}
+    tied = chunk.tied_parameters.values()
     for layer in _by_layer(chunk):
-        whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in layer.items()}
+        whole = _whole(merged(chunk, layer, tied))
         if is_transformer(chunk.whole) and library_converts():
-            from transformers.core_model_loading import revert_weight_conversion
-
-            whole = revert_weight_conversion(chunk.whole, whole)
-        tensors.update({name: tensor.to("cpu").contiguous() for name, tensor in whole.items()})
+            whole = _as_the_library_saves(chunk.whole, whole)
+        tensors.update(_on_the_cpu(whole))
         if sum(tensor.nbytes for tensor in tensors.values()) > max_bytes:
             yield tensors
             tensors = {}
     if tensors:
         yield tensors
+
+
+def _as_the_library_saves(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if getattr(model, "_hf_peft_config_loaded", False):  # of an adapter that it has read, the library keeps those names
+        model = copy.copy(model)
+        model._weight_conversions = None
+    return revert_weight_conversion(model, tensors)
+
+
+def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+
+
+def _on_the_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
 
 
 def _by_layer(chunk: Chunk) -> Iterator[dict[str, Tensor]]:
@@ -207,6 +285,18 @@ def _finish(folder: Path, shards: list[Shard], chunks: list[Chunk]) -> None:
             settings: Any = getattr(chunk.whole, kind, None)
             if hasattr(settings, "save_pretrained"):
                 _of_the_files(settings, chunk).save_pretrained(folder)
+
+
+def _finish_adapter(folder: Path, shards: list[Shard], config: dict[str, Any]) -> None:
+    """One file of those of all chunks, as peft reads one, and the configuration beside it; on rank 0."""
+    files = safetensors("export_adapter").torch
+    beside = folder / f".{ADAPTER}"
+    together = {name: tensor for shard in shards for name, tensor in files.load_file(shard.path).items()}
+    files.save_file(together, beside, metadata={"format": "pt"})
+    os.replace(beside, folder / ADAPTER)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    for path in folder.glob(f".*{_unfinished('*')}"):  # these, and what exports that were killed have left
+        path.unlink(missing_ok=True)
 
 
 def _free_names(count: int, taken: set[str]) -> list[str]:

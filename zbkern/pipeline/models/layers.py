@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from zbkern.pipeline.models.adapters import without_wrapper
+
 KINDS = {"embedding": "E", "block": "t", "mtp": "m", "norm": "L", "head": "L"}  # and Megatron's letters for them
 
 NO_CHAIN = (
@@ -55,9 +57,9 @@ def layers_of(model: nn.Module | Any, layers: Sequence[str] | Mapping[str, str] 
 
 
 def built(caller: str, model: Any) -> nn.Module:
-    """A configuration of the transformers library as a model on the meta device; a module as it is."""
+    """A configuration of the transformers library as a model on the meta device; a module without peft's wrapper."""
     if isinstance(model, nn.Module):
-        return model
+        return without_wrapper(caller, model)
     if not hasattr(model, "model_type"):
         raise TypeError(
             f"{caller}: model must be a torch.nn.Module or a configuration of the transformers library; got "

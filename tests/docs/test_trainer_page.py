@@ -1,0 +1,160 @@
+"""The programs of docs/trainer.md run as they stand: the first one's losses are those of transformers' Trainer."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.pages import block, blocks
+from tests.support.small_llama import save_model, write_lines
+from zbkern.pipeline import Pipeline, schedules, token_loss, token_targets
+
+transformers = pytest.importorskip("transformers", reason="needs the transformers library: pip install zbkern[test]")
+pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install zbkern[test]")
+pytest.importorskip("tensorboard", reason="needs tensorboard: pip install zbkern[test]")
+if int(transformers.__version__.split(".")[0]) < 5:
+    pytest.skip("the page is about transformers 5", allow_module_level=True)
+
+PAGE = Path(__file__).parents[2] / "docs" / "trainer.md"
+ROWS, STEPS, EVERY = 8, 20, 5
+LINES = 60  # an epoch is six batches, so that the program begins its text anew
+
+
+def run_page(*arguments: str, stop_in: int | None = None) -> int:
+    """The page's program, to which the system says after some step that it must stop; the step that it came to."""
+    names: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        patch.setattr(dist, "init_process_group", lambda backend: None)  # there is one already
+        patch.setattr(Pipeline, "step", interrupted(Pipeline.step, stop_in))
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            exec(block(PAGE, "SummaryWriter"), names)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    return names["step"]
+
+
+def interrupted(step: Any, number: int | None) -> Any:
+    calls = []
+
+    @functools.wraps(step)
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(None)
+        if len(calls) == number and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*arguments, **keywords)
+
+    return counted
+
+
+def stopped_and_resumed(*arguments: str) -> list[int]:
+    return [run_page(*arguments, stop_in=8), run_page(*arguments)]
+
+
+def scalars(folder: Path, name: str) -> dict[int, float]:
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    found = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
+    return {event.step: event.value for run in found.Runs() for event in found.Scalars(run, name)}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def by_trainer(model: Path, lines: list[str], out: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, losses of held-out text, and weights, from the same rows in the same order."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    examples = [dict(tokenizer(line)) for line in lines]
+    held_out, examples = examples[:ROWS], examples[ROWS:]
+    order = []
+    for epoch in range(STEPS * ROWS // len(examples) + 1):
+        drawn = torch.randperm(len(examples), generator=torch.Generator().manual_seed(epoch)).tolist()
+        order += drawn[: len(examples) // ROWS * ROWS]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(out),
+        per_device_train_batch_size=ROWS,
+        per_device_eval_batch_size=ROWS,
+        learning_rate=1e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        max_steps=STEPS,
+        max_grad_norm=1.0,
+        eval_strategy="steps",
+        eval_steps=EVERY,
+        logging_steps=1,
+        train_sampling_strategy="sequential",
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        args=arguments,
+        train_dataset=[examples[index] for index in order[: STEPS * ROWS]],
+        eval_dataset=held_out,
+        data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    )
+    trainer.train()
+    log = trainer.state.log_history
+    losses = [line["loss"] for line in log if "loss" in line]
+    return losses, [line["eval_loss"] for line in log if "eval_loss" in line], trainer.model.state_dict()
+
+
+@pytest.mark.dist
+def test_the_program_does_what_trainer_does(two_ranks: Any, tmp_path: Path) -> None:
+    model, text, out = tmp_path / "model", tmp_path / "text", tmp_path / "out"
+    save_model(model)
+    lines = write_lines(text, LINES)
+    assert two_ranks.run(run_page, str(model), str(text), str(out)) == [STEPS, STEPS]
+    losses, held_out, weights = by_trainer(model, lines, tmp_path / "trainer")
+    assert [*scalars(out, "loss").values()] == pytest.approx(losses, rel=1e-6)
+    assert scalars(out, "loss of held-out text") == pytest.approx(
+        dict(zip(range(EVERY, STEPS + 1, EVERY), held_out, strict=True)), rel=1e-6
+    )
+    torch.testing.assert_close(tensors(out), dict(weights), rtol=1e-4, atol=1e-6)
+
+    again = tmp_path / "again"
+    assert two_ranks.run(stopped_and_resumed, str(model), str(text), str(again)) == [[8, STEPS], [8, STEPS]]
+    assert scalars(again, "loss") == scalars(out, "loss")
+    torch.testing.assert_close(tensors(again), tensors(out), rtol=0, atol=0)
+
+
+def packed_and_padded(model: str) -> tuple[Any, Any]:
+    import zbkern
+    from zbkern.pipeline import cut
+
+    folder = Path(model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    rows = [tokenizer(line) for line in write_lines(folder / f"lines{dist.get_rank()}", ROWS)]
+    padded = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)(rows)
+    schedule = schedules.zb_v(2, 4)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    chunks = [zbkern.convert(chunk) for chunk in cut(config, schedule, weights=folder)]
+    with Pipeline(chunks, schedule, token_loss) as pipe:
+        names = {"rows": rows, "pipe": pipe, "MICROBATCHES": 4, "token_targets": token_targets}
+        exec(block(PAGE, "DataCollatorWithFlattening"), names)
+        return names["loss"], pipe.step(dict(padded), token_targets(padded["labels"], 4))
+
+
+@pytest.mark.dist
+def test_packed_rows_have_the_loss_of_padded_ones(two_ranks: Any, tmp_path: Path) -> None:
+    save_model(tmp_path)
+    (packed, padded), nothing = two_ranks.run(packed_and_padded, str(tmp_path))
+    assert nothing == (None, None)
+    torch.testing.assert_close(packed, padded, rtol=1e-6, atol=0)
+
+
+def test_no_program_of_the_page_is_left_out() -> None:
+    marks = ["SummaryWriter", "DataCollatorWithFlattening"]
+    assert [mark in each for mark, each in zip(marks, blocks(PAGE), strict=True)] == [True] * len(marks)
