@@ -182,6 +182,8 @@ def table(
     for timeline in sorted(timelines, key=lambda each: _order(each, objective, limit if cuts else None, tokens)):
         peak, seconds = max(timeline.peak_memory), reached(timeline, objective) / 1e3
         name, chunks = timeline.schedule.name, str(timeline.schedule.chunks)
+        if len(timeline.schedule.slices) > 1:
+            name += f", {len(timeline.schedule.slices)} slices"
         bubble, memory = f"{timeline.bubble_rate:.2%}", amount(peak, timeline.memory_unit)
         over = "over the limit" if limit is not None and exceeds(peak, limit) else ""
         if tokens:

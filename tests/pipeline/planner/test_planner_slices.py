@@ -187,7 +187,7 @@ def test_slices_that_cost_more_than_they_give_are_not_taken() -> None:
 
 
 def test_slices_as_they_are_said() -> None:
-    assert plan(LONG, 2, 2, effort=0, slices=3).schedule.slices in {(341, 342, 341), (491, 298, 235)}
+    assert plan(LONG, 2, 2, effort=0, slices=3).schedule.slices in {(1, 1, 1), (491, 298, 235)}
     assert plan(LONG, 2, 2, effort=0, slices=[3, 2]).schedule.slices == (3, 2)
     tokens = Costs(4.0, 6.0, 2.0, attention_forward=3.0, attention_backward=5.0, tokens=4096)
     assert all(each % 128 == 0 for each in plan(tokens, 2, 2, effort=0, slices=4).schedule.slices)

@@ -114,7 +114,8 @@ def test_slices_of_equal_times_and_lengths() -> None:
     assert max(times) / min(times) < 1.01
     assert lengths[0] > lengths[-1]
     assert equal_lengths(3, 4096) == (1408, 1280, 1408)
-    assert equal_lengths(4) == (256, 256, 256, 256)
+    assert equal_lengths(4) == (1, 1, 1, 1)
+    assert equal_times(Costs().per_chunk(1), 4) == (1, 1, 1, 1)
     assert equal_lengths(3, 100) == (33, 34, 33)
     assert equal_times(Costs().per_chunk(2), 5, 640) == (128,) * 5
 

@@ -158,7 +158,7 @@ class ModelSearch:
                 f"plan: {stages} stages with {chunks or 1} chunks each need as many layers, and costs has {layers}: "
                 "lower stages or chunks"
             )
-        most = layers // stages if slices == 1 else min(layers // stages, SETTINGS.most_chunks_of_slices)
+        most = layers // stages if slices == 1 else min(layers // stages, max(2, SETTINGS.most_parts // slices))
         several = [each for each in SETTINGS.chunks_per_rank if each <= most]
         for count in several if chunks is None else [chunks]:
             for name in _PLACEMENTS[min(count, 3)] if placement is None else [placement]:

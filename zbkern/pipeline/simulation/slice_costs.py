@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from math import sqrt
+from math import gcd, sqrt
 from typing import NamedTuple
 
 from zbkern.pipeline.simulation.costs import ChunkCosts
@@ -78,13 +78,18 @@ def _time(whole: float, attention: float, overhead: float, share: _Share) -> flo
 def equal_lengths(slices: int, tokens: int | None = None, unit: int = SLICE_UNIT) -> tuple[int, ...]:
     """The lengths of so many slices that are as equal as multiples of `unit` tokens allow.
 
-    tokens: of a sequence; None where they are not known: slices may then be multiples of 1/1024 of it.
+    tokens: of a sequence; None where they are not known: then as equal as can be.
     """
+    if tokens is None:
+        return (1,) * slices
     return _rounded([number / slices for number in range(slices + 1)], tokens, unit)
 
 
 def equal_times(costs: ChunkCosts, slices: int, tokens: int | None = None, unit: int = SLICE_UNIT) -> tuple[int, ...]:
-    """The same for slices that all take about as long: F, B and W together, in all chunks."""
+    """The same for slices that all take about as long: F, B and W together, in all chunks.
+
+    Where the tokens are not known, a slice is a multiple of 1/1024 of the sequence.
+    """
     attention = sum(costs.attention_forward) + sum(costs.attention_backward)
     fixed = 3 * sum(costs.overhead)
     linear = max(0.0, sum(costs.forward) + sum(costs.backward) + sum(costs.weight) - fixed - attention)
@@ -103,4 +108,6 @@ def _rounded(ends: Sequence[float], tokens: int | None, unit: int) -> tuple[int,
     places = [round(end * count) for end in ends]
     for place in range(1, slices):  # every slice has a unit at least
         places[place] = min(max(places[place], places[place - 1] + 1), count - slices + place)
-    return tuple((b - a) * step for a, b in pairwise(places))
+    lengths = [b - a for a, b in pairwise(places)]
+    common = gcd(*lengths) if tokens is None else 1
+    return tuple(length // common * step for length in lengths)
