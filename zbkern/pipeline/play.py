@@ -84,7 +84,8 @@ def _planned(costs: Costs, sizes: Mapping[str, int], limit: float) -> list[Timel
     for chunks in (1, 2):
         try:
             each = comparison.rechunk(costs, stages, chunks * stages)
-            found.append(plan(each, stages, microbatches, chunks, memory_limit=limit, options=options).timeline)
+            made = plan(each, stages, microbatches, chunks, memory_limit=limit, slices=sizes["slices"], options=options)
+            found.append(made.timeline)
         except ScheduleError:  # does not fit
             continue
     return sorted(found, key=lambda timeline: timeline.cost)[:1]
