@@ -3,7 +3,9 @@
 Costs are those of `zbkern plan --config`: a model of flops and bytes on a GPU, and no measurement. Every schedule gets
 the memory that 1F1B needs on its best partition, times --memory, and partitions of its own.
 
-    python -m bench.models [--gpu h100] [--only llama-3-8b] [--effort 4]
+    python -m bench.models [--gpu h100] [--only llama-3-8b] [--effort 4] [--context]
+
+--context: long sequences instead, whole and in slices (`bench/context.py`).
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import report
+from bench import context, report
 from zbkern.pipeline import plan
 from zbkern.pipeline.from_config import Setting, published_timelines
 from zbkern.pipeline.simulation.architecture import load_architecture
@@ -98,14 +101,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", default="h100", help="in zbkern/pipeline/simulation/hardware.json (default h100)")
     parser.add_argument("--only", choices=CASES, nargs="+", default=list(CASES), help="these models")
-    parser.add_argument("--per-stage", type=int, default=4, help="microbatches per stage (default 4)")
+    parser.add_argument("--per-stage", type=int, nargs="+", help="microbatches per stage (default 4, of context 1 4)")
+    parser.add_argument("--context", action="store_true", help="long sequences, whole and in slices")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(context.TOKENS), help="with --context: lengths")
     parser.add_argument("--memory", type=float, default=1.0, help="times what 1F1B needs (default 1)")
     parser.add_argument("--effort", type=int, default=4, help="rounds of the search (default 4)")
     report.add_out(parser)
     options = parser.parse_args(arguments)
+    if options.context:
+        return _of_context(options)
     found = []
-    for name in options.only:
-        found.append(figures(name, options.gpu, options.per_stage, options.memory, options.effort))
+    for name, per_stage in product(options.only, options.per_stage or [4]):
+        found.append(figures(name, options.gpu, per_stage, options.memory, options.effort))
         print(" | ".join(row(found[-1])), file=sys.stderr, flush=True)
     head = [
         "model",
@@ -123,6 +130,16 @@ def main(arguments: list[str] | None = None) -> int:
     print("\nA model of flops and bytes, and no measurement. held: of the activation of all blocks, between B and W.")
     print("(!): more than 0.9 of the GPU's memory, so that something would have to be recomputed.")
     print("\n" + report.write_json("models", {"gpu": options.gpu, "rows": found}, options.out))
+    return 0
+
+
+def _of_context(options: argparse.Namespace) -> int:
+    options.per_stage = options.per_stage or [1, 4]
+    found = context.table(options)
+    print(markdown_table(context.HEAD, [context.row(each) for each in found]))
+    print("\nShares of idle time, in a model of flops and bytes: no measurement. xN: chunks per rank.")
+    print("(!): more than 0.9 of the GPU's memory, so that something would have to be recomputed.")
+    print("\n" + report.write_json("context", {"gpu": options.gpu, "rows": found}, options.out))
     return 0
 
 

@@ -16,19 +16,25 @@ using Time = std::int64_t;  // also memory: both are scaled to integers by the c
 
 enum Kind { kForward = 0, kBackward = 1, kWeight = 2 };
 
-// A pass is one number: (kind * chunks + chunk) * microbatches + microbatch.
+// A pass is one number: (kind * chunks + chunk) * microbatches + k, for the k-th F, B or W of the chunk.
 using Row = std::vector<int>;
 using Rows = std::vector<Row>;
 
+// Sequences may be in slices: a microbatch is then one of them. They go back in the opposite order, so that the k-th B of a
+// chunk runs after all F of its sequence; otherwise the passes of a chunk are in order, as without slices.
 struct Problem {
   int ranks = 0, chunks = 0, microbatches = 0;
-  std::vector<int> placement;                           // [chunks] rank of each
-  std::vector<Time> forward, backward, weight, fused;   // [chunks] durations
-  std::vector<Time> communication;                      // [chunks - 1] between neighbours; 0 on one rank
-  std::vector<Time> activation, held, merge_saving;     // [chunks]
-  std::vector<Time> limit;                              // [ranks]
-  bool makespan = false;                                // minimise makespan instead of cost
+  int slices = 1;                                        // of a sequence
+  std::vector<int> placement;                            // [chunks] rank of each
+  std::vector<Time> forward, backward, weight, fused;    // [chunk * microbatches + k] durations
+  std::vector<Time> forward_lag, backward_lag;           // [the same] of the message that an F, or a B, waits for
+  std::vector<Time> activation, freed, held;             // [the same] memory: taken by F, freed by B, held from B to W
+  std::vector<Time> merge_saving;                        // [the same]
+  std::vector<Time> limit;                               // [ranks]
+  bool makespan = false;                                 // minimise makespan instead of cost
   int passes() const { return 3 * chunks * microbatches; }
+  // How many F of a chunk run before its k-th B.
+  int forwards_before(int k) const { return (k / slices + 1) * slices; }
 };
 
 // When a search has to stop: `seconds`, which may be infinite, after the construction of this.

@@ -34,11 +34,14 @@ class Annealer {
       needs_[pass] = input.pass, lag_[pass] = input.lag;
       if (input.pass >= 0) consumer_[input.pass] = rank_of_[pass];
     }
+    before_.assign(passes, -1);
     for (int c = 0; c < n_; c++)
       for (int j = 0; j < m_; j++) {
-        length_[id(kForward, c, j)] = p_.forward[c];
-        memory_of_[id(kForward, c, j)] = p_.activation[c];
+        length_[id(kForward, c, j)] = p_.forward[c * m_ + j];
+        memory_of_[id(kForward, c, j)] = p_.activation[c * m_ + j];
         set_backward(c, j);
+        if (j % p_.slices == 0) before_[id(kForward, c, p_.forwards_before(j) - 1)] = id(kBackward, c, j);
+        before_[id(kBackward, c, j)] = id(kWeight, c, j);
       }
     bound_from_below();
     rows_ = start.rows;
@@ -65,11 +68,12 @@ class Annealer {
   int chunk_of(int pass) const { return group_[pass] - kind_of(pass) * n_; }
 
   void set_backward(int c, int j) {
-    const bool fuse = fused_[c * m_ + j];
-    length_[id(kBackward, c, j)] = fuse ? p_.fused[c] : p_.backward[c];
-    length_[id(kWeight, c, j)] = fuse ? 0 : p_.weight[c];
-    memory_of_[id(kBackward, c, j)] = (fuse ? 0 : p_.held[c]) - p_.activation[c];
-    memory_of_[id(kWeight, c, j)] = fuse ? 0 : -p_.held[c];
+    const int at = c * m_ + j;
+    const bool fuse = fused_[at];
+    length_[id(kBackward, c, j)] = fuse ? p_.fused[at] : p_.backward[at];
+    length_[id(kWeight, c, j)] = fuse ? 0 : p_.weight[at];
+    memory_of_[id(kBackward, c, j)] = (fuse ? 0 : p_.held[at]) - p_.freed[at];
+    memory_of_[id(kWeight, c, j)] = fuse ? 0 : -p_.held[at];
   }
 
   void bound_from_below();
@@ -93,6 +97,7 @@ class Annealer {
   const int n_, m_;
   std::vector<char> fused_;
   std::vector<int> needs_;                                    // [pass] the pass whose output it waits for, or -1
+  std::vector<int> before_;                                   // [pass] the first one of its chunk of the next kind that needs it, or -1
   // [pass] kind * chunks + chunk; its rank; the rank that waits for its output, or -1. Divisions would take half the time.
   std::vector<int> group_, rank_of_, consumer_;
   std::vector<Time> lag_, length_, memory_of_, least_after_;  // [pass]
@@ -123,32 +128,33 @@ void Annealer::bound_from_below() {
         return;
       }
       offset_[seen++] = at;
-      at += p_.forward[c] + (c + 1 < n_ ? p_.communication[c] : 0);
+      at += p_.forward[c * m_] + (c + 1 < n_ ? p_.forward_lag[(c + 1) * m_] : 0);
     }
   }
-  std::vector<Time> least_backward(n_), least_weight(n_);
-  for (int c = 0; c < n_; c++) {
-    least_weight[c] = p_.weight[c] - p_.merge_saving[c];
-    least_backward[c] = std::min(p_.backward[c], p_.fused[c]);
-    if (p_.fused[c] < p_.backward[c] + p_.weight[c]) least_weight[c] = 0;
+  const int half = n_ * m_;
+  std::vector<Time> least_backward(half), least_weight(half), left(n_, 0);  // left: of a chunk's later B and W
+  for (int at = 0; at < half; at++) {
+    least_weight[at] = p_.weight[at] - p_.merge_saving[at];
+    least_backward[at] = std::min(p_.backward[at], p_.fused[at]);
+    if (p_.fused[at] < p_.backward[at] + p_.weight[at]) least_weight[at] = 0;
+    least_sum_ += p_.forward[at] + std::min(least_backward[at] + least_weight[at], p_.fused[at]);
   }
-  for (int j = m_ - 1; j >= 0; j--) {
+  for (int j = m_ - 1; j >= 0; j--)
     for (int c = 0; c < n_; c++) {
+      const int at = c * m_ + j;
       Time& after = least_after_[id(kBackward, c, j)];
-      after = (m_ - 1 - j) * (least_backward[c] + least_weight[c]) + least_weight[c] - offset_[p_.placement[c]];
-      if (c > 0) after = std::max(after, p_.communication[c - 1] + least_backward[c - 1] + least_after_[id(kBackward, c - 1, j)]);
+      after = left[c] + least_weight[at] - offset_[p_.placement[c]];
+      left[c] += least_backward[at] + least_weight[at];
+      if (c > 0) after = std::max(after, p_.backward_lag[at - m_] + least_backward[at - m_] + least_after_[id(kBackward, c - 1, j)]);
     }
+  for (int j = m_ - 1; j >= 0; j--)
     for (int c = n_ - 1; c >= 0; c--) {
+      const int next = id(kForward, c, j) + m_, back = before_[id(kForward, c, j)];
       Time& after = least_after_[id(kForward, c, j)];
-      after = c == n_ - 1 ? least_backward[c] + least_after_[id(kBackward, c, j)]
-                          : p_.communication[c] + p_.forward[c + 1] + least_after_[id(kForward, c + 1, j)];
-      if (j + 1 < m_) after = std::max(after, p_.forward[c] + least_after_[id(kForward, c, j + 1)]);
+      if (c < n_ - 1) after = p_.forward_lag[next] + p_.forward[next] + least_after_[next];
+      else if (back >= 0) after = least_backward[back - half] + least_after_[back];
+      if (j + 1 < m_) after = std::max(after, p_.forward[c * m_ + j + 1] + least_after_[id(kForward, c, j + 1)]);
     }
-  }
-  for (int c = 0; c < n_; c++) {
-    const Time saved = least_backward[c] + least_weight[c];
-    least_sum_ += m_ * (p_.forward[c] + std::min(saved, p_.fused[c]));
-  }
 }
 
 // Updates lengths, memory, remaining work and positions of a row after a change at low..high.
@@ -164,7 +170,7 @@ void Annealer::refresh(int rank, int low, int high) {
   for (int k = last; k >= low; k--) {
     Time length = length_[row[k]];
     if (k > 0 && length > 0 && kind_of(row[k]) == kWeight && group_[row[k]] == group_[row[k - 1]] && length_[row[k - 1]] > 0)
-      length -= p_.merge_saving[chunk_of(row[k])];
+      length -= p_.merge_saving[row[k] - kWeight * n_ * m_];
     lengths_[rank][k] = length;
   }
   for (int k = last; k >= 0; k--) {
@@ -243,9 +249,7 @@ void Annealer::commit() {
 }
 
 bool Annealer::must_precede(int before, int after) const {
-  if (group_[before] == group_[after] || needs_[after] == before) return true;  // microbatches pass in order
-  const int kind = kind_of(before);
-  return kind != kWeight && kind_of(after) == kind + 1 && after - before == n_ * m_;
+  return group_[before] == group_[after] || needs_[after] == before || before_[before] == after;  // microbatches pass in order
 }
 
 // The farthest position towards `to` that the pass at `from` can move to: order and memory of its own rank allow it.

@@ -17,10 +17,25 @@ Problem problem_from(const py::object& source) {
   p.chunks = source.attr("chunks").cast<int>();
   p.microbatches = source.attr("microbatches").cast<int>();
   p.placement = source.attr("placement").cast<std::vector<int>>();
-  const auto times = [&](const char* name) { return source.attr(name).cast<std::vector<Time>>(); };
-  p.forward = times("forward"), p.backward = times("backward"), p.weight = times("weight"), p.fused = times("fused");
-  p.communication = times("communication"), p.activation = times("activation"), p.held = times("held");
-  p.merge_saving = times("merge_saving"), p.limit = times("limit");
+  const int n = p.slices = static_cast<int>(source.attr("slices").cast<std::vector<int>>().size()), m = p.microbatches;
+  // From one entry per chunk and place in a sequence to one per pass.
+  const auto each = [&](const char* name) {
+    const auto given = source.attr(name).cast<std::vector<Time>>();
+    std::vector<Time> found;
+    for (int c = 0; c < p.chunks; c++)
+      for (int k = 0; k < m; k++) found.push_back(given[c * n + k % n]);
+    return found;
+  };
+  p.forward = each("forward"), p.backward = each("backward"), p.weight = each("weight"), p.fused = each("fused");
+  p.activation = each("activation"), p.freed = each("freed"), p.held = each("held"), p.merge_saving = each("merge_saving");
+  const auto lags = source.attr("communication").cast<std::vector<Time>>();  // [chunks - 1][slices]
+  p.forward_lag.assign(static_cast<std::size_t>(p.chunks) * m, 0), p.backward_lag = p.forward_lag;
+  for (int c = 0; c + 1 < p.chunks; c++)
+    for (int k = 0; k < m; k++) {
+      p.forward_lag[(c + 1) * m + k] = lags[c * n + k % n];
+      p.backward_lag[c * m + k] = lags[c * n + n - 1 - k % n];
+    }
+  p.limit = source.attr("limit").cast<std::vector<Time>>();
   p.makespan = source.attr("makespan").cast<bool>();
   return p;
 }
@@ -52,6 +67,7 @@ Rule rule_from(const RuleTuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.pipeline.planner, compiled.";
+  module.attr("version") = 2;  // as in native.py: one more whenever it reads a problem differently
   module.def("list_schedule", [](const py::object& source, const RuleTuple& rule) {
     return tuple_from(list_schedule(problem_from(source), rule_from(rule)));
   });

@@ -19,11 +19,13 @@ class Blocks {
     const int kinds = fuse ? 2 : 3;  // a fused W follows its B
     for (int kind = 0; kind < kinds; kind++)
       for (int c = 0; c < n_; c++) items_[p_.placement[c]].push_back(kind * n_ + c);
-    length_.resize(3 * n_), change_.resize(3 * n_), work_.assign(p_.ranks, 0);
-    for (int c = 0; c < n_; c++) {
-      length_[c] = p_.forward[c], length_[n_ + c] = fuse ? p_.fused[c] : p_.backward[c], length_[2 * n_ + c] = fuse ? 0 : p_.weight[c];
-      change_[c] = p_.activation[c], change_[n_ + c] = (fuse ? 0 : p_.held[c]) - p_.activation[c], change_[2 * n_ + c] = fuse ? 0 : -p_.held[c];
-      work_[p_.placement[c]] += m_ * (length_[c] + length_[n_ + c] + length_[2 * n_ + c]);
+    const int half = n_ * m_;
+    length_.resize(3 * half), change_.resize(3 * half), work_.assign(p_.ranks, 0);
+    for (int at = 0; at < half; at++) {
+      length_[at] = p_.forward[at], change_[at] = p_.activation[at];
+      length_[half + at] = fuse ? p_.fused[at] : p_.backward[at], change_[half + at] = (fuse ? 0 : p_.held[at]) - p_.freed[at];
+      length_[2 * half + at] = fuse ? 0 : p_.weight[at], change_[2 * half + at] = fuse ? 0 : -p_.held[at];
+      work_[p_.placement[at / m_]] += length_[at] + length_[half + at] + length_[2 * half + at];
     }
   }
 
@@ -41,7 +43,7 @@ class Blocks {
   Rows rows_;                              // what `unroll` made
   std::vector<std::vector<int>> items_;    // [rank] kind and chunk of what it repeats
   std::vector<std::size_t> next_;          // [rank] the position in its row
-  std::vector<Time> length_, change_;      // [kind * chunks + chunk]
+  std::vector<Time> length_, change_;      // [pass]
   std::vector<Time> work_;                 // [rank]
 };
 
@@ -61,7 +63,7 @@ bool Blocks::unroll(const Block& at) {
       for (int item : items) {
         const Time j = turn - (at[item] >> 16);
         if (j < 0 || j >= m_) continue;
-        memory += change_[item];
+        memory += change_[item * m_ + j];
         if (memory > p_.limit[rank]) return false;
         row.push_back(item * m_ + static_cast<int>(j));
         if (fuse_ && item >= n_) row.push_back((item + n_) * m_ + static_cast<int>(j));
@@ -84,8 +86,8 @@ Time Blocks::run(const Block& at, Time threshold) {
       if (!ranks_.arrived(input_of(p_, kind, item % n_, pass), rank, at)) return true;
       const Time now = std::max(at, ranks_.clock[rank]);
       if (now - ranks_.begin(rank, now) + rest[rank] > threshold) return false;
-      rest[rank] -= length_[item];
-      ranks_.finish(rank, pass, now + length_[item]);
+      rest[rank] -= length_[pass];
+      ranks_.finish(rank, pass, now + length_[pass]);
     }
     waiting--;
     return true;
@@ -100,7 +102,7 @@ Block even(const Problem& p, int count) {
   Block at(3 * n);
   for (int c = 0; c < n; c++) {
     at[c] = c * step;
-    at[n + c] = (2 * n - 1 - c) * step;
+    at[n + c] = (2 * n - 1 - c) * step + (p.slices - 1) * kPeriod;  // all slices of a sequence go forward first
     at[2 * n + c] = at[n + c] + step / 2 + 1;
   }
   return at;
@@ -126,7 +128,7 @@ bool Blocks::change(Block& at, Random& random) const {
     }
   }
   for (int c = 0; c < n_; c++)
-    if (at[n_ + c] <= at[c] || (!fuse_ && at[2 * n_ + c] <= at[n_ + c])) return false;
+    if (at[n_ + c] <= at[c] + (p_.slices - 1) * kPeriod || (!fuse_ && at[2 * n_ + c] <= at[n_ + c])) return false;
   return true;
 }
 

@@ -65,6 +65,11 @@ class ListScheduler {
       : p_(problem), n_(problem.chunks), m_(problem.microbatches), turns_(problem.ranks), chunks_(problem.ranks), pending_(problem.ranks) {
     for (int c = 0; c < n_; c++) chunks_[p_.placement[c]].push_back(c);
     orders_.rows.resize(p_.ranks);
+    for (int k = 0; k < m_; k++) sequence_.push_back(k / p_.slices), forwards_before_.push_back(p_.forwards_before(k));
+    sequence_.push_back(m_ / p_.slices), forwards_before_.push_back(m_ + 1);
+    to_finish_ = p_.activation;
+    for (int at = n_ * m_ - 2; at >= 0; at--)
+      if ((at + 1) % p_.slices) to_finish_[at] += to_finish_[at + 1];
   }
 
   // Whether the rule makes orders, `orders()`, that cost no more than `cutoff`.
@@ -86,8 +91,10 @@ class ListScheduler {
   std::vector<std::vector<int>> chunks_, pending_;  // [rank] its chunks; the chunk of every B whose W is apart, in order
   std::vector<RankState> ranks_;
   std::vector<Time> forward_at_, backward_at_;         // [chunk * microbatches + microbatch] when the input arrives
-  std::vector<Time> least_after_backward_;             // [chunk] the least time of B and W together
+  std::vector<Time> least_after_backward_;             // [chunk * microbatches + k] the least time of B and W together
   std::vector<int> forwards_, backwards_, weights_;    // [chunk] how many have run
+  std::vector<int> sequence_, forwards_before_;        // [k] of the k-th pass of a chunk; and for one that has none left
+  std::vector<Time> to_finish_;                        // [chunk * microbatches + k] what F k and later ones of its sequence take
   Ordering orders_;
 };
 
@@ -102,10 +109,10 @@ void ListScheduler::reset(const Rule& rule) {
   for (auto& pending : pending_) pending.clear();
   orders_.fused.assign(static_cast<std::size_t>(n_) * m_, 0);
   orders_.cost = 0;
-  least_after_backward_.resize(n_);
-  for (int c = 0; c < n_; c++) {
-    least_after_backward_[c] = rule.fuse ? p_.fused[c] : std::min(p_.fused[c], p_.backward[c] + p_.weight[c]);
-    ranks_[p_.placement[c]].rest += m_ * (p_.forward[c] + least_after_backward_[c]);
+  least_after_backward_.resize(static_cast<std::size_t>(n_) * m_);
+  for (int at = 0; at < n_ * m_; at++) {
+    least_after_backward_[at] = rule.fuse ? p_.fused[at] : std::min(p_.fused[at], p_.backward[at] + p_.weight[at]);
+    ranks_[p_.placement[at / m_]].rest += p_.forward[at] + least_after_backward_[at];
   }
 }
 
@@ -135,10 +142,12 @@ Time ListScheduler::foreseen(const Rule& rule, int chunk, int microbatch) const 
   int source = chunk + 1;
   while (at(backward_at_, source, microbatch) >= kNever)
     if (++source > chunk + kForeseen) return kNever;
-  if (forwards_[source] <= microbatch) return kNever;
+  if (forwards_[source] < forwards_before_[microbatch]) return kNever;
   Time arrives = at(backward_at_, source, microbatch);
-  for (int c = source; c > chunk; c--)
-    arrives = std::max(arrives, ranks_[p_.placement[c]].clock) + p_.communication[c - 1] + (rule.fuse ? p_.fused[c] : p_.backward[c]);
+  for (int c = source; c > chunk; c--) {
+    const int at = c * m_ + microbatch;
+    arrives = std::max(arrives, ranks_[p_.placement[c]].clock) + p_.backward_lag[at - m_] + (rule.fuse ? p_.fused[at] : p_.backward[at]);
+  }
   return arrives;
 }
 
@@ -152,13 +161,15 @@ Step ListScheduler::choose(const Rule& rule, int rank, Time now) const {
     const bool follows = state.last_was_forward == is_forward && (state.following == later || state.following == earlier);
     return follows ? state.following == later : late;
   };
-  int oldest = m_;  // the first microbatch that has a forward left here: there must always be room to finish it
-  for (int c : chunks) oldest = std::min(oldest, forwards_[c]);
-  Time to_finish = 0;  // the memory for it
-  for (int c : chunks)
-    if (forwards_[c] == oldest) to_finish += p_.activation[c];
+  int oldest = m_;  // the first sequence that has a forward left here: there must always be room to finish it
+  for (int c : chunks) oldest = std::min(oldest, sequence_[forwards_[c]]);
+  Time to_finish = 0;  // the memory for it, and for what its first backward takes even if it is fused
   for (int c : chunks) {
-    if (backwards_[c] < forwards_[c]) {
+    if (forwards_[c] < m_ && sequence_[forwards_[c]] == oldest) to_finish += to_finish_[c * m_ + forwards_[c]];
+    if (backwards_[c] < m_) to_finish += std::max<Time>(0, -p_.freed[c * m_ + backwards_[c]]);
+  }
+  for (int c : chunks) {
+    if (forwards_[c] >= forwards_before_[backwards_[c]]) {
       Time arrives = at(backward_at_, c, backwards_[c]);
       const bool sent = arrives < kNever;
       if (!sent && rule.foresight) arrives = foreseen(rule, c, backwards_[c]);
@@ -167,7 +178,7 @@ Step ListScheduler::choose(const Rule& rule, int rank, Time now) const {
     }
     if (forwards_[c] < m_ && forwards_[c] - backwards_[c] < rule.caps[c]) {
       const Time arrives = at(forward_at_, c, forwards_[c]);
-      const Time need = to_finish + (forwards_[c] == oldest ? 0 : p_.activation[c]);
+      const Time need = to_finish + (sequence_[forwards_[c]] == oldest ? 0 : p_.activation[c * m_ + forwards_[c]]);
       if (arrives >= kNever || state.memory - state.held + need > p_.limit[rank]) continue;
       if (arrives > now) step.next = std::min(step.next, arrives);
       else if (forward < 0 || prefers(c, forward, rule.late_forward[rank], true)) forward = c;
@@ -184,13 +195,15 @@ Step ListScheduler::choose(const Rule& rule, int rank, Time now) const {
   }
   step.fuse = rule.fuse;
   if (forward >= 0 && forward_first) {
-    if (state.memory + p_.activation[forward] > p_.limit[rank]) take(kWeight, weight);
+    if (state.memory + p_.activation[forward * m_ + forwards_[forward]] > p_.limit[rank]) take(kWeight, weight);
     else take(kForward, forward);
   } else if (backward >= 0) {
-    const bool full = state.memory + p_.held[backward] - p_.activation[backward] > p_.limit[rank];
-    if (full && !rule.fuse && weight >= 0) take(kWeight, weight);
-    else take(kBackward, backward), step.fuse = rule.fuse || full;
-  } else if (weight >= 0 && (step.next >= kNever || 4 * (step.next - now) >= rule.patience[rank] * p_.weight[weight])) {
+    const int at = backward * m_ + backwards_[backward];
+    const bool full = state.memory + p_.held[at] - p_.freed[at] > p_.limit[rank];
+    const bool no_room = state.memory - p_.freed[at] > p_.limit[rank];
+    if (full && (!rule.fuse || no_room) && weight >= 0) take(kWeight, weight);
+    else if (!no_room) take(kBackward, backward), step.fuse = rule.fuse || full;
+  } else if (weight >= 0 && (step.next >= kNever || 4 * (step.next - now) >= rule.patience[rank] * p_.weight[weight * m_ + weights_[weight]])) {
     take(kWeight, weight);
   }
   return step;
@@ -201,30 +214,29 @@ int ListScheduler::execute(const Rule& rule, int rank, Time now, Step step) {
   RankState& state = ranks_[rank];
   Row& row = orders_.rows[rank];
   const auto [kind, chunk, fuse, next] = step;
-  int microbatch, ran = 1;
+  int ran = 1;
+  const int microbatch = (kind == kForward ? forwards_ : kind == kBackward ? backwards_ : weights_)[chunk]++;
+  const int at = chunk * m_ + microbatch;
   Time length;
   if (kind == kForward) {
-    microbatch = forwards_[chunk]++;
-    length = p_.forward[chunk];
-    state.memory += p_.activation[chunk];
+    length = p_.forward[at];
+    state.memory += p_.activation[at];
     state.rest -= length;
   } else if (kind == kBackward) {
-    microbatch = backwards_[chunk]++;
-    length = fuse ? p_.fused[chunk] : p_.backward[chunk];
-    state.memory -= p_.activation[chunk];
-    state.rest -= least_after_backward_[chunk];
-    orders_.fused[static_cast<std::size_t>(chunk) * m_ + microbatch] = fuse;
+    length = fuse ? p_.fused[at] : p_.backward[at];
+    state.memory -= p_.freed[at];
+    state.rest -= least_after_backward_[at];
+    orders_.fused[at] = fuse;
     if (!fuse) {
-      state.memory += p_.held[chunk];
-      state.held += p_.held[chunk];
-      state.rest += p_.weight[chunk];
+      state.memory += p_.held[at];
+      state.held += p_.held[at];
+      state.rest += p_.weight[at];
       pending_[rank].push_back(chunk);
     }
   } else {
-    microbatch = weights_[chunk]++;
-    length = p_.weight[chunk];
-    state.memory -= p_.held[chunk];
-    state.held -= p_.held[chunk];
+    length = p_.weight[at];
+    state.memory -= p_.held[at];
+    state.held -= p_.held[at];
     state.rest -= length;
     state.next_weight++;
   }
@@ -242,7 +254,8 @@ int ListScheduler::execute(const Rule& rule, int rank, Time now, Step step) {
     const int consumer = kind == kForward ? chunk + 1 : chunk - 1;
     const bool any = consumer >= 0 && consumer < n_;
     if (rule.follow) state.following = any && p_.placement[consumer] == rank ? consumer : -1;
-    if (any) send(kind, consumer, microbatch, now, state.clock + p_.communication[std::min(chunk, consumer)]);
+    const std::vector<Time>& lags = kind == kForward ? p_.forward_lag : p_.backward_lag;
+    if (any) send(kind, consumer, microbatch, now, state.clock + lags[consumer * m_ + microbatch]);
   }
   return ran;
 }
@@ -273,7 +286,7 @@ void change(Rule& rule, const Problem& p, bool may_follow, Random& random) {
   } else if (what < 10) {
     const int change = random.percent(50) ? 1 : -1;
     std::vector<int> caps = rule.caps;
-    for (int& cap : caps) cap = std::min(std::max(cap + change, 1), p.microbatches);
+    for (int& cap : caps) cap = std::min(std::max(cap + change, p.slices), p.microbatches);
     take_some(rule.caps, caps, random);
   } else {
     const std::pair<std::vector<int>*, int> choices[] = {  // of a rank, and how many each has

@@ -17,7 +17,8 @@ class Patterns {
       : p_(problem), n_(problem.chunks), m_(problem.microbatches), ranks_(problem), rows_(problem.ranks), scripts_(problem.ranks), pending_(problem.ranks), written_(problem.ranks) {
     for (int rank = 0; rank < p_.ranks; rank++) {
       Time work = 0;
-      for (int c : {rank, n_ - 1 - rank}) work += m_ * (p_.forward[c] + least_backward(c) + p_.weight[c]);
+      for (int c : {rank, n_ - 1 - rank})
+        for (int at = c * m_; at < (c + 1) * m_; at++) work += p_.forward[at] + least_backward(at) + p_.weight[at];
       work_.push_back(work), least_ += work;
     }
   }
@@ -36,8 +37,8 @@ class Patterns {
  private:
   void write(const Pattern& pattern, int rank);
   void weight(int rank);
-  // What a backward takes beside the W: less than the B where a fused one is faster.
-  Time least_backward(int c) const { return std::min(p_.backward[c], p_.fused[c] - p_.weight[c]); }
+  // What a backward (chunk * microbatches + k) takes beside the W: less than the B where a fused one is faster.
+  Time least_backward(int at) const { return std::min(p_.backward[at], p_.fused[at] - p_.weight[at]); }
 
   const Problem& p_;
   const int n_, m_;
@@ -52,7 +53,8 @@ class Patterns {
   Time least_ = 0;
 };
 
-// The forwards and backwards of a rank in order.
+// The forwards and backwards of a rank in order. With slices: those for slices - 1 more microbatches without the forwards of
+// these and as many first backwards, so that a B comes after all F of its sequence.
 void Patterns::write(const Pattern& pattern, int rank) {
   enum { kDown = 0, kUp = 1, kBackUp = 2, kBackDown = 3 };  // F and B of the first chunk are even, of the second odd
   auto& script = scripts_[rank];
@@ -60,24 +62,27 @@ void Patterns::write(const Pattern& pattern, int rank) {
   if (!script.empty() && counts == written_[rank]) return;  // as for most ranks: a change is of few
   written_[rank] = counts;
   script.clear();
+  const int more = p_.slices - 1, all = m_ + more;
   int done[4] = {0, 0, 0, 0}, phase = 0;
   const auto add = [&](int what) {
-    if (done[what] < m_) script.push_back(4 * phase + what), done[what]++;
+    if (done[what] == all) return;
+    const int number = done[what]++;
+    if (what < kBackUp ? number < m_ : number >= more) script.push_back(4 * phase + what);
   };
   for (int i = 0; i < pattern[0][rank]; i++) add(kDown);
   for (int i = 0; i < pattern[1][rank]; i++) add(kUp), add(kDown);
   for (int i = 0; i < pattern[2][rank]; i++) add(kUp), add(kBackDown);
   for (int i = 0; i < pattern[3][rank]; i++) add(kDown), add(kUp), add(kBackDown);
   while (static_cast<int>(script.size()) < 4 * m_) {
-    phase = done[kDown] < m_ ? 1 : 2;
+    phase = done[kDown] < all ? 1 : 2;
     add(kDown), add(kBackUp), add(kUp), add(kBackDown);
   }
 }
 
 void Patterns::weight(int rank) {
-  const int c = pending_[rank][next_weight_[rank]++], item = 2 * n_ + c;
+  const int c = pending_[rank][next_weight_[rank]++], item = 2 * n_ + c, at = c * m_ + count_[item];
   rows_[rank].push_back(item * m_ + count_[item]++);
-  ranks_.clock[rank] += p_.weight[c], rest_[rank] -= p_.weight[c], memory_[rank] -= p_.held[c];
+  ranks_.clock[rank] += p_.weight[at], rest_[rank] -= p_.weight[at], memory_[rank] -= p_.held[at];
 }
 
 // A B that has no room for what its W needs is fused. False when it cannot run, does not fit the memory, or some span would
@@ -97,25 +102,27 @@ bool Patterns::run(const Pattern& pattern, Time threshold) {
     auto& next_weight = next_weight_[rank];
     for (auto& k = place_[rank]; k < script.size(); k++) {
       const int phase = script[k] / 4, kind = script[k] / 2 % 2, c = script[k] % 2 ? n_ - 1 - rank : rank;
-      const int item = kind * n_ + c, j = count_[item], pass = item * m_ + j;
-      if (kind == kBackward && count_[c] <= j) return false;
+      const int item = kind * n_ + c, j = count_[item], pass = item * m_ + j, here = c * m_ + j;
+      if (kind == kBackward && count_[c] < p_.forwards_before(j)) return false;
       Time at;
       if (!ranks_.arrived(input_of(p_, kind, c, pass), rank, at)) return true;
       const Time patience = pattern[kPatience + phase][rank];
-      while (next_weight < pending.size() && 4 * (at - ranks_.clock[rank]) >= patience * p_.weight[pending[next_weight]]) weight(rank);
-      Time change = kind == kForward ? p_.activation[c] : p_.held[c] - p_.activation[c];
+      const auto waits_long = [&](int w) { return 4 * (at - ranks_.clock[rank]) >= patience * p_.weight[w * m_ + count_[2 * n_ + w]]; };
+      while (next_weight < pending.size() && waits_long(pending[next_weight])) weight(rank);
+      Time change = kind == kForward ? p_.activation[here] : p_.held[here] - p_.freed[here];
       while (next_weight < pending.size() && memory_[rank] + change > p_.limit[rank]) weight(rank);
       const bool fuse = memory_[rank] + change > p_.limit[rank];
       if (fuse && kind == kForward) return false;
-      if (fuse) change = -p_.activation[c];
+      if (fuse) change = -p_.freed[here];
+      if (fuse && memory_[rank] + change > p_.limit[rank]) return false;
       const Time begin = std::max(at, ranks_.clock[rank]);
-      const Time length = kind == kForward ? p_.forward[c] : fuse ? p_.fused[c] : p_.backward[c];
+      const Time length = kind == kForward ? p_.forward[here] : fuse ? p_.fused[here] : p_.backward[here];
       if (begin - ranks_.begin(rank, begin) + rest_[rank] > threshold) return false;
       ranks_.finish(rank, pass, begin + length);
-      rest_[rank] -= kind == kForward ? length : least_backward(c) + (fuse ? p_.weight[c] : 0);
+      rest_[rank] -= kind == kForward ? length : least_backward(here) + (fuse ? p_.weight[here] : 0);
       memory_[rank] += change, count_[item]++;
       rows_[rank].push_back(pass);
-      if (fuse) fused_[c * m_ + j] = true, rows_[rank].push_back(pass + n_ * m_), count_[item + n_]++;
+      if (fuse) fused_[here] = true, rows_[rank].push_back(pass + n_ * m_), count_[item + n_]++;
       else if (kind == kBackward) pending_[rank].push_back(c);
     }
     while (next_weight < pending.size()) weight(rank);

@@ -18,8 +18,8 @@ struct Input {
 };
 
 inline Input input_of(const Problem& p, int kind, int chunk, int pass) {
-  if (kind == kForward && chunk > 0) return {pass - p.microbatches, p.communication[chunk - 1]};
-  if (kind == kBackward && chunk + 1 < p.chunks) return {pass + p.microbatches, p.communication[chunk]};
+  if (kind == kForward && chunk > 0) return {pass - p.microbatches, p.forward_lag[pass]};
+  if (kind == kBackward && chunk + 1 < p.chunks) return {pass + p.microbatches, p.backward_lag[pass - p.chunks * p.microbatches]};
   return {-1, 0};
 }
 

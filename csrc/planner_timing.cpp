@@ -22,14 +22,14 @@ Measured measure(const Problem& p, const Ordering& orders) {
       if (!ranks.arrived(input_of(p, kind, chunk, pass), rank, at)) break;
       const Time now = std::max(at, ranks.clock[rank]);
       if (kind == kForward) {
-        length = p.forward[chunk], held = p.activation[chunk];
+        length = p.forward[rest], held = p.activation[rest];
       } else if (kind == kBackward) {
-        length = orders.fused[rest] ? p.fused[chunk] : p.backward[chunk];
-        held = (orders.fused[rest] ? 0 : p.held[chunk]) - p.activation[chunk];
+        length = orders.fused[rest] ? p.fused[rest] : p.backward[rest];
+        held = (orders.fused[rest] ? 0 : p.held[rest]) - p.freed[rest];
       } else if (!orders.fused[rest]) {
-        length = p.weight[chunk], held = -p.held[chunk];
+        length = p.weight[rest], held = -p.held[rest];
         const int before = k > 0 ? row[k - 1] : -1;
-        if (before >= 0 && before / m == pass / m && !orders.fused[before % half]) length -= p.merge_saving[chunk];
+        if (before >= 0 && before / m == pass / m && !orders.fused[before % half]) length -= p.merge_saving[rest];
       }
       ranks.begin(rank, now);
       ranks.finish(rank, pass, now + length);

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
-    from zbkern.pipeline import cli
+    from zbkern.pipeline import cli, play
 
     parser = argparse.ArgumentParser(prog="zbkern", description="Zero-bubble pipeline parallelism for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="what this machine can run, and how to get what is missing")
     info.set_defaults(run=_info)
     cli.add_to(commands)
+    play.add_to(commands)
     parsed = parser.parse_args(arguments)
     try:
         status = parsed.run(parsed)

@@ -165,6 +165,26 @@ def test_compare_has_every_schedule_and_the_plan_sorted_by_bubble(run) -> None:
         ]
 
 
+def test_sequences_in_slices(run, tmp_path: Path) -> None:
+    costs = Costs(4, 6, 2, attention_forward=2.5, attention_backward=4.5, tokens=4096).save(tmp_path / "costs.json")
+    whole = run("--costs", costs, *SECOND)
+    text = run("--costs", costs, "--slices", "auto", "--compare", "--out", tmp_path / "plan.csv", *SECOND)
+    assert float(figures(text)["cost"]) < 0.9 * float(figures(whole)["cost"])
+    (lengths,) = re.findall(r"^slices +([\d ]+) tokens, first to last$", text, re.MULTILINE)
+    assert sum(map(int, lengths.split())) == 4096
+    assert Schedule.from_csv((tmp_path / "plan.csv").read_text()).slices == tuple(map(int, lengths.split()))
+    count = len(lengths.split())
+    assert f"5 microbatches in {count} slices each" in text
+    assert re.search(rf"^one_f_one_b, {count} slices +1 ", text, re.MULTILINE)
+    assert re.search(r"^one_f_one_b +1 ", text, re.MULTILINE)
+
+
+def test_a_named_schedule_in_slices(run) -> None:
+    text = run("--schedule", "one_f_one_b", "--slices", "3,2,1")
+    assert "one_f_one_b: 3 ranks, 1 chunk each, 5 microbatches in 3 slices each" in text
+    assert "slices    3 2 1 of 6, first to last" in text
+
+
 def test_compare_says_what_it_did_not_cut(run, tmp_path: Path) -> None:
     costs = Costs(forward=[4, 4, 7], activation=2).save(tmp_path / "costs.json")
     text = run("--compare", "--costs", costs, *SECOND)
@@ -216,6 +236,10 @@ def test_png_is_written_or_refused_before_the_search(run, fails, tmp_path: Path)
         (["--schedule", "zb_h9"], "argument --schedule: invalid choice: 'zb_h9'"),
         (["--schedule", "zb_v", "--chunks", "3"], "argument --chunks: zb_v has 2 per rank; leave --chunks out"),
         (["--schedule", "zb_v", "--placement", "v"], "argument --placement: zb_v has its own"),
+        (["--slices", "some"], "argument --slices: expected auto, a number of slices, or lengths such as 3,2,2; got"),
+        (["--slices", "2,0"], "argument --slices: expected auto, a number of slices, or lengths such as 3,2,2; got"),
+        (["--slices", "auto", "--schedule", "gpipe"], "argument --slices: gpipe is as it is told: give a number, or"),
+        (["--slices", str(10**20)], "argument --stages: plan: 3 x stages x microbatches x chunks x slices must be"),
         (["--placement", "v"], 'argument --placement, --stages: plan: placement "v" needs chunks=2'),
         (
             ["--placement", "0,1,1"],

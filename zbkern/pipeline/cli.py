@@ -23,6 +23,7 @@ from zbkern.pipeline.planner import Plan, PlanOptions, plan
 from zbkern.pipeline.planner.arguments import PLACEMENTS, chunks_per_rank
 from zbkern.pipeline.planner.idle_time import idle_time
 from zbkern.pipeline.planner.plan import EFFORT
+from zbkern.pipeline.planner.slicing import Slices
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import TIME_UNITS, amount, duration
 from zbkern.pipeline.simulation import comparison
@@ -70,6 +71,14 @@ def _placement(text: str) -> str | tuple[int, ...]:
     raise argparse.ArgumentTypeError(f"expected {', '.join(PLACEMENTS)} or a rank per chunk; got {text!r}")
 
 
+def _slices(text: str) -> Slices:
+    if text == "auto":
+        return text
+    if re.fullmatch(r"\d+(,\d+)*", text) and all(lengths := [int(each) for each in text.split(",")]):
+        return lengths[0] if len(lengths) == 1 else tuple(lengths)
+    raise argparse.ArgumentTypeError(f"expected auto, a number of slices, or lengths such as 3,2,2; got {text[:60]!r}")
+
+
 _count = _number(int, "a whole number, at least 1", 1)
 _HELP = {
     "--stages": "pipeline ranks, p",
@@ -92,6 +101,8 @@ _HELP = {
     "--offload": "activations may go to the host and come back, at so many GB/s in each direction (memory per time for "
     "costs without units); with --config the number can be left out, and is that of the table of hardware",
     "--recompute": "activations may be recomputed; --costs of chunks must have the checkpoint, what an F keeps then",
+    "--slices": "sequences go through the pipeline in slices: as many as are best (auto), a number, whose lengths are "
+    "chosen, or the length of each, in any unit; for causal models, see docs/long_context.md",
     "--schedule": f"this schedule instead of a search: {', '.join(schedules.NAMES)}",
     "--compare": "also a table of all published schedules and the plan",
     "--out": "files to write, by suffix: .svg .html .png (pictures), .json (a trace for Perfetto), .csv, .torch.csv "
@@ -130,6 +141,7 @@ def add_to(commands: Any) -> None:
     rate = _number(float, "a bandwidth in GB/s above 0, such as 50", 1e-9)
     add("--offload", type=rate, nargs="?", const=0.0, metavar="GB/s")
     add("--recompute", action="store_true")
+    add("--slices", type=_slices, default=1, metavar="N")
     add("--schedule", choices=schedules.NAMES, metavar="NAME")
     add("--compare", action="store_true")
     add("--out", type=Path, nargs="+", action="extend", default=[], metavar="FILE")
@@ -194,6 +206,8 @@ def _of_chunks(arguments: argparse.Namespace, given: Costs) -> tuple[Plan, float
     _print_gains(arguments, costs, limit, found)
     if arguments.compare:
         published, unknown = comparison.timelines(costs, stages, arguments.microbatches, chunks)
+        if len(slices := found.schedule.slices) > 1:
+            published += comparison.timelines(costs, stages, arguments.microbatches, chunks, slices)[0]
         if not arguments.schedule:
             published.append(found.timeline)
         print("\n" + report.table(published, objective, limit, whole))
@@ -229,6 +243,8 @@ def _of_layers(
         print(from_config.step(found, setting, objective, width))
     if arguments.compare or setting is not None:
         published = from_config.published_timelines(costs, arguments.stages, arguments.microbatches, limit)
+        if len(slices := found.schedule.slices) > 1:
+            published += from_config.published_timelines(costs, arguments.stages, arguments.microbatches, limit, slices)
         tokens = 0 if setting is None else setting.tokens(arguments.microbatches)
         print("\n" + report.table([*published, found.timeline], objective, limit, whole, tokens, cuts=True))
     if setting is not None:
@@ -342,6 +358,7 @@ def _search(
         effort=arguments.effort,
         offload=arguments.offload is not None,
         recompute=arguments.recompute,
+        slices=arguments.slices,
         options=PlanOptions(arguments.objective, time_limit=arguments.time_limit, progress=progress),
     )
 
@@ -374,7 +391,9 @@ def _print_gains(arguments: argparse.Namespace, costs: Costs | ModelCosts, limit
 
 def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: float | None) -> Plan:
     """The schedule of --schedule, with the lower bound for any order of its chunks in the limit, if there is one."""
-    schedule = comparison.build(arguments.schedule, arguments.stages, arguments.microbatches, chunks)
+    if arguments.slices == "auto":
+        raise WrongArgument("--slices", f"{arguments.schedule} is as it is told: give a number, or lengths")
+    schedule = comparison.build(arguments.schedule, arguments.stages, arguments.microbatches, chunks, arguments.slices)
     timeline = simulate(schedule, costs)
     peak = max(timeline.peak_memory)
     if limit is not None and report.exceeds(peak, limit):
@@ -385,7 +404,12 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
         )
     stages, objective = arguments.stages, arguments.objective
     options = PlanOptions(objective)
-    other = plan(costs, stages, schedule.microbatches, chunks, schedule.placement, limit, effort=0, options=options)
+    other = plan(
+        *(costs, stages, schedule.sequences, chunks, schedule.placement, limit),
+        effort=0,
+        slices=schedule.slices,
+        options=options,
+    )
     idle = report.idle(timeline, objective)
     return dataclasses.replace(
         other,
@@ -428,7 +452,9 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.gpus is not None:
         return
     try:
-        schedules.check_counts("plan", arguments.stages, arguments.microbatches, arguments.chunks or 1)
+        given = arguments.slices
+        slices = 1 if given == "auto" else given if isinstance(given, int) else len(given)
+        schedules.check_counts("plan", arguments.stages, arguments.microbatches, arguments.chunks or 1, slices)
     except ScheduleError as error:
         raise WrongArgument("--stages", str(error)) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from zbkern.pipeline import report, schedules
@@ -160,7 +161,9 @@ def assumptions(
     return "\n".join(textwrap.fill(each, min(width, 118)) for each in (text, source))
 
 
-def published_timelines(costs: ModelCosts, stages: int, microbatches: int, limit: float | None) -> list[Timeline]:
+def published_timelines(
+    costs: ModelCosts, stages: int, microbatches: int, limit: float | None, slices: int | Sequence[int] = 1
+) -> list[Timeline]:
     """Of every published schedule, on that of an even and some balanced partitions on which it is fastest and fits.
 
     Where it fits on none, on that on which it holds least. Schedules with more chunks than the model has layers are
@@ -168,7 +171,7 @@ def published_timelines(costs: ModelCosts, stages: int, microbatches: int, limit
     """
     found = []
     for name in schedules.NAMES:
-        schedule = comparison.build(name, stages, microbatches)
+        schedule = comparison.build(name, stages, microbatches, slices=slices)
         chunks = len(schedule.placement)
         if chunks > len(costs.layers):
             continue
@@ -244,7 +247,7 @@ def step(found: Plan, setting: Setting, objective: str, width: int) -> str:
     chunks = report.cut(found, len(setting.costs.layers), width, f": {_counted(setting.architecture)}")
     beside = outside(*setting, found.schedule.stages)
     seconds = report.reached(found.timeline, objective) / 1e3 + beside
-    rate = setting.tokens(found.schedule.microbatches) / seconds
+    rate = setting.tokens(found.schedule.sequences) / seconds
     gpus = _gpus(found.schedule.stages, setting.job)
     peak = gpus * setting.hardware.matmul_flops
     used = rate * flops(setting.architecture, setting.job.sequence) / peak

@@ -43,7 +43,9 @@ def describe(
     """
     schedule, timeline = plan.schedule, plan.timeline
     chunks = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
-    title = f"{schedule.name}: {schedule.stages} ranks, {chunks} each, {schedule.microbatches} microbatches"
+    title = f"{schedule.name}: {schedule.stages} ranks, {chunks} each, {schedule.sequences} microbatches"
+    if len(schedule.slices) > 1:
+        title += f" in {len(schedule.slices)} slices each"
     which = "these chunks" if limit is None else "these chunks in this memory"
     if plan.optimal:
         bound = f"optimal: no order of {which} has less"
@@ -63,6 +65,9 @@ def describe(
     memory = f"{_joined(peaks)} by rank ({capacity})"
     figures = {"bubble": rate, "cost": duration(timeline.cost, timeline.unit), "makespan": span, "memory": memory}
     lines = [figure(name, text, width) for name, text in figures.items()]
+    if len(schedule.slices) > 1:
+        unit = "tokens" if plan.costs.tokens == sum(schedule.slices) else f"of {sum(schedule.slices)}"
+        lines.append(figure("slices", f"{' '.join(map(str, schedule.slices))} {unit}, first to last", width))
     lines += fused_lines(schedule) + idle_lines(plan, limit, searched, width)
     return "\n\n".join([title, grid(schedule, width), "\n".join(lines)])
 
@@ -119,13 +124,19 @@ def _about_load(plan: Plan, limit: float | None, layers: ModelCosts | None) -> s
     cause, stages = f"rank {plan.idle.busiest} has the most work", plan.schedule.stages
     if layers is None:
         return f"{cause}: divide the model more evenly"
-    least = plan.schedule.microbatches * least_work(layers, stages)
-    if max(plan.timeline.busy) > least * (1 + _AS_EVEN):
+    if not _as_even_as_can_be(plan, layers, stages):
         ways = [*(["more memory"] if limit is not None else []), "a longer search"]
         return f"{cause}: {', or '.join(ways)}, may find a more even cut"
     text = f"{cause}, and no cut of these layers into {stages} is more even"
     better = _more_even_stages(layers, stages)
     return text if better is None else f"{text}; into {better} it may be: {least_uneven(layers, better):.2%}"
+
+
+def _as_even_as_can_be(plan: Plan, layers: ModelCosts, stages: int) -> bool:
+    busy = plan.timeline.busy
+    if len(plan.schedule.slices) > 1:  # every rank has the overhead of their passes
+        return 1 - sum(busy) / (len(busy) * max(busy)) <= least_uneven(layers, stages) + _AS_EVEN
+    return max(busy) <= plan.schedule.microbatches * least_work(layers, stages) * (1 + _AS_EVEN)
 
 
 def _more_even_stages(layers: ModelCosts, stages: int) -> int | None:
@@ -171,6 +182,8 @@ def table(
     for timeline in sorted(timelines, key=lambda each: _order(each, objective, limit if cuts else None, tokens)):
         peak, seconds = max(timeline.peak_memory), reached(timeline, objective) / 1e3
         name, chunks = timeline.schedule.name, str(timeline.schedule.chunks)
+        if len(timeline.schedule.slices) > 1:
+            name += f", {len(timeline.schedule.slices)} slices"
         bubble, memory = f"{timeline.bubble_rate:.2%}", amount(peak, timeline.memory_unit)
         over = "over the limit" if limit is not None and exceeds(peak, limit) else ""
         if tokens:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -18,8 +19,11 @@ compiled = pytest.mark.skipif(native.core is None, reason="the compiled search c
 SHAPES = [(1, 1), (1, 2), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2), (2, 3), (3, 3), (2, 4)]  # ranks, chunks
 
 
-def problem(draw: random.Random) -> Problem:
-    """Any placement, equal or other chunks, split overheads, merged W, limits of every rank, both objectives."""
+def problem(draw: random.Random, sliced: bool = False) -> Problem:
+    """Any placement, equal or other chunks, split overheads, merged W, limits of every rank, both objectives.
+
+    sliced: sequences are in slices, with attention, and keys and values that stay.
+    """
     ranks, per_rank = draw.choice(SHAPES)
     down = list(range(ranks))
     turns = draw.choice(("loop", "zigzag", "shuffled"))
@@ -42,7 +46,18 @@ def problem(draw: random.Random) -> Problem:
     for rank, memory in zip(owners, most, strict=True):
         need[rank] += memory
     limit = [each * draw.choice([1, draw.uniform(1, 3), draw.uniform(1, 12)]) for each in need]
-    return Problem.build(flat, owners, draw.choice([1, 2, 3, 4, 5, 7, 12]), limit, draw.random() < 0.25)
+    if not sliced:
+        return Problem.build(flat, owners, draw.choice([1, 2, 3, 4, 5, 7, 12]), limit, draw.random() < 0.25)
+    flat = replace(
+        costs,
+        attention_forward=[each * draw.choice([0, 0.7, 1]) for each in flat.forward],
+        attention_backward=[each * draw.choice([0, 0.7, 1]) for each in flat.backward],
+        carried=[each * draw.choice([0, 0.1, 0.5]) for each in activation],
+        overhead=draw.choice([0.0, 0.1]),
+    ).per_chunk(n)
+    limit = [2 * each for each in limit]
+    lengths = [draw.choice([1, 1, 2, 5]) for _ in range(draw.choice([2, 3, 4]))]
+    return Problem.build(flat, owners, draw.choice([1, 2, 3, 5]), limit, draw.random() < 0.25, lengths)
 
 
 def good_order(given: Problem, draw: random.Random) -> Ordering:
@@ -56,6 +71,19 @@ def good_order(given: Problem, draw: random.Random) -> Ordering:
     mean = (sum(given.forward) + sum(given.backward)) // (2 * given.chunks)
     temperatures = [mean, mean // 3, mean // 10, mean // 50]
     return annealing.anneal(given, best.orders, temperatures=temperatures, passes=60_000, spread=0)
+
+
+@compiled
+@pytest.mark.parametrize("count", [60, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_no_order_of_slices_is_below_the_bound(count: int) -> None:
+    reached = 0
+    for seed in range(count):
+        draw = random.Random(seed)
+        given = problem(draw, sliced=True)
+        bound, cost = cost_bound(given), good_order(given, draw).cost
+        assert cost >= bound, seed
+        reached += cost <= bound * (1 + 1e-9)
+    assert reached > 0.15 * count
 
 
 @compiled

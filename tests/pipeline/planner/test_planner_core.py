@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -21,7 +22,10 @@ from zbkern.pipeline.planner.problem import (
 pytestmark = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 
 
-def problem(seed: int, overheads: bool = False, makespan: bool = False) -> Problem:
+GIVEN: dict[Problem, Costs] = {}  # of problems with slices: the costs that they were made from
+
+
+def problem(seed: int, overheads: bool = False, makespan: bool = False, slices: tuple[int, ...] = (1,)) -> Problem:
     draw = random.Random(seed)
     stages, chunks = draw.choice([(2, 1), (4, 1), (2, 2), (3, 2), (2, 4)])
     down = list(range(stages))
@@ -39,12 +43,29 @@ def problem(seed: int, overheads: bool = False, makespan: bool = False) -> Probl
     costs = Costs(some(3), backward, weight, some(1)[1:], some(2), 0.9 if seed % 5 == 1 else 0.4, split, saving)
     flat = costs.per_chunk(n)
     need = max(sum(flat.activation[c] for c in range(n) if owners[c] == rank) for rank in range(stages))
-    return Problem.build(flat, owners, draw.randint(1, 7), [need * draw.uniform(1, 3)] * stages, makespan)
+    microbatches, limit = draw.randint(1, 7), [need * draw.uniform(1, 3)] * stages
+    if len(slices) == 1:
+        return Problem.build(flat, owners, microbatches, limit, makespan)
+    costs = replace(
+        costs,
+        attention_forward=[each * draw.choice([0.0, 0.7]) for each in flat.forward],
+        attention_backward=[each * draw.choice([0.0, 0.7]) for each in flat.backward],
+        carried=[each * draw.choice([0.0, 0.1, 0.5]) for each in flat.activation],
+        overhead=0.02 * draw.random(),
+    )
+    limit = [1.5 * each for each in limit]
+    built = Problem.build(costs.per_chunk(n), owners, min(3, microbatches), limit, makespan, slices)
+    GIVEN[built] = costs
+    return built
 
 
+SLICES = [(1,), (1, 1), (5, 4, 3, 2)]
+
+
+@pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("seed", range(12))
-def test_rules_of_every_rank(seed: int) -> None:
-    given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4)
+def test_rules_of_every_rank(seed: int, slices: tuple[int, ...]) -> None:
+    given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4, slices=slices)
     made = [
         (rule, orders) for rule in list_scheduler.rules(given) if (orders := list_scheduler.list_schedule(given, rule))
     ]
@@ -72,9 +93,28 @@ def test_neighbouring_chunks_of_a_rank_that_follow_each_other_may_be_better() ->
     assert not any(rule.follow for rule in list_scheduler.rules(turn))
 
 
+def exact_costs(given: Problem) -> Costs:
+    """The costs of whole sequences in the problem's integers, which a simulation counts with exactly."""
+    parts = zip(given.backward, given.weight, given.fused, strict=True)
+    return Costs(
+        *(given.forward, given.backward, given.weight, given.communication, given.activation, given.held),
+        split_overhead=[backward + weight - fused for backward, weight, fused in parts],
+        merge_saving=given.merge_saving,
+    )
+
+
 def check(given: Problem, found: Ordering) -> None:
     """Its cost is that of an independent run, at least the lower bound, and it is a valid schedule within the limit."""
-    timeline = simulate(schedule_of(grouped(found), given, "found"), given.costs)  # validates
+    schedule = schedule_of(grouped(found), given, "found")
+    if len(given.slices) > 1:
+        timeline = simulate(schedule, GIVEN[given])
+        reached = (timeline.makespan if given.makespan else timeline.cost) * given.time_scale
+        assert reached <= found.cost * (1 + 1e-9)
+        assert given.saves or reached == pytest.approx(found.cost, rel=1e-9)
+        assert within(annealing.measured(given, found)[1], given.limit)
+        assert found.cost >= bounds.cost_bound(given)
+        return
+    timeline = simulate(schedule, exact_costs(given))  # validates
     assert within(timeline.peak_memory, given.limit)
     reached = timeline.makespan if given.makespan else timeline.cost
     assert reached <= found.cost if given.saves else reached == found.cost  # W that are grouped may save more
@@ -86,9 +126,10 @@ def temperatures(given: Problem) -> list[int]:
     return [mean, mean // 3, mean // 20]
 
 
+@pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("seed", range(12))
-def test_annealing(seed: int) -> None:
-    given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4)
+def test_annealing(seed: int, slices: tuple[int, ...]) -> None:
+    given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4, slices=slices)
     start = next(
         orders
         for orders in (list_scheduler.list_schedule(given, rule) for rule in list_scheduler.rules(given))
@@ -108,9 +149,14 @@ def test_annealing_improves_a_poor_start() -> None:
     check(given, found)
 
 
+@pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("seed", range(12))
-def test_building_blocks(seed: int) -> None:
-    given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4)
+def test_building_blocks(seed: int, slices: tuple[int, ...]) -> None:
+    given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4, slices=slices)
+    if len(slices) > 1:  # blocks hold parts of two sequences at once
+        roomy = replace(given, limit=tuple(4 * each for each in given.limit))
+        GIVEN[roomy] = GIVEN[given]
+        given = roomy
     found = block_search.search_blocks(given, seed=seed, temperatures=temperatures(given), moves=60, fuse=seed % 4 == 3)
     if given.saves:  # which blocks do not weigh
         by_blocks, found = found.cost, annealing.with_cost(given, found)
@@ -118,15 +164,20 @@ def test_building_blocks(seed: int) -> None:
     check(given, found)
 
 
+@pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("seed", range(8))
-def test_patterns(seed: int) -> None:
+def test_patterns(seed: int, slices: tuple[int, ...]) -> None:
     draw = random.Random(seed)
     stages, microbatches = 1 + seed % 4, draw.randint(1, 9)
     times = ([draw.uniform(0.5, 3) for _ in range(2 * stages)] for _ in range(3))
     costs = Costs(*times, draw.random(), 1.0, 1.3 if seed == 5 else 0.4)
     down = tuple(range(stages))
     limit = [2 * stages * draw.uniform(1.2, 3)] * stages
-    given = Problem.build(costs.per_chunk(2 * stages), down + down[::-1], microbatches, limit, seed % 4 == 3)
+    if len(slices) > 1:
+        costs = replace(costs, attention_forward=[0.5 * each for each in costs.forward], carried=0.1)
+    flat = costs.per_chunk(2 * stages)
+    given = Problem.build(flat, down + down[::-1], microbatches, limit, seed % 4 == 3, slices)
+    GIVEN[given] = costs
     found = [pattern_search.search_patterns(given, start) for start in list(pattern_search.zb_v_patterns(given))[::3]]
     orders, start = next(result for result in found if result is not None)
     options = {"seed": seed, "temperatures": temperatures(given), "moves": 100, "spread": seed % 3}

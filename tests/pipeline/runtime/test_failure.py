@@ -145,6 +145,7 @@ _RECOMPUTING = with_actions(schedules.zb_h1(2, 4), saved_in_turn("recomputed"))
         ("1F1B", "TypeError: .*propose: must return a zbkern.pipeline.Schedule or None; got str"),
         (schedules.zb_h1(2, 8), f"ValueError: .*{_RUNS}.* 8 microbatches>.*"),
         (schedules.zb_v(2, 4), rf"ValueError: .*{_RUNS}.*\(0, 1, 1, 0\).*"),
+        (schedules.zb_h1(2, 2, slices=2), rf"ValueError: .*{_RUNS}.* 2 microbatches, 2 slices of a sequence each>.*"),
         (schedules.zb_h1(3, 4), rf"ValueError: .*{_RUNS}.*\(0, 1, 2\).*"),
         (_CANNOT_RUN, "ScheduleError: .*"),
         (_RECOMPUTING, r"ValueError: .*must not offload or recompute \(R, O, L\).*"),

@@ -39,7 +39,9 @@ def test_a_slice_takes_what_its_place_says() -> None:
     )
     assert (first.backward[0], last.backward[0]) == pytest.approx((0.5 + 4.5 + 2.625, 0.5 + 3.5 + 0.875))
     assert (first.weight[0], last.weight[0]) == pytest.approx((0.5 + 2.625, 0.5 + 0.875))
-    assert (first.fused[0], last.fused[0]) == pytest.approx((0.5 + 4.5 + 7.5 * 0.75, 0.5 + 3.5 + 7.5 / 4))
+    assert (first.fused[0], last.fused[0]) == pytest.approx((10.75, 6.25))  # nothing is lost by the split
+    once = slice_costs(replace(SOME, split_overhead=0.7).per_chunk(1), (3, 1))
+    assert [10.75 - once[0].fused[0], 6.25 - once[1].fused[0]] == pytest.approx([0.5 + 0.15, 0.5 + 0.05])
     assert (first.activation[0], last.activation[0]) == (3.75, 1.25)
     assert (first.held[0], last.held[0]) == (1.5, 0.5)
 
@@ -53,7 +55,7 @@ def test_one_slice_is_the_whole_sequence() -> None:
 def test_all_slices_together_take_the_whole_and_the_overhead_of_each(lengths: list[int]) -> None:
     found = slice_costs(SOME.per_chunk(1), lengths)
     more = 0.5 * (len(lengths) - 1)
-    for name, whole in (("forward", 8), ("backward", 12), ("weight", 4), ("fused", 16)):
+    for name, whole in (("forward", 8), ("backward", 12), ("weight", 4), ("fused", 16 + more)):
         assert sum(getattr(each, name)[0] for each in found) == pytest.approx(whole + more)
     assert sum(each.activation[0] for each in found) + 1.0 == pytest.approx(6)
 
@@ -112,7 +114,8 @@ def test_slices_of_equal_times_and_lengths() -> None:
     assert max(times) / min(times) < 1.01
     assert lengths[0] > lengths[-1]
     assert equal_lengths(3, 4096) == (1408, 1280, 1408)
-    assert equal_lengths(4) == (256, 256, 256, 256)
+    assert equal_lengths(4) == (1, 1, 1, 1)
+    assert equal_times(Costs().per_chunk(1), 4) == (1, 1, 1, 1)
     assert equal_lengths(3, 100) == (33, 34, 33)
     assert equal_times(Costs().per_chunk(2), 5, 640) == (128,) * 5
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from numbers import Real
 
 from zbkern.pipeline import schedules
-from zbkern.pipeline.planner.problem import Problem
+from zbkern.pipeline.planner.problem import Problem, freed_memory, most_memory, taken_memory
+from zbkern.pipeline.planner.slicing import Slices, check_slices
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import amount
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.memory import static_of_ranks
+from zbkern.pipeline.simulation.slice_costs import SLICE_UNIT, slice_costs
 
 PLACEMENTS = ("linear", "loop", "v", "zigzag")
 OBJECTIVES = ("cost", "makespan")
@@ -29,7 +31,8 @@ class PlanOptions:
     objective: what to minimise, "cost" or "makespan" (see `Timeline`). partition: the first layer of every chunk, for
     `ModelCosts`; searched for where it is None. time_limit: seconds after which the search ends, if `effort` is not
     over by then; the plan then depends on the machine. seed: of the search; another one finds other plans. progress:
-    is called with a line about the search before every round, and with an empty one at the end.
+    is called with a line about the search before every round, and with an empty one at the end. slice_tokens: slices
+    that are chosen are multiples of so many tokens, where the costs say how many a sequence has.
 
     Raises TypeError or ValueError for what is none of these.
     """
@@ -39,11 +42,13 @@ class PlanOptions:
     time_limit: float | None = None
     seed: int = 0
     progress: Callable[[str], None] = lambda line: None
+    slice_tokens: int = SLICE_UNIT
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise ValueError(f"PlanOptions: objective must be one of {OBJECTIVES}; got {self.objective!r}")
         _check_count("PlanOptions: seed", self.seed)
+        _check_count("PlanOptions: slice_tokens", self.slice_tokens, 1)
         if self.seed >= _SEEDS:
             raise ValueError(f"PlanOptions: seed must be below {_SEEDS}; got {self.seed}")
         limit = 0.0 if self.time_limit is None else self.time_limit
@@ -54,7 +59,13 @@ class PlanOptions:
 
 
 def check_plan(
-    costs: Costs | ModelCosts, stages: int, microbatches: int, chunks: int | None, placement: object, effort: int
+    costs: Costs | ModelCosts,
+    stages: int,
+    microbatches: int,
+    chunks: int | None,
+    placement: object,
+    effort: int,
+    slices: Slices = 1,
 ) -> None:
     """Raises TypeError or ValueError for what `plan` cannot use."""
     if not isinstance(costs, (Costs, ModelCosts)):
@@ -64,28 +75,33 @@ def check_plan(
             f"plan: placement must be one of {PLACEMENTS} or a list with the rank of every chunk; got "
             f"{type(placement).__name__} {placement!r}"
         )
-    schedules.check_counts("plan", stages, microbatches, 1 if chunks is None else chunks)
+    check_slices(slices)
+    count = slices if isinstance(slices, int) else 1 if isinstance(slices, str) else len(slices)
+    schedules.check_counts("plan", stages, microbatches, 1 if chunks is None else chunks, count)
     _check_count("plan: effort", effort)
 
 
-def _check_count(what: str, count: int) -> None:
+def _check_count(what: str, count: int, least: int = 0) -> None:
     if not isinstance(count, int) or isinstance(count, bool):
         raise TypeError(f"{what} must be an int; got {type(count).__name__} {count!r}")
-    if count < 0:
-        raise ValueError(f"{what} must be at least 0; got {count}")
+    if count < least:
+        raise ValueError(f"{what} must be at least {least}; got {count}")
 
 
-def problem_of(costs: Costs, owners: Sequence[int], microbatches: int, limit: Limit, objective: str) -> Problem:
+def problem_of(
+    costs: Costs, owners: Sequence[int], microbatches: int, limit: Limit, objective: str, slices: Sequence[int] = (1,)
+) -> Problem:
     """The problem of the chunks of `costs` on the ranks of `owners`. Raises ScheduleError when nothing fits."""
     flat = costs.per_chunk(len(owners))
-    unlimited = microbatches * sum(map(max, flat.activation, flat.held))
+    by_slice = slice_costs(flat, slices)
+    unlimited = most_memory(by_slice, microbatches)
     static = static_of_ranks(flat, owners)
     given = rank_limits(limit, len(static))
     limits = [unlimited] * len(static)
     if given is not None:
         limits = [each - held for each, held in zip(given, static, strict=True)]
-    _check_one_microbatch_fits(flat, owners, limits, static, costs.memory_unit)
-    return Problem.build(flat, owners, microbatches, limits, objective == "makespan")
+    _check_one_microbatch_fits(by_slice, owners, limits, static, costs.memory_unit)
+    return Problem.build(flat, owners, microbatches, limits, objective == "makespan", slices)
 
 
 def chunks_per_rank(placement: str | Sequence[int] | None, stages: int) -> int:
@@ -152,15 +168,22 @@ def limits_of(function: str, given: float | Sequence[float], stages: int) -> lis
 
 
 def _check_one_microbatch_fits(
-    flat: ChunkCosts, owners: Sequence[int], limits: Sequence[float], static: Sequence[float], unit: str | None
+    by_slice: Sequence[ChunkCosts],
+    owners: Sequence[int],
+    limits: Sequence[float],
+    static: Sequence[float],
+    unit: str | None,
 ) -> None:
     """One microbatch must fit: a rank holds it in all of its chunks when its last forward there has run.
 
-    A B may leave more than it found; a fused BW leaves nothing.
+    A B may leave more than it found; a fused BW leaves nothing, but for gradients of keys and values that belong to
+    slices before it.
     """
     needs = [0.0] * len(limits)
+    last_chunk = {owner: chunk for chunk, owner in enumerate(owners)}
     for chunk, owner in enumerate(owners):
-        needs[owner] += flat.activation[chunk]
+        gradients = -freed_memory(by_slice, chunk)[0] if len(by_slice) > 1 and chunk == last_chunk[owner] else 0.0
+        needs[owner] += sum(taken_memory(by_slice, chunk)) + max(0.0, gradients)
     least = max(need + always for need, always in zip(needs, static, strict=True))
     for rank, (need, limit, always) in enumerate(zip(needs, limits, static, strict=True)):
         if need > limit * (1 + _ROUNDING):

@@ -12,6 +12,10 @@ Four arguments, of which the largest number counts. Each is proven where it is w
 
 All hold with fused backwards and merged W, too: what could run elsewhere is counted without their savings, and all that
 must run with them. Integers as in `Problem`; microbatches cost the same, so that those of a chunk pass in order.
+
+With sequences in slices a microbatch above is a slice, but for this: the first B of a chunk comes after all F of the
+first sequence, and is of its last slice; before it the whole sequence is in memory; the last F is of a last slice, and
+after it all B of its sequence are left.
 """
 
 from __future__ import annotations
@@ -31,52 +35,84 @@ def cost_bound(problem: Problem) -> int:
     returns = _returns(problem)
     over_time = (_memory_over_time(problem, rank, returns) for rank in ranks)
     bound = max(_chain(problem), _work_in_between(problem), *over_time)
-    if problem.placement == tuple(ranks) and not problem.makespan:
+    if problem.placement == tuple(ranks) and not problem.makespan and len(problem.slices) == 1:
         bound = _joint_warm_up_bound(problem, bound)
     return bound
 
 
-def _arrivals(problem: Problem) -> list[int]:
-    """The earliest start of each chunk's first forward."""
+def _arrivals(problem: Problem, slice: int = 0) -> list[int]:
+    """The earliest start of each chunk's first forward; of another slice, if that were the first."""
     at = [0]
     for chunk in range(problem.chunks - 1):
-        at.append(at[-1] + problem.forward[chunk] + problem.communication[chunk])
+        lag = problem.of(problem.communication, chunk)[slice]
+        at.append(at[-1] + problem.of(problem.forward, chunk)[slice] + lag)
     return at
 
 
+def _forwarded(problem: Problem, begin: int = 0) -> list[int]:
+    """From the start of the first forward of chunk `begin`: the earliest end of each chunk's last one of that sequence.
+
+    0 for the chunks before.
+    """
+    ends = [0] * len(problem.slices)
+    found = [0] * begin
+    for chunk in range(begin, problem.chunks):
+        now = 0
+        for slice, forward in enumerate(problem.of(problem.forward, chunk)):
+            lag = problem.of(problem.communication, chunk - 1)[slice] if chunk > begin else 0
+            now = ends[slice] = max(now, ends[slice] + lag) + forward
+        found.append(now)
+    return found
+
+
 def _returns(problem: Problem) -> list[int]:
-    """For each chunk, the least time from the end of its forward to the start of its backward."""
+    """For each chunk, the least time from the end of a last slice's forward to the start of its backward."""
     back = [0] * problem.chunks
     for chunk in reversed(range(problem.chunks - 1)):
-        there = problem.communication[chunk] + problem.forward[chunk + 1]
-        back[chunk] = there + back[chunk + 1] + _backward(problem, chunk + 1) + problem.communication[chunk]
+        lag = problem.of(problem.communication, chunk)[-1]
+        there = lag + problem.of(problem.forward, chunk + 1)[-1]
+        back[chunk] = there + back[chunk + 1] + _backwards(problem, chunk + 1)[0] + lag
     return back
 
 
-def _backward(problem: Problem, chunk: int) -> int:
-    return min(problem.backward[chunk], problem.fused[chunk])
+def _falls(problem: Problem, place: int) -> list[int]:
+    """From the start of each chunk's B to the start of chunk 0's: of a sequence's first B (place 0) or last (-1)."""
+    down = [0]
+    for chunk in range(1, problem.chunks):
+        lag = problem.of(problem.communication, chunk - 1)[-1 if place == 0 else 0]
+        down.append(down[-1] + _backwards(problem, chunk)[place] + lag)
+    return down
 
 
-def _backward_and_weight(problem: Problem, chunk: int) -> int:
-    """The least time from the start of a B, or BW, to the end of its W: which may be merged, and come right after."""
-    apart = problem.backward[chunk] + problem.weight[chunk] - problem.merge_saving[chunk]
-    return min(apart, problem.fused[chunk])
+def _backwards(problem: Problem, chunk: int) -> list[int]:
+    """The least times of a chunk's backwards, in their order."""
+    return list(map(min, problem.of(problem.backward, chunk), problem.of(problem.fused, chunk)))
+
+
+def _backwards_and_weights(problem: Problem, chunk: int) -> list[int]:
+    """The least times from each B, or BW, on to the end of its W: which may be merged, and come right after."""
+    names = ("backward", "weight", "merge_saving", "fused")
+    each = zip(*(problem.of(getattr(problem, name), chunk) for name in names), strict=True)
+    return [min(backward + weight - saved, fused) for backward, weight, saved, fused in each]
 
 
 def _chain(problem: Problem) -> int:
     """All F of a chunk, or all B, or both of the last chunk, after the passes on the way there, before those back."""
-    arrivals, returns, microbatches = _arrivals(problem), _returns(problem), problem.microbatches
-    last = problem.chunks - 1
-    weight = _backward_and_weight(problem, 0) - _backward(problem, 0)
-    down = [0] * problem.chunks  # from the end of the chunk's backward to the end of chunk 0's
+    arrivals, forwarded, returns = _arrivals(problem), _forwarded(problem), _returns(problem)
+    last, sequences = problem.chunks - 1, problem.sequences
+    weight = _backwards_and_weights(problem, 0)[-1] - _backwards(problem, 0)[-1]
+    down = [0] * problem.chunks  # from the end of the chunk's last backward to the end of chunk 0's
     for chunk in range(1, problem.chunks):
-        down[chunk] = problem.communication[chunk - 1] + _backward(problem, chunk - 1) + down[chunk - 1]
-    longest = arrivals[last] + microbatches * (problem.forward[last] + _backward(problem, last)) + down[last]
+        lag = problem.of(problem.communication, chunk - 1)[0]
+        down[chunk] = lag + _backwards(problem, chunk - 1)[-1] + down[chunk - 1]
+    longest = sequences * (sum(problem.of(problem.forward, last)) + sum(_backwards(problem, last)))
+    longest += arrivals[last] + down[last]
     for chunk in range(problem.chunks):
-        there_and_back = returns[chunk] + _backward(problem, chunk) + down[chunk]
-        longest = max(longest, arrivals[chunk] + microbatches * problem.forward[chunk] + there_and_back)
-        there = arrivals[chunk] + problem.forward[chunk] + returns[chunk]
-        longest = max(longest, there + microbatches * _backward(problem, chunk) + down[chunk])
+        backwards = sum(_backwards(problem, chunk))  # of a sequence
+        there_and_back = returns[chunk] + backwards + down[chunk]
+        longest = max(longest, arrivals[chunk] + sequences * sum(problem.of(problem.forward, chunk)) + there_and_back)
+        there = forwarded[chunk] + returns[chunk]
+        longest = max(longest, there + sequences * backwards + down[chunk])
     return longest + weight
 
 
@@ -120,44 +156,77 @@ def _work_in_between(problem: Problem) -> int:
 
 
 class _Chains:
-    """The least times between passes of one microbatch, by the chain of chunks."""
+    """The least times between passes of one sequence, by the chain of chunks."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._arrivals, self._returns = _arrivals(problem), _returns(problem)
-        self._down = [0]  # from the start of the chunk's B to the start of chunk 0's
-        for chunk in range(1, problem.chunks):
-            self._down.append(self._down[-1] + _backward(problem, chunk) + problem.communication[chunk - 1])
+        self._last_arrivals = _arrivals(problem, -1)  # of last slices alone
+        self._first_falls, self._last_falls = _falls(problem, 0), _falls(problem, -1)
 
     def to_first(self, begin: int) -> tuple[list[int], list[int]]:
         """From the start of the first F of chunk `begin` to the start of the first F, and B, of every chunk.
 
         -inf if that need not come after.
         """
-        arrivals, down, forward = self._arrivals, self._down, self._problem.forward
+        arrivals, down = self._arrivals, self._first_falls
+        forwarded = _forwarded(self._problem, begin)
         forwards, backwards = [-_INFINITE] * begin, []
         for chunk in range(self._problem.chunks):
             if chunk >= begin:
                 forwards.append(arrivals[chunk] - arrivals[begin])
             turn = max(chunk, begin)  # forward to there, through the last chunk, and back
-            there_and_back = forward[turn] + self._returns[turn]
-            backwards.append(arrivals[turn] - arrivals[begin] + there_and_back + down[turn] - down[chunk])
+            backwards.append(forwarded[turn] + self._returns[turn] + down[turn] - down[chunk])
         return forwards, backwards
 
     def from_last(self, end: int) -> tuple[list[int], list[int]]:
         """From the end of every chunk's last F, and the start of its last B, to the end of chunk `end`'s W; -inf as
         above.
         """
-        arrivals, down, forward = self._arrivals, self._down, self._problem.forward
-        weight = _backward_and_weight(self._problem, end)
+        problem, arrivals = self._problem, self._last_arrivals
+        weight = _backwards_and_weights(problem, end)[-1]
+        before_last = sum(_backwards(problem, end)[:-1])
         forwards, backwards = [], [-_INFINITE] * end
-        for chunk in range(self._problem.chunks):
+        for chunk in range(problem.chunks):
             turn = max(chunk, end)
-            there = arrivals[turn] + forward[turn] - arrivals[chunk] - forward[chunk]
-            forwards.append(there + self._returns[turn] + down[turn] - down[end] + weight)
+            here, there = problem.of(problem.forward, chunk)[-1], problem.of(problem.forward, turn)[-1]
+            to_turn = arrivals[turn] + there - arrivals[chunk] - here
+            fall = max(  # all B of the sequence are on either chunk
+                sum(_backwards(problem, turn)[:-1]) + self._last_falls[turn] - self._last_falls[end],
+                self._first_falls[turn] - self._first_falls[end] + before_last,
+            )
+            forwards.append(to_turn + self._returns[turn] + fall + weight)
             if chunk >= end:
-                backwards.append(down[chunk] - down[end] + weight)
+                backwards.append(self._last_falls[chunk] - self._last_falls[end] + weight)
         return forwards, backwards
+
+
+_OfSlices = list[int]  # an amount of memory or work of each slice
+
+
+class _Work:
+    """Memory and work of the slices of a sequence in some of a rank's chunks, from the first slice to the last."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.memory: _OfSlices = [0] * len(problem.slices)
+        self.forward: _OfSlices = self.memory
+        self.backward: _OfSlices = self.memory  # with W
+        self._problem = problem
+
+    def add(self, chunk: int, sign: int = 1) -> None:
+        problem = self._problem
+        both = zip(problem.of(problem.backward, chunk), problem.of(problem.weight, chunk), strict=True)
+        self.memory = _sums(self.memory, problem.of(problem.activation, chunk), sign)
+        self.forward = _sums(self.forward, problem.of(problem.forward, chunk), sign)
+        self.backward = _sums(self.backward, [b + w for b, w in both][::-1], sign)
+
+    @property
+    def work(self) -> _OfSlices:
+        return _sums(self.forward, self.backward)
+
+
+def _sums(some: Sequence[int], others: Sequence[int], sign: int = 1) -> _OfSlices:
+    return [one + sign * other for one, other in zip(some, others, strict=True)]
 
 
 def _first_passes(problem: Problem, rank: int) -> list[_Event]:
@@ -167,21 +236,24 @@ def _first_passes(problem: Problem, rank: int) -> list[_Event]:
     forwarded through some of those, or through all and has everything done in those after; the first microbatch is
     where it must be.
     """
-    own_chunks, limit, others = problem.chunks_of(rank), problem.limit[rank], problem.microbatches - 1
-    later = sum(problem.forward[c] + problem.backward[c] + problem.weight[c] for c in own_chunks)
-    memory = forward = 0
-    forwarded: list[tuple[int, int]] = []
+    own_chunks, limit = problem.chunks_of(rank), problem.limit[rank]
+    slices = len(problem.slices)
+    done, later = _Work(problem), _Work(problem)
+    for chunk in own_chunks:
+        later.add(chunk)
+    forwarded: list[tuple[_OfSlices, _OfSlices]] = []
     events = []
     for chunk in own_chunks:
-        memory += problem.activation[chunk]
-        free = limit - memory
-        events.append(_Event(FORWARD, chunk, forward + _most_work(tuple(forwarded), free, others)))
-        forward += problem.forward[chunk]
-        later -= problem.forward[chunk] + problem.backward[chunk] + problem.weight[chunk]
-        forwarded.append((memory, forward))
-        all_later = (memory, forward + later)
-        work = forward + later + _most_work((*forwarded, all_later), free, others)
-        events.append(_Event(BACKWARD, chunk, work))
+        before = done.forward
+        done.add(chunk)
+        later.add(chunk, -1)
+        most = _most_of_slices(problem, forwarded, limit - done.memory[0], problem.microbatches - 1)
+        events.append(_Event(FORWARD, chunk, before[0] + most))
+        forwarded.append((done.memory, done.forward))
+        all_later = (done.memory, _sums(done.forward, later.work))
+        free = limit - sum(done.memory)
+        most = _most_of_slices(problem, [*forwarded, all_later], free, problem.microbatches - slices)
+        events.append(_Event(BACKWARD, chunk, sum(all_later[1]) + most))
     return events
 
 
@@ -206,29 +278,43 @@ def _in_order(problem: Problem, rank: int, first: _Event, last: _Event) -> bool:
     if first.kind == BACKWARD and last.kind == BACKWARD and last.chunk <= first.chunk:
         return True
     kept = problem.chunks_of(rank)[0] if last.kind == FORWARD else first.chunk
-    return problem.microbatches * problem.activation[kept] > problem.limit[rank]
+    return problem.sequences * sum(problem.of(problem.activation, kept)) > problem.limit[rank]
 
 
 def _memory_over_time(problem: Problem, rank: int, returns: Sequence[int]) -> int:
     """Memory times time: what all microbatches need at least, by what the rank has.
 
     A chunk's activation is there from the start of F to the end of B, and then what W needs, or for a fused backward
-    the activation, to the end of W. The memory is not full at once, nor to the end: after a time t there is at most
-    what the passes of t fill (F, or F and B where that leaves more) and `largest`, for a pass that is running; and
-    before the end likewise, what the passes yet to come free.
+    the activation, to the end of W. (Keys and values of a sequence are there as long as its first slice.) The memory is
+    not full at once, nor to the end: after a time t there is at most what the passes of t fill (F, or F and B where
+    that leaves more) and `largest`, for a pass that is running; and before the end likewise, what the passes yet to
+    come free.
     """
-    limit, microbatches = problem.limit[rank], problem.microbatches
+    limit, sequences = problem.limit[rank], problem.sequences
     needed = largest = 0
     fills, frees = [], []  # (memory, time)
     for chunk in problem.chunks_of(rank):
-        activation, held = problem.activation[chunk], problem.held[chunk]
-        backward, weight = problem.backward[chunk], max(0, problem.weight[chunk] - problem.merge_saving[chunk])
-        apart = activation * backward + held * weight
-        stay = problem.forward[chunk] + returns[chunk]
-        needed += microbatches * (activation * stay + min(apart, activation * problem.fused[chunk]))
-        largest = max(largest, activation, held)
-        fills += [(activation, problem.forward[chunk]), (held, problem.forward[chunk] + _backward(problem, chunk))]
-        frees += [(activation, _backward_and_weight(problem, chunk)), (held, weight)]
+        activation, held, freed, backward, fused, weight, saved = (
+            problem.of(each, chunk)
+            for each in (
+                *(problem.activation, problem.held, problem.freed, problem.backward, problem.fused),
+                *(problem.weight, problem.merge_saving),
+            )
+        )
+        forward, least = problem.of(problem.forward, chunk), _backwards(problem, chunk)
+        both = _backwards_and_weights(problem, chunk)
+        gradients = sum(freed) - sum(activation)  # of keys and values: there from the end of a sequence's first B on
+        needed += sequences * gradients * sum(least[1:])
+        for slice, (taken, length) in enumerate(zip(activation, forward, strict=True)):
+            place = len(forward) - 1 - slice
+            alone = max(0, weight[place] - saved[place])
+            stay = sum(forward[slice:]) + returns[chunk] + sum(least[:place])
+            apart = taken * backward[place] + held[place] * alone
+            needed += sequences * (taken * stay + min(apart, taken * fused[place]))
+            left = held[place] + (gradients if place == 0 else 0)
+            largest = max(largest, taken, left)
+            fills += [(taken, length), (left, length + least[place])]
+            frees += [(freed[place], both[place]), (held[place], alone)]
     if limit <= 0:
         return 0
     spare = max(0, limit - largest)
@@ -262,7 +348,7 @@ def warm_up_forwards(problem: Problem, cost: int) -> list[int] | None:
     returns, limit, microbatches = _returns(problem), problem.limit, problem.microbatches
     delay, forwards = 0, []
     for rank in reversed(range(problem.ranks)):
-        cool_down = returns[rank] + _backward_and_weight(problem, rank)
+        cool_down = returns[rank] + _backwards_and_weights(problem, rank)[0]
         cool_down = max(0, cool_down - _work_left(problem, [rank], limit[rank]))
         most = microbatches if not problem.activation[rank] else limit[rank] // problem.activation[rank]
         idle = cost - problem.work(rank) - (cool_down if most < microbatches else 0)
@@ -286,34 +372,58 @@ def _work_left(
     A microbatch is somewhere between that F, or B, and its last W, holds memory, and has work left. Only the most work
     per memory matters; the last microbatch itself holds what it held in the chunks up to this, and has all left.
     """
-    states = []  # (memory, work left): forwarded so far, not yet back
-    memory, left = 0, sum(problem.forward[c] + problem.backward[c] + problem.weight[c] for c in own_chunks)
+    rest, done = _Work(problem), _Work(problem)
     for chunk in own_chunks:
-        memory, left = memory + problem.activation[chunk], left - problem.forward[chunk]
-        states.append((memory, left))
+        rest.add(chunk)
+    states = []  # (memory, work left): forwarded so far, not yet back
     # Backward down to some chunk, each W of what is behind done or not: the W by themselves are states of their own.
     behind = []
-    memory = left = 0
     for chunk in own_chunks:
-        memory, left = memory + problem.activation[chunk], left + problem.backward[chunk] + problem.weight[chunk]
-        behind.append((memory, left))
-    others = problem.microbatches - 1
-    weights = [(problem.held[chunk], problem.weight[chunk], others) for chunk in own_chunks]
+        done.add(chunk)
+        states.append((done.memory, _sums(rest.work, done.forward, -1)))
+        behind.append((done.memory, done.backward))
+    slices = len(problem.slices)
     if not backward:
-        memory, left = states[position]
-        return left + _most_work((*states[position:], *behind), limit - memory, others, tuple(weights))
-    memory, left = behind[position]
-    weights[position + 1 :] = [(held, weight, others + 1) for held, weight, _ in weights[position + 1 :]]
-    return left + _most_work(tuple(behind[: position + 1]), limit - memory, others, tuple(weights))
+        memory, left = map(sum, states[position])
+        others = problem.microbatches - slices
+        weights = _weights(problem, own_chunks, problem.microbatches - 1, len(own_chunks))
+        return left + _most_of_slices(problem, [*states[position:], *behind], limit - memory, others, weights)
+    memory, left = behind[position][0][0], behind[position][1][0]
+    weights = _weights(problem, own_chunks, problem.microbatches - 1, position)
+    return left + _most_of_slices(problem, behind[: position + 1], limit - memory, problem.microbatches - 1, weights)
+
+
+def _weights(problem: Problem, own_chunks: Sequence[int], others: int, position: int) -> list[_Kind]:
+    """The W of these chunks: of `others` microbatches, and in the chunks behind a position of one more."""
+    found = []
+    for index, chunk in enumerate(own_chunks):
+        of_slices = zip(problem.of(problem.held, chunk), problem.of(problem.weight, chunk), strict=True)
+        count = others + (index > position) if len(problem.slices) == 1 else problem.sequences
+        found += [(held, weight, count) for held, weight in of_slices]
+    return found
+
+
+def _most_of_slices(
+    problem: Problem,
+    states: Sequence[tuple[_OfSlices, _OfSlices]],
+    limit: int,
+    microbatches: int,
+    weights: Sequence[_Kind] = (),
+) -> int:
+    """`_most_work` for states of every slice, of which there are as many as sequences."""
+    each = [pair for state in states for pair in zip(*state, strict=True)]
+    if len(problem.slices) == 1:
+        return _most_work(tuple(each), limit, microbatches, tuple(weights))
+    kinds = [(memory, work, problem.sequences) for memory, work in each]
+    return _most_work((), limit, microbatches, (*kinds, *weights))
 
 
 _State = tuple[int, int]  # memory, work
+_Kind = tuple[int, int, int]  # and how many there are
 
 
 @lru_cache(maxsize=16384)  # ranks are mostly alike, and levels of memory often
-def _most_work(
-    states: tuple[_State, ...], limit: int, microbatches: int, weights: tuple[tuple[int, int, int], ...] = ()
-) -> int:
+def _most_work(states: tuple[_State, ...], limit: int, microbatches: int, weights: tuple[_Kind, ...] = ()) -> int:
     """The most work of so many microbatches in any of the states, and of W by themselves, in the memory.
 
     weights: (memory, work, how many there are). The answer is a little more than the most where there are too many

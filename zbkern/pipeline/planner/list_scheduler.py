@@ -118,19 +118,21 @@ def refine(
 def forward_caps(problem: Problem, slope: int) -> Each:
     """How many forwards each chunk may be ahead of its backwards: more, the further it is from the last chunk.
 
-    slope: how fast they fall towards the last chunk, in percent of what fits the memory; 0 for no caps.
+    slope: how fast they fall towards the last chunk, in percent of what fits the memory; 0 for no caps. With slices a
+    whole sequence is ahead even in the last chunk, before the first backward.
     """
     if slope == 0:
         return (_FREE,) * problem.chunks
     tightest: tuple[int, int] | None = None  # of all ranks: what is spare, and what that is divided by
     for rank in range(problem.ranks):
         own_chunks = problem.chunks_of(rank)
-        weighted = sum(problem.activation[chunk] * (problem.chunks - 1 - chunk) for chunk in own_chunks)
-        spare = max(0, problem.limit[rank] - sum(problem.activation[chunk] for chunk in own_chunks))
+        taken = {chunk: sum(problem.of(problem.activation, chunk)) for chunk in own_chunks}  # by a whole sequence
+        weighted = sum(taken[chunk] * (problem.chunks - 1 - chunk) for chunk in own_chunks)
+        spare = max(0, problem.limit[rank] - sum(taken.values()))
         if weighted and (tightest is None or spare * tightest[1] < tightest[0] * weighted):
             tightest = spare, weighted
     if tightest is None:
         return (_FREE,) * problem.chunks
     spare, weighted = tightest
-    further = range(problem.chunks - 1, -1, -1)
-    return tuple(min(_FREE, 1 + slope * spare * each // (100 * weighted)) for each in further)
+    further, slices = range(problem.chunks - 1, -1, -1), len(problem.slices)
+    return tuple(min(_FREE, slices + slope * spare * each * slices // (100 * weighted)) for each in further)

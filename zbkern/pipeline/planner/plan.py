@@ -23,9 +23,10 @@ from zbkern.pipeline.planner.idle_time import IdleTime, idle_time
 from zbkern.pipeline.planner.incumbents import ROUNDING, Budget
 from zbkern.pipeline.planner.model_search import ModelSearch
 from zbkern.pipeline.planner.offload import MORE_MEMORY, fit, with_fused
-from zbkern.pipeline.planner.problem import schedule_of
+from zbkern.pipeline.planner.problem import Problem, schedule_of
 from zbkern.pipeline.planner.published import published
 from zbkern.pipeline.planner.search import search
+from zbkern.pipeline.planner.slicing import Slices, slices_to_try
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.costs import Costs
@@ -77,6 +78,7 @@ def plan(
     effort: int = EFFORT,
     offload: bool = False,
     recompute: bool = False,
+    slices: Slices = 1,
     options: PlanOptions = PlanOptions(),  # noqa: B008  # it is frozen
 ) -> Plan:
     """The best schedule found for these costs; with those of layers, also how to cut and place the model.
@@ -97,6 +99,10 @@ def plan(
     activations (and what W needs) to the host and load them back, or that recompute activations; for costs that say
     what these cost.
 
+    slices: of every sequence: a number, whose lengths are then equal, or longer where there is less context so that all
+    take as long, whichever is better; the length of each; or "auto" to choose a number, too, with a plan that is no
+    worse than that of whole sequences. microbatches are those of whole sequences.
+
     Every published schedule that fits takes part, for layers on even and on balanced partitions, so that none is
     better. Where zbkern was installed without a C++ compiler the plan is the best of them, and a warning says so. The
     answer is checked and simulated. Sources: arXiv 2401.10241, 2405.15362.
@@ -104,9 +110,9 @@ def plan(
     Raises ScheduleError when no schedule fits the limit (it names the least that one fits), ValueError or TypeError for
     other arguments.
     """
-    check_plan(costs, stages, microbatches, chunks, placement, effort)
+    check_plan(costs, stages, microbatches, chunks, placement, effort, slices)
     if not (offload or recompute) or memory_limit is None:
-        return _searched(costs, stages, microbatches, chunks, placement, memory_limit, effort, options)
+        return _searched(costs, stages, microbatches, chunks, placement, memory_limit, effort, slices, options)
     plans: list[Plan] = []
     errors: list[ScheduleError] = []
     share = None if options.time_limit is None else options.time_limit / len(MORE_MEMORY)
@@ -114,7 +120,8 @@ def plan(
     for factor in MORE_MEMORY:
         more = None if factor is None else [factor * limit for limit in limits_of("plan", memory_limit, stages)]
         try:
-            plans.append(_searched(costs, stages, microbatches, chunks, placement, more, max(0, effort - 2), shorter))
+            rounds = max(0, effort - 2)
+            plans.append(_searched(costs, stages, microbatches, chunks, placement, more, rounds, slices, shorter))
         except ScheduleError as error:
             errors.append(error)
     return _saving(plans, errors, limits_of("plan", memory_limit, stages), offload, recompute, options.objective)
@@ -128,6 +135,7 @@ def _searched(
     placement: str | Sequence[int] | None,
     memory_limit: Limit,
     effort: int,
+    slices: Slices,
     options: PlanOptions,
 ) -> Plan:
     """The plan of an order that fits as it is."""
@@ -137,15 +145,15 @@ def _searched(
         budget = Budget(0)
     layers = tuple(layer.name for layer in costs.layers) if isinstance(costs, ModelCosts) else None
     if isinstance(costs, ModelCosts):
-        models = ModelSearch(costs, stages, microbatches, chunks, placement, memory_limit, options)
+        models = ModelSearch(costs, stages, microbatches, chunks, placement, memory_limit, slices, options)
         (partition, name, costs, found), rounds = models.run(budget)
     elif partition is not None:
         raise TypeError("plan: partition divides layers: give ModelCosts with it, or Costs without")
     else:
         chunks = chunks_per_rank(placement, stages) if chunks is None else chunks
         name, owners = placement_of(placement, stages, chunks)
-        problem = problem_of(costs, owners, microbatches, memory_limit, objective)
-        found, rounds = search(problem, budget, options.seed, options.progress)
+        problems = _problems(costs, owners, microbatches, memory_limit, slices, options)
+        found, rounds = search(problems, budget, options.seed, options.progress)
     assert found.best.orders is not None
     schedule = schedule_of(found.best.orders, found.problem, f"plan-{name}")
     timeline = simulate(schedule, costs)
@@ -158,6 +166,22 @@ def _searched(
             "a C++ compiler, then install zbkern again"
         )
     return Plan(schedule, timeline, lower, optimal, rounds, costs, idle, partition, layers)
+
+
+def _problems(
+    costs: Costs, owners: Sequence[int], microbatches: int, memory_limit: Limit, slices: Slices, options: PlanOptions
+) -> list[Problem]:
+    """Of all slices to try that fit. Raises ScheduleError where none do."""
+    flat, stages = costs.per_chunk(len(owners)), max(owners) + 1
+    problems, refused = [], []
+    for lengths in slices_to_try(slices, flat, costs.tokens, options.slice_tokens, stages, microbatches):
+        try:
+            problems.append(problem_of(costs, owners, microbatches, memory_limit, options.objective, lengths))
+        except ScheduleError as error:
+            refused.append(error)
+    if not problems:
+        raise refused[0]
+    return problems
 
 
 def _compared(timeline: Timeline, objective: str, bound: float) -> tuple[float, bool]:
@@ -182,8 +206,8 @@ def _saving(
     Its lower bound is that of unlimited memory, which no offload and no recomputation can be below.
     """
     orders = [(plan, timeline) for plan in plans for timeline in with_fused(plan.schedule, plan.costs)]
-    for plan in {plan.schedule.placement: plan for plan in plans}.values():
-        for schedule in published(plan.schedule.placement, plan.schedule.microbatches):
+    for plan in {(plan.schedule.placement, plan.schedule.slices): plan for plan in plans}.values():
+        for schedule in published(plan.schedule.placement, plan.schedule.sequences, plan.schedule.slices):
             orders += [(plan, timeline) for timeline in with_fused(schedule, plan.costs)]
     best: Plan | None = None
     for plan, timeline in sorted(orders, key=lambda order: getattr(order[1], objective)):

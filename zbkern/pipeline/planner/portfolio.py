@@ -22,9 +22,9 @@ SETTINGS = SearchSettings()
 def add_serial(problem: Problem, best: Incumbent, budget: Budget) -> None:
     """Adds what fits whenever anything does: building blocks, or one microbatch after the other."""
     for fuse in (False, True)[: 1 + problem.may_fuse]:
-        if native.core is None:
+        if native.core is None or len(problem.slices) > 1:  # blocks of slices hold two sequences at once
             best.offer_fitting(serial_ordering(problem, fuse))
-        else:
+        if native.core is not None:
             best.offer(search_blocks(problem, seed=0, temperatures=(), moves=0, fuse=fuse, seconds=budget.left))
 
 
@@ -61,6 +61,8 @@ def warm_start(problem: Problem, budget: Budget) -> Ordering | None:
     """
     down = tuple(range(problem.ranks))
     if problem.placement != down or problem.makespan or problem.fused_is_faster or problem.saves:
+        return None
+    if len(problem.slices) > 1:
         return None
     caps = warm_up_forwards(problem, cost_bound(problem))
     tried = list(rules(problem, [tuple(caps)] if caps is not None else []))
@@ -230,12 +232,18 @@ class PatternSearch:
 
 def _temperatures(problem: Problem, hot: float, cold: float = SETTINGS.end_temperature) -> list[int]:
     """Temperatures from `hot` to `cold`, which are in units of the mean length of a pass, in units of time."""
-    mean = (sum(problem.forward) + sum(problem.backward) + sum(problem.weight)) // (3 * problem.chunks)
+    mean = (sum(problem.forward) + sum(problem.backward) + sum(problem.weight)) // (3 * len(problem.forward))
     ratio = min(cold / hot, 1.0)
     return [int(mean * hot * ratio ** (step / (SETTINGS.temperatures - 1))) for step in range(SETTINGS.temperatures)]
 
 
 def held_by_1f1b(problem: Problem) -> int:
-    """What 1F1B holds at most: as many microbatches as there are ranks, in all chunks of a rank."""
-    ranks = range(problem.ranks)
-    return problem.ranks * max(sum(problem.activation[chunk] for chunk in problem.chunks_of(rank)) for rank in ranks)
+    """What 1F1B holds at most: as many microbatches as there are ranks, in all chunks of a rank.
+
+    With slices it holds as many of them, and the others of a sequence.
+    """
+    ranks, slices = range(problem.ranks), len(problem.slices)
+    of_sequence = max(
+        sum(sum(problem.of(problem.activation, chunk)) for chunk in problem.chunks_of(rank)) for rank in ranks
+    )
+    return (problem.ranks + slices - 1) * of_sequence // slices

@@ -1,20 +1,25 @@
 """What the search works on: a planning problem in integers, and orders as lists of numbers.
 
 Times and memory are scaled to integers, so that sums do not depend on their order, nor plans on the compiler. A pass
-is one number, (kind * chunks + chunk) * microbatches + microbatch, and the microbatches of a chunk pass in order: they
-cost the same, so that no other order is better.
+is one number, (kind * chunks + chunk) * microbatches + k for the k-th F, B or W of the chunk. The microbatches of a
+chunk pass in order: they cost the same, so that no other order is better. Slices of a sequence are microbatches whose
+costs differ by their place: the k-th F is of microbatch k, the k-th B and W that of `order_of_backward`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
+from zbkern.pipeline.schedules.slices import order_of_backward
+from zbkern.pipeline.simulation.costs import ChunkCosts
+from zbkern.pipeline.simulation.memory import carried_change
+from zbkern.pipeline.simulation.slice_costs import slice_costs
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 Rows = list[list[int]]
@@ -26,14 +31,17 @@ _SLACK = 1e-9  # relative, of a limit: sums of fractions of one number differ in
 
 @dataclass(frozen=True)
 class Problem:
-    """A planning problem: one entry per chunk, per edge (`communication`, 0 within a rank) or per rank (`limit`).
+    """A planning problem: costs of passes are [chunks][slices], with slices in the order in which F, or B and W, run.
 
-    One unit of time here is 1 / time_scale of the costs'. limit: beside what each rank holds all the time.
+    One unit of time here is 1 / time_scale of the costs'. microbatches: slices of all sequences. communication: [edges]
+    [slices], 0 within a rank, from the first slice on. activation: memory that F takes; freed: what B frees of it, and
+    held what it leaves for W. limit: of each rank, beside what it holds all the time.
     """
 
     ranks: int
     chunks: int
     microbatches: int
+    slices: tuple[int, ...]
     placement: tuple[int, ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -41,6 +49,7 @@ class Problem:
     fused: tuple[int, ...]
     communication: tuple[int, ...]
     activation: tuple[int, ...]
+    freed: tuple[int, ...]
     held: tuple[int, ...]
     merge_saving: tuple[int, ...]
     limit: tuple[int, ...]
@@ -55,39 +64,44 @@ class Problem:
         microbatches: int,
         limit: Sequence[float],
         makespan: bool,
+        slices: Sequence[int] = (1,),
     ) -> Problem:
-        """limit: one number per rank, in the unit of `costs.activation`."""
-        serial = microbatches * (
-            sum(costs.forward) + sum(costs.backward) + sum(costs.weight) + 2 * sum(costs.communication)
-        )
-        time_scale = _TIME_SCALE / serial if serial > 1e-200 else 1.0
-        unlimited = microbatches * sum(map(max, costs.activation, costs.held))
+        """microbatches: of whole sequences. limit: one number per rank, in the unit of `costs.activation`."""
+        by_slice, count, chunks = slice_costs(costs, slices), len(slices), range(len(placement))
+        backwards = by_slice[::-1]
+        time_scale = _TIME_SCALE / serial if (serial := microbatches * sum(map(_serial, by_slice))) > 1e-200 else 1.0
+        unlimited = most_memory(by_slice, microbatches)
         memory_scale = _MEMORY_SCALE / unlimited if unlimited > 1e-200 else 1.0
 
-        def times(values: Sequence[float]) -> tuple[int, ...]:
-            return tuple(round(value * time_scale) for value in values)
+        def times(of_slices: Sequence[Sequence[float]]) -> tuple[int, ...]:
+            return tuple(round(values[at] * time_scale) for at in range(len(of_slices[0])) for values in of_slices)
 
-        def memory(values: Sequence[float]) -> tuple[int, ...]:
+        def memory(values: Iterable[float]) -> tuple[int, ...]:
             return tuple(round(value * memory_scale) for value in values)
 
-        backward, weight, fused = times(costs.backward), times(costs.weight), times(costs.fused)
+        backward, weight, fused = (
+            times([getattr(each, name) for each in backwards]) for name in ("backward", "weight", "fused")
+        )
         # A split without overhead must stay so when all three are rounded, or fusing would seem to gain a little.
         parts = zip(fused, backward, weight, strict=True)
         fused = tuple(b + w if abs(both - b - w) <= 1 else both for both, b, w in parts)
-        edges = zip(costs.communication, placement, placement[1:], strict=False)
+        apart = [here != there for here, there in pairwise(placement)]
+        lags = [[lag * far for lag, far in zip(each.communication, apart, strict=True)] for each in by_slice]
         return cls(
             ranks=max(placement) + 1,
             chunks=len(placement),
-            microbatches=microbatches,
+            microbatches=microbatches * count,
+            slices=tuple(slices),
             placement=tuple(placement),
-            forward=times(costs.forward),
+            forward=times([each.forward for each in by_slice]),
             backward=backward,
             weight=weight,
             fused=fused,
-            communication=times([0.0 if here == there else latency for latency, here, there in edges]),
-            activation=memory(costs.activation),
-            held=memory(costs.held),
-            merge_saving=times(costs.merge_saving),
+            communication=times(lags),
+            activation=memory(taken_memory(by_slice, chunk)[at] for chunk in chunks for at in range(count)),
+            freed=memory(freed_memory(by_slice, chunk)[at] for chunk in chunks for at in range(count)),
+            held=memory(each.held[chunk] for chunk in chunks for each in backwards),
+            merge_saving=times([each.merge_saving for each in backwards]),
             limit=memory([min(value, unlimited) * (1 + _SLACK) for value in limit]),
             makespan=makespan,
             time_scale=time_scale,
@@ -113,13 +127,23 @@ class Problem:
             return True
         memory = [0] * self.ranks  # of all microbatches at once
         for chunk, rank in enumerate(self.placement):
-            memory[rank] += self.microbatches * max(self.activation[chunk], self.held[chunk])
+            kept = zip(self.of(self.activation, chunk), self.of(self.held, chunk), strict=True)
+            memory[rank] += self.sequences * sum(max(*each) for each in kept)
         short = any(limit < all_ for limit, all_ in zip(self.limit, memory, strict=True))
-        return short and any(held > found for held, found in zip(self.held, self.activation, strict=True))
+        return short and any(held > found for held, found in zip(self.held, self.freed, strict=True))
 
     @property
     def saves(self) -> bool:
         return any(self.merge_saving)
+
+    @property
+    def sequences(self) -> int:
+        """Microbatches of whole sequences."""
+        return self.microbatches // len(self.slices)
+
+    def of(self, costs: Sequence[int], chunk: int) -> Sequence[int]:
+        """One of the costs of a chunk's passes, by the place in a sequence."""
+        return costs[chunk * len(self.slices) : (chunk + 1) * len(self.slices)]
 
     def chunks_of(self, rank: int) -> Sequence[int]:
         return self._chunks_by_rank[rank]
@@ -135,29 +159,50 @@ class Problem:
         """The least time that `rank` can spend in passes."""
         total = 0
         for chunk in self.chunks_of(rank):
-            saved = self.merge_saving[chunk] * (self.microbatches - 1)
-            backward = self.microbatches * (self.backward[chunk] + self.weight[chunk]) - saved
-            total += self.microbatches * self.forward[chunk]
-            total += min(backward, self.microbatches * self.fused[chunk])
+            saving = self.of(self.merge_saving, chunk)
+            apart = sum(self.of(self.backward, chunk)) + sum(self.of(self.weight, chunk))
+            backward = self.sequences * (apart - sum(saving)) + min(saving)  # the first W follows none
+            total += self.sequences * sum(self.of(self.forward, chunk))
+            total += self.least_of_both(chunk, backward)
         return total
 
-    @property
-    def costs(self) -> Costs:
-        """The costs in these integers, which a simulation counts with exactly."""
-        parts = zip(self.backward, self.weight, self.fused, strict=True)
-        return Costs(
-            self.forward,
-            self.backward,
-            self.weight,
-            self.communication,
-            self.activation,
-            self.held,
-            split_overhead=[backward + weight - fused for backward, weight, fused in parts],
-            merge_saving=self.merge_saving,
-        )
+    def least_of_both(self, chunk: int, apart: int) -> int:
+        """Of a chunk's B and W, where those of all microbatches take so long if none is fused."""
+        fused = self.of(self.fused, chunk)
+        if len(fused) == 1:
+            return min(apart, self.microbatches * fused[0])
+        parts = zip(*(self.of(each, chunk) for each in (self.backward, self.weight, self.merge_saving)), strict=True)
+        pairs = zip(fused, parts, strict=True)
+        return self.sequences * sum(min(both, b + w - saved) for both, (b, w, saved) in pairs)
 
     def with_microbatches(self, microbatches: int) -> Problem:
-        return replace(self, microbatches=microbatches)
+        """With about so many, of whole sequences."""
+        count = len(self.slices)
+        return replace(self, microbatches=min(self.microbatches, -(-microbatches // count) * count))
+
+
+def _serial(costs: ChunkCosts) -> float:
+    """The time of one microbatch, one pass and message after the other."""
+    return sum(costs.forward) + sum(costs.backward) + sum(costs.weight) + 2 * sum(costs.communication)
+
+
+def most_memory(by_slice: Sequence[ChunkCosts], sequences: int) -> float:
+    """What so many sequences hold at most, in all chunks together; by_slice: the costs of every slice."""
+    most = sequences * sum(sum(map(max, each.activation, each.held)) for each in by_slice)
+    return most + (2 * sequences * sum(by_slice[0].carried) if len(by_slice) > 1 else 0.0)
+
+
+def taken_memory(by_slice: Sequence[ChunkCosts], chunk: int) -> list[float]:
+    """What the F of each slice takes, from first to last."""
+    count = len(by_slice)
+    return [each.activation[chunk] + carried_change(each, "F", chunk, at, count) for at, each in enumerate(by_slice)]
+
+
+def freed_memory(by_slice: Sequence[ChunkCosts], chunk: int) -> list[float]:
+    """What the B of each slice frees besides leaving `held`, from the last slice to the first; may be below 0."""
+    count = len(by_slice)
+    changes = [carried_change(each, "B", chunk, at, count) - each.activation[chunk] for at, each in enumerate(by_slice)]
+    return [-change for change in reversed(changes)]
 
 
 @dataclass(frozen=True)
@@ -178,21 +223,25 @@ def within(peaks: Sequence[float], limit: Sequence[int]) -> bool:
 
 
 def serial_ordering(problem: Problem, fuse: bool) -> Ordering:
-    """One microbatch after the other, each W right after its B: fits whenever anything does. Its cost is not known."""
-    chunks, microbatches = problem.chunks, problem.microbatches
+    """One sequence after the other, each W right after its B: fits whenever anything does. Its cost is not known."""
+    chunks, microbatches, slices = problem.chunks, problem.microbatches, len(problem.slices)
     rows: Rows = [[] for _ in range(problem.ranks)]
-    for microbatch in range(microbatches):
+    for first in range(0, microbatches, slices):
         for chunk in range(chunks):
-            rows[problem.placement[chunk]].append((FORWARD * chunks + chunk) * microbatches + microbatch)
+            for number in range(first, first + slices):
+                rows[problem.placement[chunk]].append((FORWARD * chunks + chunk) * microbatches + number)
         for chunk in reversed(range(chunks)):
-            for kind in (BACKWARD, WEIGHT):
-                rows[problem.placement[chunk]].append((kind * chunks + chunk) * microbatches + microbatch)
+            for number in range(first, first + slices):
+                for kind in (BACKWARD, WEIGHT):
+                    rows[problem.placement[chunk]].append((kind * chunks + chunk) * microbatches + number)
     return Ordering(0, rows, [int(fuse)] * (chunks * microbatches))
 
 
 def ordering_of(schedule: Schedule) -> Ordering:
     """A published schedule as orders: without parts of W, and the microbatches of a chunk in order. No cost yet."""
     chunks, microbatches = len(schedule.placement), schedule.microbatches
+    order = order_of_backward(microbatches, len(schedule.slices))
+    place = {microbatch: number for number, microbatch in enumerate(order)}  # of its B and its W
     fused = [0] * (chunks * microbatches)
     first = {(kind, chunk): (number * chunks + chunk) * microbatches
              for number, kind in enumerate("FBW") for chunk in range(chunks)}  # fmt: skip
@@ -200,11 +249,12 @@ def ordering_of(schedule: Schedule) -> Ordering:
     for actions in schedule.actions:
         row: list[int] = []
         for kind, chunk, microbatch, _ in actions:
+            number = microbatch if kind == "F" else place[microbatch]
             if kind == "BW":
-                fused[chunk * microbatches + microbatch] = 1
-                row += (first["B", chunk] + microbatch, first["W", chunk] + microbatch)
+                fused[chunk * microbatches + number] = 1
+                row += (first["B", chunk] + number, first["W", chunk] + number)
             else:
-                row.append(first[kind, chunk] + microbatch)
+                row.append(first[kind, chunk] + number)
         rows.append(row)
     return Ordering(0, rows, fused)
 
@@ -220,11 +270,13 @@ def grouped(orders: Ordering) -> Ordering:
 def schedule_of(orders: Ordering, problem: Problem, name: str) -> Schedule:
     """Orders as a schedule, validated and with W grouped."""
     half, rows = problem.chunks * problem.microbatches, []
+    order = order_of_backward(problem.microbatches, len(problem.slices))
     for row in grouped(orders).rows:
         actions: list[Action] = []
         for number in row:
             kind, rest = divmod(number, half)
-            chunk, microbatch = divmod(rest, problem.microbatches)
+            chunk, place = divmod(rest, problem.microbatches)
+            microbatch = place if kind == FORWARD else order[place]
             if kind != WEIGHT:
                 actions.append(
                     Action("F" if kind == FORWARD else "BW" if orders.fused[rest] else "B", chunk, microbatch)
@@ -232,4 +284,4 @@ def schedule_of(orders: Ordering, problem: Problem, name: str) -> Schedule:
             elif not orders.fused[rest]:
                 actions.append(Action("W", chunk, microbatch))
         rows.append(actions)
-    return Schedule.build(rows, problem.placement, problem.microbatches, name)
+    return Schedule.build(rows, problem.placement, problem.microbatches, name, problem.slices)

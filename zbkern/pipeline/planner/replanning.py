@@ -54,10 +54,11 @@ class Replanner:
         found = plan(
             costs,
             present.stages,
-            present.microbatches,
+            present.sequences,
             present.chunks,
             present.placement,
             list(limits),
+            slices=present.slices,
             options=PlanOptions(time_limit=self.time_limit),
         )
         now = simulate(present, costs).cost

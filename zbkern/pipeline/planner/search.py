@@ -24,14 +24,15 @@ logger = logging.getLogger("zbkern")
 class Search:
     """The search for the best orders of one problem. What it finds depends on the problem, the work and the seed."""
 
-    def __init__(self, problem: Problem, budget: Budget, seed: int, published: Published) -> None:
-        """Begins with every published schedule that fits."""
+    def __init__(self, problem: Problem, budget: Budget, seed: int, published: Published | None) -> None:
+        """Begins with every published schedule that fits; None to begin with nothing."""
         self.problem, self.best = problem, Incumbent(problem)
         self._budget, self._seed = budget, seed
         self._population: Population | None = None
         self._candidates: list[Candidate] = []
         self._tried = 0  # passes on which rules were tried
-        for orders in published.orders(problem.placement, problem.microbatches):
+        known = published.orders(problem.placement, problem.sequences, len(problem.slices)) if published else ()
+        for orders in known:
             self.best.offer_fitting(orders)
             if self.best.orders is not None and not budget.left:
                 break
@@ -100,16 +101,41 @@ def least_work(problem: Problem) -> float:
     return max(map(problem.work, range(problem.ranks))) / problem.time_scale
 
 
+def search_slices(searches: Sequence[Search], budget: Budget, progress: Callable[[int, Search], None]) -> int:
+    """`search_all`, of sequences in slices first; whole ones then take no part that cannot be better, by their bounds.
+
+    So the answer is no worse than that of a search of whole sequences alone.
+    """
+    whole = [each for each in searches if len(each.problem.slices) == 1]
+    sliced = [each for each in searches if len(each.problem.slices) > 1]
+    half = Budget(budget.rounds, budget.left / 2) if whole else budget
+    rounds = search_all(sliced, half, progress) if sliced else 0
+    best = min((each.reached for each in sliced), default=math.inf)
+    if any(each.bound < best * (1 - ROUNDING) for each in whole):
+        rounds = search_all(whole, budget, progress)
+    return rounds
+
+
 def search(
-    problem: Problem, budget: Budget, seed: int, progress: Callable[[str], None] = lambda line: None
+    problems: Sequence[Problem], budget: Budget, seed: int, progress: Callable[[str], None] = lambda line: None
 ) -> tuple[Search, int]:
-    """The best orders that are found, and how many rounds were completed. progress: see `PlanOptions`."""
-    one = Search(problem, budget, seed, Published())
+    """The best orders that are found, of equals those of the first problem, and how many rounds were completed.
+
+    progress: see `PlanOptions`.
+    """
+    published = Published()
+    searches = [Search(problem, budget, seed, published) for problem in problems]
 
     def describe(rounds: int, best: Search) -> None:
-        idle = 1 - least_work(problem) / best.reached if best.reached else 0.0
-        progress(f"round {rounds + 1}: the busiest rank is idle for {idle:.2%}")
+        idle = 1 - least_work(best.problem) / best.reached if best.reached else 0.0
+        progress(f"round {rounds + 1}{in_slices(best.problem)}: the busiest rank is idle for {idle:.2%}")
 
-    rounds = search_all([one], budget, describe)
+    rounds = search_slices(searches, budget, describe)
     progress("")
-    return one, rounds
+    reached = min(each.reached for each in searches)
+    return next(each for each in searches if each.reached <= reached * (1 + ROUNDING)), rounds
+
+
+def in_slices(problem: Problem) -> str:
+    """For a line of progress."""
+    return f", {len(problem.slices)} slices" if len(problem.slices) > 1 else ""

@@ -24,7 +24,7 @@ class ReplannerLike(Protocol):
     def propose(self, timeline: Timeline, limits: Sequence[float]) -> Schedule | None:
         """A schedule that is better for the times of this step, or None.
 
-        It has the placement and the microbatches of `timeline.schedule`, and no R, O or L.
+        It has the placement, the microbatches and the slices of `timeline.schedule`, and no R, O or L.
         """
 
 
@@ -67,7 +67,7 @@ def _check_proposal(call: str, proposal: Schedule, present: Schedule) -> None:
         raise ValueError(
             f"{call}: must have the placement {present.placement} and {present.microbatches} microbatches of the "
             f"schedule that runs, {present!r}; got {proposal!r} with placement {proposal.placement}; plan with those "
-            "of timeline.schedule"
+            "of timeline.schedule, and with its slices"
         )
     if any(offloads_or_recomputes(row) for row in proposal.actions):
         raise ValueError(
@@ -76,5 +76,5 @@ def _check_proposal(call: str, proposal: Schedule, present: Schedule) -> None:
         )
 
 
-def _fixed(schedule: Schedule) -> tuple[int, tuple[int, ...], int]:
-    return schedule.stages, tuple(schedule.placement), schedule.microbatches
+def _fixed(schedule: Schedule) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
+    return schedule.stages, tuple(schedule.placement), schedule.microbatches, schedule.slices

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from math import sqrt
+from math import gcd, sqrt
 from typing import NamedTuple
 
 from zbkern.pipeline.simulation.costs import ChunkCosts
@@ -43,14 +43,17 @@ def _of_slice(costs: ChunkCosts, share: _Share) -> ChunkCosts:
         return tuple(value * share.length for value in values)
 
     forward, none = times(costs.forward, costs.attention_forward), (0.0,) * len(costs.forward)
-    weight = times(costs.weight, none)
+    backward, weight = times(costs.backward, costs.attention_backward), times(costs.weight, none)
     activation = scaled([max(0.0, all_ - kept) for all_, kept in zip(costs.activation, costs.carried, strict=True)])
     parts = zip(costs.recompute, forward, costs.forward, strict=True)
     return costs._replace(
         forward=forward,
-        backward=times(costs.backward, costs.attention_backward),
+        backward=backward,
         weight=weight,
-        fused=times(costs.fused, costs.attention_backward),
+        fused=tuple(
+            max(0.0, b + w - split)
+            for b, w, split in zip(backward, weight, times(_split_overheads(costs), none), strict=True)
+        ),
         communication=scaled(costs.communication),
         activation=activation,
         held=scaled(costs.held),
@@ -59,6 +62,11 @@ def _of_slice(costs: ChunkCosts, share: _Share) -> ChunkCosts:
         checkpoint=None if costs.checkpoint is None else scaled(costs.checkpoint),
         streamed=tuple(map(min, costs.streamed, activation)),
     )
+
+
+def _split_overheads(costs: ChunkCosts) -> list[float]:
+    """What B and W apart take longer than a BW; up to the overhead that is one of the two."""
+    return [b + w - both for b, w, both in zip(costs.backward, costs.weight, costs.fused, strict=True)]
 
 
 def _time(whole: float, attention: float, overhead: float, share: _Share) -> float:
@@ -70,13 +78,18 @@ def _time(whole: float, attention: float, overhead: float, share: _Share) -> flo
 def equal_lengths(slices: int, tokens: int | None = None, unit: int = SLICE_UNIT) -> tuple[int, ...]:
     """The lengths of so many slices that are as equal as multiples of `unit` tokens allow.
 
-    tokens: of a sequence; None where they are not known: slices may then be multiples of 1/1024 of it.
+    tokens: of a sequence; None where they are not known: then as equal as can be.
     """
+    if tokens is None:
+        return (1,) * slices
     return _rounded([number / slices for number in range(slices + 1)], tokens, unit)
 
 
 def equal_times(costs: ChunkCosts, slices: int, tokens: int | None = None, unit: int = SLICE_UNIT) -> tuple[int, ...]:
-    """The same for slices that all take about as long: F, B and W together, in all chunks."""
+    """The same for slices that all take about as long: F, B and W together, in all chunks.
+
+    Where the tokens are not known, a slice is a multiple of 1/1024 of the sequence.
+    """
     attention = sum(costs.attention_forward) + sum(costs.attention_backward)
     fixed = 3 * sum(costs.overhead)
     linear = max(0.0, sum(costs.forward) + sum(costs.backward) + sum(costs.weight) - fixed - attention)
@@ -95,4 +108,6 @@ def _rounded(ends: Sequence[float], tokens: int | None, unit: int) -> tuple[int,
     places = [round(end * count) for end in ends]
     for place in range(1, slices):  # every slice has a unit at least
         places[place] = min(max(places[place], places[place - 1] + 1), count - slices + place)
-    return tuple((b - a) * step for a, b in pairwise(places))
+    lengths = [b - a for a, b in pairwise(places)]
+    common = gcd(*lengths) if tokens is None else 1
+    return tuple(length // common * step for length in lengths)
