@@ -27,7 +27,6 @@ from tests.support.ahead import (
 )
 from tests.support.chunks import results_on_threads
 from zbkern.pipeline import Optimizer, Pipeline, schedules
-from zbkern.pipeline.optimizer.clipping import grad_norm
 from zbkern.pipeline.schedules.warmup import speculative_forwards
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
@@ -170,28 +169,6 @@ def test_closing_sees_the_last_step_done() -> None:
     changes, norms = zip(*results_on_threads(2, train), strict=True)
     assert all(0 < change <= 1e-3 for change in changes)
     assert norms[0] == norms[1]
-
-
-def test_tied_weights_of_a_pipeline_count_once() -> None:
-    """And a Pipeline's connection is not the Optimizer's to close."""
-
-    def rank_loop(transport: LocalTransport) -> None:
-        rank, schedule = transport.rank, schedules.zb_h1(3, MICROBATCHES)
-        torch.manual_seed(0)
-        layer = zbkern.convert(nn.Linear(WIDTH, WIDTH, bias=False))
-        tied = {"weight": layer.weight}
-        with Pipeline(layer, schedule, nn.functional.mse_loss, transport, tied=tied, timeout=20) as pipe:
-            optimizer = Optimizer(torch.optim.SGD(layer.parameters(), lr=0.1), pipe)
-            for step in range(2):
-                inputs, targets = batch(step)
-                pipe.step(inputs if rank == 0 else None, targets if rank == 2 else None)
-                optimizer.step()
-                optimizer.validate()
-                assert optimizer.last_norm == pytest.approx(layer.weight.grad.norm().item(), rel=1e-6)
-                assert grad_norm(layer.weight, pipe) == pytest.approx(optimizer.last_norm, rel=1e-6)
-                optimizer.close()
-
-    results_on_threads(3, rank_loop)
 
 
 def test_an_optimizer_waits_as_long_as_its_pipeline() -> None:
