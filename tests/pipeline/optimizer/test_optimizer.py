@@ -21,6 +21,7 @@ from tests.support.optimizer_cases import (
     clip_in_float64,
     plain_loop,
 )
+from tests.support.same import assert_same
 from zbkern.optim import AdamW
 from zbkern.pipeline.optimizer import Optimizer, clipping
 from zbkern.pipeline.transport.base import PipelineError
@@ -349,6 +350,6 @@ def test_over_gloo(two_ranks: Any) -> None:
     expected, _ = plain_loop(case, clip_in_float64)
     results = two_ranks.run(distributed_loop, forced)
     assert [undone for _, undone in results] == [2, 0]
-    for step, weights in enumerate(expected):
-        for a, b in zip([*results[0][0][step], *results[1][0][step]], weights, strict=True):
-            assert torch.equal(a, b)
+    assert_same(
+        [[*first, *second] for first, second in zip(*(history for history, _ in results), strict=True)], expected
+    )

@@ -26,6 +26,7 @@ from tests.support.ahead import (
     plain_loop,
 )
 from tests.support.chunks import results_on_threads
+from tests.support.same import assert_same
 from zbkern.pipeline import Optimizer, Pipeline, schedules
 from zbkern.pipeline.schedules.warmup import speculative_forwards
 from zbkern.pipeline.transport.base import PipelineError
@@ -113,9 +114,7 @@ def test_bit_for_bit_with_a_step_that_waits(name: str, autocast: bool) -> None:
     assert optimizers[0].undone == 4
     assert others[0].undone == 0
     assert losses == waited_losses
-    for ours, theirs in zip(at_once, waited, strict=True):
-        for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
-            assert torch.equal(a, b)
+    assert_same(*([module.state_dict() for module in model] for model in (at_once, waited)))
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h2", "zb_v"])
@@ -289,5 +288,4 @@ def test_random_numbers_over_gloo(two_ranks: Any) -> None:
     assert [undone for _, _, undone in at_once] == [3, 0]
     for (weights, losses, _), (others, other_losses, _) in zip(at_once, waited, strict=True):
         assert losses == other_losses
-        for a, b in zip(weights, others, strict=True):
-            assert torch.equal(a, b)
+        assert_same(weights, others)

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 
 from tests.support.chunks import results_on_threads
 from tests.support.optimizer_cases import MAX_NORM, OPTIMIZERS, Case, clip_in_float64, plain_loop
+from tests.support.same import assert_same
 from zbkern.optim import AdamW
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.local import LocalTransport
@@ -85,8 +86,7 @@ def test_every_step_has_its_own_rate(schedule: str, make: str, undo: str | None)
     case.make = own_masters if make == "own masters" else case.make
     history, optimizers = scheduled(case, stop=4, undo=undo, adaptive=False, master_weights=make == "masters")
     assert [o.undone for o in optimizers] == ([5, 4, 3, 0] if undo else [0, 0, 0, 0])
-    for step, (weights, theirs) in enumerate(zip(history, expected, strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True)), f"step {step}"
+    assert_same(history, expected)
 
 
 @pytest.mark.filterwarnings("error")
