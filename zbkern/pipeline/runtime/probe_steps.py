@@ -174,7 +174,7 @@ class ProbeSteps:
         rest = row, lanes, recorder, StepOptions(copy_size=self.options.copy_size)
         return {
             chunk: MemorySavingStage(
-                *(module, chunk, pipe.queue, self.loss_fn if chunk == last else None, schedule.microbatches),
+                *(module, chunk, pipe.queue, self.loss_fn if chunk == last else None, schedule.slices),
                 *(*rest, parts.get(chunk, {})),
             )
             for chunk, module in pipe.modules.items()
