@@ -191,8 +191,9 @@ class Attention(Layer):
     grouped-query attention; num_heads when None. head_dim: dim / num_heads when None. causal, options:
     as in functional.attention. sinks: adds a parameter `sinks` [num_heads], 0 at first.
     forward: with cu_seqlens (as in functional.attention), x is [tokens, dim], sequences one after the other. rotary:
-    (cos, sin), each [tokens, up to head_dim / 2], turns q and k as functional.rotary does.
-    Raises TypeError or ValueError for sizes that do not fit.
+    (cos, sin), each [tokens, up to head_dim / 2], turns q and k as functional.rotary does. carry: that of a slice of
+    the sequences (docs/long_context.md); x and rotary are then of the slice, cu_seqlens of the whole.
+    Raises TypeError or ValueError for sizes that do not fit, and with a carry where it is not causal.
     """
 
     def __init__(
@@ -232,19 +233,38 @@ class Attention(Layer):
         x: Tensor,
         cu_seqlens: Sequence[int] | Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
+        carry: Any = None,
     ) -> Tensor:
         turning = [self.num_heads + self.num_kv_heads, self.num_kv_heads]
         qk, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(turning, dim=-2)
         if rotary is not None:
             qk = functional.rotary(qk, *rotary, impl=self.zbkern_impl)
         q, k = qk.split([self.num_heads, self.num_kv_heads], dim=-2)
+        cu_seqlens_k = None
+        if carry is not None:
+            k, v, cu_seqlens, cu_seqlens_k = self._with_earlier(k, v, cu_seqlens, carry)
         y = functional.attention(
-            *(q, k, v, self.causal, self.options, cu_seqlens),
+            *(q, k, v, self.causal, self.options, cu_seqlens, cu_seqlens_k),
             impl=self.zbkern_impl,
             sinks=self.sinks,
             name=self.zbkern_name,
         )
         return self.output(y.flatten(-2))
+
+    def _with_earlier(
+        self, k: Tensor, v: Tensor, cu_seqlens: Sequence[int] | Tensor | None, carry: Any
+    ) -> tuple[Tensor, Tensor, Any, Any]:
+        """Keys and values with those of slices before, and where packed sequences end among queries and keys."""
+        if not self.causal:
+            raise ValueError("Attention: carry needs causal=True: in a slice no later keys are known")
+        packed = cu_seqlens is not None
+        window = None if packed else self.options.window
+        own = k.shape[-3]
+        k, v = (carry.append((self, name), each, each.dim() - 3, window) for name, each in (("k", k), ("v", v)))
+        if not packed:
+            return k, v, None, None
+        ends = torch.as_tensor(cu_seqlens).clamp(max=len(k))
+        return k, v, (ends - (len(k) - own)).clamp(min=0), ends
 
 
 class GroupedLinear(Layer):

@@ -15,6 +15,7 @@ from tests.support.chunks import results_on_threads
 from zbkern.pipeline import (
     Costs,
     ModelCosts,
+    Pipeline,
     ProfileOptions,
     Timeline,
     plan,
@@ -23,6 +24,7 @@ from zbkern.pipeline import (
     schedules,
     simulate,
 )
+from zbkern.pipeline.runtime.clock import EventClock
 from zbkern.pipeline.runtime.links import Link, latency_and_bandwidth
 from zbkern.pipeline.runtime.measured_costs import communication
 from zbkern.pipeline.transport.base import PipelineError
@@ -258,6 +260,60 @@ def test_merged_w_and_a_fused_backward_are_timed(monkeypatch: pytest.MonkeyPatch
     assert costs.merge_saving[0] == pytest.approx(8, abs=4)
     assert costs.merge_saving[0] <= costs.weight[0]
     assert costs.fused[0] == pytest.approx(12, abs=6)
+
+
+class Ticking:
+    """In the place of every clock: each look at it is a second later; in noisy steps one, two or three seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, noisy_steps: int) -> None:
+        self.steps, self._noisy_steps, self._now = 0, noisy_steps, 0.0
+        step = Pipeline.step
+
+        def counted(*arguments: Any, **keywords: Any) -> Any:
+            self.steps += 1
+            return step(*arguments, **keywords)
+
+        monkeypatch.setattr(Pipeline, "step", counted)
+        monkeypatch.setattr(EventClock, "now", lambda clock: self.now())
+
+    def now(self) -> float:
+        self._now += 1 + self.steps % 3 if self.steps <= self._noisy_steps else 1
+        return self._now
+
+
+@pytest.mark.parametrize(("noisy_steps", "steps", "warnings"), [(0, 13, 0), (5, 19, 0), (1000, 40, 1)])
+def test_steps_are_repeated_while_their_times_differ(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, noisy_steps: int, steps: int, warnings: int
+) -> None:
+    """Of four kinds, one without repeats and three with one step to warm up: no more, six, and nine. Of
+    1, 2, 3 and six times 1, which is where the second case ends, three quarters are 1."""
+    clock = Ticking(monkeypatch, noisy_steps)
+    layers = {f"layer {n}": zbkern.convert(nn.Linear(4, 4)) for n in range(2)}
+    profile_layers(layers, nn.functional.mse_loss, *torch.randn(2, 8, 4), options=ProfileOptions(repeats=3))
+    assert clock.steps == steps
+    found = [record.getMessage() for record in caplog.records if "spreads over" in record.getMessage()]
+    assert len(found) == warnings
+    assert all("Close other programs" in text and "ProfileOptions(repeats=24)" in text for text in found)
+
+
+class Windowed(nn.Module):
+    def __init__(self, layer_idx: int, sliding_window: int) -> None:
+        super().__init__()
+        self.layer_idx, self.sliding_window, self.linear = layer_idx, sliding_window, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_equal_layers_get_the_median_of_their_times() -> None:
+    windows = [8, 8, 16, 8, 16, 8, 8]
+    layers = {f"layer {n}": zbkern.convert(Windowed(n, window)) for n, window in enumerate(windows)}
+    layers["layer 5"].linear.requires_grad_(False)  # has no W
+    costs = profile_layers(layers, nn.functional.mse_loss, *torch.randn(2, 8, 4), options=ProfileOptions(1))
+    times = [(layer.forward, layer.backward, layer.weight, layer.split_overhead) for layer in costs.layers]
+    assert times[1] == times[3]
+    assert times[2] == times[4]
+    assert len({*times}) == 5  # the first, the last, each window, the frozen one
 
 
 def test_edges_that_differ_have_a_time_each() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import nn
 import zbkern
 from tests.support.chunks import make_data, make_model, plain, results_on_threads
 from tests.support.same import assert_gradients
-from zbkern.pipeline import Costs, Pipeline, Replanner, StepOptions, schedules, simulate
+from zbkern.pipeline import Costs, Pipeline, Replanner, StepOptions, Timeline, schedules, simulate
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -27,6 +28,16 @@ def test_costs_of_a_simulated_timeline_are_those_it_was_simulated_with(name: str
     for field in ("forward", "backward", "weight"):
         assert getattr(found, field) == pytest.approx(getattr(COSTS, field))
     assert found.communication == pytest.approx(0.25)
+
+
+def test_the_spread_of_times_is_that_of_the_pass_that_varies_most() -> None:
+    def steps(*forwards: float) -> list[Timeline]:
+        return [simulate(schedules.zb_h1(2, 4), Costs(forward=(time, 2))) for time in forwards]
+
+    assert drift.spread(steps(2, 2, 2)) == 0
+    assert drift.spread(steps(2, 2, 2, 3)) == pytest.approx(0.125)  # 2 to 2.25, of a median of 2
+    assert drift.spread(steps(0, 0, 0.04)) < 0.04  # of the mean of all passes
+    assert drift.spread([simulate(schedules.zb_h1(1, 1))]) == math.inf
 
 
 def test_fused_passes_are_measured_as_two_halves() -> None:

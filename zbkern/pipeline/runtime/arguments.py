@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.schedule_updates import ReplannerLike
+from zbkern.pipeline.runtime.sliced_batch import Target, check_sliceable, cut, edges, length_of, weigh
 from zbkern.pipeline.runtime.tied_weights import digest_of
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.program import FILLS
@@ -72,6 +73,7 @@ def check_place(
         )
     if len(schedule.placement) - 1 in chunks and loss_fn is None:
         raise TypeError(f"Pipeline: loss_fn must be callable on rank {rank}, which holds the last chunk; got None")
+    check_sliceable(modules, schedule.slices)
 
 
 def module_list(caller: str, modules: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -110,10 +112,11 @@ logger = logging.getLogger("zbkern")
 class Batch(NamedTuple):
     """What the microbatches of a step are given, one after the other."""
 
-    inputs: Sequence[Any]
-    targets: Sequence[Any]
-    side: Sequence[Mapping[str, Any]]
-    versions: Sequence[Sequence[tuple[Tensor, int]]] = ()  # of each microbatch's side inputs, as the step began
+    inputs: list[Any]
+    targets: list[Target]
+    side: list[dict[str, Any]]
+    versions: list[list[tuple[Tensor, int]]]  # of each microbatch's side inputs, as the step began
+    tokens: list[int | None]  # of each slice, where sequences are in slices and this rank was given any
 
     def side_of(self, microbatch: int) -> Mapping[str, Any]:
         """Raises RuntimeError where the side inputs of a microbatch are not what they were."""
@@ -127,21 +130,57 @@ class Batch(NamedTuple):
 
     @classmethod
     def split(
+        cls,
+        call: str,
+        given: tuple[Any, Any, Any],
+        schedule: Schedule,
+        modules: Mapping[int, Any],
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+    ) -> Batch:
+        """Inputs, targets and side inputs of `call` in microbatches, for this rank's modules, by chunk.
+
+        Raises TypeError or ValueError as `split` does, and for sequences that cannot be cut into slices.
+        """
+        count = schedule.sequences
+        batch = cls._of_sequences(call, *given, count, modules, len(schedule.placement) - 1)
+        if len(schedule.slices) == 1:
+            return batch._replace(targets=[Target(value, 1 / count) for value in batch.targets])
+        return batch._in_slices(call, schedule.slices, loss_fn, given)
+
+    @classmethod
+    def _of_sequences(
         cls, call: str, inputs: Any, targets: Any, side: Any, count: int, modules: Mapping[int, Any], last: int
     ) -> Batch:
-        """The arguments of `call` in `count` microbatches, for this rank's modules, by chunk; last: the last chunk.
-
-        Raises TypeError or ValueError as `split` does.
-        """
         inputs, sides = share_inputs(call, inputs, side, count, modules.values())
         if any(sides) and inputs is None:
-            given: Sequence[Any] = [()] * count
+            given: list[Any] = [()] * count
         else:
             given = split(call, "inputs", inputs, count) if 0 in modules else []
         if not isinstance(inputs, list) and not isinstance(side, list):
             _check_rows(call, given, sides)
         goals = split(call, "targets", targets, count) if last in modules else []
-        return cls(given, goals, sides, [_versions(each) for each in sides])
+        return cls(given, goals, sides, [_versions(each) for each in sides], [None] * count)
+
+    def _in_slices(
+        self, call: str, slices: Sequence[int], loss_fn: Callable[[Any, Any], Tensor] | None, given: Sequence[Any]
+    ) -> Batch:
+        """The same with each slice of a sequence a microbatch."""
+        found = Batch([], [], [], [], [])
+        for number, side in enumerate(self.side):
+            tokens = next(filter(None, (_tokens(each, number) for each in given)), 0)
+            places = edges(call, tokens, slices) if tokens else [(0, 0)] * len(slices)  # nothing is here to be cut
+            if self.inputs:
+                found.inputs.extend(cut(self.inputs[number], tokens, place) for place in places)
+            if self.targets:
+                found.targets.extend(weigh(call, self.targets[number], tokens, places, loss_fn, len(self.side)))
+            found.side.extend(cut(side, tokens, place) for place in places)
+            found.tokens.extend(last - first or None for first, last in places)
+        return found._replace(versions=[_versions(each) for each in found.side])
+
+
+def _tokens(value: Any, number: int) -> int | None:
+    """How long the sequence of this number is, of inputs, targets or side inputs; None where they have none."""
+    return length_of(_as_dict(value[number] if isinstance(value, list) else value))
 
 
 def _as_dict(value: Any) -> Any:
@@ -273,10 +312,11 @@ def split_side(call: str, side: Any, count: int) -> list[dict[str, Any]]:
     return [dict(part) for part in parts]
 
 
-def name_with_side(call: str, side: Any) -> str:
+def name_with_side(call: str, side: Any, count: str = "rows") -> str:
     """The call, with names and rows of its side inputs: ranks that were given others make another call.
 
     None is an input left out. Rows that differ between microbatches, as those of a list may, are named one by one.
+    count: "elements" for slices, of which ranks could have cut others.
     """
     parts = side if isinstance(side, list) else [side]
     rows: dict[str, list[int]] = {}
@@ -285,9 +325,15 @@ def name_with_side(call: str, side: Any) -> str:
             leaves = [leaf for leaf in pytree.tree_leaves(value) if leaf is not None]
             if leaves:
                 counts = rows.setdefault(str(name), [0] * len(parts))
-                counts[number] = sum(len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else 1 for leaf in leaves)
-    named = [f"{name} ({_summed(counts)} rows)" for name, counts in sorted(rows.items())]
+                counts[number] = sum(_size(leaf, count) for leaf in leaves)
+    named = [f"{name} ({_summed(counts)} {count})" for name, counts in sorted(rows.items())]
     return f"{call} with side {', '.join(named)}" if named else call
+
+
+def _size(leaf: Any, count: str) -> int:
+    if not isinstance(leaf, Tensor) or not leaf.dim():
+        return 1
+    return len(leaf) if count == "rows" else leaf.numel()
 
 
 def _summed(counts: list[int]) -> str:

@@ -99,6 +99,7 @@ class Pipeline:
                 f"measure other times would take other schedules, and communicate in another order; got {replanner!r}"
             )
         self._last = len(schedule.placement) - 1
+        self._loss_fn = loss_fn
         check_memory_saving(schedule, fill, options.max_wgrad_bytes, replanner)
         self._recorder = Recorder(rank, self.device, self.queue, options.record)
         self._stages = make_stages(self._replicas.modules, schedule, rank, loss_fn, self.queue, self._recorder, options)
@@ -112,7 +113,7 @@ class Pipeline:
         self._ahead = SpeculativeForwards([*self.modules.values()], self.device, self._replicas.gathers)
         self._updates = None if replanner is None else ScheduleUpdates(replanner, schedule)
         self._use_schedule(schedule)
-        self._batch = Batch([], [], [])
+        self._batch = Batch([], [], [], [], [])
         self._losses: list[Tensor] = []
         self._forward_input: Any = None  # the input of the forward that runs
         self._step = 0  # in the tags of its messages
@@ -125,11 +126,12 @@ class Pipeline:
         """One step: forward and backward of all microbatches; gradients are then in `.grad` as after `backward()`.
 
         inputs: needed on the first chunk's rank; targets: on the last chunk's: pytrees of tensors that are split along
-        dimension 0 into `schedule.microbatches` equal parts, or lists of that many parts already split. side: what
+        dimension 0 into `schedule.sequences` equal parts, or lists of that many parts already split. side: what
         every chunk needs from the batch besides, positions and masks, say: {name: tensor}, or a list of them, on every
         rank; each chunk gets its microbatch's as keyword arguments, and no rank sends them. With it `inputs` may be
         None, for no other argument. Returns the mean loss over microbatches on the last chunk's rank, None elsewhere.
-        Gradients add up over steps, as they do over calls of `backward()`.
+        Gradients add up over steps, as they do over calls of `backward()`. With slices, all tensors whose dimension 1
+        is as long as the sequence are cut along it, and a loss counts by its tokens (docs/long_context.md).
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("Pipeline.step: gradients are off (torch.no_grad); call evaluate for the loss alone")
@@ -304,8 +306,10 @@ class Pipeline:
             )
         wrong = None
         try:
-            self._batch = Batch.split(call, inputs, targets, side, self.schedule.microbatches, self.modules, self._last)
-            announced = name_with_side(call, self._batch.side)
+            given = (inputs, targets, side)
+            self._batch = Batch.split(call, given, self.schedule, self.modules, self._loss_fn)
+            count = "rows" if len(self.schedule.slices) == 1 else "elements"
+            announced = name_with_side(call, self._batch.side, count)
         except Exception as error:  # the other ranks will have begun: they are told why this one has not
             wrong, announced = error, name_with_side(call, side)
         if self._failed:
@@ -425,7 +429,9 @@ class Pipeline:
         inputs = self._forward_input = self._batch.inputs[microbatch] if chunk == 0 else self._await("F", action)
         start = self._recorder.now()
         target = self._batch.targets[microbatch] if chunk == self._last else None
-        outputs = self._stages[chunk].forward(microbatch, inputs, target, self._batch.side_of(microbatch))
+        stage, tokens = self._stages[chunk], self._batch.tokens[microbatch]
+        side = {**self._batch.side_of(microbatch), **stage.carries.begin(microbatch, tokens, inputs)}
+        outputs = stage.forward(microbatch, inputs, target, side)
         self._in_flight += 1
         if chunk == self._last:
             self._losses.append(outputs.detach())
@@ -531,7 +537,7 @@ class Pipeline:
 
     def _loss(self) -> Tensor | None:
         self.completed += 1
-        self._batch = Batch([], [], [])
+        self._batch = Batch([], [], [], [], [])
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _forget(self) -> None:

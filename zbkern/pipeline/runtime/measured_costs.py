@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
@@ -34,6 +34,7 @@ class MeasuredChunk(NamedTuple):
     tied: str | None
     within: float  # ms of a forward in its layers, and besides them
     besides: float
+    kind: int  # the same for layers that do the same work
 
     @property
     def kept(self) -> int:
@@ -89,25 +90,31 @@ def chunk_costs(found: Measurements) -> Costs:
 
 
 def layer_costs(found: Measurements) -> ModelCosts:
-    """What `profile_layers` returns: every chunk is a layer."""
+    """What `profile_layers` returns: every chunk is a layer, and those of one kind get the medians of their times."""
     assert found.links is not None
     latency, bandwidth = latency_and_bandwidth(found.links, largest_message(found.chunks))
     costs = chunk_costs(found)
     flat = costs.per_chunk(len(found.chunks))
+    alike = _alike(found.chunks)
+    forward, backward, weight, fused, merge_saving, recompute = (
+        _medians(times, alike)
+        for times in (flat.forward, flat.backward, flat.weight, flat.fused, flat.merge_saving, flat.recompute)
+    )
+    within, besides = (_medians([getattr(c, name) for c in found.chunks], alike) for name in ("within", "besides"))
     layers = [
         LayerCosts(
             name=chunk.name,
-            forward=max(chunk.within, flat.forward[at] - chunk.besides),
-            backward=flat.backward[at],
-            weight=flat.weight[at],
+            forward=max(within[at], forward[at] - besides[at]),
+            backward=backward[at],
+            weight=weight[at],
             activation=flat.activation[at],
             held=flat.held[at],
-            split_overhead=max(0.0, flat.backward[at] + flat.weight[at] - flat.fused[at]),
-            merge_saving=flat.merge_saving[at],
+            split_overhead=max(0.0, backward[at] + weight[at] - fused[at]),
+            merge_saving=merge_saving[at],
             output=chunk.output,
             static=flat.static[at],
             tied=chunk.tied,
-            recompute=flat.recompute[at] if found.recomputing else None,
+            recompute=recompute[at] if found.recomputing else None,
             checkpoint=chunk.kept if found.recomputing else None,
             output_again=chunk.parts.output if chunk.parts else 0,
         )
@@ -117,6 +124,21 @@ def layer_costs(found: Measurements) -> ModelCosts:
     return ModelCosts(
         tuple(layers), latency, bandwidth, "ms", "bytes", copy_size=costs.copy_size, forward_overhead=overhead
     )
+
+
+def _alike(chunks: Sequence[MeasuredChunk]) -> list[Hashable]:
+    """Equal where layers take equally long: of one kind with outputs of one size. The first, which gives no gradient of
+    its input, and the last, which computes the loss, are like no other."""
+    ends = (0, len(chunks) - 1)
+    return [at if at in ends else (chunk.kind, chunk.output) for at, chunk in enumerate(chunks)]
+
+
+def _medians(values: Sequence[float], alike: Sequence[Hashable]) -> list[float]:
+    """For each value the median of those alike."""
+    together: dict[Hashable, list[float]] = {}
+    for key, value in zip(alike, values, strict=True):
+        together.setdefault(key, []).append(value)
+    return [median(together[key]) for key in alike]
 
 
 def communication(timelines: Sequence[Timeline], chunks: int) -> float | list[float]:

@@ -18,6 +18,7 @@ from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recomputation import RecomputedTensors, parts_of
 from zbkern.pipeline.runtime.recorder import Recorder
 from zbkern.pipeline.runtime.saved_tensors import SavedTensors
+from zbkern.pipeline.runtime.sliced_batch import Target
 from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.runtime.storages import Offload, Resident, Storage, Storages
 from zbkern.pipeline.schedules.actions import Action
@@ -53,8 +54,8 @@ def make_stages(
     options: StepOptions,
 ) -> dict[int, Stage]:
     """The stage of every chunk of this rank: one that saves memory where the rank's row has R, O or L."""
-    row, count, last = schedule.actions[rank], schedule.microbatches, len(schedule.placement) - 1
-    stages = [(each, chunk, queue, loss_fn if chunk == last else None, count) for chunk, each in modules.items()]
+    row, slices, last = schedule.actions[rank], schedule.slices, len(schedule.placement) - 1
+    stages = [(each, chunk, queue, loss_fn if chunk == last else None, slices) for chunk, each in modules.items()]
     if not offloads_or_recomputes(row):
         return {stage[1]: Stage(*stage) for stage in stages}
     again = {chunk for chunk, _ in recomputed(row)}
@@ -95,14 +96,14 @@ class MemorySavingStage(Stage):
         chunk: int,
         queue: WGradQueue,
         loss_fn: Callable[[Any, Any], Tensor] | None,
-        microbatches: int,
+        slices: Sequence[int],
         row: Sequence[Action],
         lanes: CopyLanes,
         recorder: Recorder,
         options: StepOptions,
         parts: Mapping[torch.nn.Module, torch.nn.Module | None],
     ) -> None:
-        super().__init__(module, chunk, queue, loss_fn, microbatches)
+        super().__init__(module, chunk, queue, loss_fn, slices)
         self._lanes, self._recorder = lanes, recorder
         self._copy_size = options.copy_size
         self.kept_sizes: list[int] = []  # bytes of the storages that the last F has left
@@ -119,11 +120,13 @@ class MemorySavingStage(Stage):
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device of what microbatches hold here: activations from F to B, and what W needs, every storage
-        of a microbatch once."""
-        return sum(storages.nbytes for storages in self._all_storages())
+        """Bytes on the device of what microbatches hold here: activations from F to B, what W needs, every storage of a
+        microbatch once, and what slices carry."""
+        return sum(storages.nbytes for storages in self._all_storages()) + self.carries.nbytes
 
-    def forward(self, microbatch: int, inputs: Any, target: Any = None, side: Mapping[str, Any] | None = None) -> Any:
+    def forward(
+        self, microbatch: int, inputs: Any, target: Target | None = None, side: Mapping[str, Any] | None = None
+    ) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(microbatch, inputs, target, side)
         self._give_back()
@@ -205,7 +208,8 @@ class MemorySavingStage(Stage):
 
     def _resident(self, inputs: Any = None, target: Any = None, side: Any = None) -> Resident:
         batch = (target, side, inputs if self.chunk == 0 else None)
-        return Resident(self.module, [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)])
+        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        return Resident(self.module, tensors, (side or {}).get("carry", ()))
 
     def _recompute(self, microbatch: int) -> None:
         tensors = self._activations[microbatch]

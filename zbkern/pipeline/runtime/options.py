@@ -49,12 +49,13 @@ class StepOptions:
 class ProfileOptions:
     """How `profile` and `profile_layers` measure.
 
-    repeats: steps of every kind after one to warm up, of which times are medians. bytes_per_parameter: of a weight, its
-    gradient and optimizer states together, which a rank's memory includes (`static`); None for AdamW's two moments, all
-    in the weight's dtype. copy_size: that of the `StepOptions` to come; in the costs it is what transfers of these
-    activations have, which end with whole tensors. recompute: likewise, the parts of chunks that an R runs again, for
-    the time of R and what an F keeps; else an R is a whole F, which keeps what it is given. In a chunk without such a
-    part there is nothing to recompute. Raises TypeError or ValueError for anything else.
+    repeats: steps of every kind after one to warm up, of which times are medians; up to four times as many while the
+    quartiles of any pass's times are more than 10% apart, and a warning where they remain so. bytes_per_parameter: of a
+    weight, its gradient and optimizer states together, which a rank's memory includes (`static`); None for AdamW's two
+    moments, all in the weight's dtype. copy_size: that of the `StepOptions` to come; in the costs it is what transfers
+    of these activations have, which end with whole tensors. recompute: likewise, the parts of chunks that an R runs
+    again, for the time of R and what an F keeps; else an R is a whole F, which keeps what it is given. In a chunk
+    without such a part there is nothing to recompute. Raises TypeError or ValueError for anything else.
     """
 
     repeats: int = 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -27,10 +29,16 @@ from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import merge_neighbours
 from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.simulation.timeline import Timeline
 from zbkern.pipeline.transport.base import Transport
 
+logger = logging.getLogger("zbkern")
+
 Parts = Mapping[torch.nn.Module, Any]  # as of `parts_of`
+STEADY = 0.1  # no more steps where the quartiles of each pass's times are this near to each other
+PATIENCE = 4  # times as many steps at most
+_WHICH_LAYER = {"idx", "index", "layer_id", "layer_idx", "number", "zbkern_name"}  # attributes, in any library
 
 
 class Batch(NamedTuple):
@@ -78,6 +86,8 @@ class ProbeSteps:
             held = _held_bytes(pipe)
             merged, fused = self._steps(pipe, apart, merge=True), self._steps(pipe, _fused(apart))
             recomputing, again = self._recompute(pipe, apart, layers)
+            if pipe.rank == 0:
+                self._warn_of_noise(max(map(drift.spread, filter(None, (separate, merged, fused, recomputing)))))
             known: dict[int, MeasuredChunk] = {}
             for chunk, watch, tied in zip(pipe.modules, watches, _tied_names(modules, pipe.rank), strict=True):
                 within, besides = watch.times()
@@ -92,6 +102,7 @@ class ProbeSteps:
                     tied=tied,
                     within=within,
                     besides=besides,
+                    kind=_kind(watch.module),
                 )
             everywhere = {chunk: each for found in pipe.gather(known) for chunk, each in found.items()}
             chunks = [everywhere[chunk] for chunk in range(len(placement))]
@@ -106,16 +117,28 @@ class ProbeSteps:
         repeats: int | None = None,
         merge: bool = False,
     ) -> list[Timeline]:
-        """Those of so many steps of this schedule, after one to warm up."""
+        """Those of so many steps of this schedule, after one to warm up; of more while their times differ."""
         pipe.queue.merge = merge
         pipe._use_schedule(schedule, stages)
-        timelines = []
-        for _ in range(1 + (self.options.repeats if repeats is None else repeats)):
+        timelines: list[Timeline] = []
+        repeats = self.options.repeats if repeats is None else repeats
+        while len(timelines) <= repeats or (
+            len(timelines) <= PATIENCE * repeats and drift.spread(timelines[1:]) > STEADY
+        ):
             for parameter in (p for module in pipe.modules.values() for p in module.parameters()):
                 parameter.grad = None
             pipe.step(self.batch.inputs, self.batch.targets, self.batch.side)
             timelines.append(_in_milliseconds(pipe.gather_timeline()))
         return timelines[1:]
+
+    def _warn_of_noise(self, spread: float) -> None:
+        if spread > STEADY:
+            more = PATIENCE * self.options.repeats
+            logger.warning(
+                f"{self.function}: after {more} steps the middle half of the times of one pass still spreads over "
+                f"{spread:.0%} of their median; plans for these costs may not keep what they promise. Close other "
+                f"programs on these machines, or measure more steps: options=ProfileOptions(repeats={2 * more})"
+            )
 
     def _recompute(
         self, pipe: Pipeline, schedule: Schedule, layers: Sequence[str]
@@ -151,7 +174,7 @@ class ProbeSteps:
         rest = row, lanes, recorder, StepOptions(copy_size=self.options.copy_size)
         return {
             chunk: MemorySavingStage(
-                *(module, chunk, pipe.queue, self.loss_fn if chunk == last else None, schedule.microbatches),
+                *(module, chunk, pipe.queue, self.loss_fn if chunk == last else None, schedule.slices),
                 *(*rest, parts.get(chunk, {})),
             )
             for chunk, module in pipe.modules.items()
@@ -196,6 +219,19 @@ class _ForwardWatch:
         self._mark()
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         self.output_bytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+
+def _kind(module: torch.nn.Module) -> int:
+    """The same for layers that do the same work: a checksum, equal in all processes, of the classes of their parts and
+    their settings and parameters. Of a chunk of a model, which has placeholders besides, that of its layers."""
+    found = []
+    for name in getattr(module, "layer_names", [""]):
+        for part in module.get_submodule(name).modules():
+            settings = {k: v for k, v in vars(part).items() if isinstance(v, (int, float, str, tuple))}
+            shapes = [(*p.shape, p.dtype, p.requires_grad) for p in part.parameters(recurse=False)]
+            plain = sorted((k, repr(v)) for k, v in settings.items() if k not in _WHICH_LAYER)
+            found.append((type(part).__qualname__, plain, shapes))
+    return zlib.crc32(repr(found).encode())
 
 
 def _static_bytes(module: torch.nn.Module, bytes_per_parameter: float | None) -> float:

@@ -38,11 +38,11 @@ def profile(
     modules: this rank's chunks, converted. placement: the rank of each chunk in model order. options: how it is
     measured (`ProfileOptions`). The others are as for `Pipeline` and its `step`, with inputs, targets and side inputs
     of `microbatches` microbatches. Times are medians over microbatches and steps, with all ranks busy: of F, B and W
-    apart, of fused BW (`split_overhead`), and of W that are merged (`merge_saving`). communication is one number, or
-    one per edge where one takes more than twice as long as another. Gradients and the random state are left as they
-    were; buffers that a forward updates (running statistics) are not. Under tensor parallelism, memory is that of this
-    rank's part, and every pipeline measures times of its own: give all of them the schedule planned for one. Raises
-    TypeError or ValueError as a `Pipeline` does.
+    apart, of fused BW (`split_overhead`), and of W that are merged (`merge_saving`); rank 0 logs a warning where they
+    spread too far to plan with. communication is one number, or one per edge where one takes more than twice as long as
+    another. Gradients and the random state are left as they were; buffers that a forward updates (running statistics)
+    are not. Under tensor parallelism, memory is that of this rank's part, and every pipeline measures times of its own:
+    give all of them the schedule planned for one. Raises TypeError or ValueError as a `Pipeline` does.
     """
     if not isinstance(placement, Iterable) or not all(isinstance(rank, int) and rank >= 0 for rank in placement):
         raise TypeError(f"profile: placement must be a list of ranks, one per chunk in model order; got {placement!r}")
@@ -70,7 +70,9 @@ def profile_layers(
     first, with messages of one number and of the most that a layer sends: those of the slowest link where these take
     about as long on all, else one per rank (where one takes more than twice as long as another, as between nodes and
     inside one). Without a second rank there is no link, and messages take no time. forward_overhead is what a forward
-    of one of `layer_chunks` takes besides its layer; the layers' times do not have it. Layers are tied
+    of one of `layer_chunks` takes besides its layer; the layers' times do not have it. Layers with the same classes,
+    settings, parameters and size of output take equally long, the median of their times; the first and the last, which
+    gives no gradient of its input and which computes the loss, are apart. Layers are tied
     (`LayerCosts.tied`) that declare a shared parameter, as `layer_chunks` do, on whichever ranks they are, or that
     share one on a rank. Parts that are recomputed may be whole layers: their names here begin with the layer's own,
     unless the layer is one of `layer_chunks`, which have those of the model. For a model of the transformers library

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from zbkern.pipeline.runtime.carry import Carries
+from zbkern.pipeline.runtime.sliced_batch import Target, check_loss, weighted
 from zbkern.pipeline.runtime.storages import wait_for
 from zbkern.wgrad import WGradQueue
 
@@ -26,7 +28,7 @@ class Stage:
     """Runs one chunk. What a microbatch needs between its F and its B is kept here, between its B and its W in `queue`.
 
     module: called with a tensor, a tuple (positional arguments) or a dict (keyword arguments). loss_fn: on the last
-    chunk, loss_fn(output, target) of one microbatch, a scalar; its mean over `microbatches` is differentiated.
+    chunk, loss_fn(output, target) of one microbatch, a scalar. slices: the lengths of a sequence's slices.
     """
 
     def __init__(
@@ -35,18 +37,21 @@ class Stage:
         chunk: int,
         queue: WGradQueue,
         loss_fn: Callable[[Any, Any], Tensor] | None,
-        microbatches: int,
+        slices: Sequence[int] = (1,),
     ) -> None:
         self.module = module
         self.chunk = chunk
         self.queue = queue
         self.loss_fn = loss_fn
-        self.microbatches = microbatches
+        self.carries = Carries(slices)
+        self._loss_is_checked = len(slices) == 1
         self.splits: bool | None = None  # whether its first B left any W behind
         self._followed = False  # whether a first F has shown where gradients enter
         self._saved: dict[int, tuple[Any, list[Tensor | GradientEdge | None]]] = {}
 
-    def forward(self, microbatch: int, inputs: Any, target: Any = None, side: Mapping[str, Any] | None = None) -> Any:
+    def forward(
+        self, microbatch: int, inputs: Any, target: Target | None = None, side: Mapping[str, Any] | None = None
+    ) -> Any:
         """F: the output to send on, detached; on the last chunk this microbatch's share of the mean loss.
 
         side: keyword arguments besides the inputs.
@@ -60,6 +65,8 @@ class Stage:
             self._saved[microbatch] = (inputs, roots)
             if not self._followed:
                 self._warn_of_lost_graph(roots)
+        else:
+            self.carries.end_forward(microbatch)
         return pytree.tree_map_only(Tensor, _to_send, outputs)
 
     def prepare(self, microbatch: int) -> None:
@@ -81,12 +88,14 @@ class Stage:
             for root, gradient in zip(roots, leaves, strict=True)
             if root is not None and (gradient is not None or loss)
         ]
+        pairs += self.carries.gradients(microbatch)
         if pairs:
             with nullcontext() if fused else self.queue.defer((self.chunk, microbatch)):
                 ends, arrived = zip(*pairs, strict=True)
                 torch.autograd.backward(ends, arrived)
             if self.splits is None and not fused:
                 self.splits = self._splits(microbatch)
+        self.carries.end_backward(microbatch)
         return pytree.tree_map(_take_gradient, inputs) if self.chunk > 0 else None
 
     def weight(self, *microbatches: int) -> None:
@@ -120,6 +129,7 @@ class Stage:
     def reset(self) -> None:
         """Forgets microbatches that were begun and not finished."""
         self._saved.clear()
+        self.carries.reset()
 
     def close(self) -> None:
         """Ends what runs beside the passes, in stages that have any; no-op the second time."""
@@ -154,10 +164,13 @@ class Stage:
         if all(leaf is None for leaf in leaves):
             raise TypeError(f"Pipeline: chunk {self.chunk} must return at least one tensor; got none{_FORGOTTEN}")
 
-    def _loss(self, outputs: Any, target: Any) -> Tensor:
+    def _loss(self, outputs: Any, target: Target) -> Tensor:
         if outputs is None:
             raise TypeError(f"Pipeline: chunk {self.chunk} must return what loss_fn takes; got None{_FORGOTTEN}")
-        loss = self.loss_fn(outputs, target)  # type: ignore[misc]
+        assert self.loss_fn is not None
+        if not self._loss_is_checked:
+            self._loss_is_checked = check_loss(self.loss_fn, outputs, target.value)
+        loss = self.loss_fn(outputs, target.value)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             if isinstance(loss, Tensor):
                 got = f"shape {list(loss.shape)}; reduce it, with .mean()"
@@ -173,11 +186,11 @@ class Stage:
                 "Pipeline: loss_fn must return a loss that depends on the output's graph; got one that is detached; "
                 "leave out .item(), .detach() and torch.no_grad()"
             )
-        return loss
+        return weighted(loss, target.weight)
 
-    def _outputs(self, inputs: Any, target: Any, side: Mapping[str, Any]) -> Any:
+    def _outputs(self, inputs: Any, target: Target | None, side: Mapping[str, Any]) -> Any:
         outputs = self._call(inputs, side)
-        return outputs if self.loss_fn is None else self._loss(outputs, target) / self.microbatches
+        return outputs if target is None else self._loss(outputs, target)
 
     def _call(self, inputs: Any, side: Mapping[str, Any]) -> Any:
         arguments: Sequence[Any] = inputs if isinstance(inputs, (tuple, list)) else (inputs,)

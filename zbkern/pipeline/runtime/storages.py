@@ -199,13 +199,17 @@ class Storage:
 
 
 class Resident:
-    """The keys of storages that stay on the device: of a chunk's parameters and buffers, and of the tensors given.
+    """The keys of storages that stay on the device: of a chunk's parameters and buffers, of the tensors given, and
+    those in `carried`, which come in a forward.
 
     FSDP2 makes the parameters that layers compute with in the first forward, so they are looked for when one is asked
     for that is not known.
     """
 
-    def __init__(self, module: torch.nn.Module, tensors: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, module: torch.nn.Module, tensors: Iterable[Tensor] = (), carried: Container[object] = ()
+    ) -> None:
+        self._carried = carried
         self._keys = keys([*module.parameters(), *module.buffers(), *tensors])
         self._roots = list(sharded_roots(module))
 
@@ -215,7 +219,7 @@ class Resident:
             self._keys |= keys(parameter for group in groups for parameter in unsharded(group))
             if groups and all(len(unsharded(group)) == len(group.fsdp_params) for group in groups):
                 self._roots = []  # all are known
-        return storage in self._keys
+        return storage in self._keys or storage in self._carried
 
 
 def wait_for(tensor: Any) -> Tensor:

@@ -30,14 +30,9 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
     """
     schedule = timelines[0].schedule
     chunks = range(len(schedule.placement))
-    spans: dict[tuple[str, int], dict[int, list[float]]] = {}
-    for timeline in timelines:
-        for (kind, chunk, microbatch), lengths in _passes(timeline).items():
-            of_slices = spans.setdefault((kind, chunk), {})
-            of_slices.setdefault(microbatch % len(schedule.slices), []).append(lengths[2])
-    by_slice = {
-        key: {slice: statistics.median(values) for slice, values in found.items()} for key, found in spans.items()
-    }
+    by_slice: dict[tuple[str, int], dict[int, float]] = {}
+    for (kind, chunk, slice), lengths in _lengths(timelines).items():
+        by_slice.setdefault((kind, chunk), {})[slice] = statistics.median(lengths)
     medians = {key: sum(each.values()) * len(schedule.slices) / len(each) for key, each in by_slice.items()}
     times = [tuple(medians.get((kind, chunk), 0.0) for chunk in chunks) for kind in ("F", "B", "W")]
     for chunk in chunks:  # a fused pass: both halves in one
@@ -66,6 +61,29 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
         merge_saving=0.0,
         time_unit=timelines[0].unit or None,
     )
+
+
+def spread(timelines: Sequence[Timeline]) -> float:
+    """How far apart the quartiles of a pass's times are, over microbatches and steps: the most of all passes.
+
+    Relative to the median of that pass, or to the mean of all passes where this is longer, so that the noise of a pass
+    that takes next to no time does not count. Infinite where a pass was measured once.
+    """
+    samples = [*_lengths(timelines).values()]
+    if any(len(lengths) < 2 for lengths in samples):
+        return math.inf
+    mean = statistics.fmean(map(statistics.median, samples))
+    quartiles = [statistics.quantiles(lengths, n=4, method="inclusive") for lengths in samples]
+    return max((high - low) / (max(middle, mean) or 1.0) for low, middle, high in quartiles)
+
+
+def _lengths(timelines: Sequence[Timeline]) -> dict[tuple[str, int, int], list[float]]:
+    """(kind, chunk, slice) -> how long each of these passes took."""
+    found: dict[tuple[str, int, int], list[float]] = {}
+    for timeline in timelines:
+        for (kind, chunk, microbatch), (_, _, length) in _passes(timeline).items():
+            found.setdefault((kind, chunk, microbatch % len(timeline.schedule.slices)), []).append(length)
+    return found
 
 
 def _attention(times: Mapping[int, float], slices: Sequence[int]) -> float:
