@@ -296,24 +296,6 @@ def test_late_transfers_delay_and_change_nothing(
     assert all(event.end - event.start > 5 * sum(seconds) / 4 for event in copies[0])
 
 
-@pytest.mark.parametrize("seconds", LATE)
-def test_a_late_copy_delays_what_needs_it(seconds: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that take long, or begin late: what has not come is garbage, and what has not gone must not be lost."""
-    schedule = schedules.zb_h1(2, 4)
-    saving = with_actions(schedule, lambda action: "copied" if action.microbatch % 2 == 0 else None)
-    delay(monkeypatch, *seconds)
-    timeline = check_equal(schedule, saving, steps=1)
-    for rank, row in enumerate(timeline.copies):
-        ends: dict[tuple[int, int], list[float]] = {}  # of an activation's load, and of its W's
-        for event in row:
-            if event.action.kind == "L":
-                ends.setdefault(event.action[1:3], []).append(event.end)
-        starts = {e.action[:3]: e.start for e in timeline.events[rank]}
-        for key, (before_b, before_w) in ends.items():
-            assert starts[("B", *key)] >= before_b
-            assert starts[("W", *key)] >= before_w
-
-
 def test_layers_leave_while_later_ones_run_and_a_backward_waits_for_its_own_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
