@@ -86,14 +86,15 @@ PLAIN = "0F0 0F1 0F2 0B0 0B1 0B2 0W0 0W1 0W2"
 SAVING = "0F0 0F1 0F2 0R0 0B0 0R1 0B1 0R2 0B2 0W0 0W1 0W2"
 
 
+@pytest.mark.parametrize("row", [SAVING, "0F0 0F1 0O1 0F2 0R0 0B0 0L1 0B1 0B2 0W0 0W1 0W2"])
 @pytest.mark.parametrize(
     "recompute",
     [["*norm"], [nn.GELU], ["*activation", "*norm", nn.Dropout], ["layers.1"], ["layers.*"], ["layers.0", "*.down"]],
 )
 @pytest.mark.parametrize("autocast", [False, True])
-def test_gradients_and_random_numbers_are_the_same(recompute: list[Any], autocast: bool) -> None:
+def test_gradients_and_random_numbers_are_the_same(recompute: list[Any], autocast: bool, row: str) -> None:
     expected, _ = train(PLAIN, autocast=autocast)
-    found, _ = train(SAVING, recompute, autocast=autocast)
+    found, _ = train(row, recompute, autocast=autocast)
     for a, b in zip(expected, found, strict=True):
         assert torch.equal(a, b)
 
@@ -125,13 +126,6 @@ def test_parts_within_a_checkpoint_are_left_to_it(reentrant: bool) -> None:
     for gradients, _ in found[1:]:
         for a, b in zip(found[0][0], gradients, strict=True):
             assert torch.equal(a, b)
-
-
-def test_one_microbatch_may_be_recomputed_and_another_offloaded() -> None:
-    expected, _ = train(PLAIN)
-    found, _ = train("0F0 0F1 0O1 0F2 0R0 0B0 0L1 0B1 0B2 0W0 0W1 0W2", ["*norm", nn.GELU])
-    for a, b in zip(expected, found, strict=True):
-        assert torch.equal(a, b)
 
 
 def planned_from_layers(
@@ -281,6 +275,8 @@ class Unrepeatable(nn.Module):
             factor: Any = np.random.rand()
         elif self.source == "generator":
             factor = torch.rand(WIDTH, generator=self.generator)
+        elif self.source == "structure":
+            return self.linear(x).sin() if self.calls == 1 else self.linear(x).sin().tanh()
         elif self.source == "order":
             return self.linear(x).sin()[torch.randperm(len(x), generator=self.generator)]
         else:
@@ -290,7 +286,8 @@ class Unrepeatable(nn.Module):
 
 @pytest.mark.parametrize("recompute", [(), (nn.Sequential,)])
 @pytest.mark.parametrize(
-    ("source", "always"), [("numpy", 0), ("generator", 0), ("order", 0), ("counter", 0), ("later", 1)]
+    ("source", "always"),
+    [("numpy", 0), ("generator", 0), ("order", 0), ("structure", 0), ("counter", 0), ("later", 1)],
 )
 def test_a_forward_that_computes_something_else_is_told(source: str, always: bool, recompute: Any) -> None:
     module = nn.Sequential(nn.Sequential(Unrepeatable(source)), nn.Linear(WIDTH, WIDTH))
@@ -303,5 +300,8 @@ def test_a_forward_that_computes_something_else_is_told(source: str, always: boo
             for _ in range(4):
                 pipe.step(data, data)
 
-    with pytest.raises(PipelineError, match=r"action 0R\d: RuntimeError: Sequential gave one result, and another when"):
+    told = (
+        "gave one result, and another when" if source != "structure" else r"(saved \d tensors .*be recomputed|gave one)"
+    )
+    with pytest.raises(PipelineError, match=rf"action 0R\d: RuntimeError: Sequential {told}"):
         steps()
