@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 from zbkern.pipeline.planner.annealing import measured, with_cost
 from zbkern.pipeline.planner.problem import Ordering, Problem, grouped, within
 
 ROUNDING = 1e-9
 """Relative: a cost this near to another one, or to a lower bound, is the same."""
+
+NEAR = 0.003
+"""Relative: orders that cost so little more than the best may be chosen for other merits."""
 
 
 class Budget:
@@ -36,6 +40,7 @@ class Incumbent:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self.orders: Ordering | None = None
+        self._near: dict[int, Ordering] = {}  # by cost
         self.bound = 0
 
     def offer(self, orders: Ordering | None) -> None:
@@ -53,8 +58,18 @@ class Incumbent:
     def _keep(self, orders: Ordering | None) -> None:
         """Of equals the first, which is a published schedule: these are as even as they can be, so that a late pass
         delays few others."""
-        if orders is not None and (self.orders is None or orders.cost < self.orders.cost * (1 - ROUNDING)):
+        if orders is None:
+            return
+        if self.orders is None or orders.cost < self.orders.cost * (1 - ROUNDING):
             self.orders = orders
+        most = self.orders.cost * (1 + NEAR)
+        self._near.setdefault(orders.cost, orders)
+        self._near = {cost: near for cost, near in self._near.items() if cost <= most}
+
+    @property
+    def near(self) -> Collection[Ordering]:
+        """Those within 0.3% of the best that were found, the best among them."""
+        return self._near.values()
 
     @property
     def optimal(self) -> bool:

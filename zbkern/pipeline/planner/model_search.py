@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.planner.arguments import Limit, PlanOptions, placement_of, problem_of, rank_limits
-from zbkern.pipeline.planner.incumbents import ROUNDING, Budget
+from zbkern.pipeline.planner.incumbents import Budget
 from zbkern.pipeline.planner.partition import Partition, balanced_partitions, even_partitions, work_of
 from zbkern.pipeline.planner.portfolio import SETTINGS
 from zbkern.pipeline.planner.published import Published
-from zbkern.pipeline.planner.search import Search, in_slices, least_work, search_slices
+from zbkern.pipeline.planner.search import Search, choose, in_slices, least_work, search_slices
 from zbkern.pipeline.planner.slicing import Slices, slices_to_try
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import amount
@@ -78,8 +78,7 @@ class ModelSearch:
             list(by_search), budget, lambda number, best: progress(_describe(by_search[best], number))
         )
         progress("")
-        best = min(map(_reached, candidates))  # of equals that with the fewest slices and chunks
-        return next(each for each in candidates if _reached(each) <= best * (1 + ROUNDING)), rounds
+        return by_search[choose(list(by_search), self._options.steady)], rounds  # of equals fewest slices and chunks
 
     def _promising(self, budget: Budget) -> list[tuple[int, ...]]:
         """Whole sequences, and the slices whose constructive answer is the best on the most even partition.

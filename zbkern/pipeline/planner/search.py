@@ -13,12 +13,15 @@ from functools import cached_property
 
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.bounds import cost_bound
-from zbkern.pipeline.planner.incumbents import ROUNDING, Budget, Incumbent
+from zbkern.pipeline.planner.incumbents import NEAR, ROUNDING, Budget, Incumbent
 from zbkern.pipeline.planner.portfolio import SETTINGS, Candidate, Population, add_serial, best_candidates
 from zbkern.pipeline.planner.problem import Problem
 from zbkern.pipeline.planner.published import Published
+from zbkern.pipeline.planner.steadiness import delayed
 
 logger = logging.getLogger("zbkern")
+
+_FINALISTS = 32  # at most, so that to choose among them takes little time
 
 
 class Search:
@@ -36,6 +39,7 @@ class Search:
             self.best.offer_fitting(orders)
             if self.best.orders is not None and not budget.left:
                 break
+        self.published = self.reached  # by a published schedule
 
     @cached_property
     def bound(self) -> float:
@@ -117,11 +121,15 @@ def search_slices(searches: Sequence[Search], budget: Budget, progress: Callable
 
 
 def search(
-    problems: Sequence[Problem], budget: Budget, seed: int, progress: Callable[[str], None] = lambda line: None
+    problems: Sequence[Problem],
+    budget: Budget,
+    seed: int,
+    progress: Callable[[str], None] = lambda line: None,
+    steady: bool = True,
 ) -> tuple[Search, int]:
     """The best orders that are found, of equals those of the first problem, and how many rounds were completed.
 
-    progress: see `PlanOptions`.
+    progress, steady: see `PlanOptions`.
     """
     published = Published()
     searches = [Search(problem, budget, seed, published) for problem in problems]
@@ -132,8 +140,24 @@ def search(
 
     rounds = search_slices(searches, budget, describe)
     progress("")
+    return choose(searches, steady), rounds
+
+
+def choose(searches: Sequence[Search], steady: bool) -> Search:
+    """The search that has the best orders, of equals the first.
+
+    steady: of orders within 0.3% of the best, but for those that a published schedule is better than, it is the ones
+    that a slow rank delays least, which become the best of their search. What is proven optimal stays.
+    """
     reached = min(each.reached for each in searches)
-    return next(each for each in searches if each.reached <= reached * (1 + ROUNDING)), rounds
+    first = next(each for each in searches if each.reached <= reached * (1 + ROUNDING))
+    if not steady or native.core is None or first.bound >= reached * (1 - ROUNDING):
+        return first
+    most = min(reached * (1 + NEAR), *(each.published for each in searches)) * (1 + ROUNDING)
+    found = [(orders.cost / each.problem.time_scale, each, orders) for each in searches for orders in each.best.near]
+    finalists = sorted((one for one in found if one[0] <= most), key=lambda one: one[0])[:_FINALISTS]
+    _, search, search.best.orders = min(finalists, key=lambda one: delayed(one[1].problem, one[2]))
+    return search
 
 
 def in_slices(problem: Problem) -> str:
