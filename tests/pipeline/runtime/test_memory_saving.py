@@ -279,6 +279,7 @@ LATE = [(0.02, 0.0), (0.0, 0.02), (0.02, 0.02)]  # seconds before and after a co
         "0F0 0F1 0O0 0F2 0O2 0L0 0BW0 0BW1 0L2 0BW2",
         "0F0 0O0 0F1 0O1 0L0 0BW0 0F2 0O2 0L1 0BW1 0L2 0BW2",  # streamed
         "0F0 0F1 0O0 0O1 0F2 0L1 0L0 0B1 0B0 0O1 0O0 0B2 0L0 0L1 0W0 0W1 0W2",
+        "0F0 0F1 0B0 0O0 0F2 0B1 0L0 0W0:0/2 0W0:1/2 0W1 0BW2",
     ],
 )
 def test_late_transfers_delay_and_change_nothing(
