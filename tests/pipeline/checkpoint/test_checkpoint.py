@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import logging
-import os
-import shutil
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from tests.support.checkpointed import (
 )
 from zbkern.optim import AdamW
 from zbkern.pipeline import Pipeline, checkpoint, schedules
-from zbkern.pipeline.checkpoint import dcp_format
 
 # ---- one process
 
@@ -93,78 +90,6 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "nothing") is None
 
 
-POINTS = {"write": (dcp_format, "write_tensors"), "rename": (os, "rename"), "delete": (shutil, "rmtree")}
-
-
-def save_interrupted(folder: Path, step: int, module: nn.Module, point: str, call: int, after: bool) -> None:
-    """A save that ends right before or after its call number `call` of that kind; before a deletion, half-way in it."""
-    where, name = POINTS[point]
-    real, calls = getattr(where, name), []
-
-    def interrupted(*arguments: Any, **options: Any) -> Any:
-        calls.append(name)
-        if len(calls) - 1 != call:
-            return real(*arguments, **options)
-        if after:
-            real(*arguments, **options)
-        elif point == "delete":
-            next(path for path in Path(arguments[0]).rglob("*") if path.is_file()).unlink()
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(where, name, interrupted)
-        checkpoint.save(folder, step, module)
-
-
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize(
-    ("point", "call", "step_before", "step_after"),
-    [
-        ("write", 0, 1, 1),
-        ("rename", 0, 1, 1),  # torch's, of the metadata
-        ("rename", 1, 1, 2),  # of the new checkpoint
-        ("rename", 2, 2, 2),  # of the old one
-        ("delete", 0, 2, 2),
-    ],
-)
-def test_an_interrupted_save_leaves_a_good_checkpoint(
-    tmp_path: Path, point: str, call: int, step_before: int, step_after: int, after: bool
-) -> None:
-    module = layers(0, 1)
-    checkpoint.save(tmp_path, 1, module)
-    good = copy.deepcopy(module.state_dict())
-    nn.init.ones_(module[0][0].weight)
-    with pytest.raises(KeyboardInterrupt):
-        save_interrupted(tmp_path, 2, module, point, call, after)
-    found = layers(0, 1)
-    step, _ = checkpoint.load(tmp_path, found)
-    assert step == (step_after if after else step_before)
-    assert_same(dict(found.state_dict()), dict(good if step == 1 else module.state_dict()))
-    checkpoint.save(tmp_path, 3, module)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
-
-
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize(("point", "call"), [("rename", 1), ("rename", 2), ("rename", 3), ("delete", 0)])
-def test_a_save_of_the_same_step_that_is_interrupted_leaves_one_of_both(
-    tmp_path: Path, point: str, call: int, after: bool
-) -> None:
-    module = layers(0, 1)
-    checkpoint.save(tmp_path, 1, module)
-    good = copy.deepcopy(module.state_dict())
-    nn.init.ones_(module[0][0].weight)
-    with pytest.raises(KeyboardInterrupt):
-        save_interrupted(tmp_path, 1, module, point, call, after)
-    assert checkpoint.latest(tmp_path) is not None
-    found = layers(0, 1)
-    assert checkpoint.load(tmp_path, found).step == 1
-    new = point == "delete" or call + after > 2  # its name is the second that is changed, after torch's
-    assert_same(dict(found.state_dict()), dict(module.state_dict() if new else good))
-    for step in (2, 1):
-        checkpoint.save(tmp_path, step, module)
-        assert [path.name for path in tmp_path.iterdir()] == [f"step-0000000{step}"]
-
-
 def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     module = layers(0, 1)
     with pytest.raises(ValueError, match=r"chunks 0 and 1 both have a tensor 'layer0.0.weight'.*pass rename="):
@@ -175,10 +100,6 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
         TypeError, match=r"modules must be a Pipeline, \{chunk number: module\}, or one module; got list"
     ):
         checkpoint.save(tmp_path, 1, [module])
-    with pytest.raises(ValueError, match="step must be at least 0; got -1"):
-        checkpoint.save(tmp_path, -1, module)
-    with pytest.raises(ValueError, match="keep must be at least 1; got 0"):
-        checkpoint.save(tmp_path, 1, module, keep=0)
     assert not list(tmp_path.iterdir())
     checkpoint.save(tmp_path, 1, module)
     with pytest.raises(ValueError, match=r"'layer1.0.weight' is not in it; saved were 'layer0.0.weight'.* and 2 more"):
@@ -328,18 +249,15 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path, saved
 
     checkpoint.save(tmp_path, 1, *make(saved, 1.0))
     module, optimizer = make(loaded, 2.0)
-    before = copy.deepcopy(state_by_name([module], optimizer)) if loaded != "SGD" else module.weight.clone()
     if fits:
         checkpoint.load(tmp_path, module, optimizer)
         module(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         return
-    with pytest.raises(ValueError, match=f"state of {KINDS[saved].__name__ if saved == 'Adamax' else saved}.* is"):
+    before = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+    with pytest.raises(ValueError, match=f"state of {saved}.* is"):
         checkpoint.load(tmp_path, module, optimizer)
-    if loaded == "SGD":
-        assert torch.equal(module.weight, before)
-    else:
-        assert_same(state_by_name([module], optimizer), before)
+    torch.testing.assert_close((module.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
     checkpoint.load(tmp_path, module)  # the model alone
 
 

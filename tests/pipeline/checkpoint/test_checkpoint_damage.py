@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.support.checkpointed import assert_same, state_by_name
 from zbkern.pipeline import checkpoint
 
 
@@ -31,15 +32,7 @@ def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    found: dict[str, Any] = dict(module.state_dict())
-    for name, parameter in module.named_parameters():
-        found.update({f"{name}/{entry}": value for entry, value in optimizer.state[parameter].items()})
-    found["groups"] = [{key: v for key, v in group.items() if key != "params"} for group in optimizer.param_groups]
-    return found
-
-
-def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    return all(torch.equal(v, theirs[k]) if isinstance(v, torch.Tensor) else v == theirs[k] for k, v in ours.items())
+    return copy.deepcopy(state_by_name([module], optimizer))
 
 
 def flips(path: Path, count: int | None, seed: int) -> Iterator[str]:
@@ -62,17 +55,17 @@ def check_flips(folder: Path, name: str, count: int | None, seed: int) -> None:
     raised = 0
     for place in flips(path / name, count, seed):
         again, other = make(1)
-        before, message = copy.deepcopy(state_of(again, other)), ""
+        before, message = state_of(again, other), ""
         try:
             found = checkpoint.load(folder, again, other)
         except ValueError as error:
             message, raised = str(error), raised + 1
         if message:
             assert name in message, place
-            assert same(before, state_of(again, other)), place
+            assert_same(before, state_of(again, other))
         else:
             assert found == (1, {"position": 3}), place
-            assert same(expected, state_of(again, other)), place
+            assert_same(expected, state_of(again, other))
     assert (raised > 0) == (name != ".metadata")
 
 

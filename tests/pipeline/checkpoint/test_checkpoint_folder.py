@@ -55,6 +55,7 @@ def test_keep_keeps_that_many(tmp_path: Path, keep: int) -> None:
         ({"keep": 0}, ValueError),
         ({"step": "2"}, TypeError),
         ({"step": True}, TypeError),
+        ({"step": -1}, ValueError),
         ({"timeout": 0}, ValueError),
         ({"timeout": -1}, ValueError),
         ({"timeout": "a"}, TypeError),
@@ -89,28 +90,21 @@ def test_the_timeout_of_a_pipeline_is_the_default(tmp_path: Path, monkeypatch: p
     assert seen == [7, 3, 1800]
 
 
-def test_a_checkpoint_that_is_a_link_is_loaded_and_only_the_link_is_deleted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [(2, 3), (1, 2)])
+def test_a_checkpoint_that_is_a_link_is_loaded_and_only_the_link_is_replaced(
+    tmp_path: Path, steps: tuple[int, ...]
+) -> None:
     folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     checkpoint.save(folder, 1, make(1.0))
     os.rename(folder / "step-00000001", elsewhere)
     os.symlink(elsewhere, folder / "step-00000001")
     assert loaded(folder) == (1, 1.0)
-    for step in (2, 3):
-        checkpoint.save(folder, step, make(step))
+    for step in steps:
+        checkpoint.save(folder, step, make(step + 4))
         assert names(folder) == [f"step-0000000{step}"]
+        assert loaded(folder) == (step, step + 4)
     os.symlink(elsewhere, folder / "step-00000001")
     assert loaded(folder, 1) == (1, 1.0)
-
-
-def test_a_link_is_replaced_by_a_save_of_its_step(tmp_path: Path) -> None:
-    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    checkpoint.save(folder, 1, make(1.0))
-    os.rename(folder / "step-00000001", elsewhere)
-    os.symlink(elsewhere, folder / "step-00000001")
-    checkpoint.save(folder, 1, make(5.0))
-    assert loaded(folder) == (1, 5.0)
-    assert names(folder) == ["step-00000001"]
-    assert (elsewhere / "zbkern.json").exists()
 
 
 STRAY_FILES = [

@@ -44,16 +44,11 @@ def without(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in batch.items() if key != name}
 
 
-def seeded_model() -> Any:
-    torch.manual_seed(0)
-    return make("llama")
-
-
-def step(name: str, batch: dict[str, Tensor], given: Any) -> tuple[list[Any], list[Any]]:
+def step(name: str, batch: dict[str, Tensor], given: Any, family: str = "llama") -> tuple[list[Any], list[Any]]:
     """The loss of a step, and of an evaluation, and its gradients; given: `inputs` and `side` by rank."""
     schedule = getattr(schedules, name)(2, MICROBATCHES)
     targets = token_targets(batch["labels"], MICROBATCHES)
-    model = seeded_model()
+    model = make(family)
 
     def run(transport: Any) -> Any:
         chunks = [zbkern.convert(chunk) for chunk in cut(copy.deepcopy(model), schedule, rank=transport.rank)]
@@ -67,6 +62,7 @@ def step(name: str, batch: dict[str, Tensor], given: Any) -> tuple[list[Any], li
     return losses, [gradients for _, gradients in results]
 
 
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma3", "gpt_oss"))])
 @pytest.mark.parametrize("batch", [padded_batch(), packed_batch()], ids=["padded", "packed"])
 @pytest.mark.parametrize(
     ("name", "given"),
@@ -78,12 +74,14 @@ def step(name: str, batch: dict[str, Tensor], given: Any) -> tuple[list[Any], li
         ("zb_h1", lambda rank, batch: (without("input_ids", batch) if rank else batch, None)),
     ],
 )
-def test_a_batch_by_names_is_all_that_a_step_needs(name: str, given: Any, batch: dict[str, Tensor]) -> None:
-    model = seeded_model()
+def test_a_batch_by_names_is_all_that_a_step_needs(
+    name: str, given: Any, batch: dict[str, Tensor], family: str
+) -> None:
+    model = make(family)
     output = model(**without("labels", batch), use_cache=False)
     expected = token_loss(output.logits, token_targets(batch["labels"], 1)[0])
     expected.backward()
-    losses, gradients = step(name, batch, lambda rank: given(rank, batch))
+    losses, gradients = step(name, batch, lambda rank: given(rank, batch), family)
     assert len(losses) == 2
     for loss in losses:
         torch.testing.assert_close(loss, expected.detach())

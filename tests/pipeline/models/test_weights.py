@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -11,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zbkern
 from tests.pipeline.models.test_cut import SIZES, make, transformers
+from tests.support.resident import Resident
+from tests.support.same import assert_same
 from zbkern.pipeline import Optimizer, Pipeline, cut, export, schedules, token_loss, token_targets
 from zbkern.pipeline.models import weights as loading
 
@@ -45,8 +45,7 @@ def test_weights_are_those_of_the_files(family: str, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     chunks = [chunk for rank in range(2) for chunk in cut(empty(model), TWO, weights=tmp_path, rank=rank)]
     loaded = tensors(chunks)
-    assert loaded.keys() == model.state_dict().keys()
-    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+    assert_same(loaded, dict(model.state_dict()))
     tokens = torch.randint(3, 60, (2, 9))
     assert torch.equal(chunks[1](chunks[0](tokens)), model(tokens).logits)
 
@@ -82,8 +81,7 @@ def test_random_weights_do_not_depend_on_the_cut(family: str) -> None:
     config = make(family).config
     whole = tensors(cut(config, ALONE, seed=3))
     parts = tensors(chunk for rank in range(2) for chunk in cut(config, schedules.zb_v(2, 2), seed=3, rank=rank))
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+    assert_same(whole, parts)
     tied = torch.equal(whole["lm_head.weight"], whole[next(iter(whole))])
     assert tied == config.tie_word_embeddings
     other = tensors(cut(config, ALONE, seed=4))
@@ -150,8 +148,7 @@ def test_a_tied_head_is_found_under_the_librarys_names(kind: str, tmp_path: Path
     with torch.device("meta"):
         again = type(model)(model.config)
     loaded = tensors(chunk for rank in range(2) for chunk in cut(again, TWO, weights=tmp_path, rank=rank))
-    assert loaded.keys() == model.state_dict().keys()
-    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+    assert_same(loaded, dict(model.state_dict()))
 
 
 def test_what_cannot_be_filled_is_named(tmp_path: Path) -> None:
@@ -177,37 +174,6 @@ def test_what_cannot_be_filled_is_named(tmp_path: Path) -> None:
     safetensors.torch.save_file({"1.factor": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"'0.factor' is not there"):
         cut(model, ALONE, [0], weights=tmp_path)
-
-
-def train_and_export(family: str, folder: str) -> dict[str, torch.Tensor]:
-    """One step of SGD on two ranks, then the export; this rank's weights."""
-    rank = dist.get_rank()
-    chunks = cut(make(family).float().config, TWO, seed=1)
-    with Pipeline(chunks, TWO, token_loss) as pipe:
-        tokens = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(0))
-        pipe.step(tokens, token_targets(tokens, 2))
-        optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], 0.1)
-        optimizer.step()
-        export(folder, pipe, max_shard_bytes=30_000)
-    assert len(chunks) == 1
-    assert rank == 0 or "lm_head.weight" in chunks[0].state_dict()
-    return tensors(chunks)
-
-
-@pytest.mark.dist
-@pytest.mark.slow  # tests/examples/test_train_transformers.py does it for two families
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_export_of_two_ranks_is_read_by_from_pretrained(two_ranks: Any, family: str, tmp_path: Path) -> None:
-    (tmp_path / "model-00001-of-00099.safetensors").write_text("an older export")
-    first, second = two_ranks.run(train_and_export, family, str(tmp_path))
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    trained = {**first, **second}
-    assert model.state_dict().keys() == trained.keys()
-    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
-    names = {path.name for path in tmp_path.iterdir()}
-    assert {"config.json", "generation_config.json", "model.safetensors.index.json"} < names
-    assert len(names) > 5
-    assert not any(name.startswith(".") or "00099" in name for name in names)
 
 
 def step_and_export(folder: str) -> dict[str, torch.Tensor]:
@@ -313,16 +279,6 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         cut(model.config, TWO, weights=tmp_path, rank=0)
 
 
-def resident(peak: bool = False) -> int:
-    """Bytes of this process in memory, now or at most since the last call without peak."""
-    if not peak:
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
-    name = "VmHWM" if peak else "VmRSS"
-    (line,) = (line for line in Path("/proc/self/status").read_text().split("\n") if line.startswith(name))
-    return int(line.split()[1]) * 1024
-
-
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
 @pytest.mark.parametrize("shards", ["10MB", "1GB"])
 def test_no_rank_holds_the_whole_model(tmp_path: Path, shards: str) -> None:
@@ -337,12 +293,11 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path, shards: str) -> None:
     four = schedules.one_f_one_b(4, 4)
     cut(config, four, weights=tmp_path, rank=0)  # what is imported on the way
     for rank, source in ((0, tmp_path), (2, tmp_path), (3, None)):
-        before = resident()
-        chunks = cut(config, four, weights=source, rank=rank)
-        grown = resident(peak=True) - before
+        with Resident() as resident:
+            chunks = cut(config, four, weights=source, rank=rank)
         mine = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
         assert mine < 0.3 * whole
-        assert grown < mine + 0.15 * whole, f"rank {rank}: {grown / 1e6:.0f} MB for {mine / 1e6:.0f} MB"
+        assert resident.peak < mine + 0.15 * whole, f"rank {rank}: {resident.peak / 1e6:.0f} MB, {mine / 1e6:.0f} MB"
         del chunks
 
 

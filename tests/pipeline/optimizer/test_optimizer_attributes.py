@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.support.chunks import results_on_threads
 from tests.support.optimizer_cases import Case, ours
+from tests.support.same import assert_same
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -51,11 +52,9 @@ def test_attributes_are_taken_back() -> None:
     history, _, optimizers = ours(case, adaptive=False)
     expected, _, waited = ours(case, undo=None)
     assert [o.undone for o in optimizers] == [5, 4, 0]
-    torch.testing.assert_close(history, expected, rtol=0, atol=0)
-    for optimizer, other in zip(optimizers, waited, strict=True):
-        for name in ("steps", "late", "velocity", "nested", "alias"):
-            found = [getattr(o.optimizer, name) for o in (optimizer, other)]
-            torch.testing.assert_close(*found, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+    assert_same(history, expected)
+    names = ("steps", "late", "velocity", "nested", "alias")
+    assert_same(*([[getattr(o.optimizer, name) for name in names] for o in each] for each in (optimizers, waited)))
 
 
 class Holding(torch.optim.SGD):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from tests.support.chunks import results_on_threads
-from tests.support.optimizer_cases import MAX_NORM, OPTIMIZERS, Case, Make, clip_in_float64, plain_loop
+from tests.support.optimizer_cases import MAX_NORM, OPTIMIZERS, Case, clip_in_float64, plain_loop
+from tests.support.same import assert_same
 from zbkern.optim import AdamW
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.local import LocalTransport
@@ -39,8 +40,6 @@ def scheduled(case: Case, stop: int, **options: Any) -> tuple[list[list[Tensor]]
     """All ranks' weights after every step; before step `stop` everything is made anew from state dicts."""
 
     def rank_loop(transport: LocalTransport) -> tuple[list[list[Tensor]], Optimizer]:
-        options.setdefault("master_weights", case.dtype != torch.float32)
-
         def make() -> tuple[list[nn.Parameter], Optimizer, lr_scheduler.LRScheduler]:
             weights = case.weights(transport.rank)
             optimizer = Optimizer(case.make(weights), transport, max_norm=MAX_NORM, timeout=20, **options)
@@ -70,36 +69,24 @@ def scheduled(case: Case, stop: int, **options: Any) -> tuple[list[list[Tensor]]
     return [[w for row, _ in rows for w in row[step]] for step in range(case.steps)], [o for _, o in rows]
 
 
-@pytest.mark.filterwarnings("error", "ignore:The epoch parameter")  # of torch 2.8's own SequentialLR
-@pytest.mark.parametrize("undo", ["snapshot", None])
-@pytest.mark.parametrize("make", ["adamw foreach", "zbkern adamw", "sgd momentum"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_step_has_its_own_rate(schedule: str, make: str, undo: str | None) -> None:
-    """Bit for bit as one process with torch's optimizer and the same schedule, through steps that are done again."""
-    case = Case(4, 10, FORCED, OPTIMIZERS[make], schedule=SCHEDULES[schedule])
-    expected, _ = plain_loop(case, clip_in_float64)
-    history, optimizers = scheduled(case, stop=4, undo=undo, adaptive=False)
-    assert [o.undone for o in optimizers] == ([5, 4, 3, 0] if undo else [0, 0, 0, 0])
-    for step, (weights, theirs) in enumerate(zip(history, expected, strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True)), f"step {step}"
-
-
 def own_masters(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return AdamW(parameters, lr=0.01, weight_decay=0.1, master_weights=True)
 
 
-@pytest.mark.parametrize(
-    ("make", "options"), [(OPTIMIZERS["adamw foreach"], {}), (own_masters, {"master_weights": False})]
-)
-def test_masters_follow_a_schedule(make: Make, options: dict[str, Any]) -> None:
-    forced = dict.fromkeys(FORCED, math.inf)  # nothing is clipped, which rounds where gradients are bf16
-    case = Case(4, 10, forced, OPTIMIZERS["adamw foreach"], torch.bfloat16, schedule=SCHEDULES["one cycle"])
+@pytest.mark.filterwarnings("error", "ignore:The epoch parameter")  # of torch 2.8's own SequentialLR
+@pytest.mark.parametrize("undo", ["snapshot", None])
+@pytest.mark.parametrize("make", ["adamw foreach", "zbkern adamw", "sgd momentum", "masters", "own masters"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_step_has_its_own_rate(schedule: str, make: str, undo: str | None) -> None:
+    """Bit for bit as one process with torch's optimizer and the same schedule, through steps that are done again."""
+    case = Case(4, 10, FORCED, OPTIMIZERS.get(make, OPTIMIZERS["adamw foreach"]), schedule=SCHEDULES[schedule])
+    if "masters" in make:
+        case.dtype, case.forced = torch.bfloat16, dict.fromkeys(FORCED, math.inf)  # clipping rounds what is bf16
     expected, _ = plain_loop(case, clip_in_float64)
-    case.make = make
-    history, optimizers = scheduled(case, stop=4, adaptive=False, **options)
-    assert optimizers[0].undone == 5
-    for step, (weights, theirs) in enumerate(zip(history, expected, strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True)), f"step {step}"
+    case.make = own_masters if make == "own masters" else case.make
+    history, optimizers = scheduled(case, stop=4, undo=undo, adaptive=False, master_weights=make == "masters")
+    assert [o.undone for o in optimizers] == ([5, 4, 3, 0] if undo else [0, 0, 0, 0])
+    assert_same(history, expected)
 
 
 @pytest.mark.filterwarnings("error")

@@ -15,6 +15,7 @@ from tests.support.optimizer_cases import (
     MAX_NORM,
     Case,
 )
+from tests.support.same import assert_same
 from zbkern.optim import AdamW
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.local import LocalTransport
@@ -45,8 +46,7 @@ def test_state_dict_resumes_bit_for_bit() -> None:
         return results
 
     for whole, parts in results_on_threads(2, rank_loop):
-        for a, b in zip(whole, parts, strict=True):
-            assert torch.equal(a, b)
+        assert_same(whole, parts)
 
 
 def test_a_state_loads_with_and_without_a_loss_scale() -> None:
@@ -153,6 +153,6 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(change: Any, m
         optimizer.load_state_dict(change(state))
     after = optimizer.state_dict()
     assert after.pop("kinds") == before.pop("kinds")
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert_same(after, before)
     optimizer.load_state_dict(state)
     optimizer.step()

@@ -206,36 +206,3 @@ def test_what_is_frozen_and_a_step_that_is_skipped(
         assert found == pytest.approx([norm for step, norm in enumerate(norms) if step != NAN], rel=1e-11)
         far = apart(weights, plain.named())
         assert max(far.values()) < 1e-10, far
-
-
-def shards_on_one_stage(with_shards: int) -> tuple[Any, ...]:
-    """Steps where the other stage's ranks hold all of its weights, and many a step has to be taken back."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
-    stage = mesh["stage"].get_local_rank()
-    module = zbkern.convert(chunk(stage, 2))
-    if stage == with_shards:
-        parallelize(module, mesh["tensor"], sequence=False)
-    with Pipeline(module, schedules.zb_h1(2, 4), loss_fn, mesh.get_group("stage"), timeout=60) as pipe:
-        optimizer = Optimizer(make_optimizer([module]), pipe, max_norm=MAX_NORM, adaptive=False)
-        norms = []
-        for step in STEPS:
-            inputs, targets = batch(step)
-            optimizer.zero_grad()
-            pipe.step(inputs if stage == 0 else None, targets if stage == 1 else None)
-            norms += [optimizer.last_norm] if step else []
-            optimizer.step()
-        optimizer.validate()
-    return [*norms, optimizer.last_norm], values(dict(module.named_parameters())), optimizer.undone
-
-
-@pytest.mark.parametrize("with_shards", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_stage_without_shards(four_ranks: Any, with_shards: int) -> None:
-    plain = OneProcess(tied=False)
-    _, norms = plain.train(STEPS)
-    for rank, (found, weights, undone) in enumerate(four_ranks.run(shards_on_one_stage, with_shards)):
-        assert found == pytest.approx(norms, rel=1e-11)
-        far = apart(weights, plain.named())
-        assert max(far.values()) < 1e-10, far
-        assert undone == 0 or (rank // 2 == 0 and with_shards == 1)

@@ -55,37 +55,6 @@ def test_never_worse_than_what_is_published(stages: int, microbatches: int, limi
     assert limit is None or max(found.timeline.peak_memory) <= limit * (1 + 1e-9)
 
 
-@needs_core
-def test_published_schedules_take_part_on_what_was_made_for_less_memory_than_they_hold() -> None:
-    """The best partition here was made for less memory than the best published schedule holds on it."""
-    passes = [
-        *((0.48, 0.96, 0.0), (1.31, 1.44, 1.31), (1.75, 0.0, 0.0), (2.36, 2.36, 2.36), (2.49, 2.74, 0.0)),
-        *((0.67, 0.74, 0.67), (2.37, 2.37, 2.37), (2.61, 2.61, 2.61), (0.59, 0.64, 0.59), (1.98, 2.18, 1.78)),
-    ]
-    activation = [0.0, 1.71, 0.93, 1.15, 1.41, 1.65, 1.32, 0.96, 1.25, 0.72]
-    static = [3.0, 3.0, 3.0, 3.0, 6.0, 0.0, 0.0, 6.0, 6.0, 3.0]
-    layers = [
-        LayerCosts(f"{index}", *times, held, held, 0.3 if times[2] else 0.0, output=0.1, static=always)
-        for index, (times, held, always) in enumerate(zip(passes, activation, static, strict=True))
-    ]
-    model = ModelCosts(tuple(layers), 0.0, 20.0)
-    for limit in (24.97, 38.69):
-        found = plan(model, 4, 5, memory_limit=limit, effort=0)
-        assert found.timeline.cost <= published_on_every_split(model, 4, 5, limit) * (1 + 1e-9)
-
-
-@pytest.mark.slow
-@needs_core
-def test_published_schedules_take_part_at_every_size_and_effort() -> None:
-    """Also where the rules are tried on few of the microbatches: 64 stages, 512 microbatches, one chunk."""
-    model = llama(64, head=1.0)
-    found = plan(model, 64, 512, chunks=1, memory_limit=130.0, effort=0)
-    partition = balanced_partitions(model, range(64), 512, [130.0] * 64)[0]
-    known = simulate(schedules.one_f_one_b(64, 512), model.chunk_costs(partition))
-    assert max(known.peak_memory) <= 130
-    assert found.timeline.cost <= known.cost * (1 + 1e-9)
-
-
 @examples(4, 16)
 @given(
     st.lists(st.tuples(*[st.floats(0, 5)] * 3), min_size=6, max_size=14),

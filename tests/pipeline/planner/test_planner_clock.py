@@ -33,7 +33,7 @@ def check(*arguments: float) -> None:
     assert min(overruns) <= 0, overruns
 
 
-@pytest.mark.parametrize(("limit", "chunks"), [(0.1, 2), (0.3, 1), (0.3, 2), (1.0, 2)])
+@pytest.mark.parametrize(("limit", "chunks"), [(0.1, 2), (0.3, 1), (0.5, 2)])
 def test_the_time_limit_holds(limit: float, chunks: int) -> None:
     check(limit, 16, 48, chunks)
 

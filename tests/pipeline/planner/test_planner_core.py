@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.planner_problems import random_problem
 from zbkern.pipeline import Costs, schedules, simulate
 from zbkern.pipeline.planner import annealing, block_search, bounds, list_scheduler, native, pattern_search
 from zbkern.pipeline.planner.problem import (
@@ -25,38 +26,10 @@ pytestmark = pytest.mark.skipif(native.core is None, reason="the compiled search
 GIVEN: dict[Problem, Costs] = {}  # of problems with slices: the costs that they were made from
 
 
-def problem(seed: int, overheads: bool = False, makespan: bool = False, slices: tuple[int, ...] = (1,)) -> Problem:
-    draw = random.Random(seed)
-    stages, chunks = draw.choice([(2, 1), (4, 1), (2, 2), (3, 2), (2, 4)])
-    down = list(range(stages))
-    owners = [rank for turn in range(chunks) for rank in (down[::-1] if turn % 2 else down)]
-    if seed % 3 == 2:
-        draw.shuffle(owners)
-    n = len(owners)
-
-    def some(high: float) -> list[float]:
-        return [draw.uniform(0.5, high) for _ in range(n)]
-
-    backward, weight = some(3), some(2)
-    split = [min(pair) * 0.6 for pair in zip(backward, weight, strict=True)] if overheads else 0
-    saving = [each * 0.3 for each in weight] if overheads else 0
-    costs = Costs(some(3), backward, weight, some(1)[1:], some(2), 0.9 if seed % 5 == 1 else 0.4, split, saving)
-    flat = costs.per_chunk(n)
-    need = max(sum(flat.activation[c] for c in range(n) if owners[c] == rank) for rank in range(stages))
-    microbatches, limit = draw.randint(1, 7), [need * draw.uniform(1, 3)] * stages
-    if len(slices) == 1:
-        return Problem.build(flat, owners, microbatches, limit, makespan)
-    costs = replace(
-        costs,
-        attention_forward=[each * draw.choice([0.0, 0.7]) for each in flat.forward],
-        attention_backward=[each * draw.choice([0.0, 0.7]) for each in flat.backward],
-        carried=[each * draw.choice([0.0, 0.1, 0.5]) for each in flat.activation],
-        overhead=0.02 * draw.random(),
-    )
-    limit = [1.5 * each for each in limit]
-    built = Problem.build(costs.per_chunk(n), owners, min(3, microbatches), limit, makespan, slices)
-    GIVEN[built] = costs
-    return built
+def problem(seed: int, slices: tuple[int, ...]) -> Problem:
+    made, costs = random_problem(random.Random(seed), slices, roomy=True)
+    GIVEN[made] = costs
+    return made
 
 
 SLICES = [(1,), (1, 1), (5, 4, 3, 2)]
@@ -65,7 +38,7 @@ SLICES = [(1,), (1, 1), (5, 4, 3, 2)]
 @pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("seed", range(12))
 def test_rules_of_every_rank(seed: int, slices: tuple[int, ...]) -> None:
-    given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4, slices=slices)
+    given = problem(seed, slices)
     made = [
         (rule, orders) for rule in list_scheduler.rules(given) if (orders := list_scheduler.list_schedule(given, rule))
     ]
@@ -129,7 +102,7 @@ def temperatures(given: Problem) -> list[int]:
 @pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("seed", range(12))
 def test_annealing(seed: int, slices: tuple[int, ...]) -> None:
-    given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4, slices=slices)
+    given = problem(seed, slices)
     start = next(
         orders
         for orders in (list_scheduler.list_schedule(given, rule) for rule in list_scheduler.rules(given))
@@ -152,7 +125,7 @@ def test_annealing_improves_a_poor_start() -> None:
 @pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("seed", range(12))
 def test_building_blocks(seed: int, slices: tuple[int, ...]) -> None:
-    given = problem(seed, overheads=seed % 4 == 3, makespan=seed % 5 == 4, slices=slices)
+    given = problem(seed, slices)
     if len(slices) > 1:  # blocks hold parts of two sequences at once
         roomy = replace(given, limit=tuple(4 * each for each in given.limit))
         GIVEN[roomy] = GIVEN[given]

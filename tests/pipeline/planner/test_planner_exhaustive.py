@@ -1,116 +1,79 @@
-"""Tiny problems, where every schedule can be tried: no bound is above the best, and no plan that says optimal is worse.
-
-The schedules are run by a simulation of a few lines, which knows nothing of the library's.
-"""
+"""Tiny problems, where every order can be tried: no bound is above the best, no plan that says optimal is worse."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
 
-from zbkern.pipeline import Costs, PlanOptions, plan, simulate
+from tests.support.every_order import Slices, orders, span
+from zbkern.pipeline import Action, Costs, PlanOptions, plan
 from zbkern.pipeline.planner import native
 
-Pass = tuple[str, int, int]  # kind, chunk, microbatch
 EPSILON = 1e-6
+# Stages, sequences, lengths of slices, chunks, whether only microbatches in order are tried; cases, and how many of
+# them are not slow.
+SHAPES = [
+    *((2, 2, [1], 1, False, 16, 6), (3, 2, [1], 1, True, 12, 6), (2, 3, [1], 1, True, 12, 6)),
+    *((3, 3, [1], 1, True, 3, 3), (2, 1, [1], 2, True, 6, 6)),
+    *((2, 1, [2, 1], 1, True, 8, 2), (3, 1, [3, 2, 1], 1, True, 8, 2)),
+    *((2, 2, [1, 1], 1, True, 4, 2), (2, 1, [3, 2], 2, True, 3, 2)),
+]
 
 
-def orders(chunks: list[int], microbatches: int, ordered: bool) -> Iterator[list[Pass]]:
-    """Every order of one rank's passes. ordered: the microbatches of a chunk pass in order."""
-    every = [(kind, chunk, microbatch) for kind in "FBW" for chunk in chunks for microbatch in range(microbatches)]
-
-    def before(kind: str, chunk: int, microbatch: int) -> list[Pass]:
-        found = [] if kind == "F" else [("F" if kind == "B" else "B", chunk, microbatch)]
-        if kind in "FB":  # in model order, and back
-            found += [
-                (kind, other, microbatch) for other in chunks if (other < chunk if kind == "F" else other > chunk)
-            ]
-        if ordered and microbatch:
-            found.append((kind, chunk, microbatch - 1))
-        return found
-
-    def extend(row: list[Pass]) -> Iterator[list[Pass]]:
-        if len(row) == len(every):
-            yield row
-        for each in every:
-            if each not in row and all(need in row for need in before(*each)):
-                yield from extend([*row, each])
-
-    yield from extend([])
+def costs_of(draw: random.Random, sliced: bool) -> Costs:
+    forward, backward, weight = (draw.randint(1 + sliced, 5) for _ in range(3))
+    travel = draw.choice([0, 1])
+    if not sliced:
+        return Costs(forward, backward, weight, travel, 1.0, draw.choice([0.3, 0.5, 1.0]))
+    carried = draw.choice([0.0, 0.1])
+    held = 0.0 if carried else draw.choice([0.3, 0.5])  # so that no fused backward saves memory
+    return Costs(
+        *(forward, backward, weight, travel, 1.0, held),
+        attention_forward=draw.choice([0.0, 0.5]) * forward,
+        attention_backward=draw.choice([0.0, 0.7]) * backward,
+        overhead=draw.choice([0.0, 0.1]),
+        carried=carried,
+    )
 
 
-def peak(row: list[Pass], costs: Costs) -> float:
-    change = {"F": costs.activation, "B": costs.held - costs.activation, "W": -costs.held}
-    held = [sum(change[kind] for kind, _, _ in row[: count + 1]) for count in range(len(row))]
-    return max(held)
-
-
-def span(rows: tuple[list[Pass], ...], owners: list[int], costs: Costs, makespan: bool) -> float:
-    """The cost of the rows, or their makespan; infinite when they lock up."""
-    lengths = {"F": costs.forward, "B": costs.backward, "W": costs.weight}
-    ends: dict[Pass, float] = {}
-    clock, first, place = [0.0] * len(rows), [0.0] * len(rows), [0] * len(rows)
-    progress = True
-    while progress:
-        progress = False
-        for rank, row in enumerate(rows):
-            while place[rank] < len(row):
-                kind, chunk, microbatch = row[place[rank]]
-                source = chunk + {"F": -1, "B": 1, "W": len(owners)}[kind]
-                begin = clock[rank]
-                if 0 <= source < len(owners):
-                    if (kind, source, microbatch) not in ends:
-                        break
-                    lag = costs.communication if owners[source] != rank else 0.0
-                    begin = max(begin, ends[kind, source, microbatch] + lag)
-                if place[rank] == 0:
-                    first[rank] = 0.0 if makespan else begin
-                clock[rank] = ends[kind, chunk, microbatch] = begin + lengths[kind]
-                place[rank] += 1
-                progress = True
-    if any(done < len(row) for done, row in zip(place, rows, strict=True)):
-        return float("inf")
-    return max(end - begin for end, begin in zip(clock, first, strict=True))
-
-
-def best(owners: list[int], microbatches: int, costs: Costs, limit: float, makespan: bool, ordered: bool) -> float:
-    ranks = max(owners) + 1
-    rows = []
-    for rank in range(ranks):
-        own_chunks = [chunk for chunk, each in enumerate(owners) if each == rank]
-        rows.append([row for row in orders(own_chunks, microbatches, ordered) if peak(row, costs) <= limit + EPSILON])
-    return min(span(choice, owners, costs, makespan) for choice in product(*rows))
-
-
-# Stages, microbatches, chunks, whether only microbatches in order are tried, cases.
-SHAPES = [(2, 2, 1, False, 16), (3, 2, 1, True, 12), (2, 3, 1, True, 12), (3, 3, 1, True, 3), (2, 1, 2, True, 6)]
-QUICK = 6  # cases of a shape that are not slow
+def apart(action: Action) -> list[Action]:
+    return [action._replace(kind=kind) for kind in "BW"] if action.kind == "BW" else [action]
 
 
 @pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "chunks", "ordered", "case"),
+    ("stages", "sequences", "lengths", "chunks", "ordered", "case"),
     [
-        pytest.param(*shape[:4], case, marks=pytest.mark.slow if case >= QUICK else ())
-        for shape in SHAPES
-        for case in range(shape[4])
+        pytest.param(*shape, case, marks=pytest.mark.slow if case >= quick else ())
+        for *shape, count, quick in SHAPES
+        for case in range(count)
     ],
 )
-def test_plan_is_the_best_of_all(stages: int, microbatches: int, chunks: int, ordered: bool, case: int) -> None:
-    draw = random.Random(f"{stages} {microbatches} {case}")
-    costs = Costs(*(draw.randint(1, 5) for _ in range(3)), draw.choice([0, 1]), 1.0, draw.choice([0.3, 0.5, 1.0]))
-    limit = chunks * draw.choice([1.0, 1.5, 2.0, 3.0])
+def test_plan_is_the_best_of_all(
+    stages: int, sequences: int, lengths: list[int], chunks: int, ordered: bool, case: int
+) -> None:
+    count = len(lengths)
+    draw = random.Random(f"{stages} {sequences} {lengths} {case}")
+    costs = costs_of(draw, sliced=count > 1)
+    limit = chunks * draw.choice([1.0 + 0.1 * (count > 1), 1.5, 2.0, 3.0])
     makespan = case % 3 == 2
-    objective = "makespan" if makespan else "cost"
+    options = PlanOptions("makespan" if makespan else "cost")
     owners = [rank for turn in range(chunks) for rank in (range(stages) if turn % 2 == 0 else range(stages)[::-1])]
-    found = plan(costs, stages, microbatches, chunks, memory_limit=limit, effort=2, options=PlanOptions(objective))
+    found = plan(costs, stages, sequences, chunks, memory_limit=limit, effort=2, slices=lengths, options=options)
+    assert found.schedule.slices == tuple(lengths)
     reached = found.timeline.makespan if makespan else found.timeline.cost
-    rows = tuple([tuple(action)[:3] for action in row] for row in found.schedule.actions)
-    assert span(rows, owners, costs, makespan) == pytest.approx(reached)
-    least = best(owners, microbatches, costs, limit, makespan, ordered)
+    given = Slices(costs, lengths)
+    rows = tuple([tuple(each)[:3] for action in row for each in apart(action)] for row in found.schedule.actions)
+    assert all(given.peak(row) <= limit + EPSILON for row in rows)
+    assert span(rows, owners, given, makespan) <= reached + EPSILON
+    backwards = [first + each for first in range(0, sequences * count, count) for each in reversed(range(count))]
+    fitting = [
+        [row for row in orders(own_chunks, backwards, count, ordered) if given.peak(row) <= limit + EPSILON]
+        for own_chunks in ([chunk for chunk, each in enumerate(owners) if each == rank] for rank in range(stages))
+    ]
+    least = min(span(choice, owners, given, makespan) for choice in product(*fitting))
     assert reached == pytest.approx(least)
     work = stages * (1 - found.lower_bound)
     assert sum(found.timeline.busy) / work <= least + EPSILON
@@ -120,17 +83,5 @@ def test_plan_is_the_best_of_all(stages: int, microbatches: int, chunks: int, or
 
 def test_more_orders_are_tried_than_pass_in_order() -> None:
     """So that the claim that microbatches may as well pass in order is put to the test."""
-    assert sum(1 for _ in orders([0], 2, ordered=True)) == 5
-    assert sum(1 for _ in orders([0], 2, ordered=False)) == 20
-
-
-def test_the_simulator_agrees_about_a_schedule_with_idle_time() -> None:
-    costs = Costs(2, 3, 1, 1.0)
-    row = [("F", 0, 0), ("F", 0, 1), ("B", 0, 0), ("W", 0, 0), ("B", 0, 1), ("W", 0, 1)]
-    rows = (row, [("F", 1, 0), ("B", 1, 0), ("F", 1, 1), ("B", 1, 1), ("W", 1, 0), ("W", 1, 1)])
-    from zbkern.pipeline import Action, Schedule
-
-    schedule = Schedule.build([[Action(*each) for each in row] for row in rows], (0, 1), 2, "some")
-    timeline = simulate(schedule, costs)
-    assert timeline.cost == span(rows, [0, 1], costs, False)
-    assert timeline.makespan == span(rows, [0, 1], costs, True)
+    assert sum(1 for _ in orders([0], [0, 1])) == 5
+    assert sum(1 for _ in orders([0], [0, 1], ordered=False)) == 20

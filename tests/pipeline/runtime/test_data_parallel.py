@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from pathlib import Path
@@ -255,25 +256,14 @@ def test_parameters_that_are_not_reduced(four_ranks: Any) -> None:
     four_ranks.run(train_in_part)
 
 
-def no_sync() -> None:
-    """Two steps add up on each replica, the second reduces both."""
-    setup = Setup("ddp", "zb_h1")
-    expected = plain_gradients(2)
-    with setup.pipe() as pipe:
-        with setup.modules[0].no_sync():
-            pipe.step(*setup.data(0))
-        pipe.step(*setup.data(1))
-    both = {name: expected[0][name] + expected[1][name] for name in expected[0]}
-    assert_close(setup.named(lambda p: p.grad), both, "both steps")
-
-
-def accumulate(kind: str) -> None:
-    """The same when each step reduces."""
+def accumulate(kind: str, sync: bool) -> None:
+    """Two steps add up: each reduces, or the second reduces both."""
     setup = Setup(kind, "zb_h1")
     expected = plain_gradients(2)
     with setup.pipe() as pipe:
-        for step in range(2):
-            pipe.step(*setup.data(step))
+        with contextlib.nullcontext() if sync else setup.modules[0].no_sync():
+            pipe.step(*setup.data(0))
+        pipe.step(*setup.data(1))
     both = {name: expected[0][name] + expected[1][name] for name in expected[0]}
     assert_close(setup.named(lambda p: p.grad), both, "both steps")
 
@@ -291,13 +281,9 @@ def plain_gradients(steps: int) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_several_steps_add_up(four_ranks: Any, kind: str) -> None:
-    four_ranks.run(accumulate, kind)
-
-
-def test_no_sync_keeps_gradients_on_their_replica(four_ranks: Any) -> None:
-    four_ranks.run(no_sync)
+@pytest.mark.parametrize(("kind", "sync"), [*((kind, True) for kind in KINDS), ("ddp", False)])
+def test_gradients_of_several_steps_add_up(four_ranks: Any, kind: str, sync: bool) -> None:
+    four_ranks.run(accumulate, kind, sync)
 
 
 def sum_tied(kind: str) -> None:

@@ -109,31 +109,25 @@ def test_optimizer_of_replicas_equals_one_process(four_ranks: Any, kind: str, na
     assert {count[1:] for count in counts} == {(3, 2)}
 
 
-def train_wrapped(kind: str, wrapper: dict[str, Any]) -> int:
-    trained = Trained(kind, "zb_h2", BAD, wrapper=wrapper, adaptive=False)
+def train_with(kind: str, options: dict[str, Any]) -> int:
+    trained = Trained(kind, "zb_h2", BAD, adaptive=False, **options)
     _, expected, _ = plain_steps(2, 7, tuple(BAD.items()))
     assert_close(trained.weights, expected[-1], "after all steps", rtol=1e-6, atol=1e-7)
     return trained.counts[0]
 
 
 @pytest.mark.parametrize(
-    ("kind", "wrapper"), [("fsdp", {"reshard_after_forward": True}), ("ddp", {"gradient_as_bucket_view": True})]
+    ("kind", "options"),
+    [
+        ("fsdp", {"wrapper": {"reshard_after_forward": True}}),
+        ("ddp", {"wrapper": {"gradient_as_bucket_view": True}}),
+        ("ddp", {"undo": "inverse"}),
+        pytest.param("fsdp", {"undo": "inverse"}, marks=pytest.mark.slow),
+    ],
 )
-def test_optimizer_with_options_of_the_wrappers(four_ranks: Any, kind: str, wrapper: dict[str, Any]) -> None:
+def test_optimizer_with_other_options(four_ranks: Any, kind: str, options: dict[str, Any]) -> None:
     """Forwards that run ahead gather, too, also if they run again; gradients of a pending step live in DDP buckets."""
-    assert four_ranks.run(train_wrapped, kind, wrapper) == [3, 0, 3, 0]
-
-
-def train_inverse(kind: str) -> int:
-    trained = Trained(kind, "zb_h2", BAD, undo="inverse", adaptive=False)
-    _, expected, _ = plain_steps(2, 7, tuple(BAD.items()))
-    assert_close(trained.weights, expected[-1], "after all steps", rtol=1e-6, atol=1e-7)
-    return trained.counts[0]
-
-
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_inverse_of_replicas(four_ranks: Any, kind: str) -> None:
-    assert four_ranks.run(train_inverse, kind) == [3, 0, 3, 0]
+    assert four_ranks.run(train_with, kind, options) == [3, 0, 3, 0]
 
 
 def train_small(kind: str, dtype: torch.dtype, policy: bool) -> tuple[tuple[int, int, int], float | None]:

@@ -12,6 +12,7 @@ import os
 import random
 import re
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -46,12 +47,13 @@ FAULTS = ("kill", "stop", "raise", "memory", "interrupt")
 
 
 class Case(NamedTuple):
-    """`fault` happens on rank `victim` of `size` at `place`."""
+    """`fault` happens on rank `victim` of `size` at `place`; hosts: whether rank 0 hosts the store itself."""
 
     place: str
     fault: str
     size: int
     victim: int
+    hosts: bool = False
 
 
 def do(fault: str) -> None:
@@ -153,7 +155,8 @@ def rank_main(case: Case, rank: int, port: int, folder: str, end: Any) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     usual = timedelta(seconds=MEETING if case.place in ("before connecting", "constructor") else LONG_MEETING)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=usual)
+    is_master = case.hosts and rank == 0
+    store = dist.TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False, timeout=usual)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.size, timeout=usual)
     with Pipeline(make_model(case.size)[rank], schedules.zb_h1(case.size, 4), nn.functional.mse_loss) as pipe:
         pipe.step(*make_data(4))
@@ -171,11 +174,14 @@ def run_ranks(case: Case) -> dict[int, tuple[str | None, tuple[int, int], tuple[
     """What every surviving rank sent; fails where one did not in time."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    store = None if case.hosts else dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     pipes, ends = zip(*(context.Pipe() for _ in range(case.size)), strict=True)
     folder = tempfile.TemporaryDirectory()
     processes = [
-        context.Process(target=rank_main, args=(case, rank, store.port, folder.name, end), daemon=True)
+        context.Process(target=rank_main, args=(case, rank, port, folder.name, end), daemon=True)
         for rank, end in enumerate(ends)
     ]
     try:
@@ -192,6 +198,7 @@ def run_ranks(case: Case) -> dict[int, tuple[str | None, tuple[int, int], tuple[
             pipes[rank].send(None)
         return found
     finally:
+        del store
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()  # a stopped one, too
@@ -249,6 +256,7 @@ EVERY = [
     for (place, fault), size in SIZES.items()
     if fits(place, fault)
 ]
+EVERY += [Case(place, "stop", 3, 0, hosts=True) for place in ("F", "between calls")]
 SAMPLE = [
     Case("F", "kill", 4, 3),
     Case("B", "interrupt", 3, 2),
@@ -261,7 +269,7 @@ SAMPLE = [
 
 
 def named(case: Case) -> str:
-    return f"{case.place}-{case.fault}-{case.victim} of {case.size}".replace(" ", "_")
+    return f"{case.place}-{case.fault}-{case.victim} of {case.size}{' host' * case.hosts}".replace(" ", "_")
 
 
 @pytest.mark.dist

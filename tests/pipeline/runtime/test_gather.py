@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.chunks import make_data, make_model, on_threads
+from tests.support.chunks import make_data, make_model
 from zbkern.pipeline import Pipeline, schedules
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
@@ -64,16 +64,3 @@ def test_a_gather_that_has_everything_ends_well_beside_a_failure() -> None:
     assert not first._mailbox._messages, "what all have taken is kept"
     with pytest.raises(PipelineError, match="broken"):
         first.gather("c")
-
-
-def test_a_rank_that_hangs_before_a_gather_is_named() -> None:
-    def rank_gathers(transport: LocalTransport) -> None:
-        model = zbkern.convert(make_model(3)[transport.rank])
-        with Pipeline([model], schedules.zb_h1(3, 3), nn.functional.mse_loss, transport, timeout=1) as pipe:
-            if transport.rank == 1:
-                time.sleep(3)
-            pipe.gather(transport.rank)
-
-    for error in on_threads(3, rank_gathers):
-        assert isinstance(error, PipelineError)
-        assert "rank 1, action none: stuck for" in str(error)

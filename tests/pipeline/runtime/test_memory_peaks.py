@@ -94,10 +94,3 @@ def test_a_streamed_forward_holds_what_was_planned(copy_size: int) -> None:
 def test_peak_bytes_are_as_planned_with_small_transfers_and_of_parts(how: list[str | None], two_ranks: Any) -> None:
     schedule = with_actions(schedules.one_f_one_b(2, 6), saved_in_turn(*how))
     check_peaks(two_ranks, schedule, 20_000, ("*norm", "*.up"))
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("name", ["zb_h1", pytest.param("zb_v", marks=pytest.mark.slow)])
-def test_peak_bytes_are_as_planned_on_four_ranks(name: str, four_ranks: Any) -> None:
-    schedule = getattr(schedules, name)(4, 8)
-    check_peaks(four_ranks, with_actions(schedule, saved_in_turn("recomputed", "copied")))

@@ -19,10 +19,10 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import make_data, make_model, results_on_threads
+from tests.support.same import assert_same
 from tests.support.saving import Wide, saved_in_turn, schedule_of, with_actions
 from zbkern.pipeline import (
     Costs,
-    Optimizer,
     Pipeline,
     PipelineError,
     Replanner,
@@ -73,13 +73,6 @@ def check_equal(schedule: Schedule, saving: Schedule, copy_size: int = COPY_SIZE
     return timeline
 
 
-def assert_same(*found: Sequence[torch.Tensor]) -> None:
-    """All lists have the same tensors, to the bit."""
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
-            assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("copy_size", [COPY_SIZE, 1, 600])  # of one transfer, one per storage, and a few of them
 @pytest.mark.parametrize(
     ("name", "stages", "kinds"),
@@ -119,39 +112,6 @@ def test_searched_plans_give_the_same_gradients(seed: int) -> None:
     rows = [[action for action in row if action.kind not in "ROL"] for row in found.schedule.actions]
     assert rows != [*map(list, found.schedule.actions)]
     check_equal(Schedule.build(rows, found.schedule.placement, 7), found.schedule, copy_size=600)
-
-
-def test_a_scaled_half_precision_run_is_as_without() -> None:
-    """Four steps under autocast to fp16, one of which overflows and is skipped."""
-    schedule = schedules.zb_h1(2, 5)
-    data = torch.randn(10, 4, 32)
-
-    def weights(schedule: Schedule) -> list[Any]:
-        torch.manual_seed(3)
-        model = [zbkern.convert(Wide()) for _ in range(2)]
-
-        def train(transport: LocalTransport) -> tuple[int, float]:
-            module, scaler = model[transport.rank], torch.amp.GradScaler("cpu", init_scale=2.0**10)
-            scaler.scale(torch.ones(()))
-
-            def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-                return scaler.scale(nn.functional.mse_loss(output.float(), target))
-
-            with Pipeline([module], schedule, loss_fn, transport) as pipe:
-                pipe.queue.merge = "exact"
-                optimizer = Optimizer(torch.optim.AdamW(module.parameters()), pipe, max_norm=1.0, scaler=scaler)
-                for factor in (1, 1e6, 1, 1):
-                    optimizer.zero_grad()
-                    with torch.autocast("cpu", torch.float16):
-                        pipe.step(data, data * factor)
-                    optimizer.step()
-                optimizer.validate()
-            return optimizer.skipped, scaler.get_scale()
-
-        assert results_on_threads(2, train) == [(1, 2.0**9)] * 2
-        return [parameter.detach() for module in model for parameter in module.parameters()]
-
-    assert_same(weights(schedule), weights(with_actions(schedule, saved_in_turn("copied", "recomputed"))))
 
 
 def replicated_gradients(row: str) -> list[torch.Tensor]:
@@ -241,21 +201,16 @@ class Random(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("saving", ["0F0 0F1 0R0 0BW0 0R1 0BW1", "0F0 0O0 0F1 0O1 0L0 0BW0 0L1 0BW1"])
-def test_random_numbers_and_buffers_are_as_without(saving: str) -> None:
-    assert_same(*results_of(("0F0 0F1 0BW0 0BW1", saving), Random, steps=2))
-
-
-@pytest.mark.parametrize("recompute", [(), (nn.BatchNorm1d, nn.Linear)])
-def test_a_recomputation_reads_and_leaves_buffers_as_without(recompute: Sequence[type]) -> None:
+def normed() -> nn.Module:
     """Batch norm writes statistics without a sign; spectral norm computes with vectors that every forward changes."""
+    spectral = nn.utils.parametrizations.spectral_norm
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), spectral(nn.Linear(8, 8)), nn.Tanh())
 
-    def make() -> nn.Module:
-        spectral = nn.utils.parametrizations.spectral_norm
-        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), spectral(nn.Linear(8, 8)), nn.Tanh())
 
-    rows = "0F0 0F1 0F2 0BW0 0BW1 0BW2", "0F0 0F1 0F2 0R0 0BW0 0R1 0BW1 0BW2"
-    options = StepOptions(recompute=recompute)
+@pytest.mark.parametrize("saving", ["0F0 0F1 0F2 0R0 0BW0 0R1 0BW1 0BW2", "0F0 0O0 0F1 0O1 0F2 0L0 0BW0 0L1 0BW1 0BW2"])
+@pytest.mark.parametrize(("make", "recompute"), [(Random, ()), (normed, ()), (normed, (nn.BatchNorm1d, nn.Linear))])
+def test_random_numbers_and_buffers_are_as_without(saving: str, make: Any, recompute: Sequence[type]) -> None:
+    rows, options = ("0F0 0F1 0F2 0BW0 0BW1 0BW2", saving), StepOptions(recompute=recompute)
     assert_same(*results_of(rows, make, microbatches=3, steps=2, options=options))
 
 
@@ -270,14 +225,16 @@ def test_parts_of_w_are_as_without(rows: tuple[str, str]) -> None:
     assert_same(*results_of(rows, lambda: deep(3), steps=2))
 
 
+@pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("row", ["0F0 0F1 0BW0 0BW1", "0F0 0O0 0F1 0L0 0BW0 0BW1", "0F0 0F1 0R0 0BW0 0BW1"])
-def test_inputs_that_ask_for_a_gradient_get_it(row: str) -> None:
+def test_inputs_that_ask_for_a_gradient_get_it(row: str, parts: bool) -> None:
     module, data = deep(1), torch.ones(4, 8, requires_grad=True)
     local = LocalTransport.ring(1)[0]
     with Pipeline([module], schedule_of(row, microbatches=2), nn.functional.mse_loss, local) as pipe:
-        pipe.step([data[:2], 2 * data[2:]], list(data.detach().split(2)))
+        targets = data.detach()
+        pipe.step([data[:2], 2 * data[2:]] if parts else data, list(targets.split(2)) if parts else targets)
     found, data.grad = data.grad, None
-    loss = nn.functional.mse_loss(module(torch.cat([data[:2], 2 * data[2:]])), data.detach())
+    loss = nn.functional.mse_loss(module(torch.cat([data[:2], (1 + parts) * data[2:]])), data.detach())
     torch.testing.assert_close(found, *torch.autograd.grad(loss, [data]))
 
 
@@ -337,24 +294,6 @@ def test_late_transfers_delay_and_change_nothing(
             copies = pipe.last_timeline.copies
     assert all(map(torch.equal, *found))
     assert all(event.end - event.start > 5 * sum(seconds) / 4 for event in copies[0])
-
-
-@pytest.mark.parametrize("seconds", LATE)
-def test_a_late_copy_delays_what_needs_it(seconds: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that take long, or begin late: what has not come is garbage, and what has not gone must not be lost."""
-    schedule = schedules.zb_h1(2, 4)
-    saving = with_actions(schedule, lambda action: "copied" if action.microbatch % 2 == 0 else None)
-    delay(monkeypatch, *seconds)
-    timeline = check_equal(schedule, saving, steps=1)
-    for rank, row in enumerate(timeline.copies):
-        ends: dict[tuple[int, int], list[float]] = {}  # of an activation's load, and of its W's
-        for event in row:
-            if event.action.kind == "L":
-                ends.setdefault(event.action[1:3], []).append(event.end)
-        starts = {e.action[:3]: e.start for e in timeline.events[rank]}
-        for key, (before_b, before_w) in ends.items():
-            assert starts[("B", *key)] >= before_b
-            assert starts[("W", *key)] >= before_w
 
 
 def test_layers_leave_while_later_ones_run_and_a_backward_waits_for_its_own_alone(
@@ -591,36 +530,6 @@ def test_a_step_that_fails_leaves_no_copies_behind() -> None:
     pipe.step(batch(2), batch(2))
     assert_same([p.grad for p in module.parameters()], expected)
     pipe.close()
-
-
-class Careless(nn.Module):
-    """Does more the second time, or modifies what backward needs."""
-
-    def __init__(self, modifies: bool) -> None:
-        super().__init__()
-        self.linear, self.modifies = nn.Linear(8, 8), modifies
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        y = self.linear(x).sigmoid()
-        z = y * 2 if self.calls == 1 else (y * 2).tanh()
-        if self.modifies:
-            y.add_(1)
-        return z
-
-
-@pytest.mark.parametrize(
-    ("row", "modifies", "message"),
-    [
-        ("0F0 0R0 0BW0", False, r"action 0R0: RuntimeError: Careless saved \d tensors .* be recomputed"),
-        ("0F0 0O0 0L0 0BW0", True, "RuntimeError: a tensor of shape .* was modified in place"),
-        ("0F0 0F1 0O1 0BW0 0L1 0BW1", True, "RuntimeError: a tensor of shape .* was modified in place"),
-    ],
-)
-def test_a_forward_that_cannot_be_saved_is_told(row: str, modifies: bool, message: str) -> None:
-    with pytest.raises(PipelineError, match=message):
-        step([Careless(modifies)], row, microbatches=1 + ("F1" in row))
 
 
 @pytest.mark.parametrize(

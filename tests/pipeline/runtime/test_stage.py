@@ -65,14 +65,17 @@ def test_what_the_next_chunk_does_not_take_is_told(returned: Any, message: str) 
         step(Calls(lambda layer, x: returned(layer(x))), Takes())
 
 
-def test_inputs_that_the_first_chunk_does_not_take_are_told() -> None:
-    with pytest.raises(PipelineError, match=r"chunk 0 must take what inputs give it.*missing a required argument: 'x'"):
-        step(Takes(), Takes(), inputs={"ids": ONES})
-
-
-def test_a_type_error_of_the_users_own_stays_as_it_is() -> None:
-    with pytest.raises(PipelineError, match="action 1F0: TypeError: mine"):
-        step(Takes(), Calls(lambda layer, x: _raise(TypeError("mine"))))
+@pytest.mark.parametrize(
+    ("last", "inputs", "message"),
+    [
+        (None, {"ids": ONES}, r"chunk 0 must take what inputs give it.*missing a required argument: 'x'"),
+        (lambda layer, x: _raise(TypeError("mine")), ONES, "action 1F0: TypeError: mine"),
+        (lambda layer, x: None, ONES, "chunk 1 must return what loss_fn takes; got None: is there a return"),
+    ],
+)
+def test_what_else_a_chunk_does_not_take_or_return(last: Any, inputs: Any, message: str) -> None:
+    with pytest.raises(PipelineError, match=message):
+        step(Takes(), Takes() if last is None else Calls(last), inputs=inputs)
 
 
 def _raise(error: Exception) -> Any:
@@ -92,11 +95,6 @@ def _raise(error: Exception) -> Any:
 def test_a_loss_that_is_none_says_what_to_do(loss_fn: Any, message: str) -> None:
     with pytest.raises(PipelineError, match=message):
         step(Takes(), Takes(), loss_fn=loss_fn)
-
-
-def test_a_last_chunk_without_output_is_told() -> None:
-    with pytest.raises(PipelineError, match="chunk 1 must return what loss_fn takes; got None: is there a return"):
-        step(Takes(), Calls(lambda layer, x: None))
 
 
 def test_arguments_may_be_left_out_of_a_batch() -> None:

@@ -23,7 +23,7 @@ from tests.support.tensor_parallel import (
     parallelize,
     values,
 )
-from zbkern.pipeline import ProfileOptions, clip_grad_norm_, profile
+from zbkern.pipeline import ProfileOptions, profile
 
 pytestmark = pytest.mark.dist
 
@@ -71,25 +71,6 @@ def test_steps_equal_one_process(
         assert waited > count * MICROBATCHES
 
 
-def clipped() -> tuple[float, dict[str, Any]]:
-    ours = Stages(2, 2, "zb_h1", tied=True, sequence=False, fill="planned")
-    with ours.pipe:
-        ours.gradients(STEEP[0])
-        norm = clip_grad_norm_(ours.named().values(), MAX_NORM, ours.pipe)
-    return norm, values({name: parameter.grad for name, parameter in ours.named().items()})
-
-
-def test_clip_grad_norm(four_ranks: Any) -> None:
-    plain = OneProcess(tied=True)
-    plain.gradients(STEEP[0])
-    expected = plain.clip()
-    assert expected > MAX_NORM
-    for norm, gradients in four_ranks.run(clipped):
-        assert norm == pytest.approx(expected, rel=1e-12)
-        far = apart(gradients, {name: parameter.grad for name, parameter in plain.named().items()})
-        assert max(far.values()) < 1e-12, far
-
-
 def measured(tensor: int) -> tuple[Any, ...]:
     """Costs of this rank's pipeline, and whether gradients and weights are as before."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -121,16 +102,6 @@ def test_measured_memory_is_that_of_this_ranks_part(four_ranks: Any) -> None:
             for chunk_mine, chunk_whole in zip(mine, all_of_it, strict=True):
                 assert 0.4 * chunk_whole < chunk_mine < 0.95 * chunk_whole
         assert all(time > 0 for time in weight)
-
-
-def test_the_model_is_the_same_whatever_its_chunks() -> None:
-    inputs, _ = batch(0)
-    expected = chunk(0, 1)(inputs)
-    for count in (2, 4):
-        y = inputs
-        for index in range(count):
-            y = chunk(index, count)(y)
-        assert torch.equal(y, expected)
 
 
 def gradients_with(wgrads_per_collective: int, regather_inputs: bool) -> tuple[dict[str, Any], int, int]:

@@ -124,13 +124,6 @@ def test_two_parameters_of_one_storage_are_told(caplog: pytest.LogCaptureFixture
     assert warnings_of(caplog, [[Table(table), Top(table.weight)], middle]) == []
 
 
-def test_names_that_do_not_meet_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    modules: list[list[nn.Module]] = [[nn.Linear(WIDTH, WIDTH)], [nn.Linear(WIDTH, WIDTH)]]
-    (said,) = warnings_of(caplog, modules, lambda rank, modules: {f"table{rank}": modules[0].weight})
-    assert "one rank alone gives, whose gradients are not summed: {0: ['table0'], 1: ['table1']} (by rank)" in said
-    assert warnings_of(caplog, modules, lambda rank, modules: {"table": modules[0].weight} if rank else None) == []
-
-
 @pytest.mark.parametrize("kind", ["different values", "zeros", "no embedding", "frozen", "meta", "scalar type"])
 def test_what_is_not_tied_is_not_told(caplog: pytest.LogCaptureFixture, kind: str) -> None:
     table, weight = nn.Embedding(7, WIDTH), nn.Parameter(torch.randn(7, WIDTH))

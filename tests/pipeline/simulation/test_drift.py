@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 import zbkern
-from tests.support.chunks import make_data, make_model, on_threads, plain
+from tests.support.chunks import make_data, make_model, plain, results_on_threads
+from tests.support.same import assert_gradients
 from zbkern.pipeline import Costs, Pipeline, Replanner, StepOptions, Timeline, schedules, simulate
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.transport.local import LocalTransport
@@ -44,12 +44,6 @@ def test_fused_passes_are_measured_as_two_halves() -> None:
     found = drift.costs([simulate(schedules.one_f_one_b(4, 8), COSTS)])
     assert found.forward == pytest.approx(COSTS.forward)
     assert [b + w for b, w in zip(found.backward, found.weight, strict=True)] == pytest.approx([3, 4, 3, 5])
-
-
-def test_memory_is_kept() -> None:
-    memory = Costs(activation=7, held=3)
-    found = drift.costs([simulate(schedules.zb_h1(4, 8), COSTS)], memory)
-    assert (found.activation, found.held) == (7, 3)
 
 
 def test_a_step_as_planned_has_lost_nothing() -> None:
@@ -155,15 +149,10 @@ def test_a_pipeline_that_replans_gives_the_same_gradients() -> None:
             assert pipe.drift().measured.cost > 0
         return pipe.schedule.to_csv()
 
-    results = on_threads(2, rank_step)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    results = results_on_threads(2, rank_step)
     assert results[0] == results[1]
     assert taken == ["plan-custom"] * 2
-    for ours, theirs in zip(model, expected, strict=True):
-        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+    assert_gradients(model, expected)
 
 
 def test_costs_that_are_none_are_refused() -> None:
