@@ -227,3 +227,56 @@ def test_the_table_of_hardware_says_how_fast_copies_to_the_host_are(capsys: pyte
     )
     assert re.search("^[a-z_-]+-saving: 4 ranks", capsys.readouterr().out, re.MULTILINE)
     assert all(entry["host_bandwidth"] > 0 for entry in json.loads(TABLE.read_text()).values())
+
+
+def test_a_measured_step_is_what_it_took(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """1F1B then takes as long as it was measured to take, with the same options or with those in the file."""
+    log = tmp_path / "log.json"
+    options = [*LLAMA, "--tensor-parallel", "2", *QUICK, "--calibrate", str(log)]
+    run = {"schedule": "one_f_one_b", "stages": 4, "microbatches": 8, "tensor_parallel": 2}
+    for beside, more in (({}, options), (run, [*options[:3], "--gpus", "4", "--batch", "4", *options[-2:]])):
+        log.write_text(json.dumps({"seconds": 2.5, **beside}))
+        assert __main__.main(more) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        (factor,) = re.findall(r"corrected by log.json: F ([\d.]+), B \1 and W \1 times as long as computed", text)
+        assert 3 < float(factor) < 6
+        if not beside:
+            seconds = float(re.search(r" one_f_one_b 1 ([\d.]+) s", text)[1]) + float(
+                re.search(r"; ([\d.]+) s of it are the optimizer's", text)[1]
+            )
+            assert seconds == pytest.approx(2.5, rel=0.03)  # the table has spans of ranks, the log has all of a step
+            assert "corrected by log.json: what follows is what it computes before" in text
+
+
+def test_a_measured_block_is_what_it_took(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    model = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
+    costs = Setting(model, load_hardware("h100"), Job(4096)).costs
+    path = dataclasses.replace(costs, layers=costs.layers[5:6]).save(tmp_path / "block.json")
+    assert __main__.main([*LLAMA, *QUICK, "--calibrate", str(path)]) == 0
+    (factor,) = re.findall(r"corrected\s+by\s+block.json:\s+F\s+([\d.]+)", capsys.readouterr().out)
+    share = costs.layers[5].forward / (costs.layers[5].forward + costs.pass_overhead)  # of a chunk of one layer
+    assert float(factor) == pytest.approx(share, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot read"),
+        ("[]", 'expected an object such as {"seconds": 12.3'),
+        ('{"seconds": 0}', "it must have the seconds of a step, above 0"),
+        ('{"seconds": 1, "schedule": "zb"}', "it must have stages, microbatches and a schedule of gpipe"),
+        ('{"seconds": 1, "tokens": 3}', "unknown fields ['tokens']"),
+        ('{"seconds": 1, "tensor_parallel": 3}', "heads"),
+        ('{"layers": []}', "layers must be a list of LayerCosts"),
+    ],
+)
+def test_what_cannot_calibrate_is_refused(
+    text: str | None, message: str, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    path = tmp_path / "measured.json"
+    if text is not None:
+        path.write_text(text)
+    assert __main__.main([*LLAMA, *QUICK, "--calibrate", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "argument --calibrate: " in error
+    assert message in error

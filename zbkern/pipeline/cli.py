@@ -111,6 +111,9 @@ _HELP = {
     "--costs and --schedule do not go with it, and the table of published schedules is always printed",
     "--gpu": "with --config: a GPU in the table of hardware (default h100)",
     "--hardware": "with --config: a table of your own, in the form of zbkern/pipeline/simulation/hardware.json",
+    "--calibrate": "with --config: corrects what is computed by what was measured: blocks of the model, as "
+    "profile_layers and ModelCosts.save wrote them, of the sizes given here (with --gpus: one sequence on one GPU); or "
+    'a step of a training run, {"seconds": 12.3}, 1F1B with the sizes given here, or with those beside the seconds',
     "--tensor-parallel": "with --config: GPUs that share every layer (default 1)",
     "--expert-parallel": "with --config: GPUs that share the experts (default 1)",
     "--data-parallel": "with --config: pipelines that share the optimizer's state (default: as few as experts need)",
@@ -148,6 +151,7 @@ def add_to(commands: Any) -> None:
     add("--config", type=Path, metavar="FILE")
     add("--gpu", metavar="NAME")
     add("--hardware", type=Path, metavar="FILE")
+    add("--calibrate", type=Path, metavar="FILE")
     for name in from_config.SIZES:
         add(from_config.option(name), type=_count, metavar="N")
     parser.set_defaults(run=run)

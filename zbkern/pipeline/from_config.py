@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from zbkern.pipeline import report, schedules
 from zbkern.pipeline.planner import Plan
 from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
 from zbkern.pipeline.remedies import Training, may_fit_with_saving, remedies
+from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, number
-from zbkern.pipeline.simulation import comparison
+from zbkern.pipeline.simulation import calibration, comparison
 from zbkern.pipeline.simulation.architecture import Architecture, Experts, load_architecture
 from zbkern.pipeline.simulation.hardware import Hardware, load_hardware
+from zbkern.pipeline.simulation.json_file import parse_object
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.memory import static_of_ranks
 from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, outside, parameters, predictors
@@ -25,11 +28,16 @@ from zbkern.pipeline.simulation.timeline import Timeline
 USABLE = 0.9
 """Of a GPU's memory: the rest is for what the model of costs leaves out, and for fragmentation."""
 
+_WHAT_IT_IS = "A model of flops and bytes, fitted to published runs, and no measurement."
+_CORRECTED = "A model of flops and bytes, corrected by {}: what follows is what it computes before."
+
 _LEAST_LIMIT = 1e6
 """Bytes: a limit below is taken for one in GB."""
 
 SIZES = {"tensor_parallel": 1, "expert_parallel": 1, "data_parallel": 0, "sequence": 4096, "microbatch_size": 1}
 """Arguments that say how a model is trained, and their defaults."""
+
+_STEP = '{"seconds": 12.3, "schedule": "one_f_one_b", "stages": 8, "microbatches": 32, "tensor_parallel": 8}'
 
 _CHOSEN = ("stages", "microbatches", "tensor_parallel", "expert_parallel", "data_parallel", "microbatch_size")
 
@@ -72,7 +80,7 @@ def check_whether_given(arguments: argparse.Namespace) -> None:
     with_model = arguments.config is not None
     if arguments.gpus is not None:
         _check_layouts(arguments)
-    for name in ("costs", "schedule") if with_model else ("gpu", "hardware", *SIZES):
+    for name in ("costs", "schedule") if with_model else ("gpu", "hardware", "calibrate", *SIZES):
         if getattr(arguments, name) is not None:
             raise WrongArgument(
                 option(name),
@@ -153,7 +161,7 @@ def assumptions(
         "" if offload else "nothing is offloaded",
     ]
     text = (
-        "A model of flops and bytes, fitted to published runs, and no measurement. It assumes that "
+        f"{_WHAT_IT_IS if not gpu.calibration.source else _CORRECTED.format(gpu.calibration.source)} It assumes that "
         f"{'; '.join(filter(None, facts))}. Reading data, padding, and memory besides weights, gradients, optimizer "
         "states and activations are not in it. Measure with zbkern.pipeline.profile_layers when there is a machine."
     )
@@ -169,28 +177,24 @@ def published_timelines(
     Where it fits on none, on that on which it holds least. Schedules with more chunks than the model has layers are
     left out.
     """
-    found = []
-    for name in schedules.NAMES:
-        schedule = comparison.build(name, stages, microbatches, slices=slices)
-        chunks = len(schedule.placement)
-        if chunks > len(costs.layers):
-            continue
-        limits = None if limit is None else [limit] * stages
-        partitions = [
-            *balanced_partitions(costs, schedule.placement, microbatches, None)[:1],
-            *balanced_partitions(costs, schedule.placement, microbatches, limits)[:2],
-            *even_partitions(len(costs.layers), chunks)[:1],
-        ]
-        timelines = [
-            simulate(schedule, costs.chunk_costs(partition, schedule.placement))
-            for partition in dict.fromkeys(partitions)
-        ]
-        fitting = [each for each in timelines if limit is None or not report.exceeds(max(each.peak_memory), limit)]
-        if fitting:
-            found.append(min(fitting, key=lambda each: each.cost))
-        else:
-            found.append(min(timelines, key=lambda each: max(each.peak_memory)))
-    return found
+    made = [comparison.build(name, stages, microbatches, slices=slices) for name in schedules.NAMES]
+    return [_on_its_best_cut(each, costs, limit) for each in made if len(each.placement) <= len(costs.layers)]
+
+
+def _on_its_best_cut(schedule: Schedule, costs: ModelCosts, limit: float | None) -> Timeline:
+    microbatches, limits = schedule.sequences, None if limit is None else [limit] * schedule.stages
+    partitions = [
+        *balanced_partitions(costs, schedule.placement, microbatches, None)[:1],
+        *balanced_partitions(costs, schedule.placement, microbatches, limits)[:2],
+        *even_partitions(len(costs.layers), len(schedule.placement))[:1],
+    ]
+    timelines = [
+        simulate(schedule, costs.chunk_costs(partition, schedule.placement)) for partition in dict.fromkeys(partitions)
+    ]
+    fitting = [each for each in timelines if limit is None or not report.exceeds(max(each.peak_memory), limit)]
+    if fitting:
+        return min(fitting, key=lambda each: each.cost)
+    return min(timelines, key=lambda each: max(each.peak_memory))
 
 
 def setting(arguments: argparse.Namespace) -> Setting:
@@ -219,11 +223,41 @@ def model_and_gpu(arguments: argparse.Namespace) -> tuple[Architecture, Hardware
         raise WrongArgument("--hardware", f"cannot read {arguments.hardware}: {error.strerror}") from error
     except (TypeError, ValueError) as error:
         raise WrongArgument("--gpu" if arguments.hardware is None else "--gpu, --hardware", str(error)) from error
-    return architecture, hardware
+    if arguments.calibrate is None:
+        return architecture, hardware
+    try:
+        return architecture, replace(hardware, calibration=_calibration(arguments, architecture, hardware))
+    except OSError as error:
+        raise WrongArgument("--calibrate", f"cannot read {arguments.calibrate}: {error.strerror}") from error
+    except (TypeError, ValueError) as error:
+        raise WrongArgument("--calibrate", f"{arguments.calibrate}: {error}") from error
 
 
 def _training(arguments: argparse.Namespace) -> Training:
     return Training(arguments.stages, **{name: getattr(arguments, name) or least for name, least in SIZES.items()})
+
+
+def _calibration(
+    arguments: argparse.Namespace, architecture: Architecture, hardware: Hardware
+) -> calibration.Calibration:
+    """Of costs that profile_layers has measured with the sizes of the arguments, or of a step of a training run."""
+    text, source = arguments.calibrate.read_text(encoding="utf-8"), arguments.calibrate.name
+    if '"layers"' in text:
+        job = _training(arguments).job
+        computed = model_costs(architecture, hardware, job)
+        return calibration.of_blocks(computed, ModelCosts.from_json(text), job.tensor_parallel, source)
+    given = parse_object("a training step", text, _STEP)
+    if unknown := sorted({*given} - {"seconds", "schedule", *_CHOSEN, "sequence", "chunks"}):
+        raise ValueError(f"unknown fields {unknown}; expected the seconds of a step, and how it ran: {_STEP}")
+    run = argparse.Namespace(**{**vars(arguments), "schedule": "one_f_one_b", "chunks": None, **given})
+    if not isinstance(given.get("seconds"), (int, float)) or not given["seconds"] > 0:
+        raise ValueError(f"it must have the seconds of a step, above 0, as in {_STEP}")
+    if None in (run.stages, run.microbatches) or run.schedule not in schedules.NAMES:
+        raise ValueError(f"it must have stages, microbatches and a schedule of {', '.join(schedules.NAMES)}: {_STEP}")
+    schedule = comparison.build(run.schedule, run.stages, run.microbatches, run.chunks)
+    setting = Setting(architecture, hardware, _training(run).job)
+    passes = _on_its_best_cut(schedule, setting.costs, None).makespan / 1e3
+    return calibration.of_step(passes + outside(*setting, run.stages), run.seconds, source)
 
 
 def title(arguments: argparse.Namespace, setting: Setting) -> str:
@@ -261,15 +295,17 @@ def step(found: Plan, setting: Setting, objective: str, width: int) -> str:
             "step",
             f"{number(seconds)} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} per GPU, {used:.1%} of the peak flops; "
             f"{number(beside)} s of it are the optimizer's step and what is not hidden of traffic between pipelines; "
-            f"{how_exact(setting.architecture)}",
+            f"{how_exact(setting.architecture, setting.hardware)}",
             width,
         ),
     ]
     return "\n".join(lines)
 
 
-def how_exact(architecture: Architecture) -> str:
-    """The error of speeds of this kind of model, from runs that were left out of the fit."""
+def how_exact(architecture: Architecture, hardware: Hardware) -> str:
+    """The error of speeds of this kind of model, from runs that were left out of the fit; or what corrected them."""
+    if hardware.calibration.source:
+        return hardware.calibration.describe()
     experts = any(isinstance(block.mlp, Experts) for block in architecture.blocks)
     kind, error, runs = ("with experts", 0.14, 5) if experts else ("dense", 0.10, 7)
     return f"within {error:.0%} (rms) of {runs} published {kind} runs, each left out of the fit"

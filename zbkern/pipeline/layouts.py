@@ -203,7 +203,7 @@ def describe(answers: list[Answer], width: int) -> str:
         rows.append([name(each.layout), *_figures(each), f"{each.seconds / best.seconds - 1:.1%}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    lines += ["", report.figure("exact", f"speeds {how_exact(best.layout.setting.architecture)}", width)]
+    lines += ["", report.figure("exact", f"speeds {how_exact(*best.layout.setting[:2])}", width)]
     if len(answers) > 1:
         lines.append(report.figure("second", why(best, answers[1]), width))
     lines.append(report.figure("first", f"alone, searched for longer, with its assumptions: {_options(best)}", width))

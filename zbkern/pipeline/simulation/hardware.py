@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from zbkern.pipeline.simulation.calibration import NONE, Calibration
 from zbkern.pipeline.simulation.json_file import check_fields, parse_object
 
 TABLE = Path(__file__).parent / "hardware.json"
@@ -72,15 +73,18 @@ class Hardware:
     pass_time: float = 0.32e-3
     layer_time: float = 0.07e-3
     expert_time: float = 0.73e-3
+    calibration: Calibration = NONE
 
     def __post_init__(self) -> None:
+        if not isinstance(self.calibration, Calibration):
+            raise TypeError(f"Hardware: calibration is for zbkern plan --calibrate; got {self.calibration!r}")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("title", "source"):
                 if not isinstance(value, str):
                     raise TypeError(f"Hardware: {field.name} must be text; got {value!r}")
                 continue
-            if field.name == "host_bandwidth" and value is None:
+            if field.name == "calibration" or (field.name == "host_bandwidth" and value is None):
                 continue
             if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
                 raise TypeError(f"Hardware: {field.name} must be a number; got {value!r}")

@@ -83,7 +83,7 @@ def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> Mod
     layers = tuple(layer.costs() for layer in _layers(architecture, hardware, job))
     bandwidth = hardware.network_bandwidth * hardware.network_share / _MS
     copies = None if hardware.host_bandwidth is None else hardware.host_bandwidth * hardware.network_share / _MS
-    return ModelCosts(
+    computed = ModelCosts(
         layers,
         hardware.latency * _MS,
         bandwidth,
@@ -95,6 +95,7 @@ def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> Mod
         pass_overhead=hardware.pass_time * _MS,
         tokens=job.sequence,
     )
+    return hardware.calibration.applied(computed) if hardware.calibration.source else computed
 
 
 def outside(architecture: Architecture, hardware: Hardware, job: Job, stages: int) -> float:
@@ -104,7 +105,7 @@ def outside(architecture: Architecture, hardware: Hardware, job: Job, stages: in
     layers = _layers(architecture, hardware, job)
     behind = hardware.overlap_share * sum(layer.forward + layer.backward + layer.weight for layer in layers)
     traffic, step = (sum(each) for each in zip(*((layer.reduced, layer.stepped) for layer in layers), strict=True))
-    return (max(0.0, traffic - behind) + step) / stages
+    return hardware.calibration.rest * (max(0.0, traffic - behind) + step) / stages
 
 
 def _layers(architecture: Architecture, hardware: Hardware, job: Job) -> list[_Layer]:
