@@ -37,14 +37,18 @@ def save_with(folder: Path, case: str, failing: int) -> tuple[str, str, float]:
             raise OSError(28, "No space left on device")
         if case == "interrupt":
             raise KeyboardInterrupt
-        return real(*given)
+        pieces = real(*given)
+        if case == "lost":
+            (given[0] / "__1_0.distcp").unlink()
+        return pieces
 
     kind, message, start = "nothing", "", time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        if rank == failing:
+        if rank == (1 if case == "lost" else failing):
             patch.setattr(dcp_format, "write_tensors", write)
             other = {
                 "folder": {"folder": Path("/proc/nowhere")},
+                "own folder": {"folder": folder / "of rank 1"},
                 "extra": {"extra": {"data": object()}},
                 "step": {"step": "2"},
                 "timeout": {"timeout": -1},
@@ -75,6 +79,8 @@ def save_with(folder: Path, case: str, failing: int) -> tuple[str, str, float]:
         ("interrupt", 1, "KeyboardInterrupt", ""),
         ("folder", 0, "FileNotFoundError", "/proc/nowhere"),
         ("folder", 1, "ValueError", "and this rank does not; folder must be one place shared by all ranks"),
+        ("own folder", 1, "ValueError", "and this rank does not; folder must be one place shared by all ranks"),
+        ("lost", 0, "ValueError", "__1_0.distcp, where rank 0 finds no file; folder must be one place shared by all"),
         ("extra", 1, "TypeError", "extra['data'] must be a number"),
         ("step", 1, "TypeError", "step must be a whole number"),
         (
@@ -150,50 +156,6 @@ def test_a_load_that_fails_on_one_rank(two_ranks: Any, tmp_path: Path, case: str
     assert found[1 - failing][0] == "PipelineError"
     assert f"checkpoint.load: rank {failing}: ValueError: " in found[1 - failing][1]
     assert cause in found[1 - failing][1]
-
-
-def save_in_folders_of_their_own(folder: Path) -> tuple[str, list[str]]:
-    rank = dist.get_rank()
-    checkpoint.save(folder, 1, module_of(rank, 1.0), timeout=20)
-    mine = folder if rank == 0 else folder / "of rank 1"
-    try:
-        checkpoint.save(mine, 2, module_of(rank, 2.0), timeout=20)
-    except (ValueError, RuntimeError) as error:
-        return str(error), sorted(path.name for path in folder.glob("step-????????"))
-    return "", []
-
-
-def test_folders_that_are_not_one_place_are_refused_and_nothing_is_replaced(two_ranks: Any, tmp_path: Path) -> None:
-    for message, names in two_ranks.run(save_in_folders_of_their_own, tmp_path):
-        assert "folder must be one place shared by all ranks" in message
-        assert names == ["step-00000001"]
-
-
-def save_while_the_file_of_a_rank_is_lost(folder: Path) -> tuple[str, list[str]]:
-    rank = dist.get_rank()
-    checkpoint.save(folder, 1, module_of(rank, 1.0), timeout=20)
-    real = dcp_format.write_tensors
-
-    def write(path: Path, *given: Any) -> Any:
-        pieces = real(path, *given)
-        (path / "__1_0.distcp").unlink(missing_ok=True)
-        return pieces
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(dcp_format, "write_tensors", write)
-        try:
-            checkpoint.save(folder, 2, module_of(rank, 2.0), timeout=20)
-        except (ValueError, RuntimeError) as error:
-            return str(error), sorted(path.name for path in folder.glob("step-????????"))
-    return "", []
-
-
-def test_a_checkpoint_without_all_its_files_replaces_nothing(two_ranks: Any, tmp_path: Path) -> None:
-    for message, names in two_ranks.run(save_while_the_file_of_a_rank_is_lost, tmp_path):
-        assert "rank 1 has written" in message
-        assert "__1_0.distcp, where rank 0 finds no file; folder must be one place shared by all ranks" in message
-        assert names == ["step-00000001"]
 
 
 def fail_in_a_pipeline(folder: Path) -> str:

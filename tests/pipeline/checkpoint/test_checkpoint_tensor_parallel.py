@@ -1,4 +1,4 @@
-"""Checkpoints of tensor-parallel stages load at another tensor-parallel size and another number of stages."""
+"""Checkpoints of tensor- and expert-parallel stages load at another size, and another number of stages."""
 
 from __future__ import annotations
 
@@ -7,18 +7,27 @@ from typing import Any
 
 import pytest
 
-from tests.support.tensor_parallel import OneProcess, Stages, apart, values
+from tests.support import expert_parallel, tensor_parallel
+from tests.support.tensor_parallel import apart, values
 from zbkern.pipeline import checkpoint
 
 pytestmark = pytest.mark.dist
 
-# stages, tensor-parallel size, schedule: of one run after the other, each of two steps; the fourth step is clipped
+# stages, tensor- or expert-parallel size, schedule: of one run after the other, each of two steps; some are clipped
 RUNS = [(2, 2, "zb_h1"), (4, 1, "zb_h1"), (1, 4, "one_f_one_b"), (2, 2, "zb_v")]
 
 
-def trained(folder: Path, layout: tuple[int, int, str], tied: bool, sequence: bool, start: int) -> dict[str, Any]:
+def one_process(kind: str) -> Any:
+    return expert_parallel.OneProcess() if kind == "experts" else tensor_parallel.OneProcess(kind == "tied")
+
+
+def trained(folder: Path, layout: tuple[int, int, str], kind: str, start: int) -> dict[str, Any]:
     """Two steps from the checkpoint of step `start`, where that is not 0, and another one; the weights then."""
-    ours = Stages(*layout, tied, sequence, "planned")
+    ours: Any = (
+        expert_parallel.Stages(*layout)
+        if kind == "experts"
+        else tensor_parallel.Stages(*layout, kind == "tied", kind == "sequence", "planned")
+    )
     with ours.pipe:
         if start:
             assert checkpoint.load(folder, ours.pipe, ours.optimizer, timeout=60) == (start, {"at": start})
@@ -27,29 +36,33 @@ def trained(folder: Path, layout: tuple[int, int, str], tied: bool, sequence: bo
         return values(ours.named())
 
 
+def check(found: dict[str, Any], plain: Any) -> None:
+    expected = dict(plain.model.named_parameters(remove_duplicate=False))
+    assert found.keys() == expected.keys()
+    assert max(apart(found, expected).values()) < 1e-10, apart(found, expected)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("tied", "sequence"), [(True, False), (False, True)])
-def test_sizes_change_from_one_run_to_the_next(four_ranks: Any, tmp_path: Path, tied: bool, sequence: bool) -> None:
-    plain = OneProcess(tied)
+@pytest.mark.parametrize("kind", ["tied", "sequence", "experts"])
+def test_sizes_change_from_one_run_to_the_next(four_ranks: Any, tmp_path: Path, kind: str) -> None:
+    plain = one_process(kind)
     for number, layout in enumerate(RUNS):
         plain.train(range(2 * number, 2 * number + 2))
         found: dict[str, Any] = {}
-        for named in four_ranks.run(trained, tmp_path, layout, tied, sequence, 2 * number):
+        for named in four_ranks.run(trained, tmp_path, layout, kind, 2 * number):
             found |= named
-        far = apart(found, plain.named())
-        assert far.keys() == plain.named().keys()
-        assert max(far.values()) < 1e-10, (layout, far)
+        check(found, plain)
 
 
-def test_one_process_and_tensor_parallel_stages_read_each_others(four_ranks: Any, tmp_path: Path) -> None:
-    four_ranks.run(trained, tmp_path, RUNS[-1], False, True, 0)
-    ours, plain = OneProcess(tied=False), OneProcess(tied=False)
+@pytest.mark.parametrize("kind", ["sequence", pytest.param("experts", marks=pytest.mark.slow)])
+def test_one_process_and_sharded_stages_read_each_others(four_ranks: Any, tmp_path: Path, kind: str) -> None:
+    four_ranks.run(trained, tmp_path, RUNS[-1], kind, 0)
+    ours, plain = one_process(kind), one_process(kind)
     assert checkpoint.load(tmp_path, ours.model, ours.optimizer) == (2, {"at": 2})
     ours.train(range(2, 4))
     checkpoint.save(tmp_path, 4, ours.model, ours.optimizer, {"at": 4})
-    four_ranks.run(trained, tmp_path, RUNS[0], False, False, 4)
+    four_ranks.run(trained, tmp_path, RUNS[0], kind, 4)
     plain.train(range(6))
-    ours = OneProcess(tied=False)
+    ours = one_process(kind)
     assert checkpoint.load(tmp_path, ours.model, ours.optimizer) == (6, {"at": 6})
-    far = apart(values(ours.named()), plain.named())
-    assert max(far.values()) < 1e-10, far
+    check(values(dict(ours.model.named_parameters(remove_duplicate=False))), plain)

@@ -64,16 +64,6 @@ def test_save_takes_the_kind_from_the_suffix(tmp_path: Path) -> None:
         draw.save([timeline], tmp_path / "a.gif")
 
 
-def test_png_is_written_or_says_what_it_needs(tmp_path: Path) -> None:
-    try:
-        import cairosvg  # noqa: F401
-    except ImportError:
-        with pytest.raises(ImportError, match=r"zbkern\[draw\]"):
-            simulate(schedules.gpipe(1, 1)).save(tmp_path / "a.png")
-    else:
-        assert simulate(schedules.gpipe(1, 1)).save(tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_idle_time_and_time_outside_a_ranks_span_differ() -> None:
     """1F1B: rank 1 of 2 starts one unit late and ends two early; rank 0 waits in between."""
     timeline = simulate(schedules.one_f_one_b(2, 2))

@@ -37,8 +37,3 @@ def test_samples_are_counters() -> None:
         ("rank 1: pending W", 2e6, 0),
     ]
     assert [e["args"]["bytes allocated"] for e in found if "bytes allocated" in e["args"]] == [1000, 2000, 3000]
-
-
-def test_titles_are_counted() -> None:
-    with pytest.raises(ValueError, match="titles must be one for each of 1"):
-        trace.events([simulate(schedules.gpipe(1, 1))], ["a", "b"])

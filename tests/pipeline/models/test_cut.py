@@ -452,23 +452,6 @@ def test_a_sequential_needs_no_names() -> None:
 # ---- what cannot be cut
 
 
-def test_what_other_ranks_compute_cannot_be_used_in_silence() -> None:
-    class Skips(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.a(x)
-            return self.c(self.b(x) + x)  # the output of a goes past b
-
-    chunk = cut(Skips(), schedules.zb_h1(2, 2), [0, 2], layers=["a", "b", "c"], rank=1)[0]
-    with pytest.raises(
-        ValueError, match=r"layer 'c' uses .* of 'a', which another chunk holds.*make that computation a part of a"
-    ):
-        chunk(torch.ones(2, 4))
-
-
 class Chain(nn.Module):
     """An embedding, four blocks and a head; what the embedding gave is used once more by every block."""
 

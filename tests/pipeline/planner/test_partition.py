@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,16 +49,6 @@ def test_rounding_does_not_leave_a_cut_without_layers() -> None:
     assert all(first < second for first, second in pairwise([*starts, 24])), starts
 
 
-def test_a_rank_with_a_heavy_head_gets_fewer_layers() -> None:
-    costs = model([0.5] + [1.0] * 30 + [3.0])
-    (balanced,) = balanced_partitions(costs, V4, 16, None)
-    each = loads(costs, balanced, V4)
-    assert max(each) == 27  # rank 0 has both ends and 5 blocks, the others 8, 8 and 9
-    even = [max(loads(costs, partition, V4)) for partition in even_partitions(32, 8)]
-    assert max(each) <= min(even)  # one with the head in a chunk of its own is as good
-    assert max(each) < even[0]
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.floats(0.1, 5), min_size=8, max_size=24),
@@ -97,16 +86,6 @@ def test_tied_weights_are_held_once() -> None:
     partition = balanced_partitions(costs, (0, 1, 1, 0), 4, [11.0, 11.0])[0]
     chunks = costs.chunk_costs(partition, (0, 1, 1, 0))
     assert max(static_of_ranks(chunks.per_chunk(4), (0, 1, 1, 0))) <= 11
-
-
-@pytest.mark.parametrize(("layers", "chunks"), [(8, 8), (34, 16), (10, 3)])
-def test_even_partitions_have_equal_counts(layers: int, chunks: int) -> None:
-    found = even_partitions(layers, chunks)
-    assert len(set(found)) == len(found)
-    for partition in found:
-        sizes = [end - begin for begin, end in pairwise([*partition, layers])]
-        assert sum(sizes) == layers
-        assert max(sizes[1:-1], default=0) - min(sizes[1:-1], default=0) <= 1
 
 
 def test_even_partitions_may_leave_the_last_layers_alone() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import make_data, make_model, on_threads, plain, results_on_threads
+from tests.support.same import assert_gradients
 from zbkern.pipeline import Pipeline, ScheduleError, StepOptions, schedules
 from zbkern.pipeline.runtime.clock import EventClock
 from zbkern.pipeline.schedules.actions import Action
@@ -62,9 +63,7 @@ def steps_on_threads(
     assert [len(row) - row.count(None) for row in results].count(steps + 1) == 1
     for value in (value for row in results for value in row if value is not None):
         torch.testing.assert_close(value, loss)
-    for ours, theirs in zip(model, expected, strict=True):
-        for (key, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12, msg=key)
+    assert_gradients(model, expected)
     return results, pipes
 
 
@@ -103,9 +102,7 @@ def distributed_step(name: str, microbatches: int, fill: str) -> None:
         timeline = pipe.gather_timeline()
     if len(model) - 1 in mine:
         torch.testing.assert_close(result, loss)
-    for chunk in mine:
-        for a, b in zip(model[chunk].parameters(), expected[chunk].parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+    assert_gradients([model[chunk] for chunk in mine], [expected[chunk] for chunk in mine])
     for row, planned in zip(timeline.events, schedule.actions, strict=True):
         assert [e.action for e in row if e.action.kind != "W"] == [a for a in planned if a.kind != "W"]
 
@@ -127,8 +124,7 @@ def test_a_fused_backward_holds_nothing_for_w() -> None:
         pipe.step(inputs, targets)
     assert pipe.queue.peak_bytes == 0
     assert len(seen) == 4  # hooks run once per backward
-    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+    assert_gradients([model], [expected])
 
 
 def test_frozen_first_stage_and_gradients_elsewhere() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from tests.support.expert_parallel import MAX_NORM, STEEP, OneProcess, Stages, clip
 from tests.support.tensor_parallel import apart, values
-from zbkern.pipeline import checkpoint, clip_grad_norm_
+from zbkern.pipeline import clip_grad_norm_
 
 pytestmark = pytest.mark.dist
 
@@ -74,35 +73,3 @@ def test_clip_grad_norm(four_ranks: Any) -> None:
         assert norm == pytest.approx(expected, rel=1e-12)
         far = apart(gradients, {name: parameter.grad for name, parameter in plain.model.named_parameters()})
         assert max(far.values()) < 1e-12, far
-
-
-# stages, expert-parallel size, schedule: of one run after the other, each of two steps; steps 2 and 3 are clipped
-RUNS = [(2, 2, "zb_v"), (1, 4, "one_f_one_b"), (4, 1, "zb_h1"), (2, 2, "zb_h1")]
-
-
-def resumed(folder: Path, layout: tuple[int, int, str], start: int) -> dict[str, Any]:
-    """Two steps from the checkpoint of step `start`, where that is not 0, and another one; the weights then."""
-    ours = Stages(*layout)
-    with ours.pipe:
-        if start:
-            assert checkpoint.load(folder, ours.pipe, ours.optimizer, timeout=60) == (start, {"at": start})
-        ours.train(range(start, start + 2))
-        checkpoint.save(folder, start + 2, ours.pipe, ours.optimizer, {"at": start + 2}, timeout=60)
-        return values(ours.named())
-
-
-@pytest.mark.slow
-def test_sizes_change_from_one_run_to_the_next(four_ranks: Any, tmp_path: Path) -> None:
-    plain = OneProcess()
-    for number, layout in enumerate(RUNS):
-        plain.train(range(2 * number, 2 * number + 2))
-        found: dict[str, Any] = {}
-        for named in four_ranks.run(resumed, tmp_path, layout, 2 * number):
-            found |= named
-        far = apart(found, dict(plain.model.named_parameters()))
-        assert far.keys() == dict(plain.model.named_parameters()).keys()
-        assert max(far.values()) < 1e-10, (layout, far)
-    alone = OneProcess()
-    assert checkpoint.load(tmp_path, alone.model, alone.optimizer) == (8, {"at": 8})
-    far = apart(values(dict(alone.model.named_parameters())), dict(plain.model.named_parameters()))
-    assert max(far.values()) < 1e-10, far

@@ -19,6 +19,7 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import make_data, make_model, results_on_threads
+from tests.support.same import assert_same
 from tests.support.saving import Wide, saved_in_turn, schedule_of, with_actions
 from zbkern.pipeline import (
     Costs,
@@ -70,13 +71,6 @@ def check_equal(schedule: Schedule, saving: Schedule, copy_size: int = COPY_SIZE
     assert len(expected) > 1
     assert_same(expected, found)
     return timeline
-
-
-def assert_same(*found: Sequence[torch.Tensor]) -> None:
-    """All lists have the same tensors, to the bit."""
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
-            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("copy_size", [COPY_SIZE, 1, 600])  # of one transfer, one per storage, and a few of them
@@ -207,21 +201,16 @@ class Random(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("saving", ["0F0 0F1 0R0 0BW0 0R1 0BW1", "0F0 0O0 0F1 0O1 0L0 0BW0 0L1 0BW1"])
-def test_random_numbers_and_buffers_are_as_without(saving: str) -> None:
-    assert_same(*results_of(("0F0 0F1 0BW0 0BW1", saving), Random, steps=2))
-
-
-@pytest.mark.parametrize("recompute", [(), (nn.BatchNorm1d, nn.Linear)])
-def test_a_recomputation_reads_and_leaves_buffers_as_without(recompute: Sequence[type]) -> None:
+def normed() -> nn.Module:
     """Batch norm writes statistics without a sign; spectral norm computes with vectors that every forward changes."""
+    spectral = nn.utils.parametrizations.spectral_norm
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), spectral(nn.Linear(8, 8)), nn.Tanh())
 
-    def make() -> nn.Module:
-        spectral = nn.utils.parametrizations.spectral_norm
-        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), spectral(nn.Linear(8, 8)), nn.Tanh())
 
-    rows = "0F0 0F1 0F2 0BW0 0BW1 0BW2", "0F0 0F1 0F2 0R0 0BW0 0R1 0BW1 0BW2"
-    options = StepOptions(recompute=recompute)
+@pytest.mark.parametrize("saving", ["0F0 0F1 0F2 0R0 0BW0 0R1 0BW1 0BW2", "0F0 0O0 0F1 0O1 0F2 0L0 0BW0 0L1 0BW1 0BW2"])
+@pytest.mark.parametrize(("make", "recompute"), [(Random, ()), (normed, ()), (normed, (nn.BatchNorm1d, nn.Linear))])
+def test_random_numbers_and_buffers_are_as_without(saving: str, make: Any, recompute: Sequence[type]) -> None:
+    rows, options = ("0F0 0F1 0F2 0BW0 0BW1 0BW2", saving), StepOptions(recompute=recompute)
     assert_same(*results_of(rows, make, microbatches=3, steps=2, options=options))
 
 
@@ -305,24 +294,6 @@ def test_late_transfers_delay_and_change_nothing(
             copies = pipe.last_timeline.copies
     assert all(map(torch.equal, *found))
     assert all(event.end - event.start > 5 * sum(seconds) / 4 for event in copies[0])
-
-
-@pytest.mark.parametrize("seconds", LATE)
-def test_a_late_copy_delays_what_needs_it(seconds: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that take long, or begin late: what has not come is garbage, and what has not gone must not be lost."""
-    schedule = schedules.zb_h1(2, 4)
-    saving = with_actions(schedule, lambda action: "copied" if action.microbatch % 2 == 0 else None)
-    delay(monkeypatch, *seconds)
-    timeline = check_equal(schedule, saving, steps=1)
-    for rank, row in enumerate(timeline.copies):
-        ends: dict[tuple[int, int], list[float]] = {}  # of an activation's load, and of its W's
-        for event in row:
-            if event.action.kind == "L":
-                ends.setdefault(event.action[1:3], []).append(event.end)
-        starts = {e.action[:3]: e.start for e in timeline.events[rank]}
-        for key, (before_b, before_w) in ends.items():
-            assert starts[("B", *key)] >= before_b
-            assert starts[("W", *key)] >= before_w
 
 
 def test_layers_leave_while_later_ones_run_and_a_backward_waits_for_its_own_alone(

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbkern
 from tests.support.chunks import results_on_threads
+from tests.support.same import assert_same
 from tests.support.saving import schedule_of
 from zbkern.pipeline import (
     ModelCosts,
@@ -95,8 +96,7 @@ SAVING = "0F0 0F1 0F2 0R0 0B0 0R1 0B1 0R2 0B2 0W0 0W1 0W2"
 def test_gradients_and_random_numbers_are_the_same(recompute: list[Any], autocast: bool, row: str) -> None:
     expected, _ = train(PLAIN, autocast=autocast)
     found, _ = train(row, recompute, autocast=autocast)
-    for a, b in zip(expected, found, strict=True):
-        assert torch.equal(a, b)
+    assert_same(expected, found)
 
 
 def test_less_is_held_until_the_recomputation() -> None:
@@ -123,9 +123,7 @@ def test_parts_within_a_checkpoint_are_left_to_it(reentrant: bool) -> None:
     for row, parts in ((PLAIN, []), (SAVING, ["*norm"]), (SAVING, ["layers.2"])):
         torch.manual_seed(3)
         found.append(train(row, parts, zbkern.convert(Checkpointed())))
-    for gradients, _ in found[1:]:
-        for a, b in zip(found[0][0], gradients, strict=True):
-            assert torch.equal(a, b)
+    assert_same(*(gradients for gradients, _ in found))
 
 
 def planned_from_layers(
@@ -218,8 +216,7 @@ def test_layers_of_other_ranks_are_no_parts_of_a_chunk(named: list[str]) -> None
     found = results_on_threads(2, lambda transport: step(transport, named))
     model.zero_grad()
     (sum(nn.functional.mse_loss(model(x), x) for x in data.split(2)) / 3).backward()
-    for a, b in zip([g for rank in found for g in rank], [p.grad for p in model.parameters()], strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close([g for rank in found for g in rank], [p.grad for p in model.parameters()])
 
 
 class Changing(nn.Module):
@@ -243,8 +240,7 @@ def test_an_output_that_is_modified_is_kept() -> None:
         module = Changing(inplace=False)
         module.load_state_dict(state)
         found.append(train(row, ["norm"], zbkern.convert(module))[0])
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b)
+    assert_same(*found)
 
 
 def test_a_part_that_modifies_its_input_is_refused() -> None:

@@ -60,23 +60,6 @@ def test_every_chunk_gets_its_microbatchs(name: str, fill: str) -> None:
         torch.testing.assert_close(ours.linear.weight.grad, theirs.linear.weight.grad)
 
 
-def test_all_arguments_may_be_side_inputs() -> None:
-    model, x, targets, side = model_and_batch()
-
-    class FromTokens(Masked):
-        def forward(self, mask: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(x[:2], mask, scale)
-
-    model[0] = FromTokens().double()
-    schedule = schedules.zb_h1(2, 4)
-
-    def step(transport: LocalTransport) -> Any:
-        with Pipeline(model[transport.rank], schedule, nn.functional.mse_loss, transport) as pipe:
-            return pipe.step(None, targets, side)
-
-    assert results_on_threads(2, step)[1] > 0
-
-
 @pytest.mark.parametrize(
     ("change", "called"),
     [

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbkern.pipeline import Costs, schedules, simulate
-from zbkern.pipeline.simulation.comparison import INTERLEAVED, build, how_rechunked, rechunk, timelines
+from zbkern.pipeline.simulation.comparison import INTERLEAVED, how_rechunked, rechunk, timelines
 
 amounts = st.integers(1, 50).map(float)
 
@@ -53,12 +53,6 @@ def test_the_head_and_the_embedding_stay_whole() -> None:
     assert joined.forward == pytest.approx([47.3, 46.4, 46.4, 57.1])
 
 
-def test_of_two_chunks_the_larger_has_more() -> None:
-    assert rechunk(Costs(forward=[2, 5]), 2, 4).forward == (1, 1, 1, 4)
-    assert rechunk(Costs(forward=[5, 2]), 2, 4).forward == (4, 1, 1, 1)
-    assert rechunk(Costs(forward=[5]), 1, 2).forward == (2.5, 2.5)
-
-
 def test_it_can_say_how_it_cut() -> None:
     said = how_rechunked(HEAD, 8)
     assert "forward 0.9 ms, weight 0.4 ms, activation 100 MB of the first chunk; forward 10.7 ms, backward" in said
@@ -92,10 +86,3 @@ def test_every_schedule_does_the_same_work() -> None:
     assert {each.schedule.chunks for each in found if each.schedule.name in INTERLEAVED} == {3}
     for each in found:
         assert each.busy == pytest.approx((3 * 6 * 12,) * 3)
-
-
-def test_chunks_matter_to_the_interleaved_alone() -> None:
-    assert build("interleaved", 2, 4, 3).chunks == 3
-    assert build("interleaved", 2, 4).chunks == 2
-    assert build("zb_v", 2, 4, 3) == schedules.zb_v(2, 4)
-    assert simulate(build("zb_h1", 2, 4, 3)).bubble_rate == simulate(schedules.zb_h1(2, 4)).bubble_rate

@@ -46,12 +46,6 @@ def test_fused_passes_are_measured_as_two_halves() -> None:
     assert [b + w for b, w in zip(found.backward, found.weight, strict=True)] == pytest.approx([3, 4, 3, 5])
 
 
-def test_memory_is_kept() -> None:
-    memory = Costs(activation=7, held=3)
-    found = drift.costs([simulate(schedules.zb_h1(4, 8), COSTS)], memory)
-    assert (found.activation, found.held) == (7, 3)
-
-
 def test_a_step_as_planned_has_lost_nothing() -> None:
     timeline = simulate(schedules.zb_h1(4, 8), COSTS)
     for loss in drift.compare(timeline, COSTS).time_lost:

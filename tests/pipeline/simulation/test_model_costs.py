@@ -158,18 +158,6 @@ def test_a_window_leaves_less_to_compute() -> None:
     assert {block.attention.window for block in listed.blocks} == {None}
 
 
-def test_kinds_of_layers() -> None:
-    mixed = {**SMALL, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]}
-    first, second = architecture({**mixed, "moe_intermediate_size": 32, "head_dim": 16}).blocks
-    assert (first.mlp, second.mlp) == (Experts(4, 2, 32), LLAMA["hidden"])
-    assert first.attention == Attention(8, 2, 16)
-    shared = {**mixed, "model_type": "qwen2_moe", "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
-    assert architecture(shared).blocks[0].mlp == Experts(4, 2, 32, 64)
-    pictures = {"model_type": "gemma3", "text_config": {**SMALL, "model_type": "gemma3_text", "sliding_window": 7}}
-    assert [block.attention.window for block in architecture(pictures).blocks] == [7, 7]
-    assert architecture(pictures).tied
-
-
 def test_what_the_part_for_text_leaves_out_is_the_librarys_default() -> None:
     """As in google/gemma-3-4b-pt, whose file has no heads and no vocabulary."""
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}

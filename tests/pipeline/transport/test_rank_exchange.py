@@ -134,21 +134,21 @@ def store_of_rank_0() -> Iterator[None]:
 def host_stopped() -> tuple[str, str, float]:
     def stop(ranks: RankExchange) -> None:
         if ranks.rank == 0:
-            waker = subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+            waker = subprocess.Popen(["sh", "-c", f"sleep 2.6; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
             waker.wait()
 
     with store_of_rank_0(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_exchange, "_GRACE", 1.0)
-        return caught(0.7, stop, pause=4.5)
+        patch.setattr(rank_exchange, "_GRACE", 0.6)
+        return caught(0.7, stop, pause=3.0)
 
 
 def test_a_host_of_the_store_that_is_stopped_ends_the_others_in_time(two_ranks: Any) -> None:
     """Clients of the store wait for its answer for ever."""
     kind, message, seconds = two_ranks.run(host_stopped)[1]
     host = "the host of torch.distributed's store (rank 0, or torchrun)"
-    assert (kind, message) == ("PipelineError", f"call: {host} did not answer rank 1 in 1.7 s")
-    assert seconds < 3.9
+    assert (kind, message) == ("PipelineError", f"call: {host} did not answer rank 1 in 1.3 s")
+    assert seconds < 2.5
 
 
 def host_killed(log: Path) -> None:
