@@ -116,8 +116,9 @@ class _Absent(nn.Module):
         )
 
     def _like(self, inputs: Any, keywords: Any) -> Tensor:
-        """In the shape of the first tensor given, or of its embeddings."""
-        given = (leaf for leaf in pytree.tree_leaves((inputs, keywords)) if isinstance(leaf, Tensor))
+        """In the shape of the first tensor given, or of its embeddings; of positions where it gets any."""
+        positions = keywords.get("position_ids")  # a mask is longer, in slices
+        given = (leaf for leaf in pytree.tree_leaves((positions, inputs, keywords)) if isinstance(leaf, Tensor))
         received = self._flow.tensor_like_received(self._name)
         first = next(given, received)
         shape = (*first.shape, self.embedding_dim) if "embedding_dim" in vars(self) else first.shape
@@ -221,6 +222,21 @@ class Chunk(nn.Module):
         every = {name: value for name, value in batch.items() if name not in here | {"labels"} and value is not None}
         return {name: batch[name] for name in batch if name in here}, every
 
+    def check_sliceable(self) -> None:
+        """Raises TypeError or ValueError where sequences cannot come in slices, as in a schedule that has them."""
+        if is_transformer(self.whole):
+            if _pools_by_padding(self.whole):
+                raise ValueError(
+                    f"cut: {type(self.whole).__name__} looks for the last token of whole sequences: use a schedule "
+                    "without slices"
+                )
+            sliced_cache().check_sliceable(self.whole)
+        elif "carry" not in inspect.signature(self.whole.forward).parameters:
+            raise TypeError(
+                f"cut: {type(self.whole).__name__} must take the keyword argument carry to run sequences in slices, "
+                "and hand it to its layers; or use a schedule without slices"
+            )
+
     def train(self, mode: bool = True) -> Chunk:
         self.whole.training = mode
         return super().train(mode)
@@ -230,6 +246,8 @@ class Chunk(nn.Module):
         output = self._own_output(received, inputs, side)
         if not self._checked:
             self._check(received, output)
+            if "carry" in side and is_transformer(self.whole):
+                sliced_cache().check_used(self.whole, side["carry"])
             self._checked = True
         return output if isinstance(output, Tensor) or self._last == len(self.all_layers) else {"passed": output}
 
@@ -278,8 +296,11 @@ class Chunk(nn.Module):
     def _run(self, inputs: Any, side: dict[str, Any]) -> Any:
         transformer = is_transformer(self.whole)
         if transformer:
-            self._refuse_unknown(side)
             side = {"use_cache": False, **side}
+            carry = side.pop("carry", None)
+            self._refuse_unknown(side)
+            if carry is not None:
+                side = sliced_cache().arguments_of_slice(self.whole, side, carry)
         names = [*inspect.signature(self.whole.forward).parameters]
         own = names[0] if names else None
         if transformer and (self._first > 0 or self._last < len(self.all_layers)):
@@ -398,6 +419,13 @@ class Chunk(nn.Module):
                 "not numbers, or the model uses something there that it computes in layers of other chunks, besides "
                 "the output of the layer before: cut elsewhere, or make that computation a part of a layer"
             )
+
+
+def sliced_cache() -> Any:
+    """The module that needs the transformers library."""
+    from zbkern.pipeline.models import sliced_cache
+
+    return sliced_cache
 
 
 def _refusal_of(name: str) -> Any:

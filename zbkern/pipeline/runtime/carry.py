@@ -42,7 +42,8 @@ class Carry:
 
     A module calls `append` with what later slices read beside their own, keys and values say, and `keep` with what they
     go on from, a recurrent state. Each key, any hashable value, is one tensor of one layer: `(self, "keys")` will do.
-    Run again, as in a checkpoint, the same calls give the same. `start`: how many tokens of the sequence came before.
+    Run again, as in a checkpoint, the same calls give the same. `start`, `end`: of its
+    tokens in the sequence, as in a Python slice.
     """
 
     def __init__(self, sequence: _Sequence, index: int) -> None:
@@ -51,6 +52,15 @@ class Carry:
     @property
     def start(self) -> int:
         return self._sequence.starts[self._index]
+
+    @property
+    def end(self) -> int:
+        return self._sequence.starts[self._index + 1]
+
+    @property
+    def keys(self) -> set[Hashable]:
+        """Of all that slices of the sequence have appended and kept so far."""
+        return {*self._sequence.ends, *(key for key, _ in self._sequence.states)}
 
     def __contains__(self, storage: object) -> bool:
         """Whether a storage, by its key, is a buffer of the sequence."""
@@ -180,7 +190,8 @@ class Carries:
         return [(tensor, leaf.grad) for tensor, leaf in kept if tensor.requires_grad and leaf.grad is not None]
 
     def end_backward(self, microbatch: int) -> None:
-        """After the B of a slice. Raises RuntimeError where gradients of later slices did not arrive."""
+        """After the B of a slice. Raises RuntimeError where gradients of later slices have not arrived, and where what
+        was kept for it took no part in it."""
         number, index = divmod(microbatch, len(self._slices))
         if number not in self._sequences:
             return
@@ -191,8 +202,15 @@ class Carries:
                 f"Carry: what slice {index} has appended under {min(map(str, lost))} got no gradient in its B, and "
                 "those of later slices would be lost: the output of a slice must depend on what it appends"
             )
-        for each in [each for each in sequence.states if each[1] == index]:
-            del sequence.states[each]
+        for key, each in [each for each in sequence.states if each[1] == index]:
+            del sequence.states[key, each]
+        for key, each in sequence.states:
+            leaf = sequence.states[key, each][1]
+            if each == index - 1 and leaf.requires_grad and leaf.grad is None:
+                raise RuntimeError(
+                    f"Carry: slice {index} does not use what slice {each} has kept under {key!r}: its layer needs "
+                    "whole sequences; use a schedule without slices"
+                )
         if index == 0:
             del self._sequences[number]
 

@@ -1,0 +1,199 @@
+"""Models of the transformers library in slices: the cache that they read keys, values and states of earlier tokens from
+is, for every slice, its `Carry`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, cache_utils, masking_utils
+
+_KNOWN_LAYERS = (cache_utils.DynamicLayer, cache_utils.LinearAttentionLayer, cache_utils.DummyLayer)
+
+
+class SlicedCache(cache_utils.DynamicCache):
+    """The library's cache for one slice of a sequence, whose layers are those of the configuration."""
+
+    def __init__(self, config: Any, carry: Any) -> None:
+        super().__init__(config=config)
+        self._carry = carry
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        window = self._window(layer_idx)
+        return (
+            self._carry.append(("keys", layer_idx), key_states, key_states.dim() - 2, window),
+            self._carry.append(("values", layer_idx), value_states, value_states.dim() - 2, window),
+        )
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        return self._carry.append(("indexer", layer_idx), indexer_key_states, 1)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        before = self.get_conv_state(layer_idx, state_idx)
+        size = conv_kernel_size or conv_states.shape[-1]
+        if before is not None:
+            conv_states = torch.cat([before, conv_states], dim=-1)
+        kept = nn.functional.pad(conv_states[..., -size:], (max(0, size - conv_states.shape[-1]), 0))
+        self._carry.keep(("convolution", layer_idx, state_idx), kept)
+        return conv_states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._carry.state(("convolution", layer_idx, state_idx))
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        self._carry.keep(("recurrent", layer_idx, state_idx), recurrent_states)
+        return recurrent_states
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._carry.state(("recurrent", layer_idx, state_idx))
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self._carry.start > 0
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return True  # a slice of one token is not a step of decoding, which would write into states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._carry.start
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        window = self._window(layer_idx)
+        offset = 0 if window is None else max(0, self._carry.start - window + 1)
+        return self._carry.start - offset + query_length, offset
+
+    def _window(self, layer: int) -> int | None:
+        known: Any = self.layers[layer] if layer < len(self.layers) else None
+        return known.sliding_window if getattr(known, "is_sliding", False) else None
+
+
+def check_sliceable(model: Any) -> None:
+    """Raises ValueError where a model cannot take slices, naming what needs the whole sequence."""
+    name, config = type(model).__name__, model.config
+    if getattr(config, "is_encoder_decoder", False) or _cache_argument(model) is None:
+        raise _whole(f"{name} has no cache of earlier tokens that its forward reads")
+    if any(isinstance(kind, type) and issubclass(kind, cache_utils.Cache) for kind in _defined_beside(model)):
+        raise _whole(f"{name} keeps earlier tokens in a cache of its own")
+    if any(hasattr(module, "_setup_cache") for module in model.modules()):
+        raise _whole(f"{name} keeps states of earlier tokens in its layers")
+    for part, module in _own_layers(model):
+        if getattr(module, "is_causal", True) is False:
+            raise _whole(f"{part} of {name} attends to later tokens, too")
+        if not _goes_on(module):
+            raise _whole(f"{part} of {name} begins each forward with a new state")
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ValueError(
+            f"cut: {name} reads no cache with gradient checkpointing: call model.gradient_checkpointing_disable(), and "
+            "recompute by the schedule (StepOptions(recompute=...))"
+        )
+    for number, layer in enumerate(cache_utils.DynamicCache(config=config).layers):
+        if not isinstance(layer, _KNOWN_LAYERS):
+            raise _whole(f"layer {number} of {name} keeps earlier tokens in a {type(layer).__name__}")
+
+
+def arguments_of_slice(model: Any, side: dict[str, Any], carry: Any) -> dict[str, Any]:
+    """The side inputs of a slice with its cache, and with a mask of all tokens so far. Raises ValueError for masks of
+    another shape."""
+    cache = SlicedCache(model.config, carry)
+    argument = _cache_argument(model)
+    found = {**side, "use_cache": True, str(argument): cache}
+    mask, positions = side.get("attention_mask"), side.get("position_ids")
+    if argument == "cache_params":  # layers with states alone, which take the mask of the slice, and no positions
+        return found
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            raise ValueError(
+                "cut: attention_mask must be [rows, tokens] in a schedule with slices, with 0 for padding; got "
+                f"{list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}"
+            )
+        found["attention_mask"] = carry.append("attention_mask", mask, 1)
+    elif positions is not None and positions.dim() == 2 and _heeds_packing(model):
+        packed = masking_utils.find_packed_sequence_indices(carry.append("position_ids", positions, 1))
+        if packed is not None:
+            found["attention_mask"] = _packed_masks(model, packed, positions, cache)
+    if positions is None and "position_ids" in inspect.signature(model.forward).parameters and not _counts(model):
+        found["position_ids"] = torch.arange(carry.start, carry.end, device=model.device)[None]
+    return found
+
+
+def check_used(model: Any, carry: Any) -> None:
+    """Raises ValueError where a layer has not used the cache, and so has seen nothing of earlier slices."""
+    numbers = {module.layer_idx: name for name, module in _own_layers(model)}
+    used = {key[1] for key in carry.keys if isinstance(key, tuple)}
+    for number, layer in enumerate(cache_utils.DynamicCache(config=model.config).layers):
+        if number in numbers and number not in used and not isinstance(layer, cache_utils.DummyLayer):
+            raise _whole(f"{numbers[number]} of {type(model).__name__} reads nothing of earlier slices from the cache")
+
+
+def _packed_masks(model: Any, packed: Tensor, positions: Tensor, cache: SlicedCache) -> Any:
+    """Masks in which each token sees those of its own sequence among those packed into its row, as numbered."""
+    kind = model.config._attn_implementation
+    if kind not in ("eager", "sdpa"):
+        raise ValueError(
+            "cut: packed rows in slices need attn_implementation 'sdpa' or 'eager', whose masks say what a token sees; "
+            f"got {kind!r}"
+        )
+
+    def same(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return packed[batch, query] == packed[batch, key]
+
+    like = torch.empty((*positions.shape, 1), dtype=model.dtype, device=positions.device)
+    return masking_utils.create_masks_for_generate(
+        config=model.config,
+        inputs_embeds=like,
+        attention_mask=None,
+        past_key_values=cache,
+        position_ids=positions,
+        and_mask_function=same,
+    )
+
+
+def _heeds_packing(model: Any) -> bool:
+    """Whether the model makes its masks with positions, which begin anew with each sequence packed into a row; others
+    let a token see those of other sequences. Told by the names that its forward calls with."""
+    names = [each for code in _forwards(model) for each in code.co_consts if isinstance(each, tuple)]
+    return any({"config", "past_key_values", "position_ids"} <= {*each} for each in names)
+
+
+def _defined_beside(model: Any) -> list[Any]:
+    """What the file that defines a model defines besides."""
+    file = type(model).__module__
+    return [each for each in vars(sys.modules[file]).values() if getattr(each, "__module__", None) == file]
+
+
+def _counts(model: Any) -> bool:
+    """Whether its forward asks the cache for the positions of a slice; else they would begin anew with each."""
+    return any("get_seq_length" in code.co_names for code in _forwards(model))
+
+
+def _forwards(model: Any) -> list[Any]:
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [inspect.unwrap(type(module).forward).__code__ for module in models]
+
+
+def _goes_on(module: nn.Module) -> bool:
+    """Whether a recurrent layer, which reads a state, begins there; those of the library hand it on by this name."""
+    code = inspect.unwrap(type(module).forward).__code__
+    names = {name for each in code.co_consts if isinstance(each, tuple) for name in each}
+    return "get_recurrent_state" not in code.co_names or bool(names & {"initial_state", "initial_states"})
+
+
+def _cache_argument(model: Any) -> str | None:
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in ("past_key_values", "cache_params") if name in parameters), None)
+
+
+def _own_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """The modules of this chunk that have a number among the layers."""
+    modules = [each for each in model.named_modules() if isinstance(getattr(each[1], "layer_idx", None), int)]
+    return [(name, module) for name, module in modules if not getattr(module, "held_elsewhere", False)]
+
+
+def _whole(why: str) -> ValueError:
+    return ValueError(f"cut: {why}; it needs whole sequences: use a schedule without slices")
