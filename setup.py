@@ -52,7 +52,7 @@ class FreshBuild(build):
 
 
 class LoudBuild(build_ext):
-    """build_ext that builds the CUDA kernels with ninja, and whose errors say how to do without.
+    """build_ext that builds the CUDA kernels, too, and whose errors say how to do without.
 
     What was built before of the same sources is copied: setuptools would compile it anew for each editable install.
     """

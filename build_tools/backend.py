@@ -12,7 +12,7 @@ from setuptools.build_meta import *  # noqa: F403
 
 from build_tools import decision
 
-CUDA_REQUIREMENTS = ["nvidia-cutlass==4.2.*", "ninja>=1.11"]
+CUDA_REQUIREMENTS = ["nvidia-cutlass==4.2.*"]
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Compiles csrc/cuda_* with nvcc, ninja driving, and links zbkern._cuda.
+"""Compiles csrc/cuda_* with nvcc and links zbkern._cuda.
 
 An object is named by a hash of everything that made it: its source, the headers beside it, the flags, nvcc and the
 CUTLASS headers. What is in the cache is not compiled again, in whichever checkout or build it was made. The
@@ -12,14 +12,13 @@ import importlib.util
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sysconfig
-import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_tools.decision import Decision, Machine, decide
+from build_tools.decision import Machine, decide
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "csrc"
@@ -27,7 +26,7 @@ CACHE = ROOT / "build" / "cuda"
 REPORT = ROOT / "build" / "cuda_report.txt"
 
 # asserts would serialise wgmma; -Xptxas -v makes the report
-FLAGS = "-std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr -Xptxas -v"
+FLAGS = "-std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr -gencode arch=compute_90a,code=sm_90a -Xptxas -v"
 HOST_FLAGS = "-std=c++17 -O2"
 LIBRARY_FLAGS = ("-Xcompiler", "-fPIC,-fvisibility=hidden")
 
@@ -60,7 +59,7 @@ def build(target: Path, machine: Machine) -> None:
     """Makes the extension module `target`. Raises RuntimeError with the failing command and the compiler's words."""
     assert machine.nvcc is not None
     toolkit = find_toolkit(machine.nvcc, machine.cuda)
-    objects = compile_objects(toolkit, decide(machine), cache_folder(machine))
+    objects = compile_objects(toolkit, decide(machine).jobs, cache_folder(machine))
     target.parent.mkdir(parents=True, exist_ok=True)
     _run([toolkit.nvcc, "-shared", "-cudart", "static", "-o", str(target), *map(str, objects)], "linking")
     reports = [path.with_suffix(".txt").read_text() for path in objects]
@@ -72,18 +71,18 @@ def cache_folder(machine: Machine) -> Path:
     return Path(machine.environment.get("ZBKERN_BUILD_CACHE") or CACHE)
 
 
-def compile_objects(toolkit: Toolkit, decision: Decision, cache: Path) -> list[Path]:
-    """The objects of every source, compiled where the cache lacks them."""
+def compile_objects(toolkit: Toolkit, jobs: int, cache: Path) -> list[Path]:
+    """The objects of every source, compiled where the cache lacks them, so many at a time."""
     cache.mkdir(parents=True, exist_ok=True)
     commands, interpreter = {}, this_interpreter()
     for source in sources():
-        command = [toolkit.nvcc, *flags(source, toolkit, decision.architectures, interpreter), "-c", str(source)]
+        command = [toolkit.nvcc, *flags(source, toolkit, interpreter), "-c", str(source)]
         commands[cache / f"{source.stem}-{content_hash(source, command, toolkit, interpreter)}.o"] = command
     missing = {path: command for path, command in commands.items() if not path.exists()}
     if missing:
-        names = ", ".join(decision.architectures)
-        tell(f"zbkern: compiling {len(missing)} CUDA sources for {names}, which takes minutes; {HOW_TO_SKIP}")
-        _compile(missing, decision.jobs, cache)
+        tell(f"zbkern: compiling {len(missing)} CUDA sources, which takes minutes; {HOW_TO_SKIP}")
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(_compile, missing, missing.values()))
     return list(commands)
 
 
@@ -97,9 +96,8 @@ def tell(line: str, terminal: str = "/dev/tty") -> None:
 
 
 def sources() -> list[Path]:
-    """What is compiled, in this order: those for Hopper take the longest."""
-    found = [path for path in SOURCES.glob("cuda_*") if path.suffix in (".cu", ".cpp")]
-    return sorted(found, key=lambda path: (not path.stem.endswith("_sm90"), path))
+    """What is compiled, in this order: kernels take the longest."""
+    return [*sorted(SOURCES.glob("cuda_*.cu")), *sorted(SOURCES.glob("cuda_*.cpp"))]
 
 
 def with_headers(source: Path) -> list[Path]:
@@ -127,13 +125,12 @@ def content_hash(source: Path, command: list[str], toolkit: Toolkit, interpreter
     return hash_of(*texts, " ".join(words).encode(), " ".join(map(str, versions)).encode())
 
 
-def flags(source: Path, toolkit: Toolkit, architectures: tuple[str, ...], interpreter: Interpreter) -> list[str]:
+def flags(source: Path, toolkit: Toolkit, interpreter: Interpreter) -> list[str]:
     """Of the compiler for one source. Only bindings see Python; only kernels see CUTLASS."""
     if source.suffix == ".cpp":
         import pybind11
 
         built = {
-            "ZBKERN_ARCHITECTURES": " ".join(architectures),
             "ZBKERN_CUTLASS_VERSION": toolkit.cutlass_version,
             "ZBKERN_SOURCES_HASH": sources_hash(),
         }
@@ -143,26 +140,7 @@ def flags(source: Path, toolkit: Toolkit, architectures: tuple[str, ...], interp
             *(f"-D{name}={_quoted(value)}" for name, value in built.items()),
             *(f"-I{path}" for path in (SOURCES, pybind11.get_include(), interpreter.include)),
         ]
-    return [*FLAGS.split(), *LIBRARY_FLAGS, *code_flags(source, architectures), f"-I{SOURCES}", f"-I{toolkit.cutlass}"]
-
-
-def code_flags(source: Path, architectures: tuple[str, ...]) -> list[str]:
-    """The -gencode of a source. What ends in _sm90 is compiled for 9.0a alone, what ends in _sm80 for the others."""
-    hopper = tuple(name for name in architectures if name.startswith("9.0a"))
-    chosen = architectures
-    if source.stem.endswith("_sm90"):
-        if not hopper:  # the functions are there and say that they are not
-            return ["-DZBKERN_NO_SM90", *code_flags(source.with_stem("stub"), architectures[:1])]
-        chosen = hopper
-    elif source.stem.endswith("_sm80"):
-        chosen = tuple(name for name in architectures if name not in hopper) or hopper
-    options = []
-    for name in chosen:
-        number = re.sub(r"\.|\+PTX", "", name)
-        codes = [] if name == "9.0+PTX" else [f"sm_{number}"]  # for which there is 9.0a
-        codes += [f"compute_{number}"] if name.endswith("+PTX") else []
-        options += ["-gencode", f"arch=compute_{number},code=[{','.join(codes)}]"]
-    return options
+    return [*FLAGS.split(), *LIBRARY_FLAGS, f"-I{SOURCES}", f"-I{toolkit.cutlass}"]
 
 
 def find_toolkit(nvcc: str, cuda: tuple[int, int]) -> Toolkit:
@@ -170,7 +148,7 @@ def find_toolkit(nvcc: str, cuda: tuple[int, int]) -> Toolkit:
     found = importlib.util.find_spec("cutlass_library")
     if found is None or found.origin is None:
         raise RuntimeError(
-            "the CUDA kernels need the CUTLASS headers at build time: pip install 'nvidia-cutlass==4.2.*' ninja "
+            "the CUDA kernels need the CUTLASS headers at build time: pip install 'nvidia-cutlass==4.2.*' "
             f"(pip does so itself without --no-build-isolation); {HOW_TO_SKIP}"
         )
     folder = Path(found.origin).parent / "source" / "include"
@@ -179,48 +157,23 @@ def find_toolkit(nvcc: str, cuda: tuple[int, int]) -> Toolkit:
     return Toolkit(nvcc, f"{cuda[0]}.{cuda[1]}", folder, ".".join(numbers))
 
 
-def _compile(commands: dict[Path, list[str]], jobs: int, cache: Path) -> None:
-    """Runs the commands under ninja. An object appears under its name only when it is whole."""
-    ninja = shutil.which("ninja") or _packaged_ninja()
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        lines = [
-            "rule compile",
-            "  command = $line > $out.txt 2>&1 || { cat $out.txt; exit 1; }",
-            "  description = $name",
-        ]
-        for path, command in commands.items():
-            line = shlex.join([*command, "-o", path.name]).replace("$", "$$")
-            lines += [f"build {path.name}: compile", f"  line = {line}", f"  name = nvcc {path.stem}"]
-        Path(folder, "build.ninja").write_text("\n".join(lines) + "\n")
-        try:
-            _run([ninja, "-C", folder, "-j", str(jobs)], "compiling the CUDA kernels")
-        finally:  # what did compile is kept
-            for path in (path for path in commands if Path(folder, path.name).exists()):
-                os.replace(Path(folder, f"{path.name}.txt"), path.with_suffix(".txt"))
-                os.replace(Path(folder, path.name), path)
+def _compile(path: Path, command: list[str]) -> None:
+    """Makes an object, which appears under its name only when it is whole, and the report beside it."""
+    part = path.with_suffix(f".{os.getpid()}")
+    path.with_suffix(".txt").write_text(_run([*command, "-o", str(part)], "compiling the CUDA kernels"))
+    os.replace(part, path)
+    print(f"nvcc {path.stem}", flush=True)  # pip shows it with -v
 
 
-def _packaged_ninja() -> str:
-    try:
-        import ninja
-    except ImportError as error:
-        raise RuntimeError(f"the CUDA kernels are built with ninja: pip install ninja; {HOW_TO_SKIP}") from error
-    return str(Path(ninja.BIN_DIR) / "ninja")
-
-
-def _run(command: list[str], doing: str) -> None:
-    said = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            said.append(line)
-            if line.startswith("["):  # ninja's progress, which pip shows with -v
-                print(line, end="", flush=True)
+def _run(command: list[str], doing: str) -> str:
+    """What the command says. Raises RuntimeError with it where the command fails."""
+    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if process.returncode:
         raise RuntimeError(
             f"{doing} failed: exit code {process.returncode}\n  command: {shlex.join(command)}\n"
-            f"{''.join(said)[-20000:]}\n  {HOW_TO_SKIP}"
+            f"{process.stdout[-20000:]}\n  {HOW_TO_SKIP}"
         )
+    return process.stdout
 
 
 def hash_of(*parts: bytes) -> str:

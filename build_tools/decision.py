@@ -15,22 +15,8 @@ from pathlib import Path
 MODES = ("auto", "cpu", "cuda", "off")
 PARTS = ("planner", "cuda")
 
-DEFAULT_ARCHITECTURES = ("8.0", "9.0a", "10.0")
-"""Where no GPU is visible: A100, H100 and B200, and their kin of the same major number."""
-
-NAMED = {  # by torch
-    "Volta": "7.0",
-    "Turing": "7.5",
-    "Ampere+Tegra": "8.7",
-    "Ampere": "8.0;8.6+PTX",
-    "Ada": "8.9+PTX",
-    "Hopper": "9.0+PTX",
-    "Blackwell+Tegra": "11.0",
-    "Blackwell": "10.0;10.3;12.0;12.1+PTX",
-}
-
 OLDEST_CUDA = (12, 1)  # whose kernels take more than 4 KB of parameters
-OLDEST_CUDA_OF_BLACKWELL = (12, 8)
+CAPABILITY = "9.0"  # what the CUDA kernels are written for: H100, H200 and their kin
 
 
 @dataclass(frozen=True)
@@ -51,10 +37,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Decision:
-    """parts: of PARTS. architectures: such as "9.0a" or "8.0+PTX". jobs: compilers that may run at a time."""
+    """parts: of PARTS. jobs: compilers that may run at a time."""
 
     parts: tuple[str, ...]
-    architectures: tuple[str, ...] = ()
     jobs: int = 1
 
 
@@ -69,11 +54,9 @@ def decide(machine: Machine) -> Decision:
     if mode == "cuda" and reason is not None:
         raise ValueError(f"ZBKERN_BUILD=cuda: {reason}; or build without the CUDA kernels: ZBKERN_BUILD=cpu")
     planner = ("planner",) if machine.compiler is not None else ()
-    jobs = jobs_at_a_time(machine.environment, machine.cores)
-    if mode == "cpu" or reason is not None:
-        return Decision(planner, (), jobs)
-    listed = machine.environment.get("TORCH_CUDA_ARCH_LIST", "")
-    return Decision((*planner, "cuda"), architectures(listed, machine.visible, machine.cuda), jobs)
+    useful = not machine.visible or CAPABILITY in machine.visible  # where no GPU is visible, for another machine
+    builds_cuda = mode == "cuda" or (mode == "auto" and reason is None and useful)
+    return Decision((*planner, "cuda") if builds_cuda else planner, jobs_at_a_time(machine.environment, machine.cores))
 
 
 def why_no_cuda(machine: Machine) -> str | None:
@@ -92,32 +75,6 @@ def why_no_cuda(machine: Machine) -> str | None:
     return None
 
 
-def architectures(listed: str, visible: Sequence[str], cuda: tuple[int, int]) -> tuple[str, ...]:
-    """What to compile for: TORCH_CUDA_ARCH_LIST if it is set, else the visible GPUs, else DEFAULT_ARCHITECTURES.
-
-    9.0 becomes 9.0a, whose code runs on every GPU of 9.0 and may use its tensor cores fully; with +PTX beside 9.0's
-    own, for 9.0a's is of no use to another GPU. What is older than 8.0 is left out: it has no bf16. Raises ValueError
-    for what is neither a number nor NAMED, and when nothing is left.
-    """
-    asked = listed
-    for name, numbers in NAMED.items():
-        listed = listed.replace(name, numbers)
-    default = [name for name in DEFAULT_ARCHITECTURES if name != "10.0" or cuda >= OLDEST_CUDA_OF_BLACKWELL]
-    names = re.split(r"[;,\s]+", listed.strip()) if listed.strip() else list(visible or default)
-    chosen = []
-    for name in filter(None, names):
-        match = re.fullmatch(r"(\d+)\.\d[af]?(\+PTX)?", name)
-        if match is None:
-            raise ValueError(f"TORCH_CUDA_ARCH_LIST must hold numbers such as '8.0;9.0a;10.0+PTX'; got {asked!r}")
-        if name in ("9.0", "9.0+PTX"):
-            chosen.append("9.0a")
-        if int(match[1]) >= 8 and name != "9.0":
-            chosen.append(name)
-    if not chosen:
-        raise ValueError(f"TORCH_CUDA_ARCH_LIST: the CUDA kernels need 8.0 or later; got {', '.join(names)}")
-    return tuple(sorted(set(chosen), key=lambda name: ([int(number) for number in re.findall(r"\d+", name)], name)))
-
-
 def jobs_at_a_time(environment: Mapping[str, str], cores: int) -> int:
     """MAX_JOBS if it is set, else the number of cores."""
     asked = environment.get("MAX_JOBS", "")
@@ -134,7 +91,7 @@ def this_machine(environment: Mapping[str, str] = os.environ, platform: str = sy
     compiler = find_compiler(environment, platform)
     if nvcc is None:
         return Machine(environment, compiler, None, (), cores(), platform)
-    return Machine(environment, compiler, nvcc, visible_architectures(), cores(), platform, cuda_version(nvcc))
+    return Machine(environment, compiler, nvcc, visible_capabilities(), cores(), platform, cuda_version(nvcc))
 
 
 def find_compiler(environment: Mapping[str, str], platform: str) -> str | None:
@@ -162,7 +119,7 @@ def cuda_version(nvcc: str) -> tuple[int, int]:
     return (int(release[1]), int(release[2])) if release is not None else (0, 0)
 
 
-def visible_architectures() -> tuple[str, ...]:
+def visible_capabilities() -> tuple[str, ...]:
     """Compute capabilities of the GPUs that the driver shows, each once; empty where there is no driver."""
     try:
         answer = subprocess.run(

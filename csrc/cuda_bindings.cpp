@@ -60,12 +60,10 @@ Kind kind_of(int number) {
 PYBIND11_MODULE(_cuda, module) {
   module.doc() = "zbkern's CUDA kernels, compiled. zbkern.kernels.cuda calls them with tensors.";
   module.attr("CUDA_VERSION") = py::int_(CUDART_VERSION);  // 13000 is 13.0
-  module.attr("ARCHITECTURES") = ZBKERN_ARCHITECTURES;
   module.attr("CUTLASS_VERSION") = ZBKERN_CUTLASS_VERSION;
   module.attr("SOURCES_HASH") = ZBKERN_SOURCES_HASH;
   module.attr("MAX_SEGMENTS") = kMaxSegments;
   module.attr("MAX_PRODUCTS") = kMaxProducts;
-  module.def("has_sm90", &has_sm90);
 
   module.def("choose_tile", &choose_tile, py::arg("n"), py::arg("k"), py::arg("sms"));
   module.def("count_tiles", &count_tiles, py::arg("n"), py::arg("k"), py::arg("tile_k"));
@@ -81,9 +79,9 @@ PYBIND11_MODULE(_cuda, module) {
   module.def(
       "wgrad",
       [](const py::sequence& products, int input, int dweight, int dbias, bool accumulate, int places, int max_tiles,
-         bool hopper, int device, std::uintptr_t stream, bool reduce) {
-        Wgrad task{{}, kind_of(input), kind_of(dweight), kind_of(dbias), accumulate, reduce,
-                   hopper, device, stream_of(stream)};
+         int device, std::uintptr_t stream, bool reduce) {
+        Wgrad task{{},         kind_of(input), kind_of(dweight), kind_of(dbias),
+                   accumulate, reduce,         device,           stream_of(stream)};
         for (const py::handle& product : products) task.products.push_back(product_from(product));
         validate(task);
         choose_grid(task, places, max_tiles);
@@ -91,6 +89,5 @@ PYBIND11_MODULE(_cuda, module) {
         wgrad(task);
       },
       py::arg("products"), py::arg("input"), py::arg("dweight"), py::arg("dbias"), py::arg("accumulate"),
-      py::arg("places"), py::arg("max_tiles"), py::arg("hopper"), py::arg("device"), py::arg("stream"),
-      py::arg("reduce"));
+      py::arg("places"), py::arg("max_tiles"), py::arg("device"), py::arg("stream"), py::arg("reduce"));
 }

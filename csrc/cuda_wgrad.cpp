@@ -74,9 +74,7 @@ int choose_blocks(std::int64_t tiles, int places, int max_tiles) {
 void choose_grid(Wgrad& task, int places, int max_tiles) {
   places = std::max(2, places);
   task.tile_k = 128;
-  if (task.hopper) {
-    for (const Product& product : task.products) task.tile_k = std::max(task.tile_k, choose_tile(product.n, product.k, places));
-  }
+  for (const Product& product : task.products) task.tile_k = std::max(task.tile_k, choose_tile(product.n, product.k, places));
   std::int64_t tiles = 0;
   for (const Product& product : task.products) tiles += count_tiles(product.n, product.k, task.tile_k);
   task.blocks = choose_blocks(tiles, places, max_tiles);
@@ -95,17 +93,10 @@ void validate(const Wgrad& task) {
     segments += product.segments.size();
   }
   if (segments > kMaxSegments) refuse("a launch takes at most " + std::to_string(kMaxSegments) + " segments");
-  if (task.hopper && !has_sm90()) refuse("this build has no code for 9.0a");
-  if (!task.hopper && task.products.size() > 1) refuse("only compute capability 9.0 takes several weights in a launch");
 }
 
 void wgrad(const Wgrad& task) {
-  const bool brain = task.input == Kind::bfloat16;
-  if (task.hopper) {
-    brain ? wgrad_bfloat16_sm90(task) : wgrad_float16_sm90(task);
-  } else {
-    brain ? wgrad_bfloat16_sm80(task) : wgrad_float16_sm80(task);
-  }
+  task.input == Kind::bfloat16 ? wgrad_bfloat16(task) : wgrad_float16(task);
 }
 
 }  // namespace zbkern

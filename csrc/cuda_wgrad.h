@@ -1,9 +1,42 @@
 // W: dweight [N, K] (+)= sum over segments of dy_i^T x_i, dbias [N] (+)= sum over segments and rows of dy_i.
+// Device memory is passed by address: no torch here, and no CUTLASS.
 #pragma once
 
-#include "cuda_common.h"
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#ifdef __CUDACC__
+#define ZBKERN_HOST_DEVICE __host__ __device__
+#else
+#define ZBKERN_HOST_DEVICE
+#endif
 
 namespace zbkern {
+
+enum class Kind { float32 = 0, bfloat16 = 1, float16 = 2 };
+
+inline int size_of(Kind kind) { return kind == Kind::float32 ? 4 : 2; }
+
+inline void check(cudaError_t status, const char* doing) {
+  if (status != cudaSuccess) {
+    cudaGetLastError();  // so that the next call does not report this error as its own
+    throw std::runtime_error(std::string("zbkern: ") + doing + ": " + cudaGetErrorString(status));
+  }
+}
+
+// Lets a kernel have that much shared memory, once a device (`done` has a bit for each): the call costs what a launch of
+// ours may not.
+inline void allow_shared_memory(const void* kernel, int bytes, int device, std::atomic<std::uint64_t>& done) {
+  const std::uint64_t bit = std::uint64_t{1} << (device % 64);
+  if (device < 64 && (done.load(std::memory_order_acquire) & bit)) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "allowing shared memory");
+  done.fetch_or(bit, std::memory_order_release);
+}
 
 struct Segment {            // one microbatch
   const void* x;            // [rows, K], rows x_stride elements apart
@@ -28,8 +61,7 @@ struct Wgrad {
   Kind dweight;             // input or float32
   Kind dbias;               // input or float32
   bool accumulate;          // add to the outputs, or overwrite them
-  bool reduce;              // on 9.0, stores that add to a float32 dweight do so in L2; else without effect
-  bool hopper;              // run the kernels for 9.0; else those for 8.0 and later, which take one product
+  bool reduce;              // stores that add to a float32 dweight do so in L2; else without effect
   int device;
   cudaStream_t stream;
   int tile_k = 0;           // columns of a tile of dweight: 128 or 256
@@ -62,7 +94,7 @@ void choose_grid(Wgrad& task, int places, int max_tiles);
 // Runs a valid task whose grid is chosen.
 void wgrad(const Wgrad& task);
 
-// Columns of a tile, 128 or 256, for one weight on that many SMs of 9.0.
+// Columns of a tile, 128 or 256, for one weight on that many SMs.
 int choose_tile(std::int64_t n, std::int64_t k, int sms);
 
 // Tiles of one weight; blocks come in pairs, so their rows are even.
@@ -72,10 +104,7 @@ std::int64_t count_tiles(std::int64_t n, std::int64_t k, int tile_k);
 // max_tiles tiles (0: any number), so that a kernel beside it gets its SMs back soon. Even, for blocks come in pairs.
 int choose_blocks(std::int64_t tiles, int places, int max_tiles);
 
-bool has_sm90();  // compiled for 9.0a
-void wgrad_bfloat16_sm90(const Wgrad& task);
-void wgrad_float16_sm90(const Wgrad& task);
-void wgrad_bfloat16_sm80(const Wgrad& task);
-void wgrad_float16_sm80(const Wgrad& task);
+void wgrad_bfloat16(const Wgrad& task);
+void wgrad_float16(const Wgrad& task);
 
 }  // namespace zbkern

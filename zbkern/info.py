@@ -102,7 +102,7 @@ def _cuda_kernels() -> str:
     except ImportError as error:
         return f"built, but they do not load: {error}; install zbkern again"
     version = f"{built.CUDA_VERSION // 1000}.{built.CUDA_VERSION % 1000 // 10}"
-    return f"built with CUDA {version} and CUTLASS {built.CUTLASS_VERSION} for {built.ARCHITECTURES.replace(' ', ', ')}"
+    return f"built with CUDA {version} and CUTLASS {built.CUTLASS_VERSION} for compute capability 9.0"
 
 
 def _version(package: str) -> str | None:

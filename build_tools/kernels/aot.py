@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
-import inspect
 import json
 import multiprocessing
 import os
@@ -21,11 +19,9 @@ from typing import Any
 from build_tools.kernels import sass as triton_sass
 from build_tools.kernels.jobs import compile_job
 from build_tools.kernels.launches import Named
+from zbkern.kernels.tiles import SHARED_MEMORY
 
 CAPABILITIES = (80, 90, 100)
-
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes that one block may use (CUDA programming guide, technical specifications per compute capability)."""
 
 TENSOR_MEMORY = 512
 """Columns of an SM's tensor memory, from 10.0 on. For a kernel that asks for more Triton writes an empty one."""
@@ -76,8 +72,9 @@ class Report:
         found = []
         if self.stack:
             found.append(f"spills: {self.stack} bytes of stack per thread")
-        if self.shared > SHARED_MEMORY[self.capability]:
-            found.append(f"{self.shared} bytes of shared memory, more than {SHARED_MEMORY[self.capability]}")
+        limit = 1024 * SHARED_MEMORY[self.capability]
+        if self.shared > limit:
+            found.append(f"{self.shared} bytes of shared memory, more than {limit}")
         if self.tensor_memory > TENSOR_MEMORY:
             found.append(f"{self.tensor_memory} columns of tensor memory, more than {TENSOR_MEMORY}")
         product = _PRODUCTS[self.capability]
@@ -91,7 +88,7 @@ class Report:
         return found + ([] if self.code is None else self._faults_of(self.code))
 
     def _faults_of(self, code: triton_sass.Findings) -> list[str]:
-        found = list(code.hazards)
+        found = []
         if code.products and code.alone == code.products:
             found.append(f"waits for each of its {code.products} products before the next")
         if self.aligned and code.narrow > NARROW_ACCESSES:
@@ -139,22 +136,15 @@ def _report_of(found: dict[str, Any]) -> Report:
 def _key(named: Named) -> str:
     """Of everything that a report depends on: the kernel's source, Triton, what is compiled in, and these files."""
     from triton.compiler import make_backend
+    from triton.runtime.cache import triton_key
 
     job = named.job
     backend = make_backend(job.target)
     words = (
-        *(_triton_key(), job.source().hash(), backend.hash(), backend.parse_options(job.options).hash()),
+        *(triton_key(), job.source().hash(), backend.hash(), backend.parse_options(job.options).hash()),
         *(job.kernel, named.name, named.aligned, _digest_of_scan(), triton_sass.disassembler() is None),
     )
     return hashlib.sha256(repr(words).encode()).hexdigest()
-
-
-def _triton_key() -> str:
-    for module in ("triton.runtime.cache", "triton.compiler.compiler"):  # where 3.6 has it, and 3.4
-        found = getattr(importlib.import_module(module), "triton_key", None)
-        if found is not None:
-            return found()
-    raise RuntimeError("aot: this Triton has no triton_key, by which its cache is keyed")
 
 
 _INSTRUCTIONS = {
@@ -220,8 +210,7 @@ def _ptxas_log(ptx: str, capability: int) -> str:
         file.write(ptx)
         file.flush()
         architecture = f"--gpu-name={sm_arch_from_capability(capability)}"
-        tool = get_ptxas(capability) if inspect.signature(get_ptxas).parameters else get_ptxas()  # Triton 3.4 has one
-        command = [tool.path, "-lineinfo", "-v", architecture, file.name, "-o", "/dev/null"]
+        command = [get_ptxas(capability).path, "-lineinfo", "-v", architecture, file.name, "-o", "/dev/null"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 

@@ -1,37 +1,36 @@
 """What the machine code of a kernel says that its PTX does not: a scan of nvdisasm's listing.
 
-Of Hopper's asynchronous products (HGMMA, of 8 bits QGMMA and IGMMA) it finds registers that are touched while a product
-may still use them, and products that are waited for one by one; of all kernels accesses to memory of one or two bytes,
-and the size of loops.
+Of Hopper's asynchronous products (HGMMA, of 8 bits QGMMA and IGMMA) it counts those that are waited for one by one; of
+all kernels accesses to memory of one or two bytes, and the size of loops.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 
 @dataclass(frozen=True)
 class Findings:
-    """hazards: instructions that touch registers of a product in flight. products: such instructions; alone: how many
-    of them the kernel waits for before it issues the next. narrow: global loads and stores of one or two bytes, and
-    accesses: of all sizes. bytes: of code; loop: of the longest loop, with the loops in it.
+    """products: asynchronous ones; alone: how many of them the kernel waits for before it issues the next. narrow:
+    global loads and stores of one or two bytes, and accesses: of all sizes. loop: bytes of the largest loop, with the
+    loops in it.
     """
 
-    hazards: list[str]
     products: int
     alone: int
     narrow: int
     accesses: int
-    bytes: int
     loop: int
 
 
@@ -42,7 +41,12 @@ class Instruction(NamedTuple):
     opcode: str
     operands: tuple[str, ...]
     label: str
-    text: str
+
+    @property
+    def ends(self) -> bool:
+        """Whether what stands behind it does not run after it."""
+        leaves = self.opcode.startswith(("EXIT", "RET")) or (self.opcode == "BRA" and len(self.operands) == 1)
+        return leaves and not self.guard
 
 
 class Code(NamedTuple):
@@ -82,13 +86,11 @@ def scan(listing: str) -> Findings:
     code = parse(listing)
     memory = [i.opcode for i in code.instructions if re.match(r"(LDG|STG|LDGSTS|ATOMG|RED|REDG)\b", i.opcode)]
     return Findings(
-        hazards=list(hazards(code)),
         products=sum(i.opcode.startswith(_PRODUCTS) for i in code.instructions),
         alone=_alone(code.instructions),
         narrow=sum(bool(re.search(r"\.[US](8|16)\b", opcode)) for opcode in memory),
         accesses=len(memory),
-        bytes=_BYTES * len(code.instructions),
-        loop=_BYTES * max(map(len, _loops(code)), default=0),
+        loop=_BYTES * _largest_loop(code),
     )
 
 
@@ -112,8 +114,7 @@ def parse(listing: str) -> Code:
         guard, opcode, rest = found.groups()
         target = re.search(r"`\((\.L_\w+)\)", rest)
         operands = tuple(operand.strip() for operand in rest.split(",")) if rest else ()
-        text = f"{opcode} {rest}".strip()
-        instructions.append(Instruction(guard or "", opcode, operands, target[1] if target else "", text))
+        instructions.append(Instruction(guard or "", opcode, operands, target[1] if target else ""))
     return Code(instructions, labels)
 
 
@@ -123,164 +124,28 @@ def _alone(instructions: Sequence[Instruction]) -> int:
     for instruction in instructions:
         if instruction.opcode.startswith(_PRODUCTS):
             issued = True
-        elif _waits_for(instruction) == 0 and issued:
+        elif issued and instruction.opcode.startswith("WARPGROUP.DEPBAR") and int(instruction.operands[1], 16) == 0:
             count, issued = count + 1, False
     return count
 
 
-def _waits_for(instruction: Instruction) -> int | None:
-    """How many groups of products may be under way behind it; None where it is no wait."""
-    if not instruction.opcode.startswith("WARPGROUP.DEPBAR"):
-        return None
-    return int(instruction.operands[1], 16)
-
-
-class _Group(NamedTuple):
-    """Registers of products that are waited for together: the factors that they read, the sums that they write."""
-
-    factors: frozenset[int] = frozenset()
-    sums: frozenset[int] = frozenset()
-
-
-_MOST_GROUPS = 8
-"""No wait leaves more under way (its operand has three bits). Older ones count as one, so that a walk through a loop
-without waits ends."""
-
-_State = tuple[tuple[_Group, ...], _Group]  # groups that are under way, oldest first, and the one that still grows
-
-
-def hazards(code: Code) -> Iterator[str]:
-    """Instructions that on some path touch registers of a product that has not been waited for: they write a factor, or
-    read or write a sum. (Products may follow each other into the same sum.)"""
-    starts = set(code.labels.values())
-    reported: set[int] = set()
-    seen: set[tuple[int, _State]] = set()
-    pending: list[tuple[int, _State]] = [(0, ((), _Group()))]
-    while pending:
-        at, state = pending.pop()
-        while True:
-            if at in starts:
-                if (at, state) in seen:
-                    break
-                seen.add((at, state))
-            instruction = code.instructions[at]
-            problem = _problem(instruction, state) if any(state[0]) or any(state[1]) else None
-            if problem is not None and at not in reported:
-                reported.add(at)
-                yield f"{instruction.text[:80]}: {problem}"
-            state = _after(instruction, state)
-            following = _next(code, at)
-            if not following:
-                break
-            pending += [(other, state) for other in following[1:]]
-            at = following[0]
-
-
-def _after(instruction: Instruction, state: _State) -> _State:
-    """What is under way behind an instruction."""
-    groups, current = state
-    if instruction.opcode.startswith(_PRODUCTS):
-        factors, sums = _product(instruction)
-        current = _Group(current.factors | factors, current.sums | sums)
-        if "gsb0" not in instruction.operands[-1]:
-            return groups, current
-        groups = (*groups, current)
-        if len(groups) > _MOST_GROUPS:
-            oldest, second, *rest = groups
-            groups = (_Group(oldest.factors | second.factors, oldest.sums | second.sums), *rest)
-        return groups, _Group()
-    allowed = _waits_for(instruction)
-    if allowed is not None:
-        return groups[len(groups) - allowed :] if allowed else (), current
-    return state
-
-
-def _problem(instruction: Instruction, state: _State) -> str | None:
-    groups, current = state
-    factors = current.factors.union(*(group.factors for group in groups))
-    sums = current.sums.union(*(group.sums for group in groups))
-    if instruction.opcode.startswith(_PRODUCTS):
-        own, result = _product(instruction)
-        touched = {"overwrites a factor": result & factors, "reads a sum as its factor": own & sums}
-    else:
-        used = frozenset(int(number) for number in re.findall(r"\bR(\d+)", instruction.text))
-        touched = {"overwrites a factor": _written(instruction) & factors, "uses a sum": used & sums}
-    found = [f"{what} (R{min(registers)})" for what, registers in touched.items() if registers]
-    return f"{' and '.join(found)} of a product that may be under way" if found else None
-
-
-def _product(instruction: Instruction) -> tuple[frozenset[int], frozenset[int]]:
-    """(registers of the left factor, of the sum in float32) of a product."""
-    columns = re.match(r"[HQI]GMMA\.(?:\w+\.)*?64x(\d+)x", instruction.opcode)
-    assert columns, instruction.text
-    return _registers(instruction.operands[1], 4), _registers(instruction.operands[0], int(columns[1]) // 2)
-
-
-# Opcodes whose first register is read, not written.
-_READERS = ("ST", "RED", "BAR", "BRA", "BRX", "UTMA", "MEMBAR", "FENCE", "SYNCS", "R2UR", "ISETP", "FSETP", "WARPSYNC")
-
-
-def _written(instruction: Instruction) -> frozenset[int]:
-    """The registers that it writes."""
-    opcode = instruction.opcode
-    if opcode.startswith(_READERS):
-        return frozenset()
-    count = 4 if ".128" in opcode else 2 if re.search(r"\.(WIDE|64)\b", opcode) or opcode == "CS2R" else 1
-    if opcode.startswith("LDSM"):
-        count = {"4": 4, "2": 2}.get(opcode.rpartition(".")[2], 1)
-    results = [operand for operand in instruction.operands if not re.match(r"!?U?P[T\d]", operand)]
-    return _registers(results[0], count) if results else frozenset()
-
-
-def _registers(operand: str, count: int) -> frozenset[int]:
-    found = re.match(r"R(\d+)", operand)
-    return frozenset(range(int(found[1]), int(found[1]) + count)) if found else frozenset()
-
-
-def _loops(code: Code) -> Iterator[list[int]]:
-    """The instructions of every loop, those of loops in loops included: what can reach itself (Tarjan's components)."""
-    number: dict[int, int] = {}
-    lowest: dict[int, int] = {}
-    stack: list[int] = []
-    on_stack: set[int] = set()
-    for root in range(len(code.instructions)):
-        if root in number:
-            continue
-        walk: list[tuple[int, Iterator[int]]] = [(root, iter(_next(code, root)))]
-        number[root] = lowest[root] = len(number)
-        stack.append(root)
-        on_stack.add(root)
-        while walk:
-            at, following = walk[-1]
-            after = next(following, None)
-            if after is None:
-                walk.pop()
-                if walk:
-                    lowest[walk[-1][0]] = min(lowest[walk[-1][0]], lowest[at])
-                if lowest[at] == number[at]:
-                    members = [stack.pop()]
-                    while members[-1] != at:
-                        members.append(stack.pop())
-                    on_stack.difference_update(members)
-                    if len(members) > 1 or at in _next(code, at):
-                        yield sorted(members)
-            elif after not in number:
-                number[after] = lowest[after] = len(number)
-                stack.append(after)
-                on_stack.add(after)
-                walk.append((after, iter(_next(code, after))))
-            elif after in on_stack:
-                lowest[at] = min(lowest[at], number[after])
-
-
-def _next(code: Code, at: int) -> list[int]:
-    """What may run after an instruction."""
-    instruction = code.instructions[at]
-    if instruction.opcode.startswith(("EXIT", "RET")) and not instruction.guard:
-        return []
-    found = [at + 1] if at + 1 < len(code.instructions) else []
-    if instruction.label in code.labels and instruction.opcode.startswith(("BRA", "CALL")):
-        if instruction.opcode == "BRA" and not instruction.guard and len(instruction.operands) == 1:
-            found = []
-        found.append(code.labels[instruction.label])
-    return found
+def _largest_loop(code: Code) -> int:
+    """Instructions of the largest loop: of the pieces that run from end to end, those that reach each other."""
+    instructions = code.instructions
+    behind = {i + 1 for i, instruction in enumerate(instructions) if instruction.label or instruction.ends}
+    starts = sorted({0, *code.labels.values(), *behind} - {len(instructions)})
+    sizes = [end - start for start, end in pairwise([*starts, len(instructions)])]
+    place = {start: i for i, start in enumerate(starts)}
+    reached = []  # by piece: a bit for every piece that may run after it
+    for start, size in zip(starts, sizes, strict=True):
+        last = instructions[start + size - 1]
+        following = [] if last.ends else [start + size]
+        if last.label in code.labels and last.opcode.startswith(("BRA", "CALL")):
+            following.append(code.labels[last.label])
+        reached.append(sum(1 << place[at] for at in {*following} if at in place))
+    count = len(starts)
+    for through, i in itertools.product(range(count), repeat=2):
+        if reached[i] >> through & 1:
+            reached[i] |= reached[through]
+    loops = ([j for j in range(count) if reached[i] >> j & reached[j] >> i & 1] for i in range(count))
+    return max(sum(sizes[j] for j in loop) for loop in loops)

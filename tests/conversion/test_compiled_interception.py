@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import zbkern
 from tests.conversion.test_interception import CASES, pair
 from tests.ops.test_compile import needs_compiler
-from tests.support.deferred import backward, deferred
+from tests.support.deferred import backward, check, compiled, deferred
 from zbkern import testing
 
 SEPARABLE = [
@@ -48,12 +48,6 @@ OVERLAPPING = {
     "unfold": ({"w": (12,)}, lambda p, x: x @ p["w"].unfold(0, 8, 1).t()),
 }
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-
-
-def compiled(module: nn.Module, **options: object) -> nn.Module:
-    torch._dynamo.reset()
-    counters.clear()
-    return torch.compile(module, **{"backend": "aot_eager", "fullgraph": True, **options})
 
 
 class Experts(nn.Module):
@@ -108,10 +102,8 @@ def test_grouped_products_of_a_dtype_that_torch_does_not_compile() -> None:
 
     module, twin = pair({"w": (3, 16, 8), "v": (3, 16, 8)}, compute, torch.float32)
     graph = compiled(twin)
-    queue = deferred(torch.compile(module, backend="aot_eager", fullgraph=True), graph, [torch.randn(6, 8)], 1e-5)
-    assert all(p.grad is None for p in twin.parameters())
-    assert queue.run() == 2
-    testing.assert_same_gradients(twin, module, tolerance=1e-5)
+    module.compile(backend="aot_eager", fullgraph=True)
+    assert check(module, twin, [torch.randn(6, 8)], 1e-5, graph) == 2
 
 
 @pytest.mark.skipif(OLD, reason="torch 2.8 has no product of groups on the CPU")
@@ -131,10 +123,8 @@ def test_grouped_products_in_bfloat16(of: ModuleType, cast: bool) -> None:
     shapes = {"w1": (3, 16, 8), "w2": (3, 8, 16), "w3": (3, 16, 8)}
     module, twin = pair(shapes, compute, torch.float32 if cast else torch.bfloat16)
     graph = compiled(twin)
-    queue = deferred(module, graph, [torch.randn(6, 8, dtype=torch.float32 if cast else torch.bfloat16)], 3e-2)
-    assert all(p.grad is None for p in twin.parameters())
-    assert queue.run() == 3
-    testing.assert_same_gradients(twin, module, tolerance=3e-2)
+    x = torch.randn(6, 8, dtype=torch.float32 if cast else torch.bfloat16)
+    assert check(module, twin, [x], 3e-2, graph) == 3
 
 
 class LoopOverExperts(Experts):
@@ -155,10 +145,7 @@ def test_a_loop_over_experts_waits_as_it_does_uncompiled() -> None:
     module = nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), LoopOverExperts())
     twin = zbkern.convert(copy.deepcopy(module))
     graph = compiled(twin, fullgraph=False)
-    queue = deferred(module, graph, torch.randn(2, 6, 8, dtype=torch.float64), 1e-10)
-    assert all(p.grad is None for p in twin.parameters())
-    queue.run()
-    testing.assert_same_gradients(twin, module, tolerance=1e-10)
+    check(module, twin, torch.randn(2, 6, 8, dtype=torch.float64), 1e-10, forward=graph)
 
 
 @pytest.mark.parametrize("options", [{}, {"dynamic": True}])
@@ -189,10 +176,7 @@ def test_inductor(dtype: torch.dtype) -> None:
     twin = zbkern.convert(copy.deepcopy(module))
     graph = compiled(twin, backend="inductor")
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        queue = deferred(module, graph, torch.randn(2, 6, 8), TOLERANCES[dtype])
-    assert all(p.grad is None for p in twin.parameters())
-    assert queue.run() == 2 * 3
-    testing.assert_same_gradients(twin, module, tolerance=TOLERANCES[dtype])
+        assert check(module, twin, torch.randn(2, 6, 8), TOLERANCES[dtype], graph) == 2 * 3
 
 
 @pytest.mark.parametrize("deferred", [True, False])
@@ -213,9 +197,7 @@ def test_a_view_of_a_parameter_whose_gradient_lies_in_another_order(deferred: bo
 def test_views_whose_elements_share_memory_have_their_gradient_in_b(name: str) -> None:
     module, twin = pair(*OVERLAPPING[name], torch.float64)
     graph = compiled(twin)
-    queue = deferred(module, graph, [torch.randn(6, 8, dtype=torch.float64)], 1e-10)
-    assert queue.pending() == 0
-    testing.assert_same_gradients(twin, module, tolerance=1e-10)
+    assert check(module, twin, None, 1e-10, graph, waits=False) == 0
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -232,8 +214,7 @@ def test_blocks_compiled_in_place_before_and_after_conversion(before: bool) -> N
     x = torch.randn(6, 8, dtype=torch.float64)
     covered = zbkern.coverage(twin, lambda: twin(x).square().sum())
     assert covered.share == 1.0
-    deferred(module, twin, [x], 1e-10).run()
-    testing.assert_same_gradients(twin, module, tolerance=1e-10)
+    check(module, twin, [x], 1e-10, waits=False)
 
 
 def save_products(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -241,29 +222,15 @@ def save_products(context: object, operator: object, *args: object, **kwargs: ob
     return CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def test_a_selective_checkpoint_around_a_compiled_block() -> None:
-    module = Block()
-    twin = zbkern.convert(copy.deepcopy(module))
-    graph = compiled(twin)
-    contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
-    checkpointed = functools.partial(checkpoint, graph, use_reentrant=False, context_fn=contexts)
-    queue = deferred(module, checkpointed, [torch.randn(6, 8, dtype=torch.float64)], 1e-10)
-    assert all(p.grad is None for p in twin.parameters() if p.dim() > 1)
-    queue.run()
-    testing.assert_same_gradients(twin, module, tolerance=1e-10)
-
-
-@pytest.mark.parametrize("selective", [True, False])
-def test_a_checkpoint_within_what_is_compiled(selective: bool) -> None:
-    """As where a library wraps its blocks in checkpoints, then compiles them."""
+@pytest.mark.parametrize(("within", "selective"), [(True, True), (True, False), (False, True)])
+def test_a_checkpoint_within_or_around_what_is_compiled(within: bool, selective: bool) -> None:
+    """Within: as where a library wraps its blocks in checkpoints, then compiles them."""
     module = Block()
     twin = zbkern.convert(copy.deepcopy(module))
     contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
     options = {"context_fn": contexts} if selective else {}
-    torch._dynamo.reset()
-    graph = torch.compile(
-        lambda x: checkpoint(twin, x, use_reentrant=False, **options), backend="aot_eager", fullgraph=True
-    )
+    checkpointed = functools.partial(checkpoint, twin if within else compiled(twin), use_reentrant=False, **options)
+    graph = compiled(checkpointed) if within else checkpointed
     queue = deferred(module, graph, [torch.randn(6, 8, dtype=torch.float64)], 1e-10)
     assert all(p.grad is None for p in twin.parameters() if p.dim() > 1)
     queue.run()
@@ -301,15 +268,3 @@ def test_two_ranks_whose_stages_are_compiled_in_place() -> None:
     assert graphs[0][0] == graphs[0][1] == graphs[1][1] == counters["stats"]["unique_graphs"] <= 2
     for stage, block in zip(stages, module, strict=True):
         testing.assert_same_gradients(stage, block, tolerance=1e-10)
-
-
-@pytest.mark.parametrize("kind", ["linear", "grouped_linear"])
-def test_the_operators_pass_torchs_check(kind: str) -> None:
-    weight, x, dy = torch.randn(3, 5, 4), torch.randn(6, 4), torch.randn(6, 5)
-    ends = torch.tensor([2, 2, 6], dtype=torch.int32) if kind == "grouped_linear" else None
-    part = [] if kind == "grouped_linear" else [5, 4, 4, 1, 20]
-    kind = kind if ends is not None else f"product {kind}"
-    arguments = (kind, [x, dy] if ends is None else [x, ends, dy], weight, None, part, [], True)
-    torch.library.opcheck(torch.ops.zbkern.weight_gradient.default, arguments)
-    if ends is not None:
-        torch.library.opcheck(torch.ops.zbkern.grouped_product.default, (x, weight.mT, ends))

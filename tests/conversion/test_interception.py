@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbkern
-from tests.support.deferred import backward, deferred
+from tests.support.deferred import backward, check, deferred
 from zbkern import testing
 
 Compute = Callable[[dict[str, nn.Parameter], Tensor], Tensor]
@@ -189,6 +189,7 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Compute]] = {
         {"s": (8,), "w": (8, 8)},
         lambda p, x: torch.einsum("tk,kn->tn", x, p["w"].exp() * p["s"]),
     ),
+    "under vmap": (SQUARE, lambda p, x: torch.vmap(lambda row: row @ p["w"])(x) + x @ p["w"]),
     "through an autograd function": (SQUARE, lambda p, x: x @ Doubled.apply(p["w"])),
 }
 
@@ -196,6 +197,7 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Compute]] = {
 # What interception does not see, or sees too late: autograd has it
 AT_ONCE = {
     "through an autograd function",
+    "under vmap",
     "cast and written into",
     "chosen rows, scaled in place",
     "zeroed where autograd does not look",
@@ -221,21 +223,14 @@ def pair(shapes: dict[str, tuple[int, ...]], compute: Compute, dtype: torch.dtyp
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_wait_and_are_torchs(name: str) -> None:
     module, twin = pair(*CASES[name], torch.float64)
-    queue = deferred(module, twin, torch.randn(2, 6, 8, dtype=torch.float64), 1e-12)
-    if name not in AT_ONCE:
-        assert all(p.grad is None for p in twin.parameters())
-    queue.run()
-    testing.assert_same_gradients(twin, module, tolerance=1e-12)
+    check(module, twin, torch.randn(2, 6, 8, dtype=torch.float64), waits=name not in AT_ONCE)
 
 
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no torch.nn.functional.grouped_mm")
 def test_grouped_products() -> None:
     """In float32: torch's own takes no float64 on every processor."""
     module, twin = pair(EXPERTS, grouped_experts, torch.float32)
-    queue = deferred(module, twin, [torch.randn(6, 8)], 1e-5)
-    assert all(p.grad is None for p in twin.parameters())
-    queue.run()
-    testing.assert_same_gradients(twin, module, tolerance=1e-5)
+    check(module, twin, [torch.randn(6, 8)], 1e-5)
 
 
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no torch.nn.functional.grouped_mm")
@@ -260,11 +255,9 @@ def test_grouped_products_of_whole_parameters_are_one_kernel(
         return F.grouped_mm(x.to(weight.dtype), weight if transposed else weight.transpose(-2, -1), offs=ends).float()
 
     module, twin = pair({"w": (3, 8, 16) if transposed else (3, 16, 8)}, compute, torch.float32)
-    queue = deferred(module, twin, torch.randn(3, 6, 8), 1e-2 if cast else 1e-5)
-    queue.run()
+    check(module, twin, torch.randn(3, 6, 8), 1e-2 if cast else 1e-5)
     grouped_functions.grouped_wgrad.cache_clear()
     assert calls == [3]
-    testing.assert_same_gradients(twin, module, tolerance=1e-2 if cast else 1e-5)
 
 
 def test_microbatches_of_one_expert_are_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,9 +309,7 @@ def test_hooks_on_what_is_made_of_a_parameter_run(made: str) -> None:
         return F.linear(x, weight[:2] if made == "part of a sum" else weight)
 
     module, twin = pair(SQUARE, compute, torch.float64)
-    queue = deferred(module, twin, [torch.randn(6, 8, dtype=torch.float64)], 1e-12)
-    queue.run()
-    testing.assert_same_gradients(twin, module, tolerance=1e-12)
+    check(module, twin, waits=False)
 
 
 def test_main_grad_takes_the_gradient() -> None:
@@ -339,19 +330,15 @@ def test_main_grad_takes_the_gradient() -> None:
 def test_autocast() -> None:
     module, twin = pair(EXPERTS, experts, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        queue = deferred(module, twin, [torch.randn(6, 8)], 1e-2)
-    queue.run()
+        check(module, twin, [torch.randn(6, 8)], 1e-2)
     assert all(p.grad.dtype == torch.float32 for p in twin.parameters())
-    testing.assert_same_gradients(twin, module, tolerance=1e-2)
 
 
 @pytest.mark.parametrize("name", ["experts in a loop", "1 + weight", "conv1d", "einsum", "normalised weight"])
 def test_checkpointing(name: str) -> None:
     module, twin = pair(*CASES[name], torch.float64)
     checkpointed = functools.partial(torch.utils.checkpoint.checkpoint, twin, use_reentrant=False)
-    queue = deferred(module, checkpointed, [torch.randn(6, 8, dtype=torch.float64)], 1e-12)
-    queue.run()
-    testing.assert_same_gradients(twin, module, tolerance=1e-12)
+    check(module, twin, forward=checkpointed, waits=False)
 
 
 @pytest.mark.parametrize("name", ["experts in a loop", "1 + weight", "einsum", "@", "normalised weight"])
@@ -375,13 +362,8 @@ def test_frozen_parameters_stay_without_gradient() -> None:
     module, twin = pair(EXPERTS, experts, torch.float64)
     for frozen in (module, twin):
         frozen.gate_up.requires_grad_(False)
-    x, queue = torch.randn(6, 8, dtype=torch.float64), zbkern.WGradQueue()
-    backward(module, x)
-    with queue.defer():
-        backward(twin, x)
-    queue.run()
+    check(module, twin)
     assert twin.gate_up.grad is None
-    testing.assert_same_gradients(twin, module, tolerance=1e-12)
 
 
 class Checkpointed(nn.Module):
@@ -411,13 +393,6 @@ def test_checkpoints_inside_of_a_forward(use_reentrant: bool) -> None:
     testing.assert_same_gradients(twin, module, tolerance=1e-12)
 
 
-def test_function_transforms_inside_of_a_forward() -> None:
-    module, twin = pair(SQUARE, lambda p, x: torch.vmap(lambda row: row @ p["w"])(x) + x @ p["w"], torch.float64)
-    queue = deferred(module, twin, [torch.randn(6, 8, dtype=torch.float64)], 1e-12)
-    queue.run()
-    testing.assert_same_gradients(twin, module, tolerance=1e-12)
-
-
 def test_a_compiled_module_inside_of_a_forward() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -430,10 +405,7 @@ def test_a_compiled_module_inside_of_a_forward() -> None:
     module = Outer().double()
     twin = zbkern.convert(copy.deepcopy(module))
     twin.inner.compile(backend="aot_eager", fullgraph=True)
-    queue = deferred(module, twin, [torch.randn(6, 8, dtype=torch.float64)], 1e-12)
-    assert all(p.grad is None for p in twin.parameters())
-    queue.run()
-    testing.assert_same_gradients(twin, module, tolerance=1e-12)
+    check(module, twin)
 
 
 def test_casts_by_type() -> None:
@@ -442,13 +414,7 @@ def test_casts_by_type() -> None:
         return F.linear(x.double(), p["w"].type(torch.float64)).float()
 
     module, twin = pair(SQUARE, compute, torch.float32)
-    x, queue = torch.randn(6, 8), zbkern.WGradQueue()
-    backward(module, x)
-    with queue.defer():
-        backward(twin, x)
-    assert twin.w.grad is None
-    queue.run()
-    testing.assert_same_gradients(twin, module, tolerance=1e-6)
+    check(module, twin, [torch.randn(6, 8)], 1e-6)
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no product of groups")
@@ -472,10 +438,7 @@ def test_an_index_that_changes_between_b_and_w_is_an_error(use: str) -> None:
 def test_recurrent_layers() -> None:
     module = nn.LSTM(8, 8, num_layers=2, dtype=torch.float64)
     twin = zbkern.convert(copy.deepcopy(module))
-    queue = deferred(lambda x: module(x)[0], lambda x: twin(x)[0], [torch.randn(6, 8, dtype=torch.float64)], 1e-12)
-    assert all(p.grad is None for p in twin.parameters())
-    queue.run()
-    testing.assert_same_gradients(twin, module, tolerance=1e-12)
+    check(module, twin)
 
 
 def test_attention_of_torch_has_a_w() -> None:
@@ -548,8 +511,6 @@ def test_parametrized_layers(kind: str, before: bool) -> None:
     parametrize(twin[0]), parametrize(twin[2])
     module = zbkern.restore(copy.deepcopy(twin))
     zbkern.convert(twin)
-    queue = deferred(module, twin, torch.randn(2, 6, 8, dtype=torch.float64), 1e-12)
-    queue.run()
-    testing.assert_same_gradients(twin, module, tolerance=1e-10)
+    check(module, twin, torch.randn(2, 6, 8, dtype=torch.float64), waits=False)
     found = zbkern.coverage(twin, lambda: twin(torch.randn(6, 8, dtype=torch.float64)).sum())
     assert found.share == 0

@@ -19,37 +19,20 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.dist
 
 
-def arguments(out: Path, **changes: Any) -> argparse.Namespace:
-    values: dict[str, Any] = {
-        "data": None,
-        "schedule": None,
-        "fill": "planned",
-        "steps": 6,
-        "microbatches": 4,
-        "replicas": 1,
-        "tensor_parallel": 1,
-        "rows": 2,
-        "layers": 4,
-        "width": 16,
-        "heads": 2,
-        "context": 8,
-        "tied": True,
-        "lr": 3e-3,
-        "clip": 1.0,
-        "seed": 0,
-        "out": out,
-        "log_every": 2,
-        "checkpoint_every": 0,
-        "check": False,
-        "resume": False,
-    }
-    return argparse.Namespace(**{**values, **changes})
-
-
 def example(name: str) -> Any:
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     return __import__(name)
+
+
+SMALL = {"steps": 6, "microbatches": 4, "layers": 4, "width": 16, "heads": 2, "context": 8, "lr": 3e-3, "log_every": 2}
+
+
+def arguments(out: Path, **changes: Any) -> argparse.Namespace:
+    """What the program is asked for without options, but for a small, tied model and these changes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train_gpt.py", "--tied", "--out", str(out)])
+        return argparse.Namespace(**{**vars(example("train_gpt").parse()), **SMALL, **changes})
 
 
 def check_losses(names: list[str], microbatches: int, tied: bool, fill: str, out: Path, **sizes: int) -> list[str]:
@@ -171,12 +154,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(two_ranks: Any, tmp_path: Pat
     for key in whole:
         assert torch.equal(whole[key], parts[key]), key
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
-    assert sorted(p.name for p in (tmp_path / "whole").iterdir()) == [
-        "checkpoint",
-        "timeline.svg",
-        "trace.json",
-        "train.log",
-    ]
+    left = ["checkpoint", "timeline.svg", "trace.json", "train.log"]
+    assert sorted(p.name for p in (tmp_path / "whole").iterdir()) == left
 
 
 @pytest.mark.slow

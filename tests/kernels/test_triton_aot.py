@@ -19,6 +19,7 @@ import pytest
 
 from build_tools.kernels import aot as triton_aot
 from build_tools.kernels import jobs, launches
+from zbkern.kernels.tiles import SHARED_MEMORY
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -49,7 +50,7 @@ def test_products_and_sums_are_joined_whatever_the_compiler_would_choose(monkeyp
 @pytest.mark.parametrize("capability", triton_aot.CAPABILITIES)
 def test_no_kernel_has_a_fault(reports: list[dict], capability: int) -> None:
     """No spills, shared and tensor memory within the chip's limits, its own instructions for products, and bulk copies
-    where they are promised; on sm_90 no product waited for one by one, and no register of one under way touched."""
+    where they are promised; on sm_90 no product waited for one by one."""
     mine = [report for report in reports if report["capability"] == capability]
     assert len(mine) > 0
     faults = {report["name"]: report["faults"] for report in mine if report["faults"]}
@@ -99,7 +100,7 @@ def test_two_programs_of_a_norms_backward_fit_a_multiprocessor(reports: list[dic
     assert len(mine) > 5 * len(triton_aot.CAPABILITIES)
     for report in mine:
         assert 2 * 32 * report["warps"] * (-(-report["registers"] // 8) * 8) <= 65536, report
-        assert 2 * (report["shared"] + 1024) <= triton_aot.SHARED_MEMORY[report["capability"]] + 1024, report
+        assert 2 * (report["shared"] + 1024) <= 1024 * (SHARED_MEMORY[report["capability"]] + 1), report
 
 
 def test_faults_are_found() -> None:

@@ -52,10 +52,15 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def afresh() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
 @pytest.mark.parametrize("deferred", [True, False])
 def test_compiled_gradients_are_equal_without_a_graph_break(deferred: bool) -> None:
     model, twin = pair()
-    torch._dynamo.reset()
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
     queue = zbkern.WGradQueue()
     for key in range(3):
@@ -90,7 +95,6 @@ def test_inductor_compiles_heads_and_experts() -> None:
     torch.manual_seed(0)
     model = Model()
     twin = copy.deepcopy(model)
-    torch._dynamo.reset()
     compiled = torch.compile(twin, fullgraph=True)
     queue, counts = zbkern.WGradQueue(), torch.tensor([4, 0, 8])
     for key in range(2):
@@ -110,7 +114,6 @@ def test_what_waits_is_not_written_to_by_the_compiled_backward(monkeypatch: pyte
     torch.manual_seed(0)
     model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(32, 32), nn.GELU())])
     twin = zbkern.convert(copy.deepcopy(model))
-    torch._dynamo.reset()
     compiled = torch.compile(twin, fullgraph=True)
     queue = zbkern.WGradQueue()
     copies = []
@@ -156,8 +159,6 @@ def test_compiled_experts(given: str, options: dict[str, object], dtype: torch.d
     torch.manual_seed(0)
     model = zbkern.nn.Experts(8, 16, 3, dtype=dtype, **options)
     twin = copy.deepcopy(model)
-    torch._dynamo.reset()
-    counters.clear()
     graph = torch.compile(twin, backend="aot_eager", fullgraph=True)
     queue = zbkern.WGradQueue()
     for key, numbers in enumerate(([2, 0, 5], [0, 6, 1] if given == "counts" else [0, 3, 1])):
@@ -198,8 +199,6 @@ def test_a_compiled_model_with_its_head(name: str, dynamic: bool | None) -> None
     torch.manual_seed(0)
     model = zbkern.convert(LanguageModel(**HEADS[name]))
     twin = copy.deepcopy(model)
-    torch._dynamo.reset()
-    counters.clear()
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     assert zbkern.coverage(twin, lambda: compiled(indices(9)).mean()).share == 1.0
     queue = zbkern.WGradQueue()
@@ -218,7 +217,6 @@ def test_a_compiled_model_with_its_head(name: str, dynamic: bool | None) -> None
 
 def test_a_compiled_head_whose_weight_changes_before_w() -> None:
     head = zbkern.nn.LinearCrossEntropy(8, 11)
-    torch._dynamo.reset()
     queue = zbkern.WGradQueue()
     with queue.defer():
         torch.compile(head, backend="aot_eager", fullgraph=True)(torch.randn(6, 8), indices(0)[0]).backward()
@@ -229,33 +227,17 @@ def test_a_compiled_head_whose_weight_changes_before_w() -> None:
     queue.discard()
 
 
-def test_the_operators_of_the_head_pass_torchs_check() -> None:
-    weight, bias, x = torch.randn(11, 8), torch.randn(11), torch.randn(6, 8)
-    target, numbers = indices(0)[0], (3, 0.1, 1e-3, 128)
-    values = (x, weight, bias, target, *numbers)
-    torch.library.opcheck(torch.ops.zbkern.head_loss.default, values)
-    loss, lse, _ = torch.ops.zbkern.head_loss(*values)
-    arguments = (
-        "head",
-        [x, target, lse, torch.ones_like(loss)],
-        weight,
-        bias,
-        [],
-        [float(n) for n in numbers],
-        True,
-    )
-    torch.library.opcheck(torch.ops.zbkern.weight_gradient.default, arguments)
-
-
 def test_one_product_used_twice_is_two_w() -> None:
     """Equal calls are joined into one by the compiler, unless it knows that each does something."""
     layer = zbkern.nn.Linear(4, 4)
-    torch._dynamo.reset()
     queue = zbkern.WGradQueue()
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 4, requires_grad=True)
     loss = torch.compile(lambda x: (layer(x) + layer(x)).sum(), backend="aot_eager", fullgraph=True)(x)
     with queue.defer():
+        (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
+        assert queue.pending() == 0  # nothing was asked of weights
         loss.backward()
+    testing.assert_close(dx, 2 * torch.ones(3, 4) @ layer.weight)
     assert queue.pending() == 2
     queue.run()
     testing.assert_close(layer.weight.grad, 2 * torch.ones(3, 4).t() @ x)
@@ -263,7 +245,6 @@ def test_one_product_used_twice_is_two_w() -> None:
 
 def test_a_queue_that_comes_later_makes_the_compiler_look_again() -> None:
     layer = zbkern.nn.Linear(4, 4)
-    torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 4)
     (expected,) = torch.autograd.grad(compiled(x).sum(), layer.weight)
@@ -278,7 +259,6 @@ def test_a_queue_that_comes_later_makes_the_compiler_look_again() -> None:
 
 
 def test_compiled_copies_of_a_model_get_their_own_gradients() -> None:
-    torch._dynamo.reset()
     queue = zbkern.WGradQueue()
     layers = [zbkern.nn.Linear(4, 4) for _ in range(2)]
     layers.append(copy.deepcopy(layers[0]))
@@ -292,23 +272,9 @@ def test_compiled_copies_of_a_model_get_their_own_gradients() -> None:
         testing.assert_close(layer.weight.grad, torch.ones(3, 4).t() @ x)
 
 
-def test_compiled_autograd_grad_towards_inputs_accumulates_nothing() -> None:
-    layer = zbkern.nn.Linear(4, 4)
-    torch._dynamo.reset()
-    queue = zbkern.WGradQueue()
-    x = torch.randn(3, 4, requires_grad=True)
-    loss = torch.compile(layer, backend="aot_eager", fullgraph=True)(x).sum()
-    with queue.defer():
-        (dx,) = torch.autograd.grad(loss, x)
-    testing.assert_close(dx, torch.ones(3, 4) @ layer.weight)
-    assert queue.pending() == 0
-    assert layer.weight.grad is None
-
-
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_of_compiled_parameters_are_an_error_not_a_call_without_a_gradient(kind: str) -> None:
     layer = zbkern.nn.Linear(4, 4)
-    torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     seen: list[object] = []
     handle = getattr(layer.weight, kind)(seen.append)
@@ -327,7 +293,6 @@ def test_hooks_of_compiled_parameters_are_an_error_not_a_call_without_a_gradient
 def test_create_graph_through_a_compiled_layer_is_an_error() -> None:
     """Its gradients would have no graph, and those of layers behind it one: a penalty of all would be wrong."""
     model = nn.Sequential(zbkern.nn.Linear(4, 4), nn.Tanh(), zbkern.nn.Linear(4, 4))
-    torch._dynamo.reset()
     model[0].compile(backend="aot_eager", fullgraph=True)
     queue, x = zbkern.WGradQueue(), torch.randn(3, 4, requires_grad=True)
     loss = model(x).square().sum()
@@ -345,7 +310,6 @@ def test_parameters_that_share_memory_get_their_own_gradients(transposed: bool) 
     for net in (model, twin):
         values = net[0].weight.data
         net[2].weight = nn.Parameter(values.t() if transposed else values)
-    torch._dynamo.reset()
     queue, x = zbkern.WGradQueue(), torch.randn(3, 4)
     model(x).square().sum().backward()
     with queue.defer():
@@ -356,7 +320,6 @@ def test_parameters_that_share_memory_get_their_own_gradients(transposed: bool) 
 
 def test_forwards_of_several_threads_in_one_backward() -> None:
     """Autograd counts nodes by thread, so that several of one backward have the same number."""
-    torch._dynamo.reset()
     queue, x = zbkern.WGradQueue(), torch.randn(3, 4)
     layers = [zbkern.nn.Linear(4, 4) for _ in range(2)]
     compiled = [torch.compile(layer, backend="aot_eager", fullgraph=True) for layer in layers]
@@ -391,7 +354,6 @@ def test_function_transforms_within_what_is_compiled(name: str, intercepted: boo
     torch.manual_seed(0)
     model = (Own if intercepted else nn.Linear)(4, 4)
     twin = zbkern.convert(copy.deepcopy(model))
-    torch._dynamo.reset()
     queue, x = zbkern.WGradQueue(), torch.randn(6, 4)
     TRANSFORMED[name](model, x).square().sum().backward()
     graph = torch.compile(lambda x: TRANSFORMED[name](twin, x), backend="aot_eager", fullgraph=True)
@@ -409,14 +371,10 @@ def test_compiled_autograd() -> None:
     around the backward alone it is an error, not a gradient that is lost."""
     from torch._dynamo import compiled_autograd
 
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     twin = zbkern.convert(copy.deepcopy(model))
-    compiled, queue, x = (
-        torch.compile(twin, backend="aot_eager", fullgraph=True),
-        zbkern.WGradQueue(),
-        torch.randn(3, 4),
-    )
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    queue, x = zbkern.WGradQueue(), torch.randn(3, 4)
     loss = compiled(x).square().sum()
     wanted = pytest.raises(RuntimeError, match="enable compiled autograd around the forward")
     with queue.defer(), wanted, compiled_autograd._enable(torch.compile(backend="eager")):
@@ -433,7 +391,6 @@ def test_compiled_autograd() -> None:
 def test_compiled_main_grad() -> None:
     layer = zbkern.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
     layer.weight.main_grad = torch.ones(4, 4)
-    torch._dynamo.reset()
     queue = zbkern.WGradQueue()
     x = torch.randn(3, 4, dtype=torch.bfloat16)
     with queue.defer():
@@ -443,19 +400,35 @@ def test_compiled_main_grad() -> None:
     assert layer.weight.grad is None
 
 
-@pytest.mark.parametrize("kind", ["linear", "transposed", "embedding"])
-def test_the_operator_passes_torchs_check(kind: str) -> None:
-    weight = torch.randn(5, 4)
-    x = torch.randint(5, (3,)) if kind == "embedding" else torch.randn(3, 5 if kind == "transposed" else 4)
-    dy = torch.randn(3, 5 if kind == "linear" else 4)
-    bias = None if kind == "embedding" else torch.randn(dy.shape[1])
-    torch.library.opcheck(torch.ops.zbkern.weight_gradient.default, (kind, [x, dy], weight, bias, [], [], True))
+HEAD_OPTIONS = (3, 0.1, 1e-3, 128)
+OPERANDS: dict[str, tuple[list[Tensor], list[Any]]] = {  # what W reads, and what it is told of a part or of options
+    "linear": ([torch.randn(3, 4), torch.randn(3, 5)], [[], []]),
+    "transposed": ([torch.randn(3, 5), torch.randn(3, 4)], [[], []]),
+    "embedding": ([torch.randint(5, (3,)), torch.randn(3, 4)], [[], []]),
+    "product linear": ([torch.randn(3, 4), torch.randn(3, 5)], [[5, 4, 4, 1, 20], []]),
+    "head": ([torch.randn(3, 4), torch.tensor([1, 3, 0]), *torch.ones(2, 3)], [[], [*map(float, HEAD_OPTIONS)]]),
+    "grouped_linear": ([torch.randn(6, 4), torch.tensor([2, 2, 6]).int(), torch.randn(6, 5)], [[], []]),
+}
+
+
+@pytest.mark.parametrize("kind", OPERANDS)
+def test_the_operators_pass_torchs_check(kind: str) -> None:
+    tensors, told = OPERANDS[kind]
+    weight = torch.randn(3, 5, 4) if kind == "grouped_linear" else torch.randn(15 if "product" in kind else 5, 4)
+    bias = torch.randn(tensors[-1].shape[1]) if kind in ("linear", "transposed") else None
+    bias = torch.randn(5) if kind == "head" else bias
+    torch.library.opcheck(torch.ops.zbkern.weight_gradient.default, (kind, tensors, weight, bias, *told, True))
+    if kind == "grouped_linear":
+        x, ends, _ = tensors
+        torch.library.opcheck(torch.ops.zbkern.grouped_product.default, (x, weight.mT, ends))
+    elif kind == "head":
+        values = (tensors[0], weight, bias, tensors[1], *HEAD_OPTIONS)
+        torch.library.opcheck(torch.ops.zbkern.head_loss.default, values)
 
 
 def test_a_compiled_block_inside_an_eager_model_that_defers() -> None:
     """What is compiled keeps its backward in one piece, what is not defers; together the gradients are right."""
     model, twin = pair()
-    torch._dynamo.reset()
     twin.mlp.compile(backend="aot_eager", fullgraph=True)
     queue = zbkern.WGradQueue()
     for key in range(3):
@@ -496,25 +469,6 @@ def test_dispatch_modes_see_w_run() -> None:
     y = layer(x)
     assert type(y) is Tagged
     testing.assert_close(y.as_subclass(Tensor), F.linear(x.as_subclass(Tensor), layer.weight, layer.bias))
-
-
-@pytest.mark.parametrize("fill", ["planned", "eager"])
-def test_compiled_chunks_in_a_pipeline(fill: str) -> None:
-    from zbkern.pipeline import Pipeline, schedules
-    from zbkern.pipeline.transport.local import LocalTransport
-
-    torch.manual_seed(0)
-    chunks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)]
-    expected = nn.Sequential(*copy.deepcopy(chunks))
-    inputs, targets = torch.randn(2, 8, 8)
-    F.mse_loss(expected(inputs), targets).backward()
-    compiled = [torch.compile(zbkern.convert(chunk), backend="aot_eager", fullgraph=True) for chunk in chunks]
-    finished: list[int] = []
-    with Pipeline(compiled, schedules.zb_v(1, 4), F.mse_loss, LocalTransport.ring(1)[0], fill=fill) as pipe:
-        pipe.queue.listeners.append(lambda tasks: finished.append(len(tasks)))
-        pipe.step(inputs, targets)
-    assert sum(finished) == 4 * 4  # linear layers by microbatches; norms stay in B
-    testing.assert_same_gradients(nn.Sequential(*chunks), expected)
 
 
 def compiled_sharded_rank(kind: str) -> tuple[list[str], int, list[int], dict[str, float]]:

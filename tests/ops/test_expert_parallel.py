@@ -166,22 +166,6 @@ def test_one_process_and_given_routing() -> None:
     torch.testing.assert_close(own(x), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_wrong_arguments() -> None:
-    experts = zbkern.nn.Experts(WIDTH, HIDDEN, EXPERTS)
-    with pytest.raises(TypeError, match="module with an int num_experts"):
-        zbkern.nn.ExpertParallel(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="router must be a module"):
-        zbkern.nn.ExpertParallel(experts, router=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="top_k must be"):
-        zbkern.nn.ExpertParallel(experts, top_k=0)
-    with pytest.raises(ValueError, match="DeviceMesh of one dimension"):
-        zbkern.nn.ExpertParallel(experts, group=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="without a router"):
-        zbkern.nn.ExpertParallel(experts)(torch.zeros(3, WIDTH))
-    with pytest.raises(ValueError, match=r"both \[3, 'top_k'\]"):
-        zbkern.nn.ExpertParallel(experts)(torch.zeros(3, WIDTH), (torch.zeros(2, 2).long(), torch.zeros(2, 2)))
-
-
 class GroupedExperts(nn.Module):
     """As torchtitan has them: three parameters, cut by experts as DTensors, taken by to_local() in the forward."""
 

@@ -6,7 +6,7 @@ Attention and rotary, which torch writes in other ways, are in test_functional_a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy
@@ -131,12 +131,6 @@ CASES: dict[str, Case] = {
     "grouped_mlp": Case(
         lambda x, a, b: Z.grouped_mlp(x, a, b, COUNTS), torch_experts(), [(5, 4)], [(3, 12, 4), (3, 2, 6)]
     ),
-    "grouped_mlp interleaved": Case(
-        lambda x, a, b: Z.grouped_mlp(x, a, b, COUNTS, gate=Z.GateOptions(interleaved=True)),
-        torch_experts(interleaved=True),
-        [(5, 4)],
-        [(3, 12, 4), (3, 2, 6)],
-    ),
     "grouped_mlp as gpt-oss's": Case(
         lambda x, a, b, c, d: Z.grouped_mlp(x, a, b, COUNTS, (c, d), GPT_OSS, transposed=True),
         lambda x, a, b, c, d: torch_experts(interleaved=True, gpt_oss=True)(x, a.mT, b.mT, c, d),
@@ -184,6 +178,16 @@ def twins(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 
 
+@contextlib.contextmanager
+def deferral(queued: bool) -> Iterator[None]:
+    """W of what is within runs at its end; where it is not queued, no queue exists."""
+    queue = zbkern.WGradQueue() if queued else None
+    with contextlib.nullcontext() if queue is None else queue.defer():
+        yield
+    if queue is not None:
+        queue.run()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_torchs(name: str) -> None:
     case = CASES[name]
@@ -191,6 +195,10 @@ def test_values_and_gradients_are_torchs(name: str) -> None:
     others = twins(inputs), twins(parameters)
     y, expected = case.ours(*inputs, *parameters), case.torchs(*others[0], *others[1])
     testing.assert_close(y, expected)
+    with torch.no_grad():
+        without = case.ours(*inputs, *parameters)
+    assert torch.equal(without, y)
+    assert not without.requires_grad
     dy = torch.randn_like(expected)
     y.backward(dy)
     expected.backward(dy)
@@ -225,13 +233,6 @@ def test_deferred_gradients_are_torchs(name: str) -> None:
     assert queue.bytes == 0
 
 
-@pytest.mark.parametrize("name", [name for name in MAIN if "padding" not in name])  # whose gradient is not its slope
-def test_gradcheck(name: str) -> None:
-    case = CASES[name]
-    inputs, parameters = make(case)
-    assert torch.autograd.gradcheck(case.ours, (*inputs, *parameters), fast_mode=True)
-
-
 @pytest.mark.parametrize("name", [name for name in MAIN if "relu" not in name and "padding" not in name])
 def test_gradgradcheck(name: str) -> None:
     case = CASES[name]
@@ -243,24 +244,18 @@ def test_gradgradcheck(name: str) -> None:
 def test_one_frozen_parameter_at_a_time(name: str) -> None:
     case = CASES[name]
     for frozen in range(len(case.parameters)):
-        for queue in (zbkern.WGradQueue(), None):
+        for queued in (True, False):
             inputs, parameters = make(case)
             parameters[frozen].requires_grad_(False)
             others = twins(inputs), [p.detach().clone().requires_grad_(p.requires_grad) for p in parameters]
             for _ in range(2):
                 expected = case.torchs(*others[0], *others[1])
                 y = case.ours(*inputs, *parameters)
-                if not y.requires_grad:
-                    assert not expected.requires_grad
-                    break
-                expected.sum().backward()
-                if queue is None:
-                    y.sum().backward()
-                else:
-                    with queue.defer():
+                assert y.requires_grad == expected.requires_grad
+                if y.requires_grad:
+                    expected.sum().backward()
+                    with deferral(queued):
                         y.sum().backward()
-            if queue is not None:
-                queue.run()
             for mine, other in zip([*inputs, *parameters], [*others[0], *others[1]], strict=True):
                 assert (mine.grad is None) == (other.grad is None)
                 if mine.grad is not None:
@@ -321,17 +316,6 @@ def test_non_contiguous_inputs(name: str) -> None:
         testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", MAIN)
-def test_no_grad_leaves_no_graph(name: str) -> None:
-    case = CASES[name]
-    inputs, parameters = make(case)
-    with torch.no_grad():
-        y = case.ours(*inputs, *parameters)
-        testing.assert_close(y, case.torchs(*inputs, *parameters))
-    assert y.grad_fn is None
-    assert not y.requires_grad
-
-
 def test_logits_are_never_whole_in_memory() -> None:
     """Counted where tensors are made: nothing as large as all logits appears in F, B or W."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -369,11 +353,8 @@ def test_logits_are_computed_once_where_no_w_can_wait(
     wgrad = reference.cross_entropy_wgrad
     monkeypatch.setattr(reference, "cross_entropy_wgrad", lambda *a: (later.append(1), wgrad(*a))[1])
     queue = zbkern.WGradQueue() if queued else None
-    random = torch.Generator().manual_seed(0)
-    shapes = ((7, 5), (9, 5), (9,))
-    ours = [torch.randn(shape, dtype=torch.float64, generator=random).requires_grad_() for shape in shapes]
-    theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
-    x, weight, bias = ours
+    x, weight, bias = ours = [torch.randn(shape).double().requires_grad_() for shape in ((7, 5), (9, 5), (9,))]
+    theirs = twins(ours)
     loss = Z.linear_cross_entropy(x, weight, TARGET, bias, reduction, Z.CrossEntropyOptions(chunk=3)).sum()
     for _ in range(2):
         (3 * loss).backward(retain_graph=True)
@@ -396,12 +377,9 @@ def test_head_of_extreme_logits(queued: bool) -> None:
     target = torch.tensor([0, 3, 3])
     expected = F.cross_entropy(F.linear(x, weight, bias), target, reduction="none")
     wanted = torch.autograd.grad(expected.sum(), (x, weight))
-    queue = zbkern.WGradQueue() if queued else None
-    with contextlib.nullcontext() if queue is None else queue.defer():
+    with deferral(queued):
         loss = Z.linear_cross_entropy(x, weight, target, bias, "sum", Z.CrossEntropyOptions(chunk=2))
         loss.backward()
-    if queue is not None:
-        queue.run()
     testing.assert_close(loss, expected.sum())
     testing.assert_close(x.grad, wanted[0])
     testing.assert_close(weight.grad, wanted[1])
@@ -422,12 +400,9 @@ def test_head_whose_labels_are_all_ignored(reduction: str, queued: bool) -> None
     ours = [torch.randn(shape, requires_grad=True) for shape in ((3, 5), (9, 5), (9,))]
     theirs, target = twins(ours), torch.full((3,), -100)
     options = Z.CrossEntropyOptions(label_smoothing=0.1)
-    queue = zbkern.WGradQueue() if queued else None
-    with contextlib.nullcontext() if queue is None else queue.defer():
+    with deferral(queued):
         loss = Z.linear_cross_entropy(ours[0], ours[1], target, ours[2], reduction, options)
         loss.sum().backward()
-    if queue is not None:
-        queue.run()
     expected = F.cross_entropy(F.linear(*theirs), target, label_smoothing=0.1, reduction=reduction)
     expected.sum().backward()
     assert torch.equal(loss.isnan(), expected.isnan())

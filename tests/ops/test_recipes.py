@@ -98,18 +98,3 @@ def test_convert_gives_the_recipe_to_the_linears_that_the_filter_takes() -> None
     assert torch.equal(model(x), model[2](model[1](rounded)))
     zbkern.restore(model)
     assert "zbkern_recipe" not in vars(model[0])
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda x: zbkern.nn.Linear(4, 4, recipe="fp8"), "Linear: recipe must be one of .None, 'fp8_blockwise'"),
-        (lambda x: zbkern.convert(nn.Linear(4, 4), recipe=8), "convert: recipe must be one of"),
-        (lambda x: Z.linear(x, x, recipe="int4"), "linear: recipe must be one of"),
-        (lambda x: Z.linear(x, x, activation="silu", recipe="fp8_blockwise"), "needs activation=None"),
-        (lambda x: torch.func.grad(lambda x: Z.linear(x, x, recipe="fp8_blockwise").sum())(x), "needs plain tensors"),
-    ],
-)
-def test_what_is_refused(call, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(torch.zeros(4, 4))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
-from zbkern import WGradQueue, optim, testing
+from zbkern import WGradQueue, optim, reporting, testing
 from zbkern import functional as Z
 from zbkern import nn as N
 from zbkern.data_parallel import ShardedReduction
@@ -64,6 +64,10 @@ def parameter() -> nn.Parameter:
     return found
 
 
+def experts() -> nn.Module:
+    return N.Experts(4, 3, 2)
+
+
 def sgd() -> torch.optim.Optimizer:
     return torch.optim.SGD(layer().parameters(), 0.1)
 
@@ -102,10 +106,6 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("zbkern.convert('model')", TypeError, "convert: model must be a torch.nn.Module; got str"),
     ("zbkern.convert(layer(), filter='plain')", TypeError, "convert: filter must be callable as filter(name, module)"),
     ("zbkern.convert(layer(), impl='magic')", ValueError, "convert: impl must be one of ('auto', "),
-    ("zbkern.convert(layer(), impl=3)", ValueError, "convert: impl must be one of ('auto', "),
-    ("zbkern.convert([layer()])", TypeError, "convert: model must be a torch.nn.Module; got list"),
-    ("zbkern.convert(layer().parameters())", TypeError, "convert: model must be a torch.nn.Module; got generator"),
-    ("zbkern.convert(nn.Linear)", TypeError, "convert: model must be a torch.nn.Module; got type"),
     ("zbkern.restore(None)", TypeError, "restore: model must be a torch.nn.Module; got NoneType"),
     ("zbkern.restore(layer(), filter=1)", TypeError, "restore: filter must be callable as filter(name, module); got"),
     ("zbkern.unconverted('model')", TypeError, "unconverted: model must be a torch.nn.Module; got str"),
@@ -115,9 +115,8 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("WGradQueue(max_bytes='1GB')", ValueError, "WGradQueue: max_bytes must be a number of bytes >= 0, or None for no"),
     ("WGradQueue(max_bytes=1e9)", ValueError, "WGradQueue: max_bytes must be a number of bytes >= 0, or None for no"),
     ("WGradQueue(merge='maybe')", ValueError, 'WGradQueue: merge must be True, False or "exact"; got '),
-    ("WGradQueue(merge=None)", ValueError, 'WGradQueue: merge must be True, False or "exact"; got None'),
+    ("WGradQueue(wgrads_per_collective=-1)", ValueError, "WGradQueue: wgrads_per_collective must be"),
     ("WGradQueue(stream='side')", TypeError, "WGradQueue: stream must be a torch.cuda.Stream or None; got 'side'"),
-    ("WGradQueue(stream=1)", TypeError, "WGradQueue: stream must be a torch.cuda.Stream or None; got 1"),
     ("WGradQueue().defer([1])", TypeError, "WGradQueue.defer: key must not be a list, which `run` takes as several"),
     ("WGradQueue().defer({'a': 1})", TypeError, "WGradQueue.defer: key must be hashable, such as a number or a tuple"),
     ("WGradQueue().run({'a': 1})", TypeError, "WGradQueue.run: key must be hashable, such as a number or a tuple; got"),
@@ -125,16 +124,12 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("WGradQueue().discard({1})", TypeError, "WGradQueue.discard: key must be hashable, such as a number or a tuple"),
     ("WGradQueue().pending([[1]])", TypeError, "WGradQueue.pending: key must not be a list, which `run` takes as"),
     ("WGradQueue().add('task')", TypeError, "WGradQueue.add: task must be a WGradTask; got str"),
-    ("WGradQueue().add(None)", TypeError, "WGradQueue.add: task must be a WGradTask; got NoneType"),
     ("Twice.apply(t(2), weights=[t(2)])", NotImplementedError, "SeparableFunction: a subclass needs forward(ctx"),
     ("Twice.apply(1, weights=[t(2)])", TypeError, "Twice.apply: the first input must be a torch.Tensor; got (1,)"),
     ("Twice.apply(weights=[])", TypeError, "Twice.apply: the first input must be a torch.Tensor; got ()"),
     ("Twice.apply(t(2), weights=t(2))", TypeError, "Twice.apply: weights must be a list of tensors or None; got"),
     ("Twice.apply(t(2), weights=[1])", TypeError, "Twice.apply: weights must be a list of tensors or None; got (1,)"),
-    ("Twice.apply(t(2), weights=None)", TypeError, "Twice.apply: weights must be a list of tensors or None; got None"),
     ("Bad.apply(t(2), weights=[nn.Parameter(t(2))]).sum().backward()", ValueError, "Bad.dgrad must return (gradients"),
-    ("zbkern.WGradQueue(-5)", ValueError, "WGradQueue: max_bytes must be a number of bytes >= 0, or None for no"),
-    ("WGradQueue().defer(bytearray(b'a'))", TypeError, "WGradQueue.defer: key must be hashable, such as a number or a"),
     ("zbkern.WGradTask(print, (1,), (t(2),))", TypeError, "WGradTask: tensors must be a tuple of tensors; got (1,)"),
     # functions
     ("Z.linear([1.0], t(4, 5))", TypeError, "linear: x must be a torch.Tensor; got list"),
@@ -242,6 +237,19 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("N.Attention(4, 2)(t(2, 4))", ValueError, "attention: q must be [batch, tokens, heads, D]; got [2, 2, 2]"),
     ("N.GroupedLinear(2, 4, 3)(t(5, 4), [1, 1])", ValueError, "grouped_linear: counts must be 2 numbers >= 0 that add"),
     ("N.LinearCrossEntropy(4, 9, reduction='max')(t(2, 4), TARGET[:2])", ValueError, "linear_cross_entropy: reduction"),
+    # FP8
+    ("N.Linear(4, 4, recipe='fp8')", ValueError, "Linear: recipe must be one of (None, 'fp8_blockwise'"),
+    ("zbkern.convert(layer(), recipe=8)", ValueError, "convert: recipe must be one of"),
+    ("Z.linear(V, V, recipe='int4')", ValueError, "linear: recipe must be one of"),
+    ("Z.linear(V, V, activation='silu', recipe='fp8_blockwise')", ValueError, "needs activation=None"),
+    ("torch.func.grad(lambda x: Z.linear(x, x, recipe='fp8_blockwise').sum())(V)", ValueError, "needs plain tensors"),
+    # experts over ranks
+    ("N.ExpertParallel(layer())", TypeError, "ExpertParallel: experts must be a module with an int num_experts"),
+    ("N.ExpertParallel(experts(), router=3)", TypeError, "router must be a module"),
+    ("N.ExpertParallel(experts(), top_k=0)", ValueError, "top_k must be"),
+    ("N.ExpertParallel(experts(), group=3)", ValueError, "DeviceMesh of one dimension"),
+    ("N.ExpertParallel(experts())(t(3, 4))", ValueError, "without a router"),
+    ("N.ExpertParallel(experts())(t(3, 4), (t(2, 2).long(), t(2, 2)))", ValueError, "both [3, 'top_k']"),
     # AdamW
     ("optim.AdamW([])", ValueError, "optimizer got an empty parameter list"),
     ("optim.AdamW([3])", TypeError, "optimizer can only optimize Tensors, but one of the params is int"),
@@ -249,6 +257,12 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("optim.AdamW(layer().parameters(), eps=-1)", ValueError, "Invalid epsilon value: -1"),
     ("optim.AdamW(layer().parameters(), weight_decay=-1)", ValueError, "Invalid weight_decay value: -1"),
     ("optim.AdamW(layer().parameters(), amsgrad=True)", ValueError, "AdamW: amsgrad is not supported; use"),
+    ("optim.AdamW(layer().parameters(), lr=t(2))", ValueError, "Tensor lr must be 1-element"),
+    ("optim.AdamW(layer().parameters(), betas=(0.9, 1.0))", ValueError, "Invalid beta parameter at index 1: 1.0"),
+    ("optim.AdamW(layer().parameters(), differentiable=True)", RuntimeError, "`fused` does not support `different"),
+    ("optim.AdamW(layer().to(torch.cfloat).parameters())", ValueError, "real floating dtype; got torch.complex64"),
+    ("optim.AdamW(layer().parameters(), max_norm=float('nan'))", ValueError, "AdamW: max_norm must be above 0, or"),
+    ("optim.AdamW(layer().parameters(), max_norm=True)", TypeError, "AdamW: max_norm must be a number above 0, or"),
     ("optim.AdamW(layer().parameters(), max_norm=0)", ValueError, "AdamW: max_norm must be above 0, or None to clip"),
     ("optim.AdamW(layer().parameters(), max_norm='1')", TypeError, "AdamW: max_norm must be a number above 0, or None"),
     ("optim.AdamW(layer().parameters()).load_state_dict({})", ValueError, "AdamW.load_state_dict: state_dict must be"),
@@ -262,8 +276,8 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("testing.assert_close(t(2).int(), t(2).int())", TypeError, "tolerance_of: torch.int32 has no tolerance of its ow"),
     ("testing.assert_same_gradients('a', layer())", TypeError, "assert_same_gradients: got must be a torch.nn.Module"),
     ("testing.assert_same_gradients(layer(), 'a')", TypeError, "assert_same_gradients: expected must be a torch.nn.M"),
+    ("reporting.markdown_table(('a', 'b', 'c'), [('x', 1)])", ValueError, "a row must have 3 cells"),
     ("testing.measure({'a': 3})", TypeError, "measure: candidates must be {name: function that prepares a run}; got"),
-    ("testing.measure([])", TypeError, "measure: candidates must be {name: function that prepares a run}; got []"),
     ("testing.measure({'a': lambda: 3})", TypeError, "measure: candidate 'a' must return a list of functions; got 3"),
     ("testing.measure({'a': list}, rounds=0)", ValueError, "measure: rounds must be at least 1; got 0"),
     ("testing.measure({'a': list}, warmup='a')", TypeError, "measure: warmup must be a whole number, at least 0; got"),
@@ -288,7 +302,6 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("Schedule.build([[Action('F', 0, 0)]], [0], 1).validate()", ScheduleError, "Schedule custom: rank 0: 0B0 is"),
     ("Schedule.build('a', [0], 1)", TypeError, "Schedule custom: rank 0, action 0 must be an Action, such as"),
     ("Action.parse('nonsense')", ScheduleError, "Action.parse: expected chunk, kind and microbatch such as '0F3'"),
-    ("Action.parse(3)", ScheduleError, "Action.parse: expected chunk, kind and microbatch such as '0F3', '2BW7' or"),
     # costs, simulation, drawing
     ("Costs(forward=-1)", ValueError, "Costs: forward must be from 0 to 1e+100, in whatever unit makes it so; got -1"),
     ("Costs(forward='1')", TypeError, "Costs: forward must be a number or one number per chunk; got str '1'"),
@@ -296,7 +309,6 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("Costs(forward=float('nan'))", ValueError, "Costs: forward must be from 0 to 1e+100"),
     ("Costs(forward=float('inf'))", ValueError, "Costs: forward must be from 0 to 1e+100"),
     ("Costs(forward=[1, 'a'])", TypeError, "Costs: forward[1] must be a number or one number per chunk; got str 'a'"),
-    ("Costs(forward=None)", TypeError, "Costs: forward must be a number or one number per chunk; got NoneType None"),
     ("Costs(nothing=1)", TypeError, "Costs.__init__() got an unexpected keyword argument 'nothing'"),
     ("Costs(forward=[1, 2, 3]).per_chunk(2)", ValueError, "Costs: forward has 3 entries and the schedule 2 chunks"),
     ("Costs(split_overhead=9).per_chunk(2)", ValueError, "Costs: split_overhead of chunk 0 exceeds its backward +"),
@@ -312,7 +324,6 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("simulate(S.zb_h1(2, 2), jitter=-1)", ValueError, "simulate: parts must be at least 1 and jitter at least 0"),
     ("simulate(S.zb_h1(2, 2), jitter='a')", TypeError, "simulate: jitter must be a number; got str 'a'"),
     ("simulate(S.zb_h1(2, 2), memory_limit='a')", ValueError, "simulate: parts and memory_limit belong to"),
-    ("simulate(S.zb_h1(2, 2), memory_limit=[1])", ValueError, "simulate: parts and memory_limit belong to"),
     ("simulate(S.zb_h1(2, 2), fill='eager', memory_limit=-1)", ValueError, "simulate: memory_limit must be at least"),
     ("simulate(S.zb_h1(2, 2), Costs(forward=[1, 2, 3]))", ValueError, "Costs: forward has 3 entries and the schedule"),
     ("simulate(S.zb_h1(2, 2)).save('x.doc')", ValueError, "draw.save: path must end in .svg, .html, .png or"),
@@ -335,7 +346,6 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     # Pipeline
     ("pipe(modules='a')", TypeError, "Pipeline: modules must be this rank's chunks, each a torch.nn.Module; got str"),
     ("pipe(modules=[3])", TypeError, "Pipeline: modules must be this rank's chunks, each a torch.nn.Module; got int"),
-    ("pipe(modules=3)", TypeError, "Pipeline: modules must be this rank's chunks, each a torch.nn.Module; got int"),
     ("pipe(modules=[layer(), layer()])", ValueError, "Pipeline: rank 0 holds chunks [0] of this schedule and needs 1"),
     ("pipe(modules=[])", ValueError, "Pipeline: rank 0 holds chunks [0] of this schedule and needs 1 modules, in"),
     ("pipe(schedule='zb_h1')", TypeError, "Pipeline: schedule must be a zbkern.pipeline.Schedule; got str"),
@@ -351,14 +361,12 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("pipe(tied={'a': layer().weight, 1: layer().weight})", TypeError, "Pipeline: tied must be {name: parameter}, as"),
     ("pipe(timeout=0)", ValueError, "Pipeline: timeout must be a number of seconds above 0 and at most 31536000 ("),
     ("pipe(timeout='a')", TypeError, "Pipeline: timeout must be a number of seconds above 0; got 'a'"),
-    ("pipe(timeout=None)", TypeError, "Pipeline: timeout must be a number of seconds above 0; got None"),
     ("pipe(timeout=float('nan'))", ValueError, "Pipeline: timeout must be a number of seconds above 0 and at most"),
     ("StepOptions(on_idle=3)", TypeError, "StepOptions: on_idle must be callable without arguments, or None; got"),
     ("StepOptions(nonfinite='panic')", ValueError, 'StepOptions: nonfinite must be "ignore" or "raise"; got '),
     ("StepOptions(record=1)", TypeError, "StepOptions: record must be True or False; got 1"),
     ("pipe(options={'record': True})", TypeError, "Pipeline: options must be a zbkern.pipeline.StepOptions, as in"),
     ("pipe(replanner=100)", TypeError, "Pipeline: replanner must be a zbkern.pipeline.Replanner, as in"),
-    ("pipe(replanner=Replanner)", TypeError, "Pipeline: replanner must be a zbkern.pipeline.Replanner, as in"),
     ("Replanner(-1)", ValueError, "Replanner: every must be a whole number of steps, at least 1; got -1"),
     ("Replanner(1.5)", ValueError, "Replanner: every must be a whole number of steps, at least 1; got 1.5"),
     ("Replanner(1, costs=3)", TypeError, "Replanner: costs must be a zbkern.pipeline.Costs or None; got int"),
@@ -374,8 +382,8 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("open_pipe('step', t(4, 2), t(3, 2))", ValueError, "Pipeline.step: dimension 0 of targets must be a multiple of"),
     ("open_pipe('step', [t(2, 2)], t(4, 2))", ValueError, "Pipeline.step: inputs is a list of 1 microbatches and the"),
     ("open_pipe('step', 'a', t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
-    ("open_pipe('step', t(), t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
     ("open_pipe('step', {}, t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
+    ("open_pipe('step', t(), t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
     ("open_pipe('step', t(4, 3), t(4, 2))", PipelineError, "rank 0, action 0F0: RuntimeError: mat1 and mat2 shapes"),
     ("open_pipe('evaluate')", ValueError, "Pipeline.evaluate: inputs must be given on this rank; got None"),
     ("open_pipe('evaluate', t(3, 2), t(3, 2))", ValueError, "Pipeline.evaluate: dimension 0 of inputs must be a"),
@@ -386,20 +394,16 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("Optimizer(sgd(), pipe(), scaler=3)", TypeError, "Optimizer: scaler must be a torch.amp.GradScaler or None; got"),
     ("Optimizer(sgd(), pipe(), max_norm=0)", ValueError, "Optimizer: max_norm must be above 0; got 0; pass math.inf t"),
     ("Optimizer(sgd(), pipe(), max_norm='1')", TypeError, "Optimizer: max_norm must be a number above 0; got '1'"),
-    ("Optimizer(sgd(), pipe(), tied=3)", TypeError, 'Optimizer: tied must be {name: parameter}, as in {"embedding":'),
     ("Optimizer(sgd(), pipe(), tied=[layer().weight])", TypeError, "Optimizer: tied must be {name: parameter}, as in"),
     ("Optimizer(sgd(), pipe(), tied={'a': 3})", TypeError, "Optimizer: tied must be {name: parameter}, as in"),
     ("Optimizer(sgd(), pipe(), undo='x')", ValueError, "Optimizer: undo must be one of ('snapshot', 'inverse', None)"),
-    ("Optimizer(sgd(), pipe(), undo=[3])", ValueError, "Optimizer: undo must be one of ('snapshot', 'inverse', None)"),
     ("Optimizer(sgd(), pipe(), timeout='a')", TypeError, "Optimizer: timeout must be a number of seconds above 0; got"),
     ("Optimizer(sgd(), pipe()).load_state_dict({})", ValueError, "Optimizer.load_state_dict: state must be what"),
-    ("Optimizer(sgd(), pipe()).load_state_dict(3)", ValueError, "Optimizer.load_state_dict: state must be what"),
     ("Optimizer(optim.AdamW(layer().parameters(), max_norm=1), pipe())", ValueError, "Optimizer: AdamW(max_norm=1)"),
     ("clip_grad_norm_(3, 1.0, one())", TypeError, "clip_grad_norm_: parameters must be this rank's, as"),
     ("clip_grad_norm_([3], 1.0, one())", TypeError, "clip_grad_norm_: parameters must be this rank's, as"),
     ("clip_grad_norm_([parameter()], 0, one())", ValueError, "clip_grad_norm_: max_norm must be above 0; got 0"),
     ("clip_grad_norm_([parameter()], '1', one())", TypeError, "clip_grad_norm_: max_norm must be a number above 0; go"),
-    ("clip_grad_norm_([parameter()], None, one())", TypeError, "clip_grad_norm_: max_norm must be a number above 0"),
     ("clip_grad_norm_([parameter()], 1.0, 3)", TypeError, "clip_grad_norm_: group must be a Pipeline, a Transport, a"),
     ("clip_grad_norm_([parameter()], 1.0, one(), tied=3)", TypeError, "clip_grad_norm_: tied must be {name: parameter"),
     ("grad_norm('a', one())", TypeError, "grad_norm: parameters must be this rank's, as module.parameters() gives"),
@@ -409,7 +413,6 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("checkpoint.save(FOLDER, -1, layer())", ValueError, "checkpoint: step must be at least 0; got -1"),
     ("checkpoint.save(FOLDER, '1', layer())", TypeError, "checkpoint: step must be a whole number, at least 0; got '1"),
     ("checkpoint.save(FOLDER, 1, 3)", TypeError, "checkpoint: modules must be a Pipeline, {chunk number: module}, or"),
-    ("checkpoint.save(FOLDER, 1, [3])", TypeError, "checkpoint: modules must be a Pipeline, {chunk number: module}"),
     ("checkpoint.save(FOLDER, 1, layer(), extra=lambda: 1)", TypeError, "checkpoint.save: extra must be a number, a"),
     ("checkpoint.save(FOLDER, 1, layer(), keep=0)", ValueError, "checkpoint: keep must be at least 1; got 0"),
     ("checkpoint.save(FOLDER, 1, layer(), keep='2')", TypeError, "checkpoint: keep must be a whole number, at least 1"),
@@ -421,7 +424,6 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("checkpoint.save(3, 1, layer())", TypeError, "checkpoint: folder must be a path; got int"),
     ("checkpoint.save(FOLDER, 1, [layer(), layer()])", TypeError, "checkpoint: modules must be a Pipeline, {chunk"),
     ("checkpoint.load(FOLDER, layer(), step=3)", ValueError, "checkpoint.load: never has no checkpoint of step 3"),
-    ("checkpoint.load(3, layer())", TypeError, "checkpoint: folder must be a path; got int"),
     ("checkpoint.load(FOLDER, 3)", TypeError, "checkpoint: modules must be a Pipeline, {chunk number: module}, or one"),
     ("checkpoint.load(FOLDER, layer(), step='a')", TypeError, "checkpoint: step must be a whole number, at least 0; g"),
     ("checkpoint.latest(3)", TypeError, "checkpoint: folder must be a path; got int"),
@@ -439,14 +441,12 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("profile([layer()], [0], 3, t(8,2), t(8,2), group=one())", TypeError, "Pipeline: loss_fn must be callable"),
     ("profile([layer()], [0], mse, group=one())", ValueError, "Pipeline.step: inputs must be given on this rank; got"),
     ("ShardedReduction(layer(), WGradQueue())", TypeError, "ShardedReduction: model must have been through"),
-    ("ShardedReduction(3, WGradQueue())", TypeError, "ShardedReduction: model must have been through fully_shard; got"),
     # costs, schedules, plans and pictures
     ("Costs(10**400)", ValueError, "Costs: forward must be from 0 to 1e+100, in whatever unit makes it so; got inf"),
     ("Costs().per_chunk(0)", ValueError, "Costs.per_chunk: chunks must be at least 1; got 0"),
     ("Costs(time_unit='minutes')", ValueError, "Costs: time_unit must be 's' or 'ms' or 'us', or None; got 'minutes'"),
     ("Costs(memory_unit=1)", ValueError, "Costs: memory_unit must be 'bytes', or None; got 1"),
     ("S.zb_h1(2, 2).chunks_of(5)", ScheduleError, "Schedule zb_h1: chunks_of: rank must be from 0 to 1; got 5"),
-    ("S.zb_h1(2, 2).chunks_of('a')", ScheduleError, "Schedule zb_h1: chunks_of: rank must be from 0 to 1; got 'a'"),
     ("plan(C, 2, 2, placement=3)", TypeError, "plan: placement must be one of ('linear', 'loop', 'v', 'zigzag') or"),
     ("plan(C, 2, 2, memory_limit=[4, None])", TypeError, "plan: memory_limit must be one number or one per rank; got"),
     ("PlanOptions(time_limit='a')", TypeError, "PlanOptions: time_limit must be a number; got str 'a'"),
@@ -459,7 +459,6 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("draw.save('a', 'x.svg')", TypeError, "draw: timelines must be a list of Timelines, such as [simulate(schedule)]"),
     ("draw.save(simulate(S.zb_h1(2, 2)), 'x.svg')", TypeError, "draw: timelines must be a list of Timelines, such as"),
     ("draw.save([simulate(S.zb_h1(2, 2))], 'x.svg', costs=C)", TypeError, "draw: costs must be a list with the Costs"),
-    ("draw.svg([3])", TypeError, "draw: timelines must be a list of Timelines, such as [simulate(schedule)]; got list"),
     ("trace.save('a', 'x.json')", TypeError, "trace: timelines must be a list of Timelines, such as [simulate("),
     ("trace.save([], 'x.json')", ValueError, "trace: timelines is empty; give at least one"),
     ("trace.save([simulate(S.zb_h1(2, 2))], 3)", TypeError, "trace.save: path must be a str or Path, such as"),

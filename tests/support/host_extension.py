@@ -27,8 +27,8 @@ def tensor_at(address: int, kind: int, shape: tuple[int, ...], stride: int | Non
 
 
 class HostExtension:
-    """launches: the number of weights and of segments of each launch. grids: its places, max_tiles and hopper. reduced:
-    whether stores may add.
+    """launches: the number of weights and of segments of each launch. grids: its places and max_tiles. reduced: whether
+    stores may add.
     """
 
     MAX_SEGMENTS = 16
@@ -36,11 +36,8 @@ class HostExtension:
 
     def __init__(self) -> None:
         self.launches: list[tuple[int, int]] = []
-        self.grids: list[tuple[int, int, bool]] = []
+        self.grids: list[tuple[int, int]] = []
         self.reduced: list[bool] = []
-
-    def has_sm90(self) -> bool:
-        return True
 
     def wgrad(
         self, products: list[tuple], x_kind: int, dweight_kind: int, dbias_kind: int, accumulate: bool, *rest: Any
@@ -48,8 +45,8 @@ class HostExtension:
         assert len(products) <= self.MAX_PRODUCTS
         self.launches.append((len(products), sum(len(product[-1]) for product in products)))
         assert self.launches[-1][1] <= self.MAX_SEGMENTS
-        self.grids.append(rest[:3])
-        self.reduced.append(rest[5])
+        self.grids.append(rest[:2])
+        self.reduced.append(rest[4])
         for dweight_at, dbias_at, n, k, stride, segments in products:
             dweight = tensor_at(dweight_at, dweight_kind, (n, k), stride)
             self._aligned(dweight_at, stride * dweight.itemsize)

@@ -20,8 +20,6 @@ from zbkern.kernels.triton import kernels as triton_kernels
 from zbkern.kernels.triton import norm_backward as triton_norm_backward
 from zbkern.kernels.triton import norm_forward as triton_norm_forward
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

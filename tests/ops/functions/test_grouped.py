@@ -112,21 +112,6 @@ def test_torchs_own_product_of_groups_where_it_takes_the_shapes(biased: bool, mo
         testing.assert_close(got, expected)
 
 
-def test_inside_torch_compile() -> None:
-    """No graph break, by counts and by offsets, and torch's values; W of experts is not deferred there."""
-    module = zbkern.nn.Experts(8, 16, 2, bias=True)
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    x, counts = torch.randn(6, 8), torch.tensor([4, 2])
-    for rows in ({"counts": counts}, {"offsets": counts.cumsum(0)}):
-        testing.assert_close(compiled(x, **rows), module(x, **rows))
-    compiled(x, counts).sum().backward()
-    got = [p.grad.clone() for p in module.parameters()]
-    module.zero_grad()
-    module(x, counts).sum().backward()
-    for gradient, parameter in zip(got, module.parameters(), strict=True):
-        testing.assert_close(gradient, parameter.grad)
-
-
 def test_what_waits_is_inputs_and_output_gradients() -> None:
     m, dim, hidden, groups = 20, 8, 16, 4
     module, queue = zbkern.nn.Experts(dim, hidden, groups), zbkern.WGradQueue()

@@ -34,31 +34,20 @@ def why_not(device: torch.device | str | None = None) -> str | None:
         return f"the CUDA kernels are not built, or not for this Python: ZBKERN_BUILD=cuda pip install . ({_problem})"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    return unfit(torch.version.cuda, _cuda.CUDA_VERSION, _cuda.ARCHITECTURES, torch.cuda.get_device_capability(device))
+    return unfit(torch.version.cuda, _cuda.CUDA_VERSION, torch.cuda.get_device_capability(device))
 
 
-def unfit(torch_cuda: str | None, built_with: int, built_for: str, capability: tuple[int, int]) -> str | None:
-    """Why a build does not fit. torch_cuda: "12.8"; built_with: 13000; built_for: "8.0 9.0a"; capability: (9, 0)."""
+def unfit(torch_cuda: str | None, built_with: int, capability: tuple[int, int]) -> str | None:
+    """Why a build does not fit. torch_cuda: "12.8"; built_with: 13000; capability: (9, 0)."""
     built = f"{built_with // 1000}.{built_with % 1000 // 10}"
     if torch_cuda is None or int(torch_cuda.split(".")[0]) != built_with // 1000:
         return (
             f"the CUDA kernels were built with CUDA {built} and this torch has CUDA {torch_cuda}; "
             "build zbkern with a toolkit of torch's major version, or install a torch for this one"
         )
-    major, minor = capability
-    for name in built_for.split():
-        number, ptx = name.removesuffix("+PTX"), name.endswith("+PTX")
-        built_major, built_minor = (int(digits) for digits in number.rstrip("af").split("."))
-        exact = number.endswith("a")
-        same = (major, minor) == (built_major, built_minor)
-        if same or (not exact and (major == built_major and minor >= built_minor)):
-            return None
-        if ptx and not exact and (major, minor) >= (built_major, built_minor):
-            return None
-    return (
-        f"the CUDA kernels were built for {built_for} and this GPU is {major}.{minor}; "
-        f"build them for it: TORCH_CUDA_ARCH_LIST={major}.{minor} ZBKERN_BUILD=cuda pip install ."
-    )
+    if capability != (9, 0):
+        return "the CUDA kernels are written for compute capability 9.0 and this GPU has {}.{}".format(*capability)
+    return None
 
 
 def linear_wgrad(
@@ -75,8 +64,8 @@ def linear_wgrad(
     x, dy: both bf16 or both fp16, N and K multiples of 8. Outputs: float32 or of x's dtype. num_sms: blocks run on at
     most that many multiprocessors (two at least), None for all. max_tiles: a block ends after so many tiles of dweight,
     so that others get its multiprocessor, 0 for no bound; where that takes more blocks than num_sms, num_sms gives way.
-    reduce: where a launch adds to a float32 dweight on compute capability 9.0, the L2 cache adds, and no multiprocessor
-    reads dweight: for few tokens, where memory is what W waits for. As repeatable as without. Raises ValueError.
+    reduce: where a launch adds to a float32 dweight, the L2 cache adds, and no multiprocessor reads dweight: for few
+    tokens, where memory is what W waits for. As repeatable as without. Raises ValueError.
     """
     linear_wgrads(((segments, outputs),), accumulate, num_sms=num_sms, max_tiles=max_tiles, reduce=reduce)
 
@@ -91,8 +80,8 @@ def linear_wgrads(
 ) -> None:
     """linear_wgrad of several weights, each dweight and dbias in memory of its own, in as few launches as possible.
 
-    One launch takes neighbours of the same dtypes, on compute capability 9.0 up to MAX_PRODUCTS weights with together
-    MAX_SEGMENTS segments: no multiprocessor idles between two of them. On other GPUs it takes one weight.
+    One launch takes neighbours of the same dtypes, up to MAX_PRODUCTS weights with together MAX_SEGMENTS segments: no
+    multiprocessor idles between two of them.
     """
     limits = num_sms, max_tiles, reduce
     batch: list[tuple] = []  # of one launch, as the extension takes it
@@ -125,7 +114,7 @@ def linear_wgrads(
                 some = parts[first : first + _cuda.MAX_SEGMENTS]
                 _launch([(*target, some)], same, accumulate or first > 0, *limits)
             continue
-        if batch and (same != like or len(parts) > room or len(batch) == _max_weights(device)):
+        if batch and (same != like or len(parts) > room or len(batch) == _cuda.MAX_PRODUCTS):
             _launch(batch, like, accumulate, *limits)
             batch = []
         if not batch:
@@ -140,10 +129,8 @@ def _launch(
     layers: list[tuple], like: tuple, accumulate: bool, num_sms: int | None, max_tiles: int, reduce: bool
 ) -> None:
     kinds, device = like
-    places, hopper = _gpu(device)
-    if num_sms is not None:  # a block each: two of a launch are on one multiprocessor only where all are taken
-        places = min(num_sms, places)
-    _cuda.wgrad(layers, *kinds, accumulate, places, max_tiles, hopper, device, raw_stream(device), reduce)
+    places = _processors(device) if num_sms is None else min(num_sms, _processors(device))
+    _cuda.wgrad(layers, *kinds, accumulate, places, max_tiles, device, raw_stream(device), reduce)
 
 
 def _addresses(
@@ -189,15 +176,9 @@ def _kinds(dtype: torch.dtype, dweight: torch.dtype, dbias: torch.dtype | None) 
 
 
 @functools.cache
-def _gpu(device: int) -> tuple[int, bool]:
-    """How many blocks run at a time, and whether they are of the kernels for 9.0."""
-    properties = torch.cuda.get_device_properties(device)
-    hopper = properties.major == 9 and _cuda.has_sm90()
-    return properties.multi_processor_count * (1 if hopper else 2), hopper
-
-
-def _max_weights(device: int) -> int:
-    return _cuda.MAX_PRODUCTS if _gpu(device)[1] else 1
+def _processors(device: int) -> int:
+    """How many blocks run at a time: one on each multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _aligned(matrix: Tensor) -> Tensor:

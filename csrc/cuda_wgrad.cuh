@@ -1,4 +1,4 @@
-// W on Hopper: TMA, wgmma, warp-specialised and persistent, out of CUTLASS 3 collectives.
+// W on Hopper (compute capability 9.0): TMA, wgmma, warp-specialised and persistent, out of CUTLASS 3 collectives.
 //
 //   dweight [N, K] (+)= sum over segments of dy_i^T x_i        dbias [N] (+)= sum over segments and rows of dy_i
 //

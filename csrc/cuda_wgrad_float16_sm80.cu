@@ -1,6 +1,0 @@
-// W on any GPU from Ampere on for float16; a file of its own so that both types compile at a time.
-#include "cuda_wgrad_sm80.cuh"
-
-namespace zbkern {
-void wgrad_float16_sm80(const Wgrad& task) { sm80::choose<cutlass::half_t>(task); }
-}  // namespace zbkern
