@@ -35,6 +35,16 @@ from zbkern.reporting import environment, machine_line, markdown_table
 
 RANKS, BLOCKS, WIDTH, HEADS = 2, 4, 512, 8
 SLICES, ALONE = (2, 4, 8), 8
+OF_BLOCKS = (
+    "forward",
+    "backward",
+    "weight",
+    "activation",
+    "held",
+    "attention_forward",
+    "attention_backward",
+    "carried",
+)
 
 
 class Attention(nn.Module):
@@ -152,31 +162,15 @@ def own_chunks(placement: Sequence[int], model: Blocks) -> dict[int, dict[int, n
 
 
 def measured(model: Blocks, x: Tensor, y: Tensor) -> Costs:
-    """Costs of one block. What grows with the square of the length, attention, follows from those of half of it."""
+    """Costs of one block, those of all being alike."""
     placement = (*range(RANKS), *reversed(range(RANKS)))
-
-    def costs(length: int) -> Costs:
-        modules = [Blocks([*found.values()]) for found in own_chunks(placement, model).values()]
-        batch = x[:1, :length], y[:1, :length]
-        return profile(modules, placement, nn.functional.mse_loss, *batch, 1, options=ProfileOptions(repeats=1))
-
-    whole, half = costs(x.shape[1]), costs(x.shape[1] // 2)
-
-    def mean(costs: Costs, name: str) -> float:
-        value = getattr(costs, name)
-        return value if isinstance(value, float) else statistics.mean(value)
-
-    def attention(name: str) -> float:
-        return min(mean(whole, name), max(0.0, 2 * (mean(whole, name) - 2 * mean(half, name))))
-
+    modules = [Blocks([*found.values()]) for found in own_chunks(placement, model).values()]
+    options = ProfileOptions(repeats=1, slices=True)
+    found = profile(modules, placement, nn.functional.mse_loss, x[:1], y[:1], 1, options=options)
+    flat = found.per_chunk(len(placement))
+    means = {name: statistics.mean(getattr(flat, name)) for name in OF_BLOCKS}
     return Costs(
-        *(mean(whole, name) for name in ("forward", "backward", "weight", "communication", "activation", "held")),
-        attention_forward=attention("forward"),
-        attention_backward=attention("backward"),
-        carried=2 * x[0].nbytes,
-        tokens=x.shape[1],
-        time_unit="ms",
-        memory_unit="bytes",
+        **means, overhead=statistics.mean(flat.overhead), tokens=found.tokens, time_unit="ms", memory_unit="bytes"
     )
 
 
