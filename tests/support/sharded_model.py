@@ -49,12 +49,7 @@ def make() -> nn.Module:
 
 def parallelize(model: nn.Module, kind: str, mesh: Any) -> nn.Module:
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     tokens = Shard(1)
     block: dict[str, Any] = {
