@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import zbkern
-from tests.support.sharded_model import MICROBATCHES, batches, differences, linear_rank, loss_of, make, parallelize
+from tests.support.sharded_model import (
+    MICROBATCHES,
+    batches,
+    cpu_mesh,
+    differences,
+    linear_rank,
+    loss_of,
+    make,
+    parallelize,
+)
 from zbkern import testing
 from zbkern.functional import CrossEntropyOptions, GateOptions
 from zbkern.ops import compiled_operators
@@ -474,9 +483,7 @@ def test_dispatch_modes_see_w_run() -> None:
 def compiled_sharded_rank(kind: str) -> tuple[list[str], int, list[int], dict[str, float]]:
     """What did not wait, how many W did, the collectives in torch's graphs and in ours, and how far gradients are from
     those of one process."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh()
     model, torchs, twin = make(), parallelize(make(), kind, mesh), parallelize(zbkern.convert(make()), kind, mesh)
     theirs = collectives_of(torchs)
     loss_of(torchs, batches()[0]).backward()
