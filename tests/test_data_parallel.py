@@ -249,8 +249,3 @@ def test_fsdp2_reduces_groups_while_other_w_still_run(two_ranks: Any) -> None:
     after = events[events.index("B ends") :]
     assert "reduce" in after
     assert after.index("reduce") < len(after) - 1 - after[::-1].index("W")
-
-
-def test_sharded_reduction_wants_a_sharded_model() -> None:
-    with pytest.raises(TypeError, match="must have been through fully_shard; got Linear"):
-        ShardedReduction(nn.Linear(2, 2), zbkern.WGradQueue())

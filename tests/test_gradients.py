@@ -125,10 +125,7 @@ def test_autocast(deferred: bool) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             expected, loss = loss_of(model, x), loss_of(twin, x)
         expected.backward()
-        if deferred:
-            with queue.defer(key):
-                loss.backward()
-        else:
+        with queue.defer(key) if deferred else nullcontext():
             loss.backward()
     with torch.autocast("cpu", dtype=torch.bfloat16):  # W must not care
         queue.run()

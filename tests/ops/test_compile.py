@@ -75,10 +75,7 @@ def test_compiled_gradients_are_equal_without_a_graph_break(deferred: bool) -> N
     for key in range(3):
         model(indices(key)).square().mean().backward()
         loss = compiled(indices(key)).square().mean()
-        if deferred:
-            with queue.defer(key):
-                loss.backward()
-        else:
+        with queue.defer(key) if deferred else contextlib.nullcontext():
             loss.backward()
     weights = {id(p) for task in queue.tasks() for p in task.parameters if p is not None}
     names = {name for name, p in twin.named_parameters() if id(p) in weights}
