@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -250,16 +251,12 @@ def sharded_library_rank(transposed: bool, deferred: bool) -> tuple[int, list[bo
     x = torch.randn(int(counts.sum()), WIDTH, dtype=torch.float64)
     rows = torch.cat(x.split(counts.tolist())[mine]).requires_grad_()
     queue = zbkern.WGradQueue()
-    waiting = 0
     for _ in range(2):
         alone(x, counts).square().sum().backward()
-        if deferred:
-            with queue.defer():
-                own(rows, counts[mine]).square().sum().backward()
-            waiting = queue.pending()
-            queue.run()
-        else:
+        with queue.defer() if deferred else contextlib.nullcontext():
             own(rows, counts[mine]).square().sum().backward()
+        waiting = queue.pending()
+        queue.run()
     (slope,) = torch.autograd.grad(own(rows, counts[mine]).square().sum(), rows, create_graph=True)
     slope.square().sum().backward()
     whole = x.detach().requires_grad_()
