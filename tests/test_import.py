@@ -25,9 +25,12 @@ def test_import_loads_neither_torch_nor_triton() -> None:
     assert run_python(heavy) == f"[] {zbkern.__version__}"
 
 
-def test_the_queue_and_the_layers_do_not_load_torch_pipelining() -> None:
-    code = "import sys, zbkern; zbkern.WGradQueue; zbkern.nn; zbkern.convert; zbkern.functional\n"
-    assert run_python(code + "print('torch.distributed.pipelining' in sys.modules)") == "False"
+def test_a_choice_on_a_cpu_loads_no_triton_and_the_layers_no_torch_pipelining() -> None:
+    code = "import sys, torch, zbkern; from zbkern.kernels import dispatch\n"
+    code += "dispatch.resolve('linear', 'auto', torch.device('cpu'), torch.float32); print('triton' in sys.modules)\n"
+    code += "zbkern.WGradQueue; zbkern.nn; zbkern.convert; zbkern.functional\n"
+    code += "print('torch.distributed.pipelining' in sys.modules)"
+    assert run_python(code).split() == ["False", "False"]
 
 
 @pytest.mark.parametrize("name", zbkern.__all__)

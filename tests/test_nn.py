@@ -69,7 +69,7 @@ def test_norms_with_a_residual(ours: str, shape: tuple[int, ...]) -> None:
     testing.assert_same_gradients(module, other)
 
 
-def check(module: nn.Module, forward, *inputs: torch.Tensor) -> None:
+def check(module: nn.Module, forward: Any, *inputs: Any) -> None:
     """Two deferred backwards of module(*inputs) against those of forward(copy, *inputs)."""
     other = copy.deepcopy(module)
     queue = zbkern.WGradQueue()
@@ -176,17 +176,10 @@ def test_grouped_linear() -> None:
     module = zbkern.nn.GroupedLinear(3, 5, 4, dtype=torch.float64)
     x = torch.randn(6, 5, dtype=torch.float64)
 
-    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([F.linear(r, m.weight[e], m.bias[e]) for e, r in enumerate(x.split([2, 0, 4]))])
+    def forward(m: nn.Module, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        return torch.cat([F.linear(r, m.weight[e], m.bias[e]) for e, r in enumerate(x.split(counts))])
 
-    other = copy.deepcopy(module)
-    queue = zbkern.WGradQueue()
-    for _ in range(2):
-        with queue.defer():
-            module(x, [2, 0, 4]).square().sum().backward()
-        forward(other, x).square().sum().backward()
-    queue.run()
-    testing.assert_same_gradients(module, other)
+    check(module, forward, x, [2, 0, 4])
 
 
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -215,7 +208,7 @@ def test_experts(name: str) -> None:
             found = module(x, **rows)
             found.backward(y)
         sizes = torch.as_tensor(rows["counts"]) if "counts" in rows else torch.tensor([3, 0, 2])
-        expected = by_slices(other, twin, sizes.tolist())
+        expected = by_function(other, twin, sizes.tolist())
         expected.backward(y)
         testing.assert_close(found, expected, "y")
         testing.assert_close(x.grad, twin.grad, "dx")
@@ -224,21 +217,12 @@ def test_experts(name: str) -> None:
     testing.assert_same_gradients(module, other)
 
 
-def by_slices(m: zbkern.nn.Experts, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Experts as the transformers library writes them; zeros for rows of none."""
-    parts = []
-    for e, rows in enumerate(x[: sum(sizes)].split(sizes)):
-        first, second = m.gate_up_proj[e], m.down_proj[e]
-        biases = (None, None) if m.gate_up_proj_bias is None else (m.gate_up_proj_bias[e], m.down_proj_bias[e])
-        z = F.linear(rows, first.t() if m.transposed else first, biases[0])
-        gate, up = (z[:, ::2], z[:, 1::2]) if m.gate.interleaved else z.chunk(2, -1)
-        if m.gate.limit is None:
-            h = {"silu": F.silu, "gelu": F.gelu}[m.gate.activation](gate) * up
-        else:
-            gate, up = gate.clamp(max=m.gate.limit), up.clamp(-m.gate.limit, m.gate.limit)
-            h = gate * torch.sigmoid(m.gate.alpha * gate) * (up + 1)
-        parts.append(F.linear(h, second.t() if m.transposed else second, biases[1]))
-    return torch.cat([*parts, x.new_zeros(len(x) - sum(sizes), x.shape[1])])
+def by_function(m: zbkern.nn.Experts, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Which test_functional.py holds to experts in a loop; zeros for rows of none."""
+    biases = (m.gate_up_proj_bias, m.down_proj_bias)
+    rows, weights = x[: sum(sizes)], (m.gate_up_proj, m.down_proj)
+    y = zbkern.functional.grouped_mlp(rows, *weights, sizes, biases, m.gate, transposed=m.transposed)
+    return torch.cat([y, x.new_zeros(len(x) - sum(sizes), x.shape[1])])
 
 
 def test_linear_cross_entropy() -> None:

@@ -10,31 +10,12 @@ import pytest
 
 from bench import published_runs
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 16384,
-    "intermediate_size": 53248,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 126,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
-RUN: dict[str, Any] = {  # arXiv 2407.21783, table 4
-    "run": "Llama 3 405B",
-    "model": LLAMA,
-    "gpu": "h100",
-    "sequence": 8192,
-    "microbatch_size": 1,
-    "tensor_parallel": 8,
-    "expert_parallel": 1,
-    "pipeline_parallel": 16,
-    "chunks": 8,
-    "data_parallel": 64,
-    "microbatches": 32,
-    "measured": 430,
-    "unit": "TFLOP/s per GPU, attention counted as a full square",
-}
+LLAMA = {"model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126}
+LLAMA |= {"num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False}
+RUN: dict[str, Any] = {"run": "Llama 3 405B", "model": LLAMA, "gpu": "h100"}  # arXiv 2407.21783, table 4
+RUN |= {"sequence": 8192, "microbatch_size": 1, "tensor_parallel": 8, "expert_parallel": 1, "pipeline_parallel": 16}
+RUN |= {"chunks": 8, "data_parallel": 64, "microbatches": 32, "measured": 430}
+RUN["unit"] = "TFLOP/s per GPU, attention counted as a full square"
 
 
 def test_a_file_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

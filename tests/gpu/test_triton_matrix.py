@@ -117,35 +117,6 @@ def test_hostile_values(launches: ModuleType, dtype: torch.dtype, kind: str) -> 
         checks.adversarial_linear(launches, dtype, "cuda", kind, m, n, k)
 
 
-@pytest.mark.parametrize("num_sms", [1, 7, 40])
-def test_fewer_sms(launches: ModuleType, num_sms: int) -> None:
-    random = checks.Random(torch.bfloat16, "cuda")
-    x, weight, dy = random(700, 520), random(1016, 520), random(700, 1016)
-    y, dx = torch.empty_like(dy), torch.empty_like(x)
-    dweight = torch.zeros(1016, 520, device="cuda")
-    launches.linear_fwd(x, weight, None, y, num_sms=num_sms)
-    launches.linear_dgrad(dy, weight, dx, num_sms=num_sms)
-    launches.linear_wgrad([(x, dy)], (dweight, None), True, num_sms=num_sms)
-    checks.check("y", y, x.double() @ weight.double().t())
-    checks.check("dx", dx, dy.double() @ weight.double())
-    checks.check("dweight", dweight, dy.double().t() @ x.double())
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("segments", [1, 4])
-def test_w_has_the_same_bits_in_every_run(launches: ModuleType, segments: int, accumulate: bool) -> None:
-    random = checks.Random(torch.bfloat16, "cuda")
-    pairs = [(random(1500, 1032), random(1500, 2056)) for _ in range(segments)]
-    results = []
-    for _ in range(5):
-        outputs = torch.ones(2056, 1032, device="cuda"), torch.ones(2056, device="cuda")
-        launches.linear_wgrad(pairs, outputs, accumulate)
-        results.append(outputs)
-    for dweight, dbias in results[1:]:
-        assert torch.equal(dweight, results[0][0])
-        assert torch.equal(dbias, results[0][1])
-
-
 @pytest.mark.alone
 def test_launches_never_wait_for_the_gpu(launches: ModuleType) -> None:
     random = checks.Random(torch.bfloat16, "cuda")

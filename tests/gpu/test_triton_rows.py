@@ -70,10 +70,7 @@ def test_embedding(accumulate: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "options",
-    [
-        spec.CrossEntropyOptions(),
-        spec.CrossEntropyOptions(ignore_index=3, label_smoothing=0.1, z_loss=1e-3, chunk=100),
-    ],
+    [spec.CrossEntropyOptions(), spec.CrossEntropyOptions(ignore_index=3, label_smoothing=0.1, z_loss=1e-3, chunk=100)],
     ids=["plain", "all options"],
 )
 def test_cross_entropy(options: spec.CrossEntropyOptions, dtype: torch.dtype) -> None:
@@ -109,17 +106,6 @@ def test_attention(arguments: dict, size: int, dtype: torch.dtype) -> None:
 def test_attention_layouts(layout: str) -> None:
     launches = launches_of("attention")
     attention_checks.attention(launches, torch.bfloat16, [300], layouts=(layout,) * 3, size=128, device="cuda")
-
-
-def test_attention_has_the_same_bits_in_every_run() -> None:
-    launches = launches_of("attention")
-
-    def run() -> list[torch.Tensor]:
-        return attention_checks.attention(launches, torch.bfloat16, [700, 300], heads=(4, 2), size=128, device="cuda")
-
-    first = run()
-    for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

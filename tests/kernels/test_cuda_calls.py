@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.test_cuda_sanitizer import SMALL_RUN
+from tests.support import launch_checks
 from tests.support.host_extension import HostExtension
 from zbkern import testing
 from zbkern.kernels import reference
@@ -33,19 +34,8 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostExtension]:
 
 
 def placed(values: Tensor, layout: str) -> Tensor:
-    """The same values, laid out in a larger buffer of nan."""
-    rows, columns = values.shape
-    if layout == "padded":
-        view = values.new_full((rows, columns + 8), float("nan"))[:, :columns]
-    elif layout == "odd":
-        view = values.new_full((rows, columns + 3), float("nan"))[:, 1 : columns + 1]
-    elif layout == "expanded":
-        return values[:1].expand(rows, columns)
-    elif layout == "transposed":
-        view = values.new_full((columns, rows + 8), float("nan"))[:, :rows].t()
-    else:
-        return values.clone()
-    return view.copy_(values)
+    """The same values, laid out in a larger buffer of nan; expanded: the first row for all."""
+    return values[:1].expand(values.shape) if layout == "expanded" else launch_checks.place(values, layout)
 
 
 def segments_of(rows: list[int], n: int, k: int, dtype: torch.dtype, layout: str = "plain") -> list[tuple]:
@@ -197,6 +187,7 @@ def test_a_weight_without_elements(extension: HostExtension, n: int, k: int) -> 
     assert not extension.launches
 
 
+@pytest.mark.slow
 def test_what_the_sanitizer_runs(extension: HostExtension, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no GPU nobody else would see that its names are out of date."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

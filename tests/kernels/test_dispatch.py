@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -107,10 +105,3 @@ def test_auto_takes_matmuls_with_nothing_to_fuse_from_the_library(gpu: list[str]
     expected = ["torch linear_fwd", "triton linear_fwd", "torch linear_dgrad", "triton linear_dgrad"]
     assert gpu == [*expected, "triton linear_wgrad", "triton linear_wgrads"]
     assert dispatch.resolve("linear", "triton", "cuda", torch.bfloat16) is dispatch._MODULES["triton"]
-
-
-def test_auto_on_a_cpu_never_imports_triton() -> None:
-    code = "import sys, torch\nfrom zbkern.kernels import dispatch\n"
-    code += "dispatch.resolve('linear', 'auto', torch.device('cpu'), torch.float32)\n"
-    code += "assert 'triton' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)

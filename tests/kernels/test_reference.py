@@ -36,11 +36,7 @@ def wgrad_cases() -> dict:
         "grouped_linear": (reference.grouped_linear_wgrad, grouped, [(3, 4, 5), (3, 4)]),
         "embedding": (reference.embedding_wgrad, lambda m: (torch.randint(7, (m,)), rand(m, 4)), [(7, 4)]),
         "norm": (reference.norm_wgrad, lambda m: (rand(2, m, 5),), [(5,), (5,)]),
-        "head": (
-            lambda s, o, a: reference.cross_entropy_wgrad(s, o, a, weight, None, options),
-            head,
-            [(9, 5), (9,)],
-        ),
+        "head": (lambda s, o, a: reference.cross_entropy_wgrad(s, o, a, weight, None, options), head, [(9, 5), (9,)]),
     }
 
 
@@ -86,19 +82,10 @@ def test_a_half_product_accumulates_in_the_outputs_dtype(low: torch.dtype, accum
     testing.assert_close(outputs[1], sum(dy.double().sum(0) for _, dy in segments) + accumulate, tolerance=1e-6)
 
 
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [*itertools.product([1, 8, 257], [1, 64], [1, 48])])
-def test_linear_launches(rows: int, inputs: int, outputs: int) -> None:
-    x, weight, bias, dy = rand(rows, inputs), rand(outputs, inputs), rand(outputs), rand(rows, outputs)
-    y, dx = torch.empty(rows, outputs, dtype=torch.float64), torch.ones(rows, inputs, dtype=torch.float64)
-    reference.linear_fwd(x, weight, bias, y)
-    testing.assert_close(y, x @ weight.t() + bias)
+def test_dgrad_is_added_where_that_is_asked_for() -> None:
+    dy, weight, dx = rand(8, 48), rand(48, 64), torch.ones(8, 64, dtype=torch.float64)
     reference.linear_dgrad(dy, weight, dx, accumulate=True)
     testing.assert_close(dx, dy @ weight + 1)
-    reference.linear_dgrad(dy, weight, dx)
-    testing.assert_close(dx, dy @ weight)
-    transposed = weight.t().contiguous().t()
-    reference.linear_fwd(x, transposed, None, y)
-    testing.assert_close(y, x @ weight.t())
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])

@@ -23,52 +23,24 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="fam
 
 # Whatever of these a configuration has becomes small
 SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "vocab_size": 61,
-    "max_position_embeddings": 64,
-    "head_dim": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-    "qk_head_dim": 8,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "n_ctx": 64,
-    "d_model": 32,
-    "n_layers": 2,
-    "n_heads": 4,
-    "ffn_dim": 48,
-    "num_layers": 2,
-    "word_embed_proj_dim": 32,
-    "attention_hidden_size": 32,
-    "state_size": 4,
-    "ffn_hidden_size": 48,
-    "rotary_dim": 4,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 61,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout"), 0.0),
-    **dict.fromkeys(("dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"), 0.0),
+    name: size
+    for size, names in (
+        (0, "pad_token_id"),
+        (1, "n_shared_experts n_group topk_group first_k_dense_replace bos_token_id"),
+        (2, "num_hidden_layers num_key_value_heads num_experts_per_tok n_layer n_layers num_layers eos_token_id"),
+        (4, "num_attention_heads num_local_experts num_experts n_routed_experts qk_rope_head_dim qk_nope_head_dim"),
+        (4, "n_head n_heads state_size rotary_dim"),
+        (8, "head_dim kv_lora_rank v_head_dim qk_head_dim hidden_size_per_layer_input"),
+        (16, "q_lora_rank"),
+        (24, "moe_intermediate_size shared_expert_intermediate_size"),
+        (32, "hidden_size n_embd d_model word_embed_proj_dim attention_hidden_size"),
+        (48, "intermediate_size ffn_dim ffn_hidden_size"),
+        (61, "vocab_size vocab_size_per_layer_input"),
+        (64, "max_position_embeddings n_positions n_ctx"),
+        (0.0, "resid_pdrop embd_pdrop attn_pdrop hidden_dropout attention_dropout dropout hidden_dropout_prob"),
+        (0.0, "attention_probs_dropout_prob activation_dropout"),
+    )
+    for name in names.split()
 }
 HEADS = ("head_dim", "qk_head_dim", "v_head_dim", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
 CODERS = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
@@ -215,15 +187,9 @@ def t5(T: Any) -> nn.Module:
 
 
 def swin(T: Any) -> nn.Module:
-    sizes = {
-        "image_size": 16,
-        "patch_size": 2,
-        "embed_dim": 16,
-        "depths": [2, 2],
-        "num_heads": [2, 4],
-        "window_size": 4,
-    }
-    return T.SwinForImageClassification(T.SwinConfig(**sizes, drop_path_rate=0.0, **DROP))
+    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 16, "window_size": 4}
+    config = T.SwinConfig(**sizes, depths=[2, 2], num_heads=[2, 4], drop_path_rate=0.0, **DROP)
+    return T.SwinForImageClassification(config)
 
 
 def convnext(T: Any) -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
-from zbkern import WGradQueue, optim, testing
+from zbkern import WGradQueue, optim, reporting, testing
 from zbkern import functional as Z
 from zbkern import nn as N
 from zbkern.data_parallel import ShardedReduction
@@ -115,6 +115,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("WGradQueue(max_bytes='1GB')", ValueError, "WGradQueue: max_bytes must be a number of bytes >= 0, or None for no"),
     ("WGradQueue(max_bytes=1e9)", ValueError, "WGradQueue: max_bytes must be a number of bytes >= 0, or None for no"),
     ("WGradQueue(merge='maybe')", ValueError, 'WGradQueue: merge must be True, False or "exact"; got '),
+    ("WGradQueue(wgrads_per_collective=-1)", ValueError, "WGradQueue: wgrads_per_collective must be"),
     ("WGradQueue(stream='side')", TypeError, "WGradQueue: stream must be a torch.cuda.Stream or None; got 'side'"),
     ("WGradQueue().defer([1])", TypeError, "WGradQueue.defer: key must not be a list, which `run` takes as several"),
     ("WGradQueue().defer({'a': 1})", TypeError, "WGradQueue.defer: key must be hashable, such as a number or a tuple"),
@@ -265,6 +266,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("optim.AdamW(layer().parameters(), max_norm=0)", ValueError, "AdamW: max_norm must be above 0, or None to clip"),
     ("optim.AdamW(layer().parameters(), max_norm='1')", TypeError, "AdamW: max_norm must be a number above 0, or None"),
     ("optim.AdamW(layer().parameters()).load_state_dict({})", ValueError, "AdamW.load_state_dict: state_dict must be"),
+    ("optim.AdamW(layer().parameters()).load_state_dict(3)", TypeError, "AdamW.load_state_dict: state_dict must be th"),
     ("optim.AdamW([t(2)]).load_state_dict(sgd().state_dict())", ValueError, "AdamW.load_state_dict: state_dict must b"),
     # testing
     ("testing.assert_close(t(2), t(3))", AssertionError, "value: shape [2], expected [3]"),
@@ -274,6 +276,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("testing.assert_close(t(2).int(), t(2).int())", TypeError, "tolerance_of: torch.int32 has no tolerance of its ow"),
     ("testing.assert_same_gradients('a', layer())", TypeError, "assert_same_gradients: got must be a torch.nn.Module"),
     ("testing.assert_same_gradients(layer(), 'a')", TypeError, "assert_same_gradients: expected must be a torch.nn.M"),
+    ("reporting.markdown_table(('a', 'b', 'c'), [('x', 1)])", ValueError, "a row must have 3 cells"),
     ("testing.measure({'a': 3})", TypeError, "measure: candidates must be {name: function that prepares a run}; got"),
     ("testing.measure({'a': lambda: 3})", TypeError, "measure: candidate 'a' must return a list of functions; got 3"),
     ("testing.measure({'a': list}, rounds=0)", ValueError, "measure: rounds must be at least 1; got 0"),
@@ -379,6 +382,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("open_pipe('step', t(4, 2), t(3, 2))", ValueError, "Pipeline.step: dimension 0 of targets must be a multiple of"),
     ("open_pipe('step', [t(2, 2)], t(4, 2))", ValueError, "Pipeline.step: inputs is a list of 1 microbatches and the"),
     ("open_pipe('step', 'a', t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
+    ("open_pipe('step', {}, t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
     ("open_pipe('step', t(), t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
     ("open_pipe('step', t(4, 3), t(4, 2))", PipelineError, "rank 0, action 0F0: RuntimeError: mat1 and mat2 shapes"),
     ("open_pipe('evaluate')", ValueError, "Pipeline.evaluate: inputs must be given on this rank; got None"),

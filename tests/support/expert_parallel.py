@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbkern
+from tests.support import tensor_parallel
 from tests.support.tensor_parallel import Trained, make_optimizer
 from zbkern.pipeline import Optimizer, Pipeline, schedules
 
@@ -97,8 +98,10 @@ class Stages(Trained):
         return {name: p for module in self.modules for name, p in module.named_parameters()}
 
 
-class OneProcess:
+class OneProcess(tensor_parallel.OneProcess):
     """The same model in one process."""
+
+    max_norm = MAX_NORM
 
     def __init__(self) -> None:
         self.model = chunk(0, 1, None)
@@ -111,17 +114,17 @@ class OneProcess:
         loss.backward()
         return loss.item()
 
-    def train(self, steps: range) -> tuple[list[float], list[float]]:
-        losses, norms = [], []
-        for step in steps:
-            losses.append(self.gradients(step))
-            norms.append(clip(list(self.model.parameters())))
-            self.optimizer.step()
-        return losses, norms
+
+# ---- of any kind
 
 
-def clip(parameters: list[nn.Parameter]) -> float:
-    """torch's clip_grad_norm_ with the factor in fp32, as for parameters in fp32, and the norm in fp64."""
-    norm = nn.utils.get_total_norm([p.grad for p in parameters])
-    nn.utils.clip_grads_with_norm_(parameters, MAX_NORM, norm.float())
-    return norm.item()
+def one_process_of(kind: str) -> tensor_parallel.OneProcess:
+    """kind: tensor-parallel with "tied" embeddings or split by "sequence", or expert-parallel with "experts"."""
+    return OneProcess() if kind == "experts" else tensor_parallel.OneProcess(kind == "tied")
+
+
+def stages_of(kind: str, layout: tuple[int, int, str], fill: str = "planned") -> Any:
+    """layout: stages, tensor- or expert-parallel size, schedule."""
+    if kind == "experts":
+        return Stages(*layout, fill)
+    return tensor_parallel.Stages(*layout, kind == "tied", kind == "sequence", fill)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -115,6 +116,10 @@ class Case:
         for parameter, gradient in zip(weights, self.gradients(rank, step, scale), strict=True):
             parameter.grad = gradient
 
+    def clear(self, optimizer: Optimizer, rank: int) -> None:
+        """Clears the gradients of a rank."""
+        optimizer.zero_grad()
+
     def learning_rate(self, step: int, base: float) -> float:
         return base * (1 - 0.05 * step)
 
@@ -159,35 +164,57 @@ def clip_in_float64(parameters: list[Tensor], max_norm: float) -> Tensor:
     return total
 
 
-def ours(case: Case, **options: Any) -> tuple[list[list[Tensor]], list[list[float]], list[Optimizer]]:
-    """The same through Optimizer: all ranks' weights after every step, every rank's norms, and the optimizers."""
+def train_rank(
+    case: Case, transport: LocalTransport | None, stop: int | None = None, attach: Any = None, **options: Any
+) -> tuple[list[list[Tensor]], list[float], Optimizer]:
+    """The same through Optimizer on one rank: its weights after every step, norms, and the optimizer.
 
-    def rank_loop(transport: LocalTransport) -> tuple[list[list[Tensor]], list[float], Optimizer]:
-        rank, weights, scaler = transport.rank, case.weights(transport.rank), case.scaler()
-        optimizer = Optimizer(
-            case.make(weights),
-            transport,
-            max_norm=MAX_NORM,
-            scaler=scaler,
-            master_weights=case.dtype != torch.float32,
-            timeout=20,
-            **options,
-        )
-        base = optimizer.param_groups[0]["lr"]
-        history, found = [], []
-        for step in range(case.steps):
+    stop: the step before which everything is made anew from state dicts. attach: called with optimizer, weights and
+    rank as they are made. Without a transport, the ranks are those of torch.distributed.
+    """
+    rank = torch.distributed.get_rank() if transport is None else transport.rank
+    options = {"master_weights": case.dtype != torch.float32, "max_norm": MAX_NORM, "timeout": 20, **options}
+
+    def make() -> tuple[list[nn.Parameter], Optimizer, LRScheduler | None, torch.amp.GradScaler | None]:
+        weights, scaler = case.weights(rank), case.scaler()
+        optimizer = Optimizer(case.make(weights), transport, scaler=scaler, **options)
+        if attach is not None:
+            attach(optimizer, weights, rank)
+        return weights, optimizer, case.schedule(optimizer) if case.schedule else None, scaler
+
+    weights, optimizer, schedule, scaler = make()
+    base, undone = optimizer.param_groups[0]["lr"], 0
+    history, found = [], []
+    for step in range(case.steps):
+        if step == stop:
+            undone, before = optimizer.undone, [weight.detach().clone() for weight in weights]
+            states = copy.deepcopy((optimizer.state_dict(), schedule.state_dict() if schedule else None))
+            weights, optimizer, schedule, scaler = make()
+            for weight, saved in zip(weights, before, strict=True) if not optimizer.masters else ():
+                weight.data.copy_(saved)
+            optimizer.load_state_dict(states[0])
+            if schedule is not None:
+                schedule.load_state_dict(states[1])
+            assert all(map(torch.equal, weights, before)), "not what the masters say"
+        if schedule is None:
             optimizer.param_groups[0]["lr"] = case.learning_rate(step, base)
-            scale = 1.0 if scaler is None else scaler.get_scale()
-            case.backward(weights, rank, step, scale)
-            optimizer.step()
-            optimizer.zero_grad()  # before the step is validated, which may need the gradients
-            optimizer.param_groups[0]["lr"] = 1e9  # nor may the next step's learning rate reach this one
-            optimizer.validate()
-            history.append([parameter.detach().clone() for parameter in weights])
-            found.append(optimizer.last_norm)
-        return history, found, optimizer
+        case.backward(weights, rank, step, 1.0 if scaler is None else scaler.get_scale())
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()  # before the global check, which may have the step done again
+        else:
+            optimizer.param_groups[0]["lr"] = 1e9  # the next step's learning rate may not reach this one
+        case.clear(optimizer, rank)  # before the step is validated, which may need the gradients
+        optimizer.validate()
+        history.append([parameter.detach().clone() for parameter in weights])
+        found.append(optimizer.last_norm)
+    optimizer.undone += undone
+    return history, found, optimizer
 
-    rows = results_on_threads(case.ranks, rank_loop)
+
+def ours(case: Case, **options: Any) -> tuple[list[list[Tensor]], list[list[float]], list[Optimizer]]:
+    """All ranks' weights after every step, every rank's norms, and the optimizers."""
+    rows = results_on_threads(case.ranks, lambda transport: train_rank(case, transport, **options))
     history = [[weight for row, _, _ in rows for weight in row[step]] for step in range(case.steps)]
     return history, [found for _, found, _ in rows], [optimizer for _, _, optimizer in rows]
 

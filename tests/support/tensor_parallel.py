@@ -68,12 +68,7 @@ def chunk(index: int, count: int) -> nn.Sequential:
 def parallelize(module: nn.Sequential, mesh: DeviceMesh, sequence: bool) -> None:
     """Tensor parallelism of torch's own API; sequence: what lies between is cut by tokens, as between stages."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     tokens = Shard(1) if sequence else Replicate()
     inner = {name: ColwiseParallel(input_layouts=tokens) for name in ("q", "k", "v", "gate", "up")}
@@ -195,6 +190,8 @@ def tie(chunks: dict[int, nn.Sequential], count: int) -> dict[str, Tensor]:
 class OneProcess:
     """The same model in one process, with torch's layers."""
 
+    max_norm: float | None = None
+
     def __init__(self, tied: bool) -> None:
         self.model = chunk(0, 1)
         if tied:
@@ -214,7 +211,7 @@ class OneProcess:
         """torch's clip_grad_norm_ with the factor in fp32, as for parameters in fp32, and the norm in fp64."""
         parameters = list(self.model.parameters())
         norm = nn.utils.get_total_norm([p.grad for p in parameters])
-        nn.utils.clip_grads_with_norm_(parameters, MAX_NORM, norm.float())
+        nn.utils.clip_grads_with_norm_(parameters, self.max_norm or MAX_NORM, norm.float())
         return norm.item()
 
     def train(self, steps: range) -> tuple[list[float], list[float]]:

@@ -37,23 +37,6 @@ def test_any_order_of_keys_gives_the_gradients_of_backward(merge: bool | str, se
     testing.assert_same_gradients(twin, model)
 
 
-def test_w_before_and_after_other_microbatches_b() -> None:
-    model, twin = make_pair()
-    queue = zbkern.WGradQueue()
-    first, second, third = batches(3)
-    for x in (first, second, third):
-        model(x).sum().backward()
-    losses = [twin(x).sum() for x in (first, second, third)]
-    with queue.defer("a"):
-        losses[0].backward()
-    queue.run_one()
-    with queue.defer("b"):
-        losses[1].backward()
-    losses[2].backward()  # not deferred: in between
-    queue.run()
-    testing.assert_same_gradients(twin, model)
-
-
 def test_keys_of_a_list_merge_and_the_others_wait() -> None:
     model, twin = make_pair()
     queue = zbkern.WGradQueue()
@@ -254,19 +237,6 @@ def test_what_is_left_over_is_not_lost_silently() -> None:
         del queue
 
 
-@pytest.mark.parametrize("key", [{"microbatch": 0}, {0}, (0, [1])])
-def test_what_is_no_task_or_key_is_refused(key: object) -> None:
-    queue = zbkern.WGradQueue()
-    with pytest.raises(TypeError, match=r"WGradQueue\.add: task must be a WGradTask; got int"):
-        queue.add(3)
-    with pytest.raises(TypeError, match=r"key must not be a list, which `run` takes as several keys; got \[0, 1\]"):
-        queue.defer([0, 1])
-    for name in ("defer", "run", "run_one", "discard", "pending"):
-        with pytest.raises(TypeError, match=f"WGradQueue.{name}: key must be hashable, such as a number or a tuple"):
-            getattr(queue, name)(key)
-    assert queue.keys() == []
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_w_on_meta(autocast: bool) -> None:
     layer, queue = zbkern.nn.Linear(4, 3, device="meta"), zbkern.WGradQueue()
@@ -279,15 +249,11 @@ def test_w_on_meta(autocast: bool) -> None:
     assert layer.weight.grad.shape == (3, 4)
 
 
-WRONG = [{"stream": "side"}, {"max_bytes": -1}, {"max_bytes": 1.5}, {"merge": "maybe"}, {"wgrads_per_collective": -1}]
-
-
 def test_a_queue_that_was_refused_leaves_the_others_as_they_are() -> None:
     """A layer with hooks asks whether some queue exists."""
     queue, layer, seen = zbkern.WGradQueue(), zbkern.nn.Linear(4, 3), []
-    for options in WRONG:
-        with pytest.raises((TypeError, ValueError), match=rf"WGradQueue: {next(iter(options))} must be"):
-            zbkern.WGradQueue(**options)
+    with pytest.raises(TypeError, match="WGradQueue: stream must be"):
+        zbkern.WGradQueue(stream="side")
     layer.weight.register_post_accumulate_grad_hook(seen.append)
     with queue.defer():
         layer(torch.ones(2, 4)).sum().backward()

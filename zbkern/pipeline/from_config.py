@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,8 +11,12 @@ from typing import NamedTuple
 
 from zbkern.pipeline import report, schedules
 from zbkern.pipeline.planner import Plan
+from zbkern.pipeline.planner.annealing import measured
+from zbkern.pipeline.planner.arguments import problem_of
 from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
+from zbkern.pipeline.planner.problem import ordering_of, within
 from zbkern.pipeline.remedies import Training, may_fit_with_saving, remedies
+from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, number
 from zbkern.pipeline.simulation import calibration, comparison
@@ -172,10 +177,10 @@ def assumptions(
 def published_timelines(
     costs: ModelCosts, stages: int, microbatches: int, limit: float | None, slices: int | Sequence[int] = 1
 ) -> list[Timeline]:
-    """Of every published schedule, on that of an even and some balanced partitions on which it is fastest and fits.
+    """Of every published schedule, on that of the even and balanced partitions on which it is fastest and fits.
 
-    Where it fits on none, on that on which it holds least. Schedules with more chunks than the model has layers are
-    left out.
+    Where it fits on none, on that of some on which it holds least. Schedules with more chunks than the model has layers
+    are left out.
     """
     made = [comparison.build(name, stages, microbatches, slices=slices) for name in schedules.NAMES]
     return [_on_its_best_cut(each, costs, limit) for each in made if len(each.placement) <= len(costs.layers)]
@@ -183,18 +188,19 @@ def published_timelines(
 
 def _on_its_best_cut(schedule: Schedule, costs: ModelCosts, limit: float | None) -> Timeline:
     microbatches, limits = schedule.sequences, None if limit is None else [limit] * schedule.stages
-    partitions = [
-        *balanced_partitions(costs, schedule.placement, microbatches, None)[:1],
-        *balanced_partitions(costs, schedule.placement, microbatches, limits)[:2],
-        *even_partitions(len(costs.layers), len(schedule.placement))[:1],
-    ]
-    timelines = [
-        simulate(schedule, costs.chunk_costs(partition, schedule.placement)) for partition in dict.fromkeys(partitions)
-    ]
-    fitting = [each for each in timelines if limit is None or not report.exceeds(max(each.peak_memory), limit)]
+    balanced = balanced_partitions(costs, schedule.placement, microbatches, limits)
+    even = even_partitions(len(costs.layers), len(schedule.placement))
+    cuts = [costs.chunk_costs(each, schedule.placement) for each in dict.fromkeys([*balanced, *even])]
+    orders, fitting = ordering_of(schedule), []
+    for cut in cuts:
+        with contextlib.suppress(ScheduleError):  # not one microbatch fits
+            problem = problem_of(cut, schedule.placement, microbatches, limit, "cost", schedule.slices)
+            found = measured(problem, orders)
+            if found is not None and within(found[1], problem.limit):
+                fitting.append((found[0].cost / problem.time_scale, cut))
     if fitting:
-        return min(fitting, key=lambda each: each.cost)
-    return min(timelines, key=lambda each: max(each.peak_memory))
+        return simulate(schedule, min(fitting, key=lambda one: one[0])[1])
+    return min((simulate(schedule, cut) for cut in cuts[:4]), key=lambda each: max(each.peak_memory))
 
 
 def setting(arguments: argparse.Namespace) -> Setting:

@@ -20,8 +20,6 @@ from zbkern.kernels.spec import AttentionOptions
 from zbkern.kernels.triton import attention_forward as triton_attention_forward
 from zbkern.kernels.triton import kernels as triton_kernels
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
-
 DTYPES = [torch.float32, torch.float16]
 
 
@@ -158,11 +156,6 @@ def test_before_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_attention_forward, "capability_of", lambda device: 80)
     checks.attention(triton_kernels, torch.float16, [33, 33], heads=(2, 1), size=16, window=20)
     checks.attention(triton_kernels, torch.float16, [33, 7], heads=(2, 1), size=24)
-
-
-def test_runs_are_equal_bit_for_bit() -> None:
-    first, second = (checks.attention(triton_kernels, torch.float16, [33, 20], heads=(2, 1), size=16) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("ends", [(0, 25, 50), (0, 20, 50)], ids=["batched", "packed"])

@@ -17,8 +17,6 @@ from zbkern.kernels import spec
 from zbkern.kernels.triton import common as triton_common
 from zbkern.kernels.triton import kernels as triton_kernels
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
-
 NAMES = [name for op, names in spec.OPS.items() for name in names if name != "norm_partials"]
 WITH_NUM_SMS = (
     *("linear_fwd", "linear_dgrad", "linear_dgrad_sum", "linear_wgrad", "linear_wgrads"),

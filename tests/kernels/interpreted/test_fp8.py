@@ -13,8 +13,6 @@ from zbkern.kernels.reference import fp8 as reference_fp8
 from zbkern.kernels.triton import fp8 as triton_fp8
 from zbkern.kernels.triton import kernels as triton_kernels
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
-
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -65,7 +63,7 @@ def test_what_is_not_finite_or_very_small_is_quantised_as_in_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("m", "n", "k"), [(5, 7, 3), (130, 128, 128), (140, 272, 150), (0, 4, 4), (4, 4, 0)])
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 7, 3), (130, 128, 128), (130, 144, 136), (0, 4, 4), (4, 4, 0)])
 def test_products(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     random = launch_checks.Random(dtype, "cpu")
     for layouts in (("plain", "plain", "plain"), ("odd", "transposed", "odd")):

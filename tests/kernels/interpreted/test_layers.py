@@ -15,8 +15,6 @@ from zbkern.kernels.triton import kernels as triton_kernels
 from zbkern.ops.functions import linear as linear_functions
 from zbkern.wgrad import WGradKernel
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
-
 
 def linear(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
     h = functional.linear(x, weights[0], weights[1], "gelu", impl=impl)
@@ -99,20 +97,6 @@ def test_gradients_equal_torchs(name: str, deferred: bool) -> None:
 
     for got, expected in zip(run("triton"), run("torch"), strict=True):
         testing.assert_close(got, expected)
-
-
-def test_pending_tasks_of_one_weight_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    run = linear_functions.linear_wgrad(triton_kernels).run
-    kernel = WGradKernel(lambda s, o, a: (calls.append([x.shape[0] for x, _ in s]), run(s, o, a)))
-    monkeypatch.setattr(linear_functions, "linear_wgrad", lambda backend: kernel)
-    weight = torch.randn(8, 16, requires_grad=True)
-    queue = zbkern.WGradQueue()
-    for rows in (3, 4, 5):
-        with queue.defer():
-            functional.linear(torch.randn(rows, 16), weight, impl="triton").sum().backward()
-    queue.run()
-    assert calls == [[3, 4, 5]]
 
 
 def test_weights_of_several_layers_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:

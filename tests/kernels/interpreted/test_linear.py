@@ -21,7 +21,6 @@ from zbkern.kernels.triton import grouped as triton_grouped
 from zbkern.kernels.triton import grouped_tile as triton_grouped_tile
 from zbkern.kernels.triton import grouped_wgrad as triton_grouped_wgrad
 from zbkern.kernels.triton import kernels as triton_kernels
-from zbkern.kernels.triton import linear as triton_linear
 from zbkern.kernels.triton import matmul_tile as triton_matmul_tile
 from zbkern.kernels.triton import multi_matmul as triton_multi_matmul
 from zbkern.kernels.triton import wgrad as triton_wgrad
@@ -184,22 +183,6 @@ def test_all_groups_and_microbatches_are_one_launch(microbatches: int, launches:
     assert sums == launches
 
 
-def test_more_programs_than_tiles_and_fewer() -> None:
-    """Which program computes a tile changes nothing."""
-    random = checks.Random(torch.float32, "cpu")
-    x, dy, weight, ends = random(30, 24), random(30, 40), random(4, 40, 24), torch.tensor([7, 7, 25, 30]).int()
-    found = []
-    for num_sms in (1, 3, 64):
-        y, dx, dweight = torch.empty(30, 40), torch.empty(30, 24), torch.empty(4, 40, 24)
-        triton_kernels.grouped_linear_fwd(x, weight, None, ends, y, num_sms=num_sms)
-        triton_kernels.grouped_linear_dgrad(dy, weight, ends, dx, num_sms=num_sms)
-        triton_kernels.grouped_linear_wgrad([(x, dy, ends)] * 2, (dweight, None), False, num_sms=num_sms)
-        found.append([y, dx, dweight])
-    for others in found[1:]:
-        for first, other in zip(found[0], others, strict=True):
-            assert torch.equal(first, other)
-
-
 @properties
 @given(st.data(), st.lists(sizes, min_size=1, max_size=3), st.integers(0, 40), sizes, layouts)
 @pytest.mark.slow
@@ -219,29 +202,23 @@ def test_gated(data: st.DataObject, m: int, n: int, k: int, h: int, layouts: tup
 
 
 @pytest.mark.parametrize(
-    ("options", "programs"), [({}, 4), ({"num_sms": 1}, 1), ({"max_tiles": 1}, 8), ({"max_tiles": 3}, 4)]
+    ("n", "options", "programs"),
+    [
+        *((64, {}, 4), (64, {"num_sms": 1}, 1), (64, {"max_tiles": 1}, 8), (64, {"max_tiles": 3}, 4)),
+        # of a bias alone
+        *((160, {}, 3), (160, {"num_sms": 1}, 1), (160, {"max_tiles": 2}, 3), (160, {"num_sms": 1, "max_tiles": 2}, 2)),
+    ],
 )
-def test_programs_of_a_w(options: dict, programs: int, spy: Spy) -> None:
+def test_programs_of_a_w(n: int, options: dict, programs: int, spy: Spy) -> None:
     """As many as there are SMs, fewer if told so, more if each must end early; the result is the same."""
-    grids = spy(triton_multi_matmul, "_over_rows", lambda grid, constants: grid)
+    kernel = (triton_multi_matmul, "_over_rows") if n == 64 else (triton_wgrad, "_sum_rows")
+    grids = spy(*kernel, lambda grid, constants: grid)
     random = checks.Random(torch.float32, "cpu")
-    x, dy = random(20, 64), random(20, 64)
-    dweight, dbias = torch.zeros(64, 64), torch.zeros(64)
-    triton_kernels.linear_wgrad([(x, dy)], (dweight, dbias), True, **options)
-    checks.check("dweight", dweight, dy.double().t() @ x.double())
-    checks.check("dbias", dbias, dy.double().sum(0))
-    assert grids == [programs]
-
-
-@pytest.mark.parametrize(
-    ("options", "programs"), [({}, 3), ({"num_sms": 1}, 1), ({"max_tiles": 2}, 3), ({"num_sms": 1, "max_tiles": 2}, 2)]
-)
-def test_programs_of_a_bias_alone(options: dict, programs: int, spy: Spy) -> None:
-    grids = spy(triton_wgrad, "_sum_rows", lambda grid, constants: grid)
-    random = checks.Random(torch.float32, "cpu")
-    x, dy = random(20, 64), random(20, 160)
-    dbias = torch.full((160,), float("nan"))
-    triton_kernels.linear_wgrad([(x, dy)], (None, dbias), False, **options)
+    x, dy, dbias = random(20, 64), random(20, n), torch.full((n,), float("nan"))
+    dweight = torch.full((n, 64), float("nan")) if n == 64 else None
+    triton_kernels.linear_wgrad([(x, dy)], (dweight, dbias), False, **options)
+    if dweight is not None:
+        checks.check("dweight", dweight, dy.double().t() @ x.double())
     checks.check("dbias", dbias, dy.double().sum(0))
     assert grids == [programs]
 
@@ -294,18 +271,6 @@ def test_a_tile_says_in_how_many_parts_it_is_written(spy: Spy, monkeypatch: pyte
         monkeypatch.setattr(tiles, "choose", lambda *_, tile=tile: tile)
         checks.linear_wgrad(triton_kernels, checks.Random(torch.float16, "cpu"), [20], 64, 128, out=torch.float32)
     assert parts == [1, 4, 2]
-
-
-def test_fewer_sms(spy: Spy) -> None:
-    """num_sms bounds the programs; one program then does several tiles, and the result stays the same."""
-    grids = spy(triton_linear, "_product", lambda grid, constants: grid)
-    random = checks.Random(torch.float32, "cpu")
-    x, weight = random(64, 16), random(64, 16)
-    for num_sms in (None, 2, 1):
-        y = torch.full((64, 64), float("nan"))
-        triton_kernels.linear_fwd(x, weight, None, y, num_sms=num_sms)
-        checks.check("y", y, x.double() @ weight.double().t())
-    assert grids == [4, 2, 1]
 
 
 def test_layers_share_a_launch(spy: Spy) -> None:

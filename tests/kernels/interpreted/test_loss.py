@@ -16,8 +16,6 @@ from tests.support.examples import examples
 from zbkern.kernels.spec import CrossEntropyOptions
 from zbkern.kernels.triton import loss as triton_loss
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
-
 NAN = float("nan")
 
 

@@ -20,8 +20,6 @@ from zbkern.kernels.triton import kernels as triton_kernels
 from zbkern.kernels.triton import norm_backward as triton_norm_backward
 from zbkern.kernels.triton import norm_forward as triton_norm_forward
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -71,8 +69,7 @@ def test_any_shape(
 
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize(
-    ("held", "rows", "features"),
-    [(64, 3, 100), pytest.param(64, 66, 65, marks=pytest.mark.slow), (128, 3, 100)],
+    ("held", "rows", "features"), [(64, 3, 100), pytest.param(64, 66, 65, marks=pytest.mark.slow), (128, 3, 100)]
 )
 def test_long_rows(held: int, rows: int, features: int, centered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_norm_forward, "HELD", held)

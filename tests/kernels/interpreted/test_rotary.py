@@ -14,8 +14,6 @@ from tests.support import row_checks
 from zbkern import functional, testing
 from zbkern.kernels.triton import rotary as triton_rotary
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
-
 SHAPES = [((1, 1, 1, 1), 0), ((1, 2, 1, 2), 1), ((2, 3, 5, 10), 4), ((1, 2, 33, 128), 64), ((2, 2, 3, 67), 33)]
 
 

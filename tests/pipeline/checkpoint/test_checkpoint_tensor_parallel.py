@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import expert_parallel, tensor_parallel
+from tests.support.expert_parallel import one_process_of, stages_of
 from tests.support.tensor_parallel import apart, values
 from zbkern.pipeline import checkpoint
 
@@ -17,17 +17,9 @@ pytestmark = pytest.mark.dist
 RUNS = [(2, 2, "zb_h1"), (4, 1, "zb_h1"), (1, 4, "one_f_one_b"), (2, 2, "zb_v")]
 
 
-def one_process(kind: str) -> Any:
-    return expert_parallel.OneProcess() if kind == "experts" else tensor_parallel.OneProcess(kind == "tied")
-
-
 def trained(folder: Path, layout: tuple[int, int, str], kind: str, start: int) -> dict[str, Any]:
     """Two steps from the checkpoint of step `start`, where that is not 0, and another one; the weights then."""
-    ours: Any = (
-        expert_parallel.Stages(*layout)
-        if kind == "experts"
-        else tensor_parallel.Stages(*layout, kind == "tied", kind == "sequence", "planned")
-    )
+    ours = stages_of(kind, layout)
     with ours.pipe:
         if start:
             assert checkpoint.load(folder, ours.pipe, ours.optimizer, timeout=60) == (start, {"at": start})
@@ -37,15 +29,14 @@ def trained(folder: Path, layout: tuple[int, int, str], kind: str, start: int) -
 
 
 def check(found: dict[str, Any], plain: Any) -> None:
-    expected = dict(plain.model.named_parameters(remove_duplicate=False))
-    assert found.keys() == expected.keys()
-    assert max(apart(found, expected).values()) < 1e-10, apart(found, expected)
+    assert found.keys() == plain.named().keys()
+    assert max(apart(found, plain.named()).values()) < 1e-10, apart(found, plain.named())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tied", "sequence", "experts"])
 def test_sizes_change_from_one_run_to_the_next(four_ranks: Any, tmp_path: Path, kind: str) -> None:
-    plain = one_process(kind)
+    plain = one_process_of(kind)
     for number, layout in enumerate(RUNS):
         plain.train(range(2 * number, 2 * number + 2))
         found: dict[str, Any] = {}
@@ -57,12 +48,12 @@ def test_sizes_change_from_one_run_to_the_next(four_ranks: Any, tmp_path: Path, 
 @pytest.mark.parametrize("kind", ["sequence", pytest.param("experts", marks=pytest.mark.slow)])
 def test_one_process_and_sharded_stages_read_each_others(four_ranks: Any, tmp_path: Path, kind: str) -> None:
     four_ranks.run(trained, tmp_path, RUNS[-1], kind, 0)
-    ours, plain = one_process(kind), one_process(kind)
+    ours, plain = one_process_of(kind), one_process_of(kind)
     assert checkpoint.load(tmp_path, ours.model, ours.optimizer) == (2, {"at": 2})
     ours.train(range(2, 4))
     checkpoint.save(tmp_path, 4, ours.model, ours.optimizer, {"at": 4})
     four_ranks.run(trained, tmp_path, RUNS[0], kind, 4)
     plain.train(range(6))
-    ours = one_process(kind)
+    ours = one_process_of(kind)
     assert checkpoint.load(tmp_path, ours.model, ours.optimizer) == (6, {"at": 6})
-    check(values(dict(ours.model.named_parameters(remove_duplicate=False))), plain)
+    check(values(ours.named()), plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.support.optimizer_cases import (
     check,
     clip_in_float64,
     plain_loop,
+    train_rank,
 )
 from tests.support.same import assert_same
 from zbkern.optim import AdamW
@@ -27,6 +29,7 @@ from zbkern.pipeline.optimizer import Optimizer, clipping
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
 
+MAKE = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, foreach=True)  # for another process
 FORCED = {"clip": 3.0, "inf": math.inf, "nan": math.nan}
 
 
@@ -324,32 +327,18 @@ def test_settings_that_lose_information_cannot_be_inverted(settings: dict[str, A
         optimizer.step()
 
 
-def distributed_loop(forced: dict[tuple[int, int], float]) -> tuple[list[list[Tensor]], int]:
-    rank = torch.distributed.get_rank()
-    case = Case(2, 5, forced)
-    weights = case.weights(rank)
-    optimizer = Optimizer(case.make(weights), max_norm=MAX_NORM, timeout=20)
-    history = []
-    for step in range(case.steps):
-        case.backward(weights, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.validate()
-        history.append([parameter.detach().clone() for parameter in weights])
+def distributed_loop(case: Case) -> tuple[list[list[Tensor]], int]:
+    history, _, optimizer = train_rank(case, None)
     optimizer.close()
-    norm = clipping.grad_norm(weights)  # all ranks' process group; there are no gradients
-    assert norm == 0
+    assert clipping.grad_norm(optimizer.param_groups[0]["params"]) == 0  # of all ranks; there are no gradients
     return history, optimizer.undone
 
 
 @pytest.mark.dist
 def test_over_gloo(two_ranks: Any) -> None:
-    forced = {(1, 1): 3.0, (0, 2): 3.0, (1, 4): math.nan}
-    case = Case(2, 5, forced)
-    case.learning_rate = lambda step, base: base
+    case = Case(2, 5, {(1, 1): 3.0, (0, 2): 3.0, (1, 4): math.nan}, MAKE)
     expected, _ = plain_loop(case, clip_in_float64)
-    results = two_ranks.run(distributed_loop, forced)
+    results = two_ranks.run(distributed_loop, case)
     assert [undone for _, undone in results] == [2, 0]
-    assert_same(
-        [[*first, *second] for first, second in zip(*(history for history, _ in results), strict=True)], expected
-    )
+    histories = (history for history, _ in results)
+    assert_same([[*first, *second] for first, second in zip(*histories, strict=True)], expected)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.chunks import results_on_threads
-from tests.support.optimizer_cases import MAX_NORM, OPTIMIZERS, Case
+from tests.support.optimizer_cases import OPTIMIZERS, Case, ours
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
@@ -23,11 +23,10 @@ Seen = list[tuple[Any, ...]]
 
 def watch(case: Case, before: bool, after: bool, **options: Any) -> tuple[list[Seen], list[Optimizer]]:
     """What hooks on every rank saw: weights, gradients and the learning rate, and their running mean of weights."""
+    seen: list[Seen] = [[] for _ in range(case.ranks)]
 
-    def rank_loop(transport: LocalTransport) -> tuple[Seen, Optimizer]:
-        weights, seen = case.weights(transport.rank), []
-        inner = case.make(weights)
-        mean = [weight.detach().clone() for weight in weights]
+    def attach(optimizer: Optimizer, weights: list[nn.Parameter], rank: int) -> None:
+        inner, mean = optimizer.optimizer, [weight.detach().clone() for weight in weights]
 
         def hook(when: str) -> Any:
             def call(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -38,28 +37,16 @@ def watch(case: Case, before: bool, after: bool, **options: Any) -> tuple[list[S
                         average.lerp_(weight.detach(), 0.1)
                 held = [parameter for group in inner.param_groups for parameter in group["params"]]
                 values = [*weights, *[parameter.grad for parameter in held], *mean]
-                seen.append((when, inner.param_groups[0]["lr"], [value.detach().clone() for value in values]))
+                seen[rank].append((when, inner.param_groups[0]["lr"], [value.detach().clone() for value in values]))
 
             return call
 
-        masters = case.dtype != torch.float32
-        optimizer = Optimizer(inner, transport, max_norm=MAX_NORM, master_weights=masters, timeout=20, **options)
         if before:
             optimizer.register_step_pre_hook(hook("before"))
         if after:
             inner.register_step_post_hook(hook("after"))
-        base = inner.param_groups[0]["lr"]
-        for step in range(case.steps):
-            inner.param_groups[0]["lr"] = case.learning_rate(step, base)
-            case.backward(weights, transport.rank, step)
-            optimizer.step()
-            inner.param_groups[0]["lr"] = 1e9
-            optimizer.zero_grad()
-            optimizer.validate()
-        return seen, optimizer
 
-    rows = results_on_threads(case.ranks, rank_loop)
-    return [seen for seen, _ in rows], [optimizer for _, optimizer in rows]
+    return seen, ours(case, attach=attach, **options)[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,10 +54,10 @@ def watch(case: Case, before: bool, after: bool, **options: Any) -> tuple[list[S
 @pytest.mark.parametrize("undo", ["snapshot", "inverse"])
 def test_hooks_see_what_a_synchronous_step_shows_them(undo: str, before: bool, after: bool, dtype: torch.dtype) -> None:
     case = Case(3, STEPS, FORCED, OPTIMIZERS["adamw foreach"], dtype)
-    ours, optimizers = watch(case, before, after, undo=undo, adaptive=False)
+    found, optimizers = watch(case, before, after, undo=undo, adaptive=False)
     waited, _ = watch(case, before, after, undo=None)
     assert [o.undone for o in optimizers] == ([0, 0, 0] if before else [5, 4, 0])
-    for seen, expected in zip(ours, waited, strict=True):
+    for seen, expected in zip(found, waited, strict=True):
         assert len(seen) == (STEPS - 2) * (before + after)  # two steps were skipped
         for (when, rate, values), (also_when, also_rate, others) in zip(seen, expected, strict=True):
             assert (when, rate) == (also_when, also_rate)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zbkern
 from tests.support.chunks import results_on_threads
-from tests.support.optimizer_cases import MAX_NORM, OPTIMIZERS, Case, clip_in_float64, plain_loop
+from tests.support.optimizer_cases import OPTIMIZERS, Case, clip_in_float64, ours, plain_loop
 from zbkern.optim import AdamW
 from zbkern.pipeline import Pipeline, schedules
 from zbkern.pipeline.optimizer import Optimizer
@@ -39,33 +39,28 @@ class FlatBuffer:
         assert all(weight.grad is None for weight in self.weights), "a backward would add to the buffer by .grad, too"
 
 
-def train(case: Case, by_hand: bool, detached: bool, options: dict[str, Any]) -> tuple[list[list[Tensor]], list[int]]:
-    """All ranks' weights after every step, and how often each rank took one back."""
+class FlatCase(Case):
+    """Whose backwards add to the buffers, which are zeroed by hand or by the Optimizer."""
 
-    def rank_loop(transport: LocalTransport) -> tuple[list[list[Tensor]], int]:
-        weights, scaler = case.weights(transport.rank), case.scaler()
-        buffer = FlatBuffer(weights, detached)
-        inner = case.make(weights)
-        optimizer = Optimizer(inner, transport, max_norm=MAX_NORM, scaler=scaler, adaptive=False, timeout=20, **options)
-        base, history = inner.param_groups[0]["lr"], []
-        for step in range(case.steps):
-            buffer.flat.zero_() if by_hand else optimizer.zero_grad()
-            buffer.check()
-            optimizer.validate()  # as a Pipeline does before its backwards
-            if step > 0:
-                history.append([weight.detach().clone() for weight in weights])
-            inner.param_groups[0]["lr"] = case.learning_rate(step, base)
-            scale = 1.0 if scaler is None else scaler.get_scale()
-            for weight, gradient in zip(weights, case.gradients(transport.rank, step, scale), strict=True):
-                weight.main_grad += gradient
-            optimizer.step()
-            buffer.check()
-        optimizer.validate()
-        buffer.check()
-        return [*history, [weight.detach().clone() for weight in weights]], optimizer.undone
+    def __init__(self, by_hand: bool, detached: bool, *args: Any) -> None:
+        super().__init__(*args)
+        self.by_hand, self.detached = by_hand, detached
+        self.buffers: dict[int, FlatBuffer] = {}
 
-    rows = results_on_threads(case.ranks, rank_loop)
-    return [[w for row, _ in rows for w in row[step]] for step in range(case.steps)], [undone for _, undone in rows]
+    def attach(self, optimizer: Optimizer, weights: list[nn.Parameter], rank: int) -> None:
+        self.buffers[rank] = FlatBuffer(weights, self.detached)
+
+    def backward(self, weights: list[nn.Parameter], rank: int, step: int, scale: float = 1.0) -> None:
+        self.buffers[rank].check()
+        for weight, gradient in zip(weights, self.gradients(rank, step, scale), strict=True):
+            weight.main_grad += gradient
+
+    def clear(self, optimizer: Optimizer, rank: int) -> None:
+        self.buffers[rank].check()
+        self.buffers[rank].flat.zero_() if self.by_hand else optimizer.zero_grad()
+
+    def learning_rate(self, step: int, base: float) -> float:
+        return base * (1 - 0.01 * step)
 
 
 @pytest.mark.parametrize(("detached", "by_hand"), [(False, True), (True, False)])
@@ -83,13 +78,13 @@ def train(case: Case, by_hand: bool, detached: bool, options: dict[str, Any]) ->
 def test_a_flat_buffer_is_zeroed_every_step(
     make: str, dtype: torch.dtype, scale: float | None, undo: str | None, detached: bool, by_hand: bool
 ) -> None:
-    case = Case(2, STEPS, FORCED, OPTIMIZERS["adamw foreach" if make == "own masters" else make], dtype, scale)
-    case.learning_rate = lambda step, base: base * (1 - 0.01 * step)
+    plain = OPTIMIZERS["adamw foreach" if make == "own masters" else make]
+    case = FlatCase(by_hand, detached, 2, STEPS, FORCED, plain, dtype, scale)
     expected, _ = plain_loop(case, clip_in_float64)
     case.make = MAKES[make]
-    options = {"undo": undo, "master_weights": dtype != torch.float32 and make != "own masters"}
-    history, undone = train(case, by_hand, detached, options)
-    assert undone == [len([1 for rank, _ in FORCED if rank == 1]) if undo else 0, 0]
+    masters = dtype != torch.float32 and make != "own masters"
+    history, _, optimizers = ours(case, attach=case.attach, undo=undo, adaptive=False, master_weights=masters)
+    assert [o.undone for o in optimizers] == [len([1 for rank, _ in FORCED if rank == 1]) if undo else 0, 0]
     tolerance = 1e-4 if undo == "inverse" else 0
     torch.testing.assert_close(history, expected, rtol=tolerance, atol=tolerance)
 

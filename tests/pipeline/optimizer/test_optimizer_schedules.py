@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.support.chunks import results_on_threads
-from tests.support.optimizer_cases import MAX_NORM, OPTIMIZERS, Case, clip_in_float64, plain_loop
+from tests.support.optimizer_cases import OPTIMIZERS, Case, clip_in_float64, ours, plain_loop
 from tests.support.same import assert_same
 from zbkern.optim import AdamW
 from zbkern.pipeline.optimizer import Optimizer
@@ -36,39 +35,6 @@ SCHEDULES: dict[str, Schedule] = {
 FORCED = {(3, 1): 3.0, (2, 3): math.nan, (3, 5): 9.0, (1, 6): math.inf, (3, 8): 4.0}
 
 
-def scheduled(case: Case, stop: int, **options: Any) -> tuple[list[list[Tensor]], list[Optimizer]]:
-    """All ranks' weights after every step; before step `stop` everything is made anew from state dicts."""
-
-    def rank_loop(transport: LocalTransport) -> tuple[list[list[Tensor]], Optimizer]:
-        def make() -> tuple[list[nn.Parameter], Optimizer, lr_scheduler.LRScheduler]:
-            weights = case.weights(transport.rank)
-            optimizer = Optimizer(case.make(weights), transport, max_norm=MAX_NORM, timeout=20, **options)
-            return weights, optimizer, case.schedule(optimizer)
-
-        (weights, optimizer, schedule), history, undone = make(), [], 0
-        for step in range(case.steps):
-            if step == stop:
-                states = copy.deepcopy((weights, optimizer.state_dict(), schedule.state_dict()))
-                undone = optimizer.undone
-                weights, optimizer, schedule = make()
-                with torch.no_grad():
-                    for weight, saved in zip(weights, states[0], strict=True):
-                        weight.copy_(saved)
-                optimizer.load_state_dict(states[1])
-                schedule.load_state_dict(states[2])
-            case.backward(weights, transport.rank, step)
-            optimizer.step()
-            schedule.step()  # before the global check, which may have the step done again
-            optimizer.zero_grad()
-            optimizer.validate()
-            history.append([parameter.detach().clone() for parameter in weights])
-        optimizer.undone += undone
-        return history, optimizer
-
-    rows = results_on_threads(case.ranks, rank_loop)
-    return [[w for row, _ in rows for w in row[step]] for step in range(case.steps)], [o for _, o in rows]
-
-
 def own_masters(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return AdamW(parameters, lr=0.01, weight_decay=0.1, master_weights=True)
 
@@ -84,7 +50,7 @@ def test_every_step_has_its_own_rate(schedule: str, make: str, undo: str | None)
         case.dtype, case.forced = torch.bfloat16, dict.fromkeys(FORCED, math.inf)  # clipping rounds what is bf16
     expected, _ = plain_loop(case, clip_in_float64)
     case.make = own_masters if make == "own masters" else case.make
-    history, optimizers = scheduled(case, stop=4, undo=undo, adaptive=False, master_weights=make == "masters")
+    history, _, optimizers = ours(case, stop=4, undo=undo, adaptive=False, master_weights=make == "masters")
     assert [o.undone for o in optimizers] == ([5, 4, 3, 0] if undo else [0, 0, 0, 0])
     assert_same(history, expected)
 

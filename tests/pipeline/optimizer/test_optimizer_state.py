@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.support.chunks import results_on_threads
-from tests.support.optimizer_cases import (
-    MAX_NORM,
-    Case,
-)
+from tests.support.optimizer_cases import MAX_NORM, Case, ours
 from tests.support.same import assert_same
 from zbkern.optim import AdamW
 from zbkern.pipeline.optimizer import Optimizer
@@ -23,30 +20,7 @@ from zbkern.pipeline.transport.local import LocalTransport
 
 def test_state_dict_resumes_bit_for_bit() -> None:
     case = Case(2, 6, {(1, 2): 3.0, (1, 3): math.inf}, dtype=torch.float16, scale=8.0)
-
-    def rank_loop(transport: LocalTransport) -> list[list[Tensor]]:
-        results = []
-        for stop in (6, 3):  # in one go, and with everything made anew after three steps
-            weights, scaler = case.weights(transport.rank), case.scaler()
-            options: dict[str, Any] = {"max_norm": MAX_NORM, "master_weights": True, "timeout": 20}
-            optimizer = Optimizer(case.make(weights), transport, scaler=scaler, **options)
-            for step in range(6):
-                if step == stop:
-                    state = optimizer.state_dict()
-                    weights, scaler = [nn.Parameter(torch.zeros_like(p)) for p in weights], case.scaler()
-                    optimizer = Optimizer(case.make(weights), transport, scaler=scaler, **options)
-                    optimizer.load_state_dict(state)
-                    for parameter, master in optimizer.masters:
-                        assert torch.equal(parameter, master.to(parameter.dtype))
-                optimizer.validate()  # for the scale; a state has the step before it validated
-                case.backward(weights, transport.rank, step, scaler.get_scale())
-                optimizer.step()
-            optimizer.validate()
-            results.append([parameter.detach().clone() for parameter in weights])
-        return results
-
-    for whole, parts in results_on_threads(2, rank_loop):
-        assert_same(whole, parts)
+    assert_same(ours(case, stop=3)[0], ours(case)[0])
 
 
 def test_a_state_loads_with_and_without_a_loss_scale() -> None:

@@ -25,13 +25,6 @@ from zbkern.pipeline.transport.base import LONGEST_TIMEOUT, Tag
 from zbkern.pipeline.transport.local import LocalTransport
 
 
-def build(name: str, stages: int, microbatches: int) -> Schedule:
-    try:
-        return getattr(schedules, name)(stages, microbatches)
-    except ScheduleError as error:
-        pytest.skip(f"{name} does not exist for these sizes: {error}")
-
-
 def steps_on_threads(
     schedule: Schedule, delay: Any = None, steps: int = 1, **options: Any
 ) -> tuple[list[list[Any]], list[Pipeline]]:
@@ -68,7 +61,7 @@ def steps_on_threads(
 
 
 def check_against_plain(name: str, stages: int, microbatches: int, fill: str) -> None:
-    schedule = build(name, stages, microbatches)
+    schedule = getattr(schedules, name)(stages, microbatches)
     _, pipes = steps_on_threads(schedule, steps=2, fill=fill)
     for rank, pipe in enumerate(pipes):
         ran, planned = [event.action for event in pipe.last_timeline.events[rank]], list(schedule.actions[rank])

@@ -18,19 +18,18 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.chunks import make_data, make_model, results_on_threads
+from tests.pipeline.simulation.test_differential import is_valid, random_rows
+from tests.support.chunks import make_data, make_model, plain, results_on_threads
 from tests.support.same import assert_same
-from tests.support.saving import Wide, saved_in_turn, schedule_of, with_actions
+from tests.support.saving import Wide, schedule_of
 from zbkern.pipeline import (
-    Costs,
+    Action,
     Pipeline,
     PipelineError,
     Replanner,
     Schedule,
     StepOptions,
     Timeline,
-    plan,
-    schedules,
 )
 from zbkern.pipeline.runtime import host_copies
 from zbkern.pipeline.simulation.costs import COPY_SIZE
@@ -68,50 +67,31 @@ def check_equal(schedule: Schedule, saving: Schedule, copy_size: int = COPY_SIZE
     model, data = make_model(len(schedule.placement)), make_data(schedule.microbatches)
     expected, _ = run(schedule, model, data, copy_size, steps)
     found, timeline = run(saving, model, data, copy_size, steps)
-    assert len(expected) > 1
-    assert_same(expected, found)
+    # W of one chunk that follow each other are added in the order in which what they need is loaded
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-16)
+    reference = [plain(model, *data), *(p.grad for module in model for p in module.parameters())]
+    torch.testing.assert_close(found, reference, rtol=1e-10, atol=1e-12)
     return timeline
 
 
-@pytest.mark.parametrize("copy_size", [COPY_SIZE, 1, 600])  # of one transfer, one per storage, and a few of them
-@pytest.mark.parametrize(
-    ("name", "stages", "kinds"),
-    [("one_f_one_b", 2, "F"), ("zb_h1", 1, "FB"), ("zb_h1", 2, "B"), ("zb_v", 2, "F"), ("zb_v", 4, "FB")],
-)
-def test_offloaded_tensors_give_the_same_gradients(name: str, stages: int, kinds: str, copy_size: int) -> None:
-    schedule = getattr(schedules, name)(stages, 5)
-    saving = with_actions(
-        schedule, lambda action: "copied" if action.kind in kinds and action.microbatch != 3 else None
-    )
-    timeline = check_equal(schedule, saving, copy_size)
-    assert [event.action for event in timeline.events[0]] == [
-        action for action in saving.actions[0] if action.kind not in ("O", "L")
-    ]
-    copied = [event.action for event in timeline.copies[0]]
-    assert sorted(copied) == sorted(action for action in saving.actions[0] if action.kind in ("O", "L"))
+def parts_in_order(rows: Sequence[Sequence[Action]]) -> bool:
+    parts = [[action[1:] for action in row if action.part is not None] for row in rows]
+    return all(row.index(each) <= row.index(other) for row in parts for each in row for other in row if each <= other)
 
 
-@pytest.mark.parametrize(("name", "stages"), [("one_f_one_b", 2), ("zb_h1", 1), ("zb_v", 4)])
-def test_recomputed_activations_give_the_same_gradients(name: str, stages: int) -> None:
-    schedule = getattr(schedules, name)(stages, 7)
-    check_equal(schedule, with_actions(schedule, saved_in_turn("recomputed", "copied", None)))
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 5, 6, 7, 9))])
-def test_searched_plans_give_the_same_gradients(seed: int) -> None:
-    generator = random.Random(seed)
-    stages, chunks = (2, 4)[seed % 2], (1, 2)[seed // 2 % 2]
-
-    def times() -> list[float]:
-        return [generator.uniform(0.5, 2) for _ in range(stages * chunks)]
-
-    costs = Costs(times(), times(), times(), held=1.1, checkpoint=0.2, offload_bandwidth=2, reload_bandwidth=1)
-    limit = (0.55, 0.35)[chunks - 1] * stages * chunks
-    offload, recompute = ((True, True), (True, False), (False, True))[seed % 3]
-    found = plan(costs, stages, 7, chunks, memory_limit=limit, effort=1, offload=offload, recompute=recompute)
-    rows = [[action for action in row if action.kind not in "ROL"] for row in found.schedule.actions]
-    assert rows != [*map(list, found.schedule.actions)]
-    check_equal(Schedule.build(rows, found.schedule.placement, 7), found.schedule, copy_size=600)
+@pytest.mark.parametrize("seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 160))])
+def test_any_schedule_gives_the_gradients_of_one_without_copies_and_of_plain_backward(seed: int) -> None:
+    """With copies of one transfer, of one per storage, and of a few of them."""
+    rng, saving = random.Random(seed), None
+    while saving is None:
+        rows, placement, microbatches = random_rows(rng)
+        if is_valid(rows, placement, microbatches) and parts_in_order(rows):
+            saving = Schedule.build(rows, placement, microbatches)
+    rows = [[action for action in row if action.kind not in "ROL"] for row in saving.actions]
+    timeline = check_equal(Schedule.build(rows, placement, microbatches), saving, rng.choice([COPY_SIZE, 1, 600]))
+    for row, ran, copies in zip(saving.actions, timeline.events, timeline.copies or [()] * len(rows), strict=True):
+        assert [event.action for event in ran] == [action for action in row if action.kind not in ("O", "L")]
+        assert sorted(event.action for event in copies) == sorted(action for action in row if action.kind in ("O", "L"))
 
 
 def replicated_gradients(row: str) -> list[torch.Tensor]:
@@ -214,17 +194,6 @@ def test_random_numbers_and_buffers_are_as_without(saving: str, make: Any, recom
     assert_same(*results_of(rows, make, microbatches=3, steps=2, options=options))
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        ("0F0 0F1 0B0 0B1 0W0:0/2 0W0:1/2 0W1", "0F0 0F1 0B0 0O0 0B1 0L0 0W0:0/2 0W0:1/2 0W1"),
-        ("0F0 0F1 0B0 0W0 0B1 0W1", "0F0 0O0 0F1 0L0 0B0 0W0:0/2 0W0:1/2 0B1 0W1"),
-    ],
-)
-def test_parts_of_w_are_as_without(rows: tuple[str, str]) -> None:
-    assert_same(*results_of(rows, lambda: deep(3), steps=2))
-
-
 @pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("row", ["0F0 0F1 0BW0 0BW1", "0F0 0O0 0F1 0L0 0BW0 0BW1", "0F0 0F1 0R0 0BW0 0BW1"])
 def test_inputs_that_ask_for_a_gradient_get_it(row: str, parts: bool) -> None:
@@ -279,6 +248,7 @@ LATE = [(0.02, 0.0), (0.0, 0.02), (0.02, 0.02)]  # seconds before and after a co
         "0F0 0F1 0O0 0F2 0O2 0L0 0BW0 0BW1 0L2 0BW2",
         "0F0 0O0 0F1 0O1 0L0 0BW0 0F2 0O2 0L1 0BW1 0L2 0BW2",  # streamed
         "0F0 0F1 0O0 0O1 0F2 0L1 0L0 0B1 0B0 0O1 0O0 0B2 0L0 0L1 0W0 0W1 0W2",
+        "0F0 0F1 0B0 0O0 0F2 0B1 0L0 0W0:0/2 0W0:1/2 0W1 0BW2",
     ],
 )
 def test_late_transfers_delay_and_change_nothing(

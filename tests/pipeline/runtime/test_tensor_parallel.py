@@ -1,4 +1,4 @@
-"""Two stages of two tensor-parallel ranks: steps, norms, clipping and measured costs equal those of one process."""
+"""Two stages of two tensor- or expert-parallel ranks: steps, norms, clipping and costs equal those of one process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 import zbkern
+from tests.support import expert_parallel, tensor_parallel
+from tests.support.expert_parallel import one_process_of, stages_of
 from tests.support.tensor_parallel import (
     MAX_NORM,
     MICROBATCHES,
@@ -23,52 +25,77 @@ from tests.support.tensor_parallel import (
     parallelize,
     values,
 )
-from zbkern.pipeline import ProfileOptions, profile
+from zbkern.pipeline import ProfileOptions, clip_grad_norm_, profile
 
 pytestmark = pytest.mark.dist
 
 
 @functools.cache
-def one_process(tied: bool, steps: range) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    plain = OneProcess(tied)
+def one_process(kind: str, steps: range) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    plain = one_process_of(kind)
     return *plain.train(steps), plain.named()
 
 
-def trained(schedule: str, tied: bool, sequence: bool, fill: str, steps: range) -> tuple[Any, ...]:
-    """Losses, norms, weights, how many steps were clipped, how many W waited."""
-    ours = Stages(2, 2, schedule, tied, sequence, fill)
-    ran: list[int] = []
+def trained(kind: str, schedule: str, fill: str, steps: range) -> tuple[Any, ...]:
+    """Losses, norms, weights, how many steps were clipped, how many W waited, and whether all of the experts did."""
+    ours, ran, waited = stages_of(kind, (2, 2, schedule), fill), [], set()
     ours.pipe.queue.listeners.append(lambda tasks: ran.append(len(tasks)))
+    ours.pipe.queue.listeners.append(lambda tasks: waited.update(id(p) for task in tasks for p in task.parameters))
     with ours.pipe:
         losses, norms = ours.train(steps)
-    return losses, norms, values(ours.named()), ours.optimizer.clipped, sum(ran)
+    experts = {id(p) for name, p in ours.named().items() if ".experts.experts." in name}
+    return losses, norms, values(ours.named()), ours.optimizer.clipped, sum(ran), experts <= waited
 
 
 @pytest.mark.parametrize(
-    ("schedule", "tied", "sequence", "fill", "count"),
+    ("kind", "schedule", "fill", "count"),
     [
-        ("zb_h1", True, False, "planned", 6),
-        pytest.param("zb_v", False, True, "eager", 6, marks=pytest.mark.slow),
-        pytest.param("zb_v", True, False, "planned", 6, marks=pytest.mark.slow),
-        pytest.param("zb_h1", False, True, "eager", 20, marks=pytest.mark.slow),
+        ("tied", "zb_h1", "planned", 6),
+        ("experts", "zb_h1", "planned", 8),
+        pytest.param("sequence", "zb_v", "eager", 6, marks=pytest.mark.slow),
+        pytest.param("tied", "zb_v", "planned", 6, marks=pytest.mark.slow),
+        pytest.param("sequence", "zb_h1", "eager", 20, marks=pytest.mark.slow),
+        pytest.param("experts", "zb_v", "eager", 8, marks=pytest.mark.slow),
     ],
 )
-def test_steps_equal_one_process(
-    four_ranks: Any, schedule: str, tied: bool, sequence: bool, fill: str, count: int
-) -> None:
-    steps = range(count)
-    losses, norms, weights = one_process(tied, steps)
-    steep = [step for step in STEEP if step in steps]
-    assert sum(norm > MAX_NORM for norm in norms) == len(steep) >= 2
-    results = four_ranks.run(trained, schedule, tied, sequence, fill, steps)
-    assert any(result[0][0] is not None for result in results)
-    for found, found_norms, found_weights, clipped, waited in results:
-        assert found in ([None] * count, pytest.approx(losses, rel=1e-11))
+def test_steps_equal_one_process(four_ranks: Any, kind: str, schedule: str, fill: str, count: int) -> None:
+    steps, experts = range(count), kind == "experts"
+    losses, norms, weights = one_process(kind, steps)
+    limit, steep = (expert_parallel.MAX_NORM, expert_parallel.STEEP) if experts else (MAX_NORM, STEEP)
+    clipped = [step for step, norm in enumerate(norms) if norm > limit]
+    assert clipped == [step for step in steep if step in steps]
+    results = four_ranks.run(trained, kind, schedule, fill, steps)
+    found = [of_rank for of_rank, *_ in results if of_rank[0] is not None]
+    assert len(found) == 2
+    for step_losses, loss in zip(zip(*found, strict=True), losses, strict=True):  # with experts, of each rank's tokens
+        assert ([sum(step_losses)] * 2 if experts else [*step_losses]) == pytest.approx([loss] * 2, rel=1e-11)
+    for _, found_norms, found_weights, times, waited, experts_waited in results:
         assert found_norms == pytest.approx(norms, rel=1e-11)
-        far = apart(found_weights, weights)
-        assert max(far.values()) < 1e-10, far
-        assert clipped == len(steep)
+        assert max(apart(found_weights, weights).values()) < 1e-10, apart(found_weights, weights)
+        assert times == len(clipped) >= 2
         assert waited > count * MICROBATCHES
+        assert experts_waited
+
+
+def clipped_gradients(kind: str, max_norm: float, step: int) -> tuple[float, dict[str, Any]]:
+    ours = stages_of(kind, (2, 2, "zb_h1"))
+    with ours.pipe:
+        ours.gradients(step)
+        norm = clip_grad_norm_(ours.named().values(), max_norm, ours.pipe)
+    return norm, values({name: parameter.grad for name, parameter in ours.named().items()})
+
+
+@pytest.mark.parametrize("kind", ["tied", "experts"])
+def test_clip_grad_norm(four_ranks: Any, kind: str) -> None:
+    of_kind = expert_parallel if kind == "experts" else tensor_parallel
+    plain, step = one_process_of(kind), of_kind.STEEP[0]
+    plain.gradients(step)
+    expected = plain.clip()
+    assert expected > of_kind.MAX_NORM
+    for norm, gradients in four_ranks.run(clipped_gradients, kind, of_kind.MAX_NORM, step):
+        assert norm == pytest.approx(expected, rel=1e-12)
+        far = apart(gradients, {name: parameter.grad for name, parameter in plain.named().items()})
+        assert max(far.values()) < 1e-12, far
 
 
 def measured(tensor: int) -> tuple[Any, ...]:

@@ -7,13 +7,10 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from zbkern.pipeline import Action, Costs, Schedule, ScheduleError, Timeline, schedules, simulate
 
 PUBLISHED = json.loads((Path(__file__).parent.parent.parent / "data" / "zb_profiles.json").read_text())
-ANY = schedules.NAMES
 
 # ---- an independent simulation: one clock for all ranks, in ticks, everything looked at on every tick
 
@@ -115,46 +112,6 @@ class Ticks:
         return int(length)
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[Schedule, Costs]:
-    name = draw(st.sampled_from(ANY))
-    schedule = _in_parts(
-        getattr(schedules, name)(draw(st.integers(1, 4)), draw(st.integers(1, 6))), draw(st.sampled_from([None, 1, 2]))
-    )
-    chunks = len(schedule.placement)
-
-    def per_chunk(low: int, high: int, step: int = 1, count: int = chunks) -> list[int]:
-        return [step * value for value in draw(st.lists(st.integers(low, high), min_size=count, max_size=count))]
-
-    return schedule, Costs(
-        forward=per_chunk(1, 6),
-        backward=per_chunk(1, 6),
-        weight=per_chunk(1, 2, step=4),
-        communication=per_chunk(0, 5, count=chunks - 1),
-        activation=per_chunk(0, 6),
-        held=per_chunk(0, 6),
-        split_overhead=per_chunk(0, 1),
-        merge_saving=per_chunk(0, 1),
-    )
-
-
-def _in_parts(schedule: Schedule, every: int | None) -> Schedule:
-    """The schedule with the W of every so many microbatches in two parts, one after the other."""
-    rows = [
-        [
-            part
-            for action in row
-            for part in (
-                [action._replace(part=(index, 2)) for index in range(2)]
-                if every and action.kind == "W" and action.microbatch % every == 0
-                else [action]
-            )
-        ]
-        for row in schedule.actions
-    ]
-    return Schedule.build(rows, schedule.placement, schedule.microbatches, schedule.name)
-
-
 def assert_equal(timeline: Timeline, ticks: Ticks) -> None:
     ours = [[(event.action, event.start, event.end) for event in row] for row in timeline.events]
     assert ours == ticks.log
@@ -170,38 +127,7 @@ def assert_equal(timeline: Timeline, ticks: Ticks) -> None:
     assert timeline.bubble_rate == pytest.approx(1 - busy / len(ticks.log) / max(spans))
 
 
-@settings(max_examples=120, deadline=None)
-@given(case=cases())
-def test_planned_equals_ticks(case: tuple[Schedule, Costs]) -> None:
-    schedule, costs = case
-    timeline = simulate(schedule, costs)
-    assert_equal(timeline, Ticks(schedule, costs, None, float("inf")).run())
-
-
-@settings(max_examples=120, deadline=None)
-@given(case=cases(), parts=st.sampled_from([1, 2, 4]), limit=st.integers(0, 30))
-def test_eager_equals_ticks(case: tuple[Schedule, Costs], parts: int, limit: int) -> None:
-    schedule, costs = case
-    timeline = simulate(schedule, costs, fill="eager", parts=parts, memory_limit=limit)
-    assert_equal(timeline, Ticks(schedule, costs, parts, limit).run())
-
-
 # ---- the on-line mode and jitter
-
-
-@settings(max_examples=40, deadline=None)
-@given(case=cases(), parts=st.integers(1, 8))
-def test_eager_stays_within_the_plans_own_peak(case: tuple[Schedule, Costs], parts: int) -> None:
-    schedule, costs = case
-    costs = Costs(**{**costs.__dict__, "held": [min(pair) for pair in zip(costs.held, costs.activation, strict=True)]})
-    planned, eager = simulate(schedule, costs), simulate(schedule, costs, fill="eager", parts=parts)
-    for here, there in zip(eager.peak_memory, planned.peak_memory, strict=True):
-        assert here <= there + 1e-6
-    assert sum(eager.busy) == pytest.approx(sum(simulate(schedule, _without_merging(costs)).busy))
-
-
-def _without_merging(costs: Costs) -> Costs:
-    return Costs(**{**costs.__dict__, "merge_saving": 0.0})
 
 
 def test_jitter_samples_passes_and_not_their_order() -> None:
