@@ -69,50 +69,6 @@ def test_gradients_in_any_placement(two_ranks: Any) -> None:
             assert undone < 1e-6, placements
 
 
-def sequence_parallel() -> dict[str, float]:
-    """A norm under SequenceParallel leaves a Partial gradient on its weight; how far all are from one process."""
-    import copy
-
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    mesh, rank = init_device_mesh("cpu", (2,)), torch.distributed.get_rank()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-    plain = copy.deepcopy(model)
-    plan = {
-        "0": SequenceParallel(),
-        "1": ColwiseParallel(input_layouts=Shard(1)),
-        "3": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    parallelize_module(model, mesh, plan)
-    ours, theirs = AdamW(model.parameters(), **SETTINGS), torch.optim.AdamW(plain.parameters(), **SETTINGS)
-    for step in range(STEPS):
-        x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(step))
-        ours.zero_grad()
-        theirs.zero_grad()
-        model(x.chunk(2, 1)[rank].contiguous()).square().sum().backward()
-        plain(x).square().sum().backward()
-        assert model[0].weight.grad.placements[0].is_partial()
-        ours.step()
-        theirs.step()
-    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
-    return {name: (a.full_tensor() - b).abs().max().item() for (name, a), b in pairs}
-
-
-@pytest.mark.dist
-def test_sequence_parallel_equals_one_process(two_ranks: Any) -> None:
-    for found in two_ranks.run(sequence_parallel):
-        assert len(found) == 5
-        assert max(found.values()) < 1e-5, found
-
-
 def refusals() -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -34,13 +34,7 @@ IN_B = [
     "matmul with a vector",
     "through an autograd function",
 ]
-MIXED = [
-    "in place on a product",
-    "several uses",
-    "sum of weights",
-    "addmm",
-    "linear, bias of two dimensions",
-]
+MIXED = ["in place on a product", "several uses", "sum of weights", "addmm", "linear, bias of two dimensions"]
 OLD = torch.__version__.startswith("2.8.")  # does not tell what a tensor is a view of, so that W of views is in B
 OF_VIEWS = ["linear, half of a matrix", "mm", "split", "unbind", "conv1d, weight reshaped"]
 OVERLAPPING = {

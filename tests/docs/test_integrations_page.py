@@ -91,6 +91,26 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+def check_steps(schedule: Any, chunks: list[nn.Module], plain: Sequence[nn.Module], masked: bool = False) -> None:
+    """Two steps of a V: gradients of this rank's chunks are those of a plain loop."""
+    rank = dist.get_rank()
+    for step in range(2):
+        inputs, targets = data(step)
+        mask = torch.rand(len(inputs), generator=torch.Generator().manual_seed(step)) > 0.3
+        sides = {"mask": mask} if masked else {}
+        schedule.step(*((inputs,) if rank == 0 else ()), **sides, **({"target": targets} if rank == 0 else {}))
+        for x, target, *own in zip(*(t.chunk(MICROBATCHES) for t in (inputs, targets, *sides.values())), strict=True):
+            for chunk in plain:
+                x = chunk(x, *own)
+            (nn.functional.mse_loss(x, target) / MICROBATCHES).backward()
+        for index in (rank, 3 - rank):
+            found = list(chunks[index].parameters())  # checkpoint_wrapper gives them other names
+            for ours, expected in zip(found, plain[index].parameters(), strict=True):
+                testing.assert_close(getattr(ours.grad, "full_tensor", lambda ours=ours: ours.grad)(), expected.grad)
+        for module in [*chunks, *plain]:
+            module.zero_grad()
+
+
 def sharded_stages(reshard_after_forward: bool) -> None:
     """Stages by the page's line under FSDP2, over a group of one."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -108,15 +128,7 @@ def sharded_stages(reshard_after_forward: bool) -> None:
         split = patched(patch).split
         stages = [split(chunks[index], index, 4, mesh.get_group("stage"), shard) for index in (rank, 3 - rank)]
     schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
-    for step in range(2):
-        inputs, targets = data(step)
-        schedule.step(*((inputs,) if rank == 0 else ()), **({"target": targets} if rank == 0 else {}))
-        plain.zero_grad()
-        plain_gradients(plain, inputs, targets)
-        for index in (rank, 3 - rank):
-            for ours, expected in zip(chunks[index].parameters(), plain[index].parameters(), strict=True):
-                torch.testing.assert_close(ours.grad.full_tensor(), expected.grad)
-            chunks[index].zero_grad()
+    check_steps(schedule, chunks, plain)
 
 
 @pytest.mark.dist
@@ -192,21 +204,7 @@ def masked_stages(compiled: bool) -> int:
     for stage in stages:
         stage.queue.listeners.append(lambda tasks: ran.append(len(tasks)))
     schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
-    for step in range(2):
-        inputs, targets = data(step)
-        mask = torch.rand(len(inputs), generator=torch.Generator().manual_seed(step)) > 0.3
-        schedule.step(*((inputs,) if rank == 0 else ()), mask=mask, **({"target": targets} if rank == 0 else {}))
-        parts = zip(*(whole.chunk(MICROBATCHES) for whole in (inputs, mask, targets)), strict=True)
-        for x, masked, target in parts:
-            for chunk in plain:
-                x = chunk(x, masked)
-            (nn.functional.mse_loss(x, target) / MICROBATCHES).backward()
-        for index in (rank, 3 - rank):
-            found = list(chunks[index].parameters())  # checkpoint_wrapper gives them other names
-            for ours, expected in zip(found, plain[index].parameters(), strict=True):
-                testing.assert_close(ours.grad, expected.grad)
-        for module in [*chunks, *plain]:
-            module.zero_grad()
+    check_steps(schedule, chunks, plain, masked=True)
     return sum(ran)
 
 

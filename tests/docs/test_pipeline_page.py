@@ -35,11 +35,7 @@ def run_example(folder: str) -> tuple[int, bool]:
     code = code.replace("dist.init_process_group()", "pass").replace('"run"', repr(folder)).replace("1000", "3")
     code = code.replace("999", "2")
     batches = [(torch.randn(16, 8), torch.randn(16, 8)) for _ in range(4)]
-    names: dict[str, Any] = {
-        "make_chunk": make_chunk,
-        "loss_fn": nn.functional.mse_loss,
-        "batches": batches,
-    }
+    names: dict[str, Any] = {"make_chunk": make_chunk, "loss_fn": nn.functional.mse_loss, "batches": batches}
     exec(code, names)
     return names["step"], names["loss"] is not None
 

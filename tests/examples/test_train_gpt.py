@@ -35,14 +35,14 @@ def arguments(out: Path, **changes: Any) -> argparse.Namespace:
         return argparse.Namespace(**{**vars(example("train_gpt").parse()), **SMALL, **changes})
 
 
-def check_losses(names: list[str], microbatches: int, tied: bool, fill: str, out: Path, **sizes: int) -> list[str]:
+def check_losses(names: list[str], out: Path, asked_for: dict[str, Any]) -> list[str]:
     train_gpt, text = example("train_gpt"), example("text")
-    asked = arguments(out, microbatches=microbatches, tied=tied, fill=fill, **sizes)
+    asked = arguments(out, **asked_for)
     source = text.Text(str(EXAMPLES))
     done = []
     for name in names:
         try:
-            schedule = getattr(schedules, name)(2, microbatches)
+            schedule = getattr(schedules, name)(2, asked.microbatches)
         except ScheduleError:
             continue
         train_gpt.check(asked, source, schedule)  # exits with an error when a loss differs
@@ -57,35 +57,25 @@ def test_the_smallest_model_has_all_its_parts() -> None:
 
 @pytest.mark.slow
 def test_losses_of_every_schedule_equal_a_plain_loop(two_ranks: Any, tmp_path: Path) -> None:
-    for done in two_ranks.run(check_losses, schedules.NAMES, 4, True, "planned", tmp_path):
+    for done in two_ranks.run(check_losses, schedules.NAMES, tmp_path, {}):
         assert len(done) >= len(schedules.NAMES) - 2, f"only {done} were checked"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("microbatches", "tied", "fill"), [(5, True, "planned"), (4, False, "eager")])
-def test_losses_equal_a_plain_loop(two_ranks: Any, tmp_path: Path, microbatches: int, tied: bool, fill: str) -> None:
+@pytest.mark.parametrize("asked", [{"microbatches": 5}, {"tied": False, "fill": "eager"}])
+def test_losses_equal_a_plain_loop(two_ranks: Any, tmp_path: Path, asked: dict[str, Any]) -> None:
     names = ["zb_h1", "zb_v"]
-    assert two_ranks.run(check_losses, names, microbatches, tied, fill, tmp_path) == [names, names]
-
-
-def check_replicas(names: list[str], out: Path) -> list[str]:
-    return check_losses(names, 4, True, "eager", out, replicas=2)
+    assert two_ranks.run(check_losses, names, tmp_path, asked) == [names, names]
 
 
 @pytest.mark.slow
-def test_losses_of_replicas_equal_a_plain_loop(four_ranks: Any, tmp_path: Path) -> None:
-    for done in four_ranks.run(check_replicas, ["zb_h2", "zb_v"], tmp_path):
-        assert len(done) == 2
-
-
-def check_tensor_parallel(names: list[str], out: Path) -> list[str]:
-    return check_losses(names, 4, True, "planned", out, tensor_parallel=2)
-
-
-@pytest.mark.slow
-def test_losses_of_tensor_parallel_stages_equal_a_plain_loop(four_ranks: Any, tmp_path: Path) -> None:
-    for done in four_ranks.run(check_tensor_parallel, ["zb_v"], tmp_path):
-        assert done == ["zb_v"]
+@pytest.mark.parametrize(
+    ("names", "asked"), [(["zb_h2", "zb_v"], {"replicas": 2, "fill": "eager"}), (["zb_v"], {"tensor_parallel": 2})]
+)
+def test_losses_of_four_ranks_equal_a_plain_loop(
+    four_ranks: Any, tmp_path: Path, names: list[str], asked: dict[str, Any]
+) -> None:
+    assert four_ranks.run(check_losses, names, tmp_path, asked) == [names] * 4
 
 
 def train_side_by_side(out: Path, sizes: dict[str, int]) -> None:

@@ -130,8 +130,7 @@ def test_events_order_w(launches: ModuleType, late: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "late"),
-    [("the event after B", "main"), ("the event after W", "side"), ("holding tensors", "side")],
+    ("missing", "late"), [("the event after B", "main"), ("the event after W", "side"), ("holding tensors", "side")]
 )
 def test_removing_one_breaks_it(launches: ModuleType, missing: str, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with without(missing, monkeypatch):

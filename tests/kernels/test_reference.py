@@ -36,11 +36,7 @@ def wgrad_cases() -> dict:
         "grouped_linear": (reference.grouped_linear_wgrad, grouped, [(3, 4, 5), (3, 4)]),
         "embedding": (reference.embedding_wgrad, lambda m: (torch.randint(7, (m,)), rand(m, 4)), [(7, 4)]),
         "norm": (reference.norm_wgrad, lambda m: (rand(2, m, 5),), [(5,), (5,)]),
-        "head": (
-            lambda s, o, a: reference.cross_entropy_wgrad(s, o, a, weight, None, options),
-            head,
-            [(9, 5), (9,)],
-        ),
+        "head": (lambda s, o, a: reference.cross_entropy_wgrad(s, o, a, weight, None, options), head, [(9, 5), (9,)]),
     }
 
 

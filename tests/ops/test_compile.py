@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import zbkern
-from tests.support.sharded_model import MICROBATCHES, batches, differences, loss_of, make, parallelize
+from tests.support.sharded_model import MICROBATCHES, batches, differences, linear_rank, loss_of, make, parallelize
 from zbkern import testing
 from zbkern.functional import CrossEntropyOptions, GateOptions
 from zbkern.ops import compiled_operators
@@ -519,42 +519,6 @@ def test_w_of_compiled_linears_of_dtensors_waits(two_ranks: Any, kind: str) -> N
         assert max(found.values()) < 1e-10, found
 
 
-def compiled_linear_rank(case: str, backend: str) -> tuple[int, list[str], list[float]]:
-    """A compiled linear of DTensors: tasks that wait, the placements of gradients, and how far these and dx are from
-    those of one process."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    weight_place, bias_place, x_place = {
-        "by outputs, uneven": (Shard(0), Shard(0), Replicate()),
-        "by inputs": (Shard(1), Replicate(), Shard(2)),
-        "by tokens": (Replicate(), Replicate(), Shard(1)),
-        "by tokens, a whole gradient exists": (Replicate(), Replicate(), Shard(1)),
-        "by tokens and outputs": (Shard(0), Shard(0), Shard(1)),
-    }[case]
-    torch.manual_seed(0)
-    plain, x = nn.Linear(8, 7, dtype=torch.float64), torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
-    layer = zbkern.convert(copy.deepcopy(plain))
-    layer.weight = nn.Parameter(distribute_tensor(plain.weight.detach(), mesh, [weight_place]))
-    layer.bias = nn.Parameter(distribute_tensor(plain.bias.detach(), mesh, [bias_place]))
-    if case.endswith("exists"):
-        for p in layer.parameters():
-            p.grad = torch.zeros_like(p)
-    own = distribute_tensor(x.detach(), mesh, [x_place]).requires_grad_()
-    queue = zbkern.WGradQueue()
-    torch._dynamo.reset()
-    graph = torch.compile(layer, backend=backend, fullgraph=True)
-    plain(x).square().sum().backward()
-    with queue.defer():
-        graph(own).redistribute(mesh, [Replicate()]).to_local().square().sum().backward()
-    waiting = queue.pending()
-    queue.run()
-    pairs = zip((*layer.parameters(), own), (*plain.parameters(), x), strict=True)
-    distances = [float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs]
-    return waiting, [str(p.grad.placements[0]) for p in layer.parameters()], distances
-
-
 cut_tokens = pytest.mark.skipif(
     torch.__version__.startswith("2.8."), reason="torch 2.8's own linear refuses DTensors whose tokens are cut"
 )
@@ -572,7 +536,7 @@ cut_tokens = pytest.mark.skipif(
     ],
 )
 def test_a_compiled_linear_of_dtensors(two_ranks: Any, case: str, waits: int, placements: list[str]) -> None:
-    for waiting, found, distances in two_ranks.run(compiled_linear_rank, case, "aot_eager"):
+    for waiting, found, distances in two_ranks.run(linear_rank, case, "aot_eager"):
         assert (waiting, found) == (waits, placements)
         assert max(distances) < 1e-12
 
@@ -581,6 +545,6 @@ def test_a_compiled_linear_of_dtensors(two_ranks: Any, case: str, waits: int, pl
 @needs_compiler
 @pytest.mark.parametrize("case", ["by inputs", pytest.param("by tokens", marks=cut_tokens)])
 def test_a_linear_of_dtensors_compiled_by_inductor(two_ranks: Any, case: str) -> None:
-    for waiting, _, distances in two_ranks.run(compiled_linear_rank, case, "inductor"):
+    for waiting, _, distances in two_ranks.run(linear_rank, case, "inductor"):
         assert waiting == 1
         assert max(distances) < 1e-12

@@ -15,13 +15,7 @@ from zbkern import testing, wgrad
 
 
 def by_formula(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    options: Z.AttentionOptions,
-    sinks: Tensor | None,
-    ends: list[int],
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, options: Z.AttentionOptions, sinks: Tensor | None, ends: list[int]
 ) -> Tensor:
     """Every head of every sequence by itself; queries and keys have the same sequences."""
     y = q.new_zeros(*q.shape[:2], v.shape[2])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import zbkern
 
 WIDTH, VOCABULARY, TOKENS = 16, 8, 4
 MICROBATCHES = 2
@@ -46,12 +49,7 @@ def make() -> nn.Module:
 
 def parallelize(model: nn.Module, kind: str, mesh: Any) -> nn.Module:
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     tokens = Shard(1)
     block: dict[str, Any] = {
@@ -97,3 +95,40 @@ def differences(twin: nn.Module, model: nn.Module, of: Callable[[Any], Any] = la
         expected = whole(theirs.grad)
         found[name] = float((whole(of(ours)) - expected).abs().max() / expected.abs().max())
     return found
+
+
+def linear_rank(case: str, backend: str | None) -> tuple[int, list[str], list[float]]:
+    """A linear of DTensors, compiled where a backend is named: tasks that wait, the placements of gradients, and how
+    far these and dx are from those of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    weight_place, bias_place, x_place = {
+        "by outputs, uneven": (Shard(0), Shard(0), Replicate()),
+        "by inputs": (Shard(1), Replicate(), Shard(2)),
+        "by tokens": (Replicate(), Replicate(), Shard(1)),
+        "by tokens, a whole gradient exists": (Replicate(), Replicate(), Shard(1)),
+        "by tokens and outputs": (Shard(0), Shard(0), Shard(1)),
+        "not at all": (Replicate(), Replicate(), Replicate()),
+    }[case]
+    torch.manual_seed(0)
+    plain, x = nn.Linear(8, 7, dtype=torch.float64), torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
+    layer = zbkern.convert(copy.deepcopy(plain))
+    layer.weight = nn.Parameter(distribute_tensor(plain.weight.detach(), mesh, [weight_place]))
+    layer.bias = nn.Parameter(distribute_tensor(plain.bias.detach(), mesh, [bias_place]))
+    if case.endswith("exists"):
+        for p in layer.parameters():
+            p.grad = torch.zeros_like(p)
+    own = distribute_tensor(x.detach(), mesh, [x_place]).requires_grad_()
+    queue = zbkern.WGradQueue()
+    torch._dynamo.reset()
+    graph = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)
+    plain(x).square().sum().backward()
+    with queue.defer():
+        graph(own).redistribute(mesh, [Replicate()]).to_local().square().sum().backward()
+    waiting = queue.pending()
+    queue.run()
+    pairs = zip((*layer.parameters(), own), (*plain.parameters(), x), strict=True)
+    distances = [float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs]
+    return waiting, [str(p.grad.placements[0]) for p in layer.parameters()], distances

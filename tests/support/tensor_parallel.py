@@ -68,12 +68,7 @@ def chunk(index: int, count: int) -> nn.Sequential:
 def parallelize(module: nn.Sequential, mesh: DeviceMesh, sequence: bool) -> None:
     """Tensor parallelism of torch's own API; sequence: what lies between is cut by tokens, as between stages."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     tokens = Shard(1) if sequence else Replicate()
     inner = {name: ColwiseParallel(input_layouts=tokens) for name in ("q", "k", "v", "gate", "up")}

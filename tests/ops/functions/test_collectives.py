@@ -11,11 +11,7 @@ from torch import Tensor, nn
 
 import zbkern
 from bench.tensor_parallel import sequence_styles
-from tests.support.sharded_model import (
-    TOKENS,
-    WIDTH,
-    whole,
-)
+from tests.support.sharded_model import TOKENS, WIDTH, whole
 
 
 def sequence_linear(mesh: Any) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:

@@ -16,10 +16,10 @@ from tests.support.sharded_model import (
     WIDTH,
     batches,
     differences,
+    linear_rank,
     loss_of,
     make,
     parallelize,
-    whole,
 )
 
 
@@ -67,47 +67,21 @@ def test_on_four_ranks(four_ranks: Any, kind: str) -> None:
         assert max(found.values()) < 1e-10, found
 
 
-def unusual_rank(case: str) -> tuple[int, float, float]:
-    """A linear of unusual placements: tasks that wait, and the differences of weight and bias."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    weight_place, x_place = {
-        "tokens are cut": (Replicate(), Shard(0)),
-        "tokens are cut, and the weight": (Shard(0), Shard(0)),
-        "a router": (Replicate(), Replicate()),
-    }[case]
-    generator = torch.Generator().manual_seed(0)
-    weight, bias, x = (torch.randn(s, dtype=torch.float64, generator=generator) for s in ((4, 6), (4,), (8, 6)))
-    plain = nn.Linear(6, 4, dtype=torch.float64)
-    plain.weight, plain.bias = nn.Parameter(weight), nn.Parameter(bias)
-    plain(x).square().sum().backward()
-    own = zbkern.convert(copy.deepcopy(plain).requires_grad_())
-    own.zero_grad()
-    own.weight = nn.Parameter(distribute_tensor(weight, mesh, [weight_place]))
-    own.bias = nn.Parameter(distribute_tensor(bias, mesh, [weight_place]))
-    queue = zbkern.WGradQueue()
-    with queue.defer():
-        y = own(distribute_tensor(x, mesh, [x_place]))
-        y.redistribute(mesh, [Replicate()]).to_local().square().sum().backward()
-    assert own.weight.grad is None
-    waiting = queue.pending()
-    queue.run()
-    if case == "tokens are cut":
-        assert own.weight.grad.placements == own.bias.grad.placements == (Partial(),)  # as torch's layer has them
-    else:
-        assert own.weight.grad.placements == own.weight.placements
-    pairs = zip((own.weight, own.bias), (plain.weight, plain.bias), strict=True)
-    return waiting, *(float((whole(a.grad) - b.grad).abs().max()) for a, b in pairs)
-
-
 @pytest.mark.dist
-@pytest.mark.parametrize("case", ["tokens are cut", "tokens are cut, and the weight", "a router"])
-def test_unusual_placements(two_ranks: Any, case: str) -> None:
-    for waiting, *found in two_ranks.run(unusual_rank, case):
-        assert waiting == 1
-        assert max(found) < 1e-12
+@pytest.mark.parametrize(
+    ("case", "placements"),
+    [
+        ("by outputs, uneven", ["S(0)", "S(0)"]),
+        ("by tokens", ["P(sum)", "P(sum)"]),  # as torch's layer has them
+        ("by tokens, a whole gradient exists", ["R", "R"]),
+        ("by tokens and outputs", ["S(0)", "S(0)"]),
+        ("not at all", ["R", "R"]),  # a router
+    ],
+)
+def test_a_linear_of_dtensors(two_ranks: Any, case: str, placements: list[str]) -> None:
+    for waiting, found, distances in two_ranks.run(linear_rank, case, None):
+        assert (waiting, found) == (1, placements)
+        assert max(distances) < 1e-12
 
 
 def extras_rank() -> tuple[dict[str, float], list[str]]:
@@ -198,6 +172,31 @@ class OwnLinear(nn.Linear):
         return nn.functional.linear(x, self.weight, self.bias) * 2
 
 
+def cut_rank(kind: str) -> tuple[list[str], int, dict[str, float]]:
+    """Layers with a forward of their own, or zbkern.nn.MLP, whose linears are cut: what `deferred_beside` says."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    if kind == "MLP":
+        model: nn.Module = zbkern.nn.MLP(WIDTH, 2 * WIDTH, bias=True)
+        plan: dict[str, Any] = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    else:
+        model = nn.Sequential(OwnLinear(WIDTH, 2 * WIDTH), OwnLinear(2 * WIDTH, WIDTH))
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    twin = parallelize_module(zbkern.convert(copy.deepcopy(model.double())), init_device_mesh("cpu", (2,)), plan)
+    return deferred_beside(model, twin, torch.randn(5, WIDTH, dtype=torch.float64))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("kind", "count"), [("own forwards", 2), ("MLP", 3)])
+def test_layers_whose_linears_are_cut(two_ranks: Any, kind: str, count: int) -> None:
+    for at_once, waiting, found in two_ranks.run(cut_rank, kind):
+        assert not at_once
+        assert waiting == count
+        assert max(found.values()) < 1e-10, found
+
+
 def deferred_beside(model: nn.Module, twin: nn.Module, x: torch.Tensor) -> tuple[list[str], int, dict[str, float]]:
     """The cut twin's backward, deferred: what did not wait, how many tasks did, and the differences to the model."""
     queue = zbkern.WGradQueue()
@@ -207,46 +206,3 @@ def deferred_beside(model: nn.Module, twin: nn.Module, x: torch.Tensor) -> tuple
     at_once, waiting = [name for name, p in twin.named_parameters() if p.grad is not None], queue.pending()
     queue.run()
     return at_once, waiting, differences(twin, model)
-
-
-def own_forward_rank() -> tuple[list[str], int, dict[str, float]]:
-    """Layers with a forward of their own under tensor parallelism: what did not wait, tasks, and the differences."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    torch.manual_seed(0)
-    model = nn.Sequential(OwnLinear(WIDTH, 2 * WIDTH), OwnLinear(2 * WIDTH, WIDTH)).double()
-    mesh = init_device_mesh("cpu", (2,))
-    plan: dict[str, Any] = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    twin = parallelize_module(zbkern.convert(copy.deepcopy(model)), mesh, plan)
-    x = torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return deferred_beside(model, twin, x)
-
-
-@pytest.mark.dist
-def test_a_layer_with_a_forward_of_its_own(two_ranks: Any) -> None:
-    for at_once, waiting, found in two_ranks.run(own_forward_rank):
-        assert not at_once
-        assert waiting == 2
-        assert max(found.values()) < 1e-12, found
-
-
-def gated_mlp_rank() -> tuple[list[str], int, dict[str, float]]:
-    """zbkern.nn.MLP, its three linears cut: what did not wait, how many tasks did, and the differences."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    model = zbkern.nn.MLP(6, 8, bias=True, dtype=torch.float64)
-    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-    twin = parallelize_module(copy.deepcopy(model), mesh, plan)
-    return deferred_beside(model, twin, torch.randn(5, 6, dtype=torch.float64))
-
-
-@pytest.mark.dist
-def test_a_gated_mlp_of_cut_linears(two_ranks: Any) -> None:
-    for at_once, waiting, found in two_ranks.run(gated_mlp_rank):
-        assert not at_once
-        assert waiting == 3
-        assert max(found.values()) < 1e-10, found

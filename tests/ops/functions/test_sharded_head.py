@@ -10,16 +10,7 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.sharded_model import (
-    TOKENS,
-    VOCABULARY,
-    WIDTH,
-    batches,
-    differences,
-    make,
-    parallelize,
-    whole,
-)
+from tests.support.sharded_model import TOKENS, VOCABULARY, WIDTH, batches, differences, make, parallelize, whole
 
 
 def loss_parallel_rank(order: str, ranks: int) -> tuple[list[str], dict[str, float], float]:
