@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zbkern.pipeline import draw, from_config, layouts, report, schedules
+from zbkern.pipeline import draw, from_config, launch, layouts, report, schedules
 from zbkern.pipeline.from_config import WrongArgument
 from zbkern.pipeline.planner import Plan, PlanOptions, plan
 from zbkern.pipeline.planner.arguments import PLACEMENTS, chunks_per_rank
@@ -31,7 +31,7 @@ from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.simulator import simulate
 
-SUFFIXES = (".svg", ".html", ".png", ".json", ".torch.csv", ".csv", ".txt")
+SUFFIXES = (".svg", ".html", ".png", ".json", ".torch.csv", ".csv", ".txt", ".py")
 _Given = TypeVar("_Given", Costs, ModelCosts)
 _WORTH_TRYING = 0.01  # of the objective
 _QUICK = 2  # rounds of the searches that only tell what an option would give
@@ -106,7 +106,8 @@ _HELP = {
     "--schedule": f"this schedule instead of a search: {', '.join(schedules.NAMES)}",
     "--compare": "also a table of all published schedules and the plan",
     "--out": "files to write, by suffix: .svg .html .png (pictures), .json (a trace for Perfetto), .csv, .torch.csv "
-    "(without comments, for torch.distributed.pipelining), .txt (the whole grid)",
+    "(without comments, for torch.distributed.pipelining), .txt (the whole grid), .py (with --config: a program that "
+    "trains the model so, for torchrun)",
     "--config": "plan for a model that was never run: its folder or config.json, as transformers writes it; "
     "--costs and --schedule do not go with it, and the table of published schedules is always printed",
     "--gpu": "with --config: a GPU in the table of hardware (default h100)",
@@ -163,16 +164,20 @@ def run(arguments: argparse.Namespace) -> int:
         _check(arguments)
         if arguments.effort is None:
             arguments.effort = EFFORT if arguments.gpus is None else layouts.EFFORT
-        found, limit = _of_stages(arguments) if arguments.gpus is None else _of_gpus(arguments)
+        found, limit, setting = _of_stages(arguments) if arguments.gpus is None else _of_gpus(arguments)
         for path in arguments.out:
-            print(f"wrote {_write(found, path, limit)}")
+            if setting is not None and path.suffix == ".py":
+                _write_program(path, found, setting, arguments.config)
+            else:
+                _write(found, path, limit)
+            print(f"wrote {path}")
     except WrongArgument as error:
         print(f"zbkern plan: argument {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _of_gpus(arguments: argparse.Namespace) -> tuple[Plan, float]:
+def _of_gpus(arguments: argparse.Namespace) -> tuple[Plan, float, from_config.Setting]:
     """Searches layouts, prints the best, and returns the plan of the first."""
     model, gpu = from_config.model_and_gpu(arguments)
     sizes = arguments.gpus, arguments.batch, arguments.sequence or from_config.SIZES["sequence"]
@@ -181,16 +186,16 @@ def _of_gpus(arguments: argparse.Namespace) -> tuple[Plan, float]:
         why = "no layout of {} GPUs fits {} sequences of {} tokens per step: more GPUs, or another --batch, may do"
         raise WrongArgument("--gpus", why.format(*sizes))
     print(layouts.describe(answers, _width()))
-    return answers[0].plan, answers[0].layout.setting.limit
+    return answers[0].plan, answers[0].layout.setting.limit, answers[0].layout.setting
 
 
-def _of_stages(arguments: argparse.Namespace) -> tuple[Plan, float | None]:
+def _of_stages(arguments: argparse.Namespace) -> tuple[Plan, float | None, from_config.Setting | None]:
     """Plans for so many stages and microbatches, prints and compares."""
     if arguments.config is not None:
         setting = from_config.setting(arguments)
-        return _of_layers(arguments, setting.costs, setting)
+        return *_of_layers(arguments, setting.costs, setting), setting
     costs = _costs(arguments.costs)
-    return _of_layers(arguments, costs) if isinstance(costs, ModelCosts) else _of_chunks(arguments, costs)
+    return *(_of_layers(arguments, costs) if isinstance(costs, ModelCosts) else _of_chunks(arguments, costs)), None
 
 
 def _of_chunks(arguments: argparse.Namespace, given: Costs) -> tuple[Plan, float | None]:
@@ -441,6 +446,8 @@ def _check(arguments: argparse.Namespace) -> None:
             raise WrongArgument("--out", f"{path} must end in one of {', '.join(SUFFIXES)}")
         if not path.parent.is_dir():
             raise WrongArgument("--out", f"cannot write {path}: there is no folder {path.parent}; create it first")
+        if path.suffix == ".py" and arguments.config is None:
+            raise WrongArgument("--out", f"{path}: a program trains a model; give it with --config")
         if path.suffix == ".png" and importlib.util.find_spec("cairosvg") is None:
             raise WrongArgument(
                 "--out", f"{path} needs the package cairosvg: pip install 'zbkern[draw]', or write .svg"
@@ -463,7 +470,16 @@ def _check(arguments: argparse.Namespace) -> None:
         raise WrongArgument("--stages", str(error)) from error
 
 
-def _write(found: Plan, path: Path, limit: float | None) -> Path:
+def _write_program(path: Path, found: Plan, setting: from_config.Setting, config: Path) -> None:
+    try:
+        launch.write(path, found, setting, config)
+    except OSError as error:
+        raise WrongArgument("--out", f"cannot write {path}: {error.strerror}; choose another path") from error
+    except ValueError as error:
+        raise WrongArgument("--out", f"{path}: {error}") from error
+
+
+def _write(found: Plan, path: Path, limit: float | None) -> None:
     schedule = found.schedule
     try:
         if path.suffix == ".txt":
@@ -476,4 +492,3 @@ def _write(found: Plan, path: Path, limit: float | None) -> Path:
             draw.save([found.timeline], path, costs=[found.costs], limit=limit)
     except OSError as error:
         raise WrongArgument("--out", f"cannot write {path}: {error.strerror}; choose another path") from error
-    return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +18,10 @@ from zbkern.pipeline import (
     Optimizer,
     Pipeline,
     PipelineError,
+    ProfileOptions,
     Schedule,
     StepOptions,
+    profile,
     schedules,
     token_loss,
     token_targets,
@@ -323,3 +326,29 @@ def test_ranks_that_cut_other_side_inputs() -> None:
 
     for error in on_threads(2, run):
         assert "unexpected keyword argument 'bias'" in str(error)
+
+
+class Slow(nn.Module):
+    """Takes 2 ms, 1 ms per token, and 0.5 ms per token and token before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, LETTERS)
+
+    def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
+        x = x[..., None].float()
+        seen = x if carry is None else carry.append("seen", x, 1)
+        start = 0 if carry is None else carry.start
+        time.sleep(0.002 + 0.001 * x.shape[1] + 0.0005 * x.shape[1] * (2 * start + x.shape[1]))
+        return self.linear(x) + 0 * seen.sum()
+
+
+def test_what_slices_take_is_measured() -> None:
+    inputs, labels, _ = batch(2)
+    costs = profile([Slow()], [0], loss_fn, inputs, labels, 2, options=ProfileOptions(slices=True))
+    flat = costs.per_chunk(1)
+    [forward], [attention], [carried] = flat.forward, flat.attention_forward, flat.carried
+    assert attention == pytest.approx(0.5 * TOKENS**2, rel=0.1)
+    assert forward == pytest.approx(2 + TOKENS + 0.5 * TOKENS**2, rel=0.1)
+    assert TOKENS * 4 <= carried <= (TOKENS + 2) * 4
+    assert costs.tokens == TOKENS

@@ -153,6 +153,7 @@ class Carries:
     def __init__(self, slices: Sequence[int]) -> None:
         self._slices = slices
         self._sequences: dict[int, _Sequence] = {}
+        self.nbytes_of_one = 0  # of a sequence in forwards, as the last slice began
 
     @property
     def nbytes(self) -> int:
@@ -175,6 +176,7 @@ class Carries:
             self._sequences[number] = _Sequence(self._slices)
         sequence = self._sequences[number]
         sequence.starts.append(sequence.starts[index] + tokens)
+        self.nbytes_of_one = sequence.nbytes
         return {"carry": Carry(sequence, index)}
 
     def end_forward(self, microbatch: int) -> None:

@@ -35,6 +35,8 @@ class MeasuredChunk(NamedTuple):
     within: float  # ms of a forward in its layers, and besides them
     besides: float
     kind: int  # the same for layers that do the same work
+    carried: int  # bytes that a sequence keeps for its later slices; 0 where not asked for
+    tokens: int | None  # of a sequence, where the rank knows
 
     @property
     def kept(self) -> int:
@@ -50,6 +52,7 @@ class Measurements(NamedTuple):
     merged: list[Timeline]  # the same with all W of a chunk at once
     fused: list[Timeline]  # with BW
     recomputing: list[Timeline] | None  # with an R of named parts; None where none were asked for
+    sliced: list[Timeline] | None  # with every sequence in two slices; None where not asked for
     links: list[Link] | None  # None where not asked for
 
 
@@ -79,6 +82,8 @@ def chunk_costs(found: Measurements) -> Costs:
         copy_size=max(chunk.transfer for chunk in chunks),
         memory_unit="bytes",
     )
+    if found.sliced is not None:
+        costs = _with_slices(costs, drift.costs(found.sliced), chunks)
     if found.recomputing is None:
         return costs
     lengths = drift.costs(found.recomputing).per_chunk(count).recompute
@@ -86,6 +91,23 @@ def chunk_costs(found: Measurements) -> Costs:
         costs,
         recompute=[length if chunk.parts else 0.0 for length, chunk in zip(lengths, chunks, strict=True)],
         checkpoint=[chunk.kept for chunk in chunks],
+    )
+
+
+def _with_slices(costs: Costs, sliced: Costs, chunks: Sequence[MeasuredChunk]) -> Costs:
+    """The same with what matters to slices. Two slices together take once more than the whole what does not shrink."""
+    flat, both = costs.per_chunk(len(chunks)), sliced.per_chunk(len(chunks))
+    more = [
+        median(getattr(both, name)[at] - getattr(flat, name)[at] for name in ("forward", "backward", "weight"))
+        for at in range(len(chunks))
+    ]
+    return replace(
+        costs,
+        attention_forward=[*map(min, both.attention_forward, flat.forward)],
+        attention_backward=[*map(min, both.attention_backward, flat.backward)],
+        overhead=[max(0.0, each) for each in more],
+        carried=[min(chunk.carried, chunk.activation) for chunk in chunks],
+        tokens=chunks[0].tokens,
     )
 
 
@@ -99,6 +121,9 @@ def layer_costs(found: Measurements) -> ModelCosts:
     forward, backward, weight, fused, merge_saving, recompute = (
         _medians(times, alike)
         for times in (flat.forward, flat.backward, flat.weight, flat.fused, flat.merge_saving, flat.recompute)
+    )
+    attention_forward, attention_backward, overhead_of_slices = (
+        _medians(times, alike) for times in (flat.attention_forward, flat.attention_backward, flat.overhead)
     )
     within, besides = (_medians([getattr(c, name) for c in found.chunks], alike) for name in ("within", "besides"))
     layers = [
@@ -117,12 +142,23 @@ def layer_costs(found: Measurements) -> ModelCosts:
             recompute=recompute[at] if found.recomputing else None,
             checkpoint=chunk.kept if found.recomputing else None,
             output_again=chunk.parts.output if chunk.parts else 0,
+            attention_forward=min(attention_forward[at], max(within[at], forward[at] - besides[at])),
+            attention_backward=min(attention_backward[at], backward[at]),
+            overhead=overhead_of_slices[at],
+            carried=flat.carried[at],
         )
         for at, chunk in enumerate(found.chunks)
     ]
     overhead = median(chunk.besides for chunk in found.chunks)
     return ModelCosts(
-        tuple(layers), latency, bandwidth, "ms", "bytes", copy_size=costs.copy_size, forward_overhead=overhead
+        tuple(layers),
+        latency,
+        bandwidth,
+        "ms",
+        "bytes",
+        copy_size=costs.copy_size,
+        forward_overhead=overhead,
+        tokens=costs.tokens,
     )
 
 

@@ -55,15 +55,19 @@ class ProfileOptions:
     moments, all in the weight's dtype. copy_size: that of the `StepOptions` to come; in the costs it is what transfers
     of these activations have, which end with whole tensors. recompute: likewise, the parts of chunks that an R runs
     again, for the time of R and what an F keeps; else an R is a whole F, which keeps what it is given. In a chunk
-    without such a part there is nothing to recompute. Raises TypeError or ValueError for anything else.
+    without such a part there is nothing to recompute. slices: also measure sequences in two slices, for what plans of
+    slices weigh: attention, overhead, and what is carried. Raises TypeError or ValueError for anything else.
     """
 
     repeats: int = 3
     bytes_per_parameter: float | None = None
     copy_size: int = COPY_SIZE
     recompute: Sequence[str | type] = ()
+    slices: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.slices, bool):
+            raise TypeError(f"ProfileOptions: slices must be True or False; got {self.slices!r}")
         _check_number("ProfileOptions", "repeats", self.repeats, 1)
         if self.bytes_per_parameter is not None and not isinstance(self.bytes_per_parameter, (int, float)):
             raise TypeError(

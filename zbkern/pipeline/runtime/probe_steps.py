@@ -25,10 +25,12 @@ from zbkern.pipeline.runtime.measured_costs import MeasuredChunk, Measurements, 
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage
 from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions
 from zbkern.pipeline.runtime.recomputation import parts_of
+from zbkern.pipeline.runtime.sliced_batch import check_sliceable, length_of
 from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import merge_neighbours
 from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.schedules.slices import order_of_backward
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.simulation.timeline import Timeline
 from zbkern.pipeline.transport.base import Transport
@@ -86,8 +88,11 @@ class ProbeSteps:
             held = _held_bytes(pipe)
             merged, fused = self._steps(pipe, apart, merge=True), self._steps(pipe, _fused(apart))
             recomputing, again = self._recompute(pipe, apart, layers)
+            sliced, carried = self._in_slices(pipe, placement)
             if pipe.rank == 0:
-                self._warn_of_noise(max(map(drift.spread, filter(None, (separate, merged, fused, recomputing)))))
+                self._warn_of_noise(
+                    max(map(drift.spread, filter(None, (separate, merged, fused, recomputing, sliced))))
+                )
             known: dict[int, MeasuredChunk] = {}
             for chunk, watch, tied in zip(pipe.modules, watches, _tied_names(modules, pipe.rank), strict=True):
                 within, besides = watch.times()
@@ -103,11 +108,13 @@ class ProbeSteps:
                     within=within,
                     besides=besides,
                     kind=_kind(watch.module),
+                    carried=carried.get(chunk, 0),
+                    tokens=length_of(self.batch.inputs),
                 )
             everywhere = {chunk: each for found in pipe.gather(known) for chunk, each in found.items()}
             chunks = [everywhere[chunk] for chunk in range(len(placement))]
             links = measure_links(self.group, device, pipe.timeout, largest_message(chunks)) if layers else None
-        return Measurements(chunks, separate, merged, fused, recomputing, links)
+        return Measurements(chunks, separate, merged, fused, recomputing, sliced, links)
 
     def _steps(
         self,
@@ -163,6 +170,20 @@ class ProbeSteps:
         timelines = self._steps(pipe, schedule, stages)
         kept = {at: RecomputedParts(sum(stages[at].kept_sizes), stages[at].output_again_bytes) for at in parts}
         return timelines, kept
+
+    def _in_slices(self, pipe: Pipeline, placement: tuple[int, ...]) -> tuple[list[Timeline] | None, dict[int, int]]:
+        """Steps with every sequence in two slices, and the bytes that one leaves to the other; None where not asked."""
+        if not self.options.slices:
+            return None, {}
+        schedule = _all_forwards_first(placement, self.batch.microbatches, (1, 1))
+        check_sliceable(pipe.modules.values(), schedule.slices)
+        last = len(placement) - 1
+        stages = {
+            chunk: Stage(module, chunk, pipe.queue, self.loss_fn if chunk == last else None, schedule.slices)
+            for chunk, module in pipe.modules.items()
+        }
+        timelines = self._steps(pipe, schedule, stages)
+        return timelines, {chunk: stage.carries.nbytes_of_one for chunk, stage in stages.items()}
 
     def _saving_stages(
         self, pipe: Pipeline, schedule: Schedule, parts: Mapping[int, Parts]
@@ -287,18 +308,19 @@ def _held_bytes(pipe: Pipeline) -> dict[int, float]:
     return held
 
 
-def _all_forwards_first(placement: tuple[int, ...], microbatches: int) -> Schedule:
+def _all_forwards_first(placement: tuple[int, ...], sequences: int, slices: tuple[int, ...] = (1,)) -> Schedule:
     """All F, then all B, then all W: no rank waits inside a pass, and each first pass shows the latency of its edge."""
     actions: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    microbatches = sequences * len(slices)
     pairs = [(chunk, microbatch) for chunk in range(len(placement)) for microbatch in range(microbatches)]
-    last = len(placement) - 1
+    last, order = len(placement) - 1, order_of_backward(microbatches, len(slices))
     for chunk, microbatch in sorted(pairs, key=lambda pair: (pair[0] + pair[1], pair[0])):
         actions[placement[chunk]].append(Action("F", chunk, microbatch))
     for chunk, microbatch in sorted(pairs, key=lambda pair: (last - pair[0] + pair[1], -pair[0])):
-        actions[placement[chunk]].append(Action("B", chunk, microbatch))
+        actions[placement[chunk]].append(Action("B", chunk, order[microbatch]))
     for chunk, microbatch in pairs:
         actions[placement[chunk]].append(Action("W", chunk, microbatch))
-    return Schedule.build(actions, placement, microbatches, "profile")
+    return Schedule.build(actions, placement, microbatches, "profile", slices)
 
 
 def _fused(schedule: Schedule) -> Schedule:

@@ -1,0 +1,305 @@
+"""Sequences in slices on two CPU processes, next to whole ones, in one interleaved run: time of a step and peak memory.
+
+A decoder of width 512, four blocks of attention (torch's) and MLP, on sequences of 4096 tokens; gloo, one thread per
+rank. The plans are made with costs that are measured first. Peak memory is of one more step: on each rank the most
+bytes of tensors that were there at once, above those before the step, without what an operation has inside. Every
+contestant's loss and gradients are compared with plain backward() first. Last, what slicing costs by itself: one rank,
+8 slices against 1.
+
+    python -m bench.slices [--tokens 4096] [--microbatches 2] [--rounds 3] [--effort 2] [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import zbkern
+from bench import ranks
+from bench.report import add_out, write_json
+from zbkern.pipeline import Costs, Pipeline, ProfileOptions, Schedule, plan, profile, schedules
+from zbkern.reporting import environment, machine_line, markdown_table
+
+RANKS, BLOCKS, WIDTH, HEADS = 2, 4, 512, 8
+SLICES, ALONE = (2, 4, 8), 8
+OF_BLOCKS = (
+    "forward",
+    "backward",
+    "weight",
+    "activation",
+    "held",
+    "attention_forward",
+    "attention_backward",
+    "carried",
+)
+
+
+class Attention(nn.Module):
+    """torch's attention, in slices: keys and values of those before come from the carry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, carry: Any = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
+        mask = None
+        if carry is not None:
+            k, v = carry.append((self, "k"), k, 2), carry.append((self, "v"), v, 2)
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        y = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, carry: Any = None) -> Tensor:
+        x = x + self.attention(self.norms[0](x), carry)
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, carry: Any = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, carry)
+        return x
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of the storages that operations make inside, now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        found = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, Tensor) and (key := leaf.untyped_storage()._cdata) not in given | self._known:
+                self._known.add(key)
+                self._count(leaf.untyped_storage().nbytes())
+                weakref.finalize(leaf.untyped_storage(), self._free, key, leaf.untyped_storage().nbytes())
+        return found
+
+    def _count(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+    def _free(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
+
+
+class Contestant:
+    """A schedule with this rank's copies of its blocks, by their index."""
+
+    def __init__(self, name: str, schedule: Schedule, model: Blocks, x: Tensor, y: Tensor) -> None:
+        self.name, self.schedule = name, schedule
+        chunks = own_chunks(schedule.placement, model)
+        self.blocks = {index: block for found in chunks.values() for index, block in found.items()}
+        modules = [Blocks([*found.values()]) for found in chunks.values()]
+        self.pipe = Pipeline(modules, schedule, nn.functional.mse_loss)
+        self.batch = (x if 0 in chunks else None, y if len(schedule.placement) - 1 in chunks else None)
+
+    def step(self) -> Tensor | None:
+        return self.pipe.step(*self.batch)
+
+    def check(self, model: Blocks, expected: Tensor) -> None:
+        """Raises where loss or gradients are not those of plain backward()."""
+        loss = self.step()
+        if loss is not None:
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+        for index, block in self.blocks.items():
+            for (name, ours), plain in zip(block.named_parameters(), model.blocks[index].parameters(), strict=True):
+                assert ours.grad is not None
+                assert plain.grad is not None
+                error = (ours.grad - plain.grad).abs().max() / plain.grad.abs().max()
+                assert error < 1e-4, f"{self.name} {index}.{name}: off by {error:.1e}"
+                ours.grad = None
+
+    def peak(self) -> int:
+        """Bytes of tensors that a step had at most on this rank, above those before it."""
+        with Allocated() as found:
+            self.step()
+        return found.most
+
+
+def own_chunks(placement: Sequence[int], model: Blocks) -> dict[int, dict[int, nn.Module]]:
+    """This rank's chunks, each its converted copies of blocks by their index."""
+    size = BLOCKS // len(placement)
+    mine = [chunk for chunk, rank in enumerate(placement) if rank == (dist.get_rank() if len({*placement}) > 1 else 0)]
+    return {
+        chunk: {
+            index: zbkern.convert(copy.deepcopy(model.blocks[index]))
+            for index in range(chunk * size, (chunk + 1) * size)
+        }
+        for chunk in mine
+    }
+
+
+def measured(model: Blocks, x: Tensor, y: Tensor) -> Costs:
+    """Costs of one block, those of all being alike."""
+    placement = (*range(RANKS), *reversed(range(RANKS)))
+    modules = [Blocks([*found.values()]) for found in own_chunks(placement, model).values()]
+    options = ProfileOptions(repeats=1, slices=True)
+    found = profile(modules, placement, nn.functional.mse_loss, x[:1], y[:1], 1, options=options)
+    flat = found.per_chunk(len(placement))
+    means = {name: statistics.mean(getattr(flat, name)) for name in OF_BLOCKS}
+    return Costs(
+        **means, overhead=statistics.mean(flat.overhead), tokens=found.tokens, time_unit="ms", memory_unit="bytes"
+    )
+
+
+def of_blocks(costs: Costs, count: int) -> Costs:
+    """Costs of a chunk with so many."""
+    names = (
+        "forward",
+        "backward",
+        "weight",
+        "activation",
+        "held",
+        "attention_forward",
+        "attention_backward",
+        "carried",
+    )
+    return replace(costs, **{name: count * getattr(costs, name) for name in names})
+
+
+def our_schedules(costs: Costs, m: int, effort: int) -> list[tuple[str, Schedule]]:
+    """1F1B first; whole sequences, then in slices."""
+    single, in_v = of_blocks(costs, BLOCKS // RANKS), of_blocks(costs, BLOCKS // RANKS // 2)
+    found = [
+        ("one_f_one_b", schedules.one_f_one_b(RANKS, m)),
+        ("zb_h2", schedules.zb_h2(RANKS, m)),
+        ("zb_v", schedules.zb_v(RANKS, m)),
+        ("plan", plan(single, RANKS, m, effort=effort).schedule),
+        ("plan in a V", plan(in_v, RANKS, m, 2, "v", effort=effort).schedule),
+    ]
+    for slices in SLICES:
+        found.append((f"Seq1F1B, {slices} slices", schedules.one_f_one_b(RANKS, m, slices=slices)))
+        found.append((f"zb_h1, {slices} slices", schedules.zb_h1(RANKS, m, slices=slices)))
+    planned = plan(single, RANKS, m, effort=effort, slices="auto").schedule
+    found.append((f"plan, slices of {list(planned.slices)}", planned))
+    planned = plan(in_v, RANKS, m, 2, "v", effort=effort, slices="auto").schedule
+    return [*found, (f"plan in a V, slices of {list(planned.slices)}", planned)]
+
+
+def run(tokens: int, m: int, rounds: int, effort: int) -> dict[str, Any]:
+    """On every rank: name -> seconds of every round, peak bytes of each rank, number of slices."""
+    torch.manual_seed(0)
+    model = Blocks([Block() for _ in range(BLOCKS)])
+    x, y = torch.randn(m, tokens, WIDTH), torch.randn(m, tokens, WIDTH)
+    expected = torch.stack([nn.functional.mse_loss(model(x[i : i + 1]), y[i : i + 1]) for i in range(m)]).mean()
+    expected.backward()
+    costs = measured(model, x, y)
+    contestants = [Contestant(name, each, model, x, y) for name, each in our_schedules(costs, m, effort)]
+    for contestant in contestants:
+        contestant.check(model, expected.detach())
+    times: dict[str, list[float]] = {each.name: [] for each in contestants}
+    for done in range(rounds):
+        for contestant in contestants:
+            dist.barrier()
+            start = time.perf_counter()
+            contestant.step()
+            dist.barrier()
+            times[contestant.name].append(time.perf_counter() - start)
+        if dist.get_rank() == 0 and sys.stderr.isatty():
+            print(f"\rround {done + 1} of {rounds}", end="", file=sys.stderr)
+    figures = {}
+    for contestant in contestants:
+        peaks: list[Any] = [None] * RANKS
+        dist.all_gather_object(peaks, contestant.peak())
+        slices = len(contestant.schedule.slices)
+        figures[contestant.name] = {"seconds": times[contestant.name], "peak_bytes": peaks, "slices": slices}
+        contestant.pipe.close()
+    return figures
+
+
+def alone(tokens: int, m: int, rounds: int) -> list[list[float]]:
+    """Seconds of one rank, with whole sequences and with slices."""
+    torch.manual_seed(0)
+    model = Blocks([Block() for _ in range(BLOCKS)])
+    x, y = torch.randn(m, tokens, WIDTH), torch.randn(m, tokens, WIDTH)
+    both = [Contestant("", schedules.zb_h1(1, m, slices=slices), model, x, y) for slices in (1, ALONE)]
+    times: list[list[float]] = [[], []]
+    for number in range(rounds + 1):
+        for contestant, found in zip(both, times, strict=True):
+            start = time.perf_counter()
+            contestant.step()
+            if number > 0:  # the first warms up
+                found.append(time.perf_counter() - start)
+    for contestant in both:
+        contestant.pipe.close()
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--microbatches", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--effort", type=int, default=2, help="of the plans")
+    add_out(parser)
+    arguments = parser.parse_args()
+    tokens, m, rounds = arguments.tokens, arguments.microbatches, arguments.rounds
+    figures = ranks.run(RANKS, run, tokens, m, rounds, arguments.effort)
+    base = figures["one_f_one_b"]
+    whole = min((each for each in figures.values() if each["slices"] == 1), key=lambda each: median_of(each))
+    best = min((each for each in figures.values() if each["slices"] > 1), key=lambda each: median_of(each))
+    rows = [
+        (
+            name,
+            f"{median_of(each):.2f} s",
+            f"{ratio(each, base):.3f}",
+            f"{max(each['peak_bytes']) / 1e6:.0f} MB",
+            f"{max(each['peak_bytes']) / max(base['peak_bytes']):.2f}",
+        )
+        for name, each in sorted(figures.items(), key=lambda item: median_of(item[1]))
+    ]
+    print(f"\n{m} sequences of {tokens} tokens on {RANKS} ranks; gradients equal plain backward()\n")
+    print(markdown_table(("schedule", "step", "of 1F1B", "peak", "of 1F1B's"), rows), flush=True)
+    one, many = ranks.run(1, alone, tokens, m, rounds)
+    cost = statistics.median(b / a for a, b in zip(one, many, strict=True))
+    print(f"\nslicing alone, one rank, {ALONE} slices against 1: {cost:.3f} of the time")
+    figures["alone"] = {"whole": one, "sliced": many}
+    print(f"{machine_line(environment())}\n{write_json('slices', figures, arguments.out)}")
+    print(
+        f"sliced/1F1B {ratio(best, base):.2f} sliced/unsliced {ratio(best, whole):.2f} "
+        f"peak/1F1B {max(best['peak_bytes']) / max(base['peak_bytes']):.2f}"
+    )
+
+
+def median_of(figures: dict[str, Any]) -> float:
+    return statistics.median(figures["seconds"])
+
+
+def ratio(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return statistics.median(a / b for a, b in zip(one["seconds"], other["seconds"], strict=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""`zbkern plan --config ... --out launch.py`: the program trains the model, however it is laid out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zbkern import __main__
+from zbkern.pipeline import Schedule
+
+CONFIGURATIONS = Path(__file__).parents[2] / "bench" / "configurations"
+SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
+TINY = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, **SIZES}
+
+
+def planned(path: Path, *options: str) -> Path:
+    (path / "config.json").write_text(json.dumps(TINY))
+    sizes = ["--stages", "2", "--microbatches", "4", "--sequence", "16", "--microbatch-size", "2", "--effort", "0"]
+    assert __main__.main(["plan", "--config", str(path), *sizes, *options, "--out", str(path / "launch.py")]) == 0
+    return path / "launch.py"
+
+
+def losses(program: Path) -> list[float]:
+    """What the program prints in two steps, run in this process of a group."""
+    environment = {"STEPS": "2", "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
+    found: list[str] = []
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        mock.patch("builtins.print", lambda line, **_: found.append(line)),
+    ):
+        runpy.run_path(str(program))["main"]()
+    return [float(re.fullmatch(r"step \d: loss ([\d.]+)", line)[1]) for line in found]
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform == "win32", reason="gloo")
+def test_the_program_trains_as_planned(two_ranks: Any, four_ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    layouts = {"plain": (two_ranks, []), "tensor": (four_ranks, ["--tensor-parallel", "2"])}
+    layouts["replicas"] = four_ranks, ["--data-parallel", "2"]
+    found = {}
+    for name, (ranks, options) in layouts.items():
+        (tmp_path / name).mkdir()
+        shown = ranks.run(losses, planned(tmp_path / name, *options))
+        (found[name],) = [each for each in shown if each]  # one rank tells: of the last stage of the first pipeline
+    assert found["plain"][0] == pytest.approx(4.6, abs=0.1)  # ln 96
+    assert found["plain"][1] < found["plain"][0]
+    assert found["tensor"] == pytest.approx(found["plain"], abs=2e-3)  # bf16
+    assert found["replicas"][0] == pytest.approx(found["plain"][0], abs=2e-3)  # then from other gradients
+
+
+def test_the_program_says_how_it_is_started(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    options = ["--gpus", "16", "--batch", "64", "--sequence", "2048", "--effort", "0", "--out", str(path)]
+    assert __main__.main(["plan", "--config", str(CONFIGURATIONS / "llama-3-8b.json"), *options]) == 0
+    assert f"wrote {path}" in capsys.readouterr().out
+    text = path.read_text()
+    compile(text, str(path), "exec")
+    assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 train.py" in text
+    replicas, stages, tensor = map(int, re.search(r"TENSOR_PARALLEL = (\d+), (\d+), (\d+)", text).groups())
+    schedule = Schedule.from_csv(path.with_suffix(".schedule.csv").read_text())
+    assert (replicas * stages * tensor, schedule.stages) == (16, stages)
+    partition = json.loads(re.search(r"PARTITION = (.*)", text)[1])
+    assert len(partition) == len(schedule.placement)
+    rows, sequence = map(int, re.search(r"ROWS, SEQUENCE = (\d+), (\d+)", text).groups())
+    assert (replicas * rows * schedule.sequences, sequence) == (64, 2048)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--config", str(CONFIGURATIONS / "gpt-oss-120b.json"), "--expert-parallel", "16"],
+            "keep the experts of a layer on one GPU",
+        ),
+        ([], "a program trains a model; give it with --config"),
+    ],
+)
+def test_what_it_cannot_write(options: list[str], message: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    sizes = ["--stages", "4", "--microbatches", "4", "--effort", "0", "--out", str(tmp_path / "launch.py")]
+    assert __main__.main(["plan", *sizes, *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
