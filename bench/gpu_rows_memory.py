@@ -31,7 +31,7 @@ def norm_forward(bench: Bench) -> Iterator[Case]:
 
     yield Case(
         f"M={m} K={k}",
-        lambda: backend.rms_norm_fwd(x, weight, 1e-5, y, rstd),
+        lambda: backend.norm_fwd(x, weight, None, 1e-5, y, None, rstd),
         {name: lambda run=run: run(x) for name, run in peers.items()},
         check,
         0,
@@ -58,11 +58,11 @@ def norm_backward(bench: Bench) -> Iterator[Case]:
     m, k = bench.sizes.norm
     x, weight, y, dy = (bench.random(*shape) for shape in ((m, k), (k,), (m, k), (m, k)))
     rstd, dx, dweight = bench.zeros(m), bench.empty(m, k), bench.empty(k)
-    backend.rms_norm_fwd(x, weight, 1e-5, y, rstd)
+    backend.norm_fwd(x, weight, None, 1e-5, y, None, rstd)
     partials = bench.zeros(1, backend.norm_partials(m, k, x.device), k)
 
     def ours() -> None:
-        backend.rms_norm_dgrad(dy, x, weight, rstd, dx, partials)
+        backend.norm_dgrad(dy, x, weight, None, rstd, dx, partials)
         backend.norm_wgrad([(partials,)], (dweight,), False)
 
     peers, inputs = {}, (x.detach().requires_grad_(), weight.detach().requires_grad_())
@@ -87,7 +87,7 @@ def added_norm_forward(bench: Bench) -> Iterator[Case]:
 
     def two() -> None:
         torch.add(x, residual, out=other)
-        backend.rms_norm_fwd(other, weight, 1e-5, other_y, rstd)
+        backend.norm_fwd(other, weight, None, 1e-5, other_y, None, rstd)
 
     def check() -> None:
         wanted = peers["torch"](x, residual)
@@ -96,7 +96,7 @@ def added_norm_forward(bench: Bench) -> Iterator[Case]:
 
     yield Case(
         f"M={m} K={k}",
-        lambda: backend.rms_norm_fwd(x, weight, 1e-5, y, rstd, residual, summed),
+        lambda: backend.norm_fwd(x, weight, None, 1e-5, y, None, rstd, residual, summed),
         {name: lambda run=run: run(x, residual) for name, run in peers.items()} | {"torch's sum, our norm": two},
         check,
         0,
@@ -112,11 +112,11 @@ def added_norm_backward(bench: Bench) -> Iterator[Case]:
     m, k = bench.sizes.norm
     summed, y, dy, dsummed = (bench.random(m, k) for _ in range(4))
     weight, rstd, dx, dweight = bench.random(k), bench.zeros(m), bench.empty(m, k), bench.empty(k)
-    backend.rms_norm_fwd(summed, weight, 1e-5, y, rstd)
+    backend.norm_fwd(summed, weight, None, 1e-5, y, None, rstd)
     partials = bench.zeros(1, backend.norm_partials(m, k, summed.device), k)
 
     def ours() -> None:
-        backend.rms_norm_dgrad(dy, summed, weight, rstd, dx, partials, dsummed)
+        backend.norm_dgrad(dy, summed, weight, None, rstd, dx, partials, dsummed)
         backend.norm_wgrad([(partials,)], (dweight,), False)
 
     inputs = summed.detach().requires_grad_(), weight.detach().requires_grad_()

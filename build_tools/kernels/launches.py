@@ -242,14 +242,10 @@ def norms() -> Iterator[Run]:
         more = (x, x) if added else ()
         partials = empty(1 + centered, backend().norm_partials(ROWS, features, x.device), features, dtype=SINGLE)
         last = (x, partials, x) if added else (x, partials)
-        if centered:
-            fwd = functools.partial(backend().layer_norm_fwd, x, weight, weight, 1e-5, x, rows, rows, *more)
-            dgrad = functools.partial(backend().layer_norm_dgrad, x, x, weight, rows, rows, *last)
-        else:
-            fwd = functools.partial(backend().rms_norm_fwd, x, weight, 1e-5, x, rows, *more)
-            dgrad = functools.partial(backend().rms_norm_dgrad, x, x, weight, rows, *last)
+        bias, mean = (weight, rows) if centered else (None, None)
+        fwd = functools.partial(backend().norm_fwd, x, weight, bias, 1e-5, x, mean, rows, *more)
         yield f"norm forward {name}", fwd
-        yield f"norm dgrad {name}", dgrad
+        yield f"norm dgrad {name}", functools.partial(backend().norm_dgrad, x, x, weight, mean, rows, *last)
     parts = [(empty(1, 63, SIZE, dtype=SINGLE),)] * 4
     yield "norm_wgrad", lambda: backend().norm_wgrad(parts, (empty(SIZE, dtype=SINGLE),), True)
 

@@ -67,10 +67,10 @@ def test_rms_norm(features: int) -> None:
     rows = ROWS * COLUMNS // features
     x = torch.empty(rows, features, device="cuda", dtype=torch.bfloat16).normal_()
     y, rstd = torch.full_like(x, float("nan")), torch.empty(rows, device="cuda")
-    launches.rms_norm_fwd(x, None, 1e-5, y, rstd)
+    launches.norm_fwd(x, None, None, 1e-5, y, None, rstd)
     checks.check("y", y[-300:].clone(), torch.nn.functional.rms_norm(last(x), (features,), eps=1e-5))
     partials = torch.zeros(1, launches.norm_partials(rows, features, x.device), features, device="cuda")
-    launches.rms_norm_dgrad(x, x, None, rstd, y, partials)
+    launches.norm_dgrad(x, x, None, None, rstd, y, partials)
     wide = last(x).requires_grad_()
     normed = torch.nn.functional.rms_norm(wide, (features,), eps=1e-5)
     (expected,) = torch.autograd.grad(normed, wide, last(x))

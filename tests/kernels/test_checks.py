@@ -35,10 +35,8 @@ CHECKS = {
     "grouped_linear_wgrad": lambda launches: launch_checks.grouped_linear(launches, random(), [[3, 0], [1, 2]], 8, 7),
     "grouped_gated_fwd": lambda launches: launch_checks.grouped_gated(launches, random(), [3, 0, 5], 8, 7, 4, GATE),
     "grouped_gated_dgrad": lambda launches: launch_checks.grouped_gated(launches, random(), [3, 0, 5], 8, 7, 4, GATE),
-    "rms_norm_fwd": lambda launches: row_checks.norm(launches, random(), 5, 40, False, layout="odd", added=True),
-    "rms_norm_dgrad": lambda launches: row_checks.norm(launches, random(), 5, 40, False, weighted=False),
-    "layer_norm_fwd": lambda launches: row_checks.norm(launches, random(), 5, 40, True),
-    "layer_norm_dgrad": lambda launches: row_checks.norm(launches, random(), 5, 40, True, added=True),
+    "norm_fwd": lambda launches: row_checks.norm(launches, random(), 5, 40, False, layout="odd", added=True),
+    "norm_dgrad": lambda launches: row_checks.norm(launches, random(), 5, 40, True, added=True),
     "norm_wgrad": lambda launches: row_checks.norm(launches, random(), 5, 40, True),
     **{
         name: lambda launches, name=name: row_checks.elementwise(launches, random(), name, "gelu", 5, 40, "odd")

@@ -29,7 +29,7 @@ def test_a_log_has_what_came_before_the_end(run: ModuleType, tmp_path: Path, cap
 
     def lines() -> Iterator[str]:
         yield f"{EVERY}[linear_wgrad-dtype0] PASSED [ 10%]\n"
-        yield f"{EVERY}[rms_norm_fwd-dtype1] FAILED [ 20%]\n"
+        yield f"{EVERY}[norm_fwd-dtype1] FAILED [ 20%]\n"
         yield f"{EVERY}[rotary_fwd-dtype1] SKIPPED (no time left: --seconds) [ 30%]\n"
         assert "shard-1| tests/gpu/test_triton_every_launch.py" in (tmp_path / "log.txt").read_text()
         yield "E   AssertionError\n"
@@ -37,11 +37,11 @@ def test_a_log_has_what_came_before_the_end(run: ModuleType, tmp_path: Path, cap
     results.read("shard-1", lines())
     assert results.counts() == "1 failed, 1 passed, 1 skipped"
     assert results.summary() == (tmp_path / "summary.txt").read_text()
-    assert f"FAILED {EVERY}[rms_norm_fwd-dtype1]" in results.summary()
+    assert f"FAILED {EVERY}[norm_fwd-dtype1]" in results.summary()
     assert "FAILED" in capsys.readouterr().out
     missing = run.unreached(results.ran())
     assert "rotary_fwd" in missing
-    assert not {"linear_wgrad", "rms_norm_fwd"} & set(missing)
+    assert not {"linear_wgrad", "norm_fwd"} & set(missing)
 
 
 @pytest.mark.slow

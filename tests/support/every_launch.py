@@ -84,13 +84,9 @@ def cases(
 
     partials = [torch.empty(2, launches.norm_partials(m, k, x.device), k, **wide) for _ in range(2)]
     means = torch.empty(m, **wide), torch.empty(m, **wide)
-    add(
-        "rms_norm_fwd", [x, gain, dx_too], [dx, means[0], y_k := random(m, k)], x, gain, 1e-5, dx, means[0], dx_too, y_k
-    )
-    add("layer_norm_fwd", [x, gain, shift], [dx, *means], x, gain, shift, 1e-5, dx, *means)
-    one = partials[0][:1]
-    add("rms_norm_dgrad", [x, dx_too, gain], [dx, one], x, dx_too, gain, rstd, dx, one)
-    add("layer_norm_dgrad", [x, dx_too, gain], [dx, partials[0]], x, dx_too, gain, mean, rstd, dx, partials[0])
+    outputs = [dx, *means, y_k := random(m, k)]
+    add("norm_fwd", [x, gain, shift, dx_too], outputs, x, gain, shift, 1e-5, dx, *means, dx_too, y_k)
+    add("norm_dgrad", [x, dx_too, gain], [dx, partials[0]], x, dx_too, gain, mean, rstd, dx, partials[0])
     # not as many as a backend would like: what is drawn from here on must not depend on it
     sums, kept = [torch.empty(k, **wide) for _ in range(2)], [torch.rand(2, 7, k, **wide) for _ in range(2)]
     add("norm_wgrad", kept, sums, [(part,) for part in kept], sums, True)

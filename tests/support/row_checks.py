@@ -27,26 +27,25 @@ def norm(
     """
     x, dy = random(rows, features, layout=layout), random(rows, features, layout=layout)
     weight = random(features) if weighted else None
-    biases = (random(features) if weighted else None,) if centered else ()
+    bias = random(features) if weighted and centered else None
     residual, dsummed = (random(rows, features, layout=layout) if added else None for _ in range(2))
     y, dx, summed = (checks.output((rows, features), random.dtype, random.device, layout) for _ in range(3))
     wide = {"dtype": wide_statistics(random.dtype), "device": random.device}
-    statistics = [torch.full((rows,), float("nan"), **wide) for _ in range(1 + centered)]
-    named = dict(zip(("rstd", "mean"), statistics[::-1], strict=False))
-    name, sums, normed = "layer_norm" if centered else "rms_norm", (), x
+    mean = torch.full((rows,), float("nan"), **wide) if centered else None
+    rstd, sums, normed = torch.full((rows,), float("nan"), **wide), (), x
     if residual is not None:
         sums, normed = (residual, summed), summed
-    getattr(launches, f"{name}_fwd")(x, weight, *biases, 1e-3, y, *statistics, *sums)
+    launches.norm_fwd(x, weight, bias, 1e-3, y, mean, rstd, *sums)
     if residual is not None:
         torch.testing.assert_close(summed, x + residual, rtol=rounded, atol=0)
-    outputs = {"y": y, **named}
-    checks.compare(None, f"{name}_fwd", outputs, normed, weight, *biases, 1e-3, y, *statistics, scale=scale)
+    outputs = {"y": y, "rstd": rstd} | ({"mean": mean} if centered else {})
+    checks.compare(None, "norm_fwd", outputs, normed, weight, bias, 1e-3, y, mean, rstd, scale=scale)
 
     count = launches.norm_partials(rows, features, x.device)
     partials, one = (torch.full((1 + centered, p, features), float("nan"), **wide) for p in (count, 1))
-    getattr(launches, f"{name}_dgrad")(dy, normed, weight, *statistics, dx, partials if weighted else None, dsummed)
-    arguments = (dy, normed, weight, *statistics, dx, one if weighted else None, dsummed)
-    copies = checks.compare(None, f"{name}_dgrad", {"dx": dx}, *arguments, scale=scale)
+    launches.norm_dgrad(dy, normed, weight, mean, rstd, dx, partials if weighted else None, dsummed)
+    arguments = (dy, normed, weight, mean, rstd, dx, one if weighted else None, dsummed)
+    copies = checks.compare(None, "norm_dgrad", {"dx": dx}, *arguments, scale=scale)
     if weighted:
         sums = [torch.ones(features, **wide) for _ in range(1 + centered)]
         launches.norm_wgrad([(partials,), (partials,)], sums, True)

@@ -68,14 +68,13 @@ Kernels
     embedding_wgrad([(indices, dy), ...], (dweight,), accumulate, padding_idx=None)
 
     norm_partials(M, K, device) -> P                           how many partial sums the two below leave
-    rms_norm_fwd(x, weight | None, eps, y, rstd [M] S, residual=None, summed=None)
-                                                               y = x rstd weight. With residual [M, K]: the norm of
-                                                               summed = x + residual, which is kept, in x's dtype
-    rms_norm_dgrad(dy, x, weight | None, rstd, dx, partials [1, P, K] S | None, dsummed=None)
-                                                               x is what was normed (summed, where there is a residual);
+    norm_fwd(x, weight | None, bias | None, eps, y, mean [M] S | None, rstd [M] S, residual=None, summed=None)
+                                                               y = (x - mean) rstd weight + bias; without a mean that of
+                                                               RMSNorm, y = x rstd weight. With residual [M, K]: the
+                                                               norm of summed = x + residual, kept, in x's dtype
+    norm_dgrad(dy, x, weight | None, mean | None, rstd, dx, partials [2 or, without a mean, 1, P, K] S | None,
+               dsummed=None)                                   x is what was normed (summed, where there is a residual);
                                                                dsummed [M, K], if given, is added to dx
-    layer_norm_fwd(x, weight | None, bias | None, eps, y, mean [M] S, rstd [M] S, residual=None, summed=None)
-    layer_norm_dgrad(dy, x, weight | None, mean, rstd, dx, partials [2, P, K] S | None, dsummed=None)
     norm_wgrad([(partials,), ...], (dweight, [dbias]), accumulate)           sums over P
 
     attention_fwd(q [T, Hq, D], k [T', Hk, D], v [T', Hk, Dv], options, y [T, Hq, Dv], lse [Hq, T] S, sinks=None)
@@ -117,8 +116,7 @@ OPS = {
         "grouped_linear_wgrad",
     ),
     "embedding": ("embedding_fwd", "embedding_wgrad"),
-    "rms_norm": ("norm_partials", "rms_norm_fwd", "rms_norm_dgrad", "norm_wgrad"),
-    "layer_norm": ("norm_partials", "layer_norm_fwd", "layer_norm_dgrad", "norm_wgrad"),
+    **dict.fromkeys(("rms_norm", "layer_norm"), ("norm_partials", "norm_fwd", "norm_dgrad", "norm_wgrad")),
     "attention": ("attention_fwd", "attention_dgrad", "norm_wgrad"),
     "rotary": ("rotary_fwd", "rotary_dgrad"),
     "linear_cross_entropy": ("cross_entropy_fwd", "cross_entropy_wgrad"),

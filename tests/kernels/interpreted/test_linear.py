@@ -7,9 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st

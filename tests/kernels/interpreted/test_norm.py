@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,12 +83,9 @@ def test_long_rows(held: int, rows: int, features: int, centered: bool, monkeypa
 def test_no_rows(centered: bool) -> None:
     x, statistics = torch.empty(0, 8), torch.empty(0)
     partials, weight = poisoned(1 + centered, triton_kernels.norm_partials(0, 8, x.device), 8), torch.ones(8)
-    if centered:
-        triton_kernels.layer_norm_fwd(x, weight, None, 1e-5, x.clone(), statistics, statistics)
-        triton_kernels.layer_norm_dgrad(x, x, weight, statistics, statistics, x.clone(), partials)
-    else:
-        triton_kernels.rms_norm_fwd(x, weight, 1e-5, x.clone(), statistics)
-        triton_kernels.rms_norm_dgrad(x, x, weight, statistics, x.clone(), partials)
+    mean = statistics if centered else None
+    triton_kernels.norm_fwd(x, weight, None, 1e-5, x.clone(), mean, statistics)
+    triton_kernels.norm_dgrad(x, x, weight, mean, statistics, x.clone(), partials)
     outputs = [poisoned(8) for _ in range(1 + centered)]
     triton_kernels.norm_wgrad([(partials,)], outputs, False)
     for output in outputs:
@@ -119,7 +113,7 @@ def test_float64_is_computed_in_float64() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(5, 40, dtype=torch.float64), torch.randn(40, dtype=torch.float64)
     y, rstd = torch.empty_like(x), torch.empty(5, dtype=torch.float64)
-    triton_kernels.rms_norm_fwd(x, weight, 1e-5, y, rstd)
+    triton_kernels.norm_fwd(x, weight, None, 1e-5, y, None, rstd)
     testing.assert_close(y, torch.nn.functional.rms_norm(x, (40,), weight, 1e-5), tolerance=1e-9)
 
 
@@ -127,7 +121,7 @@ def test_nan_and_infinity_stay_in_their_row() -> None:
     x = torch.randn(4, 33)
     x[1, 2], x[2, 3] = float("nan"), float("inf")
     y, rstd = poisoned(4, 33), poisoned(4)
-    triton_kernels.rms_norm_fwd(x, None, 1e-5, y, rstd)
+    triton_kernels.norm_fwd(x, None, None, 1e-5, y, None, rstd)
     assert torch.isfinite(y[[0, 3]]).all()
     assert y[1].isnan().all()
     assert y[2, 3].isnan()

@@ -30,12 +30,5 @@ from zbkern.kernels.reference.linear import (
     linear_wgrads,
 )
 from zbkern.kernels.reference.loss import cross_entropy_fwd, cross_entropy_wgrad
-from zbkern.kernels.reference.norm import (
-    layer_norm_dgrad,
-    layer_norm_fwd,
-    norm_partials,
-    norm_wgrad,
-    rms_norm_dgrad,
-    rms_norm_fwd,
-)
+from zbkern.kernels.reference.norm import norm_dgrad, norm_fwd, norm_partials, norm_wgrad
 from zbkern.kernels.reference.rotary import rotary_dgrad, rotary_fwd, rotated

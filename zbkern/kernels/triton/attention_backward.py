@@ -100,41 +100,6 @@ def attention_dgrad(
             given.copy_(out)
 
 
-@triton.jit
-def _dq_range(
-    total, q, dy, q_row, dy_row, q_rows, lse, delta, k, v, k_row, v_row, sequence, k_first, head, start, whole, partial,
-    stop, query, queries, keys, window, exponent, bend, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
-    V_D: tl.constexpr, V_SIZE: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
-    CLEAN: tl.constexpr, TMA: tl.constexpr, BRANCH: tl.constexpr,
-):  # fmt: skip
-    """Adds ds k of the keys start..stop to a tile of dq. q, dy: the tile's, or with a PIECE where these begin.
-
-    BRANCH: as in the forward.
-    """
-    QUERIES: tl.constexpr = query.shape[0]
-    zeros = tl.zeros([QUERIES, KEYS], tl.float32)
-    for begin in tl.range(start, stop, KEYS):
-        some_k = load_rows(k, sequence, k_first, head, begin, keys, k_row, KEYS, D, SIZE, CLEAN, TMA)
-        if PIECE:
-            k_one, v_one = k + tl.cast(begin, tl.int64) * k_row, v + tl.cast(begin, tl.int64) * v_row
-            left = keys - begin
-            scores = multiply_rows(q, q_row, q_rows, k_one, k_row, left, QUERIES, KEYS, D, PIECE, PRECISION)
-            slopes = multiply_rows(dy, dy_row, q_rows, v_one, v_row, left, QUERIES, KEYS, V_D, PIECE, PRECISION)
-        else:
-            some_v = load_rows(v, sequence, k_first, head, begin, keys, v_row, KEYS, V_D, V_SIZE, CLEAN, TMA)
-            scores = dot(q, tl.trans(some_k), zeros, PRECISION)
-            slopes = dot(dy, tl.trans(some_v), zeros, PRECISION)
-        scores = capped(scores, bend)
-        ds = tl.exp2(scores * exponent - lse[:, None]) * (slopes - delta[:, None])
-        if bend is not None:
-            ds = ds * (1.0 - scores * scores)
-        if not BRANCH or (begin < whole) | (begin + KEYS > partial):
-            key = begin + tl.arange(0, KEYS)
-            ds = tl.where(sees(query[:, None], key[None, :], queries, keys, window, CAUSAL), ds, 0.0)
-        total = dot(ds.to(some_k.dtype), some_k, total, PRECISION)
-    return total
-
-
 @Kernel
 @triton.jit
 def _dq(
@@ -148,7 +113,8 @@ def _dq(
     lines [2, Hq, length], delta [Hq, T] or None.
 
     lines: for the next launch -lse in base 2 and sum(dy y), of queries that do not exist -inf and 0. One program:
-    QUERIES rows of one head against all keys they see, in the order of the forward and for its reason.
+    QUERIES rows of one head against all keys they see, in the order of the forward and for its reason; PIECE and BRANCH
+    are as there.
     """
     sequence, q_first, queries, k_first, keys, first, line = place(table, queries, keys, blocks, QUERIES, CAUSAL)
     head = tl.program_id(1)
@@ -180,11 +146,28 @@ def _dq(
     until = tl.minimum(stop, keys // KEYS * KEYS) if APART else stop
     for TAIL in tl.static_range(2 if APART else 1):
         begin, end = (tl.maximum(start, until), stop) if TAIL else (start, until)
-        total = _dq_range(
-            total, mine, above, q_row, dy_row, queries - first, level, sums, k, v, k_row, v_row, sequence, k_first,
-            head // group, begin, whole, partial, end, query, queries, keys, window, exponent,
-            bend, CAUSAL, D, SIZE, V_D, V_SIZE, KEYS, PIECE, PRECISION, TAIL == 1, TMA, BRANCH,
-        )  # fmt: skip
+        for block in tl.range(begin, end, KEYS):
+            CLEAN: tl.constexpr = TAIL == 1
+            some_k = load_rows(k, sequence, k_first, head // group, block, keys, k_row, KEYS, D, SIZE, CLEAN, TMA)
+            if PIECE:
+                k_one, v_one = k + tl.cast(block, tl.int64) * k_row, v + tl.cast(block, tl.int64) * v_row
+                left, right = queries - first, keys - block
+                scores = multiply_rows(mine, q_row, left, k_one, k_row, right, QUERIES, KEYS, D, PIECE, PRECISION)
+                slopes = multiply_rows(above, dy_row, left, v_one, v_row, right, QUERIES, KEYS, V_D, PIECE, PRECISION)
+            else:
+                some_v = load_rows(
+                    v, sequence, k_first, head // group, block, keys, v_row, KEYS, V_D, V_SIZE, CLEAN, TMA
+                )
+                scores = dot(mine, tl.trans(some_k), tl.zeros([QUERIES, KEYS], tl.float32), PRECISION)
+                slopes = dot(above, tl.trans(some_v), tl.zeros([QUERIES, KEYS], tl.float32), PRECISION)
+            scores = capped(scores, bend)
+            ds = tl.exp2(scores * exponent - level[:, None]) * (slopes - sums[:, None])
+            if bend is not None:
+                ds = ds * (1.0 - scores * scores)
+            if not BRANCH or (block < whole) | (block + KEYS > partial):
+                key = block + tl.arange(0, KEYS)
+                ds = tl.where(sees(query[:, None], key[None, :], queries, keys, window, CAUSAL), ds, 0.0)
+            total = dot(ds.to(some_k.dtype), some_k, total, PRECISION)
     store_rows(dq, first, queries, dq_row, total * scale, QUERIES, D, SIZE)
 
 
@@ -215,60 +198,6 @@ def _load_line(lines, line, place, length, ROWS: tl.constexpr, TMA: tl.constexpr
         return tl.load(lines + tl.cast(line, tl.int64) * length + place + tl.arange(0, ROWS))
 
 
-@triton.jit
-def _dkdv_range(
-    dk, dv, q, dy, lines, line, heads, length, k, v, k_row, v_row, k_rows, q_row, q_head, dy_row, dy_head, sequence,
-    q_first, head, group, start, whole, partial, stop, key, queries, keys, window, exponent, bend, DK: tl.constexpr,
-    DV: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, V_D: tl.constexpr,
-    V_SIZE: tl.constexpr, QUERIES: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, CLEAN: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
-    """Adds what the queries start..stop of all heads of a group give to a tile of dk and dv. Scores: [keys, queries].
-
-    Queries that do not exist have -inf in their line and so no weight, without a mask. One loop for all heads: between
-    two, the accumulators would have to leave Blackwell's tensor memory, and copies would not run ahead. With TMA all
-    causal scores are masked: behind a branch around that, ptxas waits for every wgmma (the report looks).
-    """
-    KEYS: tl.constexpr = key.shape[0]
-    zeros = tl.zeros([KEYS, QUERIES], tl.float32)
-    blocks = tl.cdiv(tl.maximum(stop - start, 0), QUERIES)
-    for step in tl.range(0, group * blocks, num_stages=1 if CLEAN else None):
-        one = head * group + step // blocks
-        begin = start + step % blocks * QUERIES
-        left = queries - begin
-        q_one = rows_of(q, sequence, q_first, queries, one, q_row, q_head, TMA)
-        dy_one = rows_of(dy, sequence, q_first, queries, one, dy_row, dy_head, TMA)
-        if not PIECE or DK:
-            some_q = load_rows(q_one, sequence, q_first, one, begin, queries, q_row, QUERIES, D, SIZE, CLEAN, TMA)
-        if PIECE:
-            q_part, dy_part = q_one + tl.cast(begin, tl.int64) * q_row, dy_one + tl.cast(begin, tl.int64) * dy_row
-            scores = multiply_rows(k, k_row, k_rows, q_part, q_row, left, KEYS, QUERIES, D, PIECE, PRECISION)
-        else:
-            scores = dot(k, tl.trans(some_q), zeros, PRECISION)
-        scores = capped(scores, bend)
-        weights = tl.exp2(scores * exponent + _load_line(lines, one, line + begin, length, QUERIES, TMA)[None, :])
-        if CAUSAL:
-            if TMA or (begin < whole) | (begin + QUERIES > partial):
-                query = begin + tl.arange(0, QUERIES)
-                seen = sees(query[None, :], key[:, None], queries, keys, window, CAUSAL)
-                weights = tl.where(seen, weights, 0.0)
-        if not PIECE or DV:
-            above = load_rows(dy_one, sequence, q_first, one, begin, queries, dy_row, QUERIES, V_D, V_SIZE, CLEAN, TMA)
-        if DV:
-            dv = dot(weights.to(above.dtype), above, dv, PRECISION)
-        if DK:
-            # The sums are subtracted: an addition would become the product's accumulator, and not be fetched ahead.
-            if PIECE:
-                slopes = multiply_rows(v, v_row, k_rows, dy_part, dy_row, left, KEYS, QUERIES, V_D, PIECE, PRECISION)
-            else:
-                slopes = dot(v, tl.trans(above), zeros, PRECISION)
-            ds = weights * (slopes - _load_line(lines, heads + one, line + begin, length, QUERIES, TMA)[None, :])
-            if bend is not None:
-                ds = ds * (1.0 - scores * scores)
-            dk = dot(ds.to(some_q.dtype), some_q, dk, PRECISION)
-    return dk, dv
-
-
 @Kernel
 @triton.jit
 def _dkdv(
@@ -282,6 +211,11 @@ def _dkdv(
 
     dk or dv may be None. One program: KEYS rows of one key head against all queries of its group that see them, head
     after head. The first tile of a causal sequence is seen by most queries and starts first.
+
+    Scores are [keys, queries]. Queries that do not exist have -inf in their line and so no weight, without a mask. One
+    loop for all heads: between two, the accumulators would have to leave Blackwell's tensor memory, and copies would
+    not run ahead. With TMA all causal scores are masked: behind a branch around that, ptxas waits for every wgmma (the
+    report looks).
     """
     sequence, q_first, queries, k_first, keys, first, line = place(table, queries, keys, blocks, KEYS, False)
     head = tl.program_id(1)
@@ -299,14 +233,54 @@ def _dkdv(
     APART: tl.constexpr = TMA and table is not None  # a descriptor reads on into the next sequence
     until = tl.minimum(stop, queries // QUERIES * QUERIES) if APART else stop
     heads = tl.num_programs(1) * group
+    zeros = tl.zeros([KEYS, QUERIES], tl.float32)
+    DK: tl.constexpr = dk is not None
+    DV: tl.constexpr = dv is not None
     for TAIL in tl.static_range(2 if APART else 1):
         begin, end = (tl.maximum(start, until), stop) if TAIL else (start, until)
-        dk_sum, dv_sum = _dkdv_range(
-            dk_sum, dv_sum, q, dy, lines, line, heads, length, mine, values, k_row, v_row, keys - first, q_row, q_head,
-            dy_row, dy_head, sequence, q_first, head, group, begin, whole, partial, end, key, queries, keys, window,
-            exponent, bend, dk is not None, dv is not None, CAUSAL, D, SIZE, V_D, V_SIZE, QUERIES, PIECE, PRECISION,
-            TAIL == 1, TMA,
-        )  # fmt: skip
+        blocks_of_one = tl.cdiv(tl.maximum(end - begin, 0), QUERIES)
+        for step in tl.range(0, group * blocks_of_one, num_stages=1 if TAIL else None):
+            CLEAN: tl.constexpr = TAIL == 1
+            one = head * group + step // blocks_of_one
+            block = begin + step % blocks_of_one * QUERIES
+            left = queries - block
+            q_one = rows_of(q, sequence, q_first, queries, one, q_row, q_head, TMA)
+            dy_one = rows_of(dy, sequence, q_first, queries, one, dy_row, dy_head, TMA)
+            if not PIECE or DK:
+                some_q = load_rows(q_one, sequence, q_first, one, block, queries, q_row, QUERIES, D, SIZE, CLEAN, TMA)
+            if PIECE:
+                q_part, dy_part = q_one + tl.cast(block, tl.int64) * q_row, dy_one + tl.cast(block, tl.int64) * dy_row
+                scores = multiply_rows(
+                    mine, k_row, keys - first, q_part, q_row, left, KEYS, QUERIES, D, PIECE, PRECISION
+                )
+            else:
+                scores = dot(mine, tl.trans(some_q), zeros, PRECISION)
+            scores = capped(scores, bend)
+            line_of_one = _load_line(lines, one, line + block, length, QUERIES, TMA)
+            weights = tl.exp2(scores * exponent + line_of_one[None, :])
+            if CAUSAL:
+                if TMA or (block < whole) | (block + QUERIES > partial):
+                    query = block + tl.arange(0, QUERIES)
+                    seen = sees(query[None, :], key[:, None], queries, keys, window, CAUSAL)
+                    weights = tl.where(seen, weights, 0.0)
+            if not PIECE or DV:
+                above = load_rows(
+                    dy_one, sequence, q_first, one, block, queries, dy_row, QUERIES, V_D, V_SIZE, CLEAN, TMA
+                )
+            if DV:
+                dv_sum = dot(weights.to(above.dtype), above, dv_sum, PRECISION)
+            if DK:
+                # The sums are subtracted: an addition would become the product's accumulator, and not be fetched ahead.
+                if PIECE:
+                    slopes = multiply_rows(
+                        values, v_row, keys - first, dy_part, dy_row, left, KEYS, QUERIES, V_D, PIECE, PRECISION
+                    )
+                else:
+                    slopes = dot(values, tl.trans(above), zeros, PRECISION)
+                ds = weights * (slopes - _load_line(lines, heads + one, line + block, length, QUERIES, TMA)[None, :])
+                if bend is not None:
+                    ds = ds * (1.0 - scores * scores)
+                dk_sum = dot(ds.to(some_q.dtype), some_q, dk_sum, PRECISION)
     if dk is not None:
         out = rows_of(dk, sequence, k_first, keys, head, dk_row, dk_head, False)
         store_rows(out, first, keys, dk_row, dk_sum * scale, KEYS, D, SIZE)

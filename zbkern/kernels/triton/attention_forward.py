@@ -236,44 +236,6 @@ def capped(scores, bend):
         return 2.0 * tl.sigmoid(scores * (2.0 * bend)) - 1.0
 
 
-@triton.jit
-def _attend(
-    total, sums, largest, q, q_row, q_rows, k, v, k_row, v_row, sequence, k_first, head, start, whole, partial, stop,
-    query, queries, keys, window, exponent, bend, CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
-    V_D: tl.constexpr, V_SIZE: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
-    CLEAN: tl.constexpr, TMA: tl.constexpr, BRANCH: tl.constexpr,
-):  # fmt: skip
-    """Adds the keys start..stop to a tile of queries: its outputs, sums of exponentials, and largest scores so far.
-
-    q: the tile, or with a PIECE where it begins. One loop, in which a BRANCH masks what needs a mask: one after the
-    other for whole and partial blocks would keep the accumulators of each apart, and spill. Around large heads' scores
-    it makes ptxas wait for every product (the report looks): there, except in packed sequences, all blocks are masked.
-    """
-    for begin in tl.range(start, stop, KEYS):
-        if PIECE:
-            some_k = k + tl.cast(begin, tl.int64) * k_row
-            scores = multiply_rows(
-                q, q_row, q_rows, some_k, k_row, keys - begin, query.shape[0], KEYS, D, PIECE, PRECISION
-            )
-        else:
-            some_k = load_rows(k, sequence, k_first, head, begin, keys, k_row, KEYS, D, SIZE, False, TMA)
-            scores = dot(q, tl.trans(some_k), tl.zeros([q.shape[0], KEYS], tl.float32), PRECISION)
-        scores = capped(scores, bend)
-        if not BRANCH or (begin < whole) | (begin + KEYS > partial):
-            key = begin + tl.arange(0, KEYS)
-            scores = tl.where(sees(query[:, None], key[None, :], queries, keys, window, CAUSAL), scores, float("-inf"))
-        found = tl.maximum(largest, tl.max(scores, 1))
-        # A query that has seen nothing yet: -inf - -inf would be nan.
-        level = tl.where(found == float("-inf"), 0.0, found * exponent)
-        weights = tl.exp2(scores * exponent - level[:, None])
-        shrink = tl.exp2(largest * exponent - level)
-        sums = sums * shrink + tl.sum(weights, 1)
-        some_v = load_rows(v, sequence, k_first, head, begin, keys, v_row, KEYS, V_D, V_SIZE, CLEAN, TMA)
-        total = dot(weights.to(some_v.dtype), some_v, total * shrink[:, None], PRECISION)
-        largest = found
-    return total, sums, largest
-
-
 @Kernel
 @triton.jit
 def _forward(
@@ -286,7 +248,10 @@ def _forward(
     lse [Hq, T]; sinks [Hq] or None: one more score, of a value that is 0.
 
     One program: QUERIES rows of one head against all keys they see. Programs of one head follow each other, so that
-    its keys and values stay in the L2 cache.
+    its keys and values stay in the L2 cache. With a PIECE the rows are read again for each block of keys. One loop over
+    blocks, in which a BRANCH masks what needs a mask: one after the other for whole and partial blocks would keep the
+    accumulators of each apart, and spill. Around large heads' scores it makes ptxas wait for every product (the report
+    looks): there, except in packed sequences, all blocks are masked.
     """
     sequence, q_first, queries, k_first, keys, first, _ = place(table, queries, keys, blocks, QUERIES, CAUSAL)
     head = tl.program_id(1)
@@ -308,11 +273,29 @@ def _forward(
     until = tl.minimum(stop, keys // KEYS * KEYS) if APART else stop
     for TAIL in tl.static_range(2 if APART else 1):
         begin, end = (tl.maximum(start, until), stop) if TAIL else (start, until)
-        total, sums, largest = _attend(
-            total, sums, largest, mine, q_row, queries - first, k, v, k_row, v_row, sequence, k_first, head // group,
-            begin, whole, partial, end, query, queries, keys, window, exponent, bend,
-            CAUSAL, D, SIZE, V_D, V_SIZE, KEYS, PIECE, PRECISION, TAIL == 1, TMA, BRANCH,
-        )  # fmt: skip
+        for block in tl.range(begin, end, KEYS):
+            if PIECE:
+                some_k = k + tl.cast(block, tl.int64) * k_row
+                scores = multiply_rows(
+                    mine, q_row, queries - first, some_k, k_row, keys - block, QUERIES, KEYS, D, PIECE, PRECISION
+                )
+            else:
+                some_k = load_rows(k, sequence, k_first, head // group, block, keys, k_row, KEYS, D, SIZE, False, TMA)
+                scores = dot(mine, tl.trans(some_k), tl.zeros([QUERIES, KEYS], tl.float32), PRECISION)
+            scores = capped(scores, bend)
+            if not BRANCH or (block < whole) | (block + KEYS > partial):
+                key = (block + tl.arange(0, KEYS))[None, :]
+                scores = tl.where(sees(query[:, None], key, queries, keys, window, CAUSAL), scores, float("-inf"))
+            found = tl.maximum(largest, tl.max(scores, 1))
+            # A query that has seen nothing yet: -inf - -inf would be nan.
+            level = tl.where(found == float("-inf"), 0.0, found * exponent)
+            weights = tl.exp2(scores * exponent - level[:, None])
+            shrink = tl.exp2(largest * exponent - level)
+            sums = sums * shrink + tl.sum(weights, 1)
+            CLEAN: tl.constexpr = TAIL == 1
+            some_v = load_rows(v, sequence, k_first, head // group, block, keys, v_row, KEYS, V_D, V_SIZE, CLEAN, TMA)
+            total = dot(weights.to(some_v.dtype), some_v, total * shrink[:, None], PRECISION)
+            largest = found
     level = largest * exponent
     if sinks is not None:
         sink = tl.load(sinks + head) * _LOG2_E

@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton.common import INTERPRETED, Kernel, dot, offset, rows_dense, turns, widen
+from zbkern.kernels.triton.common import _INTERPRETED, Kernel, dot, offset, rows_dense, turns, widen
 from zbkern.kernels.triton.matmul_tile import Matrix, processors, store, tile_index
 
-_INTERPRETED = tl.constexpr(INTERPRETED)
 _BLOCK = tl.constexpr(128)
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST = tl.constexpr(1e-30)

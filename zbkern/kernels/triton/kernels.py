@@ -14,7 +14,7 @@ from zbkern.kernels.triton.grouped_gated import grouped_gated_dgrad, grouped_gat
 from zbkern.kernels.triton.grouped_wgrad import grouped_linear_wgrad
 from zbkern.kernels.triton.linear import linear_dgrad, linear_fwd
 from zbkern.kernels.triton.loss import cross_entropy_fwd, cross_entropy_wgrad
-from zbkern.kernels.triton.norm_backward import layer_norm_dgrad, norm_partials, norm_wgrad, rms_norm_dgrad
-from zbkern.kernels.triton.norm_forward import layer_norm_fwd, rms_norm_fwd
+from zbkern.kernels.triton.norm_backward import norm_dgrad, norm_partials, norm_wgrad
+from zbkern.kernels.triton.norm_forward import norm_fwd
 from zbkern.kernels.triton.rotary import rotary_dgrad, rotary_fwd
 from zbkern.kernels.triton.wgrad import linear_dgrad_sum, linear_wgrad, linear_wgrads

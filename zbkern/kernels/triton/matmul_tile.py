@@ -119,27 +119,11 @@ def multiply(
 @triton.jit
 def pieces(value, M: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):
     """value [M, N] as 1, 2, 4 or 8 pieces from left to right: an epilogue has registers for one at a time."""
-    if PARTS == 1:  # not by calling itself: Triton 3.4 would never end
+    if PARTS == 1:
         return (value,)
-    elif PARTS == 2:
-        return halves(value, M, N)
-    elif PARTS == 4:
-        return quarters(value, M, N)
     else:
-        tl.static_assert(PARTS == 8)
-        left, right = halves(value, M, N)
-        return quarters(left, M, N // 2) + quarters(right, M, N // 2)
-
-
-@triton.jit
-def quarters(value, M: tl.constexpr, N: tl.constexpr):
-    left, right = halves(value, M, N)
-    return halves(left, M, N // 2) + halves(right, M, N // 2)
-
-
-@triton.jit
-def halves(value, M: tl.constexpr, N: tl.constexpr):
-    return tl.split(tl.permute(tl.reshape(value, (M, 2, N // 2)), (0, 2, 1)))
+        left, right = tl.split(tl.permute(tl.reshape(value, (M, 2, N // 2)), (0, 2, 1)))
+        return pieces(left, M, N // 2, PARTS // 2) + pieces(right, M, N // 2, PARTS // 2)
 
 
 class Matrix:

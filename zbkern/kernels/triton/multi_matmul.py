@@ -107,16 +107,12 @@ def _sums(
             tile += tl.num_programs(0)
             first = 0
             if PRODUCTS > 1:
-                out, P, Q = o0, p0, q0
-                if COLUMNS:  # Triton 3.4 carries no None through a loop
-                    vector = v0
+                out, vector, P, Q = o0, v0, p0, q0
                 a, b, rows = a0, b0, r0
                 begin, length = 0, steps[SEGMENTS - 1]
             for i in tl.static_range(1, PRODUCTS):
                 if tile >= ends[i - 1]:
-                    out, P, Q = outs[i], p_s[i], q_s[i]
-                    if COLUMNS:
-                        vector = vectors[i]
+                    out, vector, P, Q = outs[i], vectors[i], p_s[i], q_s[i]
                     a, b, rows = a_s[SEGMENTS * i], b_s[SEGMENTS * i], r_s[SEGMENTS * i]
                     first, begin = ends[i - 1], steps[SEGMENTS * i - 1]
                     length = steps[SEGMENTS * (i + 1) - 1] - steps[SEGMENTS * i - 1]

@@ -32,20 +32,7 @@ def norm_partials(rows: int, features: int, device: torch.device) -> int:
     return max(1, min(programs, triton.cdiv(rows, tile.rows)))
 
 
-def rms_norm_dgrad(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    dx: Tensor,
-    partials: Tensor | None,
-    dsummed: Tensor | None = None,
-) -> None:
-    """dx = rstd (g - normal mean(g normal)) [+ dsummed], g = dy weight, normal = x rstd; partials: sum of dy normal."""
-    layer_norm_dgrad(dy, x, weight, None, rstd, dx, partials, dsummed)
-
-
-def layer_norm_dgrad(
+def norm_dgrad(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -55,7 +42,8 @@ def layer_norm_dgrad(
     partials: Tensor | None,
     dsummed: Tensor | None = None,
 ) -> None:
-    """dx = rstd (g - mean(g) - normal mean(g normal)) [+ dsummed]; partials = sums over rows of dy normal and of dy."""
+    """dx = rstd (g - mean(g) - normal mean(g normal)) [+ dsummed], g = dy weight, normal = (x - mean) rstd; partials =
+    sums over rows of dy normal and of dy. RMSNorm has no means, but that of g normal, and no sum of dy."""
     rows, features = x.shape
     if rows == 0 or features == 0:
         if partials is not None:

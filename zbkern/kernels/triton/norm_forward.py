@@ -34,20 +34,7 @@ def norm_tile(features: int) -> Tile:
     return Tile(rows, columns, min(max(rows * columns // 512, 4), 16))
 
 
-def rms_norm_fwd(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    y: Tensor,
-    rstd: Tensor,
-    residual: Tensor | None = None,
-    summed: Tensor | None = None,
-) -> None:
-    """y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps); with residual of summed = x + residual instead of x."""
-    layer_norm_fwd(x, weight, None, eps, y, None, rstd, residual, summed)
-
-
-def layer_norm_fwd(
+def norm_fwd(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -58,7 +45,10 @@ def layer_norm_fwd(
     residual: Tensor | None = None,
     summed: Tensor | None = None,
 ) -> None:
-    """y = (x - mean) rstd weight + bias, with residual of summed = x + residual instead of x; RMSNorm has no mean."""
+    """y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(mean((x - mean)^2) + eps); RMSNorm has no mean.
+
+    With residual of summed = x + residual instead of x.
+    """
     rows, features = x.shape
     if rows == 0 or features == 0:
         rstd.fill_(float("nan"))  # the mean of nothing, as in torch

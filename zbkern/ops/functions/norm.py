@@ -38,24 +38,25 @@ class Norm(torch.autograd.Function):
             return y
         rows = as_rows(x)
         y = x.new_empty(x.shape)
-        centered = len(call.params) == 2
+        weight, *biases = call.params
         wide = statistics_dtype(x.dtype)
-        statistics = [rows.new_empty(rows.shape[0], dtype=wide) for _ in range(1 + centered)]  # [mean,] rstd
-        kernel = call.backend.layer_norm_fwd if centered else call.backend.rms_norm_fwd
+        mean = rows.new_empty(rows.shape[0], dtype=wide) if biases else None
+        rstd = rows.new_empty(rows.shape[0], dtype=wide)
+        arguments = rows, weight, biases[0] if biases else None, eps, as_rows(y), mean, rstd
         if residual is None:
-            kernel(rows, *call.params, eps, as_rows(y), *statistics)
-            ctx.save_for_backward(x, call.params[0], *statistics)
+            call.backend.norm_fwd(*arguments)
+            ctx.save_for_backward(x, weight, mean, rstd)
             return y
         ctx.set_materialize_grads(False)  # an unused output costs nothing in B
         summed = x.new_empty(x.shape)
-        kernel(rows, *call.params, eps, as_rows(y), *statistics, as_rows(residual), as_rows(summed))
-        ctx.save_for_backward(summed, call.params[0], *statistics)
+        call.backend.norm_fwd(*arguments, as_rows(residual), as_rows(summed))
+        ctx.save_for_backward(summed, weight, mean, rstd)
         return y, summed
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dsummed: Tensor | None = None) -> tuple[Any, ...]:
         call = ctx.call
-        x, weight, *statistics = ctx.saved_tensors
+        x, weight, mean, rstd = ctx.saved_tensors
         if dy is None:
             return _gradients(ctx, dsummed, (None,) * len(call.params))
         if torch.is_grad_enabled():  # create_graph=True
@@ -65,14 +66,13 @@ class Norm(torch.autograd.Function):
         rows = as_rows(x.detach())
         also = () if dsummed is None else (as_rows(dsummed),)
         if _reference_allocates(call, x):
-            dx, partials = reference_norm.layer_norm_gradients(as_rows(dy), rows, weight, *statistics, *also)
+            dx, partials = reference_norm.layer_norm_gradients(as_rows(dy), rows, weight, mean, rstd, *also)
         else:
             dx, partials = rows.new_empty(rows.shape), None
             if weight is not None:
                 count = call.backend.norm_partials(*rows.shape, rows.device)
-                partials = statistics[0].new_empty(len(call.params), count, rows.shape[1])
-            kernel = call.backend.rms_norm_dgrad if len(call.params) == 1 else call.backend.layer_norm_dgrad
-            kernel(as_rows(dy), rows, weight, *statistics, dx, partials, *also)
+                partials = rstd.new_empty(len(call.params), count, rows.shape[1])
+            call.backend.norm_dgrad(as_rows(dy), rows, weight, mean, rstd, dx, partials, *also)
         weights: Sequence[Tensor | None] = (None,) * len(call.params)
         if partials is not None:
             kernel = norm_wgrad(call.backend)
