@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from zbkern import __main__
-from zbkern.pipeline import LayerCosts, ModelCosts, Schedule, layers_of, plan
+from zbkern.pipeline import LayerCosts, ModelCosts, Schedule, layers_of, plan, simulate
 from zbkern.pipeline.from_config import USABLE, Setting, assumptions, published_timelines
+from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
 from zbkern.pipeline.simulation.architecture import load_architecture
 from zbkern.pipeline.simulation.hardware import TABLE, load_hardware
 from zbkern.pipeline.simulation.model_costs import Job
@@ -219,6 +220,23 @@ def test_published_schedules_get_the_partition_that_suits_them() -> None:
     names = [each.schedule.name for each in published_timelines(ModelCosts(layers[:3]), 2, 4, None)]
     assert "one_f_one_b" in names
     assert "zb_v" not in names
+
+
+@pytest.mark.parametrize("limit", [None, 36e9, 30e9])
+def test_published_schedules_get_the_fastest_cut_that_fits(limit: float | None) -> None:
+    model = load_architecture(CONFIGURATIONS / "gemma-2-9b.json")
+    costs = Setting(model, load_hardware("h100"), Job(4096, tensor_parallel=2)).costs
+    for found in published_timelines(costs, 4, 8, limit):
+        schedule = found.schedule
+        chunks, limits = len(schedule.placement), None if limit is None else [limit] * 4
+        cuts = [
+            *balanced_partitions(costs, schedule.placement, 8, limits),
+            *even_partitions(len(costs.layers), chunks),
+        ]
+        others = [simulate(schedule, costs.chunk_costs(cut, schedule.placement)) for cut in cuts]
+        fitting = [each.cost for each in others if limit is None or max(each.peak_memory) <= limit]
+        assert bool(fitting) == (limit is None or max(found.peak_memory) <= limit)
+        assert found.cost == pytest.approx(min(fitting or [found.cost]), rel=1e-9)
 
 
 def test_the_table_of_hardware_says_how_fast_copies_to_the_host_are(capsys: pytest.CaptureFixture) -> None:

@@ -143,28 +143,22 @@ def test_stages_of_tensor_parallel_ranks(four_ranks: Any, inf: bool) -> None:
         assert all(value < 1e-6 for name, value in found.items() if name.endswith("apart"))
 
 
-def one_sided_stages(where: str) -> tuple[float, float | None, bool]:
-    """The norm twice, and whether the Optimizer stepped, where one tensor-parallel rank has a NaN that the others lack.
-
-    One stage has shards: the "last", while the NaN is in the first; the "first", while it is in the last; or the last,
-    and the NaN is in a weight that both stages hold ("tied").
-    """
+def tied_beside_shards() -> tuple[float, float | None, bool]:
+    """The norm twice, and whether the Optimizer stepped, where one tensor-parallel rank has a NaN that the others lack
+    in a weight that both stages hold; the last stage has shards."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
     stage, place = mesh.get_coordinate()
-    with_shards = 0 if where == "first" else 1
     whole = nn.Parameter(torch.zeros(2))
-    whole.grad = torch.full((2,), math.nan if place == 1 and (where == "tied" or stage != with_shards) else 1.0)
-    parameters = [whole]
-    if stage == with_shards:
-        shards = nn.Parameter(distribute_tensor(torch.zeros(4), mesh["tensor"], [Shard(0)]))
-        shards.grad = distribute_tensor(torch.ones(4), mesh["tensor"], [Shard(0)])
-        parameters.append(shards)
-    names = {"w": whole} if where == "tied" else {}
-    norm = clipping.grad_norm(parameters, mesh.get_group("stage"), names)
-    optimizer = Optimizer(torch.optim.SGD(parameters, lr=1.0), mesh.get_group("stage"), max_norm=9.0, tied=names)
+    whole.grad = torch.full((2,), math.nan if place == 1 else 1.0)
+    parameters, names, group = [whole], {"w": whole}, mesh.get_group("stage")
+    if stage == 1:
+        parameters.append(nn.Parameter(distribute_tensor(torch.zeros(4), mesh["tensor"], [Shard(0)])))
+        parameters[1].grad = distribute_tensor(torch.ones(4), mesh["tensor"], [Shard(0)])
+    norm = clipping.grad_norm(parameters, group, names)
+    optimizer = Optimizer(torch.optim.SGD(parameters, lr=1.0), group, max_norm=9.0, tied=names)
     optimizer.step()
     optimizer.validate()
     optimizer.close()
@@ -172,9 +166,8 @@ def one_sided_stages(where: str) -> tuple[float, float | None, bool]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("where", ["first", "last", "tied"])
-def test_what_one_rank_cannot_add_up_is_heard_through_the_shards_of_other_stages(four_ranks: Any, where: str) -> None:
-    for norm, last_norm, stepped in four_ranks.run(one_sided_stages, where):
+def test_what_one_rank_cannot_add_up_of_a_tied_weight_is_heard_by_all(four_ranks: Any) -> None:
+    for norm, last_norm, stepped in four_ranks.run(tied_beside_shards):
         assert not math.isfinite(last_norm)
         assert not stepped
         assert not math.isfinite(norm)
