@@ -97,6 +97,12 @@ def test_input_gradient(data: st.DataObject, m: int, n: int, k: int, layouts: tu
     checks.linear_dgrad(triton_kernels, random, m, n, k, layouts, accumulate, activation)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_input_gradient_that_is_added(dtype: torch.dtype) -> None:
+    """Which examples above may miss."""
+    checks.linear_dgrad(triton_kernels, checks.Random(dtype, "cpu"), 17, 24, 40, accumulate=True)
+
+
 @properties
 @given(st.data(), st.lists(st.integers(0, 40), min_size=1, max_size=10), sizes, sizes, layouts)
 def test_weight_gradient(data: st.DataObject, rows: list[int], n: int, k: int, layouts: tuple[str, ...]) -> None:
