@@ -264,6 +264,9 @@ class Forgetful(nn.Module):
             return self.linear(x)
         if self.how == "appends once" and carry.start:
             carry.append("keys", x, 1) if carry.start > TOKENS // 2 else None
+        if self.how == "one key":
+            carry.append("keys", x, 1)
+            carry.append("keys", 2 * x, 1)
         if self.how == "keeps nothing":
             carry.state("state")
         y = self.linear(x)
@@ -299,6 +302,7 @@ class Mixed(nn.Module):
         (Forgetful(""), sum_of, 3, TOKENS, "looks like a sum: say so by loss_fn.reduction"),
         (Forgetful(""), shifting, 3, TOKENS, "shifted before they are cut"),
         (Forgetful("appends once"), loss_fn, 3, TOKENS, "every slice must append to 'keys'; slice 0 has not"),
+        (Forgetful("one key"), loss_fn, 3, TOKENS, "got 'keys' twice in a slice"),
         (Forgetful("keeps nothing"), loss_fn, 3, TOKENS, "every slice must keep 'state'; slice 0 has not"),
         (Forgetful("of no output"), loss_fn, 3, TOKENS, "what slice 0 has appended under keys got no gradient"),
     ],

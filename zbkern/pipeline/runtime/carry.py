@@ -42,12 +42,13 @@ class Carry:
 
     A module calls `append` with what later slices read beside their own, keys and values say, and `keep` with what they
     go on from, a recurrent state. Each key, any hashable value, is one tensor of one layer: `(self, "keys")` will do.
-    Run again, as in a checkpoint, the same calls give the same. `start`, `end`: of its
-    tokens in the sequence, as in a Python slice.
+    Run again, as in a checkpoint, the same calls give the same. start, end: of its tokens in the sequence, as in a
+    Python slice.
     """
 
     def __init__(self, sequence: _Sequence, index: int) -> None:
         self._sequence, self._index = sequence, index
+        self._given: set[tuple[str, Hashable]] | None = set()  # in its forward; None when that may run again
 
     @property
     def start(self) -> int:
@@ -71,8 +72,10 @@ class Carry:
         """What the slices before have appended under this key, followed by `tensor` along `dim`.
 
         window: how many tokens each of this slice's sees, its own included; those that none sees are left out. The
-        result is to be read only. Raises RuntimeError where a slice before has not called it.
+        result is to be read only. Raises RuntimeError where a slice before has not called it, ValueError where this one
+        has.
         """
+        self._give("append", key)
         sequence, index = self._sequence, self._index
         ends = sequence.ends.setdefault(key, [0])
         if len(ends) <= index:
@@ -95,10 +98,26 @@ class Carry:
 
     @torch.compiler.disable
     def keep(self, key: Hashable, tensor: Tensor) -> None:
-        """Gives the next slice this tensor under this key; its gradient comes back before this slice's B."""
+        """Gives the next slice this tensor under this key; its gradient comes back before this slice's B. Raises
+        ValueError where this slice has called it already."""
+        self._give("keep", key)
         if (key, self._index) not in self._sequence.states:  # else this is the forward run again
             leaf = tensor.detach().requires_grad_(tensor.requires_grad)
             self._sequence.states[key, self._index] = tensor, leaf
+
+    def end_forward(self) -> None:
+        """From now on calls are those of a forward that runs again."""
+        self._given = None
+
+    def _give(self, call: str, key: Hashable) -> None:
+        if self._given is None:
+            return
+        if (call, key) in self._given:
+            raise ValueError(
+                f"Carry.{call}: key must be another one for every tensor of every layer, such as (self, 'keys'); got "
+                f"{key!r} twice in a slice"
+            )
+        self._given.add((call, key))
 
     def _write(self, key: Hashable, tensor: Tensor, dim: int, start: int, end: int) -> Tensor:
         """The buffer of this key with the tensor in its place, past autograd's sight: graphs keep other parts of it."""
@@ -179,9 +198,11 @@ class Carries:
         self.nbytes_of_one = sequence.nbytes
         return {"carry": Carry(sequence, index)}
 
-    def end_forward(self, microbatch: int) -> None:
-        """After a forward that has no B: what the last slice of a sequence leaves is for nobody."""
-        if (microbatch + 1) % len(self._slices) == 0:
+    def end_forward(self, microbatch: int, side: Mapping[str, Any]) -> None:
+        """After the forward of a slice; without a B, what the last one of a sequence leaves is for nobody."""
+        if "carry" in side:
+            side["carry"].end_forward()
+        if (microbatch + 1) % len(self._slices) == 0 and not torch.is_grad_enabled():
             self._sequences.pop(microbatch // len(self._slices), None)
 
     def gradients(self, microbatch: int) -> list[tuple[Tensor, Tensor]]:

@@ -65,8 +65,7 @@ class Stage:
             self._saved[microbatch] = (inputs, roots)
             if not self._followed:
                 self._warn_of_lost_graph(roots)
-        else:
-            self.carries.end_forward(microbatch)
+        self.carries.end_forward(microbatch, side or {})
         return pytree.tree_map_only(Tensor, _to_send, outputs)
 
     def prepare(self, microbatch: int) -> None:
