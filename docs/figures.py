@@ -1,10 +1,12 @@
-"""Draws images/split.svg, for the README, and images/zero_bubble.svg, for the glossary: python docs/figures.py"""
+"""Draws images/split.svg, for the README, zero_bubble.svg, for the glossary, and slices.svg, for the page on long
+context: python docs/figures.py"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from zbkern.pipeline import Costs, Timeline, draw, schedules, simulate
+from zbkern.pipeline import Costs, Timeline, draw, plan, schedules, simulate
+from zbkern.pipeline.simulation.slice_costs import equal_times
 
 IMAGES = Path(__file__).parent / "images"
 WIDTH, TOP = 1000, 196
@@ -74,12 +76,21 @@ def split(timelines: list[Timeline], titles: list[str]) -> str:
 
 
 def save_all(folder: Path) -> list[Path]:
-    """Writes both pictures into the folder and returns their paths."""
+    """Writes the pictures into the folder and returns their paths."""
     step = [simulate(make(3, 5), LLAMA) for make in (schedules.one_f_one_b, schedules.zb_h1)]
     idea = folder / "split.svg"
     idea.write_text(split(step, ["B and W in one piece: 1F1B", "W on its own: ZB-H1"]), encoding="utf-8")
     timelines = [simulate(make(4, 8), LLAMA) for make in (schedules.one_f_one_b, schedules.zb_h2)]
-    return [idea, draw.save(timelines, folder / "zero_bubble.svg", ["1F1B", "zero bubble (ZB-H2)"])]
+    zero = draw.save(timelines, folder / "zero_bubble.svg", ["1F1B", "zero bubble (ZB-H2)"])
+    # attention takes 0.7 of a forward, its backward 2.2 times as long; W is of the linear layers alone
+    long = Costs(1.0, 1.84, 0.3, attention_forward=0.7, attention_backward=1.54, carried=0.1)
+    found = [
+        simulate(schedules.one_f_one_b(4, 4), long),
+        simulate(schedules.one_f_one_b(4, 4, slices=equal_times(long.per_chunk(4), 4)), long),
+        plan(long, 4, 4, slices=equal_times(long.per_chunk(4), 4), memory_limit=4.0, effort=1).timeline,
+    ]
+    names = ["whole sequences, 1F1B", "four slices each, Seq1F1B", "four slices each, planned, W on its own"]
+    return [idea, zero, draw.save(found, folder / "slices.svg", names)]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 examples/train_transformers.py --model qwen3_moe     # a mixture of experts
     torchrun --nproc-per-node 4 examples/train_transformers.py --config FOLDER       # weights of from_pretrained
     torchrun --nproc-per-node 2 examples/train_transformers.py --schedule zb_v       # an even cut, and no measuring
+    torchrun --nproc-per-node 2 examples/train_transformers.py --slices 4 --length 256    # sequences in slices
 
 The task is made up: a sequence of random length counts upwards from a random number, so that rows have padding and
 microbatches have different numbers of tokens. How the model is cut and which schedule it runs is planned from the
@@ -27,6 +28,7 @@ import zbkern
 from zbkern.pipeline import (
     Optimizer,
     Pipeline,
+    ProfileOptions,
     Schedule,
     cut,
     export,
@@ -73,12 +75,15 @@ def planned(config: Any, arguments: argparse.Namespace, device: torch.device) ->
     """The best schedule and partition for the costs of the model's layers on this machine; the same on every rank."""
     tokens, targets, side = arguments_of(0, arguments, config.vocab_size, device)
     layers = {name: zbkern.convert(chunk) for name, chunk in layer_chunks(config, device=device).items()}
-    costs = profile_layers(layers, token_loss, tokens, targets, arguments.microbatches, device=device, side=side)
-    found = plan(costs, dist.get_world_size(), arguments.microbatches, memory_limit=arguments.memory, effort=2)
+    count, options = arguments.microbatches, ProfileOptions(slices=arguments.slices != 1)
+    costs = profile_layers(layers, token_loss, tokens, targets, count, device=device, side=side, options=options)
+    limit, slices = arguments.memory, arguments.slices
+    found = plan(costs, dist.get_world_size(), count, memory_limit=limit, effort=2, slices=slices)
     choice = [(found.schedule, found.partition)]
     dist.broadcast_object_list(choice)  # machines may differ: all ranks take what rank 0 has found
     if dist.get_rank() == 0:
-        print(f"planned: first layers {list(found.partition or ())}, idle {found.bubble_rate:.1%}", flush=True)
+        slices = f", slices of {list(found.schedule.slices)} tokens" if len(found.schedule.slices) > 1 else ""
+        print(f"planned: first layers {list(found.partition or ())}, idle {found.bubble_rate:.1%}{slices}", flush=True)
     return choice[0]
 
 
@@ -91,7 +96,8 @@ def train(arguments: argparse.Namespace) -> float | None:
     if arguments.schedule == "plan":
         schedule, partition = planned(config, arguments, device)
     else:
-        schedule = getattr(schedules, arguments.schedule)(dist.get_world_size(), arguments.microbatches)
+        make = getattr(schedules, arguments.schedule)
+        schedule = make(dist.get_world_size(), arguments.microbatches, slices=arguments.slices)
         partition = None
     chunks = [zbkern.convert(chunk) for chunk in cut(config, schedule, partition, weights=weights, device=device)]
     pipe = Pipeline(chunks, schedule, token_loss, device=device)
@@ -122,11 +128,18 @@ def generate(folder: Path, vocabulary: int) -> None:
     print(f"after {prompt[0].tolist()} comes {found[0, prompt.shape[1] :].tolist()}", flush=True)
 
 
+def number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["llama", "qwen3_moe"], default="llama")
     parser.add_argument("--config", help="folder with a configuration and weights, instead of --model")
     parser.add_argument("--schedule", choices=["plan", *schedules.NAMES], default="plan")
+    parser.add_argument(
+        "--slices", type=number_or_auto, default=1, help="of every sequence: a number, or auto for a plan"
+    )
     parser.add_argument("--memory", type=float, metavar="BYTES", help="what a rank may hold, for --schedule plan")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--microbatches", type=int, default=4)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import importlib.util
 import os
 import time
 from collections.abc import Iterator
@@ -26,6 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that take long, too")
     parser.addoption("--shard", help="3/16: of sixteen equal parts, in which files and parameters are mixed, the third")
     parser.addoption("--seconds", type=float, default=float("inf"), help="tests that begin later than this are skipped")
+
+
+def pytest_report_header() -> str | None:
+    missing = importlib.util.find_spec("triton") is None
+    return "triton is not installed: tests/kernels/interpreted is left out" if missing else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

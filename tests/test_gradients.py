@@ -125,10 +125,7 @@ def test_autocast(deferred: bool) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             expected, loss = loss_of(model, x), loss_of(twin, x)
         expected.backward()
-        if deferred:
-            with queue.defer(key):
-                loss.backward()
-        else:
+        with queue.defer(key) if deferred else nullcontext():
             loss.backward()
     with torch.autocast("cpu", dtype=torch.bfloat16):  # W must not care
         queue.run()
@@ -346,19 +343,14 @@ def test_tensor_hook_that_replaces_the_gradient() -> None:
 
 def test_optimizer_in_backward() -> None:
     model, twin = pair(Block)
+    for parameter in (*model.parameters(), *twin.parameters()):
+        optimizer = torch.optim.AdamW([parameter], lr=1e-2)
 
-    def attach(each: nn.Module) -> None:
-        for parameter in each.parameters():
-            optimizer = torch.optim.AdamW([parameter], lr=1e-2)
+        def step(p: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
 
-            def step(p: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-                optimizer.step()
-                optimizer.zero_grad()
-
-            parameter.register_post_accumulate_grad_hook(step)
-
-    attach(model)
-    attach(twin)
+        parameter.register_post_accumulate_grad_hook(step)
     queue = zbkern.WGradQueue()
     for _ in range(3):
         x = torch.randn(3, 6, dtype=torch.float64)

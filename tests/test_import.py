@@ -39,8 +39,3 @@ def test_public_names_resolve(name: str) -> None:
         pytest.fail(f"zbkern.__all__ promises {name}, which does not exist")
     assert getattr(zbkern, name) is not None
     assert name in dir(zbkern)
-
-
-def test_unknown_names_are_attribute_errors() -> None:
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = zbkern.no_such_name

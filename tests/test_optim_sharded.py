@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.sharded_model import cpu_mesh
 from zbkern.optim import AdamW
 
 SETTINGS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
@@ -22,10 +23,9 @@ def stepped_where_placed() -> dict[str, tuple[float, float]]:
     """How far from torch's AdamW on the whole tensor, for each placement of parameter and gradient, after the steps
     and after the last of them is undone.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh()
     rank = mesh.get_local_rank()
 
     def placed(gradient: Tensor, placement: Any) -> Tensor:
@@ -73,7 +73,7 @@ def refusals() -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh, other = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+    mesh, other = cpu_mesh(), init_device_mesh("cpu", (2, 1))
 
     def refused(parameter: Tensor, gradient: Tensor, **options: Any) -> str:
         weight = nn.Parameter(parameter)

@@ -58,6 +58,7 @@ def test_without_an_answer_from_the_gpu_nothing_begins(tmp_path: Path, fate: str
     assert result(tmp_path)["other"]["status"] == "not reached"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("right", [True, False])
 def test_launches_are_replayed_only_where_that_is_right(
     tmp_path: Path, right: bool, monkeypatch: pytest.MonkeyPatch
@@ -70,6 +71,7 @@ def test_launches_are_replayed_only_where_that_is_right(
     assert (ask.status, ask.said) == ("ok", "0" if right else "1")
 
 
+@pytest.mark.slow
 def test_what_was_found_before_it_is_killed_stays(tmp_path: Path) -> None:
     text = f"""
 import time

@@ -151,10 +151,7 @@ def test_neither_microbatches_nor_defer_compile_again(options: dict[str, object]
     for key in range(4):
         x = torch.randn(6, 8, dtype=torch.float64)
         backward(module, x)
-        if key % 2:
-            with queue.defer(key):
-                backward(graph, x)
-        else:
+        with queue.defer(key) if key % 2 else contextlib.nullcontext():
             backward(graph, x)
     assert counters["stats"]["unique_graphs"] == 1
     assert queue.run() > 0

@@ -17,6 +17,7 @@ from torch import nn
 
 import zbkern
 from tests.support.pages import block, blocks
+from tests.support.sharded_model import cpu_mesh
 from zbkern import testing
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
@@ -305,8 +306,6 @@ def test_tensor_parallel(two_ranks: Any) -> None:
 
 def sequence_parallel(code: str) -> float:
     """The largest difference of a gradient from that of one process, relative."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     from bench.tensor_parallel import Block
 
     torch.manual_seed(0)
@@ -315,7 +314,7 @@ def sequence_parallel(code: str) -> float:
     xs, dys = torch.randn(2, 3, 2, 4, 8, dtype=torch.float64)
     plain(xs.flatten(0, 1)).backward(dys.flatten(0, 1))
     part = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh()
     inputs = [x[:, part].clone().requires_grad_() for x in xs]
     exec(code, {"model": model, "mesh": mesh, "inputs": inputs, "output_gradients": list(dys[:, :, part])})
     pairs = zip(model.parameters(), plain.parameters(), strict=True)

@@ -17,16 +17,18 @@ if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("cut is for transformers 5", allow_module_level=True)
 
 
-def train(model: str, schedule: str, out: Path) -> float | None:
-    sizes = {"steps": 3, "microbatches": 2, "rows": 2, "length": 12, "lr": 3e-3}
+def train(model: str, schedule: str, slices: int | str, out: Path) -> float | None:
+    sizes = {"slices": slices, "steps": 3, "microbatches": 2, "rows": 2, "length": 12, "lr": 3e-3}
     arguments = argparse.Namespace(model=model, config=None, schedule=schedule, memory=1e9, out=out, **sizes)
     return example("train_transformers").train(arguments)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("model", "schedule"), [("llama", "plan"), ("qwen3_moe", "zb_v")])
-def test_it_trains_evaluates_and_exports(two_ranks: Any, model: str, schedule: str, tmp_path: Path) -> None:
-    (loss,) = [loss for loss in two_ranks.run(train, model, schedule, tmp_path) if loss is not None]
+@pytest.mark.parametrize(("model", "schedule", "slices"), [("llama", "plan", "auto"), ("qwen3_moe", "zb_v", 3)])
+def test_it_trains_evaluates_and_exports(
+    two_ranks: Any, model: str, schedule: str, slices: int | str, tmp_path: Path
+) -> None:
+    (loss,) = [loss for loss in two_ranks.run(train, model, schedule, slices, tmp_path) if loss is not None]
     module = example("train_transformers")
     tokens, mask, labels = module.batch(module.EVALUATION, 4, 12, 64)
     assert len(set(mask.view(2, -1).sum(1).tolist())) == 2, "microbatches must have different numbers of tokens"

@@ -47,9 +47,7 @@ torch.cuda.synchronize()
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool: str) -> None:
     command = [SANITIZER, "--tool", tool, "--error-exitcode", "1", sys.executable, "-c", SMALL_RUN]
-    environment = os.environ | {
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"
-    }  # each tensor its own allocation, whose end is seen
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # the end of each tensor's memory is seen
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert "ERROR SUMMARY: 0 errors" in result.stdout or "0 hazards" in result.stdout, result.stdout[-2000:]

@@ -39,10 +39,7 @@ def test_retain_graph_and_two_backwards() -> None:
         for each in (model, twin):
             loss = loss_of(each, microbatches(1)[0])
             for _ in range(2):
-                if each is twin:
-                    with queue.defer():
-                        loss.backward(retain_graph=True)
-                else:
+                with queue.defer() if each is twin else contextlib.nullcontext():
                     loss.backward(retain_graph=True)
     queue.run()
     testing.assert_same_gradients(twin, model)

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import zbkern
-from tests.support.sharded_model import MICROBATCHES, batches, differences, linear_rank, loss_of, make, parallelize
+from tests.support.sharded_model import (
+    MICROBATCHES,
+    batches,
+    cpu_mesh,
+    differences,
+    linear_rank,
+    loss_of,
+    make,
+    parallelize,
+)
 from zbkern import testing
 from zbkern.functional import CrossEntropyOptions, GateOptions
 from zbkern.ops import compiled_operators
@@ -66,10 +75,7 @@ def test_compiled_gradients_are_equal_without_a_graph_break(deferred: bool) -> N
     for key in range(3):
         model(indices(key)).square().mean().backward()
         loss = compiled(indices(key)).square().mean()
-        if deferred:
-            with queue.defer(key):
-                loss.backward()
-        else:
+        with queue.defer(key) if deferred else contextlib.nullcontext():
             loss.backward()
     weights = {id(p) for task in queue.tasks() for p in task.parameters if p is not None}
     names = {name for name, p in twin.named_parameters() if id(p) in weights}
@@ -136,10 +142,9 @@ def test_what_waits_is_not_written_to_by_the_compiled_backward(monkeypatch: pyte
     model(x).square().sum().backward()
     testing.assert_same_gradients(twin, model)
     assert len(addresses) == 12
-    lowered = hasattr(
-        compiled_operators.weight_gradient, "register_effect"
-    )  # else Inductor calls the operator its own way
-    assert (x.untyped_storage().data_ptr() in addresses) == lowered  # held where they are, not copied
+    # held where they are, not copied; without effects Inductor calls the operator its own way
+    lowered = hasattr(compiled_operators.weight_gradient, "register_effect")
+    assert (x.untyped_storage().data_ptr() in addresses) == lowered
 
 
 GPT_OSS = {"bias": True, "transposed": True, "gate": GateOptions("silu", True, 7.0, 1.702, 1.0)}
@@ -474,9 +479,7 @@ def test_dispatch_modes_see_w_run() -> None:
 def compiled_sharded_rank(kind: str) -> tuple[list[str], int, list[int], dict[str, float]]:
     """What did not wait, how many W did, the collectives in torch's graphs and in ours, and how far gradients are from
     those of one process."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh()
     model, torchs, twin = make(), parallelize(make(), kind, mesh), parallelize(zbkern.convert(make()), kind, mesh)
     theirs = collectives_of(torchs)
     loss_of(torchs, batches()[0]).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
+from tests.support.sharded_model import cpu_mesh
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 8, 12, 4, 2
 TOKENS = {"even": [6] * 4, "uneven": [5, 9, 1, 3], "none on rank 0": [0, 7, 4, 2], "none at all": [0] * 4}
@@ -194,11 +196,10 @@ class GroupedExperts(nn.Module):
 
 def sharded_experts_rank(way: str, parallelize_first: bool) -> tuple[int, list[str], list[float]]:
     """W that waited, placements of gradients, and the largest differences of gradients, relative."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    mesh, share = init_device_mesh("cpu", (ranks,)), EXPERTS // ranks
+    mesh, share = cpu_mesh(), EXPERTS // ranks
     dtype = torch.float32 if way == "grouped" else torch.float64
     alone, own = GroupedExperts(way, dtype), GroupedExperts(way, dtype)
     counts = torch.tensor([3, 0, 2, 4])
@@ -236,11 +237,10 @@ def test_experts_that_are_dtensors(two_ranks: Any, way: str, parallelize_first: 
 
 def sharded_library_rank(transposed: bool, deferred: bool) -> tuple[int, list[bool], list[float], list[str]]:
     """W that waited, whether gradients are cut by experts, their largest differences, and a message for other cuts."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    mesh, share = init_device_mesh("cpu", (ranks,)), EXPERTS // ranks
+    mesh, share = cpu_mesh(), EXPERTS // ranks
     torch.manual_seed(0)
     alone = zbkern.nn.Experts(WIDTH, HIDDEN, EXPERTS, bias=True, dtype=torch.float64, transposed=transposed)
     own = zbkern.nn.Experts(WIDTH, HIDDEN, EXPERTS, bias=True, dtype=torch.float64, transposed=transposed)
@@ -251,16 +251,12 @@ def sharded_library_rank(transposed: bool, deferred: bool) -> tuple[int, list[bo
     x = torch.randn(int(counts.sum()), WIDTH, dtype=torch.float64)
     rows = torch.cat(x.split(counts.tolist())[mine]).requires_grad_()
     queue = zbkern.WGradQueue()
-    waiting = 0
     for _ in range(2):
         alone(x, counts).square().sum().backward()
-        if deferred:
-            with queue.defer():
-                own(rows, counts[mine]).square().sum().backward()
-            waiting = queue.pending()
-            queue.run()
-        else:
+        with queue.defer() if deferred else contextlib.nullcontext():
             own(rows, counts[mine]).square().sum().backward()
+        waiting = queue.pending()
+        queue.run()
     (slope,) = torch.autograd.grad(own(rows, counts[mine]).square().sum(), rows, create_graph=True)
     slope.square().sum().backward()
     whole = x.detach().requires_grad_()

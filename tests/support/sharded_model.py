@@ -42,6 +42,13 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def cpu_mesh() -> Any:
+    """Of all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+
+
 def make() -> nn.Module:
     torch.manual_seed(0)
     return Model().double()
@@ -100,10 +107,9 @@ def differences(twin: nn.Module, model: nn.Module, of: Callable[[Any], Any] = la
 def linear_rank(case: str, backend: str | None) -> tuple[int, list[str], list[float]]:
     """A linear of DTensors, compiled where a backend is named: tasks that wait, the placements of gradients, and how
     far these and dx are from those of one process."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh()
     weight_place, bias_place, x_place = {
         "by outputs, uneven": (Shard(0), Shard(0), Replicate()),
         "by inputs": (Shard(1), Replicate(), Shard(2)),

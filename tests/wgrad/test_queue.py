@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import warnings
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 
 import zbkern
+from tests.support.chunks import results_on_threads
 from tests.support.queued import batches, fill, make_pair, recorder
 from zbkern import testing, wgrad
+from zbkern.pipeline.transport.local import LocalTransport
 
 
 @pytest.mark.parametrize("merge", [True, False, "exact"])
@@ -150,32 +153,20 @@ def test_one_scope_object_can_be_entered_again_inside_itself() -> None:
 
 def test_threads_do_not_mix() -> None:
     pairs = [make_pair(seed) for seed in range(4)]
-    queue = zbkern.WGradQueue()
-    failures: list[BaseException] = []
-    start = threading.Barrier(4)
+    queue, start = zbkern.WGradQueue(), threading.Barrier(4)
 
-    def work(index: int) -> None:
-        try:
-            model, twin = pairs[index]
-            start.wait()
-            for x in batches(20):
-                model(x).square().sum().backward()
-                if index == 3:  # this one never defers, beside three that do
-                    twin(x).square().sum().backward()
-                    continue
-                with queue.defer(index):
-                    twin(x).square().sum().backward()
-                if index == 0:
-                    queue.run(0)
-        except BaseException as error:
-            failures.append(error)
+    def work(transport: LocalTransport) -> None:
+        model, twin = pairs[transport.rank]
+        start.wait()
+        for x in batches(20):
+            model(x).square().sum().backward()
+            # the last one never defers, beside three that do
+            with queue.defer(transport.rank) if transport.rank < 3 else contextlib.nullcontext():
+                twin(x).square().sum().backward()
+            if transport.rank == 0:
+                queue.run(0)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    results_on_threads(4, work)
     assert sorted(queue.keys()) == [1, 2]
     assert queue.run() == 80
     assert queue.bytes == 0

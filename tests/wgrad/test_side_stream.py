@@ -72,9 +72,19 @@ def test_gradients_are_right_whichever_stream_is_late(first: str, device: Device
     assert training.read == [[110.0, 110.0]]
 
 
-def test_without_the_event_after_b_w_reads_too_early(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device.side, "wait_event", lambda event: None)
-    assert train(device, "side").read != [[110.0, 110.0]]
+@pytest.mark.parametrize(
+    ("missing", "first"), [("event after B", "side"), ("event after W", "main"), ("holding tensors", "main")]
+)
+def test_without_one_of_them_something_is_read_too_early_or_freed(
+    missing: str, first: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = side_stream.SideStream.launch
+    if missing == "holding tensors":
+        monkeypatch.setattr(side_stream.SideStream, "launch", lambda self, f, ready, held: launch(self, f, ready, ()))
+    else:
+        waiting = device.side if missing == "event after B" else device.main
+        monkeypatch.setattr(waiting, "wait_event", lambda event: None)
+    assert train(device, first).read != [[110.0, 110.0]]
 
 
 def test_a_merged_w_waits_for_every_b(device: Device) -> None:
@@ -101,21 +111,6 @@ def test_a_graph_that_is_captured_is_not_asked_how_far_it_is(device: Device, mon
     training.step()
     device.finish()
     assert training.read == [[110.0, 110.0]]
-
-
-def test_without_the_event_after_w_a_step_reads_too_early(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device.main, "wait_event", lambda event: None)
-    assert train(device, "main").read != [[110.0, 110.0]]
-
-
-def test_without_holding_them_tensors_are_freed_under_w(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = side_stream.SideStream.launch
-    monkeypatch.setattr(
-        side_stream.SideStream,
-        "launch",
-        lambda self, function, ready_events, held: launch(self, function, ready_events, ()),
-    )
-    assert train(device, "main").read != [[110.0, 110.0]]
 
 
 def test_tensors_go_once_the_host_sees_that_w_has_ended(device: Device) -> None:

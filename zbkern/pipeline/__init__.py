@@ -16,6 +16,7 @@ from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Event, Timeline
 
 _HOME = {
+    "Carry": "runtime.carry",
     "Optimizer": "optimizer",
     "Pipeline": "runtime.engine",
     "PipelineError": "transport.base",
@@ -23,6 +24,7 @@ _HOME = {
     "ProfileOptions": "runtime.options",
     "Replanner": "planner.replanning",
     "StepOptions": "runtime.options",
+    "check_slices": "runtime.check_slices",
     "clip_grad_norm_": "optimizer",
     "cut": "models",
     "export": "models",
@@ -72,6 +74,8 @@ if TYPE_CHECKING:
     from zbkern.pipeline.planner.arguments import PlanOptions as PlanOptions
     from zbkern.pipeline.planner.plan import plan as plan
     from zbkern.pipeline.planner.replanning import Replanner as Replanner
+    from zbkern.pipeline.runtime.carry import Carry as Carry
+    from zbkern.pipeline.runtime.check_slices import check_slices as check_slices
     from zbkern.pipeline.runtime.engine import Pipeline as Pipeline
     from zbkern.pipeline.runtime.options import ProfileOptions as ProfileOptions
     from zbkern.pipeline.runtime.options import StepOptions as StepOptions

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st

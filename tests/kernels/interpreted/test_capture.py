@@ -5,9 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 import torch
 
 from zbkern.kernels.spec import AttentionOptions

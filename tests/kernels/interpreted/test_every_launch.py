@@ -5,9 +5,6 @@ from __future__ import annotations
 import inspect
 
 import pytest
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 import torch
 
 from tests.support import every_launch, row_checks

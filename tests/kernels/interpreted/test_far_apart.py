@@ -8,9 +8,6 @@ from __future__ import annotations
 import mmap
 
 import pytest
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 import torch
 from torch import Tensor
 

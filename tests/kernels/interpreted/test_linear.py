@@ -7,9 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
@@ -98,6 +95,12 @@ def test_input_gradient(data: st.DataObject, m: int, n: int, k: int, layouts: tu
     activation = data.draw(st.sampled_from([None, *spec.ACTIVATIONS]))
     accumulate = activation is None and data.draw(st.booleans())
     checks.linear_dgrad(triton_kernels, random, m, n, k, layouts, accumulate, activation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_input_gradient_that_is_added(dtype: torch.dtype) -> None:
+    """Which examples above may miss."""
+    checks.linear_dgrad(triton_kernels, checks.Random(dtype, "cpu"), 17, 24, 40, accumulate=True)
 
 
 @properties

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 import torch
 
 from zbkern.kernels.triton.matmul_tile import precision

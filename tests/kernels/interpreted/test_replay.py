@@ -8,9 +8,6 @@ from collections.abc import Callable
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 import torch
 from torch import Tensor
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zbkern
 from bench.tensor_parallel import sequence_styles
-from tests.support.sharded_model import TOKENS, WIDTH, whole
+from tests.support.sharded_model import TOKENS, WIDTH, cpu_mesh, whole
 
 
 def sequence_linear(mesh: Any) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
@@ -37,9 +37,8 @@ class GatedBlock(nn.Module):
 def order_rank(batch: int, wgrads_per_collective: int) -> tuple[list[str], int, list[Tensor]]:
     """What happened in B of the second microbatch, how many W waited after it, and the gradients in the end."""
     import torch.distributed._functional_collectives as collectives
-    from torch.distributed.device_mesh import init_device_mesh
 
-    model, part = sequence_linear(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    model, part = sequence_linear(cpu_mesh())
     generator = torch.Generator().manual_seed(1)
     x, dy = torch.randn(2, 2, batch, TOKENS, WIDTH, dtype=torch.float64, generator=generator)
     events: list[str] = []
@@ -84,9 +83,8 @@ def test_w_runs_between_the_start_of_a_collective_and_the_wait(two_ranks: Any) -
 def gather_rank(regather_inputs: bool, tokens: int) -> tuple[int, int, list[str], list[Tensor]]:
     """Bytes that autograd keeps of x between F and B, bytes that W hold, collectives of W, and the gradients."""
     import torch.distributed._functional_collectives as collectives
-    from torch.distributed.device_mesh import init_device_mesh
 
-    model, part = sequence_linear(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    model, part = sequence_linear(cpu_mesh())
     x, dy = torch.randn(2, 2, tokens, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     queue, events = zbkern.WGradQueue(regather_inputs=regather_inputs), []
     kept: dict[int, int] = {}
@@ -126,9 +124,7 @@ def test_w_gathers_its_input_again(two_ranks: Any, tokens: int) -> None:
 
 
 def second_derivative_rank() -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    model, part = sequence_linear(init_device_mesh("cpu", (2,)))
+    model, part = sequence_linear(cpu_mesh())
     x = part(torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)).requires_grad_()
     with zbkern.WGradQueue(regather_inputs=True).defer():
         y = model["mlp"](model["norm"](x))

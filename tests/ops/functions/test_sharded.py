@@ -15,6 +15,7 @@ from tests.support.sharded_model import (
     TOKENS,
     WIDTH,
     batches,
+    cpu_mesh,
     differences,
     linear_rank,
     loss_of,
@@ -25,9 +26,7 @@ from tests.support.sharded_model import (
 
 def layers_rank(kind: str, order: str) -> tuple[list[str], int, int, dict[str, float]]:
     """What did not wait, how many tasks did, how many kernels ran, and the differences."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = cpu_mesh()
     model, twin = make(), make()
     for step in ("convert", "parallelize") if order == "converted first" else ("parallelize", "convert"):
         twin = zbkern.convert(twin) if step == "convert" else parallelize(twin, kind, mesh)
@@ -86,9 +85,7 @@ def test_a_linear_of_dtensors(two_ranks: Any, case: str, placements: list[str]) 
 
 def extras_rank() -> tuple[dict[str, float], list[str]]:
     """Differences of gradients in main_grad, and the hooks that ran."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh()
     model, twin = make(), parallelize(zbkern.convert(make()), "rows", mesh)
     called: list[str] = []
     for name, parameter in twin.named_parameters():
@@ -114,9 +111,7 @@ def test_main_grad_and_hooks(two_ranks: Any) -> None:
 def penalty_rank() -> dict[str, float]:
     """Differences of gradients of a gradient from those of torch's layers, parallelized alike: these are not those of
     one process, because torch's redistribution has no second derivative."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh()
     model, twin = (parallelize(model, "rows", mesh) for model in (make(), zbkern.convert(make())))
     x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
@@ -141,10 +136,9 @@ def test_gradients_of_gradients(two_ranks: Any) -> None:
 
 def partial_rank() -> str:
     """W into a gradient that is a sum still to be made."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh()
     twin = parallelize(zbkern.convert(make()), "rows", mesh)
     weight = twin.head.weight
     weight.grad = DTensor.from_local(torch.zeros(weight.shape, dtype=torch.float64), mesh, [Partial()])
@@ -174,7 +168,6 @@ class OwnLinear(nn.Linear):
 
 def cut_rank(kind: str) -> tuple[list[str], int, dict[str, float]]:
     """Layers with a forward of their own, or zbkern.nn.MLP, whose linears are cut: what `deferred_beside` says."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.manual_seed(0)
@@ -184,7 +177,7 @@ def cut_rank(kind: str) -> tuple[list[str], int, dict[str, float]]:
     else:
         model = nn.Sequential(OwnLinear(WIDTH, 2 * WIDTH), OwnLinear(2 * WIDTH, WIDTH))
         plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    twin = parallelize_module(zbkern.convert(copy.deepcopy(model.double())), init_device_mesh("cpu", (2,)), plan)
+    twin = parallelize_module(zbkern.convert(copy.deepcopy(model.double())), cpu_mesh(), plan)
     return deferred_beside(model, twin, torch.randn(5, WIDTH, dtype=torch.float64))
 
 

@@ -10,16 +10,25 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.sharded_model import TOKENS, VOCABULARY, WIDTH, batches, differences, make, parallelize, whole
+from tests.support.sharded_model import (
+    TOKENS,
+    VOCABULARY,
+    WIDTH,
+    batches,
+    cpu_mesh,
+    differences,
+    make,
+    parallelize,
+    whole,
+)
 
 
 def loss_parallel_rank(order: str, ranks: int) -> tuple[list[str], dict[str, float], float]:
     """A head whose vocabulary is cut, with torch's loss_parallel: what did not wait, and the differences."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = cpu_mesh()
     model, twin = make(), make()
     for step in ("convert", "parallelize") if order == "converted first" else ("parallelize", "convert"):
         if step == "convert":
@@ -62,11 +71,10 @@ def test_a_vocabulary_that_is_cut_in_four(four_ranks: Any) -> None:
 
 def fused_head_rank(bias: bool, compiled: bool) -> tuple[int, list[float]]:
     """linear_cross_entropy whose vocabulary is cut: W that waited, and differences of loss and gradients."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import loss_parallel
 
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = cpu_mesh()
     torch.manual_seed(0)
     plain = zbkern.nn.LinearCrossEntropy(WIDTH, VOCABULARY, bias, dtype=torch.float64)
     own = copy.deepcopy(plain)

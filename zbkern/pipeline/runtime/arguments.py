@@ -168,7 +168,9 @@ class Batch(NamedTuple):
         found = Batch([], [], [], [], [])
         for number, side in enumerate(self.side):
             tokens = next(filter(None, (_tokens(each, number) for each in given)), 0)
-            places = edges(call, tokens, slices) if tokens else [(0, 0)] * len(slices)  # nothing is here to be cut
+            places = [(0, 0)] * len(slices)  # where nothing is to be cut
+            if tokens:
+                places = edges(f"Pipeline.{call}", tokens, slices)
             if self.inputs:
                 found.inputs.extend(cut(self.inputs[number], tokens, place) for place in places)
             if self.targets:

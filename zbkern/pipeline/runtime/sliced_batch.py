@@ -52,7 +52,7 @@ def edges(call: str, tokens: int, slices: Sequence[int]) -> list[tuple[int, int]
     ends = [tokens * end // sum(slices) for end in accumulate(slices, initial=0)]
     if any(first == last for first, last in pairwise(ends)):
         raise ValueError(
-            f"Pipeline.{call}: sequences must be long enough for {len(slices)} slices of lengths {list(slices)}; got "
+            f"{call}: sequences must be long enough for {len(slices)} slices of lengths {list(slices)}; got "
             f"{tokens} tokens along dimension 1"
         )
     return [*pairwise(ends)]
