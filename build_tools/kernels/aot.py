@@ -153,7 +153,7 @@ _INSTRUCTIONS = {
     "tcgen05": r"tcgen05\.mma",
     "bulk copies": r"cp\.async\.bulk\.tensor",
     "copies": r"cp\.async\.c[ag]\.",
-    "calls to L2": r"prefetch\.global\.L2",
+    "L2 prefetches": r"prefetch\.global\.L2",
 }
 
 

@@ -92,7 +92,7 @@ def runs(capability: int) -> Iterator[Run]:
     yield from rotary()
     yield from loss()
     for shape in ATTENTION:
-        yield attention_name(*shape), attention(*shape)
+        yield attention(*shape)
     yield from attention_tables()
 
 
@@ -273,8 +273,10 @@ def loss() -> Iterator[Run]:
 def attention(
     size: int, dtype: torch.dtype, causal: bool, window: bool, packed: bool,
     value_size: int | None = None, softcap: bool = False, sinks: bool = False,
-) -> Callable[[], None]:  # fmt: skip
+) -> Run:  # fmt: skip
     """Both directions, with two query heads for a key head. packed: sequences of different lengths."""
+    sizes = "/".join(map(str, dict.fromkeys((size, value_size or size))))
+    flags = " causal" * causal + " window" * window + " packed" * packed + " softcap" * softcap + " sinks" * sinks
     ends = (0, 1000, 1023) if packed else (0, 1023, 2046)
     options = AttentionOptions(0.1, causal, 128 if window else None, ends, ends, 30.0 if softcap else None)
     value_size = size if value_size is None else value_size
@@ -288,16 +290,7 @@ def attention(
         backend().attention_fwd(q, k, v, options, y, lse, heads)
         backend().attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv, lse if sinks else None)
 
-    return run
-
-
-def attention_name(
-    size: int, dtype: torch.dtype, causal: bool, window: bool, packed: bool,
-    value_size: int | None = None, softcap: bool = False, sinks: bool = False,
-) -> str:  # fmt: skip
-    sizes = "/".join(map(str, dict.fromkeys((size, value_size or size))))
-    flags = " causal" * causal + " window" * window + " packed" * packed + " softcap" * softcap + " sinks" * sinks
-    return f"attention {short(dtype)} {sizes}{flags}"
+    return f"attention {short(dtype)} {sizes}{flags}", run
 
 
 ATTENTION: tuple[tuple, ...] = (
@@ -398,8 +391,7 @@ def all_runs() -> Iterator[Run]:
             yield f"{short(dtype)} {name} {' '.join(dict.fromkeys(layouts))}", run
     sizes, masks = (16, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256), ((False, False), (True, False), (True, True))
     for dtype, size, (causal, window), packed in itertools.product((HALF, SINGLE), sizes, masks, (False, True)):
-        shape = (size, dtype, causal, window, packed)
-        yield attention_name(*shape), attention(*shape)
+        yield attention(size, dtype, causal, window, packed)
 
 
 @contextlib.contextmanager

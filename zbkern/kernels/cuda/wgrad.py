@@ -86,7 +86,7 @@ def linear_wgrads(
     limits = num_sms, max_tiles, reduce
     batch: list[tuple] = []  # of one launch, as the extension takes it
     like: tuple = ()  # what they have in common
-    room = 0
+    left = 0  # segments that it still takes
     copies: list[Tensor] = []  # kept alive until the launch: their memory would be reused
     for segments, (dweight, dbias) in layers:
         (n, k), (step, unit) = ((0, 0), (0, 1)) if dweight is None else (dweight.shape, dweight.stride())
@@ -114,13 +114,13 @@ def linear_wgrads(
                 some = parts[first : first + _cuda.MAX_SEGMENTS]
                 _launch([(*target, some)], same, accumulate or first > 0, *limits)
             continue
-        if batch and (same != like or len(parts) > room or len(batch) == _cuda.MAX_PRODUCTS):
+        if batch and (same != like or len(parts) > left or len(batch) == _cuda.MAX_PRODUCTS):
             _launch(batch, like, accumulate, *limits)
             batch = []
         if not batch:
-            like, room = same, _cuda.MAX_SEGMENTS
+            like, left = same, _cuda.MAX_SEGMENTS
         batch.append((*target, parts))
-        room -= len(parts)
+        left -= len(parts)
     if batch:
         _launch(batch, like, accumulate, *limits)
 

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels.spec import GateOptions
-from zbkern.kernels.triton.common import Kernel, activate, activation_gradient, offset, turns, widen
+from zbkern.kernels.triton.common import Kernel, activate, activation_gradient, block_range, offset, widen
 from zbkern.kernels.triton.gate_tile import gate_backward, gate_constants, gate_forward
 
 _BLOCK = 1024
@@ -49,7 +49,7 @@ def _activation(
     INTERLEAVED: gate and dgate [M, 2 H] have up and dup in their odd columns. LIMIT, ALPHA, OFFSET: spec.GateOptions.
     One program: one block of one row, or every num_programs-th block.
     """
-    start, stop, step = turns(count)
+    start, stop, step = block_range(count)
     for block in tl.range(start, stop, step):
         row, first, mask = _place(block, columns, blocks, BLOCK)
         twice = (2 * first + tl.arange(0, 2 * BLOCK)) < 2 * columns
@@ -137,6 +137,6 @@ def _launch(
     block, warps = (_BLOCK, 4) if num_sms is None else (4 * _BLOCK, 16)
     blocks = triton.cdiv(columns, block)
     count = rows * blocks
-    turns = None if num_sms is None else count
-    arguments = (*tensors, turns, columns, blocks, *(stride for pair in strides for stride in pair))
+    bound = None if num_sms is None else count
+    arguments = (*tensors, bound, columns, blocks, *(stride for pair in strides for stride in pair))
     _activation(min(count, num_sms or count), arguments, (gated, *gate_constants(options), block), warps, 1)

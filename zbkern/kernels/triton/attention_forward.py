@@ -103,15 +103,15 @@ def size_block(size: int) -> int:
 
 def regular(tensor: Tensor, copy: bool = True) -> Tensor:
     """The tensor itself where heads begin at multiples of 16 elements, which is what Triton can know, and the rows of a
-    tile lie within 2^31 elements; else a copy of which that is so (or, without `copy`, room for one). One element at a
-    time nothing is copied ahead, and registers spill."""
+    tile lie within 2^31 elements; else a copy of which that is so (or, without `copy`, memory for one). One element at
+    a time nothing is copied ahead, and registers spill."""
     row, head, inner = tensor.stride()
     aligned = inner == 1 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in (row, head))
     if aligned and row * _MOST_ROWS < 2**31:
         return tensor
     tokens, heads, size = tensor.shape
-    room = tensor.new_empty(tokens, heads, triton.cdiv(size, 16) * 16)[..., :size]
-    return room.copy_(tensor) if copy else room
+    new = tensor.new_empty(tokens, heads, triton.cdiv(size, 16) * 16)[..., :size]
+    return new.copy_(tensor) if copy else new
 
 
 def describe(

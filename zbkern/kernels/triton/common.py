@@ -138,7 +138,7 @@ def _specialization(argument: Any) -> Any:
 
 def rows_dense(tensor: Tensor, copy: bool = True) -> Tensor:
     """The tensor itself where neighbours of its last dimension are neighbours in memory, else a copy (or, without
-    `copy`, room for one)."""
+    `copy`, memory for one)."""
     if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
         return tensor
     return tensor.contiguous() if copy else torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -172,7 +172,7 @@ def offset(index, stride):
 
 
 @triton.jit
-def turns(count):
+def block_range(count):
     """(start, stop, step) of a program's blocks: one, or every num_programs-th of `count`.
 
     Over one block no loop is left in the code: with it gated_bwd has 39 registers instead of 32 on sm_80.

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton.common import _INTERPRETED, Kernel, dot, offset, rows_dense, turns, widen
+from zbkern.kernels.triton.common import _INTERPRETED, Kernel, block_range, dot, offset, rows_dense, widen
 from zbkern.kernels.triton.matmul_tile import Matrix, processors, store, tile_index
 
 _BLOCK = tl.constexpr(128)
@@ -38,7 +38,7 @@ def fp8_linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor, num_sms: int | None
 def _quantise_rows(tensor: Tensor, num_sms: int | None = None) -> tuple[Tensor, Tensor]:
     """(values [M, K], scales [K / 128, M]) with a scale for each 128 columns of a row."""
     m, k = tensor.shape
-    values, scales = _room(m, k, tensor), tensor.new_empty(triton.cdiv(k, 128), m, dtype=torch.float32)
+    values, scales = _empty_values(m, k, tensor), tensor.new_empty(triton.cdiv(k, 128), m, dtype=torch.float32)
     _run_quantise(tensor, values, scales, (32, False, False), 4, num_sms)
     return values, scales
 
@@ -48,7 +48,7 @@ def _quantise_weight(weight: Tensor, transpose: bool, num_sms: int | None = None
     [N / 128, K / 128])."""
     n, k = weight.shape
     rows, columns = (k, n) if transpose else (n, k)
-    values = _room(rows, columns, weight)
+    values = _empty_values(rows, columns, weight)
     scales = weight.new_empty(triton.cdiv(columns, 128), triton.cdiv(rows, 128), dtype=torch.float32)
     _run_quantise(weight, values, scales, (128, True, transpose), 8, num_sms)
     return values, scales
@@ -64,7 +64,7 @@ def _run_quantise(
     _quantise(min(count, num_sms or count), arguments, constants, warps, 1)
 
 
-def _room(rows: int, columns: int, like: Tensor) -> Tensor:
+def _empty_values(rows: int, columns: int, like: Tensor) -> Tensor:
     """[rows, columns] of which bulk copies take tiles: its rows are multiples of 16 bytes apart."""
     return like.new_empty(rows, triton.cdiv(columns, 16) * 16, dtype=torch.float8_e4m3fn)[:, :columns]
 
@@ -97,7 +97,7 @@ def _quantise(
     value could be the next of only 256.
     """
     bands, blocks = tl.cdiv(M, ROWS), tl.cdiv(K, _BLOCK)
-    start, stop, step = turns(count)
+    start, stop, step = block_range(count)
     for turn in tl.range(start, stop, step):
         band, block = turn // blocks, turn % blocks
         i = band * ROWS + tl.arange(0, ROWS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zbkern.kernels.spec import GateOptions
 from zbkern.kernels.triton.common import activate, activation_gradient, widen
-from zbkern.kernels.triton.matmul_tile import call_to_l2, load, pieces, store
+from zbkern.kernels.triton.matmul_tile import load, pieces, prefetch_to_l2, store
 
 
 def gate_constants(options: GateOptions) -> tuple[bool, str, float, float, float]:
@@ -92,16 +92,16 @@ def _gate_and_up(loaded, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS:
 
 
 @triton.jit
-def call_gate_to_l2(
+def prefetch_gate_to_l2(
     gate, up, row, column, rows, H, stride, step, steps,
     INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """At one of the steps of a main loop: what `write_gate_gradients` will load."""
     if INTERLEAVED:
-        call_to_l2(gate, row, 2 * column, rows, 2 * H, stride, step, steps, ROWS, 2 * COLUMNS)
+        prefetch_to_l2(gate, row, 2 * column, rows, 2 * H, stride, step, steps, ROWS, 2 * COLUMNS)
     else:
-        call_to_l2(gate, row, column, rows, H, stride, step, steps, ROWS, COLUMNS)
-        call_to_l2(up, row, column, rows, H, stride, step, steps, ROWS, COLUMNS)
+        prefetch_to_l2(gate, row, column, rows, H, stride, step, steps, ROWS, COLUMNS)
+        prefetch_to_l2(up, row, column, rows, H, stride, step, steps, ROWS, COLUMNS)
 
 
 @triton.jit

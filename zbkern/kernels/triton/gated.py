@@ -12,7 +12,7 @@ from torch import Tensor
 from zbkern.kernels import tiles
 from zbkern.kernels.triton.activation import gated_bwd, gated_fwd
 from zbkern.kernels.triton.common import Kernel, activate, dot, widen
-from zbkern.kernels.triton.gate_tile import call_gate_to_l2, gate_parts, regular, write_gate_gradients
+from zbkern.kernels.triton.gate_tile import gate_parts, prefetch_gate_to_l2, regular, write_gate_gradients
 from zbkern.kernels.triton.linear import linear_dgrad, linear_fwd
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
@@ -87,7 +87,7 @@ def _gated_dgrad(
         p, q = tile_index(tile, P, Q, M, N, GROUP)
         dh = tl.zeros((M, N), tl.float32)
         for step in range(steps):
-            call_gate_to_l2(gate, up, p, q, P, Q, i_stride, step, steps, False, M, N)
+            prefetch_gate_to_l2(gate, up, p, q, P, Q, i_stride, step, steps, False, M, N)
             dh, _ = multiply(
                 dh, dy, down, p, q, step * K, P, Q, R, y_stride, w_stride,
                 Y_T, W_T, DESCRIPTORS, PRECISION, M, N, K,

@@ -136,8 +136,8 @@ def as_stack(weight: Tensor) -> Stack:
         return stack
     matrices = weight.mT if stack.transposed else weight
     columns = matrices.shape[2]
-    room = matrices.new_empty(*matrices.shape[:2], triton.cdiv(columns, 16) * 16)[:, :, :columns].copy_(matrices)
-    return Stack(room.mT if stack.transposed else room)
+    copied = matrices.new_empty(*matrices.shape[:2], triton.cdiv(columns, 16) * 16)[:, :, :columns].copy_(matrices)
+    return Stack(copied.mT if stack.transposed else copied)
 
 
 def as_rows(tensor: Tensor) -> Matrix:

@@ -8,13 +8,13 @@ from zbkern.kernels.triton.common import Kernel, activate, activation_gradient, 
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
     as_operand,
-    call_to_l2,
     has_bulk_copies,
     load,
     multiply,
     pieces,
     plan,
     precision,
+    prefetch_to_l2,
     rounded,
     store,
     tile_index,
@@ -67,7 +67,7 @@ def _product(
         accumulator = tl.zeros((M, N), tl.float32)
         for step in range(steps):
             if read is not None:
-                call_to_l2(read, p, q, P, Q, read_stride, step, steps, M, N)
+                prefetch_to_l2(read, p, q, P, Q, read_stride, step, steps, M, N)
             accumulator, _ = multiply(
                 accumulator, a, b, p, q, step * K, P, Q, R, a_stride, b_stride,
                 A_T, B_T, DESCRIPTORS, PRECISION, M, N, K,

@@ -43,16 +43,16 @@ def load(
 
 
 _AHEAD = tl.constexpr(16)
-"""Steps of 64 before a tile's last at which its epilogue's inputs are called to L2: 9 us of 128 x 256 on an H100, in
-which memory delivers the inputs of all SMs and nothing else drives them out again."""
+"""Steps of 64 before a tile's last at which its epilogue's inputs are prefetched into L2: 9 us of 128 x 256 on an H100,
+in which memory delivers the inputs of all SMs and nothing else drives them out again."""
 
 
 @triton.jit
-def call_to_l2(
+def prefetch_to_l2(
     source, row, column, rows, columns, stride, step, steps,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """At one of the steps of a main loop: calls [ROWS, COLUMNS] from (row, column) on, which the epilogue loads, to L2.
+    """At one of the steps of a main loop: prefetches [ROWS, COLUMNS] from (row, column) on, which the epilogue loads.
 
     The SMs reach their epilogues together, and all would wait for memory there.
     """
@@ -185,8 +185,8 @@ def as_operand(tensor: Tensor) -> Matrix:
     if tensor.numel() == 0 or (matrix.describable and (has_bulk_copies(tensor.device) or matrix.stride % 16 == 0)):
         return matrix
     rows = tensor.t() if matrix.transposed else tensor
-    room = tensor.new_empty(rows.shape[0], triton.cdiv(rows.shape[1], 16) * 16)[:, : rows.shape[1]].copy_(rows)
-    return Matrix(room.t() if matrix.transposed else room)
+    copied = tensor.new_empty(rows.shape[0], triton.cdiv(rows.shape[1], 16) * 16)[:, : rows.shape[1]].copy_(rows)
+    return Matrix(copied.t() if matrix.transposed else copied)
 
 
 def has_bulk_copies(device: torch.device) -> bool:

@@ -17,13 +17,13 @@ from zbkern.kernels.triton.common import INTERPRETED, Kernel, rows_dense, widen
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
     as_operand,
-    call_to_l2,
     has_bulk_copies,
     load,
     multiply,
     pieces,
     plan,
     precision,
+    prefetch_to_l2,
     store,
     tile_index,
 )
@@ -118,7 +118,7 @@ def _sums(
                     length = steps[SEGMENTS * (i + 1) - 1] - steps[SEGMENTS * i - 1]
             p, q = tile_index(tile - first, P, Q, M, N, GROUP)
         if added_to is not None:
-            call_to_l2(added_to, p, q, P, Q, added_stride, turn, length, M, N)
+            prefetch_to_l2(added_to, p, q, P, Q, added_stride, turn, length, M, N)
         offset = turn
         if SEGMENTS > 1:
             a, b, rows, before = a0, b0, r0, 0
