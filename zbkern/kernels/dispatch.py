@@ -45,8 +45,6 @@ def why_not(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
     """Why `impl` cannot run `op` on that device for inputs of that dtype (None: of any), or None when it can."""
     if impl not in spec.IMPLEMENTATIONS:
         return f"there is no implementation {impl!r}; choose from {', '.join(spec.IMPLEMENTATIONS)} or 'auto'"
-    if impl not in _MODULES:
-        return f"this version of zbkern has no {impl} kernels; use impl='torch' or impl='auto'"
     if impl == "triton":
         reason = _why_not_triton(torch.device(device), dtype, _CAPABILITIES.get(op, (8, 0)))
         if reason is not None:

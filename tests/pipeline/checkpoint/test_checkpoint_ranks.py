@@ -109,6 +109,7 @@ def load_with(folder: Path, case: str) -> tuple[str, str]:
     rank = dist.get_rank()
     base = folder / "shared"
     checkpoint.save(base, 1, module_of(rank, 1.0), timeout=20)
+    checkpoint.save(folder / "other", 1, module_of(rank, 3.0), timeout=20)
     path = base / "step-00000001"
     if case == "damaged" and rank == 1:
         file = path / "__1_0.distcp"
@@ -120,6 +121,8 @@ def load_with(folder: Path, case: str) -> tuple[str, str]:
             modules = module_of(rank, 0.0, width=3)
         if case == "elsewhere":
             place = folder / "nothing"
+        if case == "another":
+            place = folder / "other"
         if case == "step":
             step = 1
     elif case == "nothing on rank 0":
@@ -143,6 +146,7 @@ def load_with(folder: Path, case: str) -> tuple[str, str]:
     [
         ("shapes", 1, "'layer1.weight' is [3, 2] here and [2, 2] in it"),
         ("damaged", 1, "in {folder}/shared/step-00000001/__1_0.distcp is damaged"),
+        ("another", 1, "other/step-00000001 is another one on rank 0; folder must be one place shared by all ranks"),
         ("elsewhere", 1, "this rank does not; folder must be one place shared by all ranks"),
         ("nothing on rank 0", 0, "rank 1 sees {folder}/nothing/step-00000001, and rank 0 does not; folder must be one"),
         ("step", 0, "step must be the same on all ranks; rank 0 has None, rank 1 1"),
