@@ -159,8 +159,8 @@ class MemorySavingStage(Stage):
     def weight_part(self, microbatch: int, index: int, count: int) -> None:
         self._end_load_of_tasks(microbatch)
         super().weight_part(microbatch, index, count)
-        self._waiting.pop(microbatch)
-        if index < count - 1:
+        self._waiting.pop(microbatch, None)
+        if self.queue.pending((self.chunk, microbatch)):
             self._waiting[microbatch] = self._tasks(microbatch, offload=False)
 
     def prepare(self, microbatch: int) -> None:
