@@ -30,11 +30,13 @@ from torch.utils._pytree import tree_leaves
 import zbkern
 from bench import ranks
 from bench.report import add_out, write_json
-from zbkern.pipeline import Costs, Pipeline, ProfileOptions, Schedule, plan, profile, schedules
+from zbkern.pipeline import Costs, Pipeline, ProfileOptions, Schedule, plan, profile, schedules, simulate
+from zbkern.pipeline.simulation.slice_costs import equal_times
 from zbkern.reporting import environment, machine_line, markdown_table
 
 RANKS, BLOCKS, WIDTH, HEADS = 2, 4, 512, 8
-SLICES, ALONE = (2, 4, 8), 8
+SLICES, ALONE = (4, 8), 8
+MEMORY = 0.6  # of what 1F1B needs, which plans with slices may use
 OF_BLOCKS = (
     "forward",
     "backward",
@@ -47,20 +49,55 @@ OF_BLOCKS = (
 )
 
 
+class AfterPrefix(torch.autograd.Function):
+    """Causal attention of the last queries of a sequence: on their own keys, and, without a mask, on all earlier ones,
+    put together by the sums of their weights, as in ring attention. kv: [rows, 2 heads, keys, size]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor) -> Tensor:
+        early, own = AfterPrefix.parts(q, kv)
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        y0, lse0 = forward(q, *early.chunk(2, 1), 0.0, False)
+        y1, lse1 = forward(q, *own.chunk(2, 1), 0.0, True)
+        lse = torch.logaddexp(lse0, lse1)
+        y = y0.mul_((lse0 - lse).exp_()[..., None]).addcmul_(y1, (lse1 - lse).exp_()[..., None])
+        ctx.save_for_backward(q, kv, y, lse)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        q, kv, y, lse = ctx.saved_tensors
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dkv, dq = torch.empty_like(kv), torch.zeros_like(q)
+        parts = zip(AfterPrefix.parts(q, kv), AfterPrefix.parts(q, dkv), (False, True), strict=True)
+        for of_keys, gradient, causal in parts:
+            found, *of_kv = backward(dy, q, *of_keys.chunk(2, 1), y, lse, 0.0, causal)
+            dq += found
+            for into, each in zip(gradient.chunk(2, 1), of_kv, strict=True):
+                into.copy_(each)
+        return dq, dkv
+
+    @staticmethod
+    def parts(q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
+        """What is before the queries, and theirs."""
+        return kv.split([kv.shape[2] - q.shape[2], q.shape[2]], dim=2)
+
+
 class Attention(nn.Module):
     """torch's attention, in slices: keys and values of those before come from the carry."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.q, self.kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, carry: Any = None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
-        mask = None
+        q, kv = (each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (self.q, self.kv))
         if carry is not None:
-            k, v = carry.append((self, "k"), k, 2), carry.append((self, "v"), v, 2)
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-        y = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+            kv = carry.append(self, kv, 2)
+        if carry is None or carry.start == 0:
+            y = nn.functional.scaled_dot_product_attention(q, *kv.chunk(2, 1), is_causal=True)
+        else:
+            y = AfterPrefix.apply(q, kv)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -165,7 +202,7 @@ def measured(model: Blocks, x: Tensor, y: Tensor) -> Costs:
     """Costs of one block, those of all being alike."""
     placement = (*range(RANKS), *reversed(range(RANKS)))
     modules = [Blocks([*found.values()]) for found in own_chunks(placement, model).values()]
-    options = ProfileOptions(repeats=1, slices=True)
+    options = ProfileOptions(repeats=2, slices=True)
     found = profile(modules, placement, nn.functional.mse_loss, x[:1], y[:1], 1, options=options)
     flat = found.per_chunk(len(placement))
     means = {name: statistics.mean(getattr(flat, name)) for name in OF_BLOCKS}
@@ -199,13 +236,17 @@ def our_schedules(costs: Costs, m: int, effort: int) -> list[tuple[str, Schedule
         ("plan", plan(single, RANKS, m, effort=effort).schedule),
         ("plan in a V", plan(in_v, RANKS, m, 2, "v", effort=effort).schedule),
     ]
-    for slices in SLICES:
-        found.append((f"Seq1F1B, {slices} slices", schedules.one_f_one_b(RANKS, m, slices=slices)))
-        found.append((f"zb_h1, {slices} slices", schedules.zb_h1(RANKS, m, slices=slices)))
-    planned = plan(single, RANKS, m, effort=effort, slices="auto").schedule
-    found.append((f"plan, slices of {list(planned.slices)}", planned))
-    planned = plan(in_v, RANKS, m, 2, "v", effort=effort, slices="auto").schedule
-    return [*found, (f"plan in a V, slices of {list(planned.slices)}", planned)]
+    limit = MEMORY * max(simulate(found[0][1], single).peak_memory)
+    for number in SLICES:
+        slices = equal_times(single.per_chunk(RANKS), number, costs.tokens)
+        names = {"one_f_one_b": "Seq1F1B", "zb_h1": "zb_h1", "zb_v": "zb_v"}
+        for name, shown in names.items():
+            schedule = getattr(schedules, name)(RANKS, m, slices=slices)
+            found.append((f"{shown}, {number} slices", schedule))
+        planned = plan(in_v, RANKS, m, 2, "v", effort=effort, slices=slices).schedule
+        found.append((f"plan in a V, {number} slices", planned))
+    planned = plan(in_v, RANKS, m, 2, "v", limit, effort=effort, slices="auto").schedule
+    return [*found, (f"plan in a V, {len(planned.slices)} slices, in {MEMORY} of the memory", planned)]
 
 
 def run(tokens: int, m: int, rounds: int, effort: int) -> dict[str, Any]:
