@@ -1,0 +1,1 @@
+"""zbkern inside frameworks that have an engine of their own."""
