@@ -191,10 +191,13 @@ def test_what_needs_whole_sequences(kind: str, automatic: str, config: dict[str,
     assert message in str(error)
 
 
-def test_checkpointing_and_masks_of_other_shapes() -> None:
+def test_checkpointing_masks_of_other_shapes_and_layers_without_cache() -> None:
     schedule = schedules.one_f_one_b(1, 2, slices=2)
     arguments, labels = batch("plain")
-    checkpointed, masked = make("llama"), make("llama")
+    checkpointed, masked, forgetful = make("llama"), make("llama"), make("llama")
+    forgetful.get_submodule("model.layers.1").register_forward_pre_hook(
+        lambda layer, inputs, keywords: (inputs, {**keywords, "past_key_values": None}), with_kwargs=True
+    )
     checkpointed.gradient_checkpointing_enable()  # type: ignore[operator]
     mask = {"attention_mask": torch.ones(4, 1, LENGTH, LENGTH, dtype=torch.bool)}
 
@@ -205,6 +208,7 @@ def test_checkpointing_and_masks_of_other_shapes() -> None:
     for model, more, message in [
         (checkpointed, {}, "call model.gradient_checkpointing_disable()"),
         (masked, mask, "attention_mask must be [rows, tokens]"),
+        (forgetful, {}, "model.layers.1.self_attn of LlamaForCausalLM reads nothing of earlier slices"),
     ]:
         [error] = on_threads(1, lambda transport, given=(model, more): run(transport, *given))
         assert isinstance(error, ValueError | PipelineError)

@@ -296,7 +296,8 @@ class Chunk(nn.Module):
     def _run(self, inputs: Any, side: dict[str, Any]) -> Any:
         transformer = is_transformer(self.whole)
         if transformer:
-            carry = side.pop("carry", None)
+            carry = side.get("carry")
+            side = {name: value for name, value in side.items() if name != "carry"}
             self._refuse_unknown(side)
             side = {"use_cache": False, **side}
             if carry is not None:
