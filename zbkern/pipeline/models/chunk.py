@@ -296,9 +296,9 @@ class Chunk(nn.Module):
     def _run(self, inputs: Any, side: dict[str, Any]) -> Any:
         transformer = is_transformer(self.whole)
         if transformer:
-            side = {"use_cache": False, **side}
             carry = side.pop("carry", None)
             self._refuse_unknown(side)
+            side = {"use_cache": False, **side}
             if carry is not None:
                 side = sliced_cache().arguments_of_slice(self.whole, side, carry)
         names = [*inspect.signature(self.whole.forward).parameters]
