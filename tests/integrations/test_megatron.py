@@ -154,8 +154,10 @@ def forward_step(iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any
     mask = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
     output = model(tokens, torch.arange(LENGTH).expand(BATCH, LENGTH), mask, labels=labels)
 
-    def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss_func(output: torch.Tensor) -> tuple[Any, ...]:
         loss = output.mean()
+        if model.config.calculate_per_token_loss:
+            return output.sum(), torch.tensor(output.numel(), dtype=torch.int), {"lm loss": loss.item()}
         return loss, {"lm loss": loss.item()}
 
     return output, loss_func
@@ -216,6 +218,7 @@ def step_by_schedule(folder: str, name: str, sizes: dict[str, int], options: dic
     [
         ("zb_h1", {"pipeline_model_parallel_size": 2}, {}),
         ("zb_h1", {"pipeline_model_parallel_size": 2}, {"tied": True}),
+        ("zb_h1", {"pipeline_model_parallel_size": 2}, {"calculate_per_token_loss": True}),
         (
             "interleaved_zero_bubble",
             {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
@@ -224,7 +227,7 @@ def step_by_schedule(folder: str, name: str, sizes: dict[str, int], options: dic
         ("zb_h1", {}, {"overlap": True}),
         ("zb_h1", {"tensor_model_parallel_size": 2}, {"sequence_parallel": True, "tied": True}),
     ],
-    ids=["zb_h1", "tied", "interleaved", "data-parallel, overlap", "sequence-parallel"],
+    ids=["zb_h1", "tied", "per-token loss", "interleaved", "data-parallel, overlap", "sequence-parallel"],
 )
 def test_a_schedule_gives_megatrons_gradients(
     fresh_ranks: Any, package: str, name: str, sizes: dict[str, int], options: dict[str, Any]
