@@ -28,7 +28,7 @@ QUIET = {
     "embedding_size": 32,
 }
 USUAL = ["mamba", "opt", "xlm-roberta"]
-DECODERS = ["bart", "blenderbot-small", "mbart", "mvp", "plbart", "whisper"]
+DECODERS = ["bart", "blenderbot-small", "mbart", "mvp", "plbart"]
 REFUSED = {
     **dict.fromkeys(
         DECODERS, "must run before|cut elsewhere"

@@ -49,10 +49,11 @@ def test_more_effort_is_never_worse(
     given_ |= {"static": [0.7 * (chunk % 3) for chunk in range(count)]} if more == "static" else {}
     activation = [1.0 + 0.3 * (chunk % 2) for chunk in range(count)] if more == "uneven" else 1.0
     costs = Costs(*work, latency, activation, held, **given_)
-    options = PlanOptions(objective, seed=seed)
-    find = partial(plan, costs, stages, microbatches, chunks, placement, chunks * (limit * 1.3 + 2.1), options=options)
-    efforts = [getattr(find(effort=effort).timeline, objective) for effort in (0, 1, 2)]
+    find = partial(plan, costs, stages, microbatches, chunks, placement, chunks * (limit * 1.3 + 2.1))
+    best, steady = (PlanOptions(objective, seed=seed, steady=each) for each in (False, True))
+    efforts = [getattr(find(effort=effort, options=best).timeline, objective) for effort in (0, 1, 2)]
     assert all(later <= earlier * SAME for earlier, later in pairwise(efforts))
+    assert getattr(find(effort=2, options=steady).timeline, objective) <= efforts[-1] * 1.003 * SAME
 
 
 def model(blocks: int, head: float, held: float) -> ModelCosts:
