@@ -37,7 +37,7 @@ from zbkern.reporting import environment, machine_line, markdown_table
 RANKS, BLOCKS, WIDTH, HEADS = 2, 4, 512, 8
 SLICES, ALONE = (4, 8), 8
 MEMORY = 0.6  # of what 1F1B needs, which plans with slices may use
-OF_BLOCKS = (
+OF_BLOCKS = (  # costs that grow with the number of blocks in a chunk
     "forward",
     "backward",
     "weight",
@@ -213,17 +213,7 @@ def measured(model: Blocks, x: Tensor, y: Tensor) -> Costs:
 
 def of_blocks(costs: Costs, count: int) -> Costs:
     """Costs of a chunk with so many."""
-    names = (
-        "forward",
-        "backward",
-        "weight",
-        "activation",
-        "held",
-        "attention_forward",
-        "attention_backward",
-        "carried",
-    )
-    return replace(costs, **{name: count * getattr(costs, name) for name in names})
+    return replace(costs, **{name: count * getattr(costs, name) for name in OF_BLOCKS})
 
 
 def our_schedules(costs: Costs, m: int, effort: int) -> list[tuple[str, Schedule]]:
