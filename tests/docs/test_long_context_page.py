@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.support.pages import blocks
+from tests.support.pages import blocks, run_program
 from tests.support.small_llama import save_model, write_lines
 from zbkern import functional
 from zbkern.pipeline import check_slices
@@ -24,23 +22,17 @@ if int(transformers.__version__.split(".")[0]) < 5:
 PAGE = Path(__file__).parents[2] / "docs" / "long_context.md"
 
 
-def run_page(*arguments: str) -> list[str]:
-    program = blocks(PAGE)[0]
-    printed: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["long_context.py", *arguments])
-        patch.setattr(dist, "init_process_group", lambda backend: None)  # there is one already
-        exec(program, {"print": lambda line, flush: printed.append(line)})
-    return printed
-
-
 @pytest.mark.dist
 def test_the_program_runs_as_it_stands(two_ranks: Any, tmp_path: Path) -> None:
     folder, text, out = tmp_path / "model", tmp_path / "text", tmp_path / "out"
     save_model(folder)
     lines = write_lines(text, 8) * 3
     text.write_text("\n".join(lines) + "\n")
-    printed = [line for of_rank in two_ranks.run(run_page, str(folder), str(text), str(out)) for line in of_rank]
+    printed = [
+        line
+        for of_rank in two_ranks.run(run_program, blocks(PAGE)[0], str(folder), str(text), str(out))
+        for line in of_rank
+    ]
     losses = [float(re.fullmatch(r"lines \d+ to \d+: loss ([\d.]+)", line)[1]) for line in printed]
     batch = transformers.AutoTokenizer.from_pretrained(folder)(lines[:8], padding=True, return_tensors="pt")
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.support.pages import blocks
+from tests.support.pages import blocks, run_program
 from tests.support.small_llama import save_model, write_lines
 
 transformers = pytest.importorskip("transformers", reason="needs the transformers library: pip install zbkern[test]")
@@ -21,16 +19,6 @@ if int(transformers.__version__.split(".")[0]) < 5:
 
 PAGE = Path(__file__).parents[2] / "docs" / "lora.md"
 STEPS = 4
-
-
-def run_page(*arguments: str) -> list[str]:
-    (program,) = blocks(PAGE)
-    printed: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["finetune_lora.py", *arguments])
-        patch.setattr(dist, "init_process_group", lambda backend: None)  # there is one already
-        exec(program, {"print": lambda line, flush: printed.append(line)})
-    return printed
 
 
 def loss_of(model: Any, folder: Path, lines: list[str]) -> float:
@@ -46,7 +34,10 @@ def test_the_program_runs_as_it_stands(two_ranks: Any, tmp_path: Path) -> None:
     save_model(folder)
     lines = write_lines(text, 8) * STEPS
     text.write_text("\n".join(lines) + "\n")  # the same eight lines in every step, so that losses compare
-    printed = [line for of_rank in two_ranks.run(run_page, str(folder), str(text), str(out)) for line in of_rank]
+    (program,) = blocks(PAGE)
+    printed = [
+        line for of_rank in two_ranks.run(run_program, program, str(folder), str(text), str(out)) for line in of_rank
+    ]
     losses = [float(re.fullmatch(r"lines \d+ to \d+: loss ([\d.]+)", line)[1]) for line in printed]
     assert len(losses) == STEPS
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
