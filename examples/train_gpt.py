@@ -29,7 +29,7 @@ import torch.distributed as dist
 from text import Text
 from trainer import PlainTrainer, Trainer, everywhere, say
 
-from zbkern.pipeline import Costs, Schedule, checkpoint, draw, schedules, trace
+from zbkern.pipeline import Costs, Schedule, checkpoint, draw, schedules
 
 
 def train(arguments: argparse.Namespace, text: Text, schedule: Schedule, costs: Costs | None = None) -> None:
@@ -79,7 +79,7 @@ def save_pictures(arguments: argparse.Namespace, trainer: Trainer, costs: Costs 
         titles = [f"{trainer.schedule.name}, planned", f"{trainer.schedule.name}, measured"]
         picture, events = arguments.out / "timeline.svg", arguments.out / "trace.json"
         draw.save(timelines, picture, titles=titles)
-        trace.save(timelines, events, titles=titles)
+        draw.save(timelines, events, titles=titles)
         say(f"planned and measured timeline: {picture}\ntrace for Perfetto (ui.perfetto.dev): {events}")
 
 

@@ -40,7 +40,7 @@ _HOME = {
     "token_loss": "models",
     "token_targets": "models",
 }
-_MODULES = {"checkpoint": "checkpoint", "draw": "draw", "schedules": "schedules", "trace": "draw.trace"}
+_MODULES = {"checkpoint": "checkpoint", "draw": "draw", "schedules": "schedules"}
 
 __all__ = [
     "Action",
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from zbkern.pipeline import checkpoint as checkpoint
     from zbkern.pipeline import draw as draw
     from zbkern.pipeline import schedules as schedules
-    from zbkern.pipeline.draw import trace as trace
     from zbkern.pipeline.models.cutting import cut as cut
     from zbkern.pipeline.models.cutting import layer_chunks as layer_chunks
     from zbkern.pipeline.models.export import export as export

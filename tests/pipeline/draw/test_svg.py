@@ -94,7 +94,7 @@ def test_memory_is_drawn_below_each_rank_as_it_changes() -> None:
     (outline,) = [e.get("d") for e in root.iter() if e.get("class") == "held"]
     assert outline == "M0 19H0V0H20V9.5H30V19H30V0H50V9.5H60V19V19Z"
     picture = draw.svg([timeline], costs=[costs])
-    assert ("memory held" in picture, "peak memory 2" in picture, "all the time" in picture) == (True, True, False)
+    assert ("memory held" in picture, "peak memory 2" in picture, "static memory" in picture) == (True, True, False)
     assert "memory held" not in draw.svg([timeline])
     with pytest.raises(ValueError, match="costs must be one for each of 1 timelines; got 2"):
         draw.svg([timeline], costs=[costs, costs])

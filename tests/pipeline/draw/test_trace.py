@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zbkern.pipeline import Timeline, schedules, simulate
+from zbkern.pipeline import Timeline, draw, schedules, simulate
 from zbkern.pipeline.draw import trace
 from zbkern.pipeline.simulation.timeline import Sample
 
@@ -14,7 +14,7 @@ from zbkern.pipeline.simulation.timeline import Sample
 def test_a_trace_has_every_event_of_every_timeline(tmp_path: Path) -> None:
     planned = simulate(schedules.zb_h1(2, 3))
     measured = Timeline(planned.schedule, planned.events, unit="s")
-    data = json.loads(trace.save([planned, measured], tmp_path / "t.json", ["plan", "run"]).read_text())
+    data = json.loads(draw.save([planned, measured], tmp_path / "t.json", ["plan", "run"]).read_text())
     names = [e["args"]["name"] for e in data["traceEvents"] if e["name"] == "process_name"]
     assert names == ["plan", "run"]
     for process, timeline, scale in ((0, planned, 1e3), (1, measured, 1e6)):

@@ -5,6 +5,7 @@ Timelines and costs come in as data: nothing here imports the simulation, which 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,21 @@ def save(
         )
     path = Path(path)
     if path.suffix == ".json":
-        return trace.save(timelines, path, titles)
-    if path.suffix == ".svg":
-        path.write_text(svg(timelines, titles, costs=costs, limit=limit), encoding="utf-8")
-    elif path.suffix == ".html":
-        path.write_text(html(timelines, titles, costs, limit), encoding="utf-8")
-    elif path.suffix == ".png":
-        try:
-            import cairosvg
-        except ImportError as error:
-            raise ImportError("draw.save: PNG needs the package cairosvg: pip install 'zbkern[draw]'") from error
-        cairosvg.svg2png(svg(timelines, titles, costs=costs, limit=limit).encode(), write_to=str(path), scale=2)
-    else:
+        text = json.dumps({"traceEvents": trace.events(timelines, titles), "displayTimeUnit": "ms"})
+        path.write_text(text, encoding="utf-8")
+        return path
+    if path.suffix not in (".svg", ".html", ".png"):
         raise ValueError(f"draw.save: path must end in .svg, .html, .png or .json; got {str(path)!r}")
+    if path.suffix == ".html":
+        path.write_text(html(timelines, titles, costs, limit), encoding="utf-8")
+        return path
+    picture = svg(timelines, titles, costs=costs, limit=limit)
+    if path.suffix == ".svg":
+        path.write_text(picture, encoding="utf-8")
+        return path
+    try:
+        import cairosvg
+    except ImportError as error:
+        raise ImportError("draw.save: PNG needs the package cairosvg: pip install 'zbkern[draw]'") from error
+    cairosvg.svg2png(picture.encode(), write_to=str(path), scale=2)
     return path

@@ -9,24 +9,16 @@ from zbkern.pipeline.schedules.actions import Event
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, duration
 
-COLOURS = {
-    "F": "#3f83c9",
-    "B": "#2e9e86",
-    "W": "#dfa23a",
-    "BW": "#8d74c4",
-    "R": "#c2668f",
-    "O": "#7a8793",
-    "L": "#a58a6b",
+_KINDS = {
+    "F": ("#3f83c9", "forward"),
+    "B": ("#2e9e86", "input gradient"),
+    "W": ("#dfa23a", "weight gradient"),
+    "BW": ("#8d74c4", "both gradients"),
+    "R": ("#c2668f", "recompute"),
+    "O": ("#7a8793", "offload"),
+    "L": ("#a58a6b", "load"),
 }
-MEANING = {
-    "F": "forward",
-    "B": "input gradient",
-    "W": "weight gradient",
-    "BW": "both gradients",
-    "R": "recompute",
-    "O": "offload",
-    "L": "load",
-}
+COLOURS = {kind: colour for kind, (colour, _) in _KINDS.items()}
 LANES = {"O": "out", "L": "back"}  # the copies of a rank: below its passes, a lane for each direction
 IDLE, OUTSIDE, HELD, STATIC, LIMIT = "#f7c5c1", "#eef0f3", "#a9b3bf", "#6e7781", "#cf222e"
 
@@ -56,30 +48,22 @@ class Drawable(Protocol):
     def static_memory(self, costs: Any) -> list[float]: ...
 
 
-def checked(function: str, timelines: Sequence[Drawable], titles: Sequence[str] | None) -> Sequence[str]:
+def checked(
+    function: str, timelines: Sequence[Drawable], titles: Sequence[str] | None, costs: Sequence[Any] | None = None
+) -> Sequence[str]:
     """The title of every timeline: as given, or the name of its schedule. Raises TypeError or ValueError."""
-    if not _is_list(timelines, "events"):
-        raise TypeError(
-            f"{function}: timelines must be a list of Timelines, such as [simulate(schedule)]; got "
-            f"{type(timelines).__name__} {timelines!r}"
-        )
+    for what, given, attribute, wanted in (
+        ("timelines", timelines, "events", "a list of Timelines, such as [simulate(schedule)]"),
+        ("costs", () if costs is None else costs, "per_chunk", "a list with the Costs of every timeline, or None"),
+    ):
+        if not isinstance(given, Sequence) or not all(hasattr(each, attribute) for each in given):
+            raise TypeError(f"{function}: {what} must be {wanted}; got {type(given).__name__} {given!r}")
     if not timelines:
         raise ValueError(f"{function}: timelines is empty; give at least one")
-    if titles is not None and len(titles) != len(timelines):
-        raise ValueError(f"{function}: titles must be one for each of {len(timelines)} timelines; got {len(titles)}")
+    for what, some in (("titles", titles), ("costs", costs)):
+        if some is not None and len(some) != len(timelines):
+            raise ValueError(f"{function}: {what} must be one for each of {len(timelines)} timelines; got {len(some)}")
     return titles or [timeline.schedule.name for timeline in timelines]
-
-
-def check_costs(timelines: Sequence[Drawable], costs: Any) -> None:
-    """Raises TypeError or ValueError for what are no costs, one for each timeline."""
-    if not _is_list(costs, "per_chunk"):
-        raise TypeError(f"draw: costs must be a list with the Costs of every timeline, or None; got {costs!r}")
-    if len(costs) != len(timelines):
-        raise ValueError(f"draw: costs must be one for each of {len(timelines)} timelines; got {len(costs)}")
-
-
-def _is_list(values: Any, attribute: str) -> bool:
-    return isinstance(values, Sequence) and all(hasattr(value, attribute) for value in values)
 
 
 def note(timeline: Drawable, limit: float | None = None) -> str:
@@ -102,7 +86,7 @@ def legend(timelines: Sequence[Drawable]) -> list[tuple[str, str]]:
     """The entries of the legend: text and colour."""
     rows = [row for timeline in timelines for row in (*timeline.events, *timeline.copies)]
     present = {event.action.kind for row in rows for event in row}
-    entries = [(f"{kind} {MEANING[kind]}", COLOURS[kind]) for kind in COLOURS if kind in present]
+    entries = [(f"{kind} {meaning}", colour) for kind, (colour, meaning) in _KINDS.items() if kind in present]
     if any(timeline.schedule.chunks > 1 for timeline in timelines):
         entries.append(("later chunk of a rank", shade("F", 1, 2)))
     return [*entries, ("idle", IDLE), ("not yet started, or done", OUTSIDE)]

@@ -34,15 +34,15 @@ text {{ font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-
 .track {{ fill: #f6f8fa; }} .outside {{ fill: {style.OUTSIDE}; }} .idle {{ fill: {style.IDLE}; }}
 """
 
-Track = list[tuple[float, float]]  # of one rank: (time, memory held from then on)
+Track = list[tuple[float, float]]  # of one rank: (time, memory from then on, static memory among it)
 
 
 class _Axis(NamedTuple):
     """How times of one timeline become pixels, and how many pixels memory has at most."""
 
     timeline: Drawable
-    tracks: Sequence[Track]
     static: Sequence[float]
+    tracks: Sequence[Track]
     first: float
     scale: float
     width: float
@@ -57,17 +57,6 @@ class _Axis(NamedTuple):
         return _HELD * (1 - memory / self.most)
 
 
-def svg(
-    timelines: Sequence[Drawable],
-    titles: Sequence[str] | None = None,
-    width: int = 1000,
-    costs: Sequence[Any] | None = None,
-    limit: float | None = None,
-) -> str:
-    """The picture as SVG text, `width` pixels wide; titles, costs and limit as in `draw.save`."""
-    return _picture(timelines, titles, width, costs, limit, crowded=False)
-
-
 def html(
     timelines: Sequence[Drawable],
     titles: Sequence[str] | None = None,
@@ -79,46 +68,45 @@ def html(
     The wheel zooms, dragging moves, a double click shows everything again; hovering shows the times of an action, and
     marks its microbatch on all ranks.
     """
-    picture = _picture(timelines, titles, 1400, costs, limit, crowded=True)
+    picture = svg(timelines, titles, 1400, costs, limit, crowded=True)
     page = resources.files("zbkern.pipeline.draw").joinpath("viewer.html").read_text(encoding="utf-8")
     head, script = page.split("@SVG@")
     return head.replace("@TITLE@", escape(", ".join(style.checked("draw", timelines, titles)))) + picture + script
 
 
-def _picture(
+def svg(
     timelines: Sequence[Drawable],
-    titles: Sequence[str] | None,
-    width: int,
-    costs: Sequence[Any] | None,
-    limit: float | None,
-    crowded: bool,
+    titles: Sequence[str] | None = None,
+    width: int = 1000,
+    costs: Sequence[Any] | None = None,
+    limit: float | None = None,
+    *,
+    crowded: bool = False,
 ) -> str:
-    titles = style.checked("draw", timelines, titles)
-    tracks: list[list[Track]] = [[[] for _ in timeline.events] for timeline in timelines]
-    static = [[0.0 for _ in timeline.events] for timeline in timelines]
-    if costs is not None:
-        style.check_costs(timelines, costs)
-        tracks = [timeline.memory_held(each) for timeline, each in zip(timelines, costs, strict=True)]
-        static = [timeline.static_memory(each) for timeline, each in zip(timelines, costs, strict=True)]
-    ranks = [pair for each in zip(static, tracks, strict=True) for pair in zip(*each, strict=True)]
-    most = max((always + held for always, track in ranks for _, held in track), default=0.0)
+    """The picture as SVG text, `width` pixels wide; titles, costs and limit as in `draw.save`.
+
+    crowded: the numbers of microbatches stand also where there is no room for them, for a page that zooms.
+    """
+    titles = style.checked("draw", timelines, titles, costs)
+    memory = [_memory(*both) for both in zip(timelines, costs or [None] * len(timelines), strict=True)]
+    most = max((now for _, tracks in memory for track in tracks for _, now in track), default=0.0)
     room, span = width - _LEFT - _RIGHT, max(timeline.makespan for timeline in timelines) or 1.0
     entries = style.legend(timelines)
     if most:
         entries.append(("memory held", style.HELD))
-        entries += [("all the time", style.STATIC)] if any(map(any, static)) else []
+        entries += [("static memory", style.STATIC)] if any(any(static) for static, _ in memory) else []
         entries += [("memory limit", style.LIMIT)] if limit is not None else []
         most = max(most, limit or 0.0)
     head, top = _legend(entries, width)
     parts, labels = [head], []
-    for timeline, title, held, always in zip(timelines, titles, tracks, static, strict=True):
+    for timeline, title, (static, tracks) in zip(timelines, titles, memory, strict=True):
         parts.append(
             f'<text x="{_LEFT}" y="{top + 17:g}"><tspan class="title">{escape(title)}</tspan>'
             f'<tspan dx="10">{escape(style.note(timeline, limit))}</tspan></text>'
         )
         top += _TITLE
         first = min((row[0].start for row in timeline.events if row), default=0.0)
-        axis = _Axis(timeline, held, always, first, room / span, room, most, limit, crowded)
+        axis = _Axis(timeline, static, tracks, first, room / span, room, most, limit, crowded)
         for label, height, band in _bands(axis):
             parts.append(f'<g transform="translate({_LEFT} {top:g})">{band}</g>')
             labels.append(f'<text class="end" x="{_LEFT - 8}" y="{top + (height + 6) // 2:g}">{label}</text>')
@@ -135,6 +123,15 @@ def _picture(
     )
 
 
+def _memory(timeline: Drawable, costs: Any) -> tuple[Sequence[float], Sequence[Track]]:
+    """The static memory of every rank, and what it holds over time; nothing without costs."""
+    if costs is None:
+        return [0.0] * len(timeline.events), [[]] * len(timeline.events)
+    static = timeline.static_memory(costs)
+    both = zip(static, timeline.memory_held(costs), strict=True)
+    return static, [[(time, always + held) for time, held in track] for always, track in both]
+
+
 def _bands(axis: _Axis) -> Iterator[tuple[str, int, str]]:
     """Label, height and content of each rank's row, lanes of copies, and memory."""
     timeline = axis.timeline
@@ -147,8 +144,7 @@ def _bands(axis: _Axis) -> Iterator[tuple[str, int, str]]:
         for lane, copies in style.lanes(timeline, rank).items():
             yield lane, _LANE, _band("track", axis, _LANE, _boxes(axis, rank, copies, _LANE))
         if axis.most:
-            held = f'<path class="held" d="{_outline(axis, rank)}"/>'
-            yield "", _HELD + 7, _band("track", axis, _HELD + 4, held) + _levels(axis, rank)
+            yield "", _HELD + 7, _held(axis, rank)
 
 
 def _band(background: str, axis: _Axis, height: int, content: str) -> str:
@@ -167,9 +163,7 @@ def _boxes(axis: _Axis, rank: int, row: Sequence[Event], height: int) -> str:
         x, length = axis.x(event.start), (event.end - event.start) * axis.scale
         border = f' stroke-width="{length / 8:.2f}"' if length < 8 else ""  # a border must not hide a narrow box
         held = bisect_right(track, (event.start, math.inf)) - 1
-        memory = (
-            f", memory held {amount(axis.static[rank] + track[held][1], timeline.memory_unit)}" if held >= 0 else ""
-        )
+        memory = f", memory held {amount(track[held][1], timeline.memory_unit)}" if held >= 0 else ""
         parts.append(
             f'<rect class="action" x="{x:.7g}" width="{length:.7g}" height="{height - 2}" fill="{fill}"{border}>'
             f"<title>{event.action} on rank {rank}: {number(event.start)} to "
@@ -181,20 +175,15 @@ def _boxes(axis: _Axis, rank: int, row: Sequence[Event], height: int) -> str:
     return "".join(parts)
 
 
-def _outline(axis: _Axis, rank: int) -> str:
-    """Of the memory held over time, from the base line up and back."""
-    track, always = axis.tracks[rank], axis.static[rank]
-    if not track:
-        return ""
-    steps = "".join(f"H{axis.x(time):.7g}V{axis.y(always + held):.4g}" for time, held in track)
-    return f"M{axis.x(track[0][0]):.7g} {_HELD}{steps}V{_HELD}Z"
-
-
-def _levels(axis: _Axis, rank: int) -> str:
-    """What is there all the time, and the limit."""
-    always, parts = axis.y(axis.static[rank]), []
-    if axis.static[rank]:
-        parts.append(f'<rect class="static" y="{always:.4g}" width="{axis.width}" height="{_HELD - always:.4g}"/>')
+def _held(axis: _Axis, rank: int) -> str:
+    """The memory of a rank over time, from the base line up and back; over it what is static, and the limit."""
+    track, static, outline = axis.tracks[rank], axis.static[rank], ""
+    if track:
+        steps = "".join(f"H{axis.x(time):.7g}V{axis.y(held):.4g}" for time, held in track)
+        outline = f"M{axis.x(track[0][0]):.7g} {_HELD}{steps}V{_HELD}Z"
+    parts, top = [_band("track", axis, _HELD + 4, f'<path class="held" d="{outline}"/>')], axis.y(static)
+    if static:
+        parts.append(f'<rect class="static" y="{top:.4g}" width="{axis.width}" height="{_HELD - top:.4g}"/>')
     if axis.limit is not None:
         parts.append(f'<path class="limit" d="M0 {axis.y(axis.limit):.4g}h{axis.width}"/>')
     return "".join(parts)
