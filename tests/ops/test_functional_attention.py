@@ -102,11 +102,21 @@ def test_a_query_that_sees_no_key_is_zero_with_a_cap_and_sinks() -> None:
         assert bool((torch.autograd.grad(y.sum(), q)[0][:, :3] == 0).all())
 
 
-def test_attention_with_fewer_queries_than_keys_lines_up_the_ends() -> None:
-    q = torch.randn(1, 2, 1, 3, dtype=torch.float64)
-    k, v = torch.randn(2, 1, 5, 1, 3, dtype=torch.float64)
-    full = Z.attention(torch.cat([torch.zeros(1, 3, 1, 3, dtype=torch.float64), q], 1), k, v, causal=True)
-    testing.assert_close(Z.attention(q, k, v, causal=True), full[:, 3:])
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_fewer_queries_than_keys_are_the_last_ones(heads: int, sinks: bool) -> None:
+    torch.manual_seed(0)
+    rand = functools.partial(torch.randn, dtype=torch.float64, requires_grad=True)
+    q, k, v = rand(2, 2, 4, 6), rand(2, 5, heads, 6), rand(2, 5, heads, 6)
+    inputs = (q, k, v, rand(4)) if sinks else (q, k, v)
+    level = inputs[3] if sinks else None
+    y = Z.attention(q, k, v, causal=True, sinks=level)
+    expected = Z.attention(torch.cat([q.new_zeros(2, 3, 4, 6), q], 1), k, v, causal=True, sinks=level)[:, 3:]
+    testing.assert_close(y, expected)
+    dy = torch.randn_like(y)
+    wanted = torch.autograd.grad(expected, inputs, dy)
+    for got, right in zip(torch.autograd.grad(y, inputs, dy), wanted, strict=True):
+        testing.assert_close(got, right)
 
 
 def rotated_by_hand(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:

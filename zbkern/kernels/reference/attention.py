@@ -1,4 +1,5 @@
-"""The attention core in plain torch, one sequence at a time with all its scores in memory. Contract: spec.py."""
+"""The attention core in plain torch, one sequence at a time: with all its scores in memory, or by torch's flash kernel
+where that can run it. Contract: spec.py."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from zbkern.kernels.reference import cpu_attention
 from zbkern.kernels.spec import AttentionOptions
 
 
@@ -22,6 +24,11 @@ def attention_fwd(
 ) -> None:
     """y = softmax(scores) v; lse = log of the softmax's denominator. A query that sees no key gives 0."""
     for queries, keys in _sequences(options, q.shape[0]):
+        if cpu_attention.takes(q[queries], k[keys], v[keys], options):
+            y[queries] = 0
+            lse[:, queries] = float("-inf") if sinks is None else sinks.unsqueeze(1)
+            cpu_attention.attention_fwd(q[queries], k[keys], v[keys], options, y[queries], lse[:, queries])
+            continue
         scores, _ = _scores(q[queries], k[keys], options, lse.dtype)
         found = torch.logsumexp(scores, -1)
         if sinks is not None:
@@ -49,14 +56,18 @@ def attention_dgrad(
     groups = q.shape[1] // k.shape[1]
     for gradient in (dq, dk, dv):
         gradient.zero_()
+    if delta is not None:
+        delta.copy_((dy.to(lse.dtype) * y).sum(-1).T)
     for queries, keys in _sequences(options, q.shape[0]):
+        if cpu_attention.takes(q[queries], k[keys], v[keys], options):
+            asked, seen = [t[queries] for t in (dy, q, y, dq)], [t[keys] for t in (k, v, dk, dv)]
+            cpu_attention.attention_dgrad(asked, lse[:, queries], seen, options)
+            continue
         scores, slope = _scores(q[queries], k[keys], options, lse.dtype)
         p = _weights(scores, lse[:, queries].view(scores.shape[:-1]))
         above = _by_group(dy[queries], groups).to(lse.dtype)
         values, wide_keys = _by_group(v[keys], 1).to(lse.dtype), _by_group(k[keys], 1).to(lse.dtype)
         sums = (above * _by_group(y[queries], groups).to(lse.dtype)).sum(-1, keepdim=True)
-        if delta is not None:
-            delta[:, queries] = sums.flatten(0, 1).squeeze(-1)
         ds = p * (above @ values.mT - sums) * slope * options.scale
         dq[queries] = _as_tokens(ds @ wide_keys).to(dq.dtype)
         dk[keys] = (ds.mT @ _by_group(q[queries], groups).to(lse.dtype)).sum(1).transpose(0, 1).to(dk.dtype)

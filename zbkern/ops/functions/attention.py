@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zbkern.kernels import reference
+from zbkern.kernels.reference import cpu_attention
 from zbkern.kernels.reference.attention import attention_mask, ends_on_host, sink_gradient
 from zbkern.kernels.spec import AttentionOptions
 from zbkern.ops import autograd
@@ -60,8 +61,8 @@ def attention(
     name: str = "",
 ) -> Tensor:
     """Batched q [batch, tokens, heads, D] or packed q [T, heads, D]; options describe the packed form of either."""
-    if backend is reference and sinks is None:  # torch's own does not hold all scores
-        return attention_with_torch(q, k, v, options)
+    if backend is reference and sinks is None and not _joins_products(q, k, v, options):
+        return attention_with_torch(q, k, v, options)  # which does not hold all scores
     call = OpCall((sinks,), backend, name)
     if q.dim() == 4:
         packed = autograd.apply(Attention, call, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), options)
@@ -82,6 +83,15 @@ def attention_with_torch(
     ]
     beyond = q.new_zeros(q.shape[0] - ends[-1], q.shape[1], v.shape[2])
     return torch.cat([*found, beyond]) if len(beyond) or not found else torch.cat(found)
+
+
+def _joins_products(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
+    """Whether torch would read a mask from memory or copy keys for every head, and our reference would not."""
+    lengths = (options.queries, options.keys)
+    masked = options.causal and not any(isinstance(ends, Tensor) for ends in lengths) and lengths[0] != lengths[1]
+    grouped = q.shape[-2] != k.shape[-2]
+    q, k, v = (t.flatten(0, -3) for t in (q, k, v))
+    return (masked or grouped) and cpu_attention.takes(q, k, v, options)
 
 
 def _with_sinks_first(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
