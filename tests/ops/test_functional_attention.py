@@ -21,7 +21,7 @@ def by_formula(
     y = q.new_zeros(*q.shape[:2], v.shape[2])
     for (a, b), head in itertools.product(pairwise(ends), range(q.shape[1])):
         one = head * k.shape[1] // q.shape[1]
-        scores = q[a:b, head] @ k[a:b, one].T / q.shape[2] ** 0.5
+        scores = q[a:b, head] @ k[a:b, one].T * (q.shape[2] ** -0.5 if options.scale is None else options.scale)
         if options.softcap is not None:
             scores = options.softcap * (scores / options.softcap).tanh()
         place = torch.arange(b - a)
@@ -67,6 +67,12 @@ def check(causal: bool, options: Z.AttentionOptions, heads: int, sinks: bool, fo
 @pytest.mark.parametrize("form", ["batch", "packed"])
 def test_attention(heads: int, causal: bool, window: int | None, form: str) -> None:
     check(causal, Z.AttentionOptions(window), heads, False, form, 6)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_any_scale(heads: int, scale: float) -> None:
+    check(True, Z.AttentionOptions(scale=scale), heads, False, "batch", 6)
 
 
 @pytest.mark.parametrize("form", ["packed", "on the device"])

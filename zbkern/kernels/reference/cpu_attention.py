@@ -24,6 +24,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
         and q.dtype in (torch.float32, torch.float64)  # half precisions would be rounded before they are summed
         and options.window is None
         and options.softcap is None
+        and options.scale > 0  # it multiplies the -inf of its mask
         and v.shape[2] == q.shape[2]
         and (0 < queries <= keys if options.causal else min(queries, keys) > 0)
     )

@@ -102,6 +102,7 @@ def _one_shape(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: A
     if sinks is not None or options.softcap is not None:
         return _written_out(sinks, q, k, v, options)
     same = options.causal and options.window is None and q.shape[1] == k.shape[1]
+    same = same and options.scale > 0  # else torch's kernel for CPUs multiplies the -inf of its mask: nan
     mask = None if same else attention_mask(q.shape[1], k.shape[1], options, q.device)
     y = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(1, 2),
