@@ -1,4 +1,4 @@
-"""Random problems of the planner, and the costs that they were made from."""
+"""Random problems of the planner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zbkern.pipeline.planner.problem import Problem
 SHAPES = [(1, 1), (1, 2), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2), (2, 3), (3, 3), (2, 4)]  # ranks, chunks
 
 
-def random_problem(draw: random.Random, lengths: Sequence[int] = (1,), roomy: bool = False) -> tuple[Problem, Costs]:
+def random_problem(draw: random.Random, lengths: Sequence[int] = (1,), roomy: bool = False) -> Problem:
     """Any placement, equal or other chunks, split overheads, merged W, limits of every rank, both objectives.
 
     lengths: of the slices of a sequence; with several there is attention, and keys and values that stay. roomy: more
@@ -43,7 +43,7 @@ def random_problem(draw: random.Random, lengths: Sequence[int] = (1,), roomy: bo
     limit = [each * draw.choice(least) for each in need]
     makespan = draw.random() < 0.25
     if len(lengths) == 1:
-        return Problem.build(flat, owners, draw.choice([1, 2, 3, 4, 5, 7, 12]), limit, makespan), costs
+        return Problem.build(costs, owners, draw.choice([1, 2, 3, 4, 5, 7, 12]), limit, makespan)
     costs = replace(
         costs,
         attention_forward=[each * draw.choice([0, 0.7, 1]) for each in flat.forward],
@@ -52,4 +52,4 @@ def random_problem(draw: random.Random, lengths: Sequence[int] = (1,), roomy: bo
         overhead=draw.choice([0.0, 0.1]),
     )
     limit = [2 * each for each in limit]
-    return Problem.build(costs.per_chunk(n), owners, draw.choice([1, 2, 3, 5]), limit, makespan, lengths), costs
+    return Problem.build(costs, owners, draw.choice([1, 2, 3, 5]), limit, makespan, lengths)

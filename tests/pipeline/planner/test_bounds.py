@@ -41,7 +41,7 @@ def test_no_order_is_below_the_bound(count: int, sliced: bool) -> None:
     for seed in range(count):
         draw = random.Random(seed)
         lengths = [draw.choice([1, 1, 2, 5]) for _ in range(draw.choice([2, 3, 4]))] if sliced else [1]
-        given, _ = random_problem(draw, lengths)
+        given = random_problem(draw, lengths)
         bound, cost = cost_bound(given), good_order(given, draw).cost
         assert cost >= bound, seed
         reached += cost <= bound * (1 + 1e-9)

@@ -23,13 +23,8 @@ from zbkern.pipeline.planner.problem import (
 pytestmark = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 
 
-GIVEN: dict[Problem, Costs] = {}  # of problems with slices: the costs that they were made from
-
-
 def problem(seed: int, slices: tuple[int, ...]) -> Problem:
-    made, costs = random_problem(random.Random(seed), slices, roomy=True)
-    GIVEN[made] = costs
-    return made
+    return random_problem(random.Random(seed), slices, roomy=True)
 
 
 SLICES = [(1,), (1, 1), (5, 4, 3, 2)]
@@ -55,14 +50,14 @@ def test_rules_of_every_rank(seed: int, slices: tuple[int, ...]) -> None:
 
 def test_neighbouring_chunks_of_a_rank_that_follow_each_other_may_be_better() -> None:
     owners = (0, 1, 1, 0, 0, 1, 1, 0)
-    given = Problem.build(Costs(9, 9, 5, 4, 1.0, 1.0).per_chunk(8), owners, 3, [8.0] * 2, False)
+    given = Problem.build(Costs(9, 9, 5, 4, 1.0, 1.0), owners, 3, [8.0] * 2, False)
     tried = list(list_scheduler.rules(given))
     best = {}
     for follow in (False, True):
         some = [rule for rule in tried if rule.follow == follow]
         best[follow] = list_scheduler.best_rules(given, some, 1)[0][0] / given.time_scale
     assert round(best[True]) < round(best[False])
-    turn = Problem.build(Costs().per_chunk(4), (0, 1, 1, 0), 3, [8.0] * 2, False)
+    turn = Problem.build(Costs(), (0, 1, 1, 0), 3, [8.0] * 2, False)
     assert not any(rule.follow for rule in list_scheduler.rules(turn))
 
 
@@ -80,7 +75,7 @@ def check(given: Problem, found: Ordering) -> None:
     """Its cost is that of an independent run, at least the lower bound, and it is a valid schedule within the limit."""
     schedule = schedule_of(grouped(found), given, "found")
     if len(given.slices) > 1:
-        timeline = simulate(schedule, GIVEN[given])
+        timeline = simulate(schedule, given.costs)
         reached = (timeline.makespan if given.makespan else timeline.cost) * given.time_scale
         assert reached <= found.cost * (1 + 1e-9)
         assert given.saves or reached == pytest.approx(found.cost, rel=1e-9)
@@ -115,7 +110,7 @@ def test_annealing(seed: int, slices: tuple[int, ...]) -> None:
 
 
 def test_annealing_improves_a_poor_start() -> None:
-    given = Problem.build(Costs(2, 2, 1, 0.1).per_chunk(4), range(4), 8, [6.0] * 4, False)
+    given = Problem.build(Costs(2, 2, 1, 0.1), range(4), 8, [6.0] * 4, False)
     start = annealing.with_cost(given, serial_ordering(given, fuse=False))
     found = annealing.anneal(given, start, temperatures=temperatures(given), passes=2_000_000)
     assert found.cost < 0.6 * start.cost
@@ -127,9 +122,7 @@ def test_annealing_improves_a_poor_start() -> None:
 def test_building_blocks(seed: int, slices: tuple[int, ...]) -> None:
     given = problem(seed, slices)
     if len(slices) > 1:  # blocks hold parts of two sequences at once
-        roomy = replace(given, limit=tuple(4 * each for each in given.limit))
-        GIVEN[roomy] = GIVEN[given]
-        given = roomy
+        given = replace(given, limit=tuple(4 * each for each in given.limit))
     found = block_search.search_blocks(given, seed=seed, temperatures=temperatures(given), moves=60, fuse=seed % 4 == 3)
     if given.saves:  # which blocks do not weigh
         by_blocks, found = found.cost, annealing.with_cost(given, found)
@@ -148,9 +141,7 @@ def test_patterns(seed: int, slices: tuple[int, ...]) -> None:
     limit = [2 * stages * draw.uniform(1.2, 3)] * stages
     if len(slices) > 1:
         costs = replace(costs, attention_forward=[0.5 * each for each in costs.forward], carried=0.1)
-    flat = costs.per_chunk(2 * stages)
-    given = Problem.build(flat, down + down[::-1], microbatches, limit, seed % 4 == 3, slices)
-    GIVEN[given] = costs
+    given = Problem.build(costs, down + down[::-1], microbatches, limit, seed % 4 == 3, slices)
     found = [pattern_search.search_patterns(given, start) for start in list(pattern_search.zb_v_patterns(given))[::3]]
     orders, start = next(result for result in found if result is not None)
     options = {"seed": seed, "temperatures": temperatures(given), "moves": 100, "spread": seed % 3}
@@ -161,7 +152,7 @@ def test_patterns(seed: int, slices: tuple[int, ...]) -> None:
 
 
 def test_a_pattern_found_gives_its_orders_again() -> None:
-    given = Problem.build(Costs(92, 90, 46, 6).per_chunk(8), (0, 1, 2, 3, 3, 2, 1, 0), 8, [10.0] * 4, False)
+    given = Problem.build(Costs(92, 90, 46, 6), (0, 1, 2, 3, 3, 2, 1, 0), 8, [10.0] * 4, False)
     start = next(pattern_search.zb_v_patterns(given))
     found, pattern = pattern_search.search_patterns(given, start, temperatures=temperatures(given), moves=500)
     assert found.cost < pattern_search.search_patterns(given, start)[0].cost
@@ -171,7 +162,7 @@ def test_a_pattern_found_gives_its_orders_again() -> None:
 def test_a_pattern_fuses_a_backward_whose_weight_gradient_has_no_room() -> None:
     """ZB-V needs 1F1B's memory to the last byte, and there is none for a B that leaves more than it found."""
     costs = Costs(18.5, 18.1, 9.3, 0.6, 1.0, 1.15, split_overhead=1.0)
-    given = Problem.build(costs.per_chunk(16), (*range(8), *reversed(range(8))), 32, [16.0] * 8, False)
+    given = Problem.build(costs, (*range(8), *reversed(range(8))), 32, [16.0] * 8, False)
     found, _ = pattern_search.search_patterns(given, next(pattern_search.zb_v_patterns(given)))
     check(given, found)
     assert 0 < sum(found.fused) < len(found.fused)
@@ -179,7 +170,7 @@ def test_a_pattern_fuses_a_backward_whose_weight_gradient_has_no_room() -> None:
 
 
 def test_orders_that_cannot_run_are_refused() -> None:
-    given = Problem.build(Costs().per_chunk(2), (0, 1), 2, [2.0, 2.0], False)
+    given = Problem.build(Costs(), (0, 1), 2, [2.0, 2.0], False)
     orders = ordering_of(schedules.one_f_one_b(2, 2))
     stuck = Ordering(0, [list(reversed(row)) for row in orders.rows], orders.fused)
     with pytest.raises(ValueError, match="cannot run"):
@@ -191,6 +182,6 @@ def test_orders_that_cannot_run_are_refused() -> None:
 def test_orders_cost_what_the_simulator_says(make) -> None:
     costs = Costs(2, 1.5, 1, 0.25, merge_saving=0.25, split_overhead=0.5)
     schedule = make(4, 8)
-    given = Problem.build(costs.per_chunk(4), range(4), 8, [9.0] * 4, False)
+    given = Problem.build(costs, range(4), 8, [9.0] * 4, False)
     compiled = annealing.with_cost(given, ordering_of(schedule))
     assert compiled.cost / given.time_scale == pytest.approx(simulate(schedule, costs).cost, rel=1e-9)

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.problem import BACKWARD, FORWARD, WEIGHT, Ordering, Problem
-from zbkern.pipeline.schedules.dependencies import advance
+from zbkern.pipeline.planner.problem import Ordering, Problem, schedule_of
+from zbkern.pipeline.simulation.memory import static_of_ranks
+from zbkern.pipeline.simulation.simulator import simulate
 
 
 def anneal(
@@ -51,56 +51,18 @@ def measured(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[flo
     microbatches do not pass in order.
     """
     if native.core is None:
-        return _measured_here(problem, orders)
+        return _simulated(problem, orders)
     cost, peaks = native.core.measure(problem, orders.rows, orders.fused)
     return (replace(orders, cost=cost), peaks) if cost >= 0 else None
 
 
-def _measured_here(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[float]] | None:
+def _simulated(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[float]]:
     """The same without the compiled core, for orders of published schedules."""
-    chunks, microbatches, slices = problem.chunks, problem.microbatches, len(problem.slices)
-    clock, memory, peaks = ([0] * problem.ranks for _ in range(3))
-    begun: dict[int, int] = {}
-    ends: dict[int, int] = {}
-    previous = [-1] * problem.ranks
-    needs = partial(_input, problem)
-    for rank, number in advance(orders.rows, needs, lambda number: number):
-        kind, rest = divmod(number, chunks * microbatches)
-        chunk, place = divmod(rest, microbatches)
-        at, need = chunk * slices + place % slices, needs(number)
-        length, change = _length_and_change(problem, kind, at, bool(orders.fused[rest]))
-        if kind == WEIGHT and length and previous[rank] // microbatches == number // microbatches:
-            length -= 0 if orders.fused[previous[rank] % (chunks * microbatches)] else problem.merge_saving[at]
-        now = clock[rank]
-        if need is not None:
-            edge = (
-                (chunk - 1) * slices + place % slices if kind == FORWARD else (chunk + 1) * slices - 1 - place % slices
-            )
-            now = max(now, ends[need] + problem.communication[edge])
-        begun.setdefault(rank, 0 if problem.makespan else now)
-        clock[rank] = ends[number] = now + length
-        memory[rank] += change
-        peaks[rank], previous[rank] = max(peaks[rank], memory[rank]), number
-    if len(ends) < problem.passes:
-        return None
-    return replace(orders, cost=max(end - begun[rank] for rank, end in enumerate(clock))), tuple(peaks)
-
-
-def _input(problem: Problem, number: int) -> int | None:
-    """The pass of another chunk that a pass waits for."""
-    kind, chunk = divmod(number // problem.microbatches, problem.chunks)
-    step = {FORWARD: -1, BACKWARD: 1, WEIGHT: problem.chunks}[kind]
-    return number + step * problem.microbatches if 0 <= chunk + step < problem.chunks else None
-
-
-def _length_and_change(problem: Problem, kind: int, at: int, fused: bool) -> tuple[int, int]:
-    """How long a pass takes, and how much memory; at: its place among the costs."""
-    if kind == FORWARD:
-        return problem.forward[at], problem.activation[at]
-    if kind == BACKWARD:
-        held = 0 if fused else problem.held[at]
-        return (problem.fused if fused else problem.backward)[at], held - problem.freed[at]
-    return (0, 0) if fused else (problem.weight[at], -problem.held[at])
+    timeline = simulate(schedule_of(orders, problem, "published"), problem.costs)
+    static = static_of_ranks(problem.costs.per_chunk(problem.chunks), problem.placement)
+    cost = timeline.makespan if problem.makespan else timeline.cost
+    beside = [peak - always for peak, always in zip(timeline.peak_memory, static, strict=True)]
+    return replace(orders, cost=round(cost * problem.time_scale)), [each * problem.memory_scale for each in beside]
 
 
 def with_cost(problem: Problem, orders: Ordering) -> Ordering | None:

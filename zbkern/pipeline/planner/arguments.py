@@ -106,7 +106,7 @@ def problem_of(
     if given is not None:
         limits = [each - held for each, held in zip(given, static, strict=True)]
     _check_one_microbatch_fits(by_slice, owners, limits, static, costs.memory_unit)
-    return Problem.build(flat, owners, microbatches, limits, objective == "makespan", slices)
+    return Problem.build(costs, owners, microbatches, limits, objective == "makespan", slices)
 
 
 def chunks_per_rank(placement: str | Sequence[int] | None, stages: int) -> int:

@@ -9,7 +9,7 @@ costs differ by their place: the k-th F is of microbatch k, the k-th B and W tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ from zbkern.pipeline.planner import native
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.slices import order_of_backward
-from zbkern.pipeline.simulation.costs import ChunkCosts
+from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.memory import carried_change
 from zbkern.pipeline.simulation.slice_costs import slice_costs
 
@@ -35,7 +35,7 @@ class Problem:
 
     One unit of time here is 1 / time_scale of the costs'. microbatches: slices of all sequences. communication: [edges]
     [slices], 0 within a rank, from the first slice on. activation: memory that F takes; freed: what B frees of it, and
-    held what it leaves for W. limit: of each rank, beside what it holds all the time.
+    held what it leaves for W. limit: of each rank, beside what it holds all the time. costs: what it was made from.
     """
 
     ranks: int
@@ -55,11 +55,13 @@ class Problem:
     limit: tuple[int, ...]
     makespan: bool
     time_scale: float
+    memory_scale: float
+    costs: Costs = field(compare=False)
 
     @classmethod
     def build(
         cls,
-        costs: ChunkCosts,
+        costs: Costs,
         placement: Sequence[int],
         microbatches: int,
         limit: Sequence[float],
@@ -67,7 +69,8 @@ class Problem:
         slices: Sequence[int] = (1,),
     ) -> Problem:
         """microbatches: of whole sequences. limit: one number per rank, in the unit of `costs.activation`."""
-        by_slice, count, chunks = slice_costs(costs, slices), len(slices), range(len(placement))
+        count, chunks = len(slices), range(len(placement))
+        by_slice = slice_costs(costs.per_chunk(len(placement)), slices)
         backwards = by_slice[::-1]
         time_scale = _TIME_SCALE / serial if (serial := microbatches * sum(map(_serial, by_slice))) > 1e-200 else 1.0
         unlimited = most_memory(by_slice, microbatches)
@@ -105,6 +108,8 @@ class Problem:
             limit=memory([min(value, unlimited) * (1 + _SLACK) for value in limit]),
             makespan=makespan,
             time_scale=time_scale,
+            memory_scale=memory_scale,
+            costs=costs,
         )
 
     @property

@@ -6,14 +6,12 @@ A result is named (kind, chunk, microbatch), with kind "F" or "B"; "B" stands fo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 from zbkern.pipeline.schedules.actions import Action
 
 Result = tuple[str, int, int]
 _GIVING = ("F", "B", "BW")  # what other chunks wait for, and what waits for them
-T = TypeVar("T")
 
 
 def result(action: Action) -> Result | None:
@@ -38,28 +36,20 @@ def order_of_running(rows: Sequence[Sequence[Action]], chunks: int) -> Iterator[
 
     Ends early where ranks wait for each other. rows: the actions of each rank; chunks: of the whole pipeline.
     """
-    return advance(rows, lambda action: producer(action, chunks), result)
-
-
-def advance(
-    rows: Sequence[Sequence[T]], needs: Callable[[T], Hashable | None], gives: Callable[[T], Hashable | None]
-) -> Iterator[tuple[int, T]]:
-    """The same for rows of anything: needs(item) is the result that it waits for, if any, and gives(item) its own."""
-    done: set[Hashable | None] = {None}
-    waiting: dict[Hashable, list[int]] = {}
+    done: set[Result | None] = {None}
+    waiting: dict[Result | None, list[int]] = {}
     position = [0] * len(rows)
     runnable = deque(range(len(rows)))
     while runnable:
         rank = runnable.popleft()
-        row = rows[rank]
-        while position[rank] < len(row):
-            item = row[position[rank]]
-            need = needs(item)
+        while position[rank] < len(rows[rank]):
+            action = rows[rank][position[rank]]
+            need = producer(action, chunks)
             if need not in done:
                 waiting.setdefault(need, []).append(rank)
                 break
             position[rank] += 1
-            yield rank, item
-            given = gives(item)
+            yield rank, action
+            given = result(action)
             done.add(given)
             runnable.extend(waiting.pop(given, ()))

@@ -12,7 +12,7 @@ figures are then those of m n microbatches, with n - 1 more in memory. `one_f_on
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from zbkern.pipeline.schedules import building_blocks
@@ -21,6 +21,7 @@ from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.slices import late_backwards, slice_lengths
 
 Slices = int | Sequence[int]
+_Rows = Sequence[Sequence[Action]]  # the actions of every rank
 
 NAMES = (
     "gpipe",
@@ -43,22 +44,21 @@ MOST_PASSES = 10_000_000
 
 def gpipe(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """All forwards, then all backwards (arXiv 1811.06965). Memory m; bubble (p-1)(F+B+W)."""
-    microbatches, lengths = _counts("gpipe", stages, microbatches, slices)
-    return _in_slices(_one_chunk("gpipe", microbatches, [microbatches] * stages), lengths)
+
+    def rows(m: int) -> _Rows:
+        return [[Action(kind, rank, i) for kind in ("F", "BW") for i in range(m)] for rank in range(stages)]
+
+    return _made("gpipe", stages, microbatches, slices, rows)
 
 
 def one_f_one_b(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """1F1B: a backward as soon as one can run (arXiv 2006.09503). Memory p; bubble (p-1)(F+B+W)."""
-    microbatches, lengths = _counts("one_f_one_b", stages, microbatches, slices)
-    return _in_slices(_one_chunk("one_f_one_b", microbatches, [stages - rank for rank in range(stages)]), lengths)
+    return _made("one_f_one_b", stages, microbatches, slices, lambda m: _loop(stages, m, per_hop=1))
 
 
 def zb_h1(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """ZB-H1 (arXiv 2401.10241, section 2): 1F1B, W `rank` microbatches after B. Memory p; bubble (p-1)(F+B-W)."""
-    microbatches, lengths = _counts("zb_h1", stages, microbatches, slices)
-    return _in_slices(
-        _one_chunk("zb_h1", microbatches, [stages - rank for rank in range(stages)], lambda rank: rank), lengths
-    )
+    return _made("zb_h1", stages, microbatches, slices, lambda m: _loop(stages, m, per_hop=1, late=1))
 
 
 def zb_h2(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
@@ -66,9 +66,7 @@ def zb_h2(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
 
     With fewer than 2p-1 microbatches all forwards are warm-up, and there are more bubbles than the formula says.
     """
-    microbatches, lengths = _counts("zb_h2", stages, microbatches, slices)
-    ahead = [2 * (stages - rank) - 1 for rank in range(stages)]
-    return _in_slices(_one_chunk("zb_h2", microbatches, ahead, lambda rank: 2 * rank), lengths)
+    return _made("zb_h2", stages, microbatches, slices, lambda m: _loop(stages, m, per_hop=2, late=2))
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2, *, slices: Slices = 1) -> Schedule:
@@ -77,9 +75,9 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2, *, slices: Slic
     Microbatches go through in groups of p, all of a group through one chunk before the next chunk; when m is not a
     multiple of p, in m // p groups of nearly equal size. Memory (1 + (p-1)/(p chunks)) p for groups of p.
     """
-    microbatches, lengths = _counts("interleaved", stages, microbatches, slices, chunks)
-    rows = _interleaved(stages, microbatches, chunks, per_hop=2, weight_delay=None)
-    return _in_slices(_schedule(rows, _loop_placement(stages, chunks), microbatches, "interleaved"), lengths)
+    return _made(
+        "interleaved", stages, microbatches, slices, lambda m: _loop(stages, m, per_hop=2, chunks=chunks), chunks
+    )
 
 
 def interleaved_zero_bubble(stages: int, microbatches: int, chunks: int = 2, *, slices: Slices = 1) -> Schedule:
@@ -87,11 +85,11 @@ def interleaved_zero_bubble(stages: int, microbatches: int, chunks: int = 2, *, 
 
     Memory p; bubble (p-1)(F+B-W)/chunks when m is a multiple of p.
     """
-    microbatches, lengths = _counts("interleaved_zero_bubble", stages, microbatches, slices, chunks)
-    rows = _interleaved(stages, microbatches, chunks, per_hop=1, weight_delay=lambda rank: rank)
-    return _in_slices(
-        _schedule(rows, _loop_placement(stages, chunks), microbatches, "interleaved_zero_bubble"), lengths
-    )
+
+    def rows(m: int) -> _Rows:
+        return _loop(stages, m, per_hop=1, late=1, chunks=chunks)
+
+    return _made("interleaved_zero_bubble", stages, microbatches, slices, rows, chunks)
 
 
 def zb_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
@@ -99,8 +97,7 @@ def zb_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
 
     With fewer than 2p-1 microbatches it is the schedule for 2p-1 without the missing microbatches.
     """
-    microbatches, lengths = _counts("zb_v", stages, microbatches, slices)
-    return _in_slices(_v("zb_v", stages, microbatches, max(microbatches, 2 * stages - 1), _fill_zb_v), lengths)
+    return _made("zb_v", stages, microbatches, slices, lambda m: _v(stages, m, 2 * stages - 1, _fill_zb_v), v=True)
 
 
 def dualpipe_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
@@ -109,8 +106,9 @@ def dualpipe_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedul
     Each such pair stands as F then BW; an engine may overlap them. Memory p + 1/2; bubble (p-1)/2 if they are not
     overlapped. With fewer than 2p microbatches it is the schedule for 2p without the missing microbatches.
     """
-    microbatches, lengths = _counts("dualpipe_v", stages, microbatches, slices)
-    return _in_slices(_v("dualpipe_v", stages, microbatches, max(microbatches, 2 * stages), _fill_dualpipe_v), lengths)
+    return _made(
+        "dualpipe_v", stages, microbatches, slices, lambda m: _v(stages, m, 2 * stages, _fill_dualpipe_v), v=True
+    )
 
 
 def v_half(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
@@ -118,13 +116,16 @@ def v_half(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
 
     Made for F = B = W; with other costs there is some idle time in every microbatch.
     """
-    microbatches, lengths = _counts("v_half", stages, microbatches, slices)
-    shift = 3 if stages % 2 == 0 else 0
-    block = [
-        (2 * rank, 3 * stages - rank - 2, 3 * stages + shift + 2 * rank - 1, 6 * stages + shift - rank - 2)
-        for rank in range(stages)
-    ]
-    return _in_slices(_from_orders("v_half", building_blocks.split_order(block, microbatches), microbatches), lengths)
+
+    def rows(m: int) -> _Rows:
+        shift = 3 if stages % 2 == 0 else 0
+        block = [
+            (2 * rank, 3 * stages - rank - 2, 3 * stages + shift + 2 * rank - 1, 6 * stages + shift - rank - 2)
+            for rank in range(stages)
+        ]
+        return _chunks_in_a_v(building_blocks.split_order(block, m))
+
+    return _made("v_half", stages, microbatches, slices, rows, v=True)
 
 
 def v_min(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
@@ -132,32 +133,38 @@ def v_min(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
 
     Made for F = B = W; with other costs there is some idle time in every microbatch.
     """
-    microbatches, lengths = _counts("v_min", stages, microbatches, slices)
-    shift = 2 if stages % 3 == 0 else 0
-    block = [
-        (rank, 2 * stages - rank - 1, 2 * stages + shift + rank, 4 * stages + shift - rank - 1)
-        for rank in range(stages)
-    ]
-    return _in_slices(_from_orders("v_min", building_blocks.split_order(block, microbatches), microbatches), lengths)
+
+    def rows(m: int) -> _Rows:
+        shift = 2 if stages % 3 == 0 else 0
+        block = [
+            (rank, 2 * stages - rank - 1, 2 * stages + shift + rank, 4 * stages + shift - rank - 1)
+            for rank in range(stages)
+        ]
+        return _chunks_in_a_v(building_blocks.split_order(block, m))
+
+    return _made("v_min", stages, microbatches, slices, rows, v=True)
 
 
 def one_f_one_b_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """1F1B-V (arXiv 2405.15362): fused backward, two chunks per rank in a V. Memory about 2p/3, bubble about 2.5p."""
-    microbatches, lengths = _counts("one_f_one_b_v", stages, microbatches, slices)
-    block = [[rank, 2 * stages - rank - 1, 0, 0] for rank in range(stages)]
-    slot = 2 * stages + (3 if stages % 3 == 0 else 0)
-    steps = [(rank, 2) for rank in range(stages)] + [(rank, 3) for rank in reversed(range(stages))]
-    for count, (rank, each) in enumerate(steps, start=-(stages + 2) % 3 + 1):
-        block[rank][each] = slot
-        slot += 5 if count % 3 == 0 else 2
-    return _in_slices(
-        _from_orders("one_f_one_b_v", building_blocks.fused_order(block, microbatches), microbatches), lengths
-    )
+
+    def rows(m: int) -> _Rows:
+        block = [[rank, 2 * stages - rank - 1, 0, 0] for rank in range(stages)]
+        slot = 2 * stages + (3 if stages % 3 == 0 else 0)
+        steps = [(rank, 2) for rank in range(stages)] + [(rank, 3) for rank in reversed(range(stages))]
+        for count, (rank, each) in enumerate(steps, start=-(stages + 2) % 3 + 1):
+            block[rank][each] = slot
+            slot += 5 if count % 3 == 0 else 2
+        return _chunks_in_a_v(building_blocks.fused_order(block, m))
+
+    return _made("one_f_one_b_v", stages, microbatches, slices, rows, v=True)
 
 
-def _interleaved(
-    stages: int, microbatches: int, chunks: int, per_hop: int, weight_delay: Callable[[int], int] | None
-) -> list[list[Action]]:
+def _loop(stages: int, microbatches: int, per_hop: int, late: int | None = None, chunks: int = 1) -> _Rows:
+    """Rank r holds chunks r, r + p, ...: `per_hop` forwards more ahead of the backwards on each rank before the last.
+
+    late: W runs `late` times the rank backwards after its B; None for fused backwards.
+    """
     groups = _groups(stages, microbatches)
     largest = max(map(len, groups))
     rows = []
@@ -166,7 +173,7 @@ def _interleaved(
         forwards = [(chunk, microbatch) for group in groups for chunk in local for microbatch in group]
         backwards = [(chunk, microbatch) for group in groups for chunk in reversed(local) for microbatch in group]
         ahead = (chunks - 1) * largest + per_hop * (stages - 1 - rank) + 1
-        rows.append(_pairs(forwards, backwards, ahead, None if weight_delay is None else weight_delay(rank)))
+        rows.append(_pairs(forwards, backwards, ahead, None if late is None else late * rank))
     return rows
 
 
@@ -253,64 +260,46 @@ def _fill_dualpipe_v(row: _Row, rank: int, stages: int, microbatches: int) -> No
     row.repeat(rank + 1, "W")
 
 
-def _v(name: str, stages: int, microbatches: int, padded: int, fill: Callable[[_Row, int, int, int], None]) -> Schedule:
-    """Rank r holds chunks r and 2p-1-r; `fill` writes its row for `padded` microbatches, of which the first m stay."""
+def _v(stages: int, microbatches: int, least: int, fill: Callable[[_Row, int, int, int], None]) -> _Rows:
+    """Rank r holds chunks r and 2p-1-r; `fill` writes its row for `least` microbatches, of which the first m stay."""
     rows = []
     for rank in range(stages):
         row = _Row((rank, 2 * stages - 1 - rank))
-        fill(row, rank, stages, padded)
+        fill(row, rank, stages, max(microbatches, least))
         rows.append([action for action in row.actions if action.microbatch < microbatches])
-    return _schedule(rows, _v_placement(stages), microbatches, name)
+    return rows
 
 
-def _from_orders(name: str, orders: Sequence[Sequence[tuple[str, int, int]]], microbatches: int) -> Schedule:
-    stages = len(orders)
-    rows = [
-        [Action(kind, 2 * stages - 1 - rank if local else rank, microbatch) for kind, local, microbatch in order]
+def _chunks_in_a_v(orders: Sequence[Sequence[tuple[str, int, int]]]) -> _Rows:
+    """From (kind, 0 or 1 of a rank's chunks, microbatch)."""
+    last = 2 * len(orders) - 1
+    return [
+        [Action(kind, last - rank if second else rank, microbatch) for kind, second, microbatch in order]
         for rank, order in enumerate(orders)
     ]
-    return _schedule(rows, _v_placement(stages), microbatches, name)
 
 
-def _one_chunk(
-    name: str, microbatches: int, ahead: Sequence[int], weight_delay: Callable[[int], int] | None = None
+def _made(
+    name: str,
+    stages: int,
+    microbatches: int,
+    slices: Slices,
+    rows: Callable[[int], _Rows],
+    chunks: int = 1,
+    v: bool = False,
 ) -> Schedule:
-    """One chunk per rank: rank r starts ahead[r] forwards before its first backward."""
-    rows = []
-    for rank, count in enumerate(ahead):
-        passes = [(rank, microbatch) for microbatch in range(microbatches)]
-        rows.append(_pairs(passes, passes, count, None if weight_delay is None else weight_delay(rank)))
-    return _schedule(rows, range(len(ahead)), microbatches, name)
+    """The schedule of `rows`, which takes a number of microbatches: with slices one for slices - 1 more of them.
 
-
-def _schedule(rows: Iterable[Iterable[Action]], placement: Iterable[int], microbatches: int, name: str) -> Schedule:
-    """Not validated here, which takes longer than making it: whoever runs or simulates a schedule validates it."""
-    return Schedule(tuple(map(tuple, rows)), tuple(placement), microbatches, name)
-
-
-def _counts(name: str, stages: int, microbatches: int, slices: Slices, chunks: int = 1) -> tuple[int, tuple[int, ...]]:
-    """Checks sizes; the microbatches that a schedule must be made of before `_in_slices`, and the slices' lengths."""
+    Not validated here, which takes longer than making it: whoever runs or simulates a schedule validates it.
+    """
     lengths = slice_lengths(name, slices)
     check_counts(name, stages, microbatches, chunks, len(lengths))
-    return (microbatches + 1) * len(lengths) - 1, lengths
-
-
-def _in_slices(schedule: Schedule, lengths: tuple[int, ...]) -> Schedule:
-    """The schedule whose microbatches are slices, from one of n - 1 more microbatches."""
-    count = len(lengths)
-    if count == 1:
-        return schedule
-    microbatches = schedule.microbatches - count + 1
-    rows = tuple(tuple(late_backwards(row, microbatches, count)) for row in schedule.actions)
-    return Schedule(rows, schedule.placement, microbatches, schedule.name, lengths)
-
-
-def _loop_placement(stages: int, chunks: int) -> list[int]:
-    return [chunk % stages for chunk in range(stages * chunks)]
-
-
-def _v_placement(stages: int) -> list[int]:
-    return [*range(stages), *reversed(range(stages))]
+    count, more = microbatches * len(lengths), len(lengths) - 1
+    made = rows(count + more)
+    if more:
+        made = [late_backwards(row, count, len(lengths)) for row in made]
+    placement = [*range(stages), *reversed(range(stages))] if v else [*range(stages)] * chunks
+    return Schedule(tuple(map(tuple, made)), tuple(placement), count, name, lengths if more else (1,))
 
 
 def check_counts(name: str, stages: int, microbatches: int, chunks: int = 1, slices: int = 1) -> None:
