@@ -1,9 +1,10 @@
 """Builds what can be built here; everything else about the package is in pyproject.toml.
 
 The package works with nothing compiled. Where a C++ compiler is found, the planner's search is compiled, without which
-plans are only constructed; where nvcc is found, the CUDA kernels are. A compile that fails is an error. The
-environment variable ZBKERN_BUILD decides: "auto" (the default) builds what this machine has compilers for, "cpu" all
-but the CUDA kernels, "cuda" insists on them, "off" builds nothing. build_tools/decision.py is the decision.
+plans are only constructed, and on Linux the launcher of Triton kernels; where nvcc is found, the CUDA kernels are. A
+compile that fails is an error. The environment variable ZBKERN_BUILD decides: "auto" (the default) builds what this
+machine has compilers for, "cpu" all but the CUDA kernels, "cuda" insists on them, "off" builds nothing.
+build_tools/decision.py is the decision.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def extension(part: str, platform: str) -> Extension:
         depends=headers,
         include_dirs=["csrc", pybind11.get_include()],
         extra_compile_args=flags,
+        libraries=["dl"] if part == "launcher" else [],
         language="c++",
     )
 

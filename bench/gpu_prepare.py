@@ -1,11 +1,13 @@
 """What a session on a GPU need not compile: Triton's cache, filled on a machine without one (bench/gpu_session.py).
 
-FOLDER/triton is the cache: kernels, and the C part of their launches. FOLDER/extension has the CUDA extension, where it
-is built here (`make cuda`). FOLDER/prepared.json says for which GPU and by which Triton: another compiles anew.
+FOLDER/triton is the cache: kernels, and the C part of their launches. FOLDER/extension has what is built here of the
+launcher and the CUDA extension (`make cuda`). FOLDER/prepared.json says for which GPU and by which Triton: another
+compiles anew.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -38,14 +40,13 @@ def prepare(folder: Path, capability: int, only: str, rows: Sequence[str]) -> in
         count = compilers.compile((run for _, run in found), work=compile_with_launcher)
         problems = compilers.problems + [f"{name}: {error}" for name, run in found if (error := _error_of(run))]
     (folder / "prepared.json").write_text(json.dumps({"capability": capability, "triton": _triton_key()}) + "\n")
-    built = _built()
-    if built is not None:
-        (folder / "extension").mkdir(exist_ok=True)
-        shutil.copy2(built, folder / "extension")
+    (folder / "extension").mkdir(exist_ok=True)
+    for path in (built := _built()):
+        shutil.copy2(path, folder / "extension")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print("\n".join(problems), end="\n" if problems else "")
-    extension = "no CUDA extension, which is not built here" if built is None else built.name
-    print(f"{count} kernels and {extension}: {size / 2**20:.1f} MiB in {folder}")
+    extensions = " and ".join(path.name for path in built) or "no extension, as none is built here"
+    print(f"{count} kernels and {extensions}: {size / 2**20:.1f} MiB in {folder}")
     return 1 if problems else 0
 
 
@@ -85,8 +86,8 @@ def compile_with_launcher(job: Any) -> None:
 
 
 def adopt(folder: Path, package: Path = ROOT / "zbkern") -> str:
-    """Makes Triton's cache there that of the programs that this one starts, and puts the extension where a build would
-    put it; says what becomes of both. Triton wrote down where its cache was, which may have moved."""
+    """Makes Triton's cache there that of the programs that this one starts, and puts extensions where a build would put
+    them; says what becomes of both. Triton wrote down where its cache was, which may have moved."""
     cache = (folder / "triton").resolve()
     for group in cache.glob("*/__grp__*.json"):
         names = json.loads(group.read_text())["child_paths"]
@@ -94,10 +95,11 @@ def adopt(folder: Path, package: Path = ROOT / "zbkern") -> str:
     os.environ["TRITON_CACHE_DIR"] = str(cache)
     made = json.loads((folder / "prepared.json").read_text())
     fits = "taken" if made["triton"] == _triton_key() else "not used: another Triton, or one built for another Python"
-    extensions = list((folder / "extension").glob("_cuda*.so"))
+    extensions = sorted((folder / "extension").glob("_*.so"))
     for path in extensions:
         shutil.copy2(path, package / path.name)
-    return f"kernels for {made['capability']}: {fits}; CUDA extension: {'taken' if extensions else 'there is none'}"
+    taken = ", ".join(path.name.partition(".")[0] for path in extensions) or "none"
+    return f"kernels for {made['capability']}: {fits}; extensions: {taken}"
 
 
 def why_no_gpu() -> str | None:
@@ -125,8 +127,7 @@ def _triton_key() -> str:
     return cache.triton_key()
 
 
-def _built() -> Path | None:
-    """The extension that is built here for this Python."""
-    from zbkern.kernels.cuda import wgrad
-
-    return None if wgrad._cuda is None else Path(wgrad._cuda.__file__)
+def _built() -> list[Path]:
+    """The extensions that are built here for this Python."""
+    found = (importlib.util.find_spec(f"zbkern.{name}") for name in ("_launcher", "_cuda"))
+    return [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]

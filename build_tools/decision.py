@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MODES = ("auto", "cpu", "cuda", "off")
-PARTS = ("planner", "cuda")
+PARTS = ("planner", "launcher", "cuda")
 
 OLDEST_CUDA = (12, 1)  # whose kernels take more than 4 KB of parameters
 CAPABILITY = "9.0"  # what the CUDA kernels are written for: H100, H200 and their kin
@@ -53,10 +53,11 @@ def decide(machine: Machine) -> Decision:
     reason = why_no_cuda(machine)
     if mode == "cuda" and reason is not None:
         raise ValueError(f"ZBKERN_BUILD=cuda: {reason}; or build without the CUDA kernels: ZBKERN_BUILD=cpu")
-    planner = ("planner",) if machine.compiler is not None else ()
+    linux = machine.platform.startswith("linux")
+    host = () if machine.compiler is None else ("planner", "launcher") if linux else ("planner",)
     useful = not machine.visible or CAPABILITY in machine.visible  # where no GPU is visible, for another machine
     builds_cuda = mode == "cuda" or (mode == "auto" and reason is None and useful)
-    return Decision((*planner, "cuda") if builds_cuda else planner, jobs_at_a_time(machine.environment, machine.cores))
+    return Decision((*host, "cuda") if builds_cuda else host, jobs_at_a_time(machine.environment, machine.cores))
 
 
 def why_no_cuda(machine: Machine) -> str | None:

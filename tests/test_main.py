@@ -44,12 +44,18 @@ def test_info_says_what_of_the_cuda_kernels_was_built_and_why_not_more(
     assert "built with CUDA 13.1 and CUTLASS 4.2.0 for compute capability 9.0" in "\n".join(info.lines())
 
 
-def test_info_says_whether_the_planner_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zbkern._planner", SimpleNamespace())
-    assert "planner         compiled" in info.lines()
-    monkeypatch.setitem(sys.modules, "zbkern._planner", None)
-    without = "the best published schedule is the plan: install a C++ compiler, then install zbkern again"
-    assert without in "\n".join(info.lines())
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [
+        ("planner", "the best published schedule is the plan"),
+        ("launcher", "each launch of a Triton kernel takes the host tens of microseconds"),
+    ],
+)
+def test_info_says_what_is_compiled(name: str, without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, f"zbkern._{name}", SimpleNamespace())
+    assert f"{name:<15} compiled" in info.lines()
+    monkeypatch.setitem(sys.modules, f"zbkern._{name}", None)
+    assert f"{without}: install a C++ compiler, then install zbkern again" in "\n".join(info.lines())
 
 
 def test_info_without_torch_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

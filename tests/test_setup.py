@@ -36,14 +36,14 @@ def executable(path: Path, text: str = "#!/bin/sh\n") -> str:
 @pytest.mark.parametrize(
     ("mode", "compiler", "nvcc", "parts"),
     [
-        (None, GCC, None, ("planner",)),
-        (None, GCC, NVCC, ("planner", "cuda")),
+        (None, GCC, None, ("planner", "launcher")),
+        (None, GCC, NVCC, ("planner", "launcher", "cuda")),
         (None, None, None, ()),
         (None, None, NVCC, ()),  # nvcc needs a C++ compiler
-        ("auto", GCC, NVCC, ("planner", "cuda")),
-        ("cpu", GCC, NVCC, ("planner",)),
+        ("auto", GCC, NVCC, ("planner", "launcher", "cuda")),
+        ("cpu", GCC, NVCC, ("planner", "launcher")),
         ("cpu", None, NVCC, ()),
-        ("cuda", GCC, NVCC, ("planner", "cuda")),
+        ("cuda", GCC, NVCC, ("planner", "launcher", "cuda")),
         ("off", GCC, NVCC, ()),
         ("off", None, None, ()),
     ],
@@ -53,6 +53,10 @@ def test_builds_what_there_is_a_compiler_for(
 ) -> None:
     environment = {} if mode is None else {"ZBKERN_BUILD": mode}
     assert decide(Machine(environment, compiler, nvcc)).parts == parts
+
+
+def test_the_launcher_is_for_linux() -> None:
+    assert decide(Machine({}, GCC, None, platform="win32")).parts == ("planner",)
 
 
 @pytest.mark.parametrize("mode", ["", "on", "AUTO"])
@@ -89,7 +93,7 @@ def test_cuda_kernels_are_built_for_a_gpu_that_runs_them(visible: tuple[str, ...
 
 
 def test_number_of_jobs() -> None:
-    assert decide(Machine({}, GCC, NVCC, cores=6)) == Decision(("planner", "cuda"), 6)
+    assert decide(Machine({}, GCC, NVCC, cores=6)) == Decision(("planner", "launcher", "cuda"), 6)
     assert decide(Machine({"MAX_JOBS": "2"}, GCC, NVCC, cores=6)).jobs == 2
     for wrong in ("0", "-1", "many"):
         with pytest.raises(ValueError, match="MAX_JOBS must be a positive number"):

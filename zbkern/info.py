@@ -25,6 +25,7 @@ def lines() -> list[str]:
     for package, how in _GET.items():
         found.append(_row(package, _version(package) or f"not installed: {how}"))
     found.append(_row("planner", _planner()))
+    found.append(_row("launcher", _launcher()))
     found.append(_row("CUDA kernels", _cuda_kernels()))
     if importlib.util.find_spec("torch") is None:
         return [*found, "", "Schedules, their simulation and their pictures work now; layers and pipelines need torch."]
@@ -80,11 +81,19 @@ def _ops() -> list[str]:
 
 
 def _planner() -> str:
-    """Whether its search was compiled: `pip install` does where it finds a C++ compiler."""
+    return _compiled("_planner", "the best published schedule is the plan")
+
+
+def _launcher() -> str:
+    return _compiled("_launcher", "each launch of a Triton kernel takes the host tens of microseconds")
+
+
+def _compiled(module: str, without: str) -> str:
+    """Whether it was: `pip install` does where it finds a C++ compiler."""
     try:
-        importlib.import_module("zbkern._planner")
+        importlib.import_module(f"zbkern.{module}")
     except ImportError:
-        return "the best published schedule is the plan: install a C++ compiler, then install zbkern again"
+        return f"{without}: install a C++ compiler, then install zbkern again"
     return "compiled"
 
 

@@ -1,85 +1,56 @@
-"""Calls whose operands lie in memory as those of an earlier call did: its launches again.
+"""Calls whose operands lie in memory as those of an earlier call did: its launches again, at other addresses.
 
-What a W's Python works out (layouts, the tile, the grid, what is a descriptor) follows from the shapes, strides and
-dtypes of its operands and from where they begin modulo 16 bytes: operands at new addresses get new descriptors only.
-Where the addresses are known, too, as in a loop over static microbatches, a call is a lookup and the launch. No tensor
-is kept: whatever lies at an address with that layout now is what the call is about.
+What a W's Python works out (layouts, the tile, the grid, what is a descriptor), and Triton's Python for each launch,
+follows from the shapes, strides and dtypes of its operands and from where they begin modulo 16 bytes. It is worked out
+once; from then on a call is a lookup, and csrc/launcher_bindings.cpp puts the addresses into the parameters and
+launches. No tensor is kept. Where that extension is not built, where a profiler listens to Triton's launches, and where
+kernels are interpreted, every call is worked out anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import random
+import struct
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
+import torch
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from zbkern.kernels.triton.common import Launch, recorded, recording
-from zbkern.kernels.triton.direct import Direct, direct, hooked, launch_all
-from zbkern.kernels.triton.matmul_tile import described, precision
+from zbkern.kernels.triton.common import INTERPRETED, Launch, recorded, recording
+from zbkern.kernels.triton.matmul_tile import precision
 
-_UNKNOWN: Any = object()
-_Value = TypeVar("_Value")
+try:
+    from zbkern import _launcher
+except ImportError:
+    _launcher = None
+if INTERPRETED:
+    _launcher = None
 
+_PACKED = {"i1": "<?", "u1": "<?", "i32": "<i", "i64": "<q", "fp32": "<f"}
+"""How Triton's types of numbers are passed."""
 
-class _Template(NamedTuple):
-    """A launch without its tensors. pointers: (argument, operand). descriptors: (argument, operand, shape, strides,
-    block)."""
+_MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9, torch.float8_e4m3fn: 0}
+"""CUtensorMapDataType; FP8 is copied as bytes."""
 
-    launch: Launch
-    pointers: list[tuple[int, int]]
-    descriptors: list[tuple[int, int, list[int], list[int], list[int]]]
-
-    def again(self, operands: Sequence[Tensor]) -> None:
-        self.launch._replace(arguments=self._filled(operands, operands)).again()
-
-    def direct(self, operands: Sequence[Tensor], addresses: Sequence[int]) -> Direct | None:
-        if self.launch.compiled is None:
-            return None
-        return direct(self.launch.compiled, self.launch.grid, self._filled(operands, addresses), self.launch.constants)
-
-    def _filled(self, operands: Sequence[Tensor], pointers: Sequence[Tensor] | Sequence[int]) -> list[Any]:
-        arguments = list(self.launch.arguments)
-        for place, operand in self.pointers:
-            arguments[place] = pointers[operand]
-        for place, operand, *layout in self.descriptors:
-            arguments[place] = described(operands[operand], *layout)
-        return arguments
-
-
-class _Bounded(dict[Hashable, _Value], Generic[_Value]):
-    """At most so many; then any of them makes room. Microbatches come round and round: were it the oldest, or the one
-    that was not asked for the longest, each would go just before its turn."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._order: list[Hashable] = []
-        self._random = random.Random(0)  # not the program's, whose numbers are its own
-
-    def keep(self, key: Hashable, value: _Value) -> None:
-        if key not in self:
-            if len(self._order) < self._size:
-                self._order.append(key)
-            else:
-                place = self._random.randrange(self._size)
-                self.pop(self._order[place], None)
-                self._order[place] = key
-        self[key] = value
-
-    def clear(self) -> None:
-        super().clear()
-        self._order.clear()
+_SCRATCH = [struct.pack("<q", 0)] * 2
+"""The last two parameters of every kernel: addresses of memory that it asks for, none here."""
 
 
 class Replay:
-    """The launches of calls: of at most so many ways in which operands lie, at most so many sets of addresses."""
+    """The launches of calls, in so many ways in which operands lie at most; then any of them makes room. (Microbatches
+    come round and round: were it the oldest, each would go just before its turn.)"""
 
-    def __init__(self, layouts: int = 1024, addresses: int = 4096) -> None:
-        self._templates: _Bounded[list[_Template] | None] = _Bounded(layouts)
-        self._direct: _Bounded[list[Direct]] = _Bounded(addresses)
+    def __init__(self, layouts: int = 1024) -> None:
+        self._most = layouts
+        self._known: dict[Hashable, list[Any]] = {}  # _launcher.Launches, by where operands begin
+        self._random = random.Random(0)  # not the program's, whose numbers are its own
         self._paused = 0
 
     def run(self, call: Callable[[], None], operands: Sequence[Any], options: Hashable) -> None:
@@ -90,36 +61,42 @@ class Replay:
         operand is empty or it allocates (a copy of an operand, say): launches on other memory than the operands' are
         not repeated.
         """
-        if self._paused or recording():  # or a part of a call that is
+        if self._paused or _launcher is None or recording() or _hooked():  # recording: or a part of a call that is
             return call()
         device = operands[0].get_device()
-        where: list[Any] = [options, device]
+        layout: list[Any] = [options, device]
+        addresses: list[int] = []
         for operand in operands:  # in one pass: this is most of what a call costs
-            where += (0,) if operand is None else (operand.data_ptr(), operand.dtype, operand.shape, operand.stride())
-        here = tuple(where)
-        launches = self._direct.get(here)
-        if launches is not None and not hooked():
-            return launch_all(launches, device)
-        addresses = [0 if operand is None else operand.data_ptr() for operand in operands]
-        layouts = [None if t is None else (t.dtype, t.shape, t.stride()) for t in operands]
-        # which operands begin at one address is what arguments are told apart by
-        layout = options, device, *[address % 16 for address in addresses], *map(addresses.index, addresses), *layouts
-        templates = self._templates.get(layout, _UNKNOWN)
-        if templates is _UNKNOWN:
-            with recorded() as made:
-                call()
-            if made and all(operand is None or operand.numel() for operand in operands):
-                self._templates.keep(layout, _templates(made, operands))
+            if operand is None:
+                layout.append(None)
+                addresses.append(0)
+            else:
+                layout += (operand.dtype, operand.shape, operand.stride())
+                addresses.append(operand.data_ptr())
+        key = tuple(layout)
+        found = self._known.get(key)
+        if found is not None and _run_any(found, device, addresses):
             return None
-        if templates is None:
-            return call()
-        launches = None if hooked() else [template.direct(operands, addresses) for template in templates]
-        if launches is None or None in launches:
-            for template in templates:
-                template.again(operands)
-            return None
-        self._direct.keep(here, launches)
-        return launch_all(launches, device)
+        with recorded() as made:
+            call()
+        if made and all(operand is None or operand.numel() for operand in operands):
+            self._keep(key, made, operands, addresses)
+        return None
+
+    def _keep(
+        self, key: Hashable, made: Sequence[Launch], operands: Sequence[Tensor | None], addresses: list[int]
+    ) -> None:
+        try:
+            launches = [_parameterised(launch, operands) for launch in made]
+            if None in launches:
+                return
+            found = _launcher.Launches(launches, addresses)
+        except (AttributeError, KeyError, RuntimeError) as error:  # of a Triton that does this in another way
+            _warn(f"launches go through Triton's Python, slowly: {type(error).__name__}: {error}")
+            return
+        if key not in self._known and len(self._known) >= self._most:
+            del self._known[self._random.choice(list(self._known))]
+        self._known.setdefault(key, []).append(found)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -132,31 +109,65 @@ class Replay:
             self._paused -= 1
 
     def forget(self) -> None:
-        self._templates.clear()
-        self._direct.clear()
+        self._known.clear()
 
 
-def _templates(launches: Sequence[Launch], operands: Sequence[Tensor | None]) -> list[_Template] | None:
-    """None where a launch takes other memory than the operands'."""
+def _run_any(found: Sequence[Any], device: int, addresses: Sequence[int]) -> bool:
+    """Whether one of them is of operands that begin as these do; it is then launched, on the device's stream."""
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _run_any(found, device, addresses)
+    stream = driver.active.get_current_stream(device)
+    return any(launches.run(stream, addresses) for launches in found)
+
+
+def _parameterised(launch: Launch, operands: Sequence[Tensor | None]) -> tuple | None:
+    """What _launcher.Launches takes of a launch; None where it takes other memory than the operands', or where each
+    launch needs some of its own."""
+    compiled = launch.compiled
+    metadata = compiled.metadata
+    if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
+        return None
     places = {(tensor.data_ptr(), tensor.dtype): i for i, tensor in enumerate(operands) if tensor is not None}
-    found = []
-    for launch in launches:
-        arguments, pointers, descriptors = list(launch.arguments), [], []
-        for place, argument in enumerate(launch.arguments):
-            base = argument.base if isinstance(argument, TensorDescriptor) else argument
-            if not isinstance(base, Tensor):
-                continue
-            operand = places.get((base.data_ptr(), base.dtype))
-            if operand is None:
-                return None
-            arguments[place] = None
-            if base is argument:
-                pointers.append((place, operand))
-            else:
-                descriptors.append((place, operand, argument.shape, argument.strides, argument.block_shape))
-        template = launch._replace(arguments=arguments)
-        found.append(_Template(template, pointers, descriptors))
-    return found
+    swizzles = iter(getattr(metadata, "tensordesc_meta", None) or ())
+    parameters: list[Any] = []
+    for argument, kind in zip(launch.arguments, compiled.src.signature.values(), strict=False):
+        if kind == "constexpr":
+            continue
+        described = isinstance(argument, TensorDescriptor)
+        base = argument.base if described else argument
+        operand = places.get((base.data_ptr(), base.dtype)) if isinstance(base, Tensor) else None
+        if isinstance(base, Tensor) and operand is None:
+            return None
+        if described:
+            parameters += _descriptor(argument, operand, next(swizzles))
+        elif operand is not None:
+            parameters.append(operand)
+        else:
+            parameters.append(struct.pack(_PACKED[kind], argument))
+    threads = metadata.num_warps * metadata.target.warp_size
+    return compiled.function, launch.grid, threads, metadata.shared, parameters + _SCRATCH
+
+
+def _descriptor(argument: TensorDescriptor, operand: int | None, compiled: Any) -> Iterator[Any]:
+    """The parameters that one becomes: what copies take, and once more its shape and strides."""
+    size, shape, strides = argument.base.element_size(), argument.shape, argument.strides
+    box = compiled["block_size"]
+    steps = [size * stride for stride in strides[-2::-1]]
+    yield operand, _MAP_TYPES[argument.base.dtype], compiled["swizzle"], shape[::-1], steps, box[::-1]
+    yield from (struct.pack("<i", length) for length in shape)
+    yield from (struct.pack("<q", stride) for stride in strides)
+
+
+def _hooked() -> bool:
+    """Whether a profiler wants to hear of every launch."""
+    hook = knobs.runtime.launch_enter_hook
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    logging.getLogger("zbkern").warning(text)
 
 
 replay = Replay()
