@@ -35,7 +35,9 @@ SLICES = [(1,), (1, 1), (5, 4, 3, 2)]
 def test_rules_of_every_rank(seed: int, slices: tuple[int, ...]) -> None:
     given = problem(seed, slices)
     made = [
-        (rule, orders) for rule in list_scheduler.rules(given) if (orders := list_scheduler.list_schedule(given, rule))
+        (rule, orders)
+        for rule in list_scheduler.rules_to_try(given)
+        if (orders := list_scheduler.list_schedule(given, rule))
     ]
     for _, orders in random.Random(seed).sample(made, min(20, len(made))):
         check(given, annealing.with_cost(given, orders))
@@ -51,14 +53,14 @@ def test_rules_of_every_rank(seed: int, slices: tuple[int, ...]) -> None:
 def test_neighbouring_chunks_of_a_rank_that_follow_each_other_may_be_better() -> None:
     owners = (0, 1, 1, 0, 0, 1, 1, 0)
     given = Problem.build(Costs(9, 9, 5, 4, 1.0, 1.0), owners, 3, [8.0] * 2, False)
-    tried = list(list_scheduler.rules(given))
+    tried = list(list_scheduler.rules_to_try(given))
     best = {}
     for follow in (False, True):
         some = [rule for rule in tried if rule.follow == follow]
         best[follow] = list_scheduler.best_rules(given, some, 1)[0][0] / given.time_scale
     assert round(best[True]) < round(best[False])
     turn = Problem.build(Costs(), (0, 1, 1, 0), 3, [8.0] * 2, False)
-    assert not any(rule.follow for rule in list_scheduler.rules(turn))
+    assert not any(rule.follow for rule in list_scheduler.rules_to_try(turn))
 
 
 def exact_costs(given: Problem) -> Costs:
@@ -100,7 +102,7 @@ def test_annealing(seed: int, slices: tuple[int, ...]) -> None:
     given = problem(seed, slices)
     start = next(
         orders
-        for orders in (list_scheduler.list_schedule(given, rule) for rule in list_scheduler.rules(given))
+        for orders in (list_scheduler.list_schedule(given, rule) for rule in list_scheduler.rules_to_try(given))
         if orders
     )
     start = annealing.with_cost(given, start)

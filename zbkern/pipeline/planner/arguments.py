@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.planner.problem import Problem, freed_memory, most_memory, taken_memory
-from zbkern.pipeline.planner.slicing import Slices, check_slices
+from zbkern.pipeline.planner.slicing import Slices, check_slices, slices_to_try
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import amount
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
@@ -63,27 +64,60 @@ class PlanOptions:
             raise ValueError(f"PlanOptions: time_limit must be at least 0; got {limit}")
 
 
-def check_plan(
-    costs: Costs | ModelCosts,
-    stages: int,
-    microbatches: int,
-    chunks: int | None,
-    placement: object,
-    effort: int,
-    slices: Slices = 1,
-) -> None:
-    """Raises TypeError or ValueError for what `plan` cannot use."""
-    if not isinstance(costs, (Costs, ModelCosts)):
-        raise TypeError(f"plan: costs must be a zbkern.pipeline.Costs or ModelCosts; got {type(costs).__name__}")
-    if placement is not None and not isinstance(placement, Sequence):
-        raise TypeError(
-            f"plan: placement must be one of {PLACEMENTS} or a list with the rank of every chunk; got "
-            f"{type(placement).__name__} {placement!r}"
-        )
-    check_slices(slices)
-    count = slices if isinstance(slices, int) else 1 if isinstance(slices, str) else len(slices)
-    schedules.check_counts("plan", stages, microbatches, 1 if chunks is None else chunks, count)
-    _check_count("plan: effort", effort)
+@dataclass(frozen=True)
+class Request:
+    """What `plan` is asked for; see there. Raises TypeError or ValueError for what it cannot use."""
+
+    costs: Costs | ModelCosts
+    stages: int
+    microbatches: int
+    chunks: int | None
+    placement: str | Sequence[int] | None
+    memory_limit: Limit
+    effort: int
+    slices: Slices
+    options: PlanOptions
+
+    def __post_init__(self) -> None:
+        costs, placement, slices = self.costs, self.placement, self.slices
+        if not isinstance(costs, (Costs, ModelCosts)):
+            raise TypeError(f"plan: costs must be a zbkern.pipeline.Costs or ModelCosts; got {type(costs).__name__}")
+        if placement is not None and not isinstance(placement, Sequence):
+            raise TypeError(
+                f"plan: placement must be one of {PLACEMENTS} or a list with the rank of every chunk; got "
+                f"{type(placement).__name__} {placement!r}"
+            )
+        check_slices(slices)
+        count = slices if isinstance(slices, int) else 1 if isinstance(slices, str) else len(slices)
+        chunks = 1 if self.chunks is None else self.chunks
+        schedules.check_counts("plan", self.stages, self.microbatches, chunks, count)
+        _check_count("plan: effort", self.effort)
+        if self.options.partition is not None and not isinstance(costs, ModelCosts):
+            raise TypeError("plan: partition divides layers: give ModelCosts with it, or Costs without")
+
+    @property
+    def limits(self) -> list[float] | None:
+        """The memory limit of every rank; None for none."""
+        return None if self.memory_limit is None else limits_of("plan", self.memory_limit, self.stages)
+
+    def slices_to_try(self) -> list[tuple[int, ...]]:
+        """Lengths of slices, whole sequences among them where the number is to be chosen."""
+        costs = self.costs
+        if isinstance(costs, ModelCosts):
+            whole = replace(costs, latency=0.0, bandwidth=math.inf).chunk_costs([0]).per_chunk(1)
+        else:
+            whole = costs.per_chunk(self.stages * self.chunks_per_rank)
+        unit = self.options.slice_tokens
+        return slices_to_try(self.slices, whole, costs.tokens, unit, self.stages, self.microbatches)
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """As given, or as many as a placement that is spelt out has, else one."""
+        return chunks_per_rank(self.placement, self.stages) if self.chunks is None else self.chunks
+
+    def problem(self, costs: Costs, owners: Sequence[int], slices: Sequence[int]) -> Problem:
+        """That of chunks with these costs on the ranks of `owners`. Raises ScheduleError when nothing fits."""
+        return problem_of(costs, owners, self.microbatches, self.memory_limit, self.options.objective, slices)
 
 
 def _check_count(what: str, count: int, least: int = 0) -> None:
@@ -101,7 +135,7 @@ def problem_of(
     by_slice = slice_costs(flat, slices)
     unlimited = most_memory(by_slice, microbatches)
     static = static_of_ranks(flat, owners)
-    given = rank_limits(limit, len(static))
+    given = None if limit is None else limits_of("plan", limit, len(static))
     limits = [unlimited] * len(static)
     if given is not None:
         limits = [each - held for each, held in zip(given, static, strict=True)]
@@ -144,11 +178,6 @@ def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) ->
     if given == "loop":
         return given, tuple(rank for _ in range(chunks) for rank in down)
     return given, tuple(rank for turn in range(chunks) for rank in (reversed(down) if turn % 2 else down))
-
-
-def rank_limits(given: Limit, stages: int) -> list[float] | None:
-    """The memory limit of every rank; None for none."""
-    return None if given is None else limits_of("plan", given, stages)
 
 
 def limits_of(function: str, given: float | Sequence[float], stages: int) -> list[float]:

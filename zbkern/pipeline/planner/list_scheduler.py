@@ -52,30 +52,31 @@ class Rule(NamedTuple):
     follow: bool
 
 
-def rules(problem: Problem, caps: Sequence[Each] | None = None, stride: int = 1) -> Iterator[Rule]:
-    """Every `stride`-th of the rules that are tried, the same for all ranks, with any of these caps."""
+def rules_to_try(problem: Problem, stride: int = 1) -> Iterator[Rule]:
+    """Every `stride`-th of the rules that are tried, the same for all ranks."""
 
     def same(choice: int) -> Each:
         return (choice,) * problem.ranks
 
     @cache
-    def cap(index: int) -> Each:
-        return forward_caps(problem, _SLOPES[index]) if caps is None else caps[index]
+    def caps(slope: int) -> Each:
+        return forward_caps(problem, slope)
 
-    choices = product(*_choices(problem, len(_SLOPES if caps is None else caps)))
-    for priority, (patience, foresight), index, forward, backward, fused, follow in islice(choices, 0, None, stride):
-        yield Rule(same(priority), same(patience), same(forward), same(backward), cap(index), foresight, fused, follow)
+    for priority, (patience, foresight), slope, forward, backward, fused, follow in islice(
+        product(*_choices(problem)), 0, None, stride
+    ):
+        yield Rule(same(priority), same(patience), same(forward), same(backward), caps(slope), foresight, fused, follow)
 
 
 def count_rules(problem: Problem) -> int:
-    """How many `rules` there are."""
-    return math.prod(map(len, _choices(problem, len(_SLOPES))))
+    """How many `rules_to_try` there are."""
+    return math.prod(map(len, _choices(problem)))
 
 
-def _choices(problem: Problem, caps: int) -> tuple[Sequence[Any], ...]:
+def _choices(problem: Problem) -> tuple[Sequence[Any], ...]:
     late = (1, 0) if problem.chunks > problem.ranks else (1,)
     fuse, follow = (False, True)[: 1 + problem.may_fuse], (False, True)[: 1 + _may_follow(problem)]
-    return range(3), _WAITS, range(caps), late, late, fuse, follow
+    return range(3), _WAITS, _SLOPES, late, late, fuse, follow
 
 
 def _may_follow(problem: Problem) -> bool:

@@ -9,78 +9,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby, pairwise
-from typing import NamedTuple
 
 from zbkern.pipeline import schedules
-from zbkern.pipeline.planner.arguments import Limit, PlanOptions, placement_of, problem_of, rank_limits
+from zbkern.pipeline.planner.arguments import Request, placement_of
 from zbkern.pipeline.planner.incumbents import Budget
 from zbkern.pipeline.planner.partition import Partition, balanced_partitions, even_partitions, work_of
 from zbkern.pipeline.planner.portfolio import SETTINGS
 from zbkern.pipeline.planner.published import Published
-from zbkern.pipeline.planner.search import Search, choose, in_slices, least_work, search_slices
-from zbkern.pipeline.planner.slicing import Slices, slices_to_try
+from zbkern.pipeline.planner.search import Candidate, Search
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import amount
-from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.needs import least_need
-
-
-class Candidate(NamedTuple):
-    """A partition of the layers on a placement, and what was found for it."""
-
-    partition: Partition
-    name: str
-    costs: Costs
-    search: Search
 
 
 class ModelSearch:
     """A model on so many ranks: `partition`, `chunks` and `placement` are searched for where they are None."""
 
-    def __init__(
-        self,
-        model: ModelCosts,
-        stages: int,
-        microbatches: int,
-        chunks: int | None,
-        placement: str | Sequence[int] | None,
-        memory_limit: Limit,
-        slices: Slices,
-        options: PlanOptions,
-    ) -> None:
-        self._model, self._stages, self._microbatches = model, stages, microbatches
-        self._chunks, self._placement, self._partition = chunks, placement, options.partition
-        self._memory_limit, self._options = memory_limit, options
-        whole = replace(model, latency=0.0, bandwidth=math.inf).chunk_costs([0]).per_chunk(1)
-        self._slices = slices_to_try(slices, whole, model.tokens, options.slice_tokens, stages, microbatches)
+    def __init__(self, request: Request, model: ModelCosts, budget: Budget) -> None:
+        self._request, self._model, self._budget = request, model, budget
+        self._slices, self._limits = request.slices_to_try(), request.limits
         self._published = Published()
         self._balanced: dict[tuple[int, ...], list[Partition]] = {}  # partitions by placement
         self._refused: list[ScheduleError] = []
-        self._limits = rank_limits(memory_limit, stages)
 
-    def run(self, budget: Budget) -> tuple[Candidate, int]:
-        """The best candidate, and the rounds that were completed. Raises ScheduleError when none fits the memory."""
-        candidates: list[Candidate] = []
+    def candidates(self) -> list[Candidate]:
+        """The best by their constructive answers, fewest slices and chunks first. Raises ScheduleError for none."""
+        found: list[Candidate] = []
         numbers: set[int] = set()
-        for slices in self._promising(budget):
+        for slices in self._promising():
             numbers.add(len(slices))  # published schedules are made for whole sequences and one number of slices
             published = self._published if len(numbers - {1}) < 2 else None
-            candidates += self._candidates(slices, SETTINGS.partitions_of_slices, budget, bool(candidates), published)
-        if not candidates:
-            refused = self._refused[0]
-            raise refused if self._partition is not None else self._nothing_fits(refused)
-        by_search = {each.search: each for each in candidates}
-        progress = self._options.progress
-        rounds = search_slices(
-            list(by_search), budget, lambda number, best: progress(_describe(by_search[best], number))
-        )
-        progress("")
-        return by_search[choose(list(by_search), self._options.steady)], rounds  # of equals fewest slices and chunks
+            found += self._candidates(slices, SETTINGS.partitions_of_slices, bool(found), published)
+        if not found:
+            given = self._request.options.partition is not None
+            raise self._refused[0] if given else self._nothing_fits(self._refused[0])
+        return found
 
-    def _promising(self, budget: Budget) -> list[tuple[int, ...]]:
+    def _promising(self) -> list[tuple[int, ...]]:
         """Whole sequences, and the slices whose constructive answer is the best on the most even partition.
 
         More and more slices are tried until more are worse, of equal times; of the best number also equal lengths.
@@ -96,7 +63,7 @@ class ModelSearch:
 
         def try_all(some: Sequence[tuple[int, ...]]) -> None:
             for slices in some:
-                found = self._candidates(slices, 1, budget, bool(reached), None)
+                found = self._candidates(slices, 1, bool(reached), None)
                 if found:
                     reached[slices] = min(map(_reached, found))
 
@@ -109,7 +76,7 @@ class ModelSearch:
         return [*whole, *sorted(reached, key=best)[: SETTINGS.slices_kept]]
 
     def _candidates(
-        self, slices: tuple[int, ...], most: int, budget: Budget, others: bool, published: Published | None
+        self, slices: tuple[int, ...], most: int, others: bool, published: Published | None
     ) -> list[Candidate]:
         """The best of all placements in these slices; of every placement those of `most` partitions, with slices.
 
@@ -121,18 +88,17 @@ class ModelSearch:
             partitions = self._partitions(owners)
             for partition in partitions if len(slices) == 1 else self._most_even(partitions, owners)[:most]:
                 costs = self._model.chunk_costs(partition, owners)
-                limit, objective = self._memory_limit, self._options.objective
                 try:
-                    problem = problem_of(costs, owners, self._microbatches, limit, objective, slices)
+                    problem = self._request.problem(costs, owners, slices)
                 except ScheduleError as error:
                     self._refused.append(error)
                     continue
-                if (candidates or others) and not budget.left:
+                if (candidates or others) and not self._budget.left:
                     break
                 if all(each.search.problem != problem for each in here):  # equal layers divided in another order
-                    search = Search(problem, budget, self._options.seed, published)
+                    search = Search(problem, self._budget, self._request.options.seed, published)
                     search.construct(SETTINGS.partition_passes)
-                    here.append(Candidate(partition, name, costs, search))
+                    here.append(Candidate(name, costs, search, partition))
             candidates += sorted(here, key=_reached)[: SETTINGS.partitions]
         return candidates
 
@@ -140,7 +106,7 @@ class ModelSearch:
         """Those whose busiest rank has least to do first."""
 
         def busiest(partition: Partition) -> float:
-            work = [0.0] * self._stages
+            work = [0.0] * self._request.stages
             for owner, (begin, end) in zip(owners, pairwise([*partition, len(self._model.layers)]), strict=True):
                 work[owner] += sum(map(work_of, self._model.layers[begin:end]))
             return max(work)
@@ -150,7 +116,7 @@ class ModelSearch:
     def _placements(self, slices: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every placement that is asked for, or that may be good where it is not given: its name, and the rank of every
         chunk."""
-        stages, placement, layers = self._stages, self._placement, len(self._model.layers)
+        stages, placement, layers = self._request.stages, self._request.placement, len(self._model.layers)
         chunks = self._chunks_given()
         if (chunks or 1) * stages > layers:
             raise ValueError(
@@ -161,14 +127,14 @@ class ModelSearch:
         several = [each for each in SETTINGS.chunks_per_rank if each <= most]
         for count in several if chunks is None else [chunks]:
             for name in _PLACEMENTS[min(count, 3)] if placement is None else [placement]:
-                schedules.check_counts("plan", stages, self._microbatches, count, slices)
+                schedules.check_counts("plan", stages, self._request.microbatches, count, slices)
                 yield placement_of(name, stages, count)
 
     def _chunks_given(self) -> int | None:
         """Chunks per rank, where they follow from the arguments."""
-        stages, placement, chunks = self._stages, self._placement, self._chunks
-        if self._partition is not None:
-            count = len(self._partition)
+        stages, placement, chunks = self._request.stages, self._request.placement, self._request.chunks
+        if self._request.options.partition is not None:
+            count = len(self._request.options.partition)
             if count % stages or chunks not in (None, count // stages):
                 wanted = f"a multiple of {stages}" if chunks is None else f"{chunks * stages}"
                 raise ValueError(f"plan: partition must have chunks x stages entries, {wanted}; got {count}")
@@ -182,36 +148,28 @@ class ModelSearch:
 
     def _partitions(self, owners: Sequence[int]) -> list[Partition]:
         """The one that is given; or even ones, and those that are balanced within the limits."""
-        if self._partition is not None:
-            return [tuple(self._partition)]
+        if self._request.options.partition is not None:
+            return [tuple(self._request.options.partition)]
         if (known := self._balanced.get(tuple(owners))) is None:
-            balanced = balanced_partitions(self._model, owners, self._microbatches, self._limits)
+            balanced = balanced_partitions(self._model, owners, self._request.microbatches, self._limits)
             known = list(dict.fromkeys([*even_partitions(len(self._model.layers), len(owners)), *balanced]))
             self._balanced[tuple(owners)] = known
         return known
 
     def _nothing_fits(self, of_one_partition: ScheduleError) -> ScheduleError:
         """Names what the best of all partitions needs, where that is the reason."""
-        need, unit = least_need(self._model, self._stages), self._model.memory_unit
+        need, unit = least_need(self._model, self._request.stages), self._model.memory_unit
         if self._limits is None or not max(self._limits) < need.total:
             return of_one_partition
         return ScheduleError(
             f"plan: no schedule fits memory_limit={amount(max(self._limits), unit)}: "
-            f"{need.describe(self._stages, unit)}, which is the smallest limit for one chunk per rank; raise it, take "
-            "more stages or smaller microbatches, or offload or recompute"
+            f"{need.describe(self._request.stages, unit)}, which is the smallest limit for one chunk per rank; raise "
+            "it, take more stages or smaller microbatches, or offload or recompute"
         )
 
 
 def _reached(candidate: Candidate) -> float:
     return candidate.search.reached
-
-
-def _describe(candidate: Candidate, rounds: int) -> str:
-    problem, reached = candidate.search.problem, candidate.search.reached
-    per_rank = problem.chunks // problem.ranks
-    idle = 1 - least_work(problem) / reached if reached else 0.0
-    where = f"{per_rank} chunks per rank, {candidate.name}{in_slices(problem)}"
-    return f"round {rounds + 1}: {where}: the busiest rank is idle for {idle:.2%}"
 
 
 _PLACEMENTS: dict[int, Sequence[str | Sequence[int]]] = {1: ["linear"], 2: ["v", "loop"], 3: ["zigzag", "loop"]}

@@ -8,25 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.arguments import (
-    Limit,
-    PlanOptions,
-    check_plan,
-    chunks_per_rank,
-    limits_of,
-    placement_of,
-    problem_of,
-    rank_limits,
-)
+from zbkern.pipeline.planner.arguments import Limit, PlanOptions, Request, placement_of
 from zbkern.pipeline.planner.bounds import cost_bound
 from zbkern.pipeline.planner.idle_time import IdleTime, idle_time
 from zbkern.pipeline.planner.incumbents import ROUNDING, Budget
 from zbkern.pipeline.planner.model_search import ModelSearch
 from zbkern.pipeline.planner.offload import MORE_MEMORY, fit, with_fused
-from zbkern.pipeline.planner.problem import Problem, schedule_of
-from zbkern.pipeline.planner.published import published
-from zbkern.pipeline.planner.search import search
-from zbkern.pipeline.planner.slicing import Slices, slices_to_try
+from zbkern.pipeline.planner.problem import schedule_of
+from zbkern.pipeline.planner.published import Published, published
+from zbkern.pipeline.planner.search import Candidate, Search, best_of
+from zbkern.pipeline.planner.slicing import Slices
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.costs import Costs
@@ -73,7 +64,7 @@ def plan(
     microbatches: int,
     chunks: int | None = None,
     placement: str | Sequence[int] | None = None,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Limit = None,
     *,
     effort: int = EFFORT,
     offload: bool = False,
@@ -111,56 +102,41 @@ def plan(
     Raises ScheduleError when no schedule fits the limit (it names the least that one fits), ValueError or TypeError for
     other arguments.
     """
-    check_plan(costs, stages, microbatches, chunks, placement, effort, slices)
-    if not (offload or recompute) or memory_limit is None:
-        return _searched(costs, stages, microbatches, chunks, placement, memory_limit, effort, slices, options)
+    request = Request(costs, stages, microbatches, chunks, placement, memory_limit, effort, slices, options)
+    limits = request.limits
+    if not (offload or recompute) or limits is None:
+        return _searched(request)
     plans: list[Plan] = []
     errors: list[ScheduleError] = []
     share = None if options.time_limit is None else options.time_limit / len(MORE_MEMORY)
-    shorter = replace(options, time_limit=share)
+    shorter = replace(request, effort=max(0, effort - 2), options=replace(options, time_limit=share))
     for factor in MORE_MEMORY:
-        more = None if factor is None else [factor * limit for limit in limits_of("plan", memory_limit, stages)]
+        more = None if factor is None else [factor * limit for limit in limits]
         try:
-            rounds = max(0, effort - 2)
-            plans.append(_searched(costs, stages, microbatches, chunks, placement, more, rounds, slices, shorter))
+            plans.append(_searched(replace(shorter, memory_limit=more)))
         except ScheduleError as error:
             errors.append(error)
-    return _saving(plans, errors, limits_of("plan", memory_limit, stages), offload, recompute, options.objective)
+    return _saving(plans, errors, limits, offload, recompute, options.objective)
 
 
-def _searched(
-    costs: Costs | ModelCosts,
-    stages: int,
-    microbatches: int,
-    chunks: int | None,
-    placement: str | Sequence[int] | None,
-    memory_limit: Limit,
-    effort: int,
-    slices: Slices,
-    options: PlanOptions,
-) -> Plan:
+def _searched(request: Request) -> Plan:
     """The plan of an order that fits as it is."""
-    objective, partition = options.objective, options.partition
-    budget = Budget(effort, math.inf if options.time_limit is None else options.time_limit)
+    costs, options = request.costs, request.options
+    budget = Budget(request.effort, math.inf if options.time_limit is None else options.time_limit)
     if options.time_limit == 0:
         budget = Budget(0)
-    layers = tuple(layer.name for layer in costs.layers) if isinstance(costs, ModelCosts) else None
     if isinstance(costs, ModelCosts):
-        models = ModelSearch(costs, stages, microbatches, chunks, placement, memory_limit, slices, options)
-        (partition, name, costs, found), rounds = models.run(budget)
-    elif partition is not None:
-        raise TypeError("plan: partition divides layers: give ModelCosts with it, or Costs without")
+        layers = tuple(layer.name for layer in costs.layers)
+        candidates = ModelSearch(request, costs, budget).candidates()
     else:
-        chunks = chunks_per_rank(placement, stages) if chunks is None else chunks
-        name, owners = placement_of(placement, stages, chunks)
-        problems = _problems(costs, owners, microbatches, memory_limit, slices, options)
-        found, rounds = search(problems, budget, options.seed, options.progress, options.steady)
+        layers, candidates = None, _candidates(request, costs, budget)
+    (name, costs, found, partition), rounds = best_of(candidates, budget, options)
     assert found.best.orders is not None
     schedule = schedule_of(found.best.orders, found.problem, f"plan-{name}")
     timeline = simulate(schedule, costs)
     bound = cost_bound(found.problem) / found.problem.time_scale
-    idle = idle_time(timeline, costs, objective, rank_limits(memory_limit, stages))
-    lower, optimal = _compared(timeline, objective, bound)
+    idle = idle_time(timeline, costs, options.objective, request.limits)
+    lower, optimal = _compared(timeline, options.objective, bound)
     if native.core is None and not optimal:
         logger.warning(
             "plan: the compiled search is not here, so that this is only the best of the published schedules; install "
@@ -169,20 +145,20 @@ def _searched(
     return Plan(schedule, timeline, lower, optimal, rounds, costs, idle, partition, layers)
 
 
-def _problems(
-    costs: Costs, owners: Sequence[int], microbatches: int, memory_limit: Limit, slices: Slices, options: PlanOptions
-) -> list[Problem]:
+def _candidates(request: Request, costs: Costs, budget: Budget) -> list[Candidate]:
     """Of all slices to try that fit. Raises ScheduleError where none do."""
-    flat, stages = costs.per_chunk(len(owners)), max(owners) + 1
-    problems, refused = [], []
-    for lengths in slices_to_try(slices, flat, costs.tokens, options.slice_tokens, stages, microbatches):
+    name, owners = placement_of(request.placement, request.stages, request.chunks_per_rank)
+    found, refused, published = [], [], Published()
+    for slices in request.slices_to_try():
         try:
-            problems.append(problem_of(costs, owners, microbatches, memory_limit, options.objective, lengths))
+            problem = request.problem(costs, owners, slices)
         except ScheduleError as error:
             refused.append(error)
-    if not problems:
+            continue
+        found.append(Candidate(name, costs, Search(problem, budget, request.options.seed, published)))
+    if not found:
         raise refused[0]
-    return problems
+    return found
 
 
 def _compared(timeline: Timeline, objective: str, bound: float) -> tuple[float, bool]:

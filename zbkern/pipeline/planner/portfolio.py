@@ -11,7 +11,7 @@ from zbkern.pipeline.planner.annealing import anneal, with_cost
 from zbkern.pipeline.planner.block_search import search_blocks
 from zbkern.pipeline.planner.bounds import cost_bound, warm_up_forwards
 from zbkern.pipeline.planner.incumbents import Budget, Incumbent
-from zbkern.pipeline.planner.list_scheduler import Rule, best_rules, count_rules, list_schedule, refine, rules
+from zbkern.pipeline.planner.list_scheduler import Rule, best_rules, count_rules, list_schedule, refine, rules_to_try
 from zbkern.pipeline.planner.pattern_search import Pattern, is_v, search_patterns, zb_v_patterns
 from zbkern.pipeline.planner.problem import Ordering, Problem, serial_ordering
 from zbkern.pipeline.planner.settings import SearchSettings
@@ -28,7 +28,7 @@ def add_serial(problem: Problem, best: Incumbent, budget: Budget) -> None:
             best.offer(search_blocks(problem, seed=0, temperatures=(), moves=0, fuse=fuse, seconds=budget.left))
 
 
-class Candidate(NamedTuple):
+class TriedRule(NamedTuple):
     """A rule, and the problem that it was tried on, mostly with fewer microbatches."""
 
     number: int
@@ -36,7 +36,7 @@ class Candidate(NamedTuple):
     problem: Problem
 
 
-def best_candidates(problem: Problem, best: Incumbent, budget: Budget, most: int) -> list[Candidate]:
+def best_tried_rules(problem: Problem, best: Incumbent, budget: Budget, most: int) -> list[TriedRule]:
     """The best rules, of which the best one's orders are offered.
 
     most: passes that the rules are tried on. With more, some of the rules are tried on fewer microbatches.
@@ -46,26 +46,24 @@ def best_candidates(problem: Problem, best: Incumbent, budget: Budget, most: int
     if problem.passes * count > most:
         trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
         stride = trial.passes * count // most | 1  # odd, so that both of every choice are among them
-    tried = list(rules(trial, stride=stride))
+    tried = list(rules_to_try(trial, stride))
     found = best_rules(trial, tried, SETTINGS.refined_rules, budget.left)
-    candidates = [Candidate(index, tried[index], trial) for _, index in found]
-    for each in candidates[:1]:
+    kept = [TriedRule(index, tried[index], trial) for _, index in found]
+    for each in kept[:1]:
         best.offer(list_schedule(problem, each.rule))
-    return candidates
+    return kept
 
 
 def warm_start(problem: Problem, budget: Budget) -> Ordering | None:
     """With one chunk per rank: what the list scheduler makes from the warm-up that reaches the lower bound.
 
-    With 16 stages, annealing from there reaches the bound where from other starts it does not.
+    With 16 stages it mostly is at the bound, which annealing from other starts reaches late or not at all.
     """
-    down = tuple(range(problem.ranks))
-    if problem.placement != down or problem.makespan or problem.fused_is_faster or problem.saves:
+    one_chunk = problem.placement == tuple(range(problem.ranks)) and len(problem.slices) == 1
+    if not one_chunk or problem.makespan or problem.fused_is_faster or problem.saves:
         return None
-    if len(problem.slices) > 1:
-        return None
-    caps = warm_up_forwards(problem, cost_bound(problem))
-    tried = list(rules(problem, [tuple(caps)] if caps is not None else []))
+    caps = warm_up_forwards(problem, cost_bound(problem)) or ()
+    tried = list({rule._replace(caps=tuple(caps)): None for rule in rules_to_try(problem) if caps})
     found = best_rules(problem, tried, 1, budget.left)
     return list_schedule(problem, tried[found[0][1]]) if found else None
 
@@ -84,24 +82,22 @@ class Population:
         self._patterns = PatternSearch(problem, best, budget, pattern_passes)
         self._members: list[Ordering] = []
         self._changed: dict[int, tuple[Rule, int]] = {}  # what became of a candidate's rule, after how many tries
-        self._warm = warm_start(problem, budget)
-        best.offer(self._warm)
-        self._kept = 1 if self._warm is None else 2  # with the new ones about four go on in either case
+        best.offer(warm_start(problem, budget))
         plenty = min(problem.limit) > SETTINGS.plenty * held_by_1f1b(problem)
-        self._long = self._warm is None and (plenty or problem.chunks > 2 * problem.ranks)
+        self._long = plenty or problem.chunks > 2 * problem.ranks
 
     @property
     def _over(self) -> bool:
         return self.best.optimal or not self._budget.left
 
-    def round(self, passes: int, seed: int, candidates: Sequence[Candidate]) -> None:
+    def round(self, passes: int, seed: int, rules: Sequence[TriedRule]) -> None:
         """Runs about `passes` passes, and where there is a pattern a quarter as many in the search for a better one.
 
-        candidates: the best rules known.
+        rules: the best that are known.
         """
-        pattern, refined = self._patterns.round(passes // 4, seed), self._refined(candidates, passes // 2, seed)
+        pattern, refined = self._patterns.round(passes // 4, seed), self._refined(rules, passes // 4, seed)
         members = [pattern, *self._members, self.best.orders, refined]
-        members += [self._warm or self._block(passes // 8, 2 * seed + which) for which in range(2)]
+        members += [self._block(passes // 8, 2 * seed + which) for which in range(2)]
         distinct = list({orders.cost: orders for orders in members if orders is not None}.values())
         short = passes // ((2 if self._long else 1) * len(distinct)) if distinct else 0
         for index, start in enumerate(distinct):
@@ -110,7 +106,7 @@ class Population:
         if self._long and self.best.orders is not None:
             start = self.best.orders if pattern is None or seed % 2 else distinct[0]
             distinct.append(self._annealed(start, passes, seed * 16 + 15, SETTINGS.long_cooling))
-        self._members = sorted(distinct, key=lambda orders: orders.cost)[: self._kept]
+        self._members = sorted(distinct, key=lambda orders: orders.cost)[:1]
 
     def _annealed(self, start: Ordering, passes: int, seed: int, cooling: tuple[float, int]) -> Ordering:
         if self._over:
@@ -129,10 +125,10 @@ class Population:
         self.best.offer(found)
         return found
 
-    def _refined(self, candidates: Sequence[Candidate], passes: int, seed: int) -> Ordering | None:
-        """The best that some attempts find by changing the candidates' rules at random."""
+    def _refined(self, rules: Sequence[TriedRule], passes: int, seed: int) -> Ordering | None:
+        """The best that some attempts find by changing these rules at random."""
         best: Ordering | None = None
-        for each in candidates:
+        for each in rules:
             tries = passes // (SETTINGS.rule_pass * self.problem.passes * SETTINGS.refined_rules)
             if not tries or self._over:
                 break

@@ -6,20 +6,20 @@ them goes on, and of these only what its lower bound leaves a chance.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from zbkern.pipeline.planner import native
+from zbkern.pipeline.planner.arguments import PlanOptions
 from zbkern.pipeline.planner.bounds import cost_bound
 from zbkern.pipeline.planner.incumbents import NEAR, ROUNDING, Budget, Incumbent
-from zbkern.pipeline.planner.portfolio import SETTINGS, Candidate, Population, add_serial, best_candidates
+from zbkern.pipeline.planner.portfolio import SETTINGS, Population, TriedRule, add_serial, best_tried_rules
 from zbkern.pipeline.planner.problem import Problem
 from zbkern.pipeline.planner.published import Published
 from zbkern.pipeline.planner.steadiness import delayed
-
-logger = logging.getLogger("zbkern")
+from zbkern.pipeline.simulation.costs import Costs
 
 _FINALISTS = 32  # at most, so that to choose among them takes little time
 
@@ -32,7 +32,7 @@ class Search:
         self.problem, self.best = problem, Incumbent(problem)
         self._budget, self._seed = budget, seed
         self._population: Population | None = None
-        self._candidates: list[Candidate] = []
+        self._rules: list[TriedRule] = []
         self._tried = 0  # passes on which rules were tried
         known = published.orders(problem.placement, problem.sequences, len(problem.slices)) if published else ()
         for orders in known:
@@ -63,8 +63,8 @@ class Search:
         """The constructive answer: the best of some rules, tried on at most so many passes. Again with more, or not."""
         if native.core is not None and passes > self._tried:
             self._tried = passes
-            found = best_candidates(self.problem, self.best, self._budget, passes)
-            self._candidates = [*found, *self._candidates][: 2 * SETTINGS.refined_rules]
+            found = best_tried_rules(self.problem, self.best, self._budget, passes)
+            self._rules = [*found, *self._rules][: 2 * SETTINGS.refined_rules]
         if self.best.orders is None:
             add_serial(self.problem, self.best, self._budget)
 
@@ -73,7 +73,7 @@ class Search:
         self.construct(passes // SETTINGS.rule_share)
         if self._population is None:
             self._population = Population(self.problem, self.best, self._budget, passes // 8)
-        self._population.round(passes, self._seed * 64 + number, self._candidates)
+        self._population.round(passes, self._seed * 64 + number, self._rules)
 
 
 def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[int, Search], None]) -> int:
@@ -100,11 +100,6 @@ def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[i
     return rounds
 
 
-def least_work(problem: Problem) -> float:
-    """The work of the busiest rank, below which no orders are, in the unit of the costs."""
-    return max(map(problem.work, range(problem.ranks))) / problem.time_scale
-
-
 def search_slices(searches: Sequence[Search], budget: Budget, progress: Callable[[int, Search], None]) -> int:
     """`search_all`, of sequences in slices first; whole ones then take no part that cannot be better, by their bounds.
 
@@ -120,27 +115,33 @@ def search_slices(searches: Sequence[Search], budget: Budget, progress: Callable
     return rounds
 
 
-def search(
-    problems: Sequence[Problem],
-    budget: Budget,
-    seed: int,
-    progress: Callable[[str], None] = lambda line: None,
-    steady: bool = True,
-) -> tuple[Search, int]:
-    """The best orders that are found, of equals those of the first problem, and how many rounds were completed.
+class Candidate(NamedTuple):
+    """A placement by its name, the costs of its chunks, and what was found for it; partition: of layers, if of any."""
 
-    progress, steady: see `PlanOptions`.
-    """
-    published = Published()
-    searches = [Search(problem, budget, seed, published) for problem in problems]
+    name: str
+    costs: Costs
+    search: Search
+    partition: tuple[int, ...] | None = None
 
-    def describe(rounds: int, best: Search) -> None:
-        idle = 1 - least_work(best.problem) / best.reached if best.reached else 0.0
-        progress(f"round {rounds + 1}{in_slices(best.problem)}: the busiest rank is idle for {idle:.2%}")
 
-    rounds = search_slices(searches, budget, describe)
-    progress("")
-    return choose(searches, steady), rounds
+def best_of(candidates: Sequence[Candidate], budget: Budget, options: PlanOptions) -> tuple[Candidate, int]:
+    """The one with the best orders that are found, of equals the first, and how many rounds were completed."""
+    by_search = {each.search: each for each in candidates}
+    rounds = search_slices(
+        list(by_search), budget, lambda number, best: options.progress(_describe(by_search[best], number))
+    )
+    options.progress("")
+    return by_search[choose(list(by_search), options.steady)], rounds
+
+
+def _describe(candidate: Candidate, rounds: int) -> str:
+    """A line of progress."""
+    problem, reached = candidate.search.problem, candidate.search.reached
+    per_rank, slices = problem.chunks // problem.ranks, len(problem.slices)
+    least = max(map(problem.work, range(problem.ranks))) / problem.time_scale  # of the busiest rank
+    idle = 1 - least / reached if reached else 0.0
+    where = f"{per_rank} chunks per rank, {candidate.name}" + (f", {slices} slices" if slices > 1 else "")
+    return f"round {rounds + 1}: {where}: the busiest rank is idle for {idle:.2%}"
 
 
 def choose(searches: Sequence[Search], steady: bool) -> Search:
@@ -158,8 +159,3 @@ def choose(searches: Sequence[Search], steady: bool) -> Search:
     finalists = sorted((one for one in found if one[0] <= most), key=lambda one: one[0])[:_FINALISTS]
     _, search, search.best.orders = min(finalists, key=lambda one: delayed(one[1].problem, one[2]))
     return search
-
-
-def in_slices(problem: Problem) -> str:
-    """For a line of progress."""
-    return f", {len(problem.slices)} slices" if len(problem.slices) > 1 else ""
