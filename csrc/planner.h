@@ -7,12 +7,14 @@
 
 #include <chrono>
 #include <cstdint>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 namespace zbkern {
 
 using Time = std::int64_t;  // also memory: both are scaled to integers by the caller
+constexpr Time kForever = INT64_MAX / 4;
 
 enum Kind { kForward = 0, kBackward = 1, kWeight = 2 };
 
@@ -48,16 +50,23 @@ class Deadline {
   double seconds_;
 };
 
+// How long and how hot a search runs; see `Effort` in native.py.
+struct Effort {
+  std::uint64_t seed = 0;
+  std::vector<Time> temperatures;  // one after the other
+  std::int64_t work = 0;           // passes to run again over all temperatures, or moves, or tries at each
+  Time spread = 0;                 // weight of the mean span beside the largest
+  Time target = 0;                 // stop at this cost
+  double seconds = 0;              // stop after this long, which may be infinite
+};
+
 // How the ranks decide in the list scheduler; see `Rule` in list_scheduler.py.
 struct Rule {
   std::vector<int> priority, patience, late_forward, late_backward;  // [ranks]
   std::vector<int> caps;  // [chunks] how many forwards each may be ahead of its backwards
   bool foresight, fuse, follow;
-  bool operator==(const Rule& other) const {
-    return priority == other.priority && patience == other.patience && late_forward == other.late_forward &&
-           late_backward == other.late_backward && caps == other.caps && foresight == other.foresight && fuse == other.fuse &&
-           follow == other.follow;
-  }
+  auto parts() const { return std::tie(priority, patience, late_forward, late_backward, caps, foresight, fuse, follow); }
+  bool operator==(const Rule& other) const { return parts() == other.parts(); }
 };
 
 // An order of every rank, and which microbatches have a fused backward: fused[chunk * microbatches + microbatch].
@@ -68,22 +77,13 @@ struct Ordering {
   Time cost = 0;
 };
 
-// Empty rows when the rule deadlocks.
-Ordering list_schedule(const Problem& problem, const Rule& rule);
-
 // Costs and places of the best `kept` of many rules, of equal costs the first, the best first; stops after `seconds`, once
 // it has found any.
 std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept, double seconds);
 
-struct RefineResult {
-  Ordering best;
-  Rule rule;
-};
-
-// The best orders found by changing the rule at random, and their rule; empty rows when `start` makes none. may_follow: the
-// rule may have `follow`, too. It stops at a cost of `target`, or after `seconds`.
-RefineResult refine(const Problem& problem, const Rule& start, bool may_follow, std::int64_t tries, std::uint64_t seed, Time target,
-                    double seconds);
+// The best orders that `start` and rules near it make, and their rule; empty rows when it makes none. may_follow: the rule may
+// have `follow`, too.
+std::pair<Ordering, Rule> refine(const Problem& problem, const Rule& start, bool may_follow, const Effort& effort);
 
 struct Measured {
   Time cost = -1;           // stays so when the orders cannot run
@@ -95,35 +95,18 @@ Measured measure(const Problem& problem, const Ordering& orders);
 // The rows with W that follow each other grouped by chunk; the W of a fused backward follows it.
 Rows grouped(const Ordering& orders);
 
-// The best orders in which all microbatches repeat one building block; empty rows when there are none. It stops after
-// `seconds`, once it has found any.
-Ordering search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves,
-                     Time target, bool fuse, double seconds);
+// The best orders in which all microbatches repeat one building block; empty rows when there are none. It stops only once it
+// has found any.
+Ordering search_blocks(const Problem& problem, bool fuse, const Effort& effort);
 
 // Counts and patience of every rank: [7][ranks]; see pattern_search.py.
 using Pattern = std::vector<std::vector<int>>;
 
-struct PatternResult {
-  Ordering best;
-  Pattern pattern;
-};
-
-// The best orders found that follow a pattern, from `start` on, two chunks per rank in a V; empty rows when that cannot
-// run. Temperatures are in units of `ranks` times the time unit. It stops after `seconds`.
-PatternResult search_patterns(const Problem& problem, const Pattern& start, std::uint64_t seed, const std::vector<Time>& temperatures,
-                              std::int64_t moves, Time spread, Time target, double seconds);
-
-struct AnnealOptions {
-  std::uint64_t seed = 0;
-  std::vector<Time> temperatures;  // one after the other, in units of `ranks` times the time unit
-  std::int64_t work = 0;           // passes that are run again, over all temperatures; a move by itself counts as some
-  Time spread = 0;                 // weight of the mean span beside the largest
-  Time target = 0;                 // stop at this cost
-  bool may_fuse = false;
-  double seconds = 0;              // stop after this long
-};
+// The best orders found that follow a pattern, from `start` on, two chunks per rank in a V, and theirs; empty rows when that
+// cannot run.
+std::pair<Ordering, Pattern> search_patterns(const Problem& problem, const Pattern& start, const Effort& effort);
 
 // Throws std::invalid_argument when the orders to start from cannot run.
-Ordering anneal(const Problem& problem, const Ordering& start, const AnnealOptions& options);
+Ordering anneal(const Problem& problem, const Ordering& start, const Effort& effort, bool may_fuse);
 
 }  // namespace zbkern

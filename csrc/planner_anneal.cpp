@@ -19,32 +19,19 @@ struct Shift {
 
 class Annealer {
  public:
-  Annealer(const Problem& problem, const Ordering& start) : p_(problem), n_(problem.chunks), m_(problem.microbatches) {
+  Annealer(const Problem& problem, const Ordering& start)
+      : p_(problem), n_(problem.chunks), m_(problem.microbatches), fused_(start.fused), passes_(problem, start.fused), rows_(start.rows) {
     const int passes = p_.passes();
-    fused_ = start.fused;
-    needs_.assign(passes, -1);
-    lag_.assign(passes, 0);
-    length_.resize(passes);
-    memory_of_.resize(passes);
-    least_after_.assign(passes, 0);
-    group_.resize(passes), rank_of_.resize(passes), consumer_.assign(passes, -1);
-    for (int pass = 0; pass < passes; pass++) group_[pass] = pass / m_, rank_of_[pass] = p_.placement[group_[pass] % n_];
-    for (int pass = 0; pass < passes; pass++) {
-      const Input input = input_of(p_, kind_of(pass), chunk_of(pass), pass);
-      needs_[pass] = input.pass, lag_[pass] = input.lag;
-      if (input.pass >= 0) consumer_[input.pass] = rank_of_[pass];
-    }
-    before_.assign(passes, -1);
+    before_.assign(passes, -1), least_after_.assign(passes, 0), consumer_.assign(passes, -1);
+    for (int pass = 0; pass < passes; pass++) group_.push_back(pass / m_), rank_of_.push_back(p_.placement[group_[pass] % n_]);
+    for (int pass = 0; pass < passes; pass++)
+      if (passes_.input[pass] >= 0) consumer_[passes_.input[pass]] = rank_of_[pass];
     for (int c = 0; c < n_; c++)
       for (int j = 0; j < m_; j++) {
-        length_[id(kForward, c, j)] = p_.forward[c * m_ + j];
-        memory_of_[id(kForward, c, j)] = p_.activation[c * m_ + j];
-        set_backward(c, j);
         if (j % p_.slices == 0) before_[id(kForward, c, p_.forwards_before(j) - 1)] = id(kBackward, c, j);
         before_[id(kBackward, c, j)] = id(kWeight, c, j);
       }
     bound_from_below();
-    rows_ = start.rows;
     const int ranks = p_.ranks;
     starts_.resize(ranks), trial_starts_.resize(ranks), memory_.resize(ranks), rest_.resize(ranks), span_.assign(ranks, 0);
     trial_span_ = span_;
@@ -60,21 +47,12 @@ class Annealer {
     commit();
   }
 
-  Ordering anneal(const AnnealOptions& options);
+  Ordering anneal(const Effort& effort, bool may_fuse);
 
  private:
   int id(int kind, int c, int j) const { return (kind * n_ + c) * m_ + j; }
   int kind_of(int pass) const { return group_[pass] < n_ ? kForward : group_[pass] < 2 * n_ ? kBackward : kWeight; }
   int chunk_of(int pass) const { return group_[pass] - kind_of(pass) * n_; }
-
-  void set_backward(int c, int j) {
-    const int at = c * m_ + j;
-    const bool fuse = fused_[at];
-    length_[id(kBackward, c, j)] = fuse ? p_.fused[at] : p_.backward[at];
-    length_[id(kWeight, c, j)] = fuse ? 0 : p_.weight[at];
-    memory_of_[id(kBackward, c, j)] = (fuse ? 0 : p_.held[at]) - p_.freed[at];
-    memory_of_[id(kWeight, c, j)] = fuse ? 0 : -p_.held[at];
-  }
 
   void bound_from_below();
   void refresh(int rank, int low, int high);
@@ -85,7 +63,7 @@ class Annealer {
   void shift(int rank, int from, int to);
   void toggle(int c, int j);
   void critical_path();
-  bool propose(Random& random, const AnnealOptions& options);
+  bool propose(Random& random, bool may_fuse);
   void undo();
   Time energy(const std::vector<Time>& span) const {
     Time largest = 0, sum = 0;
@@ -96,11 +74,11 @@ class Annealer {
   const Problem& p_;
   const int n_, m_;
   std::vector<char> fused_;
-  std::vector<int> needs_;                                    // [pass] the pass whose output it waits for, or -1
+  Passes passes_;
   std::vector<int> before_;                                   // [pass] the first one of its chunk of the next kind that needs it, or -1
   // [pass] kind * chunks + chunk; its rank; the rank that waits for its output, or -1. Divisions would take half the time.
   std::vector<int> group_, rank_of_, consumer_;
-  std::vector<Time> lag_, length_, memory_of_, least_after_;  // [pass]
+  std::vector<Time> least_after_;                             // [pass]
   bool fixed_starts_ = true;                                  // no order can delay a rank's first pass
   std::vector<Time> offset_;                                  // [rank] start of its first pass, if so
   Time least_sum_ = 0;                                        // of all spans
@@ -162,14 +140,14 @@ void Annealer::refresh(int rank, int low, int high) {
   const Row& row = rows_[rank];
   Time memory = low ? memory_[rank][low - 1] : 0;
   for (int k = low; k <= high; k++) {
-    memory += memory_of_[row[k]];
+    memory += passes_.memory[row[k]];
     memory_[rank][k] = memory;
     position_[row[k]] = k;
   }
   const int last = std::min(high + 1, static_cast<int>(row.size()) - 1);
   for (int k = last; k >= low; k--) {
-    Time length = length_[row[k]];
-    if (k > 0 && length > 0 && kind_of(row[k]) == kWeight && group_[row[k]] == group_[row[k - 1]] && length_[row[k - 1]] > 0)
+    Time length = passes_.length[row[k]];
+    if (k > 0 && length > 0 && kind_of(row[k]) == kWeight && group_[row[k]] == group_[row[k - 1]] && passes_.length[row[k - 1]] > 0)
       length -= p_.merge_saving[row[k] - kWeight * n_ * m_];
     lengths_[rank][k] = length;
   }
@@ -204,7 +182,7 @@ bool Annealer::run(Time from, Time threshold) {
     Time now = clock_[rank];
     const Time latest = fixed_starts_ ? threshold + offset_[rank] : kForever;
     for (; k < size; k++, work_++) {
-      const int pass = row[k], input = needs_[pass];
+      const int pass = row[k], input = passes_.input[pass];
       if (input >= 0) {
         Time at;
         if (stamp_[input] == epoch_) at = trial_ends_[input];
@@ -213,7 +191,7 @@ bool Annealer::run(Time from, Time threshold) {
           waits_for_[rank] = input;
           break;
         }
-        now = std::max(now, at + lag_[pass]);
+        now = std::max(now, at + passes_.lag[pass]);
       }
       if (now + rest_[rank][k] > latest) return false;
       trial_starts_[rank][k] = now;
@@ -249,7 +227,7 @@ void Annealer::commit() {
 }
 
 bool Annealer::must_precede(int before, int after) const {
-  return group_[before] == group_[after] || needs_[after] == before || before_[before] == after;  // microbatches pass in order
+  return group_[before] == group_[after] || passes_.input[after] == before || before_[before] == after;  // microbatches pass in order
 }
 
 // The farthest position towards `to` that the pass at `from` can move to: order and memory of its own rank allow it.
@@ -257,7 +235,7 @@ int Annealer::reach(int rank, int from, int to) const {
   const Row& row = rows_[rank];
   const auto& memory = memory_[rank];
   const int pass = row[from];
-  const Time change = memory_of_[pass], limit = p_.limit[rank];
+  const Time change = passes_.memory[pass], limit = p_.limit[rank];
   int k = from;
   while (k > to) {
     if (must_precede(row[k - 1], pass)) break;
@@ -280,8 +258,9 @@ void Annealer::shift(int rank, int from, int to) {
 }
 
 void Annealer::toggle(int c, int j) {
-  fused_[c * m_ + j] = !fused_[c * m_ + j];
-  set_backward(c, j);
+  const int at = c * m_ + j;
+  fused_[at] = !fused_[at];
+  passes_.fuse(p_, at, fused_[at]);
   refresh(p_.placement[c], position_[id(kBackward, c, j)], position_[id(kWeight, c, j)]);
 }
 
@@ -295,7 +274,7 @@ void Annealer::critical_path() {
       k--;
       continue;
     }
-    const int input = needs_[pass];
+    const int input = passes_.input[pass];
     if (input < 0) break;
     rank = rank_of_[input];
     k = position_[input];
@@ -303,11 +282,11 @@ void Annealer::critical_path() {
 }
 
 // Applies a random move; false when there was nothing to move.
-bool Annealer::propose(Random& random, const AnnealOptions& options) {
+bool Annealer::propose(Random& random, bool may_fuse) {
   done_.clear();
   toggled_ = -1;
   from_ = kForever;
-  if (options.may_fuse && random.percent(10)) {
+  if (may_fuse && random.percent(10)) {
     const int c = random.below(n_), j = random.below(m_), rank = p_.placement[c];
     const int low = position_[id(kBackward, c, j)], high = position_[id(kWeight, c, j)];
     toggle(c, j);
@@ -362,22 +341,22 @@ void Annealer::undo() {
   for (auto each = done_.rbegin(); each != done_.rend(); ++each) shift(each->rank, each->to, each->from);
 }
 
-Ordering Annealer::anneal(const AnnealOptions& options) {
-  Random random(options.seed);
-  spread_ = options.spread;
+Ordering Annealer::anneal(const Effort& effort, bool may_fuse) {
+  Random random(effort.seed);
+  spread_ = effort.spread;
   const auto largest = [](const std::vector<Time>& span) { return *std::max_element(span.begin(), span.end()); };
   Ordering best{rows_, fused_, largest(span_)};
-  const Deadline deadline(options.seconds);
+  const Deadline deadline(effort.seconds);
   std::int64_t count = 0;
   Time now = energy(span_);
   work_ = 0;
-  const auto steps = static_cast<std::int64_t>(options.temperatures.size());
+  const auto steps = static_cast<std::int64_t>(effort.temperatures.size());
   for (std::int64_t step = 0; step < steps; step++)
-    while (work_ < options.work / steps * (step + 1)) {
-      const Time temperature = options.temperatures[step];
+    while (work_ < effort.work / steps * (step + 1)) {
+      const Time temperature = p_.ranks * effort.temperatures[step];
       work_ += kWorkOfAMove;
-      if (best.cost <= options.target || (++count % 16 == 0 && deadline.passed())) return best;
-      if (!propose(random, options)) continue;
+      if (best.cost <= effort.target || (++count % 16 == 0 && deadline.passed())) return best;
+      if (!propose(random, may_fuse)) continue;
       const Time threshold = now + (temperature >> 16) * random.exponential();
       // The largest span that an accepted move can have: all other spans are as small as their work allows.
       const bool kept = run(from_, (threshold - spread_ * least_sum_) / p_.ranks) && energy(trial_span_) <= threshold;
@@ -394,8 +373,8 @@ Ordering Annealer::anneal(const AnnealOptions& options) {
 
 }  // namespace
 
-Ordering anneal(const Problem& problem, const Ordering& start, const AnnealOptions& options) {
-  return Annealer(problem, start).anneal(options);
+Ordering anneal(const Problem& problem, const Ordering& start, const Effort& effort, bool may_fuse) {
+  return Annealer(problem, start).anneal(effort, may_fuse);
 }
 
 }  // namespace zbkern

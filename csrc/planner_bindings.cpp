@@ -55,60 +55,49 @@ auto without_gil(Search search) {
   return search();
 }
 
-// As in list_scheduler.py.
+// As in list_scheduler.py and native.py.
 using Ints = std::vector<int>;
 using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, bool, bool, bool>;
+using EffortTuple = std::tuple<std::uint64_t, std::vector<Time>, std::int64_t, Time, Time, double>;
 
-Rule rule_from(const RuleTuple& tuple) {
-  return std::apply([](const auto&... parts) { return Rule{parts...}; }, tuple);
+template <typename Struct, typename Tuple>
+Struct made_of(const Tuple& tuple) {
+  return std::apply([](const auto&... parts) { return Struct{parts...}; }, tuple);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.pipeline.planner, compiled.";
-  module.attr("version") = 2;  // as in native.py: one more whenever it reads a problem differently
-  module.def("list_schedule", [](const py::object& source, const RuleTuple& rule) {
-    return tuple_from(list_schedule(problem_from(source), rule_from(rule)));
-  });
+  module.attr("version") = 3;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules", [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
     const Problem problem = problem_from(source);
     std::vector<Rule> rules;
-    for (const auto& each : tuples) rules.push_back(rule_from(each));
+    for (const auto& each : tuples) rules.push_back(made_of<Rule>(each));
     return without_gil([&] { return best_rules(problem, rules, kept, seconds); });
   });
-  module.def("refine", [](const py::object& source, const RuleTuple& rule, bool may_follow, std::int64_t tries, std::uint64_t seed,
-                          Time target, double seconds) {
+  module.def("refine", [](const py::object& source, const RuleTuple& rule, bool may_follow, const EffortTuple& effort) {
     const Problem problem = problem_from(source);
-    const auto found = without_gil([&] { return refine(problem, rule_from(rule), may_follow, tries, seed, target, seconds); });
-    const Rule& r = found.rule;
-    const RuleTuple changed{r.priority, r.patience, r.late_forward, r.late_backward, r.caps, r.foresight, r.fuse, r.follow};
-    return py::make_tuple(tuple_from(found.best), changed);
+    const auto found = without_gil([&] { return refine(problem, made_of<Rule>(rule), may_follow, made_of<Effort>(effort)); });
+    return py::make_tuple(tuple_from(found.first), RuleTuple(found.second.parts()));
   });
   module.def("measure", [](const py::object& source, const Rows& rows, const std::vector<int>& fused) {
     const Measured found = measure(problem_from(source), ordering_from(rows, fused));
     return py::make_tuple(found.cost, found.peaks);
   });
-  module.def("grouped", [](const Rows& rows, const std::vector<int>& fused) {
-    return grouped(ordering_from(rows, fused));
-  });
-  module.def("search_blocks", [](const py::object& source, std::uint64_t seed, const std::vector<Time>& temperatures,
-                                 std::int64_t moves, Time target, bool fuse, double seconds) {
+  module.def("grouped", [](const Rows& rows, const std::vector<int>& fused) { return grouped(ordering_from(rows, fused)); });
+  module.def("search_blocks", [](const py::object& source, bool fuse, const EffortTuple& effort) {
     const Problem problem = problem_from(source);
-    return tuple_from(without_gil([&] { return search_blocks(problem, seed, temperatures, moves, target, fuse, seconds); }));
+    return tuple_from(without_gil([&] { return search_blocks(problem, fuse, made_of<Effort>(effort)); }));
   });
-  module.def("search_patterns", [](const py::object& source, const Pattern& start, std::uint64_t seed,
-                                   const std::vector<Time>& temperatures, std::int64_t moves, Time spread, Time target,
-                                   double seconds) {
+  module.def("search_patterns", [](const py::object& source, const Pattern& start, const EffortTuple& effort) {
     const Problem problem = problem_from(source);
-    const auto found = without_gil([&] { return search_patterns(problem, start, seed, temperatures, moves, spread, target, seconds); });
-    return py::make_tuple(tuple_from(found.best), found.pattern);
+    const auto found = without_gil([&] { return search_patterns(problem, start, made_of<Effort>(effort)); });
+    return py::make_tuple(tuple_from(found.first), found.second);
   });
-  module.def("anneal", [](const py::object& source, const Rows& rows, const std::vector<int>& fused, std::uint64_t seed,
-                          const std::vector<Time>& temperatures, std::int64_t work, Time spread, Time target, bool may_fuse,
-                          double seconds) {
+  module.def("anneal", [](const py::object& source, const Rows& rows, const std::vector<int>& fused, const EffortTuple& effort, bool may_fuse) {
     const Problem problem = problem_from(source);
     const Ordering start = ordering_from(rows, fused);
-    return tuple_from(without_gil([&] { return anneal(problem, start, {seed, temperatures, work, spread, target, may_fuse, seconds}); }));
+    return tuple_from(without_gil([&] { return anneal(problem, start, made_of<Effort>(effort), may_fuse); }));
   });
 }

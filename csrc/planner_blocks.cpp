@@ -15,22 +15,18 @@ using Block = std::vector<Time>;  // [kind * chunks + chunk] when microbatch 0 r
 class Blocks {
  public:
   Blocks(const Problem& problem, bool fuse)
-      : p_(problem), n_(problem.chunks), m_(problem.microbatches), fuse_(fuse), ranks_(problem), rows_(problem.ranks), items_(problem.ranks), next_(problem.ranks) {
-    const int kinds = fuse ? 2 : 3;  // a fused W follows its B
-    for (int kind = 0; kind < kinds; kind++)
-      for (int c = 0; c < n_; c++) items_[p_.placement[c]].push_back(kind * n_ + c);
-    const int half = n_ * m_;
-    length_.resize(3 * half), change_.resize(3 * half), work_.assign(p_.ranks, 0);
-    for (int at = 0; at < half; at++) {
-      length_[at] = p_.forward[at], change_[at] = p_.activation[at];
-      length_[half + at] = fuse ? p_.fused[at] : p_.backward[at], change_[half + at] = (fuse ? 0 : p_.held[at]) - p_.freed[at];
-      length_[2 * half + at] = fuse ? 0 : p_.weight[at], change_[2 * half + at] = fuse ? 0 : -p_.held[at];
-      work_[p_.placement[at / m_]] += length_[at] + length_[half + at] + length_[2 * half + at];
-    }
+      : p_(problem), n_(problem.chunks), m_(problem.microbatches), fuse_(fuse), passes_(problem, std::vector<char>(n_ * m_, fuse)), ranks_(problem), rows_(problem.ranks), items_(problem.ranks), work_(problem.ranks) {
+    for (int item = 0; item < (fuse ? 2 : 3) * n_; item++) items_[p_.placement[item % n_]].push_back(item);  // a fused W follows its B
+    for (int pass = 0; pass < p_.passes(); pass++) work_[p_.placement[pass / m_ % n_]] += passes_.length[pass];
+    if (!fuse)
+      for (int at = 0; at < n_ * m_; at++) work_[p_.placement[at / m_]] -= p_.merge_saving[at];
   }
 
   const Rows& rows() const { return rows_; }
-  Time run(const Block& at, Time threshold);
+  // The cost of the block; kForever when that exceeds the threshold, when it cannot run, or when it does not fit.
+  Time run(const Block& at, Time threshold) {
+    return unroll(at) && ranks_.follow(rows_, passes_, work_, threshold) ? ranks_.cost() : kForever;
+  }
   bool change(Block& at, Random& random) const;
 
  private:
@@ -39,12 +35,11 @@ class Blocks {
   const Problem& p_;
   const int n_, m_;
   const bool fuse_;
+  const Passes passes_;
   Ranks ranks_;
-  Rows rows_;                              // what `unroll` made
-  std::vector<std::vector<int>> items_;    // [rank] kind and chunk of what it repeats
-  std::vector<std::size_t> next_;          // [rank] the position in its row
-  std::vector<Time> length_, change_;      // [pass]
-  std::vector<Time> work_;                 // [rank]
+  Rows rows_;                            // what `unroll` made
+  std::vector<std::vector<int>> items_;  // [rank] kind and chunk of what it repeats
+  std::vector<Time> work_;               // [rank] at least
 };
 
 // The rows of all microbatches; false when they exceed a rank's memory.
@@ -63,36 +58,13 @@ bool Blocks::unroll(const Block& at) {
       for (int item : items) {
         const Time j = turn - (at[item] >> 16);
         if (j < 0 || j >= m_) continue;
-        memory += change_[item * m_ + j];
+        memory += passes_.memory[item * m_ + j];
         if (memory > p_.limit[rank]) return false;
         row.push_back(item * m_ + static_cast<int>(j));
         if (fuse_ && item >= n_) row.push_back((item + n_) * m_ + static_cast<int>(j));
       }
   }
   return true;
-}
-
-// The cost of the block; kForever when that exceeds the threshold, when it cannot run, or when it does not fit.
-Time Blocks::run(const Block& at, Time threshold) {
-  if (!unroll(at)) return kForever;
-  std::fill(next_.begin(), next_.end(), 0);
-  std::vector<Time> rest = work_;
-  std::size_t waiting = p_.ranks;
-  const bool kept = ranks_.run([&](int rank) {
-    const Row& row = rows_[rank];
-    for (std::size_t& k = next_[rank]; k < row.size(); k++) {
-      const int pass = row[k], item = pass / m_, kind = item / n_;
-      Time at;
-      if (!ranks_.arrived(input_of(p_, kind, item % n_, pass), rank, at)) return true;
-      const Time now = std::max(at, ranks_.clock[rank]);
-      if (now - ranks_.begin(rank, now) + rest[rank] > threshold) return false;
-      rest[rank] -= length_[pass];
-      ranks_.finish(rank, pass, now + length_[pass]);
-    }
-    waiting--;
-    return true;
-  });
-  return kept && !waiting ? ranks_.cost() : kForever;
 }
 
 // The block whose passes are evenly spaced, with `count` microbatches in flight.
@@ -134,32 +106,27 @@ bool Blocks::change(Block& at, Random& random) const {
 
 }  // namespace
 
-Ordering search_blocks(const Problem& problem, std::uint64_t seed, const std::vector<Time>& temperatures, std::int64_t moves, Time target, bool fuse,
-                     double seconds) {
-  const Deadline deadline(seconds);
+Ordering search_blocks(const Problem& problem, bool fuse, const Effort& effort) {
+  const Deadline deadline(effort.seconds);
   Blocks blocks(problem, fuse);
-  Random random(seed);
   Ordering best;
   best.cost = kForever;
-  Block now;
+  Block start;
+  const auto keep = [&](const Block& at, Time cost) {
+    if (cost < best.cost) best.cost = cost, best.rows = blocks.rows(), start = at;
+  };
   // The more are in flight the better, mostly, so that most of those with fewer soon exceed the best; of equals the fewest.
   for (int count = std::min(4 * problem.ranks, problem.microbatches); count >= 1; count--) {
     const Block at = even(problem, count);
-    const Time cost = blocks.run(at, best.cost);
-    if (cost < kForever) best.cost = cost, best.rows = blocks.rows(), now = at;
+    keep(at, blocks.run(at, best.cost));
     if (best.cost < kForever && deadline.passed()) break;
   }
+  if (best.cost == kForever) return Ordering{};
   Time cost = best.cost;
-  if (cost == kForever) return Ordering{};
-  for (Time temperature : temperatures)
-    for (std::int64_t move = 0; move < moves && best.cost > target && !deadline.passed(); move++) {
-      Block trial = now;
-      if (!blocks.change(trial, random)) continue;
-      const Time found = blocks.run(trial, cost + (temperature >> 16) * random.exponential());
-      if (found == kForever) continue;
-      now.swap(trial), cost = found;
-      if (cost < best.cost) best.cost = cost, best.rows = blocks.rows();
-    }
+  improve(
+      start, cost, effort, deadline, [&](Block& trial, Random& random) { return blocks.change(trial, random); },
+      [&](const Block& trial, Time threshold) { return cost = blocks.run(trial, threshold); },
+      [&](const Block& now) { return keep(now, cost), best.cost <= effort.target; });
   best.fused.assign(static_cast<std::size_t>(problem.chunks) * problem.microbatches, fuse);
   return best;
 }

@@ -9,7 +9,7 @@
 namespace zbkern {
 namespace {
 
-constexpr Time kNever = INT64_MAX / 4;
+constexpr Time kNever = kForever;
 constexpr int kForeseen = 3;  // chunks
 
 // Which rank is next: the earliest, of equals the first. A tree of winners: every node names the earlier of its two.
@@ -299,11 +299,6 @@ void change(Rule& rule, const Problem& p, bool may_follow, Random& random) {
 
 }  // namespace
 
-Ordering list_schedule(const Problem& problem, const Rule& rule) {
-  ListScheduler lists(problem);
-  return lists.run(rule, kNever) ? lists.orders() : Ordering{};
-}
-
 std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept, double seconds) {
   const Deadline deadline(seconds);
   ListScheduler lists(problem);
@@ -321,22 +316,18 @@ std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::
   return found;
 }
 
-RefineResult refine(const Problem& problem, const Rule& start, bool may_follow, std::int64_t tries, std::uint64_t seed, Time target,
-                    double seconds) {
-  const Deadline deadline(seconds);
+std::pair<Ordering, Rule> refine(const Problem& problem, const Rule& start, bool may_follow, const Effort& effort) {
+  const Deadline deadline(effort.seconds);
   ListScheduler lists(problem);
-  Random random(seed);
-  if (!lists.run(start, kNever)) return {{}, start};
-  Ordering best = lists.orders();
-  Rule rule = start;
-  for (int& cap : rule.caps) cap = std::min(cap, problem.microbatches);
-  for (std::int64_t attempt = 0; attempt < tries && best.cost > target && !deadline.passed(); attempt++) {
-    Rule trial = rule;
-    change(trial, problem, may_follow, random);
-    if (trial == rule || !lists.run(trial, best.cost)) continue;
-    best = lists.orders(), rule = std::move(trial);
-  }
-  return {best, rule};
+  std::pair<Ordering, Rule> best{{}, start};
+  for (int& cap : best.second.caps) cap = std::min(cap, problem.microbatches);
+  if (!lists.run(best.second, kNever)) return best;
+  improve(
+      best.second, lists.orders().cost, effort, deadline,
+      [&](Rule& trial, Random& random) { return change(trial, problem, may_follow, random), true; },
+      [&](const Rule& trial, Time threshold) { return lists.run(trial, threshold) ? lists.orders().cost : kNever; },
+      [&](const Rule& now) { return best = {lists.orders(), now}, best.first.cost <= effort.target; });
+  return best;
 }
 
 }  // namespace zbkern

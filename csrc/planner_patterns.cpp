@@ -14,7 +14,7 @@ constexpr int kPatience = 4;  // where the patience of the three phases begins, 
 class Patterns {
  public:
   explicit Patterns(const Problem& problem)
-      : p_(problem), n_(problem.chunks), m_(problem.microbatches), ranks_(problem), rows_(problem.ranks), scripts_(problem.ranks), pending_(problem.ranks), written_(problem.ranks) {
+      : p_(problem), n_(problem.chunks), m_(problem.microbatches), passes_(problem, std::vector<char>(n_ * m_, 0)), ranks_(problem), rows_(problem.ranks), scripts_(problem.ranks), pending_(problem.ranks), written_(problem.ranks) {
     for (int rank = 0; rank < p_.ranks; rank++) {
       Time work = 0;
       for (int c : {rank, n_ - 1 - rank})
@@ -42,6 +42,7 @@ class Patterns {
 
   const Problem& p_;
   const int n_, m_;
+  const Passes passes_;
   Ranks ranks_;
   Rows rows_;
   std::vector<char> fused_;
@@ -105,7 +106,7 @@ bool Patterns::run(const Pattern& pattern, Time threshold) {
       const int item = kind * n_ + c, j = count_[item], pass = item * m_ + j, here = c * m_ + j;
       if (kind == kBackward && count_[c] < p_.forwards_before(j)) return false;
       Time at;
-      if (!ranks_.arrived(input_of(p_, kind, c, pass), rank, at)) return true;
+      if (!ranks_.arrived(passes_, pass, rank, at)) return true;
       const Time patience = pattern[kPatience + phase][rank];
       const auto waits_long = [&](int w) { return 4 * (at - ranks_.clock[rank]) >= patience * p_.weight[w * m_ + count_[2 * n_ + w]]; };
       while (next_weight < pending.size() && waits_long(pending[next_weight])) weight(rank);
@@ -156,30 +157,24 @@ void change(Pattern& pattern, int ranks, Random& random) {
 
 }  // namespace
 
-PatternResult search_patterns(const Problem& problem, const Pattern& start, std::uint64_t seed, const std::vector<Time>& temperatures,
-                              std::int64_t moves, Time spread, Time target, double seconds) {
-  const Deadline deadline(seconds);
+std::pair<Ordering, Pattern> search_patterns(const Problem& problem, const Pattern& start, const Effort& effort) {
+  const Deadline deadline(effort.seconds);
   Patterns patterns(problem);
-  Random random(seed);
-  PatternResult result;
-  if (!patterns.run(start, kForever)) return result;
-  const auto keep = [&](const Pattern& pattern) {
-    result.best = patterns.orders(), result.pattern = pattern;
-  };
-  keep(start);
-  Pattern now = start;
-  Time energy = patterns.energy(spread);
-  for (Time temperature : temperatures)
-    for (std::int64_t move = 0; move < moves && result.best.cost > target && !deadline.passed(); move++) {
-      Pattern trial = now;
-      change(trial, problem.ranks, random);
-      const Time threshold = energy + (temperature >> 16) * random.exponential();
-      if (trial == now || !patterns.run(trial, patterns.largest(threshold, spread))) continue;
-      if (patterns.energy(spread) > threshold) continue;
-      now.swap(trial), energy = patterns.energy(spread);
-      if (patterns.cost() < result.best.cost) keep(now);
-    }
-  return result;
+  std::pair<Ordering, Pattern> best;
+  if (!patterns.run(start, kForever)) return best;
+  Effort scaled = effort;
+  for (Time& temperature : scaled.temperatures) temperature *= problem.ranks;
+  improve(
+      start, patterns.energy(effort.spread), scaled, deadline,
+      [&](Pattern& trial, Random& random) { return change(trial, problem.ranks, random), true; },
+      [&](const Pattern& trial, Time threshold) {
+        return patterns.run(trial, patterns.largest(threshold, effort.spread)) ? patterns.energy(effort.spread) : kForever;
+      },
+      [&](const Pattern& now) {
+        if (best.second.empty() || patterns.cost() < best.first.cost) best = {patterns.orders(), now};
+        return best.first.cost <= effort.target;
+      });
+  return best;
 }
 
 }  // namespace zbkern

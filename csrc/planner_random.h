@@ -1,7 +1,8 @@
-// Random numbers of the planner's searches, the same on every machine.
+// Random numbers of the planner's searches, the same on every machine, and simulated annealing by them.
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "planner.h"
 
@@ -30,5 +31,22 @@ class Random {  // SplitMix64
  private:
   std::uint64_t state_;
 };
+
+// Simulated annealing from a state of some energy. change(state, random): whether it made another one; run(state, threshold):
+// its energy, or more than the threshold; accept(state): whether to stop, for the first and for every one that is taken.
+template <typename State, typename Change, typename Run, typename Accept>
+void improve(State now, Time energy, const Effort& effort, const Deadline& deadline, Change change, Run run, Accept accept) {
+  Random random(effort.seed);
+  bool done = accept(now);
+  for (Time temperature : effort.temperatures)
+    for (std::int64_t move = 0; move < effort.work && !done && !deadline.passed(); move++) {
+      State trial = now;
+      if (!change(trial, random) || trial == now) continue;
+      const Time threshold = energy + (temperature >> 16) * random.exponential(), found = run(trial, threshold);
+      if (found > threshold) continue;
+      std::swap(now, trial), energy = found;
+      done = accept(now);
+    }
+}
 
 }  // namespace zbkern

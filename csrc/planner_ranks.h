@@ -9,19 +9,27 @@
 
 namespace zbkern {
 
-constexpr Time kForever = INT64_MAX / 4;
+// What passes wait for and take: [pass].
+struct Passes {
+  std::vector<int> input;                 // the pass of another chunk whose output it waits for, or -1
+  std::vector<Time> lag, length, memory;  // of its message; its time; what it adds to the memory of its rank
 
-// What a pass waits for: a pass of another chunk, -1 for none, and how long its message takes.
-struct Input {
-  int pass;
-  Time lag;
+  Passes(const Problem& p, const std::vector<char>& fused) : input(p.passes(), -1), lag(p.passes()), length(lag), memory(lag) {
+    const int m = p.microbatches, half = p.chunks * m;
+    for (int at = 0; at < half; at++) {
+      length[at] = p.forward[at], memory[at] = p.activation[at];
+      fuse(p, at, fused[at]);
+      if (at >= m) input[at] = at - m, lag[at] = p.forward_lag[at];
+      if (at + m < half) input[half + at] = half + at + m, lag[half + at] = p.backward_lag[at];
+    }
+  }
+  // Of the backward chunk * microbatches + k.
+  void fuse(const Problem& p, int at, bool both) {
+    const int half = p.chunks * p.microbatches;
+    length[half + at] = both ? p.fused[at] : p.backward[at], memory[half + at] = (both ? 0 : p.held[at]) - p.freed[at];
+    length[2 * half + at] = both ? 0 : p.weight[at], memory[2 * half + at] = both ? 0 : -p.held[at];
+  }
 };
-
-inline Input input_of(const Problem& p, int kind, int chunk, int pass) {
-  if (kind == kForward && chunk > 0) return {pass - p.microbatches, p.forward_lag[pass]};
-  if (kind == kBackward && chunk + 1 < p.chunks) return {pass + p.microbatches, p.backward_lag[pass - p.chunks * p.microbatches]};
-  return {-1, 0};
-}
 
 class Ranks {
  public:
@@ -42,15 +50,38 @@ class Ranks {
     }
     return true;
   }
+  // Runs the rows. False when they cannot end, or a span would exceed the threshold; work: of each rank, at least.
+  bool follow(const Rows& rows, const Passes& passes, std::vector<Time> work, Time threshold) {
+    const int m = p_.microbatches, first_weight = kWeight * p_.chunks * m;
+    next_.assign(p_.ranks, 0);
+    int waiting = p_.ranks;
+    return run([&](int rank) {
+      const Row& row = rows[rank];
+      for (std::size_t& k = next_[rank]; k < row.size(); k++) {
+        const int pass = row[k];
+        Time at, length = passes.length[pass];
+        if (!arrived(passes, pass, rank, at)) return true;
+        if (pass >= first_weight && k && row[k - 1] / m == pass / m && length && passes.length[row[k - 1]])
+          length -= p_.merge_saving[pass - first_weight];
+        const Time now = std::max(at, clock[rank]);
+        if (now - begin(rank, now) + work[rank] > threshold) return false;
+        work[rank] -= length;
+        finish(rank, pass, now + length);
+      }
+      waiting--;
+      return true;
+    }) && !waiting;
+  }
   // Whether the input has been computed; `at`: when it arrives. Otherwise the rank waits for it.
-  bool arrived(Input input, int rank, Time& at) {
+  bool arrived(const Passes& passes, int pass, int rank, Time& at) {
+    const int input = passes.input[pass];
     at = 0;
-    if (input.pass < 0) return true;
-    if (ends_[input.pass] < 0) {
-      waiter_[input.pass] = rank;
+    if (input < 0) return true;
+    if (ends_[input] < 0) {
+      waiter_[input] = rank;
       return false;
     }
-    at = ends_[input.pass] + input.lag;
+    at = ends_[input] + passes.lag[pass];
     return true;
   }
   // When the rank began, if this is its first pass; the makespan begins at 0.
@@ -74,6 +105,7 @@ class Ranks {
   const Problem& p_;
   std::vector<Time> ends_;             // [pass] -1 for one that has not run
   std::vector<int> waiter_, runnable_;  // [pass] the rank that waits for it, or -1
+  std::vector<std::size_t> next_;       // [rank] the position in its row
 };
 
 }  // namespace zbkern

@@ -7,38 +7,15 @@
 namespace zbkern {
 
 Measured measure(const Problem& p, const Ordering& orders) {
-  const int m = p.microbatches, half = p.chunks * m;
+  const Passes passes(p, orders.fused);
   Measured found;
-  found.peaks.assign(p.ranks, 0);
-  std::vector<Time> memory(p.ranks, 0);
-  std::vector<std::size_t> next(p.ranks, 0);
+  for (const Row& row : orders.rows) {
+    Time memory = 0, peak = 0;
+    for (int pass : row) peak = std::max(peak, memory += passes.memory[pass]);
+    found.peaks.push_back(peak);
+  }
   Ranks ranks(p);
-  int left = p.passes();
-  ranks.run([&](int rank) {
-    const Row& row = orders.rows[rank];
-    for (std::size_t& k = next[rank]; k < row.size(); k++, left--) {
-      const int pass = row[k], kind = pass / half, rest = pass % half, chunk = rest / m;
-      Time at, length = 0, held = 0;
-      if (!ranks.arrived(input_of(p, kind, chunk, pass), rank, at)) break;
-      const Time now = std::max(at, ranks.clock[rank]);
-      if (kind == kForward) {
-        length = p.forward[rest], held = p.activation[rest];
-      } else if (kind == kBackward) {
-        length = orders.fused[rest] ? p.fused[rest] : p.backward[rest];
-        held = (orders.fused[rest] ? 0 : p.held[rest]) - p.freed[rest];
-      } else if (!orders.fused[rest]) {
-        length = p.weight[rest], held = -p.held[rest];
-        const int before = k > 0 ? row[k - 1] : -1;
-        if (before >= 0 && before / m == pass / m && !orders.fused[before % half]) length -= p.merge_saving[rest];
-      }
-      ranks.begin(rank, now);
-      ranks.finish(rank, pass, now + length);
-      memory[rank] += held;
-      found.peaks[rank] = std::max(found.peaks[rank], memory[rank]);
-    }
-    return true;
-  });
-  if (left == 0) found.cost = ranks.cost();
+  if (ranks.follow(orders.rows, passes, std::vector<Time>(p.ranks, 0), kForever)) found.cost = ranks.cost();
   return found;
 }
 

@@ -13,6 +13,7 @@ from zbkern.pipeline.planner import annealing, list_scheduler, native
 from zbkern.pipeline.planner.arguments import placement_of, problem_of
 from zbkern.pipeline.planner.bounds import cost_bound
 from zbkern.pipeline.planner.incumbents import Incumbent
+from zbkern.pipeline.planner.native import Effort
 from zbkern.pipeline.planner.problem import Ordering, Problem, serial_ordering
 
 compiled = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
@@ -30,7 +31,7 @@ def good_order(given: Problem, draw: random.Random) -> Ordering:
         best.offer_fitting(serial_ordering(given, fuse))
     mean = (sum(given.forward) + sum(given.backward)) // (2 * given.chunks)
     temperatures = [mean, mean // 3, mean // 10, mean // 50]
-    return annealing.anneal(given, best.orders, temperatures=temperatures, passes=60_000, spread=0)
+    return annealing.anneal(given, best.orders, Effort(0, temperatures, 60_000, spread=0))
 
 
 @compiled

@@ -10,6 +10,7 @@ import pytest
 from tests.support.planner_problems import random_problem
 from zbkern.pipeline import Costs, schedules, simulate
 from zbkern.pipeline.planner import annealing, block_search, bounds, list_scheduler, native, pattern_search
+from zbkern.pipeline.planner.native import Effort
 from zbkern.pipeline.planner.problem import (
     Ordering,
     Problem,
@@ -42,11 +43,14 @@ def test_rules_of_every_rank(seed: int, slices: tuple[int, ...]) -> None:
     for _, orders in random.Random(seed).sample(made, min(20, len(made))):
         check(given, annealing.with_cost(given, orders))
     rule, start = made[0]
-    found, changed = list_scheduler.refine(given, rule, 200, seed)
-    assert (found, changed) == list_scheduler.refine(given, rule, 200, seed)
+    tries = Effort(seed, (0,), 200)
+    found, changed = list_scheduler.refine(given, rule, tries)
+    assert (found, changed) == list_scheduler.refine(given, rule, tries)
     assert list_scheduler.list_schedule(given, changed) == found
     assert found.cost <= start.cost
-    assert annealing.anneal(given, found).cost <= found.cost  # less where W are merged, which rules do not know
+    assert (
+        annealing.anneal(given, found, Effort()).cost <= found.cost
+    )  # less where W are merged, which rules do not know
     check(given, annealing.with_cost(given, found))
 
 
@@ -106,7 +110,7 @@ def test_annealing(seed: int, slices: tuple[int, ...]) -> None:
         if orders
     )
     start = annealing.with_cost(given, start)
-    found = annealing.anneal(given, start, seed=seed, temperatures=temperatures(given), passes=100_000)
+    found = annealing.anneal(given, start, Effort(seed, temperatures(given), 100_000, spread=3))
     assert found.cost <= start.cost
     check(given, found)
 
@@ -114,7 +118,7 @@ def test_annealing(seed: int, slices: tuple[int, ...]) -> None:
 def test_annealing_improves_a_poor_start() -> None:
     given = Problem.build(Costs(2, 2, 1, 0.1), range(4), 8, [6.0] * 4, False)
     start = annealing.with_cost(given, serial_ordering(given, fuse=False))
-    found = annealing.anneal(given, start, temperatures=temperatures(given), passes=2_000_000)
+    found = annealing.anneal(given, start, Effort(0, temperatures(given), 2_000_000, spread=3))
     assert found.cost < 0.6 * start.cost
     check(given, found)
 
@@ -125,7 +129,7 @@ def test_building_blocks(seed: int, slices: tuple[int, ...]) -> None:
     given = problem(seed, slices)
     if len(slices) > 1:  # blocks hold parts of two sequences at once
         given = replace(given, limit=tuple(4 * each for each in given.limit))
-    found = block_search.search_blocks(given, seed=seed, temperatures=temperatures(given), moves=60, fuse=seed % 4 == 3)
+    found = block_search.search_blocks(given, seed % 4 == 3, Effort(seed, temperatures(given), 60))
     if given.saves:  # which blocks do not weigh
         by_blocks, found = found.cost, annealing.with_cost(given, found)
         assert found.cost <= by_blocks
@@ -146,8 +150,7 @@ def test_patterns(seed: int, slices: tuple[int, ...]) -> None:
     given = Problem.build(costs, down + down[::-1], microbatches, limit, seed % 4 == 3, slices)
     found = [pattern_search.search_patterns(given, start) for start in list(pattern_search.zb_v_patterns(given))[::3]]
     orders, start = next(result for result in found if result is not None)
-    options = {"seed": seed, "temperatures": temperatures(given), "moves": 100, "spread": seed % 3}
-    better, _ = pattern_search.search_patterns(given, start, **options)
+    better, _ = pattern_search.search_patterns(given, start, Effort(seed, temperatures(given), 100, seed % 3))
     assert better.cost <= orders.cost
     for each, _ in (result for result in [*found, (better, start)] if result is not None):
         check(given, each)
@@ -156,7 +159,7 @@ def test_patterns(seed: int, slices: tuple[int, ...]) -> None:
 def test_a_pattern_found_gives_its_orders_again() -> None:
     given = Problem.build(Costs(92, 90, 46, 6), (0, 1, 2, 3, 3, 2, 1, 0), 8, [10.0] * 4, False)
     start = next(pattern_search.zb_v_patterns(given))
-    found, pattern = pattern_search.search_patterns(given, start, temperatures=temperatures(given), moves=500)
+    found, pattern = pattern_search.search_patterns(given, start, Effort(0, temperatures(given), 500))
     assert found.cost < pattern_search.search_patterns(given, start)[0].cost
     assert pattern_search.search_patterns(given, pattern)[0] == found
 
@@ -176,7 +179,7 @@ def test_orders_that_cannot_run_are_refused() -> None:
     orders = ordering_of(schedules.one_f_one_b(2, 2))
     stuck = Ordering(0, [list(reversed(row)) for row in orders.rows], orders.fused)
     with pytest.raises(ValueError, match="cannot run"):
-        annealing.anneal(given, stuck)
+        annealing.anneal(given, stuck, Effort())
     assert annealing.with_cost(given, stuck) is None
 
 

@@ -16,34 +16,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zbkern.pipeline.planner import native
+from zbkern.pipeline.planner.native import Effort
 from zbkern.pipeline.planner.problem import Ordering, Problem, schedule_of
 from zbkern.pipeline.simulation.memory import static_of_ranks
 from zbkern.pipeline.simulation.simulator import simulate
 
 
-def anneal(
-    problem: Problem,
-    start: Ordering,
-    *,
-    seed: int = 0,
-    temperatures: Sequence[int] = (),
-    passes: int = 0,
-    spread: int = 3,
-    target: int = 0,
-    seconds: float = float("inf"),
-) -> Ordering:
-    """The best orders found from `start`.
-
-    temperatures: one after the other, in units of time. passes: how many it runs again, the same at each temperature; a
-    move counts as 50 besides. spread: the weight of the mean span beside the largest. target: a cost at which to stop,
-    such as a lower bound; seconds: stop after this long. Raises ValueError when `start` cannot run.
-    """
+def anneal(problem: Problem, start: Ordering, effort: Effort) -> Ordering:
+    """The best orders found from `start`. Raises ValueError when these cannot run."""
     assert native.core is not None
-    scaled = [problem.ranks * temperature for temperature in temperatures]
-    found = native.core.anneal(
-        problem, start.rows, start.fused, seed, scaled, passes, spread, target, problem.may_fuse, seconds
-    )
-    return Ordering(*found)
+    return Ordering(*native.core.anneal(problem, start.rows, start.fused, effort, problem.may_fuse))
 
 
 def measured(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[float]] | None:

@@ -11,28 +11,16 @@ It runs in C++ (csrc/planner_blocks.cpp).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from zbkern.pipeline.planner import native
+from zbkern.pipeline.planner.native import Effort
 from zbkern.pipeline.planner.problem import Ordering, Problem
 
 
-def search_blocks(
-    problem: Problem,
-    *,
-    seed: int,
-    temperatures: Sequence[int],
-    moves: int,
-    target: int = 0,
-    fuse: bool = False,
-    seconds: float = float("inf"),
-) -> Ordering | None:
-    """The best orders found that repeat one block; None when there are none.
+def search_blocks(problem: Problem, fuse: bool, effort: Effort) -> Ordering | None:
+    """The best orders found that repeat one block; None when there are none. fuse: all backwards are fused.
 
-    temperatures: one after the other, in units of time, `moves` tried at each. target: a cost at which to stop.
-    fuse: all backwards are fused. seconds: stop after this long, once something fits. What merged W save is not taken
-    into account.
+    It stops only once something fits.
     """
     assert native.core is not None
-    orders = Ordering(*native.core.search_blocks(problem, seed, temperatures, moves, target, fuse, seconds))
+    orders = Ordering(*native.core.search_blocks(problem, fuse, effort))
     return orders if orders.rows else None

@@ -21,6 +21,7 @@ from itertools import islice, pairwise, product
 from typing import Any, NamedTuple
 
 from zbkern.pipeline.planner import native
+from zbkern.pipeline.planner.native import Effort
 from zbkern.pipeline.planner.problem import Ordering, Problem
 
 _FREE = 2**30  # a cap that is none
@@ -87,9 +88,8 @@ def _may_follow(problem: Problem) -> bool:
 
 def list_schedule(problem: Problem, rule: Rule) -> Ordering | None:
     """The orders that `rule` makes; None when it deadlocks."""
-    assert native.core is not None
-    orders = Ordering(*native.core.list_schedule(problem, rule))
-    return orders if orders.rows else None
+    found = refine(problem, rule, Effort())
+    return found and found[0]
 
 
 def best_rules(problem: Problem, tried: Sequence[Rule], kept: int, seconds: float = math.inf) -> list[tuple[int, int]]:
@@ -102,16 +102,13 @@ def best_rules(problem: Problem, tried: Sequence[Rule], kept: int, seconds: floa
     return found
 
 
-def refine(
-    problem: Problem, rule: Rule, tries: int, seed: int, target: int = 0, seconds: float = math.inf
-) -> tuple[Ordering, Rule] | None:
+def refine(problem: Problem, rule: Rule, effort: Effort) -> tuple[Ordering, Rule] | None:
     """The best orders found with other rules near this one, and their rule; None when this one makes none.
 
-    A try changes one choice, or the caps, of some neighbouring ranks at random, and stays when that is no worse.
-    target: a cost at which to stop. seconds: stop after this long.
+    A move changes one choice, or the caps, of some neighbouring ranks at random.
     """
     assert native.core is not None
-    found, changed = native.core.refine(problem, rule, _may_follow(problem), tries, seed, target, seconds)
+    found, changed = native.core.refine(problem, rule, _may_follow(problem), effort)
     orders = Ordering(*found)
     return (orders, Rule(*changed)) if orders.rows else None
 

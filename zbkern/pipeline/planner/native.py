@@ -1,14 +1,16 @@
 """The compiled core of the planner (csrc/planner*.cpp), or None where there was no C++ compiler at installation.
 
-It makes the same list schedules as list_scheduler.py, a hundred times faster, and it alone does the annealing. One that
-was compiled from other sources than these is not used: it would read problems wrongly.
+One that was compiled from other sources than these is not used: it would read problems wrongly.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
-_VERSION = 2
+_VERSION = 3
 
 try:
     from zbkern import _planner as core
@@ -20,4 +22,22 @@ if core is not None and getattr(core, "version", 1) != _VERSION:
     )
     core = None
 
-__all__ = ["core"]
+
+class Effort(NamedTuple):
+    """How long and how hot a search runs: simulated annealing at one temperature after the other.
+
+    temperatures: in units of time. work: of annealing the passes that it runs again, the same at each temperature (a
+    move counts as 50 besides); of the other searches the moves at each. spread: the weight of the ranks' mean span
+    beside the largest, in annealing and patterns. target: a cost at which to stop, such as a lower bound. seconds: stop
+    after this long.
+    """
+
+    seed: int = 0
+    temperatures: Sequence[int] = ()
+    work: int = 0
+    spread: int = 1
+    target: int = 0
+    seconds: float = math.inf
+
+
+__all__ = ["Effort", "core"]

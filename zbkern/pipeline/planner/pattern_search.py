@@ -19,9 +19,10 @@ It runs in C++ (csrc/planner_patterns.cpp).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from zbkern.pipeline.planner import native
+from zbkern.pipeline.planner.native import Effort
 from zbkern.pipeline.planner.problem import Ordering, Problem
 
 Pattern = list[list[int]]  # [7][ranks]: ahead, paired, turned, filled, and patience in quarters of a W by phase
@@ -53,25 +54,12 @@ def zb_v_patterns(problem: Problem) -> Iterator[Pattern]:
             yield zb_v_pattern(problem, percent, patience)
 
 
-def search_patterns(
-    problem: Problem,
-    start: Pattern,
-    *,
-    seed: int = 0,
-    temperatures: Sequence[int] = (),
-    moves: int = 0,
-    spread: int = 1,
-    target: int = 0,
-    seconds: float = float("inf"),
-) -> tuple[Ordering, Pattern] | None:
+def search_patterns(problem: Problem, start: Pattern, effort: Effort = Effort()) -> tuple[Ordering, Pattern] | None:  # noqa: B008
     """The best orders found and their pattern, from `start` on; None when that one cannot run or does not fit.
 
-    temperatures: one after the other, in units of time, `moves` tried at each. spread: the weight of the mean span
-    beside the largest. target: a cost at which to stop. seconds: stop after this long. What merged W save
-    is not taken into account.
+    What merged W save is not taken into account.
     """
-    scaled = [problem.ranks * temperature for temperature in temperatures]
     assert native.core is not None
-    found, pattern = native.core.search_patterns(problem, start, seed, scaled, moves, spread, target, seconds)
+    found, pattern = native.core.search_patterns(problem, start, effort)
     orders = Ordering(*found)
     return (orders, pattern) if orders.rows else None

@@ -7,11 +7,12 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.annealing import anneal, with_cost
+from zbkern.pipeline.planner.annealing import anneal
 from zbkern.pipeline.planner.block_search import search_blocks
 from zbkern.pipeline.planner.bounds import cost_bound, warm_up_forwards
 from zbkern.pipeline.planner.incumbents import Budget, Incumbent
 from zbkern.pipeline.planner.list_scheduler import Rule, best_rules, count_rules, list_schedule, refine, rules_to_try
+from zbkern.pipeline.planner.native import Effort
 from zbkern.pipeline.planner.pattern_search import Pattern, is_v, search_patterns, zb_v_patterns
 from zbkern.pipeline.planner.problem import Ordering, Problem, serial_ordering
 from zbkern.pipeline.planner.settings import SearchSettings
@@ -25,7 +26,7 @@ def add_serial(problem: Problem, best: Incumbent, budget: Budget) -> None:
         if native.core is None or len(problem.slices) > 1:  # blocks of slices hold two sequences at once
             best.offer_fitting(serial_ordering(problem, fuse))
         if native.core is not None:
-            best.offer(search_blocks(problem, seed=0, temperatures=(), moves=0, fuse=fuse, seconds=budget.left))
+            best.offer(search_blocks(problem, fuse, Effort(seconds=budget.left)))
 
 
 class TriedRule(NamedTuple):
@@ -112,16 +113,9 @@ class Population:
         if self._over:
             return start
         hot, spread = cooling
-        found = anneal(
-            self.problem,
-            start,
-            seed=seed,
-            temperatures=_temperatures(self.problem, hot),
-            passes=passes,
-            spread=spread,
-            target=self.best.bound,
-            seconds=self._budget.left,
-        )
+        temperatures = _temperatures(self.problem, hot)
+        effort = Effort(seed, temperatures, passes, spread, self.best.bound, self._budget.left)
+        found = anneal(self.problem, start, effort)
         self.best.offer(found)
         return found
 
@@ -138,7 +132,8 @@ class Population:
                 if tried >= SETTINGS.rule_tries:
                     rule, tried = each.rule, 0
                 number = (seed << 8 | run) << 32 | each.number
-                found = refine(self.problem, rule, tries // runs, number, self.best.bound, self._budget.left)
+                effort = Effort(number, (0,), tries // runs, target=self.best.bound, seconds=self._budget.left)
+                found = refine(self.problem, rule, effort)
                 if found is None:
                     break
                 self._changed[each.number] = found[1], tried + tries // runs
@@ -151,16 +146,9 @@ class Population:
         moves = passes // (SETTINGS.temperatures * self.problem.passes)
         if moves < 1 or self._over:
             return None
-        found = search_blocks(
-            self.problem,
-            seed=seed,
-            temperatures=_temperatures(self.problem, 1.0, 0.1),
-            moves=moves,
-            target=self.best.bound,
-            fuse=self.problem.may_fuse and seed % 2 == 1,
-            seconds=self._budget.left,
-        )
-        found = found and with_cost(self.problem, found)
+        temperatures = _temperatures(self.problem, 1.0, 0.1)
+        effort = Effort(seed, temperatures, moves, target=self.best.bound, seconds=self._budget.left)
+        found = search_blocks(self.problem, self.problem.may_fuse and seed % 2 == 1, effort)
         self.best.offer(found)
         return found
 
@@ -211,18 +199,10 @@ class PatternSearch:
             if begin is None or some < 1 or self._best.optimal or not self._budget.left:
                 break
             starts = SETTINGS.pattern_temperatures
-            self._add(
-                search_patterns(
-                    problem,
-                    begin[1],
-                    seed=seed << 16 | attempt,
-                    temperatures=_temperatures(problem, starts[(seed + attempt) % len(starts)]),
-                    moves=some,
-                    spread=SETTINGS.pattern_spread,
-                    target=self._best.bound,
-                    seconds=self._budget.left,
-                )
-            )
+            temperatures = _temperatures(problem, starts[(seed + attempt) % len(starts)])
+            limits = (self._best.bound, self._budget.left)
+            effort = Effort(seed << 16 | attempt, temperatures, some, SETTINGS.pattern_spread, *limits)
+            self._add(search_patterns(problem, begin[1], effort))
         return self._found and self._found[0]
 
 
