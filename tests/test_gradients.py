@@ -279,6 +279,27 @@ def test_main_grad_of_a_weight_whose_other_use_is_somebody_elses_function(each: 
     testing.assert_close(weight.main_grad, expected.grad)
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_main_grad_that_autograd_adds_to_cannot_be_overwritten(deferred: bool, hooked: bool) -> None:
+    weight, queue = nn.Parameter(torch.randn(32, 8)), zbkern.WGradQueue()
+    weight.main_grad, weight.overwrite_main_grad = torch.zeros_like(weight), True
+    if hooked:
+        weight.register_post_accumulate_grad_hook(lambda _: None)
+
+    def backward_and_w() -> None:
+        with queue.defer() if deferred else nullcontext():
+            ForeignLinear.apply(zbkern.functional.embedding(torch.arange(5), weight), weight).sum().backward()
+        queue.run()
+
+    with pytest.raises(RuntimeError, match=r"overwrite_main_grad must be False .*, here \[32, 8\]"):
+        backward_and_w()
+    assert queue.pending() == deferred
+    weight.overwrite_main_grad = False
+    assert queue.run() == deferred
+    assert weight.main_grad.any() == deferred
+
+
 def test_main_grad_is_found_when_w_runs_not_before() -> None:
     layer = zbkern.nn.Linear(4, 3, bias=False)
     queue = zbkern.WGradQueue()

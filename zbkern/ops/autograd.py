@@ -131,7 +131,7 @@ def weight_gradients(
     if call.route is _DETACHED:
         if torch._C._will_engine_execute_node(_anchor_node) and (part is None or any(p is not None for p in params)):
             for parameter in params:
-                if parameter is not None and hasattr(parameter, "grad_added_to_main_grad"):
+                if parameter is not None and accumulation.has_main_grad_flags(parameter):
                     _look_for_other_use(parameter)
             task = wgrad.WGradTask(kernel, tensors, params, arithmetic, call.name, call.ddp_managed, reads)
             if scope is None:

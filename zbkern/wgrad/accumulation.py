@@ -39,7 +39,7 @@ class Target:
             gradient = main_grad_of(parameter)
             if gradient is not None:
                 owned.append(parameter)
-                if getattr(parameter, "overwrite_main_grad", False):
+                if overwrites(parameter):
                     overwritten.append(gradient)
             else:
                 gradient = parameter.grad
@@ -69,6 +69,27 @@ class Target:
 def main_grad_of(parameter: Tensor) -> Tensor | None:
     """The gradient buffer that a framework keeps for this parameter, or None."""
     return getattr(parameter, "main_grad", None)
+
+
+def has_main_grad_flags(parameter: Tensor) -> bool:
+    """Whether a framework wants to know, or says, what W does with the `main_grad`."""
+    return hasattr(parameter, "grad_added_to_main_grad") or hasattr(parameter, "overwrite_main_grad")
+
+
+def overwrites(parameter: Tensor) -> bool:
+    """Whether W writes this parameter's `main_grad` instead of adding to it.
+
+    Raises RuntimeError where autograd accumulates a part of the gradient: it may be in the `main_grad` by now.
+    """
+    if not getattr(parameter, "overwrite_main_grad", False):
+        return False
+    if parameter in _partly_autograds:
+        raise RuntimeError(
+            f"overwrite_main_grad must be False for a weight, here {list(parameter.shape)}, of which autograd "
+            "accumulates another part (a function that is not zbkern's takes it, too), which W would overwrite: zero "
+            "its main_grad before the step instead"
+        )
+    return True
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -186,6 +207,7 @@ def _empty_sum(parameter: Tensor, kernel: WGradKernel) -> Tensor:
     main_grad = main_grad_of(parameter)
     if main_grad is None:
         return empty_gradient(parameter, kernel)
+    overwrites(parameter)  # raises while the task still waits
     return torch.empty_like(parameter, dtype=main_grad.dtype, requires_grad=False)
 
 
@@ -211,9 +233,8 @@ def accumulate_via_autograd(gradients: list[tuple[Tensor, Tensor]], create_graph
     for parameter, gradient in gradients:
         main_grad = main_grad_of(parameter)
         if main_grad is not None:
-            overwrite = getattr(parameter, "overwrite_main_grad", False)
             with torch.no_grad():
-                main_grad.copy_(gradient) if overwrite else main_grad.add_(gradient)
+                main_grad.copy_(gradient) if overwrites(parameter) else main_grad.add_(gradient)
                 gradient.zero_()
             _set_added_flag(parameter)
     parameters = [parameter for parameter, _ in gradients]
