@@ -69,6 +69,14 @@ def test_norms_with_a_residual(ours: str, shape: tuple[int, ...]) -> None:
     testing.assert_same_gradients(module, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_eps_of_a_norm_that_names_none_is_torchs(dtype: torch.dtype) -> None:
+    x = torch.linspace(1e-4, 1e-3, 20, dtype=dtype).view(4, 5)  # of which the eps is a part
+    module, other = zbkern.nn.RMSNorm(5, dtype=dtype), nn.RMSNorm(5, dtype=dtype)
+    testing.assert_close(module(x), other(x))
+    testing.assert_close(module(x, x.double())[0], other.double()(x + x.double()))
+
+
 def check(module: nn.Module, forward: Any, *inputs: Any) -> None:
     """Two deferred backwards of module(*inputs) against those of forward(copy, *inputs)."""
     other = copy.deepcopy(module)

@@ -7,6 +7,7 @@ run raises UnavailableError. `name` is what errors and the queue call the layer.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -193,13 +194,14 @@ def rms_norm(
 ) -> Any:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    x: [..., K]; weight: [K] or None; eps: None for the smallest step of x's dtype, as in torch. Row pass in B; what
-    waits for W is partial sums of dweight, not x. Source: Zhang and Sennrich (arXiv 1910.07467).
+    x: [..., K]; weight: [K] or None; eps: None for the smallest step of float32, of float64 for such x, as in torch.
+    Row pass in B; what waits for W is partial sums of dweight, not x. Source: Zhang and Sennrich (arXiv 1910.07467).
     residual: of x's shape; then returns (norm of summed, summed), summed = x + residual, in one pass each way.
     """
     checks.check("rms_norm", checks.NORM, x, weight, None, residual)
     if eps is None:
-        eps = torch.finfo(x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)).eps
+        dtypes = torch.float32, x.dtype, x.dtype if residual is None else residual.dtype
+        eps = torch.finfo(functools.reduce(torch.promote_types, dtypes)).eps
     return _norm(table.RMS_NORM, x, (weight,), eps, residual, impl, name)
 
 
