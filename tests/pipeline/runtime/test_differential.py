@@ -1,0 +1,359 @@
+"""Random models, schedules and options in a pipeline against one process with plain torch, in float64.
+
+Every slow run has another seed, which an error names: ZBKERN_SEED=... repeats it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_, parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import zbkern
+from tests.pipeline.simulation.test_differential import is_valid, random_rows
+from tests.support.chunks import results_on_threads
+from zbkern.pipeline import Optimizer, Pipeline, Schedule, StepOptions, schedules
+from zbkern.pipeline.schedules.dependencies import order_of_running
+from zbkern.pipeline.transport.local import LocalTransport
+
+WIDTH, TOKENS = 4, 6
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64) / 2
+
+
+class Products(nn.Module):
+    """Products with parameters of its own, whole ones, parts and sums of them, and one of them by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.experts = nn.Parameter(randn(WIDTH, WIDTH)), nn.Parameter(randn(3, WIDTH, WIDTH))
+        self.scale = nn.Parameter(randn(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight) + x @ self.experts[1].T + torch.einsum("btd,edf->btf", x, self.experts)
+        y = y + F.linear(x, self.scale * self.weight) + x @ self.weight[:, [2, 0, 1, 3]] * self.scale.sum()
+        return torch.tanh(y) * (1 + self.weight[0])
+
+
+class Twice(nn.Module):
+    """One linear that runs twice, once within a checkpoint of torch's."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.linear, self.reentrant = nn.Linear(WIDTH, WIDTH), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.clone().requires_grad_()  # or a reentrant one would have no gradient
+        y: Any = checkpoint(self.linear, x, use_reentrant=self.reentrant)
+        return torch.tanh(self.linear(torch.sin(y)))
+
+
+class Counts(nn.Module):
+    """A buffer that every forward changes and reads, as running statistics are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen = 0.9 * self.seen + x.detach().mean((0, 1))
+        return self.linear(x) - self.seen
+
+
+class Hooked(nn.Module):
+    """Hooks on the module and on its parameters that change gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear.register_full_backward_pre_hook(lambda _, dy: (dy[0] * 1.5,))
+
+    def add_hooks(self) -> None:
+        """Those of parameters, which a copy would not have."""
+        self.linear.weight.register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))
+        self.linear.bias.register_hook(lambda gradient: 2 * gradient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.convolution = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(x)[0] + self.convolution(x.mT).mT
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.positions = nn.Embedding(TOKENS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.positions(torch.arange(x.shape[1]))
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+BY_TOKEN: list[Callable[[], nn.Module]] = [  # which slices of sequences may cut
+    lambda: nn.Sequential(nn.Linear(WIDTH, 7), nn.GELU(), nn.Linear(7, WIDTH, bias=False)),
+    lambda: nn.Sequential(nn.LayerNorm(WIDTH), parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
+    lambda: nn.RMSNorm(WIDTH),
+    Products,
+    lambda: Twice(False),
+    lambda: Twice(True),
+    Frozen,
+    nn.Identity,
+]
+OTHERS: list[Callable[[], nn.Module]] = [Hooked, Counts, Recurrent, SelfAttention]
+
+
+class Chunk(nn.Module):
+    """Some of these, each added to what it is given; tied: a weight that the first and the last chunk have."""
+
+    def __init__(self, pieces: list[nn.Module], passes: str, tied: bool) -> None:
+        super().__init__()
+        self.pieces, self.passes = nn.ModuleList(pieces), passes
+        self.tied = nn.Parameter(randn(WIDTH, WIDTH)) if tied else None
+
+    @property
+    def tied_parameters(self) -> dict[str, Tensor]:
+        return {} if self.tied is None else {"tied": self.tied}
+
+    def forward(self, x: Tensor, first: Tensor | None = None, scale: Tensor | None = None, carry: Any = None) -> Any:
+        y = x if first is None else x + torch.cos(first)
+        for piece in self.pieces:
+            y = y + piece(y)
+        if self.tied is not None:
+            y = y + F.linear(y, self.tied)
+        if scale is not None:
+            y = y * scale
+        if self.passes == "tensor":
+            return y
+        if self.passes == "tuple":
+            return y, x
+        return {"first": (x > 0).double(), "x": y}
+
+
+class Case:
+    """What a seed stands for: a model in chunks, a schedule, options, and batches of some steps."""
+
+    def __init__(self, rng: random.Random) -> None:
+        torch.manual_seed(rng.getrandbits(32))
+        self.rng = rng
+        self.sliced = rng.random() < 0.2
+        self.schedule = sliced_schedule(rng) if self.sliced else random_schedule(rng)
+        count = len(self.schedule.placement)
+        self.saves = any(action.kind in "ROL" for row in self.schedule.actions for action in row)
+        self.tied = count > 1 and rng.random() < 0.3
+        kinds = BY_TOKEN if self.sliced else BY_TOKEN + OTHERS
+        if self.schedule.stages == 1 and not self.sliced:
+            kinds = [*kinds, lambda: nn.Dropout(0.3)]
+        self.chunks = [
+            Chunk(
+                [rng.choice(kinds)() for _ in range(rng.randint(1, 3))],
+                "tensor" if chunk == count - 1 else rng.choice(["tensor", "tuple", "dict"]),
+                self.tied and chunk in (0, count - 1),
+            ).double()
+            for chunk in range(count)
+        ]
+        if self.tied and self.schedule.placement[0] == self.schedule.placement[-1]:
+            self.chunks[-1].tied = self.chunks[0].tied
+        elif self.tied:
+            self.chunks[-1].tied.data.copy_(self.chunks[0].tied.data)
+        self.fill = "planned" if self.saves else rng.choice(["planned", "eager"])
+        self.options = StepOptions(
+            max_wgrad_bytes=None if self.saves else rng.choice([None, None, 0, 1000]),
+            copy_size=rng.choice([1, 300, 2**26]),
+            check_recompute=rng.random() < 0.5,
+            on_idle=rng.choice([None, lambda: False]),
+        )
+        self.merge = rng.choice([True, False, "exact"])
+        self.make_optimizer = rng.choice([None, *OPTIMIZERS])
+        self.max_norm, self.undo = rng.choice([None, 0.1, 10.0]), rng.choice(["snapshot", None])
+        self.side = rng.random() < 0.5
+        self.steps = [self.batch() for _ in range(rng.randint(1, 3))]
+        self.changes = [rng.random() for _ in self.steps]
+
+    def batch(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Inputs, targets and side inputs of every sequence."""
+        rows = self.rng.randint(1, 3)
+        return [
+            (randn(rows, TOKENS, WIDTH), randn(rows, TOKENS, WIDTH), randn(rows, TOKENS, 1))
+            for _ in range(self.schedule.sequences)
+        ]
+
+    def change(self, chunks: list[Chunk], step: int) -> None:
+        """What users do between steps."""
+        parameters = [p for chunk in chunks for p in chunk.pieces.parameters()]
+        chosen = parameters[int(self.changes[step] * len(parameters))] if parameters else None
+        if self.changes[step] < 0.3 and chosen is not None and self.make_optimizer is None:
+            chosen.requires_grad_(not chosen.requires_grad)
+        if self.changes[step] > 0.7:
+            chunks[int(self.changes[step] * 7) % len(chunks)].train(step % 2 == 1)
+
+    def describe(self) -> str:
+        pieces = [[type(piece).__name__ for piece in chunk.pieces] for chunk in self.chunks]
+        told = {name: vars(self)[name] for name in ("fill", "options", "merge", "tied", "side", "max_norm", "undo")}
+        return f"{pieces}\n{told}\n{self.schedule.to_csv()}"
+
+
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda parameters: torch.optim.SGD(parameters, lr=0.001, momentum=0.9),
+    lambda parameters: torch.optim.AdamW(parameters, lr=0.001, eps=0.1),  # else gradients of rounding move weights
+]
+
+
+def sliced_schedule(rng: random.Random) -> Schedule:
+    lengths = rng.choice([2, 3, [1, 2, 3], [4, 2]])
+    make = getattr(schedules, rng.choice(schedules.NAMES))
+    return make(rng.randint(1, 3), rng.randint(1, 3), slices=lengths)
+
+
+def random_schedule(rng: random.Random) -> Schedule:
+    while True:
+        rows, placement, microbatches = random_rows(rng)
+        if is_valid(rows, placement, microbatches):
+            return Schedule.build(rows, placement, microbatches)
+
+
+def one_process(case: Case, chunks: list[Chunk]) -> list[Any]:
+    """What every step leaves with plain torch: its loss, gradients, weights after the optimizer, and buffers."""
+    chunks[-1].tied = chunks[0].tied if case.tied else None
+    model, found = nn.ModuleList(chunks), []
+    optimizer = case.make_optimizer and case.make_optimizer([*model.parameters()] or [{"params": []}])
+    for number, step in enumerate(case.steps):
+        case.change(chunks, number)
+        model.zero_grad()
+        losses = losses_of(case, chunks, step)
+        for loss in losses:
+            if loss.requires_grad:
+                loss.backward()
+        total = sum(loss.item() for loss in losses)
+        if optimizer is not None:
+            if case.max_norm is not None:
+                clip_grad_norm_(model.parameters(), case.max_norm)
+            optimizer.step()
+        found.append((torch.tensor(total), *state_of(case, chunks)))
+    return found
+
+
+def losses_of(case: Case, chunks: list[Chunk], step: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+    """Each sequence's share of the loss; forwards in the schedule's order, in which random numbers are drawn."""
+    count, values = len(step), {}
+    order = [(chunk, sequence) for sequence in range(count) for chunk in range(len(chunks))]
+    if not case.sliced:
+        ran = [action for _, action in order_of_running(case.schedule.actions, len(chunks))]
+        order = [(action.chunk, action.microbatch) for action in ran if action.kind == "F"]
+    for chunk, sequence in order:
+        given = values[chunk - 1, sequence] if chunk else step[sequence][0]
+        keywords = {"scale": step[sequence][2]} if case.side else {}
+        arguments = given if isinstance(given, tuple) else (given,)
+        if isinstance(given, dict):
+            keywords, arguments = {**keywords, **given}, ()
+        values[chunk, sequence] = chunks[chunk](*arguments, **keywords)
+    last = len(chunks) - 1
+    return [F.mse_loss(values[last, sequence], step[sequence][1]) / count for sequence in range(count)]
+
+
+def state_of(case: Case, chunks: list[Chunk]) -> list[Tensor | None]:
+    """Gradients of all parameters, or their values where an optimizer has stepped; and buffers."""
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    # a gradient of zeros may be None: a chunk that nothing depends on
+    gradients = [None if p.grad is None or not p.grad.any() else p.grad.clone() for p in parameters]
+    values = [p.detach().clone() for p in parameters]
+    return [*(values if case.make_optimizer else gradients), *(b.clone() for chunk in chunks for b in chunk.buffers())]
+
+
+def pipelined(case: Case, chunks: list[Chunk]) -> list[Any]:
+    """The same on ranks that are threads."""
+    for chunk in chunks:
+        zbkern.convert(chunk)
+
+    def run(transport: LocalTransport) -> list[Any]:
+        mine = [chunks[chunk] for chunk in case.schedule.chunks_of(transport.rank)]
+        found: list[Any] = []
+        with Pipeline(
+            mine, case.schedule, F.mse_loss, transport, fill=case.fill, timeout=30, options=case.options
+        ) as pipe:
+            pipe.queue.merge = case.merge
+            optimizer: Any = None
+            if case.make_optimizer is not None:
+                parameters = [*nn.ModuleList(mine).parameters()] or [{"params": []}]
+                inner = case.make_optimizer(parameters)
+                optimizer = Optimizer(inner, pipe, max_norm=case.max_norm, undo=case.undo)
+            for number, step in enumerate(case.steps):
+                if transport.rank == 0:
+                    case.change(chunks, number)
+                pipe.gather(0)
+                inputs, targets, side = (list(each) for each in zip(*step, strict=True))
+                nn.ModuleList(mine).zero_grad()
+                loss = pipe.step(inputs, targets, [{"scale": each} for each in side] if case.side else None)
+                if optimizer is not None:
+                    optimizer.step()
+                    optimizer.validate()
+                assert pipe.queue.pending() == pipe.queue.bytes == 0
+                losses = [each for each in pipe.gather(None if loss is None else loss.item()) if each is not None]
+                if transport.rank == 0:
+                    found.append((torch.tensor(losses[0]), *state_of(case, chunks)))
+                pipe.gather(0)
+        return found
+
+    return results_on_threads(case.schedule.stages, run)[0]
+
+
+@pytest.mark.parametrize("seconds", [0, pytest.param(60, marks=pytest.mark.slow)])
+def test_random_pipelines_train_as_plain_torch(seconds: float) -> None:
+    seed = int(os.environ.get("ZBKERN_SEED", time.time_ns() if seconds > 30 else 0))
+    end, number = time.monotonic() + seconds, 0
+    while number < 20 or time.monotonic() < end:
+        case = Case(random.Random(f"{seed} {number}"))
+        try:
+            check(case)
+        except BaseException as error:
+            raise AssertionError(f"ZBKERN_SEED={seed}, number {number}:\n{case.describe()}") from error
+        number += 1
+
+
+def check(case: Case) -> None:
+    both = copy.deepcopy(case.chunks), copy.deepcopy(case.chunks)
+    seed = case.rng.getrandbits(32)
+    found = []
+    for run, chunks in zip((one_process, pipelined), both, strict=True):
+        for piece in [piece for chunk in chunks for piece in chunk.pieces if isinstance(piece, Hooked)]:
+            piece.add_hooks()
+        torch.manual_seed(seed)
+        found.append(run(case, chunks))
+    clipped = case.make_optimizer is not None and case.max_norm is not None
+    allowed = 1e-5 if clipped else 1e-9  # the clipping coefficient is float32
+    for step, (expected, got) in enumerate(zip(*found, strict=True)):
+        for index, (a, b) in enumerate(zip(expected, got, strict=True)):
+            assert (a is None) == (b is None), f"step {step}, {index}: {a} {b}"
+            if a is not None and a.numel():
+                error = (a - b).abs().max().item() / max(1e-3, a.abs().max().item())
+                assert error < allowed, f"step {step}, {index}: {error}"
