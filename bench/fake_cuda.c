@@ -10,7 +10,8 @@
 #include <string.h>
 
 enum { MOST_PARAMETERS = 256, MOST_BYTES = 32764 };
-enum { MAX_THREADS = 0x05, REQUIRED_THREADS = 0x10, PARAMETER = 0x17 };  // attributes of .nv.info
+enum { MAX_THREADS = 0x05, REQUIRED_THREADS = 0x10 };  // attributes of .nv.info
+enum { PARAMETER = 0x17, PARAMETER_OF_MANY = 0x45 };   // the second where there are more than 4 KB of them
 
 static const uint64_t MARK = 0x7a626b65726e2e31;  // in what cuTensorMapEncodeTiled encodes
 
@@ -89,10 +90,10 @@ static void read_attributes(Kernel *kernel, const unsigned char *at, const unsig
     memcpy(words, value, length < 12 ? length : 12);
     if (attribute == REQUIRED_THREADS) kernel->threads = words[0];
     if (attribute == MAX_THREADS && !kernel->threads) kernel->threads = -(int)words[0];
-    if (attribute != PARAMETER) continue;
+    if (attribute != PARAMETER && attribute != PARAMETER_OF_MANY) continue;
     const int ordinal = words[1] & 0xffff;
     if (ordinal >= MOST_PARAMETERS) continue;
-    kernel->size[ordinal] = words[2] >> 18;
+    kernel->size[ordinal] = attribute == PARAMETER ? words[2] >> 18 : words[2] & 0xffff;
     kernel->offset[ordinal] = words[1] >> 16;
     if (ordinal >= kernel->parameters) kernel->parameters = ordinal + 1;
   }
@@ -199,6 +200,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   keep(&config->hStream, sizeof(config->hStream));
   keep(&config->numAttrs, sizeof(config->numAttrs));
   if (config->gridDimY > 65535 || config->gridDimZ > 65535) return refuse("a grid of %lld", config->gridDimY);
+  if (!kernel->parameters) return refuse("a kernel of %lld parameters, where Triton's have two at least", 0);
   for (int i = 0; i < kernel->parameters; ++i) {
     const unsigned char *value = values[i];
     if (!value) return refuse("parameter %lld is missing", i);

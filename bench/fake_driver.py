@@ -26,10 +26,7 @@ SOURCE = Path(__file__).with_name("fake_cuda.c")
 
 
 def library_folder() -> Path:
-    """Where libcuda.so.1 is, compiled when it is not there. Raises RuntimeError without a C compiler."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise RuntimeError("a driver to rehearse with is compiled from C, and there is no compiler: install gcc")
+    """Where libcuda.so.1 is, compiled when it is not there. Raises RuntimeError without a C compiler then."""
     import triton
 
     from build_tools.kernels import aot
@@ -39,6 +36,9 @@ def library_folder() -> Path:
     folder = aot.kept_in() / f"fake-driver-{digest}"
     library = folder / "libcuda.so.1"
     if not library.exists():
+        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
+        if compiler is None:
+            raise RuntimeError("a driver to rehearse with is compiled from C, and there is no compiler: install gcc")
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as beside:
             made = Path(beside, library.name)

@@ -63,8 +63,8 @@ class Bench:
 
 @dataclass(frozen=True)
 class Case:
-    """One shape of a row. flops and bytes: of one run of `ours`, the least that the operation needs. peers: `check`
-    compares with the first. baseline: the peer that goals are about, the first when not named."""
+    """One shape of a row. flops and bytes: of one run of `ours`, the least that the operation needs. check: runs what
+    it compares itself. baseline: the peer that goals are about, the first when not named."""
 
     label: str
     ours: Run

@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ SHAPE = (1000, 528, 784)
 Run = tuple[str, Callable[[], object]]
 
 
-def prepare(folder: Path, capability: int, only: str, rows: Sequence[str]) -> int:
+def prepare(folder: Path, capability: int, only: str) -> int:
     """Compiles what a session would compile on a GPU of that capability, and makes every launch over a driver that
     checks it; prints what it is. Returns 1 where something does not compile, or where the driver would refuse it."""
     cache = folder / "triton"
@@ -36,9 +38,9 @@ def prepare(folder: Path, capability: int, only: str, rows: Sequence[str]) -> in
     from bench import ahead, fake_driver
 
     with fake_driver.gpu(capability), mock.patch.object(torch, "mm"), ahead.Compilers() as compilers:
-        found = [(name, run) for name, run in runs(rows) if matches(only, name)]
+        found = [(name, run) for name, run in runs() if matches(only, name)]
         count = compilers.compile((run for _, run in found), work=compile_with_launcher)
-        problems = compilers.problems + [f"{name}: {error}" for name, run in found if (error := _error_of(run))]
+        problems = compilers.problems + errors(found)
     (folder / "prepared.json").write_text(json.dumps({"capability": capability, "triton": _triton_key()}) + "\n")
     (folder / "extension").mkdir(exist_ok=True)
     for path in (built := _built()):
@@ -50,12 +52,12 @@ def prepare(folder: Path, capability: int, only: str, rows: Sequence[str]) -> in
     return 1 if problems else 0
 
 
-def runs(rows: Sequence[str] = ()) -> Iterator[Run]:
-    """(name, run): every kernel as tests run it in three dtypes, then the rows of `bench.gpu`, on operands without
-    values."""
+def runs() -> Iterator[Run]:
+    """(name, run): every kernel as tests run it in three dtypes, then the session's rows of `bench.gpu` and what the
+    stages of `bench.virtual_stages` launch, on operands without values."""
     import torch
 
-    from bench import gpu, gpu_rows
+    from bench import gpu, gpu_rows, gpu_session, virtual_stages
     from bench.gpu_case import Bench, Sizes
     from tests.support import every_launch
     from zbkern.kernels.triton import kernels
@@ -68,21 +70,49 @@ def runs(rows: Sequence[str] = ()) -> Iterator[Run]:
         for name, case in every_launch.cases(kernels, every_launch.Random(dtype, "cpu"), *SHAPE).items():
             yield f"{name} {str(dtype)[6:]}", case.run
     bench = Unwritten(torch.device("cpu"), torch.bfloat16, "triton", Sizes())
+    rows = {*gpu_session.FIRST, *(name for names in gpu_session.ROWS.values() for name in names)}
     for row in gpu_rows.ROWS:
         if row.name in rows and not row.name.endswith("ceiling"):
             yield from ((row.name, run) for run in gpu.ours([row], bench))
+    yield from (("virtual stages", run) for run in virtual_stages.launches(kernels))
+
+
+def errors(found: Sequence[Run]) -> list[str]:
+    """What the driver, or a kernel's own Python, says against these."""
+    return [f"{name}: {error}" for name, run in found if (error := _error_of(run))]
+
+
+def rehearse(capability: int) -> int:
+    """Makes every launch, with Triton's cache as it is, and says how many kernels, or C parts of launches, were not in
+    it. Returns 1 where there are any."""
+    import torch
+
+    from bench import fake_driver
+
+    cache = Path(os.environ["TRITON_CACHE_DIR"])
+    before = {*cache.glob("*/*.cubin"), *cache.glob("*/*.so")}
+    with fake_driver.gpu(capability), mock.patch.object(torch, "mm"):
+        problems = errors(list(runs()))
+    compiled = {*cache.glob("*/*.cubin"), *cache.glob("*/*.so")} - before
+    print("\n".join([*problems, f"{len(before)} files prepared, {len(compiled)} compiled"]))
+    return 1 if problems or compiled else 0
 
 
 def compile_with_launcher(job: Any) -> None:
-    """A kernel, and the C part of its launch."""
+    """A kernel, and the C part of its launch: as Triton looks it up with the command `file` on PATH, and without."""
     from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import build
 
     from bench import ahead, fake_driver
 
     fake_driver.load()
-    nvidia.CudaUtils()
     compiled = ahead.compile_named(job)
-    nvidia.CudaLauncher(compiled.src, compiled.metadata)
+    for format_of_programs in ("ELF", ""):
+        with mock.patch.object(platform, "architecture", return_value=("64bit", format_of_programs)):
+            if hasattr(build.platform_key, "cache_clear"):
+                build.platform_key.cache_clear()
+            nvidia.CudaUtils()
+            nvidia.CudaLauncher(compiled.src, compiled.metadata)
 
 
 def adopt(folder: Path, package: Path = ROOT / "zbkern") -> str:
@@ -131,3 +161,7 @@ def _built() -> list[Path]:
     """The extensions that are built here for this Python."""
     found = (importlib.util.find_spec(f"zbkern.{name}") for name in ("_launcher", "_cuda"))
     return [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]
+
+
+if __name__ == "__main__":
+    sys.exit(rehearse(int(sys.argv[1])))

@@ -3,10 +3,11 @@
     python -m bench.gpu_session --seconds 520 --out FOLDER [--prepared FOLDER]
 
 A list of programs of this repository, each a process with a time limit: one that hangs or dies costs only its own
-result. First the two ceilings, without which nothing else begins; then whether launches that bypass Triton's Python are
-right, without which the rest goes on without them; every test that needs a GPU; the rows of `bench.gpu` that matter;
-and other programs. FOLDER/session.md and session.json are rewritten after each, and FOLDER/logs has what it prints,
-as it prints it: this may be killed at any time.
+result. First a copy, without which nothing else begins, and in the same half minute W, merged W and the product's
+ceiling; then whether launches that bypass Triton's Python are right, without which the rest goes on without them; every
+test that needs a GPU; the other rows of `bench.gpu` that matter; and other programs. FOLDER/session.md, session.json
+(with all figures so far) and log.txt (what ended programs have printed) are rewritten every two seconds, each the old
+file or the new one: this may be killed at any time. What programs write goes elsewhere, so FOLDER has these three.
 
 --prepare compiles the kernels for --capability into FOLDER on a machine without a GPU (gpu_prepare.py), with the
 versions of Python and Triton that the session will have; --prepared takes them, wherever FOLDER is by then. --rehearse
@@ -23,19 +24,21 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bench import gpu_prepare
 from zbkern import reporting
 
 ROOT = Path(__file__).resolve().parents[1]
 
-CEILINGS = ("product, ceiling", "copy, ceiling")
+FIRST = ("W, fp32 added", "W of 4, merged", "product, ceiling")
 ROWS = {
-    "rows of W": ("W, fp32 added", "W of 4, merged", "all W of a layer", "W of 8 experts", "host time of a W"),
+    "rows of W": ("all W of a layer", "W of 8 experts", "host time of a W"),
     "rows of fused products": ("dgrad with SwiGLU", "8 experts, forward", "linear + cross entropy"),
     "rows of norms": ("RMSNorm forward", "RMSNorm backward"),
     "rows of attention": ("attention forward", "attention backward"),
@@ -49,7 +52,8 @@ REPLAYED = "replayed launches"
 class Job:
     """A program of this repository, as the arguments of Python, and how many seconds it may take.
 
-    status: "not reached", "running", and then "ok", "wrong", "cannot run" or "timed out". said: its last line.
+    status: "not reached", "running", and then "ok", "wrong", "cannot run" or "timed out". said: its last line. printed:
+    all of them. results: by name, the JSON that it has written so far.
     """
 
     name: str
@@ -58,55 +62,68 @@ class Job:
     status: str = "not reached"
     seconds: float = 0.0
     said: str = ""
+    printed: str = ""
+    results: dict[str, Any] = field(default_factory=dict)
+
+    def folder(self, work: Path) -> Path:
+        """Where it writes."""
+        return work / self.name.replace(" ", "-")
 
 
-def plan(out: Path, seconds: float, rehearsed: int | None) -> list[Job]:
-    """All jobs, in the order in which they are to run. rehearsed: on which capability that is not here."""
+def plan(work: Path, seconds: float, rehearsed: int | None) -> list[Job]:
+    """All jobs, in the order in which they are to run. work: where they write, each into a folder of its name.
+    rehearsed: on which capability that is not here."""
     over, where = ["-m"], []
     if rehearsed is not None:
         over, where = ["-m", "bench.fake_driver", str(rehearsed)], ["--device", "cpu", "--tiny"]
     every_launch = ["-m", "pytest", "-q", "tests/gpu/test_triton_every_launch.py", "-k", "linear_wgrad and bfloat16"]
     if rehearsed is not None:
-        every_launch = ["-m", "bench.gpu_session", "--prepare", "--out", str(out / "prepared")]
+        every_launch = ["-m", "bench.gpu_prepare", str(rehearsed)]
+
+    def program(name: str, command: list[str], limit: float, out: str = "--out", file: str = "") -> Job:
+        job = Job(name, command, limit)
+        job.command += [out, str(job.folder(work) / file)]
+        return job
 
     def rows(name: str, names: Sequence[str], limit: float) -> Job:
-        measured = ["bench.gpu", *where, "--seconds", f"{0.8 * limit:.0f}", "--out", str(out / name.replace(" ", "-"))]
-        return Job(name, [*over, *measured, "--rows", *names], limit)
+        return program(name, [*over, "bench.gpu", *where, "--seconds", f"{0.8 * limit:.0f}", "--rows", *names], limit)
 
     part = seconds / 100
-    tests = ["tests/gpu/run.py", "--out", str(out / "tests"), "--seconds", f"{36 * part:.0f}"]
-    stages = ["-m", "bench.virtual_stages", "--rounds", "5", "--out", str(out)]
-    tiles = ["-m", "bench.tune", "--op", "wgrad", "--seconds", f"{6 * part:.0f}", "--table", str(out / "tiles.json")]
+    tests = ["tests/gpu/run.py", "--seconds", f"{36 * part:.0f}"]
+    stages = ["-m", "bench.virtual_stages", "--rounds", "5"]
+    tiles = ["-m", "bench.tune", "--op", "wgrad", "--seconds", f"{6 * part:.0f}"]
     return [
-        rows("ceilings", CEILINGS, 10 * part),
+        rows("a copy", ["copy, ceiling"], 4 * part),
+        rows("first figures", FIRST, 5 * part),
         Job(REPLAYED, every_launch, 10 * part),
-        Job("tests", tests, 40 * part),
+        program("tests", tests, 40 * part),
         *(rows(name, names, 10 * part) for name, names in ROWS.items()),
-        Job("virtual stages", stages, 10 * part),
-        Job("tiles of W", tiles, 10 * part),
+        program("virtual stages", stages, 10 * part),
+        program("tiles of W", tiles, 10 * part, "--table", "tiles.json"),
         Job("sanitizer", ["-m", "pytest", "-q", "--slow", "tests/gpu/test_cuda_sanitizer.py"], 20 * part),
     ]
 
 
-def session(jobs: Sequence[Job], end: float, out: Path) -> None:
+def session(jobs: Sequence[Job], end: float, out: Path, work: Path) -> None:
     """All jobs, as long as there is time. Where the first is not ok, nothing else begins."""
     write(jobs, out)
     for job in jobs:
         if time.monotonic() >= end or jobs[0].status not in ("not reached", "ok"):
             break
         replays = all(other.status in ("ok", "not reached") for other in jobs if other.name == REPLAYED)
-        run(job, min(job.limit, end - time.monotonic()), out, [] if replays else ["-m", "bench.no_replay"])
-        write(jobs, out)
+        before = [] if replays else ["-m", "bench.no_replay"]
+        for _ in run(job, min(job.limit, end - time.monotonic()), work, before):
+            write(jobs, out)
         print(f"{job.name}: {job.status}, {job.seconds:.0f} s, {job.said}", flush=True)
 
 
-def run(job: Job, seconds: float, out: Path, before: Sequence[str] = ()) -> None:
-    """One job, in a process group of its own, which is killed when its time is up. before: what the program is given
-    to, where it is a module."""
+def run(job: Job, seconds: float, work: Path, before: Sequence[str] = ()) -> Iterator[None]:
+    """One job, in a process group of its own, which is killed when its time is up; yields every two seconds, and at the
+    end. before: what the program is given to, where it is a module."""
     module = job.command[0] == "-m"
     command = [*before, *job.command[1:]] if before and module else job.command
-    log = out / "logs" / f"{job.name.replace(' ', '-')}.txt"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    job.folder(work).mkdir(parents=True)
+    log = job.folder(work) / "log.txt"
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     environment["TRITON_INTERPRET"] = "0"
@@ -116,26 +133,40 @@ def run(job: Job, seconds: float, out: Path, before: Sequence[str] = ()) -> None
             [sys.executable, *command], cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
         )
         try:
-            code = process.wait(seconds)
-            job.status = {0: "ok", 2: "cannot run", 5: "ok"}.get(code, "wrong")  # 5: pytest found nothing to run
-        except subprocess.TimeoutExpired:
-            job.status = "timed out"
+            while job.status == "running":
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(max(0.0, min(2.0, begin + seconds - time.monotonic())))
+                    job.status = {0: "ok", 2: "cannot run", 5: "ok"}.get(code, "wrong")  # 5: pytest: nothing to run
+                if job.status == "running" and time.monotonic() >= begin + seconds:
+                    job.status = "timed out"
+                take(job, work, time.monotonic() - begin)
+                yield
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    job.seconds, job.said = time.monotonic() - begin, lines[-1][:300] if lines else ""
+
+
+def take(job: Job, work: Path, seconds: float) -> None:
+    """What it has printed and written so far; its programs replace files whole."""
+    job.seconds = seconds
+    job.printed = (job.folder(work) / "log.txt").read_text(errors="replace")
+    lines = [line for line in job.printed.splitlines() if line.strip()]
+    job.said = lines[-1][:300] if lines else ""
+    for path in job.folder(work).glob("*.json"):
+        job.results[path.stem] = json.loads(path.read_text())
 
 
 def write(jobs: Sequence[Job], out: Path) -> None:
-    """session.json and session.md, each the old file or the new one and never half of one."""
+    """session.json, session.md and log.txt, each the old file or the new one and never half of one."""
     environment = reporting.environment()
     table = reporting.markdown_table(
         ("job", "", "s", "its last line"), [(job.name, job.status, f"{job.seconds:.0f}", job.said) for job in jobs]
     )
     lines = ["# A session on a GPU", "", *(f"- {name}: {value}" for name, value in environment.items()), "", table, ""]
-    result = json.dumps({"environment": environment, "jobs": [asdict(job) for job in jobs]}, indent=1) + "\n"
-    for name, text in (("session.json", result), ("session.md", "\n".join(lines))):
+    found = [{key: value for key, value in asdict(job).items() if key != "printed"} for job in jobs]
+    result = json.dumps({"environment": environment, "jobs": found}, indent=1) + "\n"
+    log = "".join(f"---- {job.name}: {job.status}\n{job.printed}\n" for job in jobs if job.printed)
+    for name, text in (("session.json", result), ("session.md", "\n".join(lines)), ("log.txt", log)):
         beside = out / f"{name}.new"
         beside.write_text(text)
         beside.replace(out / name)
@@ -152,8 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--capability", type=int, default=90, help="of the GPU that is not here")
     arguments = parser.parse_args(argv)
     if arguments.prepare:
-        rows = [name for names in ROWS.values() for name in names]
-        return gpu_prepare.prepare(arguments.out, arguments.capability, arguments.only, rows)
+        return gpu_prepare.prepare(arguments.out, arguments.capability, arguments.only)
     reason = None if arguments.rehearse else gpu_prepare.why_no_gpu()
     if arguments.prepared is not None and not (arguments.prepared / "prepared.json").exists():
         reason = f"{arguments.prepared} has no prepared.json; fill it by --prepare, or leave --prepared out"
@@ -163,12 +193,13 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job is ended, too
     if arguments.prepared is not None:
         print(gpu_prepare.adopt(arguments.prepared))
-    jobs = plan(arguments.out.resolve(), arguments.seconds, arguments.capability if arguments.rehearse else None)
-    chosen = [job for job in jobs if gpu_prepare.matches(arguments.only, job.name)]
-    for job in chosen if arguments.rehearse else ():
-        job.limit = arguments.seconds  # it compiles what a session has prepared
     arguments.out.mkdir(parents=True, exist_ok=True)
-    session(chosen, time.monotonic() + arguments.seconds, arguments.out.resolve())
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = plan(Path(folder), arguments.seconds, arguments.capability if arguments.rehearse else None)
+        chosen = [job for job in jobs if gpu_prepare.matches(arguments.only, job.name)]
+        for job in chosen if arguments.rehearse else ():
+            job.limit = arguments.seconds  # rows of tiny shapes are compiled then
+        session(chosen, time.monotonic() + arguments.seconds, arguments.out.resolve(), Path(folder))
     print("\n" + (arguments.out / "session.md").read_text())
     return 1 if any(job.status in ("wrong", "timed out") for job in chosen) else 0
 

@@ -17,12 +17,15 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 
 
 def write_json(name: str, figures: Any, folder: Path | None) -> str:
-    """Writes FOLDER/NAME.json with the environment, if there is a folder; returns a line that says so."""
+    """Writes FOLDER/NAME.json with the environment, if there is a folder; returns a line that says so. The file is the
+    old one or the new one at any time, and never half of one."""
     if folder is None:
         return "not saved: --out FOLDER writes these figures as JSON"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), "figures": figures}, indent=1) + "\n")
+    beside = folder / f"{name}.json.new"
+    beside.write_text(json.dumps({"environment": environment(), "figures": figures}, indent=1) + "\n")
+    beside.replace(path)
     return f"written to {path}"
 
 

@@ -14,11 +14,14 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import itertools
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
@@ -33,6 +36,8 @@ from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.reporting import markdown_table
 
 STAGES, MULTIPROCESSORS = 4, 32
+WIDTH, TOKENS = 2048, 4096
+Runs = Iterator[Callable[[], None]]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of a norm: bf16 gradients are rounded at every microbatch
 
 
@@ -162,6 +167,47 @@ class Runner:
                     )
 
 
+def launches(kernels: Any, width: int = WIDTH, tokens: int = TOKENS, dtype: torch.dtype = torch.bfloat16) -> Runs:
+    """What the stages launch of ours, on operands without values, for gpu_prepare to compile ahead: W of one block or
+    weight at a time, over one microbatch or several that were merged, which write a gradient or add to it; norms."""
+
+    def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    with _of_a_stage():
+        partials = new(2, kernels.norm_partials(tokens, width, torch.device("cpu")), width, dtype=torch.float32)
+    x, gain, rows = new(tokens, width), new(width), new(tokens, dtype=torch.float32)
+    runs: list[Callable[[], None]] = [
+        lambda: kernels.norm_fwd(x, gain, gain, 1e-5, x, rows, rows),
+        lambda: kernels.norm_dgrad(x, x, gain, rows, rows, x, partials),
+    ]
+    shapes = (4 * width, width), (width, 4 * width)
+    for weights, count, add in itertools.product((shapes, shapes[:1], shapes[1:]), (1, 2, 3, 4, 8), (False, True)):
+        layers = [([(new(tokens, k), new(tokens, n))] * count, (new(n, k), new(n))) for n, k in weights]
+        runs.append(partial(kernels.linear_wgrads, layers, add))
+        runs.append(partial(kernels.norm_wgrad, [(partials,)] * count, (gain, gain), add))
+    for run in runs:
+        yield _of_a_stage()(run)
+
+
+@contextlib.contextmanager
+def _of_a_stage() -> Iterator[None]:
+    """Inside, kernels see a stage's multiprocessors, on whatever machine."""
+    from zbkern.kernels.triton import matmul_tile as triton_matmul_tile
+    from zbkern.kernels.triton import norm_backward as triton_norm_backward
+
+    machine = (triton_matmul_tile._machine(torch.device("cpu"))[0], MULTIPROCESSORS)
+    triton_matmul_tile.plan.cache_clear()
+    try:
+        with (
+            mock.patch.object(triton_matmul_tile, "_machine", return_value=machine),
+            mock.patch.object(triton_norm_backward, "_processors", return_value=MULTIPROCESSORS),
+        ):
+            yield
+    finally:
+        triton_matmul_tile.plan.cache_clear()
+
+
 def plain_gradients(model: list[nn.Module], x: Tensor, target: Tensor, microbatches: int) -> None:
     """Into `.grad`, by a loop over microbatches without any pipeline."""
     for inputs, targets in zip(x.chunk(microbatches), target.chunk(microbatches), strict=True):
@@ -203,8 +249,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of every schedule")
     parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=4096, help="of a microbatch")
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a microbatch")
     report.add_out(parser)
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -220,6 +266,7 @@ def main(argv: list[str] | None = None) -> int:
     plain_gradients(model, x, target, options.microbatches)
     with partitions.partitions(STAGES, MULTIPROCESSORS, device) as streams, partitions.told(MULTIPROCESSORS):
         factors = interference(streams, options.width, options.tokens, device)
+        report.write_json("virtual_stages", {"interference": factors}, options.out)
         costs, rows = compare(Runner(model, x, target, streams), options.microbatches, options.rounds, seconds=10)
     busy = ", ".join(f"{count}: {factor:.3f}" for count, factor in enumerate(factors, 1))
     print(f"{STAGES} stages of {MULTIPROCESSORS} multiprocessors each")

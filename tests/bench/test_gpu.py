@@ -77,9 +77,17 @@ def test_a_peer_that_fails_is_named_and_the_others_count() -> None:
 
 
 def test_nothing_is_measured_that_could_not_be_checked() -> None:
-    (figure,) = gpu.measure([row(case(check=fails, broken=fails, ok=lambda: None))], bench(), 1.0)
-    assert figure["why not"] == "nothing to check it against: broken failed (AssertionError: differs)"
+    (figure,) = gpu.measure([row(case(check=lambda: 1 / 0))], bench(), 1.0)
+    assert figure["why not"] == "its check failed: ZeroDivisionError: division by zero"
     assert "rate" not in figure
+
+
+@pytest.mark.parametrize("name", ["W, fp32 added", "W of 4, merged", "all W of a layer", "W of 8 experts"])
+def test_w_is_measured_where_torch_cannot_add_to_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_rows, "addmm", lambda *arguments: fails())
+    (found,) = (each for each in gpu_rows.ROWS if each.name == name)
+    figures = list(gpu.measure([found], bench(), 5.0))
+    assert all("rate" in figure and any("addmm" in peer for peer in figure["missing"]) for figure in figures)
 
 
 def test_a_row_without_time_left_says_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,11 @@ def program(name: str, text: str, limit: float = 60.0) -> Job:
     return Job(name, ["-c", text], limit)
 
 
+def folders(path: Path) -> tuple[Path, Path]:
+    """Of results, and of what programs write."""
+    return path, path / "work"
+
+
 def result(folder: Path) -> dict[str, dict]:
     return {job["name"]: job for job in json.loads((folder / "session.json").read_text())["jobs"]}
 
@@ -40,7 +46,7 @@ def test_every_failure_costs_only_its_own_job(tmp_path: Path) -> None:
         program("cannot", "print('cannot run: no extension'); raise SystemExit(2)"),
         program("last", "print('done')"),
     ]
-    gpu_session.session(jobs, time.monotonic() + 100, tmp_path)
+    gpu_session.session(jobs, time.monotonic() + 100, *folders(tmp_path))
     found = result(tmp_path)
     statuses = ["ok", "wrong", "timed out", "wrong", "cannot run", "ok"]
     assert [job["status"] for job in found.values()] == statuses
@@ -49,12 +55,14 @@ def test_every_failure_costs_only_its_own_job(tmp_path: Path) -> None:
     assert found["hangs"]["said"] == "begun"
     assert 3 <= found["hangs"]["seconds"] < 30
     assert "cannot run: no extension" in (tmp_path / "session.md").read_text()
-    assert (tmp_path / "logs" / "good.txt").read_text().startswith("so many")
+    assert (tmp_path / "log.txt").read_text().startswith("---- good: ok\nso many\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"session.json", "session.md", "log.txt", "work"}
 
 
 @pytest.mark.parametrize("fate", ["raise SystemExit(1)", "raise SystemExit(2)"])
 def test_without_an_answer_from_the_gpu_nothing_begins(tmp_path: Path, fate: str) -> None:
-    gpu_session.session([program("ceilings", fate), program("other", "")], time.monotonic() + 60, tmp_path)
+    jobs = [program("a copy", fate), program("other", "")]
+    gpu_session.session(jobs, time.monotonic() + 60, *folders(tmp_path))
     assert result(tmp_path)["other"]["status"] == "not reached"
 
 
@@ -67,35 +75,54 @@ def test_launches_are_replayed_only_where_that_is_right(
     (tmp_path / "told.py").write_text("from zbkern.kernels.triton.replay import replay; print(replay._paused)")
     ask = Job("ask", ["-m", "told"], 60.0)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    gpu_session.session([program("ceilings", ""), probe, ask], time.monotonic() + 100, tmp_path)
+    gpu_session.session([program("a copy", ""), probe, ask], time.monotonic() + 100, *folders(tmp_path))
     assert (ask.status, ask.said) == ("ok", "0" if right else "1")
 
 
-@pytest.mark.slow
-def test_what_was_found_before_it_is_killed_stays(tmp_path: Path) -> None:
-    text = f"""
+@pytest.mark.parametrize("after", [0.5, 2.5, 4.0, pytest.param(6.0, marks=pytest.mark.slow)])
+def test_what_was_found_before_it_is_killed_stays(tmp_path: Path, after: float) -> None:
+    """Also of the program that runs, and every file is whole."""
+    text = f'''
 import time
 from pathlib import Path
 from bench import gpu_session
-programs = {{"first": "print('found')", "second": "import time; time.sleep(99)"}}
-jobs = [gpu_session.Job(name, ["-c", program], 99.0) for name, program in programs.items()]
-gpu_session.session(jobs, time.monotonic() + 100, Path({str(tmp_path)!r}))
+work = Path({str(tmp_path)!r}) / "work"
+figures = f"""
+import os
+from pathlib import Path
+from bench.report import write_json
+session, count = os.getppid(), 0
+while os.getppid() == session:
+    count += 1
+    write_json("figures", list(range(count)), Path({{str(work / 'second')!r}}))
 """
-    session = subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, start_new_session=True)
+programs = {{"first": "print('found')", "second": figures}}
+jobs = [gpu_session.Job(name, ["-c", program], 99.0) for name, program in programs.items()]
+print("begins", flush=True)
+gpu_session.session(jobs, time.monotonic() + 100, Path({str(tmp_path)!r}), work)
+'''
+    command = [sys.executable, "-c", text]
+    session = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        end = time.monotonic() + 60
-        while time.monotonic() < end and not (tmp_path / "logs" / "second.txt").exists():
-            time.sleep(0.1)
+        assert session.stdout is not None
+        session.stdout.readline()
+        time.sleep(after)
     finally:
         os.killpg(session.pid, signal.SIGKILL)
         session.wait()
-    assert result(tmp_path)["first"]["status"] == "ok"
+    found = result(tmp_path)
+    assert found["first"]["status"] in ("ok", "not reached", "running")
     assert (tmp_path / "session.md").read_text().endswith("\n")
+    if after > 5:
+        assert found["second"]["results"]["figures"]["figures"][:2] == [0, 1]
 
 
 def test_the_list_names_programs_and_rows_that_there_are() -> None:
-    assert {name for names in gpu_session.ROWS.values() for name in names} <= {row.name for row in gpu_rows.ROWS}
-    for job in gpu_session.plan(Path("out"), 520.0, None):
+    names = {*gpu_session.FIRST, *(name for names in gpu_session.ROWS.values() for name in names)}
+    assert names <= {row.name for row in gpu_rows.ROWS}
+    jobs = gpu_session.plan(Path("out"), 520.0, None)
+    assert [job.name for job in jobs[:2]] == ["a copy", "first figures"]
+    for job in jobs:
         files = [word for word in job.command if word.endswith(".py")]
         modules = [word.replace(".", "/") + ".py" for word in job.command if word.startswith("bench.")]
         assert all((ROOT / name).exists() for name in files + modules), job.command
@@ -115,20 +142,24 @@ def test_without_a_gpu_or_what_was_prepared_it_ends_at_once(tmp_path: Path, caps
 def test_a_rehearsal_takes_what_was_prepared_and_moved_since(tmp_path: Path) -> None:
     made, moved, out = tmp_path / "made", tmp_path / "moved", tmp_path / "out"
 
-    def session(*options: str) -> str:
+    def session(*options: str, **environment: str) -> str:
         command = [sys.executable, "-m", "bench.gpu_session", *options]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+        variables = {**os.environ, **environment}
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    assert session("--prepare", "--out", str(made), "--only", "^activation_").startswith("6 kernels and ")
+    assert re.match(r"1\d\d kernels and ", session("--prepare", "--out", str(made)))
+    assert sum(path.stat().st_size for path in made.rglob("*") if path.is_file()) < 40 * 2**20
     assert not list(made.glob("triton/*/*.ptx"))  # only what is loaded
     assert list(made.glob(f"triton/*/*{sysconfig.get_config_var('EXT_SUFFIX')}"))
     made.rename(moved)
     options = ["--rehearse", "--prepared", str(moved), "--out", str(out), "--seconds", "800"]
-    assert session(*options, "--only", "^(ceilings|rows of norms)$").startswith("kernels for 90: taken; ")
+    session(*options, "--only", "^replayed launches$", PATH="/no compiler here")
+    assert result(out)["replayed launches"]["said"].endswith(" files prepared, 0 compiled")
+    assert session(*options, "--only", "^(a copy|rows of norms)$").startswith("kernels for 90: taken; ")
     assert {job["status"] for job in result(out).values()} == {"ok"}
-    figures = json.loads((out / "rows-of-norms" / "gpu.json").read_text())["figures"]["rows"]
+    figures = result(out)["rows of norms"]["results"]["gpu"]["figures"]["rows"]
     assert {figure["row"] for figure in figures} == set(gpu_session.ROWS["rows of norms"])
     assert all("rate" in figure for figure in figures)
 

@@ -94,14 +94,14 @@ def _gate_and_up(loaded, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS:
 @triton.jit
 def prefetch_gate_to_l2(
     gate, up, row, column, rows, H, stride, step, steps,
-    INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """At one of the steps of a main loop: what `write_gate_gradients` will load."""
     if INTERLEAVED:
-        prefetch_to_l2(gate, row, 2 * column, rows, 2 * H, stride, step, steps, ROWS, 2 * COLUMNS)
+        prefetch_to_l2(gate, row, 2 * column, rows, 2 * H, stride, step, steps, ROWS, 2 * COLUMNS, K)
     else:
-        prefetch_to_l2(gate, row, column, rows, H, stride, step, steps, ROWS, COLUMNS)
-        prefetch_to_l2(up, row, column, rows, H, stride, step, steps, ROWS, COLUMNS)
+        prefetch_to_l2(gate, row, column, rows, H, stride, step, steps, ROWS, COLUMNS, K)
+        prefetch_to_l2(up, row, column, rows, H, stride, step, steps, ROWS, COLUMNS, K)
 
 
 @triton.jit

@@ -87,7 +87,7 @@ def _gated_dgrad(
         p, q = tile_index(tile, P, Q, M, N, GROUP)
         dh = tl.zeros((M, N), tl.float32)
         for step in range(steps):
-            prefetch_gate_to_l2(gate, up, p, q, P, Q, i_stride, step, steps, False, M, N)
+            prefetch_gate_to_l2(gate, up, p, q, P, Q, i_stride, step, steps, False, M, N, K)
             dh, _ = multiply(
                 dh, dy, down, p, q, step * K, P, Q, R, y_stride, w_stride,
                 Y_T, W_T, DESCRIPTORS, PRECISION, M, N, K,

@@ -61,7 +61,7 @@ def _grouped_gated_dgrad(
         group, begin, end, row = find_rows(p // M, last, ends, M)
         dh = tl.zeros((M, N), tl.float32)
         for step in range(steps):
-            prefetch_gate_to_l2(z, z + H, begin + row, q, end, H, z_stride, step, steps, INTERLEAVED, M, N)
+            prefetch_gate_to_l2(z, z + H, begin + row, q, end, H, z_stride, step, steps, INTERLEAVED, M, N, K)
             x = load_rows(dy, begin, end, row, step * K, R, y_stride, False, M, K, DESCRIPTORS)
             y = matrix_of(down, group, step * K, q, R, H, w_group, w_stride, W_T, DESCRIPTORS, K, N)
             dh = dot(x, y, dh, PRECISION)

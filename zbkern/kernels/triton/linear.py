@@ -67,7 +67,7 @@ def _product(
         accumulator = tl.zeros((M, N), tl.float32)
         for step in range(steps):
             if read is not None:
-                prefetch_to_l2(read, p, q, P, Q, read_stride, step, steps, M, N)
+                prefetch_to_l2(read, p, q, P, Q, read_stride, step, steps, M, N, K)
             accumulator, _ = multiply(
                 accumulator, a, b, p, q, step * K, P, Q, R, a_stride, b_stride,
                 A_T, B_T, DESCRIPTORS, PRECISION, M, N, K,

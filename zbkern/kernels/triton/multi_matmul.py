@@ -118,7 +118,7 @@ def _sums(
                     length = steps[SEGMENTS * (i + 1) - 1] - steps[SEGMENTS * i - 1]
             p, q = tile_index(tile - first, P, Q, M, N, GROUP)
         if added_to is not None:
-            prefetch_to_l2(added_to, p, q, P, Q, added_stride, turn, length, M, N)
+            prefetch_to_l2(added_to, p, q, P, Q, added_stride, turn, length, M, N, K)
         offset = turn
         if SEGMENTS > 1:
             a, b, rows, before = a0, b0, r0, 0
