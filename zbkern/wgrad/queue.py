@@ -44,6 +44,9 @@ class WGradQueue:
     input, and W all-gathers it again: less memory, one more all-gather. Such a W communicates, so all ranks of a
     tensor-parallel group must then run the same W in the same order (not `fill="eager"`, nor a `max_bytes`). Both may
     be set at any time.
+    check_values: an attribute, False at first. Of W that are added while it is True the values that they read are
+    compared between B and W: writes that torch does not count (through `.data`, say) are errors, too. Waits for the
+    device.
 
     >>> queue = WGradQueue()
     >>> with queue.defer(key=0):          # doctest: +SKIP
@@ -76,6 +79,7 @@ class WGradQueue:
         self.merge = merge
         self.wgrads_per_collective = wgrads_per_collective
         self.regather_inputs = regather_inputs
+        self.check_values = False
         self.peak_bytes = 0
         self.listeners: list[Callable[[Sequence[WGradTask]], None]] = []
         self._held = HeldStorages()
@@ -123,6 +127,8 @@ class WGradQueue:
             if self._side is not None and task.tensors[0].device == self._side.stream.device:
                 task.ready_event = self._side.record_event()
                 self._release(self._side.take_finished())
+            if self.check_values:
+                task.keep_sums()
             self._tasks[task] = None
             self._hold(task)
             if self.max_bytes is not None and self._held.nbytes > self.max_bytes:
@@ -273,7 +279,7 @@ class WGradQueue:
         """Runs groups that are one kernel; the tasks leave the queue once their gradients are computed."""
         tasks = batch[0] if len(batch) == 1 else [task for group in batch for task in group]
         for task in tasks:
-            if task.current_version() != task.version:
+            if not task.is_unchanged():
                 raise RuntimeError(
                     f"WGradQueue: a tensor that {task} needs was modified in place between B and W; run the queue "
                     "before the modification (of a weight, before the optimizer's step), or modify a copy"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, strided
+
+from zbkern.wgrad.checksums import are_same, sums_of
 
 Segment = tuple[Tensor, ...]
 Gradients = Sequence["Tensor | None"]
@@ -43,8 +45,8 @@ class WGradTask:
     """
 
     __slots__ = (
-        *("_arithmetic", "ddp_managed", "kernel", "key", "name", "parameters", "ready_event", "storages", "tensors"),
-        *("reads", "version", "weight"),
+        *("_arithmetic", "ddp_managed", "kernel", "key", "name", "parameters", "ready_event", "storages", "sums"),
+        *("reads", "tensors", "version", "weight"),
     )
 
     def __init__(
@@ -66,6 +68,7 @@ class WGradTask:
         self.key: Any = None  # hashable
         self.ready_event: Any = None  # where W has a stream of its own: after it `tensors` hold their values
         self.storages: list[int] = []  # those of `tensors`, as a queue has counted them
+        self.sums: list[Tensor] | None = None  # of the values of `tensors`, where a queue compares them
         self.reads = reads
         try:
             self.version = self.current_version()
@@ -81,6 +84,19 @@ class WGradTask:
         for tensor in self.reads:
             version += tensor._version
         return version
+
+    def keep_sums(self) -> None:
+        """From now on `is_unchanged` compares values, too."""
+        self.sums = sums_of(self._compared())
+
+    def is_unchanged(self) -> bool:
+        """Whether what W reads is what it was, as far as torch counts writes, or all of it after `keep_sums`."""
+        if self.current_version() != self.version:
+            return False
+        return self.sums is None or are_same(self.sums, sums_of(self._compared()))
+
+    def _compared(self) -> list[Tensor]:
+        return [each for each in self.tensors if type(each) is Tensor and each.layout is strided and not each.is_meta]
 
     @property
     def flops(self) -> int:

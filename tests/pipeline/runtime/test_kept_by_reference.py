@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zbkern
 from tests.support.chunks import results_on_threads
 from tests.support.saving import schedule_of
-from zbkern.pipeline import Pipeline, PipelineError, schedules
+from zbkern.pipeline import Pipeline, PipelineError, StepOptions, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 
 ROWS = torch.arange(8.0).repeat_interleave(2)[:, None].expand(16, 4).contiguous()  # a number for each microbatch
@@ -84,24 +84,66 @@ class Changes(nn.Module):
         return z if mask is None else z * mask[:, None].clone()
 
 
-PLAIN = "0F0 0F1 0B0 0B1 0W0 0W1"
+class ChangesTheFirst:
+    """Changes what it was given first when it is given the next, which comes in the forward of another microbatch."""
+
+    def __init__(self, change: Callable[[Tensor], object]) -> None:
+        self.change = change
+        self.first: Tensor | None = None
+
+    def __call__(self, y: Tensor, x: Tensor, mask: Tensor | None) -> None:
+        if self.first is not None:
+            self.change(self.first)
+        self.first = x
+
+
+PLAIN, RECOMPUTED = "0F0 0F1 0B0 0B1 0W0 0W1", "0F0 0F1 0R0 0B0 0B1 0W0 0W1"
+OFFLOADED = "0F0 0O0 0F1 0L0 0B0 0B1 0W0 0W1"
+W_AFTER_F, W_OFFLOADED = "0F0 0B0 0F1 0B1 0W0 0W1", "0F0 0B0 0O0 0F1 0B1 0L0 0W0 0W1"
+SAVED, BEFORE_W = "was modified in place after its forward", "needs was modified in place between B and W"
 
 
 @pytest.mark.parametrize(
-    ("rows", "change", "side", "message"),
+    ("rows", "change", "where", "message"),
     [
         # what autograd saves, on the device, on the host, and what an R computes again
-        (PLAIN, lambda y, x, mask: y.add_(1), False, "modified by an inplace operation"),
-        ("0F0 0O0 0F1 0L0 0B0 0B1 0W0 0W1", lambda y, x, mask: y.add_(1), False, "was modified in place after its for"),
-        ("0F0 0F1 0R0 0B0 0B1 0W0 0W1", lambda y, x, mask: y.add_(1), False, "was modified in place after its forward"),
-        # the batch that an R, and the next forward, read again
-        ("0F0 0F1 0R0 0B0 0B1 0W0 0W1", lambda y, x, mask: x.add_(1), False, "was modified in place"),
-        ("0F0 0F1 0R0 0B0 0B1 0W0 0W1", lambda y, x, mask: mask.add_(1), True, "modified in place"),
-        (PLAIN, lambda y, x, mask: mask.add_(1), True, "side inputs .*'mask'.* were modified in place"),
+        (PLAIN, lambda y, x, mask: y.add_(1), "chunk", "modified by an inplace operation"),
+        (OFFLOADED, lambda y, x, mask: y.add_(1), "chunk", SAVED),
+        (RECOMPUTED, lambda y, x, mask: y.add_(1), "chunk", SAVED),
+        # what an R, and the next forward, read again: inputs, targets, side inputs
+        (RECOMPUTED, lambda y, x, mask: x.add_(1), "chunk", "was modified in place"),
+        (RECOMPUTED, lambda y, x, mask: x.add_(1), "loss", "modified by an inplace operation|was modified in place"),
+        (RECOMPUTED, lambda y, x, mask: mask.add_(1), "side", "modified in place"),
+        (PLAIN, lambda y, x, mask: mask.add_(1), "side", "side inputs .*'mask'.* were modified in place"),
+        # what W reads, written as torch counts it and as it does not
+        (W_AFTER_F, lambda first: first.add_(1), "later", BEFORE_W),
+        (W_AFTER_F, lambda first: first.data.add_(1), "later", BEFORE_W),
+        (W_AFTER_F, lambda first: first.numpy().fill(2), "later", BEFORE_W),
+        (W_OFFLOADED, lambda first: first.data.add_(1), "later", BEFORE_W),
     ],
 )
-def test_what_changes_while_it_is_kept_is_told(rows: str, change: Any, side: bool, message: str) -> None:
-    data = torch.ones(4, 4)
-    arguments = schedule_of(rows, microbatches=2), nn.functional.mse_loss, LocalTransport.ring(1)[0]
-    with pytest.raises(PipelineError, match=message), Pipeline(Changes(change), *arguments) as pipe:
-        pipe.step(data.clone(), data, {"mask": torch.ones(4)} if side else None)
+def test_what_changes_while_it_is_kept_is_told(rows: str, change: Any, where: str, message: str) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if where == "loss":
+            change(output, target, None)
+        return nn.functional.mse_loss(output, target)
+
+    if where == "later":
+        change = ChangesTheFirst(change)
+    module = Changes((lambda y, x, mask: None) if where == "loss" else change)
+    inputs, targets = ([torch.ones(2, 4), torch.ones(2, 4)] for _ in range(2))  # parts of one tensor have one version
+    arguments = schedule_of(rows, microbatches=2), loss_fn, LocalTransport.ring(1)[0]
+    with pytest.raises(PipelineError, match=message), Pipeline(module, *arguments) as pipe:
+        pipe.step(inputs, targets, {"mask": torch.ones(4)} if where == "side" else None)
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_values_that_w_reads_are_compared_in_two_steps_or_in_all(always: bool) -> None:
+    module, data, compared = zbkern.convert(nn.Linear(4, 4)), torch.ones(4, 4), []
+    options = StepOptions(check_values=always)
+    arguments = schedule_of(PLAIN, microbatches=2), nn.functional.mse_loss, LocalTransport.ring(1)[0]
+    with Pipeline(module, *arguments, options=options) as pipe:
+        pipe.queue.listeners.append(lambda tasks: compared.extend(task.sums is not None for task in tasks))
+        for _ in range(4):
+            pipe.step(data, data)
+    assert compared == [True] * 4 + [always] * 4

@@ -287,7 +287,7 @@ class Unrepeatable(nn.Module):
 )
 def test_a_forward_that_computes_something_else_is_told(source: str, always: bool, recompute: Any) -> None:
     module = nn.Sequential(nn.Sequential(Unrepeatable(source)), nn.Linear(WIDTH, WIDTH))
-    options = StepOptions(recompute=recompute, check_recompute=bool(always))
+    options = StepOptions(recompute=recompute, check_values=bool(always))
     arguments = [module], schedule_of(SAVING, microbatches=3), nn.functional.mse_loss, LocalTransport.ring(1)[0]
     data = torch.randn(6, WIDTH)
 

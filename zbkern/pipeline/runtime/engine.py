@@ -7,6 +7,7 @@ runs task by task whenever the rank would otherwise wait, or when it must make r
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -89,6 +90,7 @@ class Pipeline:
         self.fill = fill
         self.timeout = timeout
         self._on_idle = options.on_idle
+        self._checked_steps = math.inf if options.check_values else 2  # to come
         self._raises_nonfinite = options.nonfinite == "raise"
         self.device = device_of(device, modules)
         self.queue = WGradQueue(max_bytes=options.max_wgrad_bytes)
@@ -136,6 +138,8 @@ class Pipeline:
         if not torch.is_grad_enabled():
             raise RuntimeError("Pipeline.step: gradients are off (torch.no_grad); call evaluate for the loss alone")
         self._begin("step", inputs, targets, side)
+        self.queue.check_values = self._checked_steps > 0
+        self._checked_steps -= 1
         with self._failing_together():
             begun = self._run_ahead()
             self._tied.begin()

@@ -111,7 +111,7 @@ class MemorySavingStage(Stage):
         self._parts = parts
         self._recomputed = {microbatch for each, microbatch in recomputed(row) if each == chunk}
         # how many R are still to be compared with their F
-        self._comparisons = math.inf if options.check_recompute else 2 * len(self._recomputed)
+        self._comparisons = math.inf if options.check_values else 2 * len(self._recomputed)
         self._streamed = {microbatch for each, microbatch in streamed(row) if each == chunk}
         self._offloaded = {each[::2] for each in offloaded_after(row) if each[1] == chunk}  # pass, microbatch
         self._activations: dict[int, SavedTensors] = {}  # from F to B

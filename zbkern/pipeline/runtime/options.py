@@ -19,8 +19,8 @@ class StepOptions:
     once, None for no limit. copy_size: bytes of activations after which an offload begins to copy them, while the
     forward goes on (`Costs.copy_size` is the planner's). recompute: which parts of a chunk its R run again, patterns of
     their names in the chunk ("*norm*", "layers.*.mlp") and classes (torch.nn.SiLU); the whole chunk where there are
-    none. check_recompute: compare what an R computes with what its F did in every step, and not in the first two only.
-    Raises TypeError or ValueError for anything else.
+    none. check_values: compare what an R computes with what its F did, and what W reads with what it was in B, in every
+    step, and not in the first two only. Raises TypeError or ValueError for anything else.
     """
 
     on_idle: Callable[[], bool] | None = None
@@ -29,14 +29,14 @@ class StepOptions:
     max_wgrad_bytes: int | None = None
     copy_size: int = COPY_SIZE
     recompute: Sequence[str | type] = ()
-    check_recompute: bool = False
+    check_values: bool = False
 
     def __post_init__(self) -> None:
         if self.on_idle is not None and not callable(self.on_idle):
             raise TypeError(f"StepOptions: on_idle must be callable without arguments, or None; got {self.on_idle!r}")
         if self.nonfinite not in ("ignore", "raise"):
             raise ValueError(f'StepOptions: nonfinite must be "ignore" or "raise"; got {self.nonfinite!r}')
-        for name in ("record", "check_recompute"):
+        for name in ("record", "check_values"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"StepOptions: {name} must be True or False; got {getattr(self, name)!r}")
         if self.max_wgrad_bytes is not None:

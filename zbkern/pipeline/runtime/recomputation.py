@@ -22,6 +22,7 @@ from zbkern.pipeline.runtime.data_parallel import gathered, is_sharded
 from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.saved_tensors import Saved, SavedTensors
 from zbkern.pipeline.runtime.storages import Storages, keys, parts, wait_for
+from zbkern.wgrad.checksums import are_same, sums_of
 from zbkern.wgrad.storages import storage_key
 
 
@@ -215,11 +216,14 @@ class RecomputedTensors(SavedTensors):
         return (run, index) if storage() is not None and version == tensor._version else None
 
 
+_ROUNDING = 1e-2  # of sums in no fixed order, to the usual one
+
+
 def _check_repeated(run: _Run, saved: int, outputs: Sequence[Any]) -> None:
     """Raises RuntimeError where the second forward has saved other tensors than the first, or given other outputs."""
     if saved != len(run.inside):
         difference = f"saved {len(run.inside)} tensors for backward, and {saved}"
-    elif run.sums is not None and not _are_same(run.sums, _sums(outputs)):
+    elif run.sums is not None and not are_same(run.sums, _sums(outputs), rounding=_ROUNDING):
         difference = "gave one result, and another"
     else:
         return
@@ -231,27 +235,8 @@ def _check_repeated(run: _Run, saved: int, outputs: Sequence[Any]) -> None:
 
 
 def _sums(outputs: Any) -> list[Tensor]:
-    """Of every tensor the sums over its rows and over its columns, which differ where values or their order do.
-
-    Placeholders, which a chunk's last layer hands on within the chunk, have no values.
-    """
+    """Those of every tensor, but placeholders, which a chunk's last layer hands on within the chunk, and which have no
+    values."""
     leaves = pytree.tree_leaves(outputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not getattr(leaf, "held_elsewhere", False)]
-    found = []
-    for part in (part for tensor in tensors for part in parts(wait_for(tensor.detach()))):
-        real = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
-        rows = real.reshape(-1, real.shape[-1] if real.dim() and real.numel() else 1)
-        found += [rows.sum(0, dtype=torch.float64), rows.sum(1, dtype=torch.float64)]
-    return found
-
-
-def _are_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
-    """To the bit; on a GPU, whose sums in no fixed order round differently, to a hundredth of the usual one."""
-    if [each.shape for each in first] != [each.shape for each in second]:
-        return False
-    for a, b in zip(first, second, strict=True):
-        exact = a.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-        margin = 0.0 if exact or not a.numel() else 1e-2 * a.abs().nanmean().item()
-        if not torch.allclose(a, b, rtol=0.0, atol=margin, equal_nan=True):
-            return False
-    return True
+    return sums_of(part for tensor in tensors for part in parts(wait_for(tensor.detach())))
