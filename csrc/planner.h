@@ -43,7 +43,9 @@ struct Problem {
 class Deadline {
  public:
   explicit Deadline(double seconds) : begin_(std::chrono::steady_clock::now()), seconds_(seconds) {}
-  bool passed() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count() > seconds_; }
+  bool passed() const {
+    return seconds_ < 1e9 && std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count() > seconds_;
+  }
 
  private:
   std::chrono::steady_clock::time_point begin_;

@@ -22,7 +22,7 @@ class Annealer {
   Annealer(const Problem& problem, const Ordering& start)
       : p_(problem), n_(problem.chunks), m_(problem.microbatches), fused_(start.fused), passes_(problem, start.fused), rows_(start.rows) {
     const int passes = p_.passes();
-    before_.assign(passes, -1), least_after_.assign(passes, 0), consumer_.assign(passes, -1);
+    before_.assign(passes, -1), consumer_.assign(passes, -1);
     for (int pass = 0; pass < passes; pass++) group_.push_back(pass / m_), rank_of_.push_back(p_.placement[group_[pass] % n_]);
     for (int pass = 0; pass < passes; pass++)
       if (passes_.input[pass] >= 0) consumer_[passes_.input[pass]] = rank_of_[pass];
@@ -78,7 +78,6 @@ class Annealer {
   std::vector<int> before_;                                   // [pass] the first one of its chunk of the next kind that needs it, or -1
   // [pass] kind * chunks + chunk; its rank; the rank that waits for its output, or -1. Divisions would take half the time.
   std::vector<int> group_, rank_of_, consumer_;
-  std::vector<Time> least_after_;                             // [pass]
   bool fixed_starts_ = true;                                  // no order can delay a rank's first pass
   std::vector<Time> offset_;                                  // [rank] start of its first pass, if so
   Time least_sum_ = 0;                                        // of all spans
@@ -94,45 +93,17 @@ class Annealer {
   Time from_ = 0, spread_ = 0;
 };
 
-// The least time that must follow every pass, minus the start of its rank: lets a move that will be rejected stop early.
+// The least spans, and when the ranks begin, where no order can delay that: lets a move that will be rejected stop early.
 void Annealer::bound_from_below() {
   offset_.assign(p_.ranks, 0);
-  if (!p_.makespan) {
-    int seen = 0;
-    Time at = 0;
-    for (int c = 0; c < n_ && seen < p_.ranks; c++) {
-      if (p_.placement[c] != seen) {
-        fixed_starts_ = false;
-        return;
-      }
-      offset_[seen++] = at;
-      at += p_.forward[c * m_] + (c + 1 < n_ ? p_.forward_lag[(c + 1) * m_] : 0);
-    }
+  Time begin = 0;
+  for (int c = 0; c < p_.ranks && !p_.makespan && fixed_starts_; c++) {
+    fixed_starts_ = p_.placement[c] == c;
+    offset_[c] = begin;
+    begin += p_.forward[c * m_] + (c + 1 < n_ ? p_.forward_lag[(c + 1) * m_] : 0);
   }
-  const int half = n_ * m_;
-  std::vector<Time> least_backward(half), least_weight(half), left(n_, 0);  // left: of a chunk's later B and W
-  for (int at = 0; at < half; at++) {
-    least_weight[at] = p_.weight[at] - p_.merge_saving[at];
-    least_backward[at] = std::min(p_.backward[at], p_.fused[at]);
-    if (p_.fused[at] < p_.backward[at] + p_.weight[at]) least_weight[at] = 0;
-    least_sum_ += p_.forward[at] + std::min(least_backward[at] + least_weight[at], p_.fused[at]);
-  }
-  for (int j = m_ - 1; j >= 0; j--)
-    for (int c = 0; c < n_; c++) {
-      const int at = c * m_ + j;
-      Time& after = least_after_[id(kBackward, c, j)];
-      after = left[c] + least_weight[at] - offset_[p_.placement[c]];
-      left[c] += least_backward[at] + least_weight[at];
-      if (c > 0) after = std::max(after, p_.backward_lag[at - m_] + least_backward[at - m_] + least_after_[id(kBackward, c - 1, j)]);
-    }
-  for (int j = m_ - 1; j >= 0; j--)
-    for (int c = n_ - 1; c >= 0; c--) {
-      const int next = id(kForward, c, j) + m_, back = before_[id(kForward, c, j)];
-      Time& after = least_after_[id(kForward, c, j)];
-      if (c < n_ - 1) after = p_.forward_lag[next] + p_.forward[next] + least_after_[next];
-      else if (back >= 0) after = least_backward[back - half] + least_after_[back];
-      if (j + 1 < m_) after = std::max(after, p_.forward[c * m_ + j + 1] + least_after_[id(kForward, c, j + 1)]);
-    }
+  for (int at = 0; at < n_ * m_; at++)
+    least_sum_ += p_.forward[at] + std::min(p_.backward[at] + p_.weight[at] - p_.merge_saving[at], p_.fused[at]);
 }
 
 // Updates lengths, memory, remaining work and positions of a row after a change at low..high.
@@ -196,7 +167,6 @@ bool Annealer::run(Time from, Time threshold) {
       if (now + rest_[rank][k] > latest) return false;
       trial_starts_[rank][k] = now;
       now += lengths_[rank][k];
-      if (fixed_starts_ && now + least_after_[pass] > threshold) return false;
       trial_ends_[pass] = now;
       stamp_[pass] = epoch_;
       const int peer = consumer_[pass];

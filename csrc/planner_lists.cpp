@@ -1,6 +1,5 @@
 // The list scheduler: every rank decides what to run next by its rule; see planner/list_scheduler.py.
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include "planner.h"
@@ -11,38 +10,6 @@ namespace {
 
 constexpr Time kNever = kForever;
 constexpr int kForeseen = 3;  // chunks
-
-// Which rank is next: the earliest, of equals the first. A tree of winners: every node names the earlier of its two.
-class Turns {
- public:
-  explicit Turns(int ranks) {
-    while (size_ < ranks) size_ *= 2;
-    at_.resize(size_), winner_.resize(2 * size_);
-    std::iota(winner_.begin() + size_, winner_.end(), 0);
-  }
-  // All ranks have their turn at time 0.
-  void reset(int ranks) {
-    std::fill(at_.begin(), at_.end(), kNever);
-    std::fill(at_.begin(), at_.begin() + ranks, 0);
-    for (int node = size_ - 1; node > 0; node--) decide(node);
-  }
-  int first() const { return winner_[1]; }
-  Time at(int rank) const { return at_[rank]; }
-  void set(int rank, Time at) {
-    at_[rank] = at;
-    for (int node = (size_ + rank) / 2; node > 0; node /= 2) decide(node);
-  }
-
- private:
-  void decide(int node) {
-    const bool right = at_[winner_[2 * node + 1]] < at_[winner_[2 * node]];
-    winner_[node] = winner_[2 * node + right];  // no branch, as none could be foreseen
-  }
-
-  int size_ = 1;
-  std::vector<Time> at_;     // [rank] kNever for one that waits for what has not been sent
-  std::vector<int> winner_;  // [node] the rank that is next of those below
-};
 
 struct RankState {
   Time clock = 0, memory = 0, held = 0;
@@ -62,7 +29,7 @@ struct Step {
 class ListScheduler {
  public:
   explicit ListScheduler(const Problem& problem)
-      : p_(problem), n_(problem.chunks), m_(problem.microbatches), turns_(problem.ranks), chunks_(problem.ranks), pending_(problem.ranks) {
+      : p_(problem), n_(problem.chunks), m_(problem.microbatches), chunks_(problem.ranks), pending_(problem.ranks) {
     for (int c = 0; c < n_; c++) chunks_[p_.placement[c]].push_back(c);
     orders_.rows.resize(p_.ranks);
     for (int k = 0; k < m_; k++) sequence_.push_back(k / p_.slices), forwards_before_.push_back(p_.forwards_before(k));
@@ -87,7 +54,7 @@ class ListScheduler {
 
   const Problem& p_;
   const int n_, m_;
-  Turns turns_;
+  std::vector<Time> turns_;                            // [rank] its next one; kNever while it waits for what has not been sent
   std::vector<std::vector<int>> chunks_, pending_;  // [rank] its chunks; the chunk of every B whose W is apart, in order
   std::vector<RankState> ranks_;
   std::vector<Time> forward_at_, backward_at_;         // [chunk * microbatches + microbatch] when the input arrives
@@ -99,7 +66,7 @@ class ListScheduler {
 };
 
 void ListScheduler::reset(const Rule& rule) {
-  turns_.reset(p_.ranks);
+  turns_.assign(p_.ranks, 0);
   ranks_.assign(p_.ranks, RankState{});
   forward_at_.assign(static_cast<std::size_t>(n_) * m_, kNever), backward_at_ = forward_at_;
   std::fill(forward_at_.begin(), forward_at_.begin() + m_, 0);
@@ -119,8 +86,8 @@ void ListScheduler::reset(const Rule& rule) {
 bool ListScheduler::run(const Rule& rule, Time cutoff) {
   reset(rule);
   for (int left = p_.passes(); left > 0;) {
-    const int rank = turns_.first();
-    const Time now = turns_.at(rank);
+    const int rank = static_cast<int>(std::min_element(turns_.begin(), turns_.end()) - turns_.begin());  // of equals the first
+    const Time now = turns_[rank];
     if (now >= kNever) return false;
     const Step step = choose(rule, rank, now);
     RankState& state = ranks_[rank];
@@ -129,7 +96,7 @@ bool ListScheduler::run(const Rule& rule, Time cutoff) {
     } else {
       state.clock = step.next < kNever ? step.next : now;
       state.idle = step.next >= kNever;
-      turns_.set(rank, step.next);
+      turns_[rank] = step.next;
     }
     if (state.start >= 0 && state.clock - (p_.makespan ? 0 : state.start) + state.rest > cutoff) return false;
   }
@@ -242,7 +209,7 @@ int ListScheduler::execute(const Rule& rule, int rank, Time now, Step step) {
   }
   if (state.start < 0) state.start = now;
   state.clock = now + length;
-  turns_.set(rank, state.clock);
+  turns_[rank] = state.clock;
   row.push_back((kind * n_ + chunk) * m_ + microbatch);
   if (kind == kBackward && fuse) {
     row.push_back((kWeight * n_ + chunk) * m_ + microbatch);
@@ -267,7 +234,7 @@ void ListScheduler::send(int kind, int chunk, int microbatch, Time now, Time arr
   if (!peer.idle) return;
   peer.idle = false;
   peer.clock = std::max(peer.clock, now);
-  turns_.set(p_.placement[chunk], peer.clock);
+  turns_[p_.placement[chunk]] = peer.clock;
 }
 
 // Takes up to three neighbouring entries of `changed`.
