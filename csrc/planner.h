@@ -66,8 +66,8 @@ struct Effort {
 struct Rule {
   std::vector<int> priority, patience, late_forward, late_backward;  // [ranks]
   std::vector<int> caps;  // [chunks] how many forwards each may be ahead of its backwards
-  bool foresight, fuse, follow;
-  auto parts() const { return std::tie(priority, patience, late_forward, late_backward, caps, foresight, fuse, follow); }
+  bool fuse, follow;
+  auto parts() const { return std::tie(priority, patience, late_forward, late_backward, caps, fuse, follow); }
   bool operator==(const Rule& other) const { return parts() == other.parts(); }
 };
 

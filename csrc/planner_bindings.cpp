@@ -57,7 +57,7 @@ auto without_gil(Search search) {
 
 // As in list_scheduler.py and native.py.
 using Ints = std::vector<int>;
-using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, bool, bool, bool>;
+using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, bool, bool>;
 using EffortTuple = std::tuple<std::uint64_t, std::vector<Time>, std::int64_t, Time, Time, double>;
 
 template <typename Struct, typename Tuple>
@@ -69,7 +69,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.pipeline.planner, compiled.";
-  module.attr("version") = 3;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 4;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules", [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
     const Problem problem = problem_from(source);
     std::vector<Rule> rules;

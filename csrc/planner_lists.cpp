@@ -9,7 +9,6 @@ namespace zbkern {
 namespace {
 
 constexpr Time kNever = kForever;
-constexpr int kForeseen = 3;  // chunks
 
 struct RankState {
   Time clock = 0, memory = 0, held = 0;
@@ -48,7 +47,6 @@ class ListScheduler {
   Step choose(const Rule& rule, int rank, Time now) const;
   int execute(const Rule& rule, int rank, Time now, Step step);
   void send(int kind, int chunk, int microbatch, Time now, Time end);
-  Time foreseen(const Rule& rule, int chunk, int microbatch) const;
   Time& at(std::vector<Time>& arrivals, int chunk, int microbatch) const { return arrivals[static_cast<std::size_t>(chunk) * m_ + microbatch]; }
   Time at(const std::vector<Time>& arrivals, int chunk, int microbatch) const { return arrivals[static_cast<std::size_t>(chunk) * m_ + microbatch]; }
 
@@ -104,20 +102,6 @@ bool ListScheduler::run(const Rule& rule, Time cutoff) {
   return true;
 }
 
-// The earliest that the gradient of a microbatch can arrive, if the backward before it is near.
-Time ListScheduler::foreseen(const Rule& rule, int chunk, int microbatch) const {
-  int source = chunk + 1;
-  while (at(backward_at_, source, microbatch) >= kNever)
-    if (++source > chunk + kForeseen) return kNever;
-  if (forwards_[source] < forwards_before_[microbatch]) return kNever;
-  Time arrives = at(backward_at_, source, microbatch);
-  for (int c = source; c > chunk; c--) {
-    const int at = c * m_ + microbatch;
-    arrives = std::max(arrives, ranks_[p_.placement[c]].clock) + p_.backward_lag[at - m_] + (rule.fuse ? p_.fused[at] : p_.backward[at]);
-  }
-  return arrives;
-}
-
 Step ListScheduler::choose(const Rule& rule, int rank, Time now) const {
   const RankState& state = ranks_[rank];
   const auto& chunks = chunks_[rank];
@@ -137,11 +121,9 @@ Step ListScheduler::choose(const Rule& rule, int rank, Time now) const {
   }
   for (int c : chunks) {
     if (forwards_[c] >= forwards_before_[backwards_[c]]) {
-      Time arrives = at(backward_at_, c, backwards_[c]);
-      const bool sent = arrives < kNever;
-      if (!sent && rule.foresight) arrives = foreseen(rule, c, backwards_[c]);
+      const Time arrives = at(backward_at_, c, backwards_[c]);
       if (arrives > now) step.next = std::min(step.next, arrives);
-      else if (sent && (backward < 0 || prefers(c, backward, rule.late_backward[rank], false))) backward = c;
+      else if (backward < 0 || prefers(c, backward, rule.late_backward[rank], false)) backward = c;
     }
     if (forwards_[c] < m_ && forwards_[c] - backwards_[c] < rule.caps[c]) {
       const Time arrives = at(forward_at_, c, forwards_[c]);
@@ -246,9 +228,7 @@ void take_some(std::vector<int>& entries, const std::vector<int>& changed, Rando
 // One choice, or the caps, of some neighbouring ranks.
 void change(Rule& rule, const Problem& p, bool may_follow, Random& random) {
   const int what = random.below(20);
-  if (what == 0) {
-    rule.foresight = !rule.foresight;
-  } else if (what == 1 && may_follow) {
+  if (what == 1 && may_follow) {
     rule.follow = !rule.follow;
   } else if (what < 10) {
     const int change = random.percent(50) ? 1 : -1;

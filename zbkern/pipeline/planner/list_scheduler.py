@@ -26,7 +26,6 @@ from zbkern.pipeline.planner.problem import Ordering, Problem
 
 _FREE = 2**30  # a cap that is none
 _SLOPES = (0, 50, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160, 180)
-_WAITS = ((0, False), (1, False), (2, False), (3, False), (4, False), (2, True), (4, True))
 Each = tuple[int, ...]  # one per rank or per chunk
 
 
@@ -37,10 +36,8 @@ class Rule(NamedTuple):
     patience: a W may start when the next input arrives no sooner than in this many quarters of the W's
     length, or has not been sent yet.
     late_forward, late_backward: of several chunks ready, run the last. caps: how many forwards a chunk may be ahead of
-    its backwards. foresight: a W also waits for a gradient that has not been sent yet, by the earliest time at which it
-    can arrive, if the backward that sends it is a few chunks away. fuse: all backwards are fused; without it, those
-    that would leave more than the memory has room for. follow: after the F or B of a chunk comes that of its neighbour,
-    where the same rank has it.
+    its backwards. fuse: all backwards are fused; without it, those that would leave more than the memory has room for.
+    follow: after the F or B of a chunk comes that of its neighbour, where the same rank has it.
     """
 
     priority: Each
@@ -48,7 +45,6 @@ class Rule(NamedTuple):
     late_forward: Each
     late_backward: Each
     caps: Each
-    foresight: bool
     fuse: bool
     follow: bool
 
@@ -63,10 +59,10 @@ def rules_to_try(problem: Problem, stride: int = 1) -> Iterator[Rule]:
     def caps(slope: int) -> Each:
         return forward_caps(problem, slope)
 
-    for priority, (patience, foresight), slope, forward, backward, fused, follow in islice(
+    for priority, patience, slope, forward, backward, fused, follow in islice(
         product(*_choices(problem)), 0, None, stride
     ):
-        yield Rule(same(priority), same(patience), same(forward), same(backward), caps(slope), foresight, fused, follow)
+        yield Rule(same(priority), same(patience), same(forward), same(backward), caps(slope), fused, follow)
 
 
 def count_rules(problem: Problem) -> int:
@@ -77,7 +73,7 @@ def count_rules(problem: Problem) -> int:
 def _choices(problem: Problem) -> tuple[Sequence[Any], ...]:
     late = (1, 0) if problem.chunks > problem.ranks else (1,)
     fuse, follow = (False, True)[: 1 + problem.may_fuse], (False, True)[: 1 + _may_follow(problem)]
-    return range(3), _WAITS, _SLOPES, late, late, fuse, follow
+    return range(3), range(5), _SLOPES, late, late, fuse, follow
 
 
 def _may_follow(problem: Problem) -> bool:

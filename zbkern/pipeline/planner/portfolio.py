@@ -99,7 +99,9 @@ class Population:
         pattern, refined = self._patterns.round(passes // 4, seed), self._refined(rules, passes // 4, seed)
         members = [pattern, *self._members, self.best.orders, refined]
         members += [self._block(passes // 8, 2 * seed + which) for which in range(2)]
-        distinct = list({orders.cost: orders for orders in members if orders is not None}.values())
+        by_cost = {orders.cost: orders for orders in members if orders is not None}
+        most = max(2, passes // (SETTINGS.least_runs * self.problem.passes))
+        distinct = [by_cost[cost] for cost in sorted(by_cost)[:most]]
         short = passes // ((2 if self._long else 1) * len(distinct)) if distinct else 0
         for index, start in enumerate(distinct):
             cooling = SETTINGS.coolings[(seed + index) % len(SETTINGS.coolings)]

@@ -52,11 +52,11 @@ class Search:
         """The objective, in the unit of the costs."""
         return math.inf if self.best.orders is None else self.best.orders.cost / self.problem.time_scale
 
-    @property
-    def promise(self) -> float:
-        """What the objective may come to: with more chunks per rank, the same work comes less near to the bound."""
+    def promise(self, rounds: int) -> float:
+        """What the objective may come to after so many rounds: less near to the bound with more chunks per rank, as the
+        same work then does less, and the later it is."""
         per_rank = self.problem.chunks / self.problem.ranks
-        missed = per_rank / (per_rank + SETTINGS.half_missed)
+        missed = (per_rank / (per_rank + SETTINGS.half_missed)) ** (1 / (1 + rounds))
         return self.bound + missed * (self.reached - self.bound)
 
     def construct(self, passes: int) -> None:
@@ -89,7 +89,8 @@ def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[i
     while native.core is not None and budget.allows(rounds):
         best = min(each.reached for each in searches)
         going_on = [each for each in searches if each.bound < best * (1 - ROUNDING)]
-        going_on = sorted(going_on, key=lambda each: each.promise)[: math.ceil(len(searches) / 2**rounds)]
+        promises = {each: each.promise(rounds) for each in going_on}
+        going_on = sorted(going_on, key=promises.__getitem__)[: math.ceil(len(searches) / 2**rounds)]
         if not going_on:
             break
         progress(rounds, min(going_on, key=lambda each: each.reached))

@@ -52,6 +52,8 @@ class SearchSettings:
     """Times what 1F1B holds: with more memory there is a long annealing."""
     end_temperature: float = 0.02
     """The temperature at which annealing ends."""
+    least_runs: int = 3_000
+    """Of all passes for each start of a round, or there are fewer starts, two at least."""
     temperatures: int = 60
     """The number of temperatures from start to end."""
 
