@@ -14,7 +14,7 @@ struct RankState {
   Time clock = 0, memory = 0, held = 0;
   Time start = -1;
   Time rest = 0;  // the least time that its passes which are left take
-  bool idle = false, last_was_forward = false;
+  bool last_was_forward = false;
   int following = -1;  // the chunk whose F or B comes next by `follow`
   std::size_t next_weight = 0;  // of `pending_`
 };
@@ -46,16 +46,14 @@ class ListScheduler {
   void reset(const Rule& rule);
   Step choose(const Rule& rule, int rank, Time now) const;
   int execute(const Rule& rule, int rank, Time now, Step step);
-  void send(int kind, int chunk, int microbatch, Time now, Time end);
-  Time& at(std::vector<Time>& arrivals, int chunk, int microbatch) const { return arrivals[static_cast<std::size_t>(chunk) * m_ + microbatch]; }
-  Time at(const std::vector<Time>& arrivals, int chunk, int microbatch) const { return arrivals[static_cast<std::size_t>(chunk) * m_ + microbatch]; }
+  int id(int kind, int chunk, int k) const { return (kind * n_ + chunk) * m_ + k; }
 
   const Problem& p_;
   const int n_, m_;
   std::vector<Time> turns_;                            // [rank] its next one; kNever while it waits for what has not been sent
   std::vector<std::vector<int>> chunks_, pending_;  // [rank] its chunks; the chunk of every B whose W is apart, in order
   std::vector<RankState> ranks_;
-  std::vector<Time> forward_at_, backward_at_;         // [chunk * microbatches + microbatch] when the input arrives
+  std::vector<Time> arrives_;                          // [pass] of F and B: when the input arrives
   std::vector<Time> least_after_backward_;             // [chunk * microbatches + k] the least time of B and W together
   std::vector<int> forwards_, backwards_, weights_;    // [chunk] how many have run
   std::vector<int> sequence_, forwards_before_;        // [k] of the k-th pass of a chunk; and for one that has none left
@@ -66,9 +64,8 @@ class ListScheduler {
 void ListScheduler::reset(const Rule& rule) {
   turns_.assign(p_.ranks, 0);
   ranks_.assign(p_.ranks, RankState{});
-  forward_at_.assign(static_cast<std::size_t>(n_) * m_, kNever), backward_at_ = forward_at_;
-  std::fill(forward_at_.begin(), forward_at_.begin() + m_, 0);
-  std::fill(backward_at_.end() - m_, backward_at_.end(), 0);
+  arrives_.assign(2 * n_ * m_, kNever);
+  std::fill(arrives_.begin(), arrives_.begin() + m_, 0), std::fill(arrives_.end() - m_, arrives_.end(), 0);
   forwards_.assign(n_, 0), backwards_ = weights_ = forwards_;
   for (auto& row : orders_.rows) row.clear();
   for (auto& pending : pending_) pending.clear();
@@ -93,12 +90,11 @@ bool ListScheduler::run(const Rule& rule, Time cutoff) {
       left -= execute(rule, rank, now, step);
     } else {
       state.clock = step.next < kNever ? step.next : now;
-      state.idle = step.next >= kNever;
       turns_[rank] = step.next;
     }
-    if (state.start >= 0 && state.clock - (p_.makespan ? 0 : state.start) + state.rest > cutoff) return false;
+    if (state.start >= 0 && state.clock - state.start + state.rest > cutoff) return false;
   }
-  for (const RankState& state : ranks_) orders_.cost = std::max(orders_.cost, state.clock - (p_.makespan ? 0 : state.start));
+  for (const RankState& state : ranks_) orders_.cost = std::max(orders_.cost, state.clock - state.start);
   return true;
 }
 
@@ -121,12 +117,12 @@ Step ListScheduler::choose(const Rule& rule, int rank, Time now) const {
   }
   for (int c : chunks) {
     if (forwards_[c] >= forwards_before_[backwards_[c]]) {
-      const Time arrives = at(backward_at_, c, backwards_[c]);
+      const Time arrives = arrives_[id(kBackward, c, backwards_[c])];
       if (arrives > now) step.next = std::min(step.next, arrives);
       else if (backward < 0 || prefers(c, backward, rule.late_backward[rank], false)) backward = c;
     }
     if (forwards_[c] < m_ && forwards_[c] - backwards_[c] < rule.caps[c]) {
-      const Time arrives = at(forward_at_, c, forwards_[c]);
+      const Time arrives = arrives_[id(kForward, c, forwards_[c])];
       const Time need = to_finish + (sequence_[forwards_[c]] == oldest ? 0 : p_.activation[c * m_ + forwards_[c]]);
       if (arrives >= kNever || state.memory - state.held + need > p_.limit[rank]) continue;
       if (arrives > now) step.next = std::min(step.next, arrives);
@@ -189,12 +185,12 @@ int ListScheduler::execute(const Rule& rule, int rank, Time now, Step step) {
     state.rest -= length;
     state.next_weight++;
   }
-  if (state.start < 0) state.start = now;
+  if (state.start < 0) state.start = p_.makespan ? 0 : now;
   state.clock = now + length;
   turns_[rank] = state.clock;
-  row.push_back((kind * n_ + chunk) * m_ + microbatch);
+  row.push_back(id(kind, chunk, microbatch));
   if (kind == kBackward && fuse) {
-    row.push_back((kWeight * n_ + chunk) * m_ + microbatch);
+    row.push_back(id(kWeight, chunk, microbatch));
     weights_[chunk]++;
     ran = 2;
   }
@@ -204,19 +200,12 @@ int ListScheduler::execute(const Rule& rule, int rank, Time now, Step step) {
     const bool any = consumer >= 0 && consumer < n_;
     if (rule.follow) state.following = any && p_.placement[consumer] == rank ? consumer : -1;
     const std::vector<Time>& lags = kind == kForward ? p_.forward_lag : p_.backward_lag;
-    if (any) send(kind, consumer, microbatch, now, state.clock + lags[consumer * m_ + microbatch]);
+    if (!any) return ran;
+    arrives_[id(kind, consumer, microbatch)] = state.clock + lags[consumer * m_ + microbatch];
+    const int peer = p_.placement[consumer];  // which looks again, if it waited without knowing for how long
+    if (turns_[peer] >= kNever) turns_[peer] = ranks_[peer].clock = std::max(ranks_[peer].clock, now);
   }
   return ran;
-}
-
-// The input of a pass arrives: a rank that waited without knowing for what time looks again.
-void ListScheduler::send(int kind, int chunk, int microbatch, Time now, Time arrives) {
-  at(kind == kForward ? forward_at_ : backward_at_, chunk, microbatch) = arrives;
-  RankState& peer = ranks_[p_.placement[chunk]];
-  if (!peer.idle) return;
-  peer.idle = false;
-  peer.clock = std::max(peer.clock, now);
-  turns_[p_.placement[chunk]] = peer.clock;
 }
 
 // Takes up to three neighbouring entries of `changed`.

@@ -122,7 +122,7 @@ class Problem:
         parts = zip(self.fused, self.backward, self.weight, strict=True)
         return any(fused < backward + weight for fused, backward, weight in parts)
 
-    @property
+    @cached_property
     def may_fuse(self) -> bool:
         """Whether fusing a backward may gain time, or memory: B leaves more than it found, and memory is short.
 
