@@ -83,6 +83,7 @@ def test_launches_are_replayed_only_where_that_is_right(
 def test_what_was_found_before_it_is_killed_stays(tmp_path: Path, after: float) -> None:
     """Also of the program that runs, and every file is whole."""
     text = f'''
+import os
 import time
 from pathlib import Path
 from bench import gpu_session
@@ -91,8 +92,8 @@ figures = f"""
 import os
 from pathlib import Path
 from bench.report import write_json
-session, count = os.getppid(), 0
-while os.getppid() == session:
+count = 0
+while os.getppid() == {{os.getpid()}}:
     count += 1
     write_json("figures", list(range(count)), Path({{str(work / 'second')!r}}))
 """
