@@ -160,23 +160,6 @@ def test_a_grad_scaler_hands_its_scale_to_the_device(max_norm: float | None, mon
     same([optimizer.state[p]["master"] for p in ours], theirs, False)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_a_step_is_undone(dtype: torch.dtype) -> None:
-    ours = weights(dtype)
-    optimizer = AdamW(two_groups(ours), master_weights=True, max_norm=0.5)
-    for step in range(3):
-        kept = [parameter.detach().clone() for parameter in ours], copy.deepcopy(optimizer.state_dict()["state"])
-        grads: list[Tensor | None] = list(gradients(step))
-        grads[1] = None
-        give(ours, grads)
-        optimizer.step()
-    assert not torch.equal(ours[0], kept[0][0])
-    optimizer.undo_step()
-    same(ours, kept[0], dtype == BF16)
-    for index, state in kept[1].items():
-        same(list(optimizer.state_dict()["state"][index].values()), list(state.values()), False)
-
-
 # ---- state
 
 

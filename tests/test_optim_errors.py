@@ -8,25 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.optim_cases import BF16, FP32, give, gradients, trained, twins_of, weights
+from tests.support.optim_cases import trained, twins_of, weights
 from zbkern.optim import AdamW
-
-
-@pytest.mark.parametrize(
-    ("dtype", "settings", "message"),
-    [
-        (BF16, {}, "needs parameters in fp32 or with master_weights"),
-        (FP32, {"betas": (0.0, 0.9)}, "betas above 0"),
-        (FP32, {"lr": 0.5, "weight_decay": 2.0}, "other than 1"),
-    ],
-)
-def test_a_step_that_cannot_be_undone_says_so(dtype: torch.dtype, settings: dict[str, Any], message: str) -> None:
-    ours = weights(dtype)
-    optimizer = AdamW(ours, **settings)
-    give(ours, gradients(0))
-    optimizer.step()
-    with pytest.raises(ValueError, match=message):
-        optimizer.undo_step()
 
 
 def test_a_state_dict_with_amsgrad_is_refused_and_changes_nothing() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.support.sharded_model import cpu_mesh
 from zbkern.optim import AdamW
+from zbkern.pipeline.optimizer.undo import Inverse
 
 SETTINGS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 STEPS = 3
@@ -45,6 +46,8 @@ def stepped_where_placed() -> dict[str, tuple[float, float]]:
                 ours.grad, theirs.grad = placed(gradient, Replicate()).redistribute(mesh, [parameter_at]), gradient
                 ours.main_grad = placed(gradient, gradient_at)
                 version = ours._version
+                undo = Inverse(optimizer)
+                undo.save(optimizer)
                 optimizer.step()
                 assert ours._version > version  # a backward, or a W, that needed the old values raises
                 expected.step()
@@ -55,7 +58,7 @@ def stepped_where_placed() -> dict[str, tuple[float, float]]:
                 others = [torch.empty_like(local) for _ in range(2)]
                 torch.distributed.all_gather(others, local)
                 assert torch.equal(*others), f"replicas of a weight differ: {gradient_at}"
-            optimizer.undo_step()
+            undo.restore(optimizer)
             found[f"{parameter_at} {gradient_at}"] = after, (ours.full_tensor() - history[-2]).abs().max().item()
     return found
 

@@ -1,9 +1,8 @@
-"""torch's fused AdamW for the gradients that W leaves: `main_grad`, fp32 masters, clipping without waiting, undo."""
+"""torch's fused AdamW for the gradients that W leaves: `main_grad`, fp32 masters, clipping without waiting."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -29,7 +28,8 @@ class AdamW(torch.optim.AdamW):
     state: `exp_avg`, `exp_avg_sq`, `step` as in torch, but in fp32 for smaller parameters, and `step` on the device of
     the parameter. State dicts of torch.optim.AdamW load, and it loads these.
     master_weights (may differ by group): parameters below fp32 keep an fp32 copy, `master` in their state, which is
-    what the step changes; they are its rounded values.
+    what the step changes; they are its rounded values. What somebody else writes into a parameter, the next step takes
+    into its master.
     max_norm: gradients count scaled down to this 2-norm over all parameters of this optimizer (`last_norm`, on the
     device, None before the first step); a step with gradients that are not finite, or whose squares add up beyond
     fp32, changes nothing. Over the ranks of a pipeline or over shards, give max_norm to zbkern.pipeline.Optimizer.
@@ -42,10 +42,8 @@ class AdamW(torch.optim.AdamW):
     """
 
     reads_main_grad = True
-    transient_attributes = frozenset(("last_norm", "_scale", "_skip"))  # whose values no later step depends on
+    transient_attributes = frozenset(("last_norm",))  # whose value no later step depends on
     last_norm: Tensor | None = None
-    _scale: Tensor | None = None  # what the last step divided gradients by
-    _skip: Tensor | None = None  # 1 where the last step changed nothing, else 0
 
     def __init__(
         self,
@@ -55,10 +53,8 @@ class AdamW(torch.optim.AdamW):
         max_norm: float | None = None,
         **options: Any,
     ) -> None:
-        if max_norm is not None and (isinstance(max_norm, bool) or not isinstance(max_norm, Real)):
-            raise TypeError(f"AdamW: max_norm must be a number above 0, or None to clip nothing; got {max_norm!r}")
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"AdamW: max_norm must be above 0, or None to clip nothing; got {max_norm}")
+        if max_norm is not None:
+            check_max_norm("AdamW", max_norm)
         self.max_norm, self._master_weights = max_norm, master_weights
         super().__init__(params, *arguments, **{**options, "fused": True, "foreach": None})
 
@@ -69,34 +65,24 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        rows = [list(self._rows(group)) for group in self.param_groups]
-        self._measure([row[1] for row in chain(*rows)])
+        stepped = [p for group in self.param_groups for p in group["params"] if gradient_of(p) is not None]
+        rows = [[*self._rows(group)] for group in self.param_groups]
+        scale, skip = self._scale_and_skip([gradient for _, gradient, *_ in chain(*rows)])
         for group, group_rows in zip(self.param_groups, rows, strict=True):
             for portion in _portions(group_rows):
-                self._step(group, portion)
-        self._mark_changed()
+                _step(group, portion, scale, skip)
+        torch.autograd.graph.increment_version(stepped)  # which what is written into a DTensor's local part is not
+        for parameter in stepped:
+            if "master" in self.state[parameter]:
+                mark_rounded(parameter, self.state[parameter]["master"])
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; a `main_grad` is zeroed in place."""
         super().zero_grad(set_to_none)
         own = (main_grad_of(parameter) for group in self.param_groups for parameter in group["params"])
-        if kept := [_local(gradient) for gradient in own if gradient is not None]:
+        if kept := [local_part(gradient) for gradient in own if gradient is not None]:
             torch._foreach_zero_(kept)
-
-    @torch.no_grad()
-    def undo_step(self) -> None:
-        """Takes the last step back by arithmetic, equal up to rounding; its gradients and settings must be in place.
-
-        State that came into being with the step stays, as zeros up to rounding. Raises ValueError where a step loses
-        information: of parameters below fp32 without masters, with a beta of 0 or lr x weight_decay of 1.
-        """
-        rows = [(group, row) for group in self.param_groups for row in self._rows(group)]
-        for group, (weight, *_) in rows:
-            _check_invertible(group, weight.dtype)
-        for group, row in rows:
-            self._undo(group, *row)
-        self._mark_changed()
 
     # ---- what is stepped
 
@@ -108,28 +94,29 @@ class AdamW(torch.optim.AdamW):
             if gradient is not None:
                 gradient = self._placed_like(parameter, gradient)
                 state = self._state_of(parameter, gradient, group["master_weights"])
-                local = [_local(t) for t in (gradient, state["exp_avg"], state["exp_avg_sq"], state["step"], parameter)]
-                yield [_local(state["master"]) if "master" in state else local[-1], *local]
+                entries = state.get("master", parameter), gradient, state["exp_avg"], state["exp_avg_sq"], state["step"]
+                yield [local_part(tensor) for tensor in (*entries, parameter)]
 
     def _state_of(self, parameter: Tensor, gradient: Tensor, keeps_master: bool) -> dict[str, Any]:
         state = self.state[parameter]
         begins_master = keeps_master and parameter.dtype in _SMALL and "master" not in state
-        if "step" in state and not begins_master:
-            return state
         if gradient.is_sparse or gradient.shape != parameter.shape:
             raise ValueError(
                 f"AdamW: gradients must be dense and of their parameter's shape; got {gradient.layout} "
                 f"{list(gradient.shape)} for {list(parameter.shape)}"
             )
-        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+        begins = "step" not in state
+        if (begins or begins_master) and parameter.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("AdamW: a replay would start with new state every time; step once before the capture")
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        if "step" not in state:
+        if begins:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=wide)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=wide)
         if begins_master:
             state["master"] = parameter.detach().to(wide)
+        elif "master" in state:
+            take_changes_(parameter, state["master"])
         return state
 
     def _placed_like(self, parameter: Tensor, gradient: Any) -> Any:
@@ -152,73 +139,19 @@ class AdamW(torch.optim.AdamW):
             )
         return gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
-    # ---- the step
-
-    def _measure(self, gradients: list[Tensor]) -> None:
-        """Sets by what gradients are divided, and whether the step is skipped: both on the device, None for neither."""
+    def _scale_and_skip(self, gradients: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """What gradients are divided by, and 1 where the step is skipped, else 0; on the device, None for neither."""
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if skip is not None:
             skip = (skip != 0).float()
         if self.max_norm is not None and gradients:
-            norm = _norm(gradients) if scale is None else _norm(gradients) / scale
+            norm = squared_norm(gradients).float().sqrt() / (1 if scale is None else scale)
             clip = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
             beyond = (~norm.isfinite()).float()
             scale = (1 if scale is None else scale) / clip
             skip = beyond if skip is None else torch.maximum(skip, beyond)
             self.last_norm = norm
-        self._scale, self._skip = scale, skip
-
-    def _step(self, group: dict[str, Any], rows: list[list[Tensor]]) -> None:
-        """torch's fused step, which takes one dtype, no strides, and writes scaled gradients back: in copies of what
-        that would harm."""
-        *kept, steps, parameters = map(list, zip(*rows, strict=True))
-        dtypes = [torch.promote_types(weight.dtype, torch.float32) for weight in kept[0]]
-        values = [[t.to(d).contiguous() for t, d in zip(tensors, dtypes, strict=True)] for tensors in kept]
-        weights, gradients, exp_avgs, exp_avg_sqs = values
-        if self._scale is not None:
-            gradients = [new.clone() if new is old else new for new, old in zip(gradients, kept[1], strict=True)]
-        (beta1, beta2), lr = map(float, group["betas"]), group["lr"]
-        if isinstance(lr, Tensor):
-            lr = float(lr) if lr.device.type == "cpu" else lr.float()
-        adamw(
-            weights, gradients, exp_avgs, exp_avg_sqs, [], steps, fused=True, grad_scale=self._scale,
-            found_inf=self._skip, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=group["weight_decay"],
-            eps=group["eps"], maximize=group["maximize"],
-        )  # fmt: skip
-        results = zip(chain(kept[0], kept[2], kept[3], parameters), chain(weights, *values[2:], weights), strict=True)
-        if pairs := [(target, result) for target, result in results if target is not result]:
-            torch._foreach_copy_([target for target, _ in pairs], [result for _, result in pairs])
-
-    def _undo(
-        self,
-        group: dict[str, Any],
-        weight: Tensor,
-        gradient: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        step: Tensor,
-        parameter: Tensor,
-    ) -> None:
-        """The step solved for what was there before it: Qi et al. (arXiv 2401.10241), section 4 and appendix."""
-        gradient = gradient.to(weight.dtype) / (1 if self._scale is None else self._scale)
-        gradient, (beta1, beta2) = -gradient if group["maximize"] else gradient, map(float, group["betas"])
-        first, second = (-torch.expm1(step * math.log(beta)) for beta in (beta1, beta2))  # 1 - beta^step, to rounding
-        change = group["lr"] * (exp_avg / first) / ((exp_avg_sq / second).sqrt() + group["eps"])
-        for tensor, before in (
-            (weight, (weight + change) / (1 - group["lr"] * group["weight_decay"])),
-            (exp_avg, (exp_avg - (1 - beta1) * gradient) / beta1),
-            (exp_avg_sq, ((exp_avg_sq - (1 - beta2) * gradient.square()) / beta2).clamp_(min=0)),
-            (step, step - 1),
-        ):
-            tensor.copy_(before if self._skip is None else torch.where(self._skip != 0, tensor, before))
-        if parameter is not weight:
-            parameter.copy_(weight)
-
-    def _mark_changed(self) -> None:
-        """Tells autograd, and W that is still to run, that parameters changed: neither sees what a DTensor's local part
-        is given."""
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        torch.autograd.graph.increment_version([p for p in parameters if gradient_of(p) is not None])
+        return scale, skip
 
     # ---- groups and state
 
@@ -234,7 +167,7 @@ class AdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but what is wider than its parameter stays so, and `master_weights` as it was constructed.
 
-        Raises TypeError or ValueError, with nothing changed, for a state that is not of an AdamW.
+        Raises ValueError, with nothing changed, for a state that is not of an AdamW.
         """
         _check_state(state_dict)
         masters = [group["master_weights"] for group in self.param_groups]
@@ -253,19 +186,68 @@ class AdamW(torch.optim.AdamW):
         for group in state["param_groups"]:
             _refuse_amsgrad(group)
         super().__setstate__(state)
-        self.last_norm = self._scale = self._skip = None
+        self.last_norm = None
 
 
-def _norm(gradients: list[Tensor]) -> Tensor:
-    """Of all together: norms of single tensors in float32 at least, their squares added up in float64."""
+def check_max_norm(caller: str, max_norm: Any) -> None:
+    """Raises TypeError for what is not a number, and ValueError for one that is not above 0."""
+    if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
+        raise TypeError(f"{caller}: max_norm must be a number above 0; got {max_norm!r}; pass the largest norm allowed")
+    if not float(max_norm) > 0:
+        raise ValueError(f"{caller}: max_norm must be above 0; got {max_norm}; pass math.inf to clip nothing")
+
+
+def local_part(tensor: Any) -> Any:
+    """What this rank holds of a DTensor; of other tensors all."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The sum of the squares of all elements, fp64 [], on the first one's device.
+
+    The norms of single tensors are taken in fp32 at least: infinite where one is beyond that.
+    """
     alike: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
+        gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
         alike.setdefault((gradient.device, torch.promote_types(gradient.dtype, torch.float32)), []).append(gradient)
-    norms = [
-        torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)).to(gradients[0].device, torch.float64)
-        for (_, wide), tensors in alike.items()
-    ]
-    return torch.cat(norms).square().sum().float().sqrt()
+    device, _ = next(iter(alike))
+    norms = [torch.stack(torch._foreach_norm(found, 2, dtype=wide)) for (_, wide), found in alike.items()]
+    return torch.cat([norm.to(device, torch.float64) for norm in norms]).square().sum()
+
+
+def mark_rounded(parameter: Tensor, master: Tensor) -> None:
+    """The parameter now has its master's rounded values: what is written into it from here is a change of its own."""
+    master.rounded_into = parameter._version  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def take_changes_(parameter: Tensor, master: Tensor) -> None:
+    """A master takes what somebody else has written into its parameter; elsewhere it keeps what rounding hides."""
+    if getattr(master, "rounded_into", None) != parameter._version:
+        master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.to(master.dtype)))
+
+
+def _step(group: dict[str, Any], rows: list[list[Tensor]], scale: Tensor | None, skip: Tensor | None) -> None:
+    """torch's fused step, which takes one dtype, no strides, and writes scaled gradients back: in copies of what that
+    would harm."""
+    *kept, steps, parameters = map(list, zip(*rows, strict=True))
+    dtypes = [torch.promote_types(weight.dtype, torch.float32) for weight in kept[0]]
+    values = [[t.to(d).contiguous() for t, d in zip(tensors, dtypes, strict=True)] for tensors in kept]
+    weights, gradients, exp_avgs, exp_avg_sqs = values
+    if scale is not None:
+        gradients = [new.clone() if new is old else new for new, old in zip(gradients, kept[1], strict=True)]
+    (beta1, beta2), lr = map(float, group["betas"]), group["lr"]
+    if isinstance(lr, Tensor):
+        lr = float(lr) if lr.device.type == "cpu" else lr.float()
+    adamw(
+        weights, gradients, exp_avgs, exp_avg_sqs, [], steps, fused=True, grad_scale=scale, found_inf=skip,
+        amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=group["weight_decay"], eps=group["eps"],
+        maximize=group["maximize"],
+    )  # fmt: skip
+    results = zip(chain(kept[0], kept[2], kept[3], parameters), chain(weights, *values[2:], weights), strict=True)
+    if pairs := [(target, result) for target, result in results if target is not result]:
+        torch._foreach_copy_([target for target, _ in pairs], [result for _, result in pairs])
 
 
 def _portions(rows: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
@@ -282,29 +264,18 @@ def _portions(rows: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
         yield portion
 
 
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _adopted(saved: dict[str, Any], parameter: Tensor, master: bool) -> dict[str, Any]:
     """State from a state dict where it belongs: fp32 at least, on the parameter's device."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
-    state = {
+    return {
         name: torch.as_tensor(value).to(parameter.device, torch.float32 if name == "step" else wide, copy=True)
         for name, value in saved.items()
+        if name != "master" or (master and parameter.dtype in _SMALL)
     }
-    if not (master and parameter.dtype in _SMALL):
-        state.pop("master", None)
-    return state
 
 
 def _check_state(state_dict: dict[str, Any]) -> None:
-    if not isinstance(state_dict, dict):
-        raise TypeError(
-            "AdamW.load_state_dict: state_dict must be that of an AdamW, as state_dict() gives it; got "
-            f"{type(state_dict).__name__}"
-        )
-    needed: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+    needed: list[tuple[dict[str, Any], Sequence[str]]] = []
     needed += [(group, ("lr", "betas", "eps", "weight_decay")) for group in state_dict.get("param_groups", [{}])]
     needed += [(kept, ("exp_avg", "exp_avg_sq", "step")) for kept in state_dict.get("state", {}).values() if kept]
     for found, names in needed:
@@ -319,13 +290,3 @@ def _check_state(state_dict: dict[str, Any]) -> None:
 def _refuse_amsgrad(group: dict[str, Any]) -> None:
     if group.get("amsgrad"):
         raise ValueError("AdamW: amsgrad is not supported; use torch.optim.AdamW")
-
-
-def _check_invertible(group: dict[str, Any], dtype: torch.dtype) -> None:
-    lr, decay = group["lr"], group["weight_decay"]
-    whole_decay = not isinstance(lr, Tensor) and lr * decay == 1  # a tensor is not read: that would wait
-    if dtype in _SMALL or 0 in group["betas"] or whole_decay:
-        raise ValueError(
-            "AdamW.undo_step: needs parameters in fp32 or with master_weights, betas above 0 and lr x weight_decay "
-            f"other than 1; got {dtype}, betas={group['betas']}, lr={lr}, weight_decay={decay}"
-        )

@@ -44,6 +44,18 @@ def test_norms_of_small_gradients_are_taken_in_fp32() -> None:
     )
 
 
+def test_sparse_gradients_count_and_are_clipped() -> None:
+    table, transport = nn.Embedding(5, 2, sparse=True), LocalTransport.ring(1)[0]
+    optimizer = Optimizer(torch.optim.SparseAdam(table.parameters(), lr=0.5), transport, max_norm=1.0)
+    table(torch.tensor([1, 1, 3])).sum().backward()  # two rows, the first one from two summands
+    before = table.weight.detach().clone()
+    optimizer.step()
+    assert optimizer.last_norm == pytest.approx(math.sqrt(2 * 4 + 2 * 1))
+    assert optimizer.clipped == 1
+    assert (table.weight != before).any(1).tolist() == [False, True, False, True, False]
+    assert clipping.grad_norm(table.weight, transport) == pytest.approx(1.0)
+
+
 def test_a_pipeline_is_no_parameters() -> None:
     with pytest.raises(TypeError, match=r"clip_grad_norm_: parameters must be .* got LocalTransport \(a Pipeline goes"):
         clipping.clip_grad_norm_(LocalTransport.ring(1)[0], 1.0)

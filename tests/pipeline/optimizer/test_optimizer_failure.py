@@ -163,3 +163,28 @@ def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) 
             "rank 0, action 0F0: ArithmeticError: a broken forward",
         ]
     assert_trained(model)
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_an_error_without_a_text_reaches_all() -> None:
+    def refuse(*_: Any) -> None:
+        raise Wordless
+
+    def rank_loop(transport: LocalTransport) -> str:
+        weight = nn.Parameter(torch.ones(1))
+        weight.grad = torch.ones(1)
+        optimizer = Optimizer(torch.optim.SGD([weight]), transport, timeout=20)
+        if transport.rank == 1:
+            optimizer.register_step_pre_hook(refuse)
+        try:
+            optimizer.step()
+            optimizer.validate()
+        except PipelineError as error:
+            return str(error)
+        return "nothing is raised"
+
+    assert set(results_on_threads(2, rank_loop)) == {"rank 1, optimizer step 1: Wordless: (its text cannot be made)"}

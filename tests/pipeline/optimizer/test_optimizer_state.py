@@ -23,6 +23,26 @@ def test_state_dict_resumes_bit_for_bit() -> None:
     assert_same(ours(case, stop=3)[0], ours(case)[0])
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_masters_take_what_is_written_into_their_weights(inside: bool) -> None:
+    """Where it differs, and nothing else: what rounding hides is in the masters alone, and steps as small add up."""
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    inner = AdamW([weight], lr=1e-4, weight_decay=0.0, master_weights=inside)
+    optimizer = Optimizer(inner, LocalTransport.ring(1)[0], master_weights=not inside)
+    with torch.no_grad():
+        weight[0] = 4.0  # a checkpoint of weights that is read after the optimizer is made
+    for _ in range(2):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        with torch.no_grad():
+            weight[1].clamp_(max=0.5)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    master = inner.state[weight]["master"] if inside else optimizer.masters[0][1]
+    torch.testing.assert_close(master, torch.tensor([4.0 - 3e-4, 0.5 - 2e-4, 1.0 - 3e-4]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(weight, master.bfloat16(), rtol=0, atol=0)
+
+
 def test_a_state_loads_with_and_without_a_loss_scale() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaled, plain = (

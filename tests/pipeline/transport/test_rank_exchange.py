@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.support.ranks import Ranks
 from zbkern.pipeline import PipelineError
 from zbkern.pipeline.transport import rank_exchange
+from zbkern.pipeline.transport.mailbox import described
 from zbkern.pipeline.transport.process_groups import place_in_store
 from zbkern.pipeline.transport.rank_exchange import RankExchange
 
@@ -63,13 +64,23 @@ def caught(timeout: float, action: Any, call: str = "call", pause: float = 0.0) 
             action(ranks)
             ranks.exchange("second")
     except BaseException as error:
-        kind, message = type(error).__name__, str(error)
+        kind, message = described(error).split(": ", 1)
     seconds = time.monotonic() - start
     time.sleep(max(0.0, pause - seconds))
     with RankExchange("call", None, 30.0) as ranks:
         total = ranks.exchange("after", ranks.rank + 1, lambda values: [sum(values)] * len(values))
     assert total == sum(range(1, dist.get_world_size() + 1))
     return kind, message, seconds
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+class Unsendable(Exception):
+    def __str__(self) -> str:
+        return "\ud800"
 
 
 def raise_on(failing: int, error: type[BaseException]) -> tuple[str, str, float]:
@@ -80,12 +91,23 @@ def raise_on(failing: int, error: type[BaseException]) -> tuple[str, str, float]
     return caught(20.0, action)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_on_one_rank_is_one_on_all(two_ranks: Any, failing: int, error: type[BaseException]) -> None:
+@pytest.mark.parametrize(
+    ("failing", "error", "text"),
+    [
+        (0, ValueError, "broken"),
+        (1, ValueError, "broken"),
+        (0, KeyboardInterrupt, "broken"),
+        (1, SystemExit, "broken"),
+        (1, Wordless, "(its text cannot be made)"),
+        (0, Unsendable, r"\ud800"),
+    ],
+)
+def test_an_error_on_one_rank_is_one_on_all(
+    two_ranks: Any, failing: int, error: type[BaseException], text: str
+) -> None:
     found = two_ranks.run(raise_on, failing, error)
-    assert found[failing][:2] == (error.__name__, "broken")
-    assert found[1 - failing][:2] == ("PipelineError", f"call: rank {failing}: {error.__name__}: broken")
+    assert found[failing][:2] == (error.__name__, text)
+    assert found[1 - failing][:2] == ("PipelineError", f"call: rank {failing}: {error.__name__}: {text}")
     assert found[1 - failing][2] < 10
 
 

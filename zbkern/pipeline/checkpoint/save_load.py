@@ -185,8 +185,6 @@ def load(
             state.take(wanted)
         if isinstance(optimizer, Optimizer):
             optimizer.load_common_state(common["optimizer"])
-        elif stepping is not None:
-            _renew_masters(stepping)
         if random_state is not None:
             _set_random_state(random_state, state.device)
         else:
@@ -204,19 +202,6 @@ def _stepping(modules: Modules, optimizer: torch.optim.Optimizer | None) -> Opti
     """The Optimizer whose last step may await its validation: the one given, or else the Pipeline's own."""
     attached = modules.optimizer if isinstance(modules, Pipeline) else None
     return next((found for found in (optimizer, attached) if isinstance(found, Optimizer)), None)
-
-
-@torch.no_grad()
-def _renew_masters(optimizer: Optimizer) -> None:
-    """After a load of weights alone, which its next step would replace by what its masters hold.
-
-    They are its own, or those that its torch optimizer keeps in the state, as zbkern.optim.AdamW does.
-    """
-    inner = optimizer.optimizer
-    keeping = (p for group in inner.param_groups if group.get("master_weights") for p in group["params"])
-    kept = [(p, inner.state[p]["master"]) for p in keeping if "master" in inner.state.get(p, {})]
-    for parameter, master in (*optimizer.masters, *kept):
-        master.copy_(parameter)
 
 
 # ---- arguments, and what ranks must agree on

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from zbkern.pipeline.optimizer.params import local_part
+from zbkern.optim import check_max_norm, local_part, squared_norm
 from zbkern.pipeline.transport.connect import check_tied, tied_names
 from zbkern.wgrad.accumulation import gradient_of
 
@@ -73,14 +72,6 @@ def clip_grad_norm_(
     return norm
 
 
-def check_max_norm(caller: str, max_norm: Any) -> None:
-    """Raises TypeError for what is not a number, and ValueError for one that is not above 0."""
-    if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
-        raise TypeError(f"{caller}: max_norm must be a number above 0; got {max_norm!r}; pass the largest norm allowed")
-    if not float(max_norm) > 0:
-        raise ValueError(f"{caller}: max_norm must be above 0; got {max_norm}; pass math.inf to clip nothing")
-
-
 def _check_group(caller: str, group: Any) -> None:
     if group is not None and not hasattr(group, "gather"):
         raise TypeError(
@@ -123,12 +114,10 @@ def sum_of_squares(gradients: Sequence[Tensor], uncounted: Sequence[Tensor] = ()
                 gradient = gradient.redistribute(placements=summed)
             where = gradient.device_mesh, gradient.placements
             gradient = gradient.to_local()
-        kinds.setdefault((gradient.device, gradient.dtype, where, counted), []).append(gradient)
+        kinds.setdefault((where, counted), []).append(gradient)
     whole, cut = [], []
-    for (_, dtype, where, counted), alike in kinds.items():
-        norms = torch.stack(torch._foreach_norm(alike, 2, dtype=torch.promote_types(dtype, torch.float32)))
-        total = norms.double().square().sum()
-        total = total if counted else _unless_finite(total)
+    for (where, counted), alike in kinds.items():
+        total = squared_norm(alike) if counted else _unless_finite(squared_norm(alike))
         if where is None or all(placement.is_replicate() for placement in where[1]):
             whole.append(total)
         else:

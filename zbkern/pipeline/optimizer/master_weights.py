@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.pipeline.optimizer.params import copy_, local_part
+from zbkern.optim import local_part, mark_rounded
+from zbkern.pipeline.optimizer.params import copy_
 
 MASTERS = "masters_of_pipeline"  # an attribute of the torch optimizer
 
@@ -48,6 +49,8 @@ def _widened(value: Any, parameter: Tensor) -> Any:
 def copy_masters_to_params(pairs: Pairs) -> None:
     """Rounds the masters into the model's parameters."""
     copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
+    for parameter, master in pairs:
+        mark_rounded(parameter, master)
 
 
 class Gradients:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from zbkern.optim import local_part
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -55,8 +56,3 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         lists[1].append(local_part(source))
     for target_list, source_list in kinds.values():
         torch._foreach_copy_(target_list, source_list)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor; of other tensors all."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -17,6 +17,7 @@ to roll back.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,12 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zbkern.pipeline.optimizer.clipping import (
-    check_max_norm,
-    clip_coefficient,
-    scale_gradients_,
-    sum_of_squares,
-)
+from zbkern.optim import check_max_norm, take_changes_
+from zbkern.pipeline.optimizer.clipping import clip_coefficient, scale_gradients_, sum_of_squares
 from zbkern.pipeline.optimizer.master_weights import (
     Gradients,
     copy_masters_to_params,
@@ -47,8 +44,9 @@ from zbkern.pipeline.optimizer.params import hyperparameters, kinds_of, paramete
 from zbkern.pipeline.optimizer.undo import UNDO, PendingStep
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.schedules.warmup import rank_order
-from zbkern.pipeline.transport.base import PipelineError, Transport, check_timeout
+from zbkern.pipeline.transport.base import Transport, check_timeout
 from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_peers, tied_names
+from zbkern.pipeline.transport.mailbox import PipelineError, described
 from zbkern.wgrad.accumulation import gradient_of, main_grad_of
 
 
@@ -121,6 +119,12 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(
                 "Optimizer: optimizer must be a torch.optim.Optimizer, not one within an Optimizer already; got "
                 f"{type(optimizer).__name__}"
+            )
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise TypeError(
+                f"Optimizer: {type(optimizer).__name__}.step() computes losses by a closure, and one rank's is not "
+                "the model's; use an optimizer that steps with the gradients that are there"
             )
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise TypeError(f"Optimizer: scaler must be a torch.amp.GradScaler or None; got {type(scaler).__name__}")
@@ -523,6 +527,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _collect(self) -> list[tuple[Tensor, Tensor]]:
         """(parameter, gradient) of what the torch optimizer is to see: fp32 for master weights, without loss scale."""
+        for parameter, master in self.masters:
+            take_changes_(parameter, master)
         found = []
         for parameter, model_parameter in zip(parameters(self.optimizer), self._model_parameters(), strict=True):
             gradient = gradient_of(model_parameter)
@@ -556,7 +562,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._pipe.abandon()
             if isinstance(error, PipelineError):
                 raise
-            reason = f"rank {self._transport.rank}, optimizer step {self._number}: {type(error).__name__}: {error}"
+            reason = f"rank {self._transport.rank}, optimizer step {self._number}: {described(error)}"
             self._transport.fail(reason)
             if not isinstance(error, Exception):  # Ctrl-C, sys.exit: news for the others, here what it is
                 raise

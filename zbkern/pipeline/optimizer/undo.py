@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbkern.optim import mark_rounded
 from zbkern.pipeline.optimizer.master_weights import MASTERS
 from zbkern.pipeline.optimizer.params import copied, copy_, hyperparameters, parameters
 from zbkern.wgrad.accumulation import gradient_of, main_grad_of
@@ -104,16 +105,14 @@ def _copied_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 class Inverse:
     """Solves the update for what was there before, for AdamW and SGD: no memory, equal up to rounding.
 
-    Also for an optimizer that does so itself (`undo_step`), zbkern.optim.AdamW for one. Raises ValueError for others,
-    for parameters below fp32 without masters in the optimizer (rounding would not be small), and for settings that lose
-    information (a beta or 1 - lr x weight_decay of zero, amsgrad).
+    Raises ValueError for others, for parameters below fp32 without masters in the optimizer (rounding would not be
+    small), and for settings that lose information (a beta or 1 - lr x weight_decay of zero, amsgrad).
     """
 
     needs_gradients = True
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._itself = hasattr(optimizer, "undo_step")
-        if not self._itself and not isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD)):
+        if not isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD)):
             raise ValueError(
                 f"Optimizer: undo='inverse' knows AdamW and SGD; got {type(optimizer).__name__}; use undo='snapshot'"
             )
@@ -131,17 +130,23 @@ class Inverse:
         for group in optimizer.param_groups:
             _check_invertible(group)
 
+    @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._itself:
-            optimizer.undo_step()  # type: ignore[attr-defined]
-        with torch.no_grad():
-            for group in optimizer.param_groups:
-                for parameter in (p for p in group["params"] if gradient_of(p) is not None):
-                    if not self._itself:
-                        gradient = -parameter.grad if group.get("maximize") else parameter.grad
-                        self._invert(parameter, gradient, optimizer.state.get(parameter, {}), group)
+        reads_main_grad = getattr(optimizer, "reads_main_grad", False)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = gradient_of(parameter) if reads_main_grad else parameter.grad
+                if gradient is not None:
+                    self._restore(parameter, gradient, optimizer.state.get(parameter, {}), group)
                     if id(parameter) not in self._had_state:
                         optimizer.state.pop(parameter, None)
+
+    def _restore(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        weight = state.get("master", parameter)
+        self._invert(weight, (-gradient if group.get("maximize") else gradient).to(weight.dtype), state, group)
+        if weight is not parameter:
+            parameter.copy_(weight)
+            mark_rounded(parameter, weight)
 
 
 class PendingStep:

@@ -28,7 +28,7 @@ from zbkern.pipeline.runtime.arguments import (
     name_with_side,
 )
 from zbkern.pipeline.runtime.data_parallel import Replicas
-from zbkern.pipeline.runtime.failure import check_same_step, described, input_of, oom_hint
+from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, check_memory_saving, make_stages
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recorder import Recorded, Recorder, timeline_of
@@ -46,6 +46,7 @@ from zbkern.pipeline.simulation.drift import Drift, compare, in_seconds
 from zbkern.pipeline.simulation.timeline import Sample, Timeline
 from zbkern.pipeline.transport.base import PipelineError, Tag, Transport
 from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place
+from zbkern.pipeline.transport.mailbox import described
 from zbkern.wgrad import WGradQueue
 
 

@@ -9,16 +9,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.transport.base import PipelineError
+from zbkern.pipeline.transport.mailbox import PipelineError, described
 from zbkern.wgrad import WGradQueue
-
-
-def described(error: BaseException) -> str:
-    """Its kind and its text, where it has one."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return f"{type(error).__name__}: (its text cannot be made)"
 
 
 def oom_hint(error: BaseException, planned: int, begun: int, queue: WGradQueue, device: torch.device) -> str:

@@ -17,8 +17,9 @@ from torch import Tensor
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.warmup import rank_order
-from zbkern.pipeline.transport.base import PipelineError, Transport
+from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.distributed import DistributedTransport, meet
+from zbkern.pipeline.transport.mailbox import PipelineError, described
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -63,7 +64,7 @@ def closing_on_error(transport: Transport, owned: bool, what: str) -> Iterator[N
         yield
     except BaseException as error:
         if not isinstance(error, (PipelineError, ScheduleError)):  # which all ranks raise
-            transport.fail(f"rank {transport.rank}, constructing {what}: {type(error).__name__}: {error}")
+            transport.fail(f"rank {transport.rank}, constructing {what}: {described(error)}")
         if owned:
             transport.close()
         raise

@@ -5,9 +5,20 @@ from __future__ import annotations
 import threading
 from typing import Any, NamedTuple
 
+_LONGEST_TEXT = 10_000  # characters of an error that other ranks are told
+
 
 class PipelineError(RuntimeError):
     """A step failed, here or on another rank; the message names the rank, the action and the cause."""
+
+
+def described(error: BaseException) -> str:
+    """Its kind and the text that it has, if any; short, and in UTF-8, so that it can be sent."""
+    try:
+        text = f"{error}"[:_LONGEST_TEXT].encode(errors="backslashreplace").decode()
+    except Exception:
+        text = "(its text cannot be made)"
+    return f"{type(error).__name__}: {text}"
 
 
 class Tag(NamedTuple):

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbkern.pipeline.transport.base import PipelineError, check_timeout
+from zbkern.pipeline.transport.base import check_timeout
+from zbkern.pipeline.transport.mailbox import PipelineError, described
 from zbkern.pipeline.transport.process_groups import place_in_store
 
 TIMEOUT = 1800.0
@@ -62,7 +63,7 @@ class RankExchange:
     ) -> None:
         self._over.set()
         if error is not None and self.size > 1 and not self._known:
-            reason = f"{self.call}: rank {self.rank}: {type(error).__name__}: {error}"
+            reason = f"{self.call}: rank {self.rank}: {described(error)}"
             self._start(lambda: self._store.set(_FAILED, reason)).join(_GRACE)  # else when the store answers again
 
     def exchange(
