@@ -109,80 +109,60 @@ def device_of(device: torch.device | str | None, modules: Sequence[torch.nn.Modu
 logger = logging.getLogger("zbkern")
 
 
-class Batch(NamedTuple):
-    """What the microbatches of a step are given, one after the other."""
+class Microbatch(NamedTuple):
+    """What one microbatch, or a slice of one, is given on this rank."""
 
-    inputs: list[Any]
-    targets: list[Target]
-    side: list[dict[str, Any]]
-    versions: list[list[tuple[Tensor, int]]]  # of each microbatch's side inputs, as the step began
-    tokens: list[int | None]  # of each slice, where sequences are in slices and this rank was given any
+    inputs: Any
+    target: Target | None  # where this rank has the last chunk
+    side: dict[str, Any]
+    versions: list[tuple[Tensor, int]]  # of the side inputs, as the step began
+    tokens: int | None = None  # of a slice, where this rank was given any
 
-    def side_of(self, microbatch: int) -> Mapping[str, Any]:
-        """Raises RuntimeError where the side inputs of a microbatch are not what they were."""
-        side = self.side[microbatch]
-        if any(tensor._version != version for tensor, version in self.versions[microbatch]):
+    def checked_side(self, microbatch: int) -> Mapping[str, Any]:
+        """The side inputs of this number. Raises RuntimeError where they are not what they were."""
+        if any(tensor._version != version for tensor, version in self.versions):
             raise RuntimeError(
-                f"side inputs of microbatch {microbatch}, {sorted(side)}, were modified in place by a forward before; "
-                "others read them, too: modify a copy"
+                f"side inputs of microbatch {microbatch}, {sorted(self.side)}, were modified in place by a forward "
+                "before; others read them, too: modify a copy"
             )
-        return side
+        return self.side
 
-    @classmethod
-    def split(
-        cls,
-        call: str,
-        given: tuple[Any, Any, Any],
-        schedule: Schedule,
-        modules: Mapping[int, Any],
-        loss_fn: Callable[[Any, Any], Tensor] | None,
-    ) -> Batch:
-        """Inputs, targets and side inputs of `call` in microbatches, for this rank's modules, by chunk.
 
-        Raises TypeError or ValueError as `split` does, and for sequences that cannot be cut into slices.
-        """
-        count = schedule.sequences
-        batch = cls._of_sequences(call, *given, count, modules, len(schedule.placement) - 1)
+def split_batch(
+    call: str,
+    given: tuple[Any, Any, Any],
+    schedule: Schedule,
+    modules: Mapping[int, Any],
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+) -> list[Microbatch]:
+    """Inputs, targets and side inputs of `call` in microbatches, for this rank's modules, by chunk.
+
+    Raises TypeError or ValueError as `split` does, and for sequences that cannot be cut into slices.
+    """
+    count, last = schedule.sequences, len(schedule.placement) - 1
+    inputs, sides = share_inputs(call, given[0], given[2], count, modules.values())
+    if any(sides) and inputs is None:
+        firsts: list[Any] = [()] * count
+    else:
+        firsts = split(call, "inputs", inputs, count) if 0 in modules else [None] * count
+    if not isinstance(inputs, list) and not isinstance(given[2], list):
+        _check_rows(call, firsts, sides)
+    targets = split(call, "targets", given[1], count) if last in modules else [None] * count
+    batch: list[Microbatch] = []
+    for number, (first, target, side) in enumerate(zip(firsts, targets, sides, strict=True)):
         if len(schedule.slices) == 1:
-            return batch._replace(targets=[Target(value, 1 / count) for value in batch.targets])
-        return batch._in_slices(call, schedule.slices, loss_fn, given)
-
-    @classmethod
-    def _of_sequences(
-        cls, call: str, inputs: Any, targets: Any, side: Any, count: int, modules: Mapping[int, Any], last: int
-    ) -> Batch:
-        inputs, sides = share_inputs(call, inputs, side, count, modules.values())
-        if any(sides) and inputs is None:
-            given: list[Any] = [()] * count
-        else:
-            given = split(call, "inputs", inputs, count) if 0 in modules else []
-        if not isinstance(inputs, list) and not isinstance(side, list):
-            _check_rows(call, given, sides)
-        goals = split(call, "targets", targets, count) if last in modules else []
-        return cls(given, goals, sides, [_versions(each) for each in sides], [None] * count)
-
-    def _in_slices(
-        self, call: str, slices: Sequence[int], loss_fn: Callable[[Any, Any], Tensor] | None, given: Sequence[Any]
-    ) -> Batch:
-        """The same with each slice of a sequence a microbatch."""
-        found = Batch([], [], [], [], [])
-        for number, side in enumerate(self.side):
-            tokens = next(filter(None, (_tokens(each, number) for each in given)), 0)
-            places = [(0, 0)] * len(slices)  # where nothing is to be cut
-            if tokens:
-                places = edges(f"Pipeline.{call}", tokens, slices)
-            if self.inputs:
-                found.inputs.extend(cut(self.inputs[number], tokens, place) for place in places)
-            if self.targets:
-                found.targets.extend(weigh(call, self.targets[number], tokens, places, loss_fn, len(self.side)))
-            found.side.extend(cut(side, tokens, place) for place in places)
-            found.tokens.extend(last - first or None for first, last in places)
-        return found._replace(versions=[_versions(each) for each in found.side])
-
-
-def _tokens(value: Any, number: int) -> int | None:
-    """How long the sequence of this number is, of inputs, targets or side inputs; None where they have none."""
-    return length_of(_as_dict(value[number] if isinstance(value, list) else value))
+            weighed = Target(target, 1 / count) if last in modules else None
+            batch.append(Microbatch(first, weighed, side, _versions(side)))
+            continue
+        whole = (_as_dict(value[number] if isinstance(value, list) else value) for value in given)
+        tokens = length_of(*whole) or 0  # any rank may know; where none does nothing is to be cut
+        places = edges(f"Pipeline.{call}", tokens, schedule.slices) if tokens else [(0, 0)] * len(schedule.slices)
+        parts = weigh(call, target, tokens, places, loss_fn, count) if last in modules else [None] * len(places)
+        for place, part in zip(places, parts, strict=True):
+            own = cut(side, tokens, place)
+            length = place[1] - place[0] or None
+            batch.append(Microbatch(cut(first, tokens, place), part, own, _versions(own), length))
+    return batch
 
 
 def _as_dict(value: Any) -> Any:
@@ -273,30 +253,26 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
             )
         return value
     leaves, spec = pytree.tree_flatten(value)
-    wrong = [x for x in leaves if not (x is None or (isinstance(x, Tensor) and x.dim() > 0))]
+    tensors = [leaf for leaf in leaves if leaf is not None]
+    wrong = [x for x in tensors if not isinstance(x, Tensor) or x.dim() == 0]
     if wrong or not leaves:
         got = repr(value) if not leaves else "a scalar" if isinstance(wrong[0], Tensor) else type(wrong[0]).__name__
         raise TypeError(
             f"Pipeline.{call}: {name} must hold tensors with a batch dimension; got {got}; a list with one entry per "
             "microbatch may hold anything"
         )
-    others = [x.layout for x in leaves if x is not None and x.layout is not torch.strided]
-    if others:
-        raise TypeError(
-            f"Pipeline.{call}: {name} must hold dense tensors to be split; got {others[0]}; pass a list with one entry "
-            "per microbatch"
-        )
-    parts: list[list[Any]] = []
-    for leaf in leaves:
-        if leaf is None:
-            parts.append([None] * count)
-            continue
-        if leaf.shape[0] % count:
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"Pipeline.{call}: {name} must hold dense tensors to be split; got {tensor.layout}; pass a list with "
+                "one entry per microbatch"
+            )
+        if tensor.shape[0] % count:
             raise ValueError(
                 f"Pipeline.{call}: dimension 0 of {name} must be a multiple of the {count} microbatches; got "
-                f"{list(leaf.shape)}; change the batch size or pass a list of microbatches"
+                f"{list(tensor.shape)}; change the batch size or pass a list of microbatches"
             )
-        parts.append(list(leaf.split(leaf.shape[0] // count)) if leaf.shape[0] else [leaf] * count)
+    parts = [[None] * count if leaf is None else leaf.tensor_split(count) for leaf in leaves]
     return [pytree.tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
 
 
@@ -320,23 +296,21 @@ def name_with_side(call: str, side: Any, count: str = "rows") -> str:
     None is an input left out. Rows that differ between microbatches, as those of a list may, are named one by one.
     count: "elements" for slices, of which ranks could have cut others.
     """
-    parts = side if isinstance(side, list) else [side]
-    rows: dict[str, list[int]] = {}
-    for number, part in enumerate(parts):
-        for name, value in part.items() if isinstance(part, Mapping) else ():
-            leaves = [leaf for leaf in pytree.tree_leaves(value) if leaf is not None]
-            if leaves:
-                counts = rows.setdefault(str(name), [0] * len(parts))
-                counts[number] = sum(_size(leaf, count) for leaf in leaves)
-    named = [f"{name} ({_summed(counts)} {count})" for name, counts in sorted(rows.items())]
+    parts = [part if isinstance(part, Mapping) else {} for part in (side if isinstance(side, list) else [side])]
+    named = []
+    for name in sorted({name for part in parts for name in part}, key=str):
+        sizes = [_size(part.get(name), count) for part in parts]
+        if any(size is not None for size in sizes):
+            counts = [size or 0 for size in sizes]
+            text = str(sum(counts)) if len({*counts}) == 1 else "+".join(map(str, counts))
+            named.append(f"{name} ({text} {count})")
     return f"{call} with side {', '.join(named)}" if named else call
 
 
-def _size(leaf: Any, count: str) -> int:
-    if not isinstance(leaf, Tensor) or not leaf.dim():
-        return 1
-    return len(leaf) if count == "rows" else leaf.numel()
-
-
-def _summed(counts: list[int]) -> str:
-    return str(sum(counts)) if len(set(counts)) == 1 else "+".join(map(str, counts))
+def _size(value: Any, count: str) -> int | None:
+    """Rows or elements of the tensors in a value, 1 for whatever else is in it; None where nothing is."""
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if leaf is not None]
+    if not leaves:
+        return None
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    return len(leaves) - len(tensors) + sum(len(each) if count == "rows" else each.numel() for each in tensors)

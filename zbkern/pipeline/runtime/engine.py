@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbkern.pipeline.runtime.arguments import (
-    Batch,
+    Microbatch,
     check,
     check_place,
     check_same_batch,
@@ -26,6 +26,7 @@ from zbkern.pipeline.runtime.arguments import (
     identity,
     module_list,
     name_with_side,
+    split_batch,
 )
 from zbkern.pipeline.runtime.data_parallel import Replicas
 from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
@@ -116,7 +117,7 @@ class Pipeline:
         self._ahead = SpeculativeForwards([*self.modules.values()], self.device, self._replicas.gathers)
         self._updates = None if replanner is None else ScheduleUpdates(replanner, schedule)
         self._use_schedule(schedule)
-        self._batch = Batch([], [], [], [], [])
+        self._batch: list[Microbatch] = []
         self._losses: list[Tensor] = []
         self._forward_input: Any = None  # the input of the forward that runs
         self._step = 0  # in the tags of its messages
@@ -312,9 +313,9 @@ class Pipeline:
         wrong = None
         try:
             given = (inputs, targets, side)
-            self._batch = Batch.split(call, given, self.schedule, self.modules, self._loss_fn)
+            self._batch = split_batch(call, given, self.schedule, self.modules, self._loss_fn)
             count = "rows" if len(self.schedule.slices) == 1 else "elements"
-            announced = name_with_side(call, self._batch.side, count)
+            announced = name_with_side(call, [microbatch.side for microbatch in self._batch], count)
         except Exception as error:  # the other ranks will have begun: they are told why this one has not
             wrong, announced = error, name_with_side(call, side)
         if self._failed:
@@ -431,11 +432,11 @@ class Pipeline:
         _, chunk, microbatch, _ = action
         if self.fill == "eager":
             self._free_memory_for_forward()
-        inputs = self._forward_input = self._batch.inputs[microbatch] if chunk == 0 else self._await("F", action)
+        stage, given = self._stages[chunk], self._batch[microbatch]
+        inputs = self._forward_input = given.inputs if chunk == 0 else self._await("F", action)
         start = self._recorder.now()
-        target = self._batch.targets[microbatch] if chunk == self._last else None
-        stage, tokens = self._stages[chunk], self._batch.tokens[microbatch]
-        side = {**self._batch.side_of(microbatch), **stage.carries.begin(microbatch, tokens, inputs)}
+        target = given.target if chunk == self._last else None
+        side = {**given.checked_side(microbatch), **stage.carries.begin(microbatch, given.tokens, inputs)}
         outputs = stage.forward(microbatch, inputs, target, side)
         self._in_flight += 1
         if chunk == self._last:
@@ -542,7 +543,7 @@ class Pipeline:
 
     def _loss(self) -> Tensor | None:
         self.completed += 1
-        self._batch = Batch([], [], [], [], [])
+        self._batch = []
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _forget(self) -> None:
