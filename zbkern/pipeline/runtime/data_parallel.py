@@ -121,44 +121,15 @@ def _exchanges(module: nn.Module) -> bool:
     return any(getattr(part, "collective_forward", False) for part in module.modules())
 
 
-class Reducer:
-    """One chunk of a replica."""
-
-    module: nn.Module
-    gathers = False  # whether forwards are collective
-
-    @property
-    def gathers_in_backward(self) -> bool:
-        return False
-
-    def claim(self, taken: set[int]) -> None:
-        """Takes note of the parameters that later reducers have, by id in `taken`; adds its own."""
-
-    def begin(self) -> None:
-        raise NotImplementedError
-
-    def last_backward_done(self) -> None:
-        """No more B: gradients may be reduced as soon as their last W has run."""
-        raise NotImplementedError
-
-    def launch_ready(self, waiting: PendingWGrads) -> bool:
-        """Starts the reductions up to the first that waits; True when no other is held up."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        raise NotImplementedError
-
-    def discard(self) -> None:
-        """After forwards whose backward will not run."""
-
-
-class DDPReducer(Reducer):
+class DDPReducer:
     """A stage in DistributedDataParallel. Its reducer waits for the accumulation of every parameter, once: `_announce`.
 
     When it has seen all parameters it waits for its reductions, so the last one is kept for `finish`. A weight that a
     later reducer of this rank has, too (an embedding that is the head), is that one's to reduce: here it counts as
     zeros, and this reducer is through before the other begins, because both listen to the same accumulation.
     """
+
+    gathers = gathers_in_backward = False  # whether forwards, and B, are collective
 
     def __init__(self, chunk: int, ddp: nn.parallel.DistributedDataParallel) -> None:
         for option in ("find_unused_parameters", "static_graph"):
@@ -189,10 +160,12 @@ class DDPReducer(Reducer):
         self._prepared = False
 
     def claim(self, taken: set[int]) -> None:
+        """Takes note of the parameters that later reducers have, by id in `taken`; adds its own."""
         self._claimed_later = [parameter for parameter in self._parameters if id(parameter) in taken]
         taken.update(map(id, self._parameters))
 
     def begin(self) -> None:
+        """Before the first forward of a step."""
         self._next = len(self._parameters)
         self._ddp.reducer.prepare_for_forward()
         self._ddp.reducer._rebuild_buckets()
@@ -200,6 +173,7 @@ class DDPReducer(Reducer):
             self._ddp._sync_buffers()
 
     def last_backward_done(self) -> None:
+        """No more B: gradients may be reduced as soon as their last W has run."""
         if not self._ddp.require_backward_grad_sync:  # the user's no_sync(): gradients add up to a later step
             return
         mine = self._parameters
@@ -212,6 +186,7 @@ class DDPReducer(Reducer):
         self._next, self._prepared = 0, False
 
     def launch_ready(self, waiting: PendingWGrads) -> bool:
+        """Starts the reductions up to the first that waits; True when no other is held up."""
         others = set(map(id, self._claimed_later))
         start, end = self._next, len(self._parameters) - (0 if others else 1)
         for parameter in self._parameters[start:end]:
@@ -222,8 +197,12 @@ class DDPReducer(Reducer):
         return self._next >= end
 
     def finish(self) -> None:
+        """After the last W of a step: reduces what is left, and waits for all."""
         start, self._next = self._next, len(self._parameters)
         self._announce(start, self._next)
+
+    def discard(self) -> None:
+        """After forwards whose backward will not run: nothing was gathered for them."""
 
     def _announce(self, start: int, end: int) -> None:
         if start == end:
@@ -252,10 +231,9 @@ def _announce(parameters: Sequence[Tensor]) -> None:
         accumulation.accumulate_via_autograd(arrivals)
 
 
-class FSDPReducer(Reducer):
-    """A stage that is, or holds, modules of FSDP2. After a backward weights stay gathered for the next microbatch.
-
-    With reshard_after_forward=False they are gathered once a step.
+class FSDPReducer:
+    """The same of a stage that is, or holds, modules of FSDP2. After a backward weights stay gathered for the next
+    microbatch. With reshard_after_forward=False they are gathered once a step.
     """
 
     gathers = True
@@ -268,6 +246,9 @@ class FSDPReducer(Reducer):
     @property
     def gathers_in_backward(self) -> bool:
         return any(group._reshard_after_forward for root in self._roots for group in parameter_groups(root))
+
+    def claim(self, taken: set[int]) -> None:
+        """fully_shard has made a parameter of its own for every chunk that holds one."""
 
     def begin(self) -> None:
         self._synchronise(False)
@@ -300,7 +281,7 @@ class FSDPReducer(Reducer):
             root.set_requires_gradient_sync(last)
 
 
-def _reducer_of(chunk: int, module: nn.Module) -> Reducer | None:
+def _reducer_of(chunk: int, module: nn.Module) -> DDPReducer | FSDPReducer | None:
     if not torch.distributed.is_available():
         return None
     if isinstance(module, nn.parallel.DistributedDataParallel):
