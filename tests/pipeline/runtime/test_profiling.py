@@ -87,8 +87,10 @@ def test_memory_is_what_the_layers_keep() -> None:
     assert flat.activation[0] >= rows
 
 
-def test_gradients_and_random_state_stay_as_they_were() -> None:
+def test_gradients_buffers_and_random_state_stay_as_they_were() -> None:
     block = SlowBlock(0, 0)
+    block.register_buffer("seen", torch.zeros(1))
+    block.register_forward_pre_hook(lambda module, _: module.seen.add_(1) and None)
     block.linear.weight.grad = torch.ones(16, 16)
     torch.manual_seed(3)
     expected = torch.random.get_rng_state()
@@ -98,6 +100,7 @@ def test_gradients_and_random_state_stay_as_they_were() -> None:
     measure([block])
     assert torch.equal(torch.random.get_rng_state(), after)
     assert torch.equal(block.linear.weight.grad, torch.ones(16, 16))
+    assert block.seen.item() == 0
     broken = block.register_full_backward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(PipelineError, match="ZeroDivisionError"):
         measure([block])

@@ -107,6 +107,7 @@ class Pipeline:
         check_memory_saving(schedule, fill, options.max_wgrad_bytes, replanner)
         self._recorder = Recorder(rank, self.device, self.queue, options.record)
         self._stages = make_stages(self._replicas.modules, schedule, rank, loss_fn, self.queue, self._recorder, options)
+        self._recorder.watch([stage for stage in self._stages.values() if isinstance(stage, MemorySavingStage)])
         self.rank = rank
         copies = all_ties(modules, tied)
         self.tied = {name: parameters[0] for name, parameters in copies.items()}

@@ -6,31 +6,19 @@ import random
 from collections.abc import Sequence
 
 import torch
-
-
-class RandomState:
-    """The random numbers that come next: torch's on the CPU and on one device, and Python's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._random = torch.get_rng_state(), random.getstate()
-        self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._random[0])
-        random.setstate(self._random[1])
-        if self._cuda is not None:
-            device, state = self._cuda
-            torch.cuda.set_rng_state(state, device)
+from torch.nn.parameter import is_lazy
 
 
 class ForwardState:
-    """What forwards change besides activations: buffers, written in place or replaced, and random numbers."""
+    """What forwards change besides activations: buffers, written in place or replaced, and the random numbers that come
+    next, torch's on the CPU and on one device, and Python's."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
         self._entries = [(part._buffers, dict(part._buffers)) for module in modules for part in module.modules()]
-        buffers = [buffer for module in modules for buffer in module.buffers() if not _is_expanded(buffer)]
+        buffers = [each for module in modules for each in module.buffers() if not (is_lazy(each) or _is_expanded(each))]
         self._copies = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
-        self._random = RandomState(device)
+        self._random = torch.get_rng_state(), random.getstate()
+        self._cuda = (torch.cuda.get_rng_state(device), device) if device.type == "cuda" else None
 
     def keep_written(self) -> None:
         """After the forward: gives up the copies of buffers that it has not written."""
@@ -45,7 +33,10 @@ class ForwardState:
                 # batch norm's kernels write running statistics, which its backward saves, and leave their version as
                 # it is: so must this
                 (buffer if buffer._version != version else buffer.data).copy_(copy)
-        self._random.restore()
+        torch.set_rng_state(self._random[0])
+        random.setstate(self._random[1])
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(*self._cuda)
 
 
 def _is_expanded(buffer: torch.Tensor) -> bool:

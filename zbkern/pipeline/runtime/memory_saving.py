@@ -52,18 +52,20 @@ def make_stages(
     queue: WGradQueue,
     recorder: Recorder,
     options: StepOptions,
+    parts: Mapping[int, Mapping[torch.nn.Module, Any]] | None = None,
+    counts: bool = False,
 ) -> dict[int, Stage]:
-    """The stage of every chunk of this rank: one that saves memory where the rank's row has R, O or L."""
+    """The stage of every chunk of this rank: one that saves memory where the rank's row has R, O or L, or where it is
+    to count it (`counts`). parts: what an R runs again, by chunk; by default what the options name."""
     row, slices, last = schedule.actions[rank], schedule.slices, len(schedule.placement) - 1
     stages = [(each, chunk, queue, loss_fn if chunk == last else None, slices) for chunk, each in modules.items()]
-    if not offloads_or_recomputes(row):
+    if not (counts or offloads_or_recomputes(row)):
         return {stage[1]: Stage(*stage) for stage in stages}
-    again = {chunk for chunk, _ in recomputed(row)}
-    parts = {chunk: _named_parts(modules[chunk], chunk, options.recompute) for chunk in again}
+    if parts is None:
+        again = {chunk for chunk, _ in recomputed(row)}
+        parts = {chunk: _named_parts(modules[chunk], chunk, options.recompute) for chunk in again}
     lanes = CopyLanes(recorder.device, recorder.now)
-    saving = [MemorySavingStage(*s, row, lanes, recorder, options, parts.get(s[1], {})) for s in stages]
-    recorder.watch(saving)
-    return {stage.chunk: stage for stage in saving}
+    return {s[1]: MemorySavingStage(*s, row, lanes, recorder, options, parts.get(s[1], {})) for s in stages}
 
 
 def _named_parts(

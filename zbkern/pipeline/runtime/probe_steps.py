@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,10 +19,10 @@ from torch.utils import _pytree as pytree
 from zbkern.pipeline.runtime.arguments import device_of, module_list
 from zbkern.pipeline.runtime.clock import EventClock
 from zbkern.pipeline.runtime.engine import Pipeline
-from zbkern.pipeline.runtime.host_copies import CopyLanes
+from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.links import measure_links
 from zbkern.pipeline.runtime.measured_costs import MeasuredChunk, Measurements, RecomputedParts, largest_message
-from zbkern.pipeline.runtime.memory_saving import MemorySavingStage
+from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, make_stages
 from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions
 from zbkern.pipeline.runtime.recomputation import parts_of
 from zbkern.pipeline.runtime.sliced_batch import check_sliceable, length_of
@@ -54,7 +54,10 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class ProbeSteps:
-    """How to measure: function is the one that does, under which errors are reported; the others are as for it."""
+    """How to measure: function is the one that does, under which errors are reported; the others are as for it.
+
+    Raises TypeError or ValueError for microbatches that are no number of them, and for other options.
+    """
 
     function: str
     batch: Batch
@@ -62,6 +65,18 @@ class ProbeSteps:
     group: dist.ProcessGroup | Transport | None
     device: torch.device | str | None
     options: ProfileOptions
+
+    def __post_init__(self) -> None:
+        count = self.batch.microbatches
+        if not isinstance(count, int):
+            raise TypeError(f"{self.function}: microbatches must be an int; got {count!r}")
+        if count < 1:
+            raise ValueError(f"{self.function}: microbatches must be at least 1; got {count}")
+        if not isinstance(self.options, ProfileOptions):
+            raise TypeError(
+                f"{self.function}: options must be a zbkern.pipeline.ProfileOptions, as in ProfileOptions(repeats=5), "
+                f"or None; got {self.options!r}"
+            )
 
     def run(
         self, modules: Iterable[torch.nn.Module], placement: tuple[int, ...], layers: tuple[str, ...] = ()
@@ -80,13 +95,12 @@ class ProbeSteps:
                 stack.enter_context(watch.watching())
             record = StepOptions(record=True)
             pipe = stack.enter_context(Pipeline(modules, apart, self.loss_fn, self.group, device, options=record))
-            plain = dict(pipe._stages)
-            counting = self._saving_stages(pipe, apart, {})
+            plain, counting = dict(pipe._stages), self._stages(pipe, apart, {}, counts=True)
             self._steps(pipe, apart, counting, 0)
-            held_bytes = {chunk: stage.kept_sizes for chunk, stage in counting.items()}
+            held_bytes = {chunk: stage.kept_sizes for chunk, stage in _counting(counting).items()}
             separate = self._steps(pipe, apart, plain)
             held = _held_bytes(pipe)
-            merged, fused = self._steps(pipe, apart, merge=True), self._steps(pipe, _fused(apart))
+            merged, fused = self._steps(pipe, apart, merge=True), self._steps(pipe, _changed(apart, _fused))
             recomputing, again = self._recompute(pipe, apart, layers)
             sliced, carried = self._in_slices(pipe, placement)
             if pipe.rank == 0:
@@ -165,10 +179,11 @@ class ProbeSteps:
                 f"{self.function}: recompute must name parts of the modules, by patterns of their names or by their "
                 f"classes; got {tuple(named)}, which names none"
             )
-        schedule = _recomputing(schedule, again)
-        stages = self._saving_stages(pipe, schedule, parts)
-        timelines = self._steps(pipe, schedule, stages)
-        kept = {at: RecomputedParts(sum(stages[at].kept_sizes), stages[at].output_again_bytes) for at in parts}
+        before = {Action("B", at, each): Action("R", at, each) for at in again for each in range(schedule.microbatches)}
+        schedule = _changed(schedule, lambda each: [before[each], each] if each in before else [each])
+        stages = self._stages(pipe, schedule, parts)
+        timelines, counting = self._steps(pipe, schedule, stages), _counting(stages)
+        kept = {at: RecomputedParts(sum(counting[at].kept_sizes), counting[at].output_again_bytes) for at in parts}
         return timelines, kept
 
     def _in_slices(self, pipe: Pipeline, placement: tuple[int, ...]) -> tuple[list[Timeline] | None, dict[int, int]]:
@@ -177,29 +192,22 @@ class ProbeSteps:
             return None, {}
         schedule = _all_forwards_first(placement, self.batch.microbatches, (1, 1))
         check_sliceable(pipe.modules.values(), schedule.slices)
-        last = len(placement) - 1
-        stages = {
-            chunk: Stage(module, chunk, pipe.queue, self.loss_fn if chunk == last else None, schedule.slices)
-            for chunk, module in pipe.modules.items()
-        }
+        stages = self._stages(pipe, schedule)
         timelines = self._steps(pipe, schedule, stages)
         return timelines, {chunk: stage.carries.nbytes_of_one for chunk, stage in stages.items()}
 
-    def _saving_stages(
-        self, pipe: Pipeline, schedule: Schedule, parts: Mapping[int, Parts]
-    ) -> dict[int, MemorySavingStage]:
-        """Stages of the pipeline's modules that count what they hold, with R of these parts, by chunk."""
-        recorder = pipe._recorder
-        lanes = CopyLanes(recorder.device, recorder.now)
-        last, row = len(schedule.placement) - 1, schedule.actions[pipe.rank]
-        rest = row, lanes, recorder, StepOptions(copy_size=self.options.copy_size)
-        return {
-            chunk: MemorySavingStage(
-                *(module, chunk, pipe.queue, self.loss_fn if chunk == last else None, schedule.slices),
-                *(*rest, parts.get(chunk, {})),
-            )
-            for chunk, module in pipe.modules.items()
-        }
+    def _stages(
+        self, pipe: Pipeline, schedule: Schedule, parts: Mapping[int, Parts] | None = None, counts: bool = False
+    ) -> dict[int, Stage]:
+        """Those of the pipeline's modules for another schedule, with R of these parts."""
+        options = StepOptions(copy_size=self.options.copy_size)
+        given = (pipe.modules, schedule, pipe.rank, self.loss_fn, pipe.queue, pipe._recorder, options)
+        return make_stages(*given, parts, counts)
+
+
+def _counting(stages: Mapping[int, Stage]) -> dict[int, MemorySavingStage]:
+    """Those of the stages that count what their last F has left."""
+    return {chunk: stage for chunk, stage in stages.items() if isinstance(stage, MemorySavingStage)}
 
 
 class _ForwardWatch:
@@ -287,14 +295,15 @@ def _tied_names(modules: Sequence[torch.nn.Module], rank: int) -> list[str | Non
 
 @contextmanager
 def _left_as_they_were(modules: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
-    """Gradients and the random state."""
+    """Gradients, buffers and random numbers."""
     gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # by default of all GPUs, with a warning
-        try:
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+    before = ForwardState(modules, device)
+    try:
+        yield
+    finally:
+        before.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def _held_bytes(pipe: Pipeline) -> dict[int, float]:
@@ -323,23 +332,15 @@ def _all_forwards_first(placement: tuple[int, ...], sequences: int, slices: tupl
     return Schedule.build(actions, placement, microbatches, "profile", slices)
 
 
-def _fused(schedule: Schedule) -> Schedule:
-    """The same with BW in the place of every B, and no W."""
-    actions = [
-        [action._replace(kind="BW") if action.kind == "B" else action for action in row if action.kind != "W"]
-        for row in schedule.actions
-    ]
+def _changed(schedule: Schedule, change: Callable[[Action], Sequence[Action]]) -> Schedule:
+    """The same with other actions in the place of each."""
+    actions = [[each for action in row for each in change(action)] for row in schedule.actions]
     return Schedule.build(actions, schedule.placement, schedule.microbatches, "profile")
 
 
-def _recomputing(schedule: Schedule, chunks: Container[int]) -> Schedule:
-    """The same with an R before every B of these chunks."""
-    actions: list[list[Action]] = [[] for _ in schedule.actions]
-    for row, found in zip(schedule.actions, actions, strict=True):
-        for action in row:
-            found += [action._replace(kind="R")] if action.kind == "B" and action.chunk in chunks else []
-            found.append(action)
-    return Schedule.build(actions, schedule.placement, schedule.microbatches, "profile")
+def _fused(action: Action) -> Sequence[Action]:
+    """BW in the place of B, and no W."""
+    return {"B": [action._replace(kind="BW")], "W": []}.get(action.kind, [action])
 
 
 def _in_milliseconds(timeline: Timeline) -> Timeline:

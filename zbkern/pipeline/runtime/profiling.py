@@ -40,14 +40,15 @@ def profile(
     of `microbatches` microbatches. Times are medians over microbatches and steps, with all ranks busy: of F, B and W
     apart, of fused BW (`split_overhead`), and of W that are merged (`merge_saving`); rank 0 logs a warning where they
     spread too far to plan with. communication is one number, or one per edge where one takes more than twice as long as
-    another. Gradients and the random state are left as they were; buffers that a forward updates (running statistics)
-    are not. Under tensor parallelism, memory is that of this rank's part, and every pipeline measures times of its own:
-    give all of them the schedule planned for one. Raises TypeError or ValueError as a `Pipeline` does.
+    another. Gradients, buffers (running statistics) and random numbers are left as they were. Under tensor parallelism,
+    memory is that of this rank's part, and every pipeline measures times of its own: give all of them the schedule
+    planned for one. Raises TypeError or ValueError as a `Pipeline` does.
     """
     if not isinstance(placement, Iterable) or not all(isinstance(rank, int) and rank >= 0 for rank in placement):
         raise TypeError(f"profile: placement must be a list of ranks, one per chunk in model order; got {placement!r}")
     group = _group(group) if len({*placement}) == 1 else group
-    steps = _steps("profile", (inputs, targets, side), loss_fn, microbatches, group, device, options)
+    batch = Batch(inputs, targets, side, microbatches)
+    steps = ProbeSteps("profile", batch, loss_fn, group, device, options or ProfileOptions())
     return chunk_costs(steps.run(modules, tuple(placement)))
 
 
@@ -84,7 +85,8 @@ def profile_layers(
             f"named_children()); got {type(layers).__name__}"
         )
     group = _group(group)
-    steps = _steps("profile_layers", (inputs, targets, side), loss_fn, microbatches, group, device, options)
+    batch = Batch(inputs, targets, side, microbatches)
+    steps = ProbeSteps("profile_layers", batch, loss_fn, group, device, options or ProfileOptions())
     if is_transport(group):
         counts = group.gather(len(layers))
     else:
@@ -98,24 +100,3 @@ def _group(group: Group) -> Group:
     """One process alone needs no torch.distributed."""
     alone = group is None and not (dist.is_available() and dist.is_initialized())
     return LocalTransport.ring(1)[0] if alone else group
-
-
-def _steps(
-    function: str,
-    data: tuple[Any, Any, Any],
-    loss_fn: Callable[[Any, Any], Tensor] | None,
-    microbatches: int,
-    group: Group,
-    device: torch.device | str | None,
-    options: ProfileOptions | None,
-) -> ProbeSteps:
-    if not isinstance(microbatches, int):
-        raise TypeError(f"{function}: microbatches must be an int; got {microbatches!r}")
-    if microbatches < 1:
-        raise ValueError(f"{function}: microbatches must be at least 1; got {microbatches}")
-    if options is not None and not isinstance(options, ProfileOptions):
-        raise TypeError(
-            f"{function}: options must be a zbkern.pipeline.ProfileOptions, as in ProfileOptions(repeats=5), or None; "
-            f"got {options!r}"
-        )
-    return ProbeSteps(function, Batch(*data, microbatches), loss_fn, group, device, options or ProfileOptions())
