@@ -7,6 +7,7 @@ from torch import Tensor
 from zbkern.kernels.spec import GateOptions
 from zbkern.kernels.triton.common import Kernel, activate, activation_gradient, block_range, offset, widen
 from zbkern.kernels.triton.gate_tile import gate_backward, gate_constants, gate_forward
+from zbkern.kernels.triton.replay import replayed
 
 _BLOCK = 1024
 """Elements of 4 warps: 8 per thread, which is one 16-byte access for half precision."""
@@ -81,21 +82,25 @@ def _activation(
                     _write(dup, factor, row, first, dup_row, dup_column, mask, BLOCK)
 
 
+@replayed
 def activation_fwd(z: Tensor, activation: str, y: Tensor, num_sms: int | None = None) -> None:
     """y = activation(z)."""
     _launch((z, None, None, y, None, None), y, False, GateOptions(activation), num_sms)
 
 
+@replayed
 def activation_bwd(dy: Tensor, z: Tensor, activation: str, dz: Tensor, num_sms: int | None = None) -> None:
     """dz = dy activation'(z)."""
     _launch((z, None, dy, None, dz, None), dz, False, GateOptions(activation), num_sms)
 
 
+@replayed
 def gated_fwd(gate: Tensor, up: Tensor, activation: str, h: Tensor, num_sms: int | None = None) -> None:
     """h = activation(gate) * up."""
     _launch((gate, up, None, h, None, None), h, True, GateOptions(activation), num_sms)
 
 
+@replayed
 def gated_bwd(
     dh: Tensor,
     gate: Tensor,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zbkern.kernels.triton.common import Kernel
 from zbkern.kernels.triton.norm_forward import PIECE, Tile, at, dense, norm_tile, strides_of
+from zbkern.kernels.triton.replay import replayed
 
 HELD = 8192
 """Features up to which dgrad holds a row in registers, beside dy and its sums: 32 elements of each per thread spill."""
@@ -32,6 +33,7 @@ def norm_partials(rows: int, features: int, device: torch.device) -> int:
     return max(1, min(programs, triton.cdiv(rows, tile.rows)))
 
 
+@replayed
 def norm_dgrad(
     dy: Tensor,
     x: Tensor,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels.triton.common import Kernel, offset
+from zbkern.kernels.triton.replay import replayed
 
 HELD = 16384
 """Features up to which a row is held in registers; longer ones are read in pieces, once per pass."""
@@ -34,6 +35,7 @@ def norm_tile(features: int) -> Tile:
     return Tile(rows, columns, min(max(rows * columns // 512, 4), 16))
 
 
+@replayed
 def norm_fwd(
     x: Tensor,
     weight: Tensor | None,

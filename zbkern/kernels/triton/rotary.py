@@ -5,16 +5,19 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels.triton.common import Kernel, offset, widen
+from zbkern.kernels.triton.replay import replayed
 
 _ELEMENTS = 4096
 """Of one program: 32 per thread of 4 warps; the cosines and sines of a token are loaded once for all of its heads."""
 
 
+@replayed
 def rotary_fwd(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, y: Tensor) -> None:
     """Pair c of every head of token t turned by the angle of cos[t, c], sin[t, c]; what is not in a pair is copied."""
     _launch(x, cos, sin, interleaved, y, False)
 
 
+@replayed
 def rotary_dgrad(dy: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dx: Tensor) -> None:
     """The gradients turned back."""
     _launch(dy, cos, sin, interleaved, dx, True)
