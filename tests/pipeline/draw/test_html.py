@@ -4,10 +4,7 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
-import zipfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,19 +41,6 @@ def test_the_page_fetches_nothing_and_its_titles_are_text(title: str) -> None:
     assert not re.search(r"https?:|src=|href=|@import|url\(", text.replace('xmlns="http://www.w3.org/2000/svg"', ""))
     assert text.count("<script>") == text.count("</script>") == 1
     assert next(picture(text).iter(f"{SVG}tspan")).text == title
-
-
-def test_the_page_is_made_from_a_zip_too(tmp_path: Path) -> None:
-    package = Path(draw.__file__).parents[2]
-    with zipfile.ZipFile(tmp_path / "zbkern.zip", "w") as archive:
-        for path in package.rglob("*"):
-            if path.suffix in (".py", ".html"):
-                archive.write(path, path.relative_to(package.parent))
-    code = "from zbkern.pipeline import draw, schedules, simulate; print(draw.html([simulate(schedules.gpipe(1, 1))]))"
-    found = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path / "zbkern.zip")}, capture_output=True, text=True
-    )
-    assert found.stdout.startswith("<!doctype html>"), found.stderr
 
 
 PAGE = """

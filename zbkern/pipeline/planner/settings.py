@@ -27,7 +27,7 @@ class SearchSettings:
     """The same for all candidates together, where there are several."""
     half_missed: float = 6.0
     """Chunks per rank with which a candidate is expected to miss half of the way to its lower bound."""
-    most_runs: int = 12_000
+    most_runs: int = 48_000
     """The first round has no more passes than so many runs of all."""
     rule_passes: int = 1_000_000
     """The rules of the list scheduler are tried on at most so many passes at first, of all candidates together."""
