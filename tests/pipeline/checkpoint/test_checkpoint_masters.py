@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +89,6 @@ def test_masters_change_hands(tmp_path: Path, inside: bool) -> None:
     assert len(found) == len(saved) == 8
     assert all(torch.equal(a, b) for a, b in zip(found, saved, strict=True))
     assert plain_run(other, reader, range(2, 5)) == expected
-
-
-def test_masters_of_a_model_that_was_saved_without(tmp_path: Path) -> None:
-    module = layers(0, 1).bfloat16()
-    checkpoint.save(tmp_path, 1, module)
-    other = layers(1, 2).bfloat16()
-    other = nn.Sequential(OrderedDict(layer0=other[0]))
-    sgd = torch.optim.SGD(other.parameters(), lr=0.1)
-    optimizer = Optimizer(sgd, LocalTransport.ring(1)[0], master_weights=True)
-    checkpoint.load(tmp_path, other, optimizer)
-    for (parameter, master), saved in zip(optimizer.masters, module.parameters(), strict=True):
-        assert torch.equal(parameter, saved)
-        assert torch.equal(master, saved.float())
 
 
 def build_small(name: str) -> tuple[dict[int, nn.Sequential], Pipeline, Optimizer]:

@@ -156,6 +156,30 @@ def test_what_could_not_go_on_is_refused_when_it_is_saved(tmp_path: Path, kind: 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("saved", "loaded", "message"),
+    [
+        (None, T.AdamW, "no state of an optimizer for '0.weight', '0.bias', '2.weight', '2.bias'; load it without"),
+        (
+            lambda p: T.AdamW(p[:2]),
+            T.AdamW,
+            "no state of an optimizer for '2.weight', '2.bias'; .* add others after",
+        ),
+        (KINDS["groups"], T.AdamW, "'0.weight' and '0.bias' are in one parameter group, and were saved with different"),
+    ],
+)
+def test_what_an_optimizer_would_be_without_is_refused(tmp_path: Path, saved: Any, loaded: Any, message: str) -> None:
+    module, again = model(), model()
+    optimizer = None if saved is None else saved(list(module.parameters()))
+    train(module, optimizer or T.SGD(module.parameters()), range(1))
+    checkpoint.save(tmp_path, 1, module, optimizer)
+    other = loaded(list(again.parameters()), lr=0.5)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(tmp_path, again, other)
+    assert not other.state
+    torch.testing.assert_close(again.state_dict(), model().state_dict(), rtol=0, atol=0)  # nothing is loaded
+
+
 def saved_on_two(folder: Path, alike: bool) -> dict[str, int]:
     """Saves with a count beside the parameters on each rank; the count after it was changed, and loaded again."""
     rank = dist.get_rank()

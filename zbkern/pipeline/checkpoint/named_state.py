@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.checkpoint.dcp_format import Stored
-from zbkern.pipeline.optimizer.params import hyperparameters, kinds_of, parameters, same_kind
+from zbkern.pipeline.optimizer.params import equal, hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.post_validation import Optimizer
 from zbkern.pipeline.runtime.engine import Pipeline
 
@@ -191,18 +191,21 @@ class NamedState:
         return found
 
     def check(self, loaded: Mapping[str, Tensor], ranks: int) -> None:
-        """Raises ValueError where the optimizer cannot take the state: of another kind, or of as many others as ranks.
+        """Raises ValueError where the optimizer cannot take the state: of another kind, of other parameters or
+        groups, or of as many others as ranks.
 
         ranks: how many have saved.
         """
         if self._inner is None:
             return
-        for group in (unpack(value) for key, value in loaded.items() if _parse(key)[0] == "group"):
+        groups = [unpack(value) for key, value in loaded.items() if _parse(key)[0] == "group"]
+        for group in groups:
             if not self._own.keys().isdisjoint(group["names"]) and not same_kind(self._inner, group["kinds"]):
                 raise ValueError(
                     f"checkpoint.load: it holds the state of {group['kinds'][0]}, and the optimizer is "
                     f"{type(self._inner).__name__}; load it with that kind, or without optimizer= for the model alone"
                 )
+        self._settings = self._settings_in(groups)
         self._others = self._others_in(loaded, ranks)
 
     def take(self, loaded: Mapping[str, Tensor]) -> None:
@@ -217,7 +220,6 @@ class NamedState:
             return
         order = {id(parameter): index for index, parameter in enumerate(parameters(self._inner))}
         state: dict[Any, Any] = {index: {} for index in order.values()}
-        values: dict[str, dict[str, Any]] = {}
         for key, value in loaded.items():
             kind, name = _parse(key)
             entries = state[order[id(self._own[name])]] if name in self._own else {}
@@ -227,15 +229,10 @@ class NamedState:
                 entries.update(unpack(value))
             elif kind == "master" and self._inner_has_masters:
                 entries["master"] = value
-            elif kind == "group":
-                settings = unpack(value)
-                values.update(dict.fromkeys(settings["names"], settings["values"]))
         state = {**state, **self._others}
         groups = self._inner.state_dict()["param_groups"]
-        for group, described in zip(self._inner.param_groups, groups, strict=True):
-            if group["params"]:
-                found = values.get(self._names[id(group["params"][0])][0], {})
-                described.update({name: _where(group.get(name), value) for name, value in found.items()})
+        for group, described, settings in zip(self._inner.param_groups, groups, self._settings, strict=True):
+            described.update({name: _where(group.get(name), value) for name, value in settings.items()})
         self._inner.load_state_dict({"state": state, "param_groups": groups})
         for index, parameter in enumerate(parameters(self._inner)):
             if self._names[id(parameter)][0] in self._as_saved:
@@ -243,6 +240,27 @@ class NamedState:
         with torch.no_grad():
             for parameter, master in self._masters:
                 master.copy_(loaded.get(f"master.{self._names[id(master)][0]}", parameter))
+
+    def _settings_in(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The hyperparameters of every group of this optimizer, none of an empty one. groups: those of all ranks."""
+        saved = {name: group["values"] for group in groups for name in group["names"]}
+        found: list[dict[str, Any]] = []
+        for group in getattr(self._inner, "param_groups", []):
+            names = [self._names[id(parameter)] for parameter in group["params"]]
+            if missing := [of_one[0] for of_one in names if saved.keys().isdisjoint(of_one)]:
+                raise ValueError(
+                    f"checkpoint.load: it holds no state of an optimizer for {some(missing)}; load it without "
+                    "optimizer= for the model alone, or with the parameters that were saved, and add others after it"
+                )
+            settings = [next(saved[name] for name in of_one if name in saved) for of_one in names]
+            for of_one, of_other in zip(names, settings, strict=True):
+                if not equal(of_other, settings[0]):
+                    raise ValueError(
+                        f"checkpoint.load: {names[0][0]!r} and {of_one[0]!r} are in one parameter group, and were "
+                        f"saved with different settings, {settings[0]} and {of_other}; group them as they were"
+                    )
+            found.append(settings[0] if settings else {})
+        return found
 
     def _others_in(self, loaded: Mapping[str, Tensor], ranks: int) -> dict[Any, Any]:
         """The optimizer's state that is of no parameter: what all ranks have alike, or this rank's own."""

@@ -43,6 +43,17 @@ def copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
+def equal(a: Any, b: Any) -> bool:
+    """Whether settings are equal: nested lists, tuples and dicts, with tensors in them."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    if type(a) is dict and type(b) is dict:
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if type(a) in (list, tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
 @torch.no_grad()
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies each source into its target, of any dtype; of shards (DTensor) the part that is here.

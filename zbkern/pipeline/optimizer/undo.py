@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zbkern.optim import mark_rounded
 from zbkern.pipeline.optimizer.master_weights import MASTERS
-from zbkern.pipeline.optimizer.params import copied, copy_, hyperparameters, parameters
+from zbkern.pipeline.optimizer.params import copied, copy_, equal, hyperparameters, parameters
 from zbkern.wgrad.accumulation import gradient_of, main_grad_of
 
 
@@ -227,7 +227,7 @@ class PendingStep:
             for parameter, place, present in replaced:
                 setattr(parameter, place, present)
             for group, now, value, after in zip(optimizer.param_groups, objects, values, self.after, strict=True):
-                changed = {name: v for name, v in value.items() if name not in after or not _equal(v, after[name])}
+                changed = {name: v for name, v in value.items() if name not in after or not equal(v, after[name])}
                 group.update({name: now[name] for name in changed})
                 _assign(group, changed)
 
@@ -241,16 +241,6 @@ def _assign(group: dict[str, Any], settings: dict[str, Any]) -> None:
                 present.copy_(value)
         else:
             group[name] = copied(value)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
-    if type(a) is dict and type(b) is dict:
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if type(a) in (list, tuple) and type(a) is type(b):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(a == b)
 
 
 UNDO: dict[str, Callable[[torch.optim.Optimizer], Any]] = {"snapshot": Snapshot, "inverse": Inverse}
