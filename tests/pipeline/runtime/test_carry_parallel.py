@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zbkern
 from tests.support.chunks import results_on_threads
-from tests.support.two_by_two import mesh
+from tests.support.two_by_two import mesh, whole, wrap
 from zbkern.pipeline import Pipeline, schedules
 from zbkern.pipeline.runtime.carry import Carry
 from zbkern.pipeline.transport.local import LocalTransport
@@ -37,20 +37,16 @@ class Block(nn.Module):
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
-class Blocks(nn.Module):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(count))
-
+class Blocks(nn.Sequential):
     def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
-        for block in self.blocks:
+        for block in self:
             x = block(x, carry=carry)
         return x
 
 
-def make(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
+def make(dtype: torch.dtype = torch.float64) -> list[nn.Sequential]:
     torch.manual_seed(0)
-    return [Blocks(2).to(dtype) for _ in range(2)]
+    return [Blocks(Block(), Block()).to(dtype) for _ in range(2)]
 
 
 def batch(replica: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -67,18 +63,11 @@ def plain(replicas: int) -> list[dict[str, Tensor]]:
     return [{name: p.grad for name, p in chunk.named_parameters() if p.grad is not None} for chunk in model]
 
 
-def wrapped(kind: str, module: nn.Module) -> nn.Module:
-    zbkern.convert(module)
-    if kind == "ddp":
-        return nn.parallel.DistributedDataParallel(module, process_group=mesh().get_group("replica"))
-    if kind == "fsdp":
-        from torch.distributed.fsdp import fully_shard
-
-        for block in module.blocks:  # type: ignore[union-attr]
-            fully_shard(block, mesh=mesh()["replica"])
-        return fully_shard(module, mesh=mesh()["replica"])
+def wrapped(kind: str, module: nn.Sequential) -> nn.Module:
+    if kind != "tensor":
+        return wrap(kind, module, **({"reshard_after_forward": True} if kind == "fsdp" else {}))
     part = {name: ColwiseParallel() for name in "qkv"} | {"out": RowwiseParallel()}
-    for block in module.blocks:  # type: ignore[union-attr]
+    for block in zbkern.convert(module):
         parallelize_module(block, mesh()["replica"], part)
     return module
 
@@ -93,13 +82,7 @@ def on_rank(kind: str) -> tuple[int, dict[str, Tensor]]:
         for _ in range(2):
             module.zero_grad()
             pipe.step(x, y)
-    gradients = {}
-    for name, parameter in module.named_parameters():
-        gradient = parameter.grad
-        gradients[name.removeprefix("module.")] = (
-            gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        )
-    return stage, gradients
+    return stage, {name.removeprefix("module."): whole(p.grad) for name, p in module.named_parameters()}
 
 
 @pytest.mark.dist
@@ -112,7 +95,7 @@ def test_replicas_shards_and_tensor_parallelism(kind: str, four_ranks: Any) -> N
             torch.testing.assert_close(gradient, expected[stage][name], rtol=1e-9, atol=1e-12)
 
 
-def gradients_of(chunks: list[nn.Module], x: Tensor, y: Tensor, slices: Any) -> list[Tensor]:
+def gradients_of(chunks: list[nn.Sequential], x: Tensor, y: Tensor, slices: Any) -> list[Tensor]:
     def run(transport: LocalTransport) -> None:
         schedule = schedules.zb_h1(2, 2, slices=slices)
         with Pipeline([chunks[transport.rank]], schedule, nn.functional.mse_loss, transport) as pipe:
@@ -126,7 +109,7 @@ def gradients_of(chunks: list[nn.Module], x: Tensor, y: Tensor, slices: Any) -> 
 def test_compiled_blocks() -> None:
     chunks = [zbkern.convert(chunk) for chunk in make()]
     for chunk in chunks:
-        for block in chunk.blocks:  # type: ignore[union-attr]
+        for block in chunk:
             block.compile(backend="aot_eager")
     found = gradients_of(chunks, *batch(0), (5, 3, 4))
     for gradient, expected in zip(found, [g for each in plain(1) for g in each.values()], strict=True):

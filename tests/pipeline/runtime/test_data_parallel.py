@@ -19,6 +19,7 @@ from tests.support.two_by_two import (
     WIDTH,
     Setup,
     assert_close,
+    backward_of_both,
     batch,
     make_model,
     make_optimizer,
@@ -273,9 +274,7 @@ def plain_gradients(steps: int) -> list[dict[str, Tensor]]:
     model = make_model(2)
     found = []
     for step in range(steps):
-        for replica in range(2):
-            inputs, targets = batch(step, replica)
-            (mean_square(nn.Sequential(*model)(inputs), targets) / 2).backward()
+        backward_of_both(model, step)
         found.append({f"{c}.{n}": p.grad.clone() for c, m in enumerate(model) for n, p in m.named_parameters()})
         nn.Sequential(*model).zero_grad()
     return found
@@ -312,9 +311,7 @@ def tie_on_one_rank(fill: str, options: dict[str, Any]) -> None:
     expected = []
     for step in range(3):
         nn.Sequential(*model).zero_grad()
-        for other in range(2):
-            inputs, targets = batch(step, other)
-            (mean_square(nn.Sequential(*model)(inputs), targets) / 2).backward()
+        backward_of_both(model, step)
         expected.append({(c, n): p.grad.clone() for c in mine for n, p in model[c].named_parameters()})
     modules = [wrap("ddp", model[chunk], **options) for chunk in mine]
     with Pipeline(modules, schedule, mean_square, mesh().get_group("stage"), fill=fill, timeout=30) as pipe:

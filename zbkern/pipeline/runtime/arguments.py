@@ -148,12 +148,11 @@ def split_batch(
     if not isinstance(inputs, list) and not isinstance(given[2], list):
         _check_rows(call, firsts, sides)
     targets = split(call, "targets", given[1], count) if last in modules else [None] * count
+    if len(schedule.slices) == 1:
+        weighed = [Target(target, 1 / count) for target in targets] if last in modules else targets
+        return [Microbatch(*own, _versions(own[2])) for own in zip(firsts, weighed, sides, strict=True)]
     batch: list[Microbatch] = []
     for number, (first, target, side) in enumerate(zip(firsts, targets, sides, strict=True)):
-        if len(schedule.slices) == 1:
-            weighed = Target(target, 1 / count) if last in modules else None
-            batch.append(Microbatch(first, weighed, side, _versions(side)))
-            continue
         whole = (_as_dict(value[number] if isinstance(value, list) else value) for value in given)
         tokens = length_of(*whole) or 0  # any rank may know; where none does nothing is to be cut
         places = edges(f"Pipeline.{call}", tokens, schedule.slices) if tokens else [(0, 0)] * len(schedule.slices)
