@@ -5,6 +5,7 @@ import random
 import re
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 import zbkern
 from tests.support.chunks import make_data, make_model, on_threads, plain, results_on_threads
 from tests.support.same import assert_gradients
-from zbkern.pipeline import Pipeline, ScheduleError, StepOptions, schedules
+from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, StepOptions, schedules
 from zbkern.pipeline.runtime.clock import EventClock
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import merge_neighbours
@@ -214,6 +215,41 @@ def test_a_step_without_gradients_is_refused() -> None:
         with torch.no_grad(), pytest.raises(RuntimeError, match="call evaluate for the loss alone"):
             pipe.step(torch.ones(2, 2), torch.ones(2, 2))
         assert pipe.step(torch.ones(2, 2), torch.ones(2, 2)) is not None
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda pipe: pipe.step(torch.ones(2, 2), torch.ones(2, 2)), "Pipeline.step: a call of this pipeline is runn"),
+        (lambda pipe: pipe.evaluate(torch.ones(2, 2), torch.ones(2, 2)), "Pipeline.evaluate: a call of this pipelin"),
+    ],
+)
+def test_what_a_loss_must_not_do_is_told(act: Callable[[Pipeline], object], message: str) -> None:
+    wrong = [True]
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if wrong:
+            act(pipe)
+        return nn.functional.mse_loss(output, target)
+
+    with one_rank(loss_fn=loss_fn) as pipe:
+        with pytest.raises(PipelineError, match=message):
+            pipe.step(torch.ones(2, 2), torch.ones(2, 2))
+        wrong.clear()
+        assert pipe.step(torch.ones(2, 2), torch.ones(2, 2)) is not None
+
+
+class TurnsGradientsOff(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.set_grad_enabled(False)
+        return super().forward(x)
+
+
+def test_a_chunk_that_turns_gradients_off_is_told() -> None:
+    with one_rank(modules=[TurnsGradientsOff(2, 2)]) as pipe:
+        with pytest.raises(PipelineError, match="chunk 0 must leave torch's grad mode as it was"):
+            pipe.step(torch.ones(2, 2), torch.ones(2, 2))
+        assert torch.is_grad_enabled()
 
 
 def test_a_pipeline_that_was_closed_says_so() -> None:

@@ -124,7 +124,7 @@ class Pipeline:
         self._step = 0  # in the tags of its messages
         self._in_flight = 0  # microbatches that were begun, and are not through their B
         self.completed = 0  # calls of step and evaluate, for ranks to compare after a failure
-        self._failed = self._closed = False
+        self._failed = self._closed = self._running = False
         self._process = os.getpid()
 
     def step(self, inputs: Any = None, targets: Any = None, side: Any = None) -> Tensor | None:
@@ -301,6 +301,11 @@ class Pipeline:
 
     def _begin(self, call: str, inputs: Any, targets: Any, side: Any) -> None:
         self._check_open(call)
+        if self._running:
+            raise RuntimeError(
+                f"Pipeline.{call}: a call of this pipeline is running; make one at a time: none in another thread, in "
+                "loss_fn or in a module"
+            )
         if self.queue.pending():
             raise RuntimeError(
                 f"Pipeline.{call}: {self.queue.pending()} W of an earlier step are still pending ({self.queue}); "
@@ -398,7 +403,7 @@ class Pipeline:
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
         """What raises inside is a PipelineError on all ranks; Ctrl-C and sys.exit stay what they are on this one."""
-        activity = self._transport.activity
+        activity, outer, self._running = self._transport.activity, self._running, True
         try:
             yield
             activity.begin("none")
@@ -416,6 +421,8 @@ class Pipeline:
                 raise
             # a StopIteration as its cause would be taken for the end of this generator
             raise PipelineError(reason) from (None if isinstance(error, StopIteration) else error)
+        finally:
+            self._running = outer
 
     def _run(self, program: Iterable[tuple[Action, ...]]) -> None:
         activity, recorder = self._transport.activity, self._recorder

@@ -188,7 +188,14 @@ class Stage:
         return weighted(loss, target.weight)
 
     def _outputs(self, inputs: Any, target: Target | None, side: Mapping[str, Any]) -> Any:
+        records = torch.is_grad_enabled()
         outputs = self._call(inputs, side)
+        if torch.is_grad_enabled() is not records:
+            torch.set_grad_enabled(records)
+            raise RuntimeError(
+                f"Pipeline: chunk {self.chunk} must leave torch's grad mode as it was: use torch.no_grad() or "
+                "set_grad_enabled in a with statement"
+            )
         return outputs if target is None else self._loss(outputs, target)
 
     def _call(self, inputs: Any, side: Mapping[str, Any]) -> Any:
