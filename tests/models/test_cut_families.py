@@ -28,11 +28,8 @@ QUIET = {
     "embedding_size": 32,
 }
 USUAL = ["mamba", "opt", "xlm-roberta"]
-DECODERS = ["bart", "blenderbot-small", "mbart", "mvp", "plbart"]
 REFUSED = {
-    **dict.fromkeys(
-        DECODERS, "must run before|cut elsewhere"
-    ),  # parts of models with an encoder, whose order of definition differs
+    "blenderbot-small": "stands beside the layers",  # positions, added after a norm of the embedding
     **dict.fromkeys(("openai-gpt", "rembert", "rwkv"), "cut elsewhere"),
     # their blocks give two tensors, which a chunk that begins with the head cannot know
     **dict.fromkeys(("glm_moe_dsa", "hy_v4"), "must run before|cut elsewhere"),
@@ -104,7 +101,7 @@ def through_ranks(model: nn.Module, partition: Sequence[int]) -> tuple[Tensor, d
         for label, parameter in chunk.tied_parameters.items():
             if parameter.grad is not None:
                 shared.setdefault(label, {})[id(parameter)] = parameter.grad
-    names = [pair for chunk in chunks for pair in chunk.shared.items()]
+    names = [pair for chunk in chunks for pair in chunk.shared_names.items()]
     gradients.update({name: sum(shared[label].values(), torch.tensor(0.0)) for label, name in names if label in shared})
     return loss.detach(), gradients
 

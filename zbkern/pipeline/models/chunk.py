@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.models.adapters import plain_names
-from zbkern.pipeline.models.layers import is_transformer
+from zbkern.pipeline.models.layers import encoder_of, is_transformer
 from zbkern.pipeline.models.placeholders import Placeholder, PlaceholderUsed, placeholder, refuse_placeholders
 
 
@@ -45,7 +45,12 @@ _SETTING = bool | int | float | str
 # Beginnings of arguments' names in the library: of images, videos and sound; and of all that the first chunk takes.
 _OF_ENCODERS = ("pixel_values", "input_features", "input_values")
 _EMBEDDED = ("inputs_embeds", *_OF_ENCODERS)
-_ENCODERS_BEFORE_BLOCKS = ("llava", "qwen2_vl")  # kinds of models that use what an encoder gives in no other place
+_ENCODERS_BEFORE_BLOCKS = (
+    "llava",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "gemma3",
+)  # kinds of models that use what an encoder gives in no other place
 
 
 class _Reached(Exception):
@@ -60,8 +65,8 @@ class Flow:
         self.last = ""  # the chunk's last layer
         self.begin(None)
 
-    def begin(self, received: Any) -> None:
-        self.received, self.sent = received, None
+    def begin(self, received: Any, encoded: Any = None) -> None:
+        self.received, self.sent, self.encoded = received, None, encoded
         self.entered = self.left = False
 
     def like_received(self, name: str) -> Any:
@@ -84,8 +89,12 @@ class Flow:
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Hook of the chunk's last layer. What the forward goes on with cannot change what is sent."""
-        self.sent, self.left = output, True
+        self.sent, self.left = _result(output), True
         return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, self.last), output)
+
+    def encode(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Hook of an encoder, in the chunk of its last layer: all layers of the decoder take what it gives."""
+        self.encoded = output[0]
 
 
 class _Absent(nn.Module):
@@ -120,7 +129,9 @@ class _Absent(nn.Module):
         positions = keywords.get("position_ids")  # a mask is longer, in slices
         given = (leaf for leaf in pytree.tree_leaves((positions, inputs, keywords)) if isinstance(leaf, Tensor))
         received = self._flow.tensor_like_received(self._name)
-        first = next(given, received)
+        first = next(given, None)
+        if first is None:  # sinusoids, which take a shape
+            return received
         shape = (*first.shape, self.embedding_dim) if "embedding_dim" in vars(self) else first.shape
         dtype = first.dtype if first.is_floating_point() else received.dtype
         return placeholder(torch.empty((), dtype=dtype, device=first.device).expand(shape), self._name)
@@ -193,7 +204,7 @@ class Chunk(nn.Module):
             self.__dict__[kind] = whole.__dict__[kind]  # one dict for both: names, moves and casts are the model's
         self.__dict__["whole"] = whole  # not as a submodule, which would be in all names
         self.layer_names = names[first:last]
-        self.all_layers, self._first, self._last, self.shared = names, first, last, dict(shared)
+        self.all_layers, self._first, self._last, self.shared_names = names, first, last, dict(shared)
         self._flow, self._elsewhere = flow, elsewhere
         # DistributedDataParallel would broadcast into placeholders, which have no memory of their own
         self._ddp_params_and_buffers_to_ignore = list(elsewhere)
@@ -202,14 +213,21 @@ class Chunk(nn.Module):
         self._known_arguments = _known_arguments(whole)  # before layers are converted
         for name in self.layer_names:
             whole.get_submodule(name).register_forward_pre_hook(_refusal_of(name), with_kwargs=True)
+        encoder = encoder_of(whole)
+        self._encoder_layers = sum(name.startswith(f"{encoder}.") for name in names) if encoder else 0
         if last < len(names):
             flow.last = names[last - 1]
-            whole.get_submodule(names[last - 1]).register_forward_hook(flow.leave)
+            if last == self._encoder_layers:  # with what the encoder does after its last layer
+                whole.get_submodule(encoder).register_forward_hook(flow.leave)
+            else:
+                whole.get_submodule(flow.last).register_forward_hook(flow.leave)
+        if first < self._encoder_layers < last:
+            whole.get_submodule(encoder).register_forward_hook(flow.encode)
 
     @property
     def tied_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that several layers hold, by one name for all: a Pipeline sums gradients over their ranks."""
-        return {label: self.get_parameter(name) for label, name in self.shared.items()}
+        return {label: self.get_parameter(name) for label, name in self.shared_names.items()}
 
     def split_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Of a batch by the names of the model's arguments, what the first chunk alone takes: its first argument, such
@@ -218,9 +236,22 @@ class Chunk(nn.Module):
         own = next(iter(inspect.signature(self.whole.forward).parameters), "")
         encoded = any(name.startswith(_OF_ENCODERS) for name in (*batch, own))
         first_alone = {name for name in batch if name != own and name.startswith(_EMBEDDED)}
+        if any(name.endswith("_grid_thw") for name in batch):  # rows of pixels are patches, not rows of the batch
+            first_alone = set()
         here = first_alone if encoded or _pools_by_padding(self.whole) else first_alone | {own}
         every = {name: value for name, value in batch.items() if name not in here | {"labels"} and value is not None}
+        if self._encoder_layers and "labels" in batch and not any(name.startswith("decoder_input") for name in every):
+            every["decoder_input_ids"] = self._shifted(batch["labels"])
         return {name: batch[name] for name in batch if name in here}, every
+
+    def _shifted(self, labels: Tensor) -> Tensor:
+        """What a decoder reads to predict the labels, as the library makes it of them."""
+        if not hasattr(self.whole, "prepare_decoder_input_ids_from_labels"):
+            raise ValueError(
+                f"cut: a batch for {type(self.whole).__name__} must have decoder_input_ids, which the library does not "
+                "make of labels for it: the labels one later, behind config.decoder_start_token_id, on every rank"
+            )
+        return self.whole.prepare_decoder_input_ids_from_labels(labels)
 
     def check_sliceable(self) -> None:
         """Raises TypeError or ValueError where sequences cannot come in slices, as in a schedule that has them."""
@@ -241,19 +272,22 @@ class Chunk(nn.Module):
         self.whole.training = mode
         return super().train(mode)
 
-    def forward(self, *inputs: Any, passed: Any = None, **side: Any) -> Any:
+    def forward(self, *inputs: Any, passed: Any = None, encoded: Any = None, **side: Any) -> Any:
         received = passed if passed is not None else inputs[0] if inputs else None
-        output = self._own_output(received, inputs, side)
+        encoded = received if self._first == self._encoder_layers > 0 else encoded
+        output, encoded = self._own_output(received, encoded, inputs, side)
         if not self._checked:
             self._check(received, output)
             if "carry" in side and is_transformer(self.whole):
                 sliced_cache().check_used(self.whole, side["carry"])
             self._checked = True
-        return output if isinstance(output, Tensor) or self._last == len(self.all_layers) else {"passed": output}
+        if self._last == len(self.all_layers) or (isinstance(output, Tensor) and encoded is None):
+            return output
+        return {"passed": output} if encoded is None else {"passed": output, "encoded": encoded}
 
-    def _own_output(self, received: Any, inputs: Any, side: dict[str, Any]) -> Any:
-        """What the last of the layers gives."""
-        self._flow.begin(None if self._first == 0 else received)
+    def _own_output(self, received: Any, encoded: Any, inputs: Any, side: dict[str, Any]) -> tuple[Any, Any]:
+        """What the last of the layers gives; and what the encoder gave, where layers of a decoder follow."""
+        self._flow.begin(None if self._first == 0 else received, encoded)
         try:
             output = self._run(inputs, side)
         except _Reached:
@@ -271,6 +305,7 @@ class Chunk(nn.Module):
             raise
         finally:
             sent, left, entered = self._flow.sent, self._flow.left, self._flow.entered
+            encoded = self._flow.encoded
             self._flow.begin(None)
         if self._last < len(self.all_layers):
             if not left:
@@ -291,7 +326,7 @@ class Chunk(nn.Module):
             refuse_placeholders(output)
         except PlaceholderUsed as error:
             raise self._of_another(error, side) from error
-        return output
+        return output, encoded
 
     def _run(self, inputs: Any, side: dict[str, Any]) -> Any:
         transformer = is_transformer(self.whole)
@@ -306,6 +341,9 @@ class Chunk(nn.Module):
         own = names[0] if names else None
         if transformer and (self._first > 0 or self._last < len(self.all_layers)):
             side = self._without_images(own, side)
+        if self._first >= self._encoder_layers > 0:
+            side["encoder_outputs"] = self._encoder_outputs()
+            return self.whole(**side)
         if own in side:  # on every rank, and so in the place of what the first has
             return self.whole(**side)
         if self._first == 0:
@@ -320,6 +358,14 @@ class Chunk(nn.Module):
         if self._first == 1:  # the embedding is all that other chunks have done
             return self.whole(inputs_embeds=self._flow.enter(self.all_layers[0]), **side)
         return self.whole(inputs_embeds=self._no_embeddings(), **side)
+
+    def _encoder_outputs(self) -> Any:
+        """In the place of the encoder's forward, of which no layer is in this chunk."""
+        from transformers.modeling_outputs import BaseModelOutput
+
+        if self._first == self._encoder_layers:
+            self._flow.enter(self.all_layers[self._first - 1])
+        return BaseModelOutput(last_hidden_state=self._flow.encoded)
 
     def _refuse_unknown(self, side: dict[str, Any]) -> None:
         """The library's models take any further argument, and do nothing with it."""
@@ -462,9 +508,12 @@ def _known_arguments(whole: nn.Module) -> frozenset[str]:
 
 
 def _pools_by_padding(whole: Any) -> bool:
-    """Whether its forward, under whatever decorators, looks for the last token of a row that does not pad it."""
+    """Whether its forward, under whatever decorators, looks for the last token of a row, before its padding or at an
+    end of text, or counts the choices of its rows."""
     code = getattr(inspect.unwrap(whole.forward), "__code__", None)
-    return is_transformer(whole) and code is not None and {"pad_token_id", "argmax"} <= {*code.co_names}
+    names = {*code.co_names} if is_transformer(whole) and code is not None else set()
+    ends = {"pad_token_id", "argmax"} <= names or {"eos_token_id", "eq"} <= names
+    return ends or (code is not None and "num_choices" in code.co_varnames)
 
 
 def _result(output: Any) -> Any:

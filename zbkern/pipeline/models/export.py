@@ -250,7 +250,7 @@ def _by_layer(chunk: Chunk) -> Iterator[dict[str, Tensor]]:
     others = {
         name
         for name, parameter in chunk.named_parameters(remove_duplicate=False)
-        if id(parameter) in tied and name not in chunk.shared
+        if id(parameter) in tied and name not in chunk.shared_names
     }
     once = {name for name, _ in chunk.named_parameters()}
     others |= {name for name, _ in chunk.named_parameters(remove_duplicate=False) if name not in once}
@@ -312,9 +312,11 @@ def _free_names(count: int, taken: set[str]) -> list[str]:
 
 
 def _of_the_files(settings: Any, chunk: Chunk) -> Any:
-    """A copy that has the dtype of the weights as they are now."""
+    """A copy that names the model's class, and has the dtype of the weights as they are now."""
     settings = copy.deepcopy(settings)
     floating = next((value.dtype for value in chunk.parameters() if value.is_floating_point()), None)
     if floating is not None and getattr(settings, "dtype", None) is not None:
         settings.dtype = floating
+    if hasattr(settings, "architectures"):  # cut builds this class again
+        settings.architectures = [type(chunk.whole).__name__]
     return settings

@@ -12,11 +12,6 @@ from zbkern.pipeline.models.adapters import without_wrapper
 
 KINDS = {"embedding": "E", "block": "t", "mtp": "m", "norm": "L", "head": "L"}  # and Megatron's letters for them
 
-NO_CHAIN = (
-    "has an encoder and a decoder, and what the encoder gives goes to all layers of the decoder: it is no chain that "
-    "can be cut; cut decoders, or write the chunks by hand"
-)
-
 
 class Layer(NamedTuple):
     """One layer of a model: its name there, its kind, its number of parameters, and what it shares.
@@ -47,7 +42,7 @@ def layers_of(model: nn.Module | Any, layers: Sequence[str] | Mapping[str, str] 
     model = built("layers_of", model)
     if isinstance(layers, str) or not isinstance(layers, Sequence | Mapping | None):
         raise TypeError(f"layers_of: layers must be a list of names of modules, or {{name: kind}}; got {layers!r}")
-    named = _decoder_layers(model) if layers is None else _named_layers(model, layers)
+    named = _layers_of_the_library(model) if layers is None else _named_layers(model, layers)
     modules = {name: model.get_submodule(name) for name in named}
     ties = shared_parameters(model, modules)
     return tuple(
@@ -65,33 +60,46 @@ def built(caller: str, model: Any) -> nn.Module:
             f"{caller}: model must be a torch.nn.Module or a configuration of the transformers library; got "
             f"{type(model).__name__}"
         )
-    from transformers import AutoModelForCausalLM
+    reasons = []
+    for kind in _classes_for(model):
+        try:
+            with torch.device("meta"):
+                return kind(model)
+        except ValueError as error:
+            reasons.append(str(error).partition("\n")[0])
+    raise ValueError(
+        f"{caller}: model must be a configuration that names its class in `architectures`, or of which "
+        f"AutoModelForCausalLM makes a decoder, or the model itself; got {type(model).__name__}: {reasons[0]}"
+    )
 
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(model)
-    except ValueError as error:
-        kind = type(model).__name__
-        if getattr(model, "is_encoder_decoder", False):
-            raise ValueError(f"{caller}: a model of {kind} {NO_CHAIN}") from error
-        raise ValueError(
-            f"{caller}: model must be a configuration of which AutoModelForCausalLM makes a decoder, or the model "
-            f"itself, whose layers you may name; got {kind}: {str(error).partition(chr(10))[0]}"
-        ) from error
+
+def _classes_for(config: Any) -> list[Any]:
+    """What makes a model of a configuration: the class with a head that it was saved with; else what may fit."""
+    import transformers
+
+    saved = next(iter(config.architectures or ()), "")
+    own = getattr(transformers, saved, None)
+    headless = {*transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES.values()}
+    if own is not None and saved not in headless:
+        return [own._from_config]
+    kinds: list[Any] = [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText]
+    if getattr(config, "is_encoder_decoder", False):
+        kinds.insert(0, transformers.AutoModelForSeq2SeqLM)
+    return [kind.from_config for kind in kinds]
 
 
 def shared_parameters(model: nn.Module, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Of each of these modules that shares parameters with another: {first name of the parameter: its name in it}."""
+    """Of each of these modules that shares parameters with another: {the parameter's first name in the model: its name
+    in the module}."""
+    labels = {id(parameter): name for name, parameter in model.named_parameters()}
     holders: dict[int, dict[str, str]] = {}  # by parameter: the module, and the parameter's name in the model
     for module in names:
         for key, parameter in model.get_submodule(module).named_parameters(prefix=module, remove_duplicate=False):
             holders.setdefault(id(parameter), {}).setdefault(module, key)
     ties: dict[str, dict[str, str]] = {}
-    for held in holders.values():
-        if len(held) > 1:
-            label = next(iter(held.values()))
-            for module, key in held.items():
-                ties.setdefault(module, {})[label] = key
+    for number, held in holders.items():
+        for module, key in held.items() if len(held) > 1 else ():
+            ties.setdefault(module, {})[labels[number]] = key
     return ties
 
 
@@ -123,49 +131,80 @@ def _named_layers(model: nn.Module, layers: Sequence[str] | Mapping[str, str]) -
     return found
 
 
-def _decoder_layers(model: nn.Module) -> dict[str, str]:
-    """Embedding, blocks, and what has parameters and is defined after them, of a model of the transformers library."""
-    remedy = 'name them: layers=["embed", "blocks.*", "norm", "head"], in the order in which they run'
+def encoder_of(model: Any) -> str:
+    """The name of a model's encoder, where a decoder follows; else none. Of the transformers library alone."""
+    if not is_transformer(model) or not getattr(model.config, "is_encoder_decoder", False):
+        return ""
+    return _name_in(model, model.get_encoder())
+
+
+def _layers_of_the_library(model: nn.Module) -> dict[str, str]:
+    """Embedding, blocks, and what has parameters and is defined after them, of a model of the transformers library; of
+    an encoder first."""
     if not is_transformer(model):
         if isinstance(model, nn.Sequential):
             return {name: "block" for name, _ in model.named_children()}
-        raise ValueError(f"layers_of: {type(model).__name__} is no model of the transformers library; {remedy}")
-    config: Any = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"layers_of: {type(model).__name__} {NO_CHAIN}")
-    if getattr(config, "output_router_logits", False):
+        raise ValueError(f"layers_of: {type(model).__name__} is no model of the transformers library; {_REMEDY}")
+    if getattr(model.config, "output_router_logits", False):
         raise ValueError(
             "layers_of: config.output_router_logits must be False: the loss that it adds is computed from all layers, "
             "and no rank has all; add a loss of the router inside of a layer, or leave it out"
         )
-    text = config.get_text_config()
-    names = {id(module): name for name, module in model.named_modules()}
-    embedding = names.get(id(model.get_input_embeddings()))  # type: ignore[operator]
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    stacks = [name for name, module in lists.items() if len(module) == text.num_hidden_layers]
-    stacks = stacks or [name for name, module in lists.items() if len(module) > 1 and len({*map(type, module)}) == 1]
-    stacks = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
-    if embedding is None or len(stacks) != 1:
+    dropped = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+    if dropping := next((name for name in dropped if getattr(model.config, name, 0)), None):
+        raise ValueError(
+            f"layers_of: config.{dropping} must be 0 when the model is made: it leaves layers out at random, and a "
+            "pipeline passes each layer once in every forward"
+        )
+    if encoder := encoder_of(model):
+        return _of_stack(model, encoder, encoder) | _of_stack(model, _name_in(model, model.get_decoder()), "")  # type: ignore[operator]
+    return _of_stack(model, "", "")
+
+
+def _of_stack(model: Any, stack: str, outermost: str) -> dict[str, str]:
+    """The layers of the blocks in a module, and of what stands beside it and what holds it, as far as the outermost."""
+    config = model.config.get_text_config()
+    part = model.get_submodule(stack)
+    embedding = _name_in(model, part.get_input_embeddings())
+    lists = {name: each for name, each in part.named_modules(prefix=stack) if isinstance(each, nn.ModuleList)}
+    blocks = [name for name, each in lists.items() if len(each) == config.num_hidden_layers]
+    blocks = blocks or [name for name, each in lists.items() if len(each) > 1 and len({*map(type, each)}) == 1]
+    blocks = [name for name in blocks if not any(name.startswith(f"{other}.") for other in blocks)]
+    if not embedding or len(blocks) != 1:
         raise ValueError(
             f"layers_of: {type(model).__name__} must have one embedding and one list of its blocks, of "
-            f"{text.num_hidden_layers} or of one kind; got {embedding!r} and {stacks}; {remedy}"
+            f"{config.num_hidden_layers} or of one kind; got {embedding or None!r} and {blocks}; {_REMEDY}"
         )
-    head = names.get(id(model.get_output_embeddings()))  # type: ignore[operator]
-    found = {embedding: "embedding"}
-    found.update({f"{stacks[0]}.{index}": "block" for index in range(len(lists[stacks[0]]))})
-    path = stacks[0].split(".")
-    for depth in range(len(path) - 1, -1, -1):  # beside the blocks, then beside what holds them
+    if not isinstance(model.get_submodule(embedding), nn.Embedding):  # of images: with its positions
+        outer = [embedding.rsplit(".", count)[0] for count in range(embedding.count(".") + 1)]
+        embedding = [name for name in outer if not blocks[0].startswith(f"{name}.")][-1]
+    head = _name_in(model, model.get_output_embeddings())
+    path = blocks[0].split(".")
+    early, late = [], {}
+    for depth in range(
+        len(path) - 1, outermost.count(".") + bool(outermost) - 1, -1
+    ):  # from beside the blocks outwards
         parent = ".".join(path[:depth])
-        children = [name for name, _ in model.get_submodule(parent).named_children()]
-        place = children.index(path[depth])
-        early = [name for name in children[:place] if _runs_late(f"{parent}.{name}".lstrip("."), head)]
-        for child in [*sorted(early), *children[place + 1 :]]:
-            name = f"{parent}.{child}".lstrip(".")
-            if any(True for _ in model.get_submodule(name).parameters()):
-                found[name] = "head" if name == head or not parent else "norm"
-    return found
+        names = [f"{parent}.{child}".lstrip(".") for child, _ in model.get_submodule(parent).named_children()]
+        names = [name for name in names if any(True for _ in model.get_submodule(name).parameters())]
+        place = names.index(".".join(path[: depth + 1]))
+        before, after = names[:place], names[place + 1 :]
+        early += [name for name in after if name.endswith(_NORM_OF_EMBEDDINGS)]
+        after = [*sorted(name for name in before if _runs_late(name, head)), *(n for n in after if n not in early)]
+        late.update({name: "head" if name == head or not parent else "norm" for name in after})
+    of_blocks = dict.fromkeys((f"{blocks[0]}.{index}" for index in range(len(lists[blocks[0]]))), "block")
+    return {embedding: "embedding", **dict.fromkeys(early, "norm"), **of_blocks, **late}
 
 
-def _runs_late(name: str, head: str | None) -> bool:
+def _name_in(model: nn.Module, module: Any) -> str:
+    return next((name for name, each in model.named_modules() if each is module), "")
+
+
+_REMEDY = 'name them: layers=["embed", "blocks.*", "norm", "head"], in the order in which they run'
+_NORM_OF_EMBEDDINGS = ".layernorm_embedding"  # BART's, which is defined after the blocks and runs before them
+
+
+def _runs_late(name: str, head: str) -> bool:
     """Whether a module that is defined before the blocks runs after them: what holds the head, and parts of OPT's."""
-    return name == head or f"{head}.".startswith(f"{name}.") or name.endswith((".final_layer_norm", ".project_out"))
+    inside_of_head = bool(head) and f"{head}.".startswith(f"{name}.")
+    return inside_of_head or name.endswith((".final_layer_norm", ".project_out"))

@@ -92,21 +92,32 @@ def _draw(model: nn.Module, chunk: Chunk, empty: Sequence[str], init: Initialise
     parts = {name.rpartition(".")[0] for name in empty}
     inside = {part: next((layer for layer in chunk.layer_names if _within(part, layer)), part) for part in parts}
     for owner in sorted(set(inside.values())):
-        layer = chunk.get_submodule(owner)
+        layer = chunk.whole.get_submodule(owner)
         with _seeded(seed, owner, chunk):
-            if {name for name, _ in layer.named_parameters(prefix=owner)} <= set(empty) | set(chunk.shared.values()):
+            if {name for name, _ in layer.named_parameters(prefix=owner)} <= set(empty) | set(
+                chunk.shared_names.values()
+            ):
                 layer.apply(lambda part: _initialise(chunk.whole, part, init))
             else:  # others have their values
                 for part in (p for p, _ in chunk.named_modules() if p in parts and inside[p] == owner):
-                    _initialise(chunk.whole, chunk.get_submodule(part), init)
-    for label, key in chunk.shared.items():  # every chunk that has it draws it as the layer does that has it first
-        if key in empty:
-            first = next(layer for layer in chunk.all_layers if _within(label, layer))
+                    _initialise(chunk.whole, chunk.whole.get_submodule(part), init)
+    for (
+        label,
+        key,
+    ) in chunk.shared_names.items():  # every chunk that has it draws it as the layer does that has it first
+        if {key, label} & {*empty}:
+            first, name = _first_holder(model, chunk.all_layers, model.get_parameter(label))
             twin = copy.deepcopy(model.get_submodule(first)).to_empty(device=chunk.get_parameter(key).device)
+            twin.get_parameter(name).fill_(torch.nan)  # an initialiser may leave it out
             with _seeded(seed, first, chunk):
                 twin.apply(lambda part: _initialise(chunk.whole, part, init))
-            value = twin.get_parameter(label[len(first) :].lstrip("."))
-            chunk.get_parameter(key).copy_(value)
+            chunk.get_parameter(key).copy_(twin.get_parameter(name))
+
+
+def _first_holder(model: nn.Module, layers: Sequence[str], parameter: nn.Parameter) -> tuple[str, str]:
+    """The first of some layers that has a parameter, and the parameter's name in it."""
+    named = ((layer, *pair) for layer in layers for pair in model.get_submodule(layer).named_parameters())
+    return next((layer, name) for layer, name, each in named if each is parameter)
 
 
 def _check_values(chunk: Chunk, names: Sequence[str]) -> None:
@@ -153,17 +164,16 @@ def _load(chunk: Chunk, folder: Path, device: torch.device) -> None:
     with ExitStack() as files:
         stored = _stored(folder, files)
         converts = is_transformer(chunk.whole) and library_converts()
-        renamed = _names_by_the_library(chunk.whole, stored) if converts and chunk.shared else {}
-        for label, key in chunk.shared.items():  # a tied weight is stored once, under the name it has first
+        renamed = _names_by_the_library(chunk.whole, stored) if converts and chunk.shared_names else {}
+        for label, key in chunk.shared_names.items():  # a tied weight is stored once, under the name it has first
             names = (label, _without_prefix(chunk.whole, label), renamed.get(label))
             source = next((name for name in names if name in stored), None)
             if key not in stored and source is not None:
                 stored[key] = stored[source]
         if converts:
             _load_by_the_library(chunk, stored, folder, device)
-            return
         for name, tensor in [*chunk.named_parameters(remove_duplicate=False), *chunk.named_buffers()]:
-            if name not in stored:
+            if name not in stored or (converts and not tensor.is_meta):  # the library reads no buffers of other chunks
                 continue
             value = stored[name][...].to(device, tensor.dtype)
             if value.shape != tensor.shape:
