@@ -371,7 +371,7 @@ def test_another_engine() -> None:
 
 def test_every_block_is_run() -> None:
     """A block that is added needs a test of its own, here or, for a framework's package, in tests/integrations."""
-    files = [Path(__file__), Path(__file__).parents[1] / "integrations" / "test_megatron.py"]
+    files = [Path(__file__), *(Path(__file__).parents[1] / "integrations").glob("test_*.py")]
     source = "\n".join(file.read_text(encoding="utf-8") for file in files)
     for code in blocks(PAGE):
         assert any(what in code for what in functools.reduce(set.union, map(_searched, source.splitlines()), set()))

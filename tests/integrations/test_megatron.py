@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import zbkern
+from tests.support.frameworks import installed
 from tests.support.pages import block
 from zbkern.pipeline import schedules
 
@@ -26,15 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of megatron-core, installed from PyPI into a folder of its own where it is not there already."""
-    if importlib.util.find_spec("megatron") is not None:
-        return ""
-    folder = str(tmp_path_factory.mktemp("megatron"))
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    done = subprocess.run([*pip, "--target", folder, "megatron-core==0.16.*"], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"megatron-core 0.16 could not be installed: {done.stderr[-200:]}")
-    return folder
+    return installed(tmp_path_factory, "megatron", "megatron-core==0.16.*")
 
 
 class OnCPU(TorchFunctionMode):

@@ -42,9 +42,20 @@ class Reuses(nn.Module):
         return self.linear(self.scale(self.linear(x)).sin())
 
 
+class Own(nn.Module):
+    """Not a layer that is known: W of its product is seen in the forward alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.matrix).sin()
+
+
 def make(kind: str, stages: int) -> list[nn.Module]:
     torch.manual_seed(0)
-    block: Callable[[], nn.Module] = {"view": EndsInView, "reuse": Reuses}.get(kind, Block)
+    block: Callable[[], nn.Module] = {"view": EndsInView, "reuse": Reuses, "own": Own}.get(kind, Block)
     modules = [block() for _ in range(stages)]
     if kind == "frozen":
         modules[0].requires_grad_(False)
@@ -154,6 +165,11 @@ def name(request: pytest.FixtureRequest) -> str:
 def test_stock_schedules_with_our_stage(two_ranks: Any, name: str) -> None:
     deferred = two_ranks.run(run_schedule, name, "block", False)
     assert sum(deferred) > 0
+
+
+@pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble"], indirect=True)
+def test_w_of_a_module_of_ones_own_waits(two_ranks: Any, name: str) -> None:
+    assert min(two_ranks.run(run_schedule, name, "own", False)) > 0
 
 
 @pytest.mark.parametrize("name", ["one stage", "ScheduleZBVZeroBubble"], indirect=True)

@@ -1,7 +1,7 @@
 """A stage for torch.distributed.pipelining whose W is our queue, for every stock schedule that splits the backward.
 
 torch's own split walks the autograd graph; this stage runs one backward in which zbkern layers leave their W behind.
-It uses the stage's public arguments and methods only (`dw_builder`, `backward_one_chunk`, `backward_weight_one_chunk`).
+It uses the stage's public arguments and methods only (`dw_builder`, and the forward, B and W of one chunk).
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ class PipelineStage(pipelining.PipelineStage):
         self._runner: Callable[[], Any] = _nothing
         options["dw_builder"] = lambda: self._runner
         super().__init__(submodule, stage_index, num_stages, device, *arguments, **options)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        """The forward of one microbatch, in which layers see that their W may wait: DTensors' and intercepted ones'."""
+        with self.queue.defer((self.stage_index, fwd_chunk_id)):
+            return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False

@@ -1,0 +1,80 @@
+"""TransformerEngine: W of its modules with `delay_wgrad_compute=True` waits in zbkern's queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from zbkern import wgrad
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def use_queue(model: Model) -> Model:
+    """Gives all modules of `model` made with delay_wgrad_compute=True a store that puts their W into zbkern's queue.
+
+    Inside `WGradQueue.defer`, a backward then leaves W there, under the queue's key; elsewhere it runs W itself.
+    `queue.run` takes the place of the module's `backward_dw`. With fuse_wgrad_accumulation W goes to `main_grad`, as
+    TransformerEngine adds it, and its hooks of the gradient run then. Returns `model`, changed in place. Raises
+    ValueError where no module delays its W, and for modules with more than one weight (LayerNormMLP, GroupedLinear),
+    of which nothing tells whose W it is.
+    """
+    delaying = {name: module for name, module in model.named_modules() if _delays(module)}
+    if not delaying:
+        raise ValueError("use_queue: model must have modules made with delay_wgrad_compute=True; it has none")
+    for name, module in delaying.items():
+        if not isinstance(getattr(module, "weight", None), Tensor):
+            raise ValueError(
+                f"use_queue: module {name!r} must have one weight; {type(module).__name__} has several: make it with "
+                "delay_wgrad_compute=False"
+            )
+        module.wgrad_store = QueueStore(module)
+    return model
+
+
+def _delays(module: Any) -> bool:
+    store = getattr(module, "wgrad_store", None)
+    return store is not None and store.delay_wgrad_compute()
+
+
+class QueueStore:
+    """In the place of TransformerEngine's WeightGradStore of one module."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module: Any = module
+
+    def delay_wgrad_compute(self) -> bool:
+        """What TransformerEngine asks before it puts a W here."""
+        return True
+
+    def put(self, tensors: Sequence[Tensor], function: Callable[..., Any]) -> None:
+        """Defers function(*tensors), which returns the gradients of weight and bias; or adds the weight's itself."""
+        module = self.module
+        fused = module.fuse_wgrad_accumulation
+
+        def run(segments: Sequence[wgrad.Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+            for segment in segments:  # one: each task has a function of its own
+                for output, gradient in zip(outputs, function(*segment), strict=False):
+                    if output is not None:
+                        output.add_(gradient) if accumulate else output.copy_(gradient)
+            if fused:
+                module.weight.grad_added_to_main_grad = True
+                module._trigger_wgrad_accumulation_and_reduce_hooks()
+
+        params = () if fused else (_trained(module.weight), _trained(getattr(module, "bias", None)))
+        name = f"{type(module).__name__} of TransformerEngine"
+        task = wgrad.WGradTask(run, tuple([tensor.detach() for tensor in tensors]), params, name=name)
+        scope = wgrad.current()
+        wgrad.run_in_backward(task) if scope is None else scope[0].add(task, scope[1])
+
+    def pop(self) -> NoReturn:
+        """Called by the module's `backward_dw`, which has nothing to do."""
+        raise RuntimeError("the W of this module waits in a zbkern queue: call queue.run() instead of backward_dw()")
+
+
+def _trained(parameter: Tensor | None) -> Tensor | None:
+    known = parameter is not None and parameter.requires_grad and parameter.numel() > 0  # it has empty biases
+    return parameter if known else None
