@@ -147,3 +147,17 @@ def test_values_that_w_reads_are_compared_in_two_steps_or_in_all(always: bool) -
         for _ in range(4):
             pipe.step(data, data)
     assert compared == [True] * 4 + [always] * 4
+
+
+def test_side_inputs_that_a_slice_changes_are_told() -> None:
+    """A tensor that is not cut is every slice's, and every chunk reads it."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, scale: Tensor, carry: Any = None) -> Tensor:
+            return super().forward(x) * scale.add_(1).clone()
+
+    schedule, data = schedules.one_f_one_b(1, 1, slices=2), torch.ones(1, 6, 4)
+    message = r"side inputs of microbatch 1, .*'scale'.* were modified in place"
+    arguments = schedule, nn.functional.mse_loss, LocalTransport.ring(1)[0]
+    with pytest.raises(PipelineError, match=message), Pipeline(Scaled(4, 4), *arguments) as pipe:
+        pipe.step(data, data, [{"scale": torch.ones(4)}])
