@@ -13,7 +13,7 @@ torch.distributed.init_process_group("gloo")  # "nccl" on GPUs
 schedule = schedules.zb_v(stages=torch.distributed.get_world_size(), microbatches=4)
 chunks = [zbkern.convert(chunk) for chunk in cut(AutoConfig.from_pretrained(model), schedule, weights=model)]
 pipe = Pipeline(chunks, schedule, token_loss)
-parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+parameters = torch.nn.ModuleList(chunks).parameters()  # a tied weight once
 optimizer = Optimizer(torch.optim.AdamW(parameters, lr=1e-3), pipe, max_norm=1.0)  # the norm over all ranks
 
 tokenizer, lines = AutoTokenizer.from_pretrained(model), Path(text).read_text().splitlines()

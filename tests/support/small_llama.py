@@ -9,8 +9,8 @@ import torch
 WORDS = ["the", "pipeline", "has", "a", "bubble", "and", "W", "runs", "in", "it", "while", "B", "is", "sent"]
 
 
-def save_model(folder: Path) -> None:
-    """A small Llama with a tokenizer of a few words, which pads on the right."""
+def save_model(folder: Path, *, tied: bool = True) -> None:
+    """A small Llama, whose head is its embedding or not, with a tokenizer of a few words, which pads on the right."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -20,6 +20,7 @@ def save_model(folder: Path) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>").save_pretrained(folder)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 4}
     config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=len(vocabulary), pad_token_id=0)
+    config.tie_word_embeddings = tied
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
