@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
-from zbkern.pipeline.simulation.architecture import Architecture, Attention, Experts, LatentAttention, architecture
+from zbkern.pipeline.simulation.architecture import Architecture, architecture
 from zbkern.pipeline.simulation.hardware import Hardware, load_hardware
-from zbkern.pipeline.simulation.model_costs import Job, model_costs, outside, parameters
+from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, outside
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.reporting import markdown_table
 
@@ -51,8 +51,8 @@ def predict(run: Mapping[str, Any], hardware: Hardware | None = None) -> Result:
     stages = run["pipeline_parallel"]
     seconds = _passes(run, model, hardware, job) + outside(model, hardware, job, stages)
     tokens = run["microbatches"] * job.tokens / (seconds * stages * job.tensor_parallel)
-    found = tokens * _flops_of_a_full_square(model, job.sequence) / 1e12 if "FLOP" in run["unit"] else tokens
-    return Result(run, any(isinstance(block.mlp, Experts) for block in model.blocks), found)
+    found = tokens * flops(model, job.sequence, masked=False) / 1e12 if "FLOP" in run["unit"] else tokens
+    return Result(run, model.experts is not None, found)
 
 
 def _passes(run: Mapping[str, Any], model: Architecture, hardware: Hardware, job: Job) -> float:
@@ -80,21 +80,6 @@ def _passes(run: Mapping[str, Any], model: Architecture, hardware: Hardware, job
 def _fused(costs: Any) -> tuple[float, float]:
     flat = costs.per_chunk(1)
     return flat.forward[0] / 1e3, flat.fused[0] / 1e3
-
-
-def _flops_of_a_full_square(model: Architecture, sequence: int) -> float:
-    """Per token, forward and backward, as Megatron-LM counts: attention without its mask, the head, no embedding."""
-    _, active = parameters(model)
-    square = sum(2 * each.attention.heads * _sizes(each.attention) * sequence for each in model.blocks)
-    lookup = 0 if model.tied else model.vocabulary * model.features
-    return 3.0 * (2 * (active - lookup) + square)
-
-
-def _sizes(attention: Attention | LatentAttention) -> int:
-    """Of a head's keys and values together."""
-    if isinstance(attention, Attention):
-        return 2 * attention.head_size
-    return attention.content_size + attention.rotary_size + attention.value_size
 
 
 def rms(results: Sequence[Result]) -> float:

@@ -84,7 +84,8 @@ _HELP = {
     "--stages": "pipeline ranks, p",
     "--microbatches": "microbatches per step, m",
     "--gpus": "with --config and --batch, instead of --stages and --microbatches: searches the layouts of so many GPUs "
-    "(tensor, pipeline, data and expert parallelism, size of a microbatch, recomputation), and prints the best five",
+    "(tensor, pipeline, data and expert parallelism, size of a microbatch, recomputation), and prints the best five; "
+    "with --stages, --tensor-parallel and so on also the best layout of these sizes, and why it loses",
     "--batch": "with --gpus: sequences per step, of all pipelines",
     "--costs": "JSON file that Costs.save wrote, of one chunk or of every chunk, or ModelCosts.save, of every layer, "
     "for a plan that cuts them into chunks; without it every pass takes 1",
@@ -117,6 +118,8 @@ _HELP = {
     'a step of a training run, {"seconds": 12.3}, 1F1B with the sizes given here, or with those beside the seconds',
     "--tensor-parallel": "with --config: GPUs that share every layer (default 1)",
     "--expert-parallel": "with --config: GPUs that share the experts (default 1)",
+    "--context-parallel": "with --config: GPUs that share the tokens of every sequence (default 1)",
+    "--fp8": 'with --config: F and B of linears in FP8, as recipe="fp8_blockwise" of zbkern.convert',
     "--data-parallel": "with --config: pipelines that share the optimizer's state (default: as few as experts need)",
     "--sequence": "with --config: tokens of a sequence (default 4096)",
     "--microbatch-size": "with --config: sequences of a microbatch (default 1)",
@@ -155,6 +158,7 @@ def add_to(commands: Any) -> None:
     add("--calibrate", type=Path, metavar="FILE")
     for name in from_config.SIZES:
         add(from_config.option(name), type=_count, metavar="N")
+    add("--fp8", action="store_const", const=True)
     parser.set_defaults(run=run)
 
 
@@ -181,11 +185,15 @@ def _of_gpus(arguments: argparse.Namespace) -> tuple[Plan, float, from_config.Se
     """Searches layouts, prints the best, and returns the plan of the first."""
     model, gpu = from_config.model_and_gpu(arguments)
     sizes = arguments.gpus, arguments.batch, arguments.sequence or from_config.SIZES["sequence"]
-    answers = layouts.search(model, gpu, *sizes, arguments.effort, arguments.objective, _progress())
+    own = {name: getattr(arguments, name) for name in from_config.CHOSEN if getattr(arguments, name) is not None}
+    how = arguments.effort, arguments.objective, _progress(), own, bool(arguments.fp8)
+    answers = layouts.search(model, gpu, *sizes, *how)  # type: ignore[arg-type]
     if not answers:
         why = "no layout of {} GPUs fits {} sequences of {} tokens per step: more GPUs, or another --batch, may do"
         raise WrongArgument("--gpus", why.format(*sizes))
     print(layouts.describe(answers, _width()))
+    if own and not any(each.layout.has(own) for each in answers):
+        print(report.figure("yours", layouts.why_not(model, gpu, *sizes, own), _width()))
     return answers[0].plan, answers[0].layout.setting.limit, answers[0].layout.setting
 
 

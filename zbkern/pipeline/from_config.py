@@ -20,7 +20,7 @@ from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, number
 from zbkern.pipeline.simulation import calibration, comparison
-from zbkern.pipeline.simulation.architecture import Architecture, Experts, load_architecture
+from zbkern.pipeline.simulation.architecture import Architecture, load_architecture
 from zbkern.pipeline.simulation.hardware import Hardware, load_hardware
 from zbkern.pipeline.simulation.json_file import parse_object
 from zbkern.pipeline.simulation.layers import ModelCosts
@@ -39,12 +39,19 @@ _CORRECTED = "A model of flops and bytes, corrected by {}: what follows is what 
 _LEAST_LIMIT = 1e6
 """Bytes: a limit below is taken for one in GB."""
 
-SIZES = {"tensor_parallel": 1, "expert_parallel": 1, "data_parallel": 0, "sequence": 4096, "microbatch_size": 1}
+SIZES = {
+    "tensor_parallel": 1,
+    "expert_parallel": 1,
+    "context_parallel": 1,
+    "data_parallel": 0,
+    "sequence": 4096,
+    "microbatch_size": 1,
+}
 """Arguments that say how a model is trained, and their defaults."""
 
 _STEP = '{"seconds": 12.3, "schedule": "one_f_one_b", "stages": 8, "microbatches": 32, "tensor_parallel": 8}'
 
-_CHOSEN = ("stages", "microbatches", "tensor_parallel", "expert_parallel", "data_parallel", "microbatch_size")
+CHOSEN = ("stages", "microbatches", *(name for name in SIZES if name != "sequence"))
 
 
 def option(name: str) -> str:
@@ -85,7 +92,7 @@ def check_whether_given(arguments: argparse.Namespace) -> None:
     with_model = arguments.config is not None
     if arguments.gpus is not None:
         _check_layouts(arguments)
-    for name in ("costs", "schedule") if with_model else ("gpu", "hardware", "calibrate", *SIZES):
+    for name in ("costs", "schedule") if with_model else ("gpu", "hardware", "calibrate", "fp8", *SIZES):
         if getattr(arguments, name) is not None:
             raise WrongArgument(
                 option(name),
@@ -103,7 +110,7 @@ def _check_layouts(arguments: argparse.Namespace) -> None:
                 option(name), "--gpus needs it: layouts are for a model and for so many sequences a step"
             )
     for name in (
-        *_CHOSEN,
+        "context_parallel",
         "costs",
         "memory",
         "chunks",
@@ -137,7 +144,7 @@ def assumptions(
 ) -> str:
     """What no datasheet says, with its figures, and what is left out; then where the peaks are from."""
     gpu, job = setting.hardware, setting.job
-    experts = any(isinstance(block.mlp, Experts) for block in setting.architecture.blocks)
+    experts = setting.architecture.experts is not None
     rate = f"{number((costs.offload_bandwidth or 0.0) / 1e6)} GB/s"
     facts = [
         f"programs get {gpu.matmul_share:.0%} of the GPU's peak in large matrix products, "
@@ -146,8 +153,8 @@ def assumptions(
         f"each F, B and W takes {gpu.pass_time * 1e3:g} ms besides, and {gpu.layer_time * 1e3:g} ms in each layer"
         + (f", {gpu.expert_time * 1e3:g} more with experts" if experts else ""),
         f"a message between stages goes from node to node and takes {gpu.latency * 1e6:g} us besides its bytes",
-        f"{gpu.exposed_share:.0%} of the time of messages of tensor and expert parallelism is not hidden"
-        if max(job.tensor_parallel, job.expert_parallel) > 1
+        f"{gpu.exposed_share:.0%} of the time of messages of tensor, expert and context parallelism is not hidden"
+        if max(job.tensor_parallel, job.expert_parallel, job.context_parallel) > 1
         else "",
         "what tensor parallelism does not split is split by sequence, and sizes that it does not divide are padded"
         if job.tensor_parallel > 1
@@ -156,8 +163,16 @@ def assumptions(
         "a token is sent once to every GPU that has some of its experts (zbkern.nn.ExpertParallel: once per expert)"
         if job.expert_parallel > 1
         else "",
-        "products are in bf16, none in FP8; a parameter takes 18 bytes: weight, fp32 gradient and AdamW's fp32 state"
-        + (", of which every pipeline holds its part" if job.data_parallel > 1 else ""),
+        "keys and values travel around the GPUs of a sequence, whose parts take equally long"
+        if job.context_parallel > 1
+        else "",
+        (
+            "products of F and B are in FP8, but those of head and experts, W is in bf16"
+            if job.fp8
+            else "products are in bf16, none in FP8"
+        )
+        + "; a parameter takes 18 bytes: weight, fp32 gradient and AdamW's fp32 state"
+        + (", of which every pipeline holds its part" if job.replicas > 1 else ""),
         "layers are zbkern's own, for which the split into B and W costs nothing (converted ones of the transformers "
         "library keep more from F to B)",
         "an activation that is recomputed costs its chunk's forward once more" if recompute else "",
@@ -206,6 +221,8 @@ def _on_its_best_cut(schedule: Schedule, costs: ModelCosts, limit: float | None)
 def setting(arguments: argparse.Namespace) -> Setting:
     """What the arguments describe. Raises WrongArgument."""
     model, gpu = model_and_gpu(arguments)
+    if arguments.fp8 and gpu.fp8_flops is None:
+        raise WrongArgument("--fp8", f"{gpu.title} has no FP8, or its table no fp8_flops; leave it out, or add them")
     try:
         found = Setting(model, gpu, _training(arguments).job)
         model_costs(*found)
@@ -240,7 +257,8 @@ def model_and_gpu(arguments: argparse.Namespace) -> tuple[Architecture, Hardware
 
 
 def _training(arguments: argparse.Namespace) -> Training:
-    return Training(arguments.stages, **{name: getattr(arguments, name) or least for name, least in SIZES.items()})
+    sizes = {name: getattr(arguments, name) or least for name, least in SIZES.items()}
+    return Training(arguments.stages, **sizes, fp8=bool(arguments.fp8))
 
 
 def _calibration(
@@ -253,7 +271,7 @@ def _calibration(
         computed = model_costs(architecture, hardware, job)
         return calibration.of_blocks(computed, ModelCosts.from_json(text), job.tensor_parallel, source)
     given = parse_object("a training step", text, _STEP)
-    if unknown := sorted({*given} - {"seconds", "schedule", *_CHOSEN, "sequence", "chunks"}):
+    if unknown := sorted({*given} - {"seconds", "schedule", *CHOSEN, "sequence", "chunks"}):
         raise ValueError(f"unknown fields {unknown}; expected the seconds of a step, and how it ran: {_STEP}")
     run = argparse.Namespace(**{**vars(arguments), "schedule": "one_f_one_b", "chunks": None, **given})
     if not isinstance(given.get("seconds"), (int, float)) or not given["seconds"] > 0:
@@ -273,9 +291,11 @@ def title(arguments: argparse.Namespace, setting: Setting) -> str:
     size = f"{number(total / 1e9)} billion parameters"
     if active < total:
         size += f", {number(active / 1e9)} of them for a token"
-    parallel = [(job.tensor_parallel, "tensor"), (job.expert_parallel, "expert"), (job.data_parallel, "data")]
-    beside = "".join(f", {kind} parallel {count}" for count, kind in parallel if count > 1)
+    parallel = {kind: getattr(job, f"{kind}_parallel") for kind in ("tensor", "expert", "context", "data")}
+    beside = "".join(f", {kind} parallel {count}" for kind, count in parallel.items() if count > 1)
     model = f"{arguments.config.name} ({architecture.kind}): {size}, {len(architecture.blocks)} layers"
+    if architecture.left_out:
+        model += f"; left out: what {', '.join(architecture.left_out)} describes"
     return (
         f"{model}\n{arguments.stages} stages{beside} on {_gpus(arguments.stages, job)} x {hardware.title}; "
         f"{arguments.microbatches} microbatches of {job.microbatch} x {job.sequence} tokens"
@@ -312,14 +332,15 @@ def how_exact(architecture: Architecture, hardware: Hardware) -> str:
     """The error of speeds of this kind of model, from runs that were left out of the fit; or what corrected them."""
     if hardware.calibration.source:
         return hardware.calibration.describe()
-    experts = any(isinstance(block.mlp, Experts) for block in architecture.blocks)
+    experts = architecture.experts is not None
     kind, error, runs = ("with experts", 0.14, 5) if experts else ("dense", 0.10, 7)
     return f"within {error:.0%} (rms) of {runs} published {kind} runs, each left out of the fit"
 
 
 def _counted(architecture: Architecture) -> str:
     """Which layers a partition counts, by the names that `cut` has for them."""
-    found = f"model.embed_tokens, model.layers.0 to {len(architecture.blocks) - 1}, model.norm with the head"
+    embedding, blocks, norm = architecture.names
+    found = f"{embedding}, {blocks}.0 to {len(architecture.blocks) - 1}, {norm} with the head"
     further = predictors(architecture)
     if not further:
         return found
@@ -341,4 +362,4 @@ def _block_costs(setting: Setting) -> str:
 
 
 def _gpus(stages: int, job: Job) -> int:
-    return stages * job.tensor_parallel * job.data_parallel
+    return stages * job.tensor_parallel * job.replicas

@@ -7,7 +7,6 @@ from string import Template
 
 from zbkern.pipeline.from_config import Setting
 from zbkern.pipeline.planner import Plan
-from zbkern.pipeline.simulation.architecture import Experts
 
 _PROGRAM = Template('''\
 """Trains $model as `zbkern plan` has planned it: $layout.
@@ -62,7 +61,7 @@ def chunks_of(config: object, schedule: Schedule, mesh: DeviceMesh, device: torc
     chunks = cut(config, schedule, PARTITION, weights=WEIGHTS, rank=stage, device=device)
     for chunk in chunks:
         zbkern.convert(chunk if REPLICAS > 1 else chunk.bfloat16())  # fully_shard has the masters, or Optimizer
-        for name in chunk.layer_names:
+$fp8        for name in chunk.layer_names:
             if TENSOR_PARALLEL > 1 and ".layers." in name:
                 divide(chunk.get_submodule(name), config, mesh["tensor"])
         if REPLICAS == 1:
@@ -106,16 +105,22 @@ if __name__ == "__main__":
     main()
 ''')
 
+_FP8 = """\
+        zbkern.convert(chunk, recipe="fp8_blockwise", filter=lambda name, module: "head" not in name)
+"""
+
 
 def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
     """The program, and the schedule beside it. Raises OSError, or ValueError where `cut` has no program for it."""
     architecture, hardware, job = setting
-    experts = any(isinstance(block.mlp, Experts) for block in architecture.blocks)
+    experts = architecture.experts is not None
     if job.expert_parallel > 1 or (experts and job.tensor_parallel > 1):
         raise ValueError(
             "chunks of the transformers library keep the experts of a layer on one GPU: plan without expert and tensor "
             "parallelism, or write the program by hand (docs/integrations.md)"
         )
+    if job.context_parallel > 1:
+        raise ValueError("zbkern has no context parallelism of its own: plan without it, or write the program by hand")
     stages, schedule = found.schedule.stages, path.with_suffix(".schedule.csv")
     gpus = stages * job.tensor_parallel * job.data_parallel
     per_node = min(gpus, hardware.gpus_per_node)
@@ -132,6 +137,7 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
         schedule=schedule.name,
         config=repr(str(config.resolve())),
         sizes=", ".join(map(str, sizes.values())),
+        fp8=_FP8 if job.fp8 else "",
         rows=job.microbatch,
         sequence=job.sequence,
         partition=list(found.partition or ()),

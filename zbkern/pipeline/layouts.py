@@ -7,7 +7,7 @@ best few are planned, first quickly and for few microbatches, then as they will 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from zbkern.pipeline.planner import Plan, PlanOptions, plan
 from zbkern.pipeline.remedies import may_fit_with_saving
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import amount, number
-from zbkern.pipeline.simulation.architecture import Architecture, Experts
+from zbkern.pipeline.simulation.architecture import Architecture
 from zbkern.pipeline.simulation.hardware import Hardware
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, outside
@@ -46,6 +46,16 @@ class Layout(NamedTuple):
     @property
     def gpus(self) -> int:
         return self.stages * self.setting.job.tensor_parallel * self.setting.job.data_parallel
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By the arguments of `zbkern plan` that give them."""
+        job = self.setting.job
+        sizes = {name: getattr(job, "microbatch" if name == "microbatch_size" else name) for name in SIZES}
+        return {"stages": self.stages, "microbatches": self.microbatches, **sizes}
+
+    def has(self, sizes: Mapping[str, int]) -> bool:
+        return all(self.sizes[name] == size for name, size in sizes.items())
 
 
 class Estimate(NamedTuple):
@@ -77,20 +87,51 @@ def search(
     effort: int = EFFORT,
     objective: str = "cost",
     progress: Callable[[str], None] = lambda line: None,
+    own: Mapping[str, int] | None = None,
+    fp8: bool = False,
 ) -> list[Answer]:
     """The best layouts, the fastest first; none where nothing fits.
+
+    own: sizes of a layout to compare with; the best that has them is there, too, last, if it fits.
 
     batch: sequences per step. effort, objective: as for `plan`, for the best few, for 20 seconds each at most, so that
     plans of large layouts may depend on the machine. progress: is called with a line about the search.
     """
-    estimates = [estimate(layout) for layout in layouts(architecture, hardware, gpus, batch, sequence)]
-    few = _quick([each for each in estimates if each is not None], objective, progress)
-    answers = []
-    for index, (_, each) in enumerate(sorted(few, key=lambda pair: pair[0])[:_SHOWN]):
-        progress(f"plan {index + 1} of {min(len(few), _SHOWN)}: {name(each.layout)}")
-        answers.append(planned(each, each.layout.microbatches, objective, effort, _SECONDS[1]))
+    estimates = [estimate(layout) for layout in layouts(architecture, hardware, gpus, batch, sequence, fp8)]
+    fitting = [each for each in estimates if each is not None]
+    answers = _best(fitting, _SHOWN, effort, objective, progress)
+    if own and not any(each.layout.has(own) for each in answers):
+        answers += _best([each for each in fitting if each.layout.has(own)], 1, effort, objective, progress)
     progress("")
+    return answers
+
+
+def _best(
+    estimates: list[Estimate], most: int, effort: int, objective: str, progress: Callable[[str], None]
+) -> list[Answer]:
+    """So many at most, the fastest first."""
+    few = sorted(_quick(estimates, objective, progress), key=lambda pair: pair[0])[:most]
+    answers = []
+    for index, (_, each) in enumerate(few):
+        progress(f"plan {index + 1} of {len(few)}: {name(each.layout)}")
+        answers.append(planned(each, each.layout.microbatches, objective, effort, _SECONDS[1]))
     return sorted((each for each in answers if each is not None), key=lambda each: each.seconds)
+
+
+def why_not(
+    architecture: Architecture, hardware: Hardware, gpus: int, batch: int, sequence: int, own: Mapping[str, int]
+) -> str:
+    """Why no layout with the sizes of `own` was found: that which holds least, or that there is none."""
+    given = ", ".join(f"{option(size)} {value}" for size, value in own.items())
+    which = [each for each in layouts(architecture, hardware, gpus, batch, sequence) if each.has(own)]
+    try:
+        needs = [(least_need(each.setting.costs, each.stages), each) for each in which]
+    except ValueError as error:
+        return f"{given}: {error}"
+    if not needs:
+        return f"{given}: {gpus} GPUs and {batch} sequences cannot be divided so, or tensor parallelism leaves its node"
+    need, layout = min(needs, key=lambda pair: pair[0].total)
+    return f"{name(layout)}: does not fit: {need.describe(layout.stages, 'bytes')}"
 
 
 def _quick(estimates: list[Estimate], objective: str, progress: Callable[[str], None]) -> list[tuple[float, Estimate]]:
@@ -120,9 +161,11 @@ def _quick(estimates: list[Estimate], objective: str, progress: Callable[[str], 
     return [*found.values()]
 
 
-def layouts(architecture: Architecture, hardware: Hardware, gpus: int, batch: int, sequence: int) -> Iterator[Layout]:
+def layouts(
+    architecture: Architecture, hardware: Hardware, gpus: int, batch: int, sequence: int, fp8: bool = False
+) -> Iterator[Layout]:
     """All that divide: tensor parallelism within a node, heads and experts whole, sequences among pipelines."""
-    counts = {block.mlp.count for block in architecture.blocks if isinstance(block.mlp, Experts)}
+    counts = {block.experts.count for block in architecture.blocks if block.experts}
     blocks = len(architecture.blocks)
     for tensor in _divisors(min(gpus, hardware.gpus_per_node)):
         for stages in _divisors(gpus // tensor) if gpus % tensor == 0 else ():
@@ -133,7 +176,7 @@ def layouts(architecture: Architecture, hardware: Hardware, gpus: int, batch: in
             for expert in experts if counts else [1]:
                 for size in _MICROBATCH_SIZES:
                     if batch // data % size == 0:
-                        job = Job(sequence, size, tensor, expert, data)
+                        job = Job(sequence, size, tensor, expert, data, fp8=fp8)
                         yield Layout(Setting(architecture, hardware, job), stages, batch // data // size)
 
 
@@ -196,7 +239,7 @@ def _parts(layout: Layout, costs: ModelCosts, found: Plan, objective: str) -> di
 
 
 def describe(answers: list[Answer], width: int) -> str:
-    """A table of the answers, why the second is not the first, and the options that plan the first by itself."""
+    """A table of the answers, why the others are not the first, and the options that plan the first by itself."""
     rows = [["layout", "schedule", "step", "tokens/s/GPU", "of peak", "memory", "behind"]]
     best = answers[0]
     for each in answers:
@@ -204,8 +247,8 @@ def describe(answers: list[Answer], width: int) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines += ["", report.figure("exact", f"speeds {how_exact(*best.layout.setting[:2])}", width)]
-    if len(answers) > 1:
-        lines.append(report.figure("second", why(best, answers[1]), width))
+    for index, other in enumerate(answers[1:]):
+        lines.append(report.figure("" if index else "behind", why(best, other), width))
     lines.append(report.figure("first", f"alone, searched for longer, with its assumptions: {_options(best)}", width))
     return "\n".join(lines)
 
@@ -229,11 +272,9 @@ def why(best: Answer, other: Answer) -> str:
 
 def _options(answer: Answer) -> str:
     """Of `zbkern plan` instead of --gpus and --batch."""
-    layout, job = answer.layout, answer.layout.setting.job
-    sizes = {name: getattr(job, "microbatch" if name == "microbatch_size" else name) for name in SIZES}
-    given = {"stages": layout.stages, "microbatches": layout.microbatches, **sizes}
-    text = " ".join(f"{option(name)} {value}" for name, value in given.items())
-    return text + (" --recompute" if _recomputes(answer.plan) else "")
+    text = " ".join(f"{option(name)} {value}" for name, value in answer.layout.sizes.items())
+    more = {"--recompute": _recomputes(answer.plan), "--fp8": answer.layout.setting.job.fp8}
+    return " ".join([text, *(name for name, given in more.items() if given)])
 
 
 def _recomputes(found: Plan) -> bool:

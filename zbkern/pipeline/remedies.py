@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from zbkern.pipeline.simulation.architecture import Architecture, Experts
+from zbkern.pipeline.simulation.architecture import Architecture
 from zbkern.pipeline.simulation.hardware import Hardware
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.model_costs import Job, model_costs
@@ -26,6 +26,8 @@ class Training(NamedTuple):
     tensor_parallel: int = 1
     expert_parallel: int = 1
     data_parallel: int = 0
+    context_parallel: int = 1
+    fp8: bool = False
 
     @property
     def job(self) -> Job:
@@ -44,7 +46,7 @@ def remedies(architecture: Architecture, hardware: Hardware, training: Training,
     found = []
     for name in ("stages", "tensor_parallel", "expert_parallel", "data_parallel", "microbatch_size", "sequence"):
         for value in _values(name, training, architecture):
-            if _fits(architecture, hardware, training._replace(**{name: value}), limit):
+            if _fits(architecture, hardware, training._replace(**{name: value}), limit):  # type: ignore[arg-type]
                 found.append(f"--{name.replace('_', '-')} {value}")
                 break
     return found
@@ -60,7 +62,7 @@ def _values(name: str, training: Training, architecture: Architecture) -> Iterat
         while (value := value // 2) >= least:
             yield value
     else:
-        experts = max((block.mlp.count for block in architecture.blocks if isinstance(block.mlp, Experts)), default=0)
+        experts = architecture.experts.count if architecture.experts else 0
         while (value := 2 * value) <= _MOST.get(name, experts):
             yield value
 

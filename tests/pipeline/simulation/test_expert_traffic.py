@@ -7,8 +7,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from zbkern.pipeline.simulation.architecture import Experts
 from zbkern.pipeline.simulation.expert_traffic import reached
+from zbkern.pipeline.simulation.layer_kinds import Experts
 
 
 @pytest.mark.parametrize("places", [(2, 2, 2, 2), (4, 3, 1), (1,) * 8, (8,)])
@@ -18,7 +18,7 @@ def test_every_choice_is_as_likely(places: tuple[int, ...], chosen: int) -> None
     choices = [{place_of[expert] for expert in choice} for choice in combinations(range(8), chosen)]
     expected = [sum(place in choice for choice in choices) / len(choices) for place in range(len(places))]
     assert reached(Experts(8, chosen, 1), places) == pytest.approx(expected)
-    assert reached(Experts(8, chosen, 1, 0, 4, 4), places) == pytest.approx(expected)  # all groups: no limit
+    assert reached(Experts(8, chosen, 4, 4), places) == pytest.approx(expected)  # all groups: no limit
 
 
 def router(count: int, groups: int, chosen_groups: int, chosen: int, tokens: int = 20_000) -> torch.Tensor:
@@ -34,7 +34,7 @@ def router(count: int, groups: int, chosen_groups: int, chosen: int, tokens: int
 def test_groups_are_those_of_the_best_experts(nodes: int, groups: int, chosen_groups: int) -> None:
     node = router(256, groups, chosen_groups, 8) // (256 // nodes)
     expected = torch.nn.functional.one_hot(node, nodes).amax(1).sum(1).double().mean()
-    found = reached(Experts(256, 8, 1, 0, groups, chosen_groups), (256 // nodes,) * nodes)
+    found = reached(Experts(256, 8, groups, chosen_groups), (256 // nodes,) * nodes)
     assert sum(found) == pytest.approx(float(expected), rel=0.02)
     assert found == pytest.approx([found[0]] * nodes)
 
@@ -42,4 +42,4 @@ def test_groups_are_those_of_the_best_experts(nodes: int, groups: int, chosen_gr
 def test_node_limited_routing_reaches_its_limit() -> None:
     """DeepSeek-V3 on 8 nodes: eight experts freely chosen are on 5.3, and with its routing on hardly fewer than 4."""
     assert sum(reached(Experts(256, 8, 1), (32,) * 8)) == pytest.approx(5.295, abs=1e-3)
-    assert 3.95 < sum(reached(Experts(256, 8, 1, 0, 8, 4), (32,) * 8)) < 4
+    assert 3.95 < sum(reached(Experts(256, 8, 8, 4), (32,) * 8)) < 4

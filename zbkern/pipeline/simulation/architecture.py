@@ -1,79 +1,37 @@
-"""The shapes of a transformer's layers, read from the config.json that the transformers library writes with a model."""
+"""A model's layers, read from the config.json that the transformers library writes with it.
+
+What the file leaves out is read from the library's own configuration of that model type, where it is installed.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zbkern.pipeline.simulation import layer_kinds as kinds
 from zbkern.pipeline.simulation.json_file import parse_object
-
-DEFAULTS = Path(__file__).parent / "config_defaults.json"
-"""By model type, the numbers of version 5 of the transformers library that are not None."""
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Attention with `heads` heads and `key_heads` of keys and values; window: tokens that each sees, None for all."""
-
-    heads: int
-    key_heads: int
-    head_size: int
-    window: int | None = None
-
-
-@dataclass(frozen=True)
-class LatentAttention:
-    """DeepSeek's multi-head latent attention (arXiv 2412.19437): queries, keys and values come from small vectors.
-
-    query_rank: of the queries' vector, 0 where they come from the input itself; key_rank: of keys' and values'.
-    content_size, rotary_size: of a head's queries and keys, without and with rotary positions; value_size: of values.
-    """
-
-    heads: int
-    query_rank: int
-    key_rank: int
-    content_size: int
-    rotary_size: int
-    value_size: int
-    window: int | None = None
-
-
-@dataclass(frozen=True)
-class Experts:
-    """`count` gated MLPs of `hidden` features, of which every token takes `chosen`.
-
-    shared: hidden features of the MLP that all tokens take. A token's experts are of `chosen_groups` of the `groups` of
-    neighbours that the experts are divided into.
-    """
-
-    count: int
-    chosen: int
-    hidden: int
-    shared: int = 0
-    groups: int = 1
-    chosen_groups: int = 1
+from zbkern.pipeline.simulation.layer_kinds import Experts, Part
 
 
 @dataclass(frozen=True)
 class Block:
-    """One layer: attention, then an MLP of so many hidden features, or experts; norms: 2, or 4 around both.
+    """One layer: its parts, each with what it adds to the residual stream, and norms: one per part, or around each."""
 
-    gated: an MLP has three products, gate, up and down; without it up and down alone.
-    """
-
-    attention: Attention | LatentAttention
-    mlp: int | Experts
+    parts: tuple[Part, ...]
     norms: int = 2
-    gated: bool = True
+
+    @property
+    def experts(self) -> Experts | None:
+        return next((part.experts for part in self.parts if part.experts), None)
 
 
 @dataclass(frozen=True)
 class Architecture:
     """A language model: embedding, blocks, norm and head. predictors: blocks that predict further tokens (MTP), each
-    with the head's loss once more. tied: the head is the embedding."""
+    with the head's loss once more. tied: the head is the embedding. names: of embedding, blocks and norm in the
+    transformers library. left_out: parts of the model that are not planned for."""
 
     kind: str
     features: int
@@ -81,6 +39,13 @@ class Architecture:
     blocks: tuple[Block, ...]
     predictors: int = 0
     tied: bool = False
+    names: tuple[str, str, str] = ("model.embed_tokens", "model.layers", "model.norm")
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def experts(self) -> Experts | None:
+        """Of the first layer that has some."""
+        return next((block.experts for block in self.blocks if block.experts), None)
 
 
 def load_architecture(path: str | Path) -> Architecture:
@@ -96,152 +61,232 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
 
     Raises ValueError for a model_type that is not in KINDS, and for a number that is missing or not a whole number.
     """
-    if isinstance(config.get("text_config"), Mapping):
-        config = _with_defaults(config)
+    whole, config = config, _text_part(config)
     kind = config.get("model_type")
     if kind not in KINDS:
         raise ValueError(
             f"architecture: model_type must be one of {', '.join(KINDS)}; got {kind!r}; for another model, write its "
             "layers' costs (ModelCosts.save) and give them as --costs"
         )
-    config = {_NAMES_OF_GPT2.get(name, name): value for name, value in config.items()} if kind == "gpt2" else config
-    numbers = _Numbers(config)
-    windows = _windows(numbers, kind)
-    blocks = [
-        Block(
-            _attention(numbers, kind, window),
-            _mlp(numbers, kind, index),
-            4 if kind in _FOUR_NORMS else 2,
-            kind != "gpt2",
-        )
-        for index, window in enumerate(windows)
-    ]
-    predictors = numbers.get("num_nextn_predict_layers", numbers.get("num_mtp_layers", 0))
+    numbers = _Numbers(config, whole is not config)
+    sizes = numbers["hidden_size"], numbers["vocab_size"]
+    blocks = tuple(_blocks(numbers, kind))
+    left_out = [name for name in whole if name.endswith("_config") and isinstance(whole[name], Mapping)]
     return Architecture(
         kind,
-        numbers["hidden_size"],
-        numbers["vocab_size"],
-        tuple(blocks),
-        predictors,
-        bool(config.get("tie_word_embeddings", kind in _TIED)),
+        *sizes,
+        blocks,
+        numbers.get("num_nextn_predict_layers", numbers.get("num_mtp_layers", 0)),
+        bool(whole["tie_word_embeddings"] if "tie_word_embeddings" in whole else numbers.value("tie_word_embeddings")),
+        _NAMES.get(kind, Architecture.names),
+        tuple(name for name in left_out if name not in ("text_config", "quantization_config")),
     )
 
 
-def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The text decoder of a model that also takes images.
-
-    In such a part the library leaves out what is the default of its class; in the file of a model for text nothing.
-    """
-    text = config["text_config"]
-    defaults = json.loads(DEFAULTS.read_text(encoding="utf-8")).get(str(text.get("model_type")), {})
-    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
-    return {**defaults, **tied, **text}
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text decoder of a model that also takes images."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
 
 
-_GEMMA = ("gemma", "gemma2", "gemma3_text")
 _DENSE = (
-    *("llama", "mistral", "ministral3", "qwen2", "qwen3", *_GEMMA, "phi3", "granite", "olmo", "olmo2", "olmo3"),
-    *("smollm3", "ernie4_5", "seed_oss", "glm", "glm4", "exaone4", "stablelm"),
-    *("qwen2_5_vl_text", "qwen3_vl_text", "gpt2"),
+    *("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo"),
+    *("olmo2", "olmo3", "smollm3", "ernie4_5", "seed_oss", "glm", "glm4", "exaone4", "stablelm"),
+    *("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_5_text", "gpt2", "falcon", "cohere", "cohere2", "mamba2", "bamba"),
 )
 _SPARSE = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2"),
-    *("olmoe", "flex_olmo", "glm4_moe", "minimax_m2", "qwen3_vl_moe_text"),
+    *("olmoe", "flex_olmo", "glm4_moe", "minimax_m2", "qwen3_vl_moe_text", "qwen3_next", "llama4_text", "jamba"),
 )
-_NAMES_OF_GPT2 = {
-    "n_embd": "hidden_size",
-    "n_head": "num_attention_heads",
-    "n_layer": "num_hidden_layers",
-    "n_inner": "intermediate_size",
-}
-_FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
-_TIED = (*_GEMMA, "smollm3", "ernie4_5", "gpt2")  # where config.json does not say
-_NO_WINDOW = ("smollm3", *(kind for kind in (*_DENSE, *_SPARSE) if kind.startswith("qwen")))  # where it does not say
-_EVERY = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "olmo3": 4, "exaone4": 4}  # of so many layers the last sees all
 KINDS = (*_DENSE, *_SPARSE)
-"""The model types whose shapes are known."""
+"""The model types whose layers are known."""
 
-
+_NORMS = {"gemma2": 4, "gemma3_text": 4, "glm4": 4, "cohere": 1, "cohere2": 1, "mamba2": 1}  # of the others 2
+_NAMES = {
+    "gpt2": ("transformer.wte", "transformer.h", "transformer.ln_f"),
+    "falcon": ("transformer.word_embeddings", "transformer.h", "transformer.ln_f"),
+    "mamba2": ("backbone.embeddings", "backbone.layers", "backbone.norm_f"),
+    **dict.fromkeys(("jamba", "bamba"), ("model.embed_tokens", "model.layers", "model.final_layernorm")),
+}
+_MIXED = ("qwen3_next", "qwen3_5_text", "llama4_text", "bamba")  # layers of several kinds, also without a window
 _MOST_COUNTED = 10_000  # layers, heads, experts: each of them is worked on
 _LARGEST = 10**8  # of sizes
 
 
 class _Numbers:
-    """The whole numbers of a configuration, with an error that names the one that is missing."""
+    """The numbers of a configuration, with an error that names the one that is missing or wrong.
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
+    partial: the file leaves out what is the default of the library's class, as for the text part of a larger model.
+    """
+
+    def __init__(self, config: Mapping[str, Any], partial: bool) -> None:
+        self.config, self.partial = dict(config), partial
+        for name, value in config.items():
+            if (
+                isinstance(value, int)
+                and not isinstance(value, bool)
+                and name.startswith(("num_", "n_", "hidden_size"))
+            ):
+                self._check(name, value, 0)
+        self.library: Any = None
+
+    def value(self, name: str) -> Any:
+        """What the file says, or what the library has for it; None where neither does, or the library is missing."""
+        if name in self.config:
+            return self.config[name]
+        if self.library is None:
+            self.library = _of_library(self.config)
+        return getattr(self.library, name, None)
 
     def __getitem__(self, name: str) -> int:
-        value = self.config.get(name)
-        most = _MOST_COUNTED if name.startswith("num_") or name.endswith(("_experts", "_group")) else _LARGEST
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            got = repr(value)[:60]
-            raise ValueError(f"architecture: {name} must be a whole number, at least 1 and at most {most:,}; got {got}")
-        return value
+        return self._check(name, self.value(name), 1)
 
     def get(self, name: str, default: int) -> int:
         """default where the name is missing, null or 0."""
-        return self[name] if self.config.get(name) else default
+        value = self.value(name) if self.partial else self.config.get(name)
+        return self._check(name, value, 1) if value else default
 
     def first(self, *names: str) -> int:
         """The first of these names that is there."""
-        return self[next((name for name in names if self.config.get(name)), names[0])]
+        given = (name for name in names if self.config.get(name))
+        return self[next(given, None) or next((name for name in names if self.value(name)), names[0])]
 
     def list(self, name: str) -> Sequence[Any]:
         """Nothing where the name is missing or null."""
-        value = self.config.get(name) or []
+        value = self.value(name) or []
         if not isinstance(value, list):
             raise ValueError(f"architecture: {name} must be a list; got {value!r}")
         return value
 
-
-def _windows(numbers: _Numbers, kind: str) -> list[int | None]:
-    """The window of every layer."""
-    config, count = numbers.config, numbers["num_hidden_layers"]
-    window = numbers.get("sliding_window", 0)
-    if not window or not config.get("use_sliding_window", kind not in _NO_WINDOW):
-        return [None] * count
-    kinds = numbers.list("layer_types")
-    if not kinds:
-        return [window if _has_window(numbers, kind, index) else None for index in range(count)]
-    if len(kinds) != count:
-        raise ValueError(f"architecture: layer_types must name {count} layers, num_hidden_layers; got {len(kinds)}")
-    return [window if each == "sliding_attention" else None for each in kinds]
+    def _check(self, name: str, value: Any, least: int) -> int:
+        most = _MOST_COUNTED if name.startswith("num_") or name.endswith(("_experts", "_group", "_layer")) else _LARGEST
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            got = repr(value)[:60]
+            raise ValueError(f"architecture: {name} must be a whole number, at least 1 and at most {most:,}; got {got}")
+        return value
 
 
-def _has_window(numbers: _Numbers, kind: str, index: int) -> bool:
-    """Of a layer whose kind the file does not say, as in files of earlier versions of the library."""
-    if kind in _EVERY:
-        every = numbers.get("sliding_window_pattern", _EVERY[kind])
-        return index % every != every - 1
-    if kind in ("qwen2", "qwen2_moe", "qwen3", "qwen2_5_vl_text"):
-        border = 28 if numbers.config.get("max_window_layers") is None else numbers.get("max_window_layers", 0)
-        return index < border and index % 2 == 0 if kind == "qwen2_moe" else index >= border
-    return True
+def _of_library(config: Mapping[str, Any]) -> Any:
+    """The configuration that the transformers library makes of these contents; False where it is not installed."""
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        return False
+    plain = {name: value for name, value in config.items() if "{" not in str(value)}  # it does not read its infinities
+    try:
+        return CONFIG_MAPPING[config["model_type"]].from_dict(plain)
+    except Exception as error:  # of its own kinds, for what it does not take
+        raise ValueError(f"architecture: the transformers library does not take it: {error}") from error
 
 
-def _attention(numbers: _Numbers, kind: str, window: int | None) -> Attention | LatentAttention:
+def _blocks(numbers: _Numbers, kind: str) -> list[Block]:
+    features, count = numbers["hidden_size"], numbers["num_hidden_layers"]
+    mixers = _mixers(numbers, kind, features, count)
+    if kind == "mamba2":
+        return [Block((mixer,), 1) for mixer in mixers]
+    norms = _NORMS.get(kind, 2)
+    if kind == "falcon":
+        norms = 1 if numbers.value("parallel_attn") and not numbers.value("new_decoder_architecture") else 2
+    return [Block((mixer, *_mlp(numbers, kind, index, features)), norms) for index, mixer in enumerate(mixers)]
+
+
+def _mixers(numbers: _Numbers, kind: str, features: int, count: int) -> list[Part]:
+    """What every layer has in the place of attention."""
+    if kind == "mamba2":
+        sizes = [
+            numbers[name] for name in ("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel", "chunk_size")
+        ]
+        return [kinds.state_space(features, *sizes)] * count
+    if kind == "jamba":
+        period, offset = numbers["attn_layer_period"], numbers.value("attn_layer_offset")
+        inner = numbers["mamba_expand"] * features
+        scan = kinds.selective_scan(
+            features, inner, *(numbers[f"mamba_{name}"] for name in ("d_state", "dt_rank", "d_conv"))
+        )
+        attention = _attention(numbers, kind, features, None, False)
+        return [attention if index % period == offset else scan for index in range(count)]
+    types = _layer_types(numbers, kind, count)
+    found = {each: _mixer(numbers, kind, features, each) for each in dict.fromkeys(types)}
+    return [found[each] for each in types]
+
+
+def _layer_types(numbers: _Numbers, kind: str, count: int) -> list[str]:
+    """The kind of every layer, by the library's names."""
+    given = bool(numbers.config.get("layer_types"))
+    windowed = bool(numbers.value("sliding_window") if numbers.partial else numbers.config.get("sliding_window"))
+    windowed = windowed and (given or numbers.value("use_sliding_window") is not False)
+    if not (windowed or kind in _MIXED):
+        return ["full_attention"] * count
+    types = numbers.list("layer_types")
+    if not types and numbers.library is False:
+        raise ValueError(
+            "architecture: layer_types must name the kind of every layer; write them, or install transformers, whose "
+            "configuration knows"
+        )
+    types = types or ["sliding_attention"] * count
+    if len(types) != count:
+        raise ValueError(f"architecture: layer_types must name {count} layers, num_hidden_layers; got {len(types)}")
+    return list(types)
+
+
+def _mixer(numbers: _Numbers, kind: str, features: int, layer_type: str) -> Part:
+    if layer_type == "linear_attention" and kind == "bamba":
+        sizes = ("n_heads", "d_head", "d_state", "n_groups", "d_conv", "chunk_size")
+        return kinds.state_space(features, *(numbers[f"mamba_{name}"] for name in sizes))
+    if layer_type == "linear_attention":
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        return kinds.delta_rule(features, *(numbers[f"linear_{name}"] for name in names))
+    window = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(layer_type)
+    return _attention(
+        numbers, kind, features, None if window is None else numbers[window], layer_type == "chunked_attention"
+    )
+
+
+def _attention(numbers: _Numbers, kind: str, features: int, window: int | None, chunked: bool) -> Part:
     heads = numbers["num_attention_heads"]
     if kind.startswith(("deepseek", "kimi")):
-        sizes = (numbers[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-        return LatentAttention(heads, numbers.get("q_lora_rank", 0), *sizes)
-    size = numbers.get("head_dim", numbers["hidden_size"] // heads)
-    return Attention(heads, numbers.get("num_key_value_heads", heads), size, window)
+        sizes = tuple(numbers[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        return kinds.latent_attention(
+            features,
+            heads,
+            numbers.get("q_lora_rank", 0),
+            numbers["kv_lora_rank"],
+            sizes,  # type: ignore[arg-type]
+        )
+    size = numbers.get("head_dim", features // heads)
+    keys = numbers.get("num_key_value_heads", heads)
+    if kind == "falcon":
+        keys = heads if not numbers.value("multi_query") else 1
+        keys = numbers["num_kv_heads"] if numbers.value("new_decoder_architecture") else keys
+    gate = heads * size if kind in ("qwen3_next", "qwen3_5_text") else 0
+    return kinds.attention(features, heads, keys, size, window, chunked, gate)
 
 
-def _mlp(numbers: _Numbers, kind: str, index: int) -> int | Experts:
-    dense = index < numbers.get("first_k_dense_replace", 0) or index in numbers.list("mlp_only_layers")
-    if kind in _DENSE or dense or (index + 1) % numbers.get("decoder_sparse_step", 1):
-        if kind == "gpt2":
-            return numbers.get("intermediate_size", 4 * numbers["hidden_size"])
-        return numbers["intermediate_size"]
+def _mlp(numbers: _Numbers, kind: str, index: int, features: int) -> tuple[Part, ...]:
+    """Of one layer: an MLP, or experts and the MLP that all tokens take beside them."""
+    if kind in _DENSE or not _has_experts(numbers, kind, index):
+        name = {"falcon": "ffn_hidden_size", "llama4_text": "intermediate_size_mlp", "gpt2": "n_inner"}.get(kind)
+        hidden = numbers[name or "intermediate_size"] if kind != "gpt2" else numbers.get("n_inner", 4 * features)
+        return (kinds.mlp(features, hidden, kind not in ("gpt2", "falcon")),)
     hidden = numbers.first("moe_intermediate_size", "intermediate_size")
     count = numbers.first("n_routed_experts", "num_experts", "num_local_experts")
-    shared = numbers.get("shared_expert_intermediate_size", numbers.get("n_shared_experts", 0) * hidden)
     chosen, groups = numbers["num_experts_per_tok"], numbers.get("n_group", 1)
     if chosen > count:
         raise ValueError(
             f"architecture: num_experts_per_tok must be at most the number of experts, {count}; got {chosen}"
         )
-    return Experts(count, chosen, hidden, shared, groups, numbers.get("topk_group", groups))
+    experts = Experts(count, chosen, groups, numbers.get("topk_group", groups))
+    routed = kinds.routed_mlp(features, hidden, experts)
+    shared = numbers.get("shared_expert_intermediate_size", numbers.get("n_shared_experts", 0) * hidden)
+    shared = hidden if kind == "llama4_text" else shared
+    return (routed, kinds.mlp(features, shared, beside=True)) if shared else (routed,)
+
+
+def _has_experts(numbers: _Numbers, kind: str, index: int) -> bool:
+    if kind == "jamba":
+        return index % numbers["expert_layer_period"] == numbers.value("expert_layer_offset")
+    if kind == "llama4_text":
+        return index in numbers.list("moe_layers")
+    listed = numbers.list("mlp_only_layers") if "mlp_only_layers" in numbers.config else ()
+    dense = index < numbers.get("first_k_dense_replace", 0) or index in listed
+    return not dense and (index + 1) % numbers.get("decoder_sparse_step", 1) == 0

@@ -71,10 +71,12 @@ def of_blocks(computed: ModelCosts, measured: ModelCosts, ranks: int, source: st
     """
     if measured.time_unit is None or measured.memory_unit != "bytes":
         raise ValueError("its costs must be measured, in a unit of time and in bytes, as profile_layers saves them")
-    blocks = {layer.name: layer for layer in computed.layers if layer.name.startswith("model.layers.")}
+    blocks = {layer.name: layer for layer in computed.layers if layer.name.rpartition(".")[2].isdecimal()}
     pairs = [(blocks[layer.name], layer) for layer in measured.layers if layer.name in blocks]
     if not pairs:
-        raise ValueError(f"it must have blocks of the model, model.layers.0 for one; it has {measured.layers[0].name}")
+        raise ValueError(
+            f"it must have blocks of the model, {next(iter(blocks))} for one; it has {measured.layers[0].name}"
+        )
     for mine, found in pairs:
         if round(found.output) not in (round(mine.output), round(mine.output * ranks)):
             raise ValueError(

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from math import comb
 
-from zbkern.pipeline.simulation.architecture import Experts
+from zbkern.pipeline.simulation.layer_kinds import Experts
 
 
 @cache

@@ -12,6 +12,7 @@ TABLE = Path(__file__).parent / "hardware.json"
 _BANDWIDTH = "in bytes per second, such as 50e9 for 50 GB/s"
 _UNITS = {
     "matmul_flops": "in flops per second, such as 989e12 for 989 TFLOPS",
+    "fp8_flops": "in flops per second, such as 1979e12 for 1979 TFLOPS",
     "memory": "in bytes, such as 80e9 for 80 GB",
     **{f"{name}_bandwidth": _BANDWIDTH for name in ("memory", "link", "network", "host")},
 }
@@ -26,7 +27,8 @@ _LEAST = 1e6  # of these: smaller ones are in giga or tera of them
 class Hardware:
     """One GPU and its connections.
 
-    matmul_flops: peak of dense matrix products in bf16, in 1/s. memory: bytes. memory_bandwidth: bytes/s.
+    matmul_flops: peak of dense matrix products in bf16, in 1/s, fp8_flops of those in FP8 (None: it has none). memory:
+    bytes. memory_bandwidth: bytes/s.
     gpus_per_node: GPUs that link_bandwidth joins; network_bandwidth joins nodes, and host_bandwidth a GPU and the
     memory of its host, which offloading needs (None: not known); all in bytes/s per GPU and direction.
 
@@ -58,6 +60,7 @@ class Hardware:
     link_bandwidth: float
     network_bandwidth: float
     host_bandwidth: float | None = None
+    fp8_flops: float | None = None
     source: str = ""
     matmul_share: float = 0.61
     matmul_ramp: float = 175.0
@@ -84,7 +87,7 @@ class Hardware:
                 if not isinstance(value, str):
                     raise TypeError(f"Hardware: {field.name} must be text; got {value!r}")
                 continue
-            if field.name == "calibration" or (field.name == "host_bandwidth" and value is None):
+            if field.name == "calibration" or (field.name in ("host_bandwidth", "fp8_flops") and value is None):
                 continue
             if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
                 raise TypeError(f"Hardware: {field.name} must be a number; got {value!r}")
