@@ -102,6 +102,21 @@ def test_the_printed_options_plan_the_same_step(run_plan) -> None:
     assert step[1] == first[1]
 
 
+def test_a_layout_to_compare_with_says_why_it_loses(run_plan) -> None:
+    path = str(CONFIGURATIONS / "llama-3-8b.json")
+    sizes = ["--config", path, "--gpus", "8", "--batch", "16", "--sequence", "4096", "--effort", "0"]
+    lines = [line.strip() for line in run_plan(*sizes, "--stages", "1", "--tensor-parallel", "8").splitlines()]
+    rows = [line for line in lines if line.startswith("tp 8, ") and "plan-linear" in line]
+    reasons = [line for line in lines if line.startswith("tp 8, ") and " behind: " in line]
+    assert (len(rows), len(reasons)) == (1, 1)
+    assert "more of messages" in reasons[0]
+    alone = run_plan(*sizes, "--stages", "1", "--tensor-parallel", "1", "--microbatch-size", "8")
+    assert "yours     dp 8, 2 microbatches of 1" not in alone
+    assert re.search(r"yours +--stages 1, .* cannot be divided so", alone)
+    whole = run_plan(*sizes, "--stages", "1", "--tensor-parallel", "1")
+    assert re.search(r"yours +dp 8, 2 microbatches of 1: does not fit: .* holds [\d.]+ GB of weights", whole)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -110,8 +125,8 @@ def test_the_printed_options_plan_the_same_step(run_plan) -> None:
         (["--gpus", "8"], "argument --config: --gpus needs it"),
         (["--stages", "4", "--microbatches", "4", "--batch", "8"], "argument --batch: it goes with --gpus"),
         (
-            ["--gpus", "8", "--batch", "8", "--config", "C", "--tensor-parallel", "2"],
-            "argument --tensor-parallel: --gpus",
+            ["--gpus", "8", "--batch", "8", "--config", "C", "--context-parallel", "2"],
+            "argument --context-parallel: --gpus",
         ),
         (["--gpus", "8", "--batch", "8", "--config", "C", "--memory", "2x"], "argument --memory: --gpus decides"),
         (["--gpus", "8", "--batch", "7", "--config", "C"], "argument --gpus: no layout of 8 GPUs fits 7 sequences of"),

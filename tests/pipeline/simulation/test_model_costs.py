@@ -142,6 +142,55 @@ def test_what_a_step_has_besides_its_passes() -> None:
     assert hidden == pytest.approx(adam / 64, rel=1e-3)
 
 
+def test_the_gpus_of_a_sequence_share_its_tokens_and_send_keys() -> None:
+    model = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
+    free = dataclasses.replace(IDEAL, exposed_share=0.0)
+    whole, half, sent = (
+        model_costs(model, gpu, Job(8192, context_parallel=ranks, data_parallel=2)).layers[1]
+        for gpu, ranks in ((free, 1), (free, 2), (IDEAL, 2))
+    )
+    for name in ("forward", "backward", "weight", "activation", "held", "output"):
+        assert getattr(half, name) == pytest.approx(getattr(whole, name) / 2)
+    assert half.static < whole.static  # optimizer states are shared by twice as many
+    keys = 2 * 1024 * 2 * 4096 / (H100.link_bandwidth * H100.network_share) + 2 * H100.latency
+    assert sent.forward - half.forward == pytest.approx(1e3 * H100.exposed_share * keys)
+    with pytest.raises(ValueError, match="context_parallel must divide the sequence of 64 tokens; got 3"):
+        Job(64, context_parallel=3)
+
+
+def test_fp8_halves_products_of_forward_and_input_gradients_alone() -> None:
+    model = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
+    wide, narrow = (model_costs(model, IDEAL, Job(8192, fp8=fp8)).layers for fp8 in (False, True))
+    assert narrow[0] == wide[0]
+    assert narrow[-1] == wide[-1]
+    products = 2 * 8192 * 4096 * (6144 + 4096 + 3 * 14336) / (H100.matmul_flops * H100.matmul_share)
+    quantised = 3 * 8192 * (3 * 4096 + 14336) / (H100.memory_bandwidth * H100.memory_share)
+    gained = 1e3 * (products / 2 - quantised)
+    assert wide[1].forward - narrow[1].forward == pytest.approx(gained, rel=1e-3)
+    assert wide[1].backward - narrow[1].backward == pytest.approx(gained, rel=1e-3)
+    assert narrow[1].weight == wide[1].weight
+    a100 = load_hardware("a100")
+    assert model_costs(model, a100, Job(64, fp8=True)) == model_costs(model, a100, Job(64))
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("jamba", [(0, None)] * 4 + [(8192, None)] + [(0, None)] * 3),
+        ("llama4_text", [(10240, 8192)] * 3 + [(10240, None)]),
+        ("qwen3_next", [(16384, 64)] * 3 + [(8192, None)]),
+        ("mamba2", [(8192 + 8 * 128, 256)] * 4),
+        ("falcon", [(2 * 4544, None)] * 4),
+        ("cohere2", [(16384, 4096)] * 3 + [(16384, None)]),
+    ],
+)
+def test_layers_of_several_kinds_are_in_the_librarys_order(kind: str, wanted: list[tuple[int, int | None]]) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason="kinds are those of version 5")
+    config = json.loads(transformers.CONFIG_MAPPING[kind]().to_json_string(use_diff=False))
+    cores = [block.parts[0].core for block in architecture(config).blocks[: len(wanted)]]
+    assert [(core.width, core.window) if core else (0, None) for core in cores] == wanted
+
+
 def test_gpt2_has_other_names_and_two_products() -> None:
     found = architecture({"model_type": "gpt2", "n_embd": 1600, "n_head": 25, "n_layer": 48, "vocab_size": 50257})
     assert found.blocks[0].parts == (attention(1600, 25, 25, 64), mlp(1600, 6400, gated=False))
