@@ -272,7 +272,8 @@ def why(best: Answer, other: Answer) -> str:
 
 def _options(answer: Answer) -> str:
     """Of `zbkern plan` instead of --gpus and --batch."""
-    text = " ".join(f"{option(name)} {value}" for name, value in answer.layout.sizes.items())
+    sizes = answer.layout.sizes
+    text = " ".join(f"{option(name)} {value}" for name, value in sizes.items() if name != "context_parallel")
     more = {"--recompute": _recomputes(answer.plan), "--fp8": answer.layout.setting.job.fp8}
     return " ".join([text, *(name for name, given in more.items() if given)])
 
