@@ -64,7 +64,8 @@ class QueueStore:
                 module.weight.grad_added_to_main_grad = True
                 module._trigger_wgrad_accumulation_and_reduce_hooks()
 
-        params = () if fused else (_trained(module.weight), _trained(getattr(module, "bias", None)))
+        bias = getattr(module, "bias", None)
+        params = () if fused else (module.weight, bias if bias is not None and bias.numel() else None)  # an empty one
         name = f"{type(module).__name__} of TransformerEngine"
         task = wgrad.WGradTask(run, tuple([tensor.detach() for tensor in tensors]), params, name=name)
         scope = wgrad.current()
@@ -73,8 +74,3 @@ class QueueStore:
     def pop(self) -> NoReturn:
         """Called by the module's `backward_dw`, which has nothing to do."""
         raise RuntimeError("the W of this module waits in a zbkern queue: call queue.run() instead of backward_dw()")
-
-
-def _trained(parameter: Tensor | None) -> Tensor | None:
-    known = parameter is not None and parameter.requires_grad and parameter.numel() > 0  # it has empty biases
-    return parameter if known else None
