@@ -206,6 +206,21 @@ def test_weights_changed_before_the_global_check_stay_or_are_noticed(
         assert results_on_threads(2, rank_loop)[0] == 0.75
 
 
+@pytest.mark.parametrize("place", ["data", "grad"])
+def test_writes_that_torch_does_not_count_are_noticed_in_the_first_steps(place: str) -> None:
+    def rank_loop(transport: LocalTransport) -> None:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = Optimizer(torch.optim.SGD([weight], lr=1.0), transport, max_norm=1.0, timeout=20)
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        if transport.rank == 0:
+            getattr(weight, place).data.mul_(0.5)
+        optimizer.validate()
+
+    with pytest.raises(PipelineError, match=r"shape \[3\] was changed after step\(\).*data.*validate\(\) first"):
+        results_on_threads(2, rank_loop)
+
+
 def test_a_closure_is_called_once_with_gradients_and_its_loss_returned() -> None:
     weight = nn.Parameter(torch.ones(()))
     optimizer = Optimizer(torch.optim.SGD([weight], lr=0.25), LocalTransport.ring(1)[0])

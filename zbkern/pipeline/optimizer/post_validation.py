@@ -60,6 +60,7 @@ class NormTag(NamedTuple):
         return f"the squared gradient norm of {self.what} stages, optimizer step {self.number}"
 
 
+_CHECKED = 2  # steps, the first ones, after which values are compared until they are validated
 _REGISTER = tuple(
     f"register_{what}_{when}_hook" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
 )
@@ -260,6 +261,8 @@ class Optimizer(torch.optim.Optimizer):
                 main_grads = map(main_grad_of, self._model_parameters())
                 step.copy_gradients(main_grad for main_grad in main_grads if main_grad is not None)
             step.record_weights([*parameters(self.optimizer), *self._model_parameters()])
+            if self._number <= _CHECKED:
+                step.record_values()
             self._pending = step
         return loss
 
@@ -275,6 +278,7 @@ class Optimizer(torch.optim.Optimizer):
             assert self._next is not None  # where the sum ends, step() validates
             total = self._transport.receive(self._next, NormTag(self._number, "all"), self.timeout)
             self._pass_back(total)
+            self._pending.check_values()
             self._conclude(total)
 
     def try_validate(self) -> bool:

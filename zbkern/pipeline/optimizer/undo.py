@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.optim import mark_rounded
+from zbkern.optim import local_part, mark_rounded
 from zbkern.pipeline.optimizer.master_weights import MASTERS
 from zbkern.pipeline.optimizer.params import copied, copy_, equal, hyperparameters, parameters
 from zbkern.wgrad.accumulation import gradient_of, main_grad_of
+from zbkern.wgrad.checksums import are_same, sums_of
 
 
 class Snapshot:
@@ -161,6 +162,7 @@ class PendingStep:
         self.before = self.after = before
         self.has_stepped = False
         self._weights: list[tuple[Tensor, int]] = []
+        self._values: list[tuple[Tensor, int, list[Tensor]]] = []
         self._set_gradients(gradients)
 
     def _set_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
@@ -182,6 +184,21 @@ class PendingStep:
     def record_weights(self, weights: Iterable[Tensor]) -> None:
         """For `check_weights`: what they are now, when the step is left to be validated."""
         self._weights = [(weight, weight._version) for weight in weights]
+
+    def record_values(self) -> None:
+        """For `check_values`, with a copy of no tensor."""
+        tensors = [weight for weight, _ in self._weights] + [gradient for _, gradient in self.gradients]
+        self._values = [(each, each._version, sums_of([local_part(each.detach())])) for each in tensors]
+
+    def check_values(self) -> None:
+        """Raises RuntimeError where a weight or gradient was written in a way that torch does not count."""
+        for tensor, version, sums in self._values:
+            if tensor._version == version and not are_same(sums, sums_of([local_part(tensor.detach())])):
+                raise RuntimeError(
+                    f"Optimizer.validate: a weight or gradient of shape {list(tensor.shape)} was changed after step() "
+                    "through .data or NumPy, and would be lost where the step is clipped or skipped; call "
+                    "Optimizer.validate() first"
+                )
 
     def check_weights(self) -> None:
         """Raises RuntimeError where a weight is another one than the step has left."""
