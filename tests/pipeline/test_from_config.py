@@ -126,6 +126,7 @@ def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path
     ("arguments", "message"),
     [
         (["--gpu", "h1000"], "argument --gpu: .* has no 'h1000'; it has a100, h100"),
+        (["--gpu", "a100", "--fp8"], "argument --fp8: NVIDIA A100 .* has no FP8"),
         (["--gpu", ""], "argument --gpu: .* has no ''"),
         (["--config", "nothing.json"], "argument --config: cannot read nothing.json: No such file"),
         (["--tensor-parallel", "3"], "argument --tensor-parallel: .* must divide the 32 heads"),

@@ -221,8 +221,6 @@ def _on_its_best_cut(schedule: Schedule, costs: ModelCosts, limit: float | None)
 def setting(arguments: argparse.Namespace) -> Setting:
     """What the arguments describe. Raises WrongArgument."""
     model, gpu = model_and_gpu(arguments)
-    if arguments.fp8 and gpu.fp8_flops is None:
-        raise WrongArgument("--fp8", f"{gpu.title} has no FP8, or its table no fp8_flops; leave it out, or add them")
     try:
         found = Setting(model, gpu, _training(arguments).job)
         model_costs(*found)
@@ -246,6 +244,10 @@ def model_and_gpu(arguments: argparse.Namespace) -> tuple[Architecture, Hardware
         raise WrongArgument("--hardware", f"cannot read {arguments.hardware}: {error.strerror}") from error
     except (TypeError, ValueError) as error:
         raise WrongArgument("--gpu" if arguments.hardware is None else "--gpu, --hardware", str(error)) from error
+    if arguments.fp8 and hardware.fp8_flops is None:
+        raise WrongArgument(
+            "--fp8", f"{hardware.title} has no FP8, or its table no fp8_flops; leave it out, or add them"
+        )
     if arguments.calibrate is None:
         return architecture, hardware
     try:
