@@ -36,6 +36,8 @@ def gathering_what_cannot_be_sent() -> list[Any]:
         with pytest.raises(PipelineError) as caught:
             pipe.gather(rank if rank == 0 else threading.Lock())
         waited = time.monotonic() - start
+        with pytest.raises(PipelineError, match=r"TypeError: Pipeline\.gather: value must be numbers.*\.item\(\)"):
+            pipe.gather([torch.ones(())])
         pipe.step(*make_data(4))
     with pytest.raises(RuntimeError, match=r"Pipeline\.gather: this pipeline was closed"):
         pipe.gather(rank)

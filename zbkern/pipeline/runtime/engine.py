@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from zbkern.pipeline.runtime.arguments import (
     Microbatch,
@@ -222,6 +223,8 @@ class Pipeline:
         """
         self._check_open("gather")
         with self._failing_together():
+            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                raise TypeError("Pipeline.gather: value must be numbers, not tensors; call .item() or .tolist() on them")
             return self._transport.gather(value, self.timeout)
 
     def gather_timeline(self) -> Timeline:
