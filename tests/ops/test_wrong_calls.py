@@ -368,6 +368,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("pipe(replanner=100)", TypeError, "Pipeline: replanner must be a zbkern.pipeline.Replanner, as in"),
     ("Replanner(-1)", ValueError, "Replanner: every must be a whole number of steps, at least 1; got -1"),
     ("Replanner(1.5)", ValueError, "Replanner: every must be a whole number of steps, at least 1; got 1.5"),
+    ("Replanner(1, trial=-1)", ValueError, "Replanner: trial must be a whole number of steps, at least 0; got -1"),
     ("Replanner(1, costs=3)", TypeError, "Replanner: costs must be a zbkern.pipeline.Costs or None; got int"),
     ("Replanner(1, gain='1')", ValueError, "Replanner: gain must be a number, 0 or above; got '1'"),
     ("open_pipe('attach', 3)", TypeError, "Pipeline.attach: validator must be a zbkern.pipeline.Optimizer; got int"),

@@ -203,7 +203,7 @@ def test_what_cannot_be_is_refused(four_ranks: Any) -> None:
         assert "find_unused_parameters=True" in unused
         assert "has DistributedDataParallel inside; wrap the whole module in it" in inside
         assert "with mixed_precision, which works by hooks" in mixed
-        assert replanned.endswith("got Replanner(every=5, costs=None, gain=0.01, time_limit=1.0)")
+        assert replanned.endswith("got Replanner(every=5, costs=None, gain=0.01, time_limit=1.0, trial=3)")
 
 
 def change_after_wrapping() -> None:

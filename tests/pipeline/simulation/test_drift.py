@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -13,7 +15,8 @@ from torch import nn
 import zbkern
 from tests.support.chunks import make_data, make_model, plain, results_on_threads
 from tests.support.same import assert_gradients
-from zbkern.pipeline import Costs, Pipeline, Replanner, StepOptions, Timeline, schedules, simulate
+from zbkern.pipeline import Costs, Pipeline, Replanner, Schedule, StepOptions, Timeline, schedules, simulate
+from zbkern.pipeline.runtime import schedule_updates
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -129,6 +132,37 @@ def test_a_better_schedule_for_changed_costs_within_the_memory_of_the_first() ->
 def test_replanning_every_number_of_steps_is_an_error_below_one() -> None:
     with pytest.raises(ValueError, match="Replanner: every must be a whole number of steps, at least 1; got -1"):
         Replanner(every=-1)
+
+
+class FromGPipe:
+    """A replanner that has 1F1B take over from GPipe, and nothing after it."""
+
+    every, trial = 4, 3
+
+    def memory_limits(self, schedule: Schedule) -> list[float]:
+        return [1.0] * schedule.stages
+
+    def propose(self, timeline: Timeline, limits: Sequence[float]) -> Schedule | None:
+        return schedules.one_f_one_b(2, 6) if timeline.schedule.name == "gpipe" else None
+
+
+@pytest.mark.parametrize(("seconds", "then"), [(0.9, "one_f_one_b"), (1.0, "one_f_one_b"), (1.1, "gpipe")])
+def test_a_new_schedule_stays_where_its_steps_take_no_longer(
+    seconds: float, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of GPipe takes a second on this rank; on the other one less."""
+    now = 0.0
+    monkeypatch.setattr(schedule_updates, "time", SimpleNamespace(perf_counter=lambda: now))
+    present = schedules.gpipe(2, 6)
+    updates = schedule_updates.ScheduleUpdates(FromGPipe(), present)
+    ran = []
+    for _ in range(14):
+        ran.append(present.name)
+        now += 1.0 if present.name == "gpipe" else seconds
+        if updates.due():
+            found = updates.agree(simulate(present), lambda value: [value, (0.5, 0.1)], 0)
+            present = found or present
+    assert ran == ["gpipe"] * 4 + ["one_f_one_b"] * 4 + [then] * 6
 
 
 def test_a_pipeline_that_replans_gives_the_same_gradients() -> None:

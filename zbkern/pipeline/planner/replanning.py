@@ -22,17 +22,22 @@ class Replanner:
 
     every: steps between measurements, the same on all ranks. costs: their `activation` and `held` say what a microbatch
     holds; `Costs()` when None. gain: the least part of the simulated cost that a new schedule must save. time_limit:
-    seconds of search, in which all ranks wait. Raises TypeError or ValueError for arguments out of range.
+    seconds of search, in which all ranks wait. trial: steps of a new schedule after which the one before runs again, if
+    their median took longer than that of the steps before; 0 for no trial. Raises TypeError or ValueError for arguments
+    out of range.
     """
 
     every: int
     costs: Costs | None = None
     gain: float = 0.01
     time_limit: float = 1.0
+    trial: int = 3
 
     def __post_init__(self) -> None:
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
-            raise ValueError(f"Replanner: every must be a whole number of steps, at least 1; got {self.every!r}")
+        for name, least in (("every", 1), ("trial", 0)):
+            steps = getattr(self, name)
+            if not isinstance(steps, int) or isinstance(steps, bool) or steps < least:
+                raise ValueError(f"Replanner: {name} must be a whole number of steps, at least {least}; got {steps!r}")
         if self.costs is not None and not isinstance(self.costs, Costs):
             got = type(self.costs).__name__
             raise TypeError(f"Replanner: costs must be a zbkern.pipeline.Costs or None; got {got}")

@@ -224,7 +224,9 @@ class Pipeline:
         self._check_open("gather")
         with self._failing_together():
             if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-                raise TypeError("Pipeline.gather: value must be numbers, not tensors; call .item() or .tolist() on them")
+                raise TypeError(
+                    "Pipeline.gather: value must be numbers, not tensors; call .item() or .tolist() on them"
+                )
             return self._transport.gather(value, self.timeout)
 
     def gather_timeline(self) -> Timeline:
