@@ -7,7 +7,6 @@ placeholders, so that a model that uses more of them than the last one's output 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,40 +16,18 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.models.adapters import plain_names
+from zbkern.pipeline.models.arguments import (
+    ArgumentElsewhere,
+    known_arguments,
+    pools_by_padding,
+    refuse_unknown,
+    split_batch,
+    without_images,
+)
 from zbkern.pipeline.models.layers import encoder_of, is_transformer
 from zbkern.pipeline.models.placeholders import Placeholder, PlaceholderUsed, placeholder, refuse_placeholders
 
-
-class _ArgumentElsewhere:
-    """The model's first argument on a rank that does not have it: layers of other chunks take it, nothing else can."""
-
-    def __init__(self, name: str | None) -> None:
-        self.__dict__["name"] = name
-
-    def _refuse(self, *others: Any) -> Any:
-        name = self.__dict__["name"]
-        raise ValueError(
-            f"cut: the model's forward uses its argument {name!r} outside of its first layer, and other chunks do not "
-            f"have it: give it as a side input, pipe.step(None, targets, side={{{name!r}: tensor}}), on every rank"
-        )
-
-    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __hash__ = object.__hash__
-
-
 _SETTING = bool | int | float | str
-
-
-# Beginnings of arguments' names in the library: of images, videos and sound; and of all that the first chunk takes.
-_OF_ENCODERS = ("pixel_values", "input_features", "input_values")
-_EMBEDDED = ("inputs_embeds", *_OF_ENCODERS)
-_ENCODERS_BEFORE_BLOCKS = (
-    "llava",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "gemma3",
-)  # kinds of models that use what an encoder gives in no other place
 
 
 class _Reached(Exception):
@@ -210,7 +187,7 @@ class Chunk(nn.Module):
         self._ddp_params_and_buffers_to_ignore = list(elsewhere)
         self.tensor_names = plain_names(self)  # what is wrapped later has others
         self._checked = False
-        self._known_arguments = _known_arguments(whole)  # before layers are converted
+        self._known_arguments = known_arguments(whole)  # before layers are converted
         for name in self.layer_names:
             whole.get_submodule(name).register_forward_pre_hook(_refusal_of(name), with_kwargs=True)
         encoder = encoder_of(whole)
@@ -230,33 +207,13 @@ class Chunk(nn.Module):
         return {label: self.get_parameter(name) for label, name in self.shared_names.items()}
 
     def split_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of a batch by the names of the model's arguments, what the first chunk alone takes: its first argument, such
-        as token ids, embeddings and pixels; and what every chunk takes. Labels are the loss function's. Token ids go to
-        every chunk where they show what is padding to a classifier, or where images are."""
-        own = next(iter(inspect.signature(self.whole.forward).parameters), "")
-        encoded = any(name.startswith(_OF_ENCODERS) for name in (*batch, own))
-        first_alone = {name for name in batch if name != own and name.startswith(_EMBEDDED)}
-        if any(name.endswith("_grid_thw") for name in batch):  # rows of pixels are patches, not rows of the batch
-            first_alone = set()
-        here = first_alone if encoded or _pools_by_padding(self.whole) else first_alone | {own}
-        every = {name: value for name, value in batch.items() if name not in here | {"labels"} and value is not None}
-        if self._encoder_layers and "labels" in batch and not any(name.startswith("decoder_input") for name in every):
-            every["decoder_input_ids"] = self._shifted(batch["labels"])
-        return {name: batch[name] for name in batch if name in here}, every
-
-    def _shifted(self, labels: Tensor) -> Tensor:
-        """What a decoder reads to predict the labels, as the library makes it of them."""
-        if not hasattr(self.whole, "prepare_decoder_input_ids_from_labels"):
-            raise ValueError(
-                f"cut: a batch for {type(self.whole).__name__} must have decoder_input_ids, which the library does not "
-                "make of labels for it: the labels one later, behind config.decoder_start_token_id, on every rank"
-            )
-        return self.whole.prepare_decoder_input_ids_from_labels(labels)
+        """Of a batch by the names of the model's arguments, what the first chunk alone takes, and what all take."""
+        return split_batch(self.whole, self._encoder_layers > 0, batch)
 
     def check_sliceable(self) -> None:
         """Raises TypeError or ValueError where sequences cannot come in slices, as in a schedule that has them."""
         if is_transformer(self.whole):
-            if _pools_by_padding(self.whole):
+            if pools_by_padding(self.whole):
                 raise ValueError(
                     f"cut: {type(self.whole).__name__} looks for the last token of whole sequences: use a schedule "
                     "without slices"
@@ -333,14 +290,14 @@ class Chunk(nn.Module):
         if transformer:
             carry = side.get("carry")
             side = {name: value for name, value in side.items() if name != "carry"}
-            self._refuse_unknown(side)
+            refuse_unknown(self.whole, self._known_arguments, side)
             side = {"use_cache": False, **side}
             if carry is not None:
                 side = sliced_cache().arguments_of_slice(self.whole, side, carry)
         names = [*inspect.signature(self.whole.forward).parameters]
         own = names[0] if names else None
         if transformer and (self._first > 0 or self._last < len(self.all_layers)):
-            side = self._without_images(own, side)
+            side = without_images(self.whole, own, side, self.all_layers, self._first, self._last)
         if self._first >= self._encoder_layers > 0:
             side["encoder_outputs"] = self._encoder_outputs()
             return self.whole(**side)
@@ -349,8 +306,8 @@ class Chunk(nn.Module):
         if self._first == 0:
             return self.whole(*inputs, **side)
         if not transformer or "input_ids" in side or "inputs_embeds" not in names:
-            return self.whole(_ArgumentElsewhere(own), **side)
-        if self._last == len(self.all_layers) and _pools_by_padding(self.whole):
+            return self.whole(ArgumentElsewhere(own), **side)
+        if self._last == len(self.all_layers) and pools_by_padding(self.whole):
             raise ValueError(
                 f"cut: {type(self.whole).__name__} pools by its padding, which token ids show, and would take the last "
                 "token of each row without them: give them as a side input, side={'input_ids': tokens}, on every rank"
@@ -366,39 +323,6 @@ class Chunk(nn.Module):
         if self._first == self._encoder_layers:
             self._flow.enter(self.all_layers[self._first - 1])
         return BaseModelOutput(last_hidden_state=self._flow.encoded)
-
-    def _refuse_unknown(self, side: dict[str, Any]) -> None:
-        """The library's models take any further argument, and do nothing with it."""
-        for name in side if self._known_arguments else ():
-            if name not in self._known_arguments:
-                like = difflib.get_close_matches(name, self._known_arguments, 1) or ["attention_mask"]
-                raise ValueError(
-                    f"cut: {type(self.whole).__name__} has no argument {name!r} and would ignore it: leave it out of "
-                    f"the batch and of side, or give it by the name that the model has for it, such as {like[0]!r}"
-                )
-
-    def _without_images(self, own: str | None, side: dict[str, Any]) -> dict[str, Any]:
-        """Side inputs without those of an encoder beside the layers, whose chunk has put them among the embeddings."""
-        encoded = [name for name in side if name.startswith(_OF_ENCODERS) and name != own]
-        kind = self.whole.config.model_type
-        if encoded and kind not in _ENCODERS_BEFORE_BLOCKS:
-            raise ValueError(
-                f"cut: what {kind} makes of {encoded[0]!r} may go to layers of several chunks; only for "
-                f"{', '.join(_ENCODERS_BEFORE_BLOCKS)} it is known to go into the embeddings alone: train it on text, "
-                "or write the chunks by hand"
-            )
-        if encoded and 1 in (self._first, self._last):
-            raise ValueError(
-                f"cut: what the model makes of {encoded[0]!r} is put among the embeddings after "
-                f"{self.all_layers[0]!r} and before {self.all_layers[1]!r}; both must be in one chunk: cut elsewhere"
-            )
-        shown = [*encoded, *(name for name in side if name.endswith("_grid_thw"))]
-        if shown and self._first > 0 and "input_ids" not in side:
-            raise ValueError(
-                f"cut: {kind} finds by token ids where {shown[0]!r} is in its rows: give them as a side input, "
-                "side={'input_ids': tokens, ...}, on every rank"
-            )
-        return side if self._first == 0 else {name: value for name, value in side.items() if name not in encoded}
 
     def _no_embeddings(self) -> Tensor:
         """In the shape of embeddings, which what blocks pass on may have one dimension more than."""
@@ -488,32 +412,6 @@ def _refusal_of(name: str) -> Any:
 def _like_parameter(parameter: Tensor, owner: str) -> Placeholder:
     device = "cpu" if parameter.is_meta else parameter.device
     return placeholder(torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape), owner)
-
-
-def _known_arguments(whole: nn.Module) -> frozenset[str]:
-    """What a forward in a model of transformers takes or looks up by name, and what the library hands on; else none."""
-    if not is_transformer(whole):
-        return frozenset()
-    try:
-        from transformers.utils import TransformersKwargs
-    except ImportError:  # before 4.54
-        return frozenset()
-    known = {*TransformersKwargs.__annotations__}
-    for kind in {type(module) for module in whole.modules()}:
-        forward = inspect.unwrap(kind.forward)
-        known.update(inspect.signature(forward).parameters)
-        if hasattr(forward, "__code__"):
-            known.update(each for each in forward.__code__.co_consts if isinstance(each, str) and each.isidentifier())
-    return frozenset(known)
-
-
-def _pools_by_padding(whole: Any) -> bool:
-    """Whether its forward, under whatever decorators, looks for the last token of a row, before its padding or at an
-    end of text, or counts the choices of its rows."""
-    code = getattr(inspect.unwrap(whole.forward), "__code__", None)
-    names = {*code.co_names} if is_transformer(whole) and code is not None else set()
-    ends = {"pad_token_id", "argmax"} <= names or {"eos_token_id", "eq"} <= names
-    return ends or (code is not None and "num_choices" in code.co_varnames)
 
 
 def _result(output: Any) -> Any:
