@@ -44,6 +44,7 @@ SEQ2SEQ, IMAGES = "Seq2SeqLM", "ImageTextToText"
 KINDS: dict[str, tuple[str, dict[str, Any], str, float]] = {
     "t5": ("T5", T5, SEQ2SEQ, 1e-6),
     "t5_untied": ("T5", {**T5, "tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"}, SEQ2SEQ, 2e-6),
+    "switch": ("SwitchTransformers", {**T5, "num_experts": 4, "router_jitter_noise": 0.0}, SEQ2SEQ, 3e-6),
     "bart": ("Bart", BART, SEQ2SEQ, 1e-12),
     "marian": ("Marian", {**BART, "pad_token_id": 1, "eos_token_id": 2}, SEQ2SEQ, 1e-12),
     "bart_classifier": ("Bart", BART, "SequenceClassification", 1e-12),

@@ -318,11 +318,11 @@ class Chunk(nn.Module):
 
     def _encoder_outputs(self) -> Any:
         """In the place of the encoder's forward, of which no layer is in this chunk."""
-        from transformers.modeling_outputs import BaseModelOutput
+        from transformers.modeling_outputs import MoEModelOutput
 
         if self._first == self._encoder_layers:
             self._flow.enter(self.all_layers[self._first - 1])
-        return BaseModelOutput(last_hidden_state=self._flow.encoded)
+        return MoEModelOutput(last_hidden_state=self._flow.encoded)  # Switch Transformers read its router_logits
 
     def _no_embeddings(self) -> Tensor:
         """In the shape of embeddings, which what blocks pass on may have one dimension more than."""
