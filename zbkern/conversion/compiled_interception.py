@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from zbkern.conversion.intercepted_functions import HANDLERS, KEYWORDS
 from zbkern.ops import compiled
 from zbkern.ops.functions.products import Kind, ParameterView
+from zbkern.ops.table import cast_product
 
 CASTS = ("to", "type", "float", "double", "half", "bfloat16")
 
@@ -158,22 +159,16 @@ class _Traced:
         return argument  # its gradient is B's
 
     def product(self, kind: Kind, x: Tensor, view: ParameterView, *options: Any) -> Tensor:
-        return compiled.product(kind, _in_autocasts_dtype(x), view, options)
+        return compiled.product(kind, cast_product(kind.name, x, ()), view, options)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return compiled.linear(_in_autocasts_dtype(x), weight, bias, None, False)
+        return compiled.linear(cast_product("linear", x, (weight, bias)), weight, bias, None, False)
 
     def grouped_linear(self, x: Tensor, parameter: Tensor, ends: Tensor, transposed: bool) -> Tensor:
         return compiled.grouped_linear(x, parameter, None, ends, transposed)
 
     def embedding(self, indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         return compiled.embedding(indices, weight, padding_idx)
-
-
-def _in_autocasts_dtype(x: Tensor) -> Tensor:
-    device = x.device.type
-    wanted = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(device)) if wanted else x
 
 
 @torch.compiler.allow_in_graph

@@ -37,6 +37,7 @@ from zbkern.ops import autograd, compiled
 from zbkern.ops.functions import sharded
 from zbkern.ops.functions.grouped import GroupedLinear
 from zbkern.ops.functions.products import Kind, ParameterView, Product, ViewValue
+from zbkern.ops.table import cast_product
 from zbkern.wgrad.storages import storage_key
 
 # Functions of a tensor whose result is a part of it, or all of it in another shape or order
@@ -294,10 +295,9 @@ class Interception(TorchFunctionMode):
     # ---- what the handlers call
 
     def product(self, kind: Kind, x: Tensor, view: ParameterView, *options: Any) -> Tensor:
-        device = x.device.type
-        if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device)
-            x, view = x.to(dtype), view.to(dtype)
+        x = cast_product(kind.name, x, ())
+        if torch.is_autocast_enabled(x.device.type):
+            view = view.to(x.dtype)
         return autograd.apply(Product, self._call(view, x), x, kind, view, options)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
