@@ -167,7 +167,7 @@ class AdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but what is wider than its parameter stays so, and `master_weights` as it was constructed.
 
-        Raises ValueError, with nothing changed, for a state that is not of an AdamW.
+        Raises TypeError or ValueError, with nothing changed, for what is not the state of an AdamW.
         """
         _check_state(state_dict)
         masters = [group["master_weights"] for group in self.param_groups]
@@ -275,6 +275,11 @@ def _adopted(saved: dict[str, Any], parameter: Tensor, master: bool) -> dict[str
 
 
 def _check_state(state_dict: dict[str, Any]) -> None:
+    if not isinstance(state_dict, dict):
+        raise TypeError(
+            "AdamW.load_state_dict: state_dict must be that of an AdamW, as state_dict() gives it; got "
+            f"{type(state_dict).__name__}"
+        )
     needed: list[tuple[dict[str, Any], Sequence[str]]] = []
     needed += [(group, ("lr", "betas", "eps", "weight_decay")) for group in state_dict.get("param_groups", [{}])]
     needed += [(kept, ("exp_avg", "exp_avg_sq", "step")) for kept in state_dict.get("state", {}).values() if kept]
