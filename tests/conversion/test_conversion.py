@@ -52,6 +52,10 @@ def test_convert_keeps_everything_and_restore_undoes_it() -> None:
     assert type(model["plain"][3]) is zbkern.nn.RMSNorm
     assert type(model["embedding"]) is zbkern.nn.Embedding
     assert isinstance(model["plain"][0], nn.Linear)
+    for name, kind in (("special", Special), ("planes", nn.LayerNorm), ("convolution", nn.Conv1d)):
+        assert isinstance(model[name], Intercepted)
+        assert isinstance(model[name], kind)
+        assert type(model[name]).__name__ == kind.__name__
     assert model["plain"][0].zbkern_name == "plain.0"
     model["plain"](torch.randn(2, 4))
     assert calls == [1]
@@ -67,14 +71,6 @@ def test_unconverted_gives_names_and_reasons() -> None:
     reasons = zbkern.unconverted(zbkern.convert(make()))
     assert "sparse" in reasons.pop("sparse")
     assert list(reasons) == ["normed.parametrizations.weight"]
-
-
-def test_modules_without_a_twin_keep_their_forward() -> None:
-    model = zbkern.convert(make())
-    for name, kind in (("special", Special), ("planes", nn.LayerNorm), ("convolution", nn.Conv1d)):
-        assert isinstance(model[name], Intercepted)
-        assert isinstance(model[name], kind)
-        assert type(model[name]).__name__ == kind.__name__
 
 
 class Configured:
@@ -219,10 +215,6 @@ def test_filter_chooses() -> None:
     zbkern.restore(model, filter=lambda name, module: name == "embedding")
     assert type(model["plain"][0]) is zbkern.nn.Linear
     assert type(model["embedding"]) is nn.Embedding
-
-
-def test_a_single_module_is_a_model_too() -> None:
-    assert type(zbkern.convert(nn.Linear(2, 2))) is zbkern.nn.Linear
 
 
 # ---- RMSNorm as libraries and users write it

@@ -29,7 +29,6 @@ class Case:
     torchs: Callable[..., Tensor]
     inputs: list[tuple[int, ...]]
     parameters: list[tuple[int, ...]]
-    twice: bool = True
 
 
 INDICES = torch.tensor([[0, 3, 3], [2, 0, 6]])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -120,30 +118,6 @@ def test_what_waits_is_inputs_and_output_gradients() -> None:
         y.backward(torch.randn(m, dim))
     assert queue.bytes == 4 * m * (dim + 2 * hidden + hidden + dim) + 4 * groups  # x, dz, h, dy, and the ends
     queue.discard()
-
-
-def test_microbatches_are_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    own = reference.grouped_linear_wgrad
-
-    def counted(segments: Any, outputs: Any, accumulate: bool) -> None:
-        calls.append(len(segments))
-        own(segments, outputs, accumulate)
-
-    monkeypatch.setattr(reference, "grouped_linear_wgrad", counted)
-    grouped_functions.grouped_wgrad.cache_clear()
-    weight, other = (torch.nn.Parameter(random(3, 4, 5)) for _ in range(2))
-    queue = zbkern.WGradQueue()
-    for key, counts in enumerate([[2, 0, 5], [7, 0, 0], [0, 3, 4], [1, 2, 4]]):
-        with queue.defer(key):
-            x = random(7, 5)
-            Z.grouped_linear(x, weight, counts).sum().backward()
-        Z.grouped_linear(x, other, counts).sum().backward()
-    calls.clear()
-    queue.run()
-    grouped_functions.grouped_wgrad.cache_clear()
-    assert calls == [4]
-    testing.assert_close(weight.grad, other.grad)
 
 
 def test_under_autocast() -> None:
