@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from zbkern.pipeline import Pipeline, Schedule
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import Delay, LocalTransport
 
@@ -99,3 +100,33 @@ def results_on_threads(size: int, function: Callable[[LocalTransport], Any], del
     for error in sorted(errors, key=lambda error: isinstance(error, PipelineError)):
         raise error
     return results
+
+
+def run_pipelines(
+    schedule: Schedule,
+    chunks: Sequence[nn.Module],
+    function: Callable[[Pipeline], Any],
+    loss_fn: Any = nn.functional.mse_loss,
+    *,
+    delay: Delay | None = None,
+    keep_errors: bool = False,
+    **options: Any,
+) -> list[Any]:
+    """function(pipe) by rank, each a thread with a Pipeline of its chunks; keep_errors: what a rank raised, as well."""
+
+    def call(transport: LocalTransport) -> Any:
+        mine = [chunks[chunk] for chunk in schedule.chunks_of(transport.rank)]
+        with Pipeline(mine, schedule, loss_fn, transport, **options) as pipe:
+            return function(pipe)
+
+    return (on_threads if keep_errors else results_on_threads)(schedule.stages, call, delay)
+
+
+def one_rank(modules: Any, schedule: Schedule, loss_fn: Any = nn.functional.mse_loss, **options: Any) -> Pipeline:
+    return Pipeline(modules, schedule, loss_fn, LocalTransport.ring(1)[0], **options)
+
+
+def needed(pipe: Pipeline, inputs: Any, targets: Any) -> tuple[Any, Any]:
+    """The inputs where this rank has the first chunk, the targets where it has the last one; else None."""
+    first, last = (pipe.schedule.placement[end] == pipe.rank for end in (0, -1))
+    return inputs if first else None, targets if last else None

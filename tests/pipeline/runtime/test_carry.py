@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
-from tests.support.chunks import on_threads, results_on_threads
+from tests.support.chunks import needed, one_rank, run_pipelines
 from zbkern.pipeline import (
     Action,
     Optimizer,
@@ -28,7 +29,6 @@ from zbkern.pipeline import (
     token_targets,
 )
 from zbkern.pipeline.runtime.carry import Carry
-from zbkern.pipeline.transport.local import LocalTransport
 
 TOKENS, WIDTH, LETTERS = 24, 16, 29
 
@@ -105,19 +105,13 @@ def check(
     inputs, labels, positions = batch(rows)
     expected = whole(reference, loss_fn, inputs, labels, positions if side else None)
 
-    def run(transport: LocalTransport) -> list[Tensor | None]:
-        modules = [chunks[chunk] for chunk in schedule.chunks_of(transport.rank)]
-        arguments = (
-            inputs if 0 in schedule.chunks_of(transport.rank) else None,
-            labels if len(chunks) - 1 in schedule.chunks_of(transport.rank) else None,
-            {"positions": positions} if side else None,
-        )
-        with Pipeline(modules, schedule, loss_fn, transport, **options) as pipe:
-            found = [pipe.step(*arguments), pipe.evaluate(*arguments)]
-            assert not any(stage.carries.nbytes for stage in pipe._stages.values())
-            return found
+    def run(pipe: Pipeline) -> list[Tensor | None]:
+        arguments = *needed(pipe, inputs, labels), {"positions": positions} if side else None
+        found = [pipe.step(*arguments), pipe.evaluate(*arguments)]
+        assert not any(stage.carries.nbytes for stage in pipe._stages.values())
+        return found
 
-    for losses in results_on_threads(schedule.stages, run):
+    for losses in run_pipelines(schedule, chunks, run, loss_fn, **options):
         for loss in losses:
             if loss is not None:
                 torch.testing.assert_close(loss, expected, rtol=exact, atol=0)
@@ -179,18 +173,16 @@ def train(
 ) -> Any:
     """The losses of steps with an Optimizer, whose step is validated in the next one."""
 
-    def run(transport: LocalTransport) -> list[Tensor | None]:
-        module = chunks[transport.rank]
-        with Pipeline([module], schedule, loss, transport) as pipe:
-            optimizer = Optimizer(torch.optim.SGD(module.parameters(), lr=0.1), pipe, **options)
-            losses = []
-            for inputs, targets in batches:
-                losses.append(pipe.step(inputs, targets))
-                optimizer.step()
-                optimizer.zero_grad()
+    def run(pipe: Pipeline) -> list[Tensor | None]:
+        optimizer = Optimizer(torch.optim.SGD(chunks[pipe.rank].parameters(), lr=0.1), pipe, **options)
+        losses = []
+        for inputs, targets in batches:
+            losses.append(pipe.step(inputs, targets))
+            optimizer.step()
+            optimizer.zero_grad()
         return losses
 
-    return results_on_threads(schedule.stages, run)[-1]
+    return run_pipelines(schedule, chunks, run, loss)[-1]
 
 
 def test_optimizer_rolls_back_forwards_of_slices() -> None:
@@ -309,14 +301,11 @@ class Mixed(nn.Module):
 )
 def test_what_cannot_be_sliced_says_so(module: nn.Module, loss: Any, slices: int, length: int, message: str) -> None:
     inputs, labels, _ = batch(2)
-
-    def run(transport: LocalTransport) -> None:
-        with Pipeline([module], schedules.one_f_one_b(1, 2, slices=slices), loss, transport) as pipe:
-            pipe.step(inputs, labels[:, :length])
-
-    [error] = on_threads(1, run)
-    assert isinstance(error, TypeError | ValueError | PipelineError)
-    assert message in str(error)
+    with (
+        pytest.raises((TypeError, ValueError, PipelineError), match=re.escape(message)),
+        one_rank(module, schedules.one_f_one_b(1, 2, slices=slices), loss) as pipe,
+    ):
+        pipe.step(inputs, labels[:, :length])
 
 
 def test_ranks_that_cut_other_side_inputs() -> None:
@@ -324,12 +313,10 @@ def test_ranks_that_cut_other_side_inputs() -> None:
     chunks = make(2)
     inputs, labels, positions = batch(2)
 
-    def run(transport: LocalTransport) -> None:
-        with Pipeline([chunks[transport.rank]], schedules.zb_h1(2, 2, slices=2), loss_fn, transport) as pipe:
-            side = {"bias": torch.zeros(2, 6), "positions": positions}
-            pipe.step(inputs if transport.rank == 0 else None, None if transport.rank == 0 else labels, side)
+    def run(pipe: Pipeline) -> None:
+        pipe.step(*needed(pipe, inputs, labels), {"bias": torch.zeros(2, 6), "positions": positions})
 
-    for error in on_threads(2, run):
+    for error in run_pipelines(schedules.zb_h1(2, 2, slices=2), chunks, run, loss_fn, keep_errors=True):
         assert "unexpected keyword argument 'bias'" in str(error)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.chunks import make_data, make_model, on_threads, plain, results_on_threads
+from tests.support.chunks import make_data, make_model, needed, on_threads, one_rank, plain, run_pipelines
 from tests.support.same import assert_gradients
 from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, StepOptions, schedules
 from zbkern.pipeline.runtime.clock import EventClock
@@ -39,21 +39,16 @@ def steps_on_threads(
     loss = plain(expected, inputs, targets)
     pipes: list[Any] = [None] * schedule.stages
 
-    def rank_steps(transport: LocalTransport) -> list[Any]:
-        mine = schedule.chunks_of(transport.rank)
-        modules = [zbkern.convert(model[c]) for c in mine]
-        data = inputs if 0 in mine else None, targets if chunks - 1 in mine else None
-        with Pipeline(modules, schedule, nn.functional.mse_loss, transport, **options) as pipe:
-            pipes[transport.rank] = pipe
-            found = []
-            for _ in range(steps):
-                for module in modules:
-                    module.zero_grad()
-                found.append(pipe.step(*data))
-            assert pipe.queue.pending() == 0
-            return [*found, pipe.evaluate(*data)]
+    def rank_steps(pipe: Pipeline) -> list[Any]:
+        pipes[pipe.rank], found, data = pipe, [], needed(pipe, inputs, targets)
+        for _ in range(steps):
+            for chunk in schedule.chunks_of(pipe.rank):
+                model[chunk].zero_grad()
+            found.append(pipe.step(*data))
+        assert pipe.queue.pending() == 0
+        return [*found, pipe.evaluate(*data)]
 
-    results = results_on_threads(schedule.stages, rank_steps, delay)
+    results = run_pipelines(schedule, [*map(zbkern.convert, model)], rank_steps, delay=delay, **options)
     assert [len(row) - row.count(None) for row in results].count(steps + 1) == 1
     for value in (value for row in results for value in row if value is not None):
         torch.testing.assert_close(value, loss)
@@ -92,7 +87,7 @@ def distributed_step(name: str, microbatches: int, fill: str) -> None:
     loss = plain(expected, inputs, targets)
     mine = schedule.chunks_of(rank)
     with Pipeline([zbkern.convert(model[c]) for c in mine], schedule, nn.functional.mse_loss, fill=fill) as pipe:
-        result = pipe.step(inputs if 0 in mine else None, targets if len(model) - 1 in mine else None)
+        result = pipe.step(*needed(pipe, inputs, targets))
         timeline = pipe.gather_timeline()
     if len(model) - 1 in mine:
         torch.testing.assert_close(result, loss)
@@ -113,8 +108,7 @@ def test_a_fused_backward_holds_nothing_for_w() -> None:
     expected = copy.deepcopy(model)
     plain([expected], inputs, targets)
     model.linear.bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter))
-    schedule, loss = schedules.one_f_one_b(1, 4), nn.functional.mse_loss
-    with Pipeline(zbkern.convert(model), schedule, loss, LocalTransport.ring(1)[0]) as pipe:
+    with one_rank(zbkern.convert(model), schedules.one_f_one_b(1, 4)) as pipe:
         pipe.step(inputs, targets)
     assert pipe.queue.peak_bytes == 0
     assert len(seen) == 4  # hooks run once per backward
@@ -122,16 +116,12 @@ def test_a_fused_backward_holds_nothing_for_w() -> None:
 
 
 def test_frozen_first_stage_and_gradients_elsewhere() -> None:
-    schedule, model, (inputs, targets) = schedules.zb_h1(2, 4), make_model(2), make_data(4)
+    model, data = make_model(2), make_data(4)
     model[0].requires_grad_(False)
     expected = copy.deepcopy(model)
-    plain(expected, inputs, targets)
-
-    def rank_step(transport: LocalTransport) -> None:
-        with Pipeline(zbkern.convert(model[transport.rank]), schedule, nn.functional.mse_loss, transport) as pipe:
-            pipe.step(inputs if transport.rank == 0 else None, targets if transport.rank == 1 else None)
-
-    assert on_threads(2, rank_step) == [None, None]
+    plain(expected, *data)
+    converted = [*map(zbkern.convert, model)]
+    run_pipelines(schedules.zb_h1(2, 4), converted, lambda pipe: pipe.step(*needed(pipe, *data)))
     assert all(p.grad is None for p in model[0].parameters())
     torch.testing.assert_close(model[1].linear.weight.grad, expected[1].linear.weight.grad)
 
@@ -140,20 +130,14 @@ def test_an_evaluation_leaves_every_module_in_its_mode() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Dropout().eval())
     seen = []
     module[2].register_forward_pre_hook(lambda part, _: seen.append((module.training, module[1].training)))
-    with one_rank(modules=module) as pipe:
+    with one_layer(modules=module) as pipe:
         pipe.evaluate(torch.ones(2, 2), torch.ones(2, 2))
     assert set(seen) == {(False, False)}
     assert [part.training for part in module.modules()] == [True, True, True, False]
 
 
-def one_rank(**changes: Any) -> Pipeline:
-    arguments: dict[str, Any] = {
-        "modules": [nn.Linear(2, 2)],
-        "schedule": schedules.one_f_one_b(1, 2),
-        "loss_fn": nn.functional.mse_loss,
-        "group": LocalTransport.ring(1)[0],
-    }
-    return Pipeline(**{**arguments, **changes})
+def one_layer(modules: Any = None, **changes: Any) -> Pipeline:
+    return one_rank(modules or [nn.Linear(2, 2)], schedules.one_f_one_b(1, 2), **changes)
 
 
 @pytest.mark.parametrize(
@@ -167,11 +151,11 @@ def test_a_timeout_that_cannot_be_waited_is_refused(timeout: Any, error: type[Ex
     with pytest.raises(
         error, match=f"^Pipeline: timeout must be a number of seconds above 0.* got {re.escape(repr(timeout))}"
     ):
-        one_rank(timeout=timeout)
+        one_layer(timeout=timeout)
 
 
 def test_the_longest_timeout_can_be_waited() -> None:
-    with one_rank(timeout=LONGEST_TIMEOUT) as pipe:
+    with one_layer(timeout=LONGEST_TIMEOUT) as pipe:
         assert pipe.step(torch.ones(2, 2), torch.ones(2, 2)) is not None
     first, second = LocalTransport.ring(2)
     threading.Timer(0.05, lambda: second.send(0, Tag(1, "B", 0, 0), "late")).start()
@@ -197,21 +181,14 @@ def test_ranks_with_different_schedules_are_refused_at_once() -> None:
 def test_a_chunk_that_was_not_converted_is_told_once(caplog: pytest.LogCaptureFixture, fill: str) -> None:
     frozen = nn.Linear(2, 2).requires_grad_(False)
     modules = [frozen, nn.Linear(2, 2), zbkern.convert(nn.Linear(2, 2)), nn.Linear(2, 2)]
-    schedule = schedules.zb_v(2, 4)
-
-    def rank_steps(transport: LocalTransport) -> None:
-        mine = [modules[chunk] for chunk in schedule.chunks_of(transport.rank)]
-        with Pipeline(mine, schedule, nn.functional.mse_loss, transport, fill=fill) as pipe:
-            for _ in range(2):
-                pipe.step(torch.ones(4, 2), torch.ones(4, 2))
-
-    assert on_threads(2, rank_steps) == [None, None]
+    data = torch.ones(4, 2), torch.ones(4, 2)
+    run_pipelines(schedules.zb_v(2, 4), modules, lambda pipe: [pipe.step(*data) for _ in range(2)], fill=fill)
     told = sorted(record.getMessage().split(",")[0] for record in caplog.records)
     assert told == ["chunk 1: no W waits", "chunk 3: no W waits"]
 
 
 def test_a_step_without_gradients_is_refused() -> None:
-    with one_rank() as pipe:
+    with one_layer() as pipe:
         with torch.no_grad(), pytest.raises(RuntimeError, match="call evaluate for the loss alone"):
             pipe.step(torch.ones(2, 2), torch.ones(2, 2))
         assert pipe.step(torch.ones(2, 2), torch.ones(2, 2)) is not None
@@ -232,7 +209,7 @@ def test_what_a_loss_must_not_do_is_told(act: Callable[[Pipeline], object], mess
             act(pipe)
         return nn.functional.mse_loss(output, target)
 
-    with one_rank(loss_fn=loss_fn) as pipe:
+    with one_layer(loss_fn=loss_fn) as pipe:
         with pytest.raises(PipelineError, match=message):
             pipe.step(torch.ones(2, 2), torch.ones(2, 2))
         wrong.clear()
@@ -246,14 +223,14 @@ class TurnsGradientsOff(nn.Linear):
 
 
 def test_a_chunk_that_turns_gradients_off_is_told() -> None:
-    with one_rank(modules=[TurnsGradientsOff(2, 2)]) as pipe:
+    with one_layer(modules=[TurnsGradientsOff(2, 2)]) as pipe:
         with pytest.raises(PipelineError, match="chunk 0 must leave torch's grad mode as it was"):
             pipe.step(torch.ones(2, 2), torch.ones(2, 2))
         assert torch.is_grad_enabled()
 
 
 def test_a_pipeline_that_was_closed_says_so() -> None:
-    with one_rank() as pipe:
+    with one_layer() as pipe:
         pass
     for name in ("step", "evaluate"):
         with pytest.raises(RuntimeError, match=f"Pipeline.{name}: this pipeline was closed; construct another"):
@@ -262,7 +239,7 @@ def test_a_pipeline_that_was_closed_says_so() -> None:
 
 
 def test_a_pipeline_is_usable_after_an_error_in_its_arguments() -> None:
-    with one_rank() as pipe:
+    with one_layer() as pipe:
         with pytest.raises(ValueError, match="targets must be given"):
             pipe.step(torch.ones(2, 2))
         assert pipe.step(torch.ones(2, 2), torch.ones(2, 2)) is not None
@@ -331,7 +308,7 @@ def test_samples_of_the_queue() -> None:
 
 
 def test_profilers_see_the_names_of_the_actions() -> None:
-    with one_rank() as pipe:
+    with one_layer() as pipe:
         with torch.profiler.profile() as profiler:
             pipe.step(torch.ones(2, 2), torch.ones(2, 2))
         names = {event.name for event in profiler.events()}
@@ -339,9 +316,8 @@ def test_profilers_see_the_names_of_the_actions() -> None:
 
 
 def test_w_that_communicates_needs_a_planned_order() -> None:
-    (transport,) = LocalTransport.ring(1)
-    schedule, data = schedules.gpipe(1, 2), make_data(2)
-    with Pipeline(make_model(1), schedule, nn.functional.mse_loss, transport, fill="eager") as pipe:
+    data = make_data(2)
+    with one_rank(make_model(1), schedules.gpipe(1, 2), fill="eager") as pipe:
         pipe.queue.regather_inputs = True
         with pytest.raises(ValueError, match='fill="planned"'):
             pipe.step(*data)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.chunks import make_data, make_model, on_threads, plain, results_on_threads
+from tests.support.chunks import make_data, make_model, needed, on_threads, plain, run_pipelines
 from tests.support.saving import saved_in_turn, with_actions
 from zbkern.pipeline import Optimizer, Pipeline, Schedule, StepOptions, checkpoint, schedules
 from zbkern.pipeline.simulation.timeline import Timeline
@@ -124,19 +124,16 @@ _RECOMPUTING = with_actions(schedules.zb_h1(2, 4), saved_in_turn("recomputed"))
     ],
 )
 def test_a_replanner_that_raises_or_is_wrong_is_known_to_all_at_once(proposal: Any, message: str) -> None:
-    def rank_steps(transport: LocalTransport) -> tuple[str, float]:
-        module = zbkern.convert(make_model(2)[transport.rank])
-        first = schedules.zb_h1(2, 4)
-        with Pipeline(
-            module, first, nn.functional.mse_loss, transport, timeout=20, replanner=Proposing(proposal)
-        ) as pipe:
-            start = time.monotonic()
-            with pytest.raises(PipelineError) as caught:
-                pipe.step(*make_data(4))
-            assert pipe.schedule is first
-            return str(caught.value), time.monotonic() - start
+    first, chunks = schedules.zb_h1(2, 4), [*map(zbkern.convert, make_model(2))]
 
-    for found, seconds in results_on_threads(2, rank_steps):
+    def rank_step(pipe: Pipeline) -> tuple[str, float]:
+        start = time.monotonic()
+        with pytest.raises(PipelineError) as caught:
+            pipe.step(*make_data(4))
+        assert pipe.schedule is first
+        return str(caught.value), time.monotonic() - start
+
+    for found, seconds in run_pipelines(first, chunks, rank_step, timeout=20, replanner=Proposing(proposal)):
         assert re.fullmatch(f"rank 0, action replanning: {message}", found, re.DOTALL), found
         assert seconds < 10
 
@@ -239,14 +236,10 @@ class Broken(nn.Module):
 
 
 def steps_with_broken_rank(broken: int, action: Any, timeout: float, stages: int = 4) -> list[Any]:
-    schedule, model, (inputs, targets) = schedules.zb_h1(stages, stages), make_model(stages), make_data(stages)
-
-    def rank_step(transport: LocalTransport) -> None:
-        module = Broken(action) if transport.rank == broken else model[transport.rank]
-        with Pipeline([module], schedule, nn.functional.mse_loss, transport, timeout=timeout) as pipe:
-            pipe.step(inputs if transport.rank == 0 else None, targets if transport.rank == stages - 1 else None)
-
-    return on_threads(stages, rank_step)
+    model, data = make_model(stages), make_data(stages)
+    model[broken] = Broken(action)
+    step = lambda pipe: pipe.step(*needed(pipe, *data))  # noqa: E731
+    return run_pipelines(schedules.zb_h1(stages, stages), model, step, keep_errors=True, timeout=timeout)
 
 
 def test_the_rank_that_hangs_is_named_by_those_that_wait_for_others() -> None:
@@ -265,16 +258,14 @@ def test_the_rank_that_hangs_is_named_by_those_that_wait_for_others() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_every_rank(value: float) -> None:
-    schedule, model, (inputs, targets) = schedules.zb_h1(2, 4), make_model(2), make_data(4)
+    inputs, targets = make_data(4)
     targets[4] = value  # of microbatch 2
 
-    def rank_step(transport: LocalTransport) -> None:
-        rank = transport.rank
-        arguments = [model[rank]], schedule, nn.functional.mse_loss, transport
-        with Pipeline(*arguments, options=StepOptions(nonfinite="raise")) as pipe:
-            pipe.step(inputs if rank == 0 else None, targets if rank == 1 else None)
+    def rank_step(pipe: Pipeline) -> None:
+        pipe.step(*needed(pipe, inputs, targets))
 
-    for error in on_threads(2, rank_step):
+    options = StepOptions(nonfinite="raise")
+    for error in run_pipelines(schedules.zb_h1(2, 4), make_model(2), rank_step, keep_errors=True, options=options):
         assert isinstance(error, PipelineError)
         assert str(error) == f"rank 1, action 1F2: FloatingPointError: the loss of microbatch 2 is {value}"
 

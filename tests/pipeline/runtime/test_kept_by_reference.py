@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
-from tests.support.chunks import results_on_threads
+from tests.support.chunks import one_rank, results_on_threads
 from tests.support.saving import schedule_of
 from zbkern.pipeline import Pipeline, PipelineError, StepOptions, schedules
-from zbkern.pipeline.transport.local import LocalTransport
 
 ROWS = torch.arange(8.0).repeat_interleave(2)[:, None].expand(16, 4).contiguous()  # a number for each microbatch
 
@@ -132,17 +131,15 @@ def test_what_changes_while_it_is_kept_is_told(rows: str, change: Any, where: st
         change = ChangesTheFirst(change)
     module = Changes((lambda y, x, mask: None) if where == "loss" else change)
     inputs, targets = ([torch.ones(2, 4), torch.ones(2, 4)] for _ in range(2))  # parts of one tensor have one version
-    arguments = schedule_of(rows, microbatches=2), loss_fn, LocalTransport.ring(1)[0]
-    with pytest.raises(PipelineError, match=message), Pipeline(module, *arguments) as pipe:
+    pipe = one_rank(module, schedule_of(rows, microbatches=2), loss_fn)
+    with pytest.raises(PipelineError, match=message), pipe:
         pipe.step(inputs, targets, {"mask": torch.ones(4)} if where == "side" else None)
 
 
 @pytest.mark.parametrize("always", [False, True])
 def test_values_that_w_reads_are_compared_in_two_steps_or_in_all(always: bool) -> None:
     module, data, compared = zbkern.convert(nn.Linear(4, 4)), torch.ones(4, 4), []
-    options = StepOptions(check_values=always)
-    arguments = schedule_of(PLAIN, microbatches=2), nn.functional.mse_loss, LocalTransport.ring(1)[0]
-    with Pipeline(module, *arguments, options=options) as pipe:
+    with one_rank(module, schedule_of(PLAIN, microbatches=2), options=StepOptions(check_values=always)) as pipe:
         pipe.queue.listeners.append(lambda tasks: compared.extend(task.sums is not None for task in tasks))
         for _ in range(4):
             pipe.step(data, data)
@@ -158,6 +155,5 @@ def test_side_inputs_that_a_slice_changes_are_told() -> None:
 
     schedule, data = schedules.one_f_one_b(1, 1, slices=2), torch.ones(1, 6, 4)
     message = r"side inputs of microbatch 1, .*'scale'.* were modified in place"
-    arguments = schedule, nn.functional.mse_loss, LocalTransport.ring(1)[0]
-    with pytest.raises(PipelineError, match=message), Pipeline(Scaled(4, 4), *arguments) as pipe:
+    with pytest.raises(PipelineError, match=message), one_rank(Scaled(4, 4), schedule) as pipe:
         pipe.step(data, data, [{"scale": torch.ones(4)}])

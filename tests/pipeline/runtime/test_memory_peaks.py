@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zbkern
+from tests.support.chunks import one_rank
 from tests.support.saving import Wide, saved_in_turn, schedule_of, with_actions
 from zbkern.pipeline import (
     Action,
@@ -69,7 +70,7 @@ def streaming(copy_size: int) -> tuple[float, float, float]:
     costs = profile(modules, [0], *arguments, options=ProfileOptions(1, 0, copy_size))
     in_forward: list[float] = []
     options = StepOptions(copy_size=copy_size)
-    with Pipeline(modules, schedule, nn.functional.mse_loss, LocalTransport.ring(1)[0], options=options) as pipe:
+    with one_rank(modules, schedule, options=options) as pipe:
         recorder = pipe._recorder
         load = pipe._stages[0].save_memory
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import zbkern
 from tests.pipeline.simulation.test_differential import is_valid, random_rows
-from tests.support.chunks import make_data, make_model, plain, results_on_threads
+from tests.support.chunks import make_data, make_model, one_rank, plain, run_pipelines
 from tests.support.same import assert_same
 from tests.support.saving import Wide, schedule_of
 from zbkern.pipeline import (
@@ -43,20 +43,17 @@ def run(
     """Losses and gradients of the last step of a copy of the model, on threads, and its timeline."""
     options = StepOptions(copy_size=copy_size)
     model = [zbkern.convert(module) for module in copy.deepcopy(list(model))]
-    inputs, targets = data
 
-    def rank_steps(transport: LocalTransport) -> Any:
-        mine = [model[chunk] for chunk in schedule.chunks_of(transport.rank)]
-        with Pipeline(mine, schedule, nn.functional.mse_loss, transport, options=options) as pipe:
-            pipe.queue.merge = "exact"  # however copies part neighbouring W
-            for _ in range(steps):
-                for module in mine:
-                    module.zero_grad()
-                loss = pipe.step(inputs, targets)
-            assert pipe.queue.pending() == pipe.queue.bytes == 0
-            return loss, pipe.gather_timeline()
+    def rank_steps(pipe: Pipeline) -> Any:
+        pipe.queue.merge = "exact"  # however copies part neighbouring W
+        for _ in range(steps):
+            for chunk in schedule.chunks_of(pipe.rank):
+                model[chunk].zero_grad()
+            loss = pipe.step(*data)
+        assert pipe.queue.pending() == pipe.queue.bytes == 0
+        return loss, pipe.gather_timeline()
 
-    results = results_on_threads(schedule.stages, rank_steps)
+    results = run_pipelines(schedule, model, rank_steps, options=options)
     losses = [loss for loss, _ in results if loss is not None]
     gradients = [p.grad for module in model for p in module.parameters() if p.grad is not None]
     return [*losses, *gradients], results[0][1]
@@ -94,8 +91,7 @@ def replicated_gradients(row: str) -> list[torch.Tensor]:
     module = zbkern.convert(Wide())
     replica = nn.parallel.DistributedDataParallel(module)
     data = torch.randn(4, 32) + torch.distributed.get_rank()
-    local = LocalTransport.ring(1)[0]
-    with Pipeline([replica], schedule_of(row, microbatches=2), nn.functional.mse_loss, local) as pipe:
+    with one_rank(replica, schedule_of(row, microbatches=2)) as pipe:
         pipe.step(data, data)
     return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
@@ -116,7 +112,7 @@ def test_replicas_are_reduced_as_without(two_ranks: Any) -> None:
 def step(modules: Sequence[nn.Module], row: str, *, microbatches: int = 2, steps: int = 1, **more: Any) -> Any:
     """Runs a row on one rank; the pipeline, still open to be looked at."""
     schedule = schedule_of(row, microbatches=microbatches, placement=[0] * len(modules))
-    pipe = Pipeline(modules, schedule, nn.functional.mse_loss, LocalTransport.ring(1)[0], **more)
+    pipe = one_rank(modules, schedule, **more)
     pipe.queue.merge = "exact"  # however copies part neighbouring W
     data = batch(microbatches)
     for _ in range(steps):
@@ -299,8 +295,7 @@ def test_a_weight_gradient_waits_for_its_own_transfer_alone(row: str, monkeypatc
 
     watch_copies(monkeypatch, began)
     module, data = deep(5), batch(3)
-    arguments = [module], schedule_of(row, microbatches=3), nn.functional.mse_loss, LocalTransport.ring(1)[0]
-    with Pipeline(*arguments, options=StepOptions(copy_size=1)) as pipe:
+    with one_rank(module, schedule_of(row, microbatches=3), options=StepOptions(copy_size=1)) as pipe:
         pipe.queue.listeners.append(lambda tasks: ran.set() if loading.is_set() else None)
         pipe.step(data, data)
     assert next(begun) == last + 1
@@ -443,16 +438,15 @@ def test_a_copy_that_fails_is_known_to_all_and_the_pipeline_goes_on(
     schedule = schedule_of("0F0 0O0 0L0 0BW0 0F1 0BW1", "1F0 1BW0 1F1 1BW1", microbatches=2)
     data = torch.ones(4, 8)
 
-    def steps(transport: LocalTransport) -> tuple[str, Timeline]:
-        with Pipeline([Watched()], schedule, nn.functional.mse_loss, transport, timeout=5) as pipe:
-            with pytest.raises(PipelineError) as raised:
-                pipe.step(data, data)
-            pipe.evaluate(data, data)
-            timeline = pipe.gather_timeline()
+    def steps(pipe: Pipeline) -> tuple[str, Timeline]:
+        with pytest.raises(PipelineError) as raised:
             pipe.step(data, data)
+        pipe.evaluate(data, data)
+        timeline = pipe.gather_timeline()
+        pipe.step(data, data)
         return str(raised.value), timeline
 
-    (message, first), (same, second) = results_on_threads(2, steps)
+    (message, first), (same, second) = run_pipelines(schedule, [Watched(), Watched()], steps, timeout=5)
     assert message == same
     assert re.match(r"rank 0, action 0.*MemoryError: the host has no more", message)
     assert [str(event.action) for row in first.copies for event in row] == [[], ["0O0"]][broken - 1]

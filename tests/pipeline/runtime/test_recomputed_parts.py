@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zbkern
-from tests.support.chunks import results_on_threads
+from tests.support.chunks import one_rank, results_on_threads, run_pipelines
 from tests.support.same import assert_same
 from tests.support.saving import schedule_of
 from zbkern.pipeline import (
@@ -69,11 +69,9 @@ def train(row: str, recompute: Any = (), module: nn.Module | None = None, autoca
     torch.manual_seed(3)
     random.seed(3)
     module = module or zbkern.convert(Chunk())
-    schedule = schedule_of(row, microbatches=3)
-    data = torch.randn(6, WIDTH)
-    options = StepOptions(recompute=recompute)
+    data, options = torch.randn(6, WIDTH), StepOptions(recompute=recompute)
     with (
-        Pipeline([module], schedule, nn.functional.mse_loss, LocalTransport.ring(1)[0], options=options) as pipe,
+        one_rank(module, schedule_of(row, microbatches=3), options=options) as pipe,
         torch.autocast("cpu", torch.bfloat16, autocast),
     ):
         for _ in range(2):
@@ -155,14 +153,12 @@ def planned_from_layers(
     found = plan(first, 2, 4, memory_limit=limit, recompute=True, effort=0, options=PlanOptions(partition=partition))
     assert max(found.timeline.peak_memory) <= limit * (1 + 1e-6)
 
-    def step(transport: LocalTransport) -> tuple[float, ...]:
-        chunk = nn.Sequential(*([*named.values()][:half] if transport.rank == 0 else [*named.values()][half:]))
-        options = StepOptions(recompute=parts)
-        with Pipeline([chunk], found.schedule, loss_fn, transport, options=options) as pipe:
-            pipe.step(data, data)
-            return pipe.gather_timeline().peak_memory
+    def step(pipe: Pipeline) -> tuple[float, ...]:
+        pipe.step(data, data)
+        return pipe.gather_timeline().peak_memory
 
-    peaks = results_on_threads(2, step)
+    chunks = [nn.Sequential(*[*named.values()][:half]), nn.Sequential(*[*named.values()][half:])]
+    peaks = run_pipelines(found.schedule, chunks, step, options=StepOptions(recompute=parts))
     assert peaks[0] == peaks[1]
     return found, peaks[0], {action.chunk for row in found.schedule.actions for action in row if action.kind == "R"}
 
@@ -206,17 +202,12 @@ def test_layers_of_other_ranks_are_no_parts_of_a_chunk(named: list[str]) -> None
     rows = "0F0 0F1 0R0 0B0 0R1 0B1 0F2 0R2 0B2 0W0 0W1 0W2", "1F0 1R0 1B0 1F1 1R1 1B1 1F2 1R2 1B2 1W0 1W1 1W2"
     schedule = schedule_of(*rows, microbatches=3)
 
-    def step(transport: LocalTransport, recompute: list[str]) -> list[torch.Tensor]:
-        (chunk,) = cut(copy.deepcopy(model), schedule, layers=["layers.*"], rank=transport.rank)
-        options = StepOptions(recompute=recompute)
-        with Pipeline(zbkern.convert(chunk), schedule, nn.functional.mse_loss, transport, options=options) as pipe:
-            pipe.step(data, data)
-        return [p.grad for p in chunk.parameters()]
-
-    found = results_on_threads(2, lambda transport: step(transport, named))
-    model.zero_grad()
+    chunks = [zbkern.convert(*cut(copy.deepcopy(model), schedule, layers=["layers.*"], rank=rank)) for rank in (0, 1)]
+    run_pipelines(schedule, chunks, lambda pipe: pipe.step(data, data), options=StepOptions(recompute=named))
     (sum(nn.functional.mse_loss(model(x), x) for x in data.split(2)) / 3).backward()
-    torch.testing.assert_close([g for rank in found for g in rank], [p.grad for p in model.parameters()])
+    torch.testing.assert_close(
+        [p.grad for chunk in chunks for p in chunk.parameters()], [p.grad for p in model.parameters()]
+    )
 
 
 class Changing(nn.Module):
@@ -288,11 +279,10 @@ class Unrepeatable(nn.Module):
 def test_a_forward_that_computes_something_else_is_told(source: str, always: bool, recompute: Any) -> None:
     module = nn.Sequential(nn.Sequential(Unrepeatable(source)), nn.Linear(WIDTH, WIDTH))
     options = StepOptions(recompute=recompute, check_values=bool(always))
-    arguments = [module], schedule_of(SAVING, microbatches=3), nn.functional.mse_loss, LocalTransport.ring(1)[0]
     data = torch.randn(6, WIDTH)
 
     def steps() -> None:
-        with Pipeline(*arguments, options=options) as pipe:
+        with one_rank(module, schedule_of(SAVING, microbatches=3), options=options) as pipe:
             for _ in range(4):
                 pipe.step(data, data)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
-from tests.support.chunks import results_on_threads
+from tests.support.chunks import needed, one_rank, run_pipelines
 from zbkern.pipeline import Pipeline, PipelineError, profile, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -46,13 +46,12 @@ def test_every_chunk_gets_its_microbatchs(name: str, fill: str) -> None:
     expected = nn.functional.mse_loss(y, targets)
     expected.backward()
 
-    def steps(transport: LocalTransport) -> list[Any]:
-        mine = [zbkern.convert(model[chunk]) for chunk in schedule.chunks_of(transport.rank)]
-        with Pipeline(mine, schedule, nn.functional.mse_loss, transport, fill=fill) as pipe:
-            parts = [{key: value[2 * i : 2 * i + 2] for key, value in side.items()} for i in range(4)]
-            return [pipe.step(x, targets, side), pipe.evaluate(x, targets, side=parts)]
+    def steps(pipe: Pipeline) -> list[Any]:
+        parts = [{key: value[2 * i : 2 * i + 2] for key, value in side.items()} for i in range(4)]
+        return [pipe.step(x, targets, side), pipe.evaluate(x, targets, side=parts)]
 
-    losses = [loss for result in results_on_threads(2, steps) for loss in result if loss is not None]
+    results = run_pipelines(schedule, [*map(zbkern.convert, model)], steps, fill=fill)
+    losses = [loss for result in results for loss in result if loss is not None]
     assert len(losses) == 2
     for loss in losses:
         torch.testing.assert_close(loss, expected.detach())
@@ -79,18 +78,16 @@ def test_every_chunk_gets_its_microbatchs(name: str, fill: str) -> None:
 )
 def test_ranks_with_other_side_inputs_are_refused(change: Callable[[dict[str, Tensor]], Any], called: str) -> None:
     model, x, targets, side = model_and_batch()
-    schedule = schedules.zb_h1(2, 4)
     plain = f"step with side mask (8 rows), scale (8 rows) on rank 0 and {called} on rank 1"
 
-    def step(transport: LocalTransport) -> Any:
-        with Pipeline(model[transport.rank], schedule, nn.functional.mse_loss, transport, timeout=5) as pipe:
-            try:
-                pipe.step(x, targets, change(side) if transport.rank else side)
-            except PipelineError as error:
-                return str(error), pipe.step(x, targets, side)  # nothing is lost
-            return "no error", None
+    def step(pipe: Pipeline) -> Any:
+        try:
+            pipe.step(x, targets, change(side) if pipe.rank else side)
+        except PipelineError as error:
+            return str(error), pipe.step(x, targets, side)  # nothing is lost
+        return "no error", None
 
-    found = results_on_threads(2, step)
+    found = run_pipelines(schedules.zb_h1(2, 4), model, step, timeout=5)
     for message, _ in found:
         assert plain in message
     assert [loss is not None for _, loss in found] == [False, True]
@@ -111,11 +108,8 @@ def test_ranks_with_other_side_inputs_are_refused(change: Callable[[dict[str, Te
     ],
 )
 def test_bad_side_inputs_name_the_argument(side: Any, message: str) -> None:
-    module = nn.Linear(4, 4)
-    with (
-        Pipeline(module, schedules.one_f_one_b(1, 4), nn.functional.mse_loss, LocalTransport.ring(1)[0]) as pipe,
-        pytest.raises((TypeError, ValueError, PipelineError), match=message),
-    ):
+    pipe = one_rank(nn.Linear(4, 4), schedules.one_f_one_b(1, 4))
+    with pipe, pytest.raises((TypeError, ValueError, PipelineError), match=message):
         pipe.step(torch.ones(8, 4), torch.ones(8, 4), side)
 
 
@@ -124,18 +118,15 @@ def test_ranks_with_other_batches_are_told_once(caplog: pytest.LogCaptureFixture
     """As by a loader that gives every rank other rows; but not where ranks that need none pass None."""
     _, x, targets, _ = model_and_batch()
 
-    def steps(transport: LocalTransport, needed: bool) -> None:
-        rank = transport.rank
-        rows = torch.arange(8).roll(rank)
-        inputs = {"input": x[rows]} if named and rank == 0 else x[rows]
-        given = (None if rank else inputs, targets if rank else None) if needed else (inputs, targets)
-        module = nn.Linear(4, 4).double()
-        with Pipeline(module, schedules.zb_h1(2, 4), nn.functional.mse_loss, transport) as pipe:
-            for _ in range(2):
-                pipe.step(*given)
+    def steps(pipe: Pipeline, all_given: bool) -> None:
+        rows = torch.arange(8).roll(pipe.rank)
+        inputs = {"input": x[rows]} if named and pipe.rank == 0 else x[rows]
+        for _ in range(2):
+            pipe.step(*((inputs, targets) if all_given else needed(pipe, inputs, targets)))
 
-    for needed in (False, True):
-        results_on_threads(2, lambda transport, needed=needed: steps(transport, needed))
+    layers = [nn.Linear(4, 4).double() for _ in range(2)]
+    for given in (True, False):
+        run_pipelines(schedules.zb_h1(2, 4), layers, lambda pipe, given=given: steps(pipe, given))
     (said,) = [record.getMessage() for record in caplog.records if "differ" in record.getMessage()]
     assert said.startswith("Pipeline.step: the inputs of ranks [0, 1] differ")
 

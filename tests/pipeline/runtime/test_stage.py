@@ -12,7 +12,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zbkern
-from tests.support.chunks import on_threads, results_on_threads
+from tests.support.chunks import needed, one_rank, results_on_threads, run_pipelines
 from tests.support.saving import saved_in_turn, with_actions
 from zbkern.pipeline import Pipeline, PipelineError, schedules
 from zbkern.pipeline.transport.local import LocalTransport
@@ -44,8 +44,7 @@ class Takes(nn.Module):
 
 
 def step(*modules: nn.Module, loss_fn: Any = nn.functional.mse_loss, inputs: Any = ONES) -> Any:
-    schedule = schedules.zb_v(1, 2)
-    with Pipeline(modules, schedule, loss_fn, LocalTransport.ring(1)[0]) as pipe:
+    with one_rank(modules, schedules.zb_v(1, 2), loss_fn) as pipe:
         return pipe.step(inputs, ONES)
 
 
@@ -111,15 +110,7 @@ def test_arguments_may_be_left_out_of_a_batch() -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_chunk_that_its_own_forward_cuts_off_is_told_once(caplog: pytest.LogCaptureFixture, frozen: bool) -> None:
     cut = Calls(lambda layer, x: layer(x).detach()).requires_grad_(not frozen)
-    schedule = schedules.zb_h1(2, 2)
-
-    def rank_steps(transport: LocalTransport) -> None:
-        mine = cut if transport.rank == 0 else Takes()
-        with Pipeline(mine, schedule, nn.functional.mse_loss, transport) as pipe:
-            for _ in range(2):
-                pipe.step(ONES, ONES)
-
-    assert on_threads(2, rank_steps) == [None, None]
+    run_pipelines(schedules.zb_h1(2, 2), [cut, Takes()], lambda pipe: [pipe.step(ONES, ONES) for _ in range(2)])
     told = [record.getMessage().split(",")[0] for record in caplog.records]
     assert told == ([] if frozen else ["chunk 0: its parameters get no gradient"])
 
@@ -194,7 +185,7 @@ def step_between_collectives(transport: LocalTransport | None, offload: bool) ->
     sum_of_squares(model[1](*model[0](*inputs)), target).backward()
     chunk = BetweenCollectives(InFlight.apply)
     with Pipeline(chunk, schedule, sum_of_squares, transport, tied={"weight": chunk.weight}, timeout=60) as pipe:
-        pipe.step(inputs if pipe.rank == 0 else None, target if pipe.rank == 1 else None)
+        pipe.step(*needed(pipe, inputs, target))
     torch.testing.assert_close(chunk.weight.grad + 0, model[0].weight.grad)
 
 
@@ -219,7 +210,7 @@ def said_of(chunk: nn.Module) -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zbkern").addHandler(handler)
     try:
-        with Pipeline(chunk, schedules.zb_h1(1, 2), nn.functional.mse_loss, LocalTransport.ring(1)[0]) as pipe:
+        with one_rank(chunk, schedules.zb_h1(1, 2)) as pipe:
             pipe.step(ONES, ONES)
     finally:
         logging.getLogger("zbkern").removeHandler(handler)
