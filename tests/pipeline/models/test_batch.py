@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import zbkern
-from tests.pipeline.models.test_cut import make
 from tests.support.chunks import results_on_threads
+from tests.support.small_models import make
 from zbkern.pipeline import Pipeline, PipelineError, cut, profile, schedules, token_loss, token_targets
 
 MICROBATCHES = 4

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zbkern
 from tests.support.chunks import results_on_threads
+from tests.support.small_models import batch, make, transformers
 from zbkern.pipeline import (
     LayerCosts,
     ModelCosts,
@@ -31,57 +32,8 @@ from zbkern.pipeline import (
 )
 from zbkern.pipeline.transport.local import LocalTransport
 
-transformers = pytest.importorskip("transformers", reason="needs the transformers library: pip install zbkern[test]")
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("cut is for transformers 5", allow_module_level=True)
-
-SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 61}
-TEXT = {**SIZES, "intermediate_size": 48, "max_position_embeddings": 32, "num_key_value_heads": 2}
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
-ROUTING = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {**TEXT, "tie_word_embeddings": True}),
-    "qwen3_moe": ("Qwen3MoeConfig", {**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 8}),
-    "gpt2": (
-        "GPT2Config",
-        {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 61, "n_positions": 32, **NO_DROPOUT},
-    ),
-    "qwen2": ("Qwen2Config", {**TEXT, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", {**TEXT, "head_dim": 8}),
-    "mistral": ("MistralConfig", {**TEXT, "sliding_window": 4}),
-    "gemma": ("GemmaConfig", {**TEXT, "head_dim": 8}),
-    "gemma2": ("Gemma2Config", {**TEXT, "head_dim": 8}),
-    "gemma3": ("Gemma3TextConfig", {**TEXT, "head_dim": 8, "sliding_window": 4}),
-    "mixtral": ("MixtralConfig", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2_moe": ("Qwen2MoeConfig", {**TEXT, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}),
-    "deepseek_v3": ("DeepseekV3Config", {**TEXT, **EXPERTS, **LATENT, **ROUTING, "num_key_value_heads": 4}),
-    "gpt_oss": ("GptOssConfig", {**TEXT, "head_dim": 8, "num_local_experts": 4, "sliding_window": 4}),
-    "granite": ("GraniteConfig", {**TEXT, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
-    "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 4, "n_head": 4, "vocab_size": 61}),
-    "gpt_neox": ("GPTNeoXConfig", {**SIZES, "intermediate_size": 48}),
-    "llama4": ("Llama4TextConfig", TEXT),
-    "mamba": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 61, "state_size": 4}),
-}
-USUAL = ["llama", "qwen3_moe", "gpt2"]
-
-
-def make(family: str) -> nn.Module:
-    torch.manual_seed(0)
-    name, sizes = FAMILIES[family]
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**sizes, **TOKENS)).double()
-    if "experts" in str(sizes):
-        model.set_experts_implementation("eager")  # the library's grouped product takes no float64
-    return model.train()
-
-
-def batch() -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens with padding behind, the mask, and labels of 4 rows, of which each has another number."""
-    tokens = torch.randint(3, 60, (4, 10), generator=torch.Generator().manual_seed(1))
-    mask = (torch.arange(10) < torch.tensor([10, 4, 7, 2])[:, None]).long()
-    return tokens.masked_fill(mask == 0, 0), mask, tokens.masked_fill(mask == 0, -100)
+MORE = ("qwen3", "mixtral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3")
+FAMILIES = ["llama", "qwen3_moe", "gpt2", *(pytest.param(family, marks=pytest.mark.slow) for family in MORE)]
 
 
 def plain(model: nn.Module) -> Tensor:
@@ -127,15 +79,9 @@ def check(family: str, schedule: Schedule, partition: Sequence[int] | str | None
     assert sorted(name for _, _, names in found for name in names) == sorted(layer.name for layer in layers_of(model))
 
 
-@pytest.mark.parametrize("family", [f if f in USUAL else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_equal_one_process(family: str) -> None:
     check(family, schedules.zb_h1(2, 4))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_embedding_alone_of_every_family(family: str) -> None:
-    check(family, schedules.one_f_one_b(2, 2), [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -231,85 +177,6 @@ def test_positions_of_gpt2_are_where_they_are_added() -> None:
     first, second = (cut(make("gpt2"), schedules.zb_h1(2, 2), [0, 1], rank=rank)[0] for rank in range(2))
     assert set(first.state_dict()) == {"transformer.wte.weight"}
     assert "transformer.wpe.weight" in second.state_dict()
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("partition", [None, [0, 1], [0, 6]], ids=str)
-def test_classifiers_pool_by_token_ids(family: str, partition: list[int] | None) -> None:
-    """The last rank needs them, too; without them the library takes the last token, which is padding here."""
-    config = make(family).config
-    config.num_labels = 3
-    torch.manual_seed(0)
-    model = transformers.AutoModelForSequenceClassification.from_config(config).double().eval()
-    tokens, mask, _ = batch()
-    first, second = (cut(model, schedules.zb_h1(2, 2), partition, rank=rank)[0] for rank in range(2))
-    side = {"attention_mask": mask, "input_ids": tokens}
-    wanted = model(input_ids=tokens, attention_mask=mask).logits
-    assert first.split_batch(side) == ({}, side)
-    for inputs in ((), (tokens,)):  # as a side input alone, and besides
-        torch.testing.assert_close(second(first(*inputs, **side), **side), wanted)
-    with pytest.raises(ValueError, match=r"pools by its padding, .*side={'input_ids': tokens}, on every rank"):
-        second(first(tokens, attention_mask=mask), attention_mask=mask)
-
-
-def vision(kind: str) -> tuple[nn.Module, dict[str, Tensor], list[str] | None]:
-    """A small model, what it takes of images and texts, and its layers where they are to be named."""
-    torch.manual_seed(0)
-    tokens = torch.randint(3, 60, (2, 12))
-    encoder = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "patch_size": 8}
-    if kind == "vit":
-        config = transformers.ViTConfig(num_hidden_layers=4, image_size=32, num_labels=5, **encoder)
-        layers = ["vit.embeddings", "vit.layers.*", "vit.layernorm", "classifier"]
-        return transformers.ViTForImageClassification(config), {"pixel_values": torch.randn(2, 3, 32, 32)}, layers
-    if kind == "llava":
-        tokens[:, 2:6] = 60
-        sizes = {"num_hidden_layers": 2, "image_size": 16, "projection_dim": 32, **encoder}
-        text = {"model_type": "llama", **TEXT}
-        parts = {"vision_config": {"model_type": "clip_vision_model", **sizes}, "text_config": text}
-        config = transformers.LlavaConfig(**parts, image_token_id=60)
-        given = {"input_ids": tokens, "pixel_values": torch.randn(2, 3, 16, 16)}
-        return transformers.LlavaForConditionalGeneration(config), given, None
-    tokens[:, 1:7] = torch.tensor([58, 57, 57, 57, 57, 59])
-    sizes = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2}
-    text = {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
-    special = {"image_token_id": 57, "vision_start_token_id": 58, "vision_end_token_id": 59, "video_token_id": 60}
-    parts = {"vision_config": {**sizes, "temporal_patch_size": 2, "in_channels": 3}, "text_config": text}
-    config = transformers.Qwen2VLConfig(**parts, **special)
-    given = {"input_ids": tokens, "pixel_values": torch.randn(32, 96), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
-    given["mm_token_type_ids"] = (tokens == 57).long()
-    return transformers.Qwen2VLForConditionalGeneration(config), given, None
-
-
-@pytest.mark.parametrize("kind", ["vit", "llava", "qwen2_vl"])
-def test_images(kind: str) -> None:
-    model, given, layers = vision(kind)
-    model.eval()
-    first, second = (cut(model, schedules.zb_h1(2, 2), layers=layers, rank=rank)[0] for rank in range(2))
-    wanted = model(**given).logits
-    torch.testing.assert_close(second(first(**given), **given), wanted)
-    own, every = first.split_batch(given)
-    torch.testing.assert_close(second(first(**own, **every), **every), wanted)
-
-
-def test_images_that_would_be_lost_are_refused() -> None:
-    model, given, _ = vision("llava")
-    two = schedules.zb_h1(2, 2)
-    first, second = (cut(model, two, rank=rank)[0] for rank in range(2))
-    images = {"pixel_values": given["pixel_values"]}
-    with pytest.raises(ValueError, match="put among the embeddings"):
-        cut(model, two, [0, 1], rank=0)[0](**given)
-    with pytest.raises(ValueError, match=r"llava finds by token ids where 'pixel_values' is.*side={'input_ids'"):
-        second(first(given["input_ids"], **images), **images)
-    after = cut(model, two, [0, 1], rank=1)[0]
-    with pytest.raises(ValueError, match=r"put among the embeddings after '.*embed_tokens'.*cut elsewhere"):
-        after(torch.randn(2, 12, 32), **given)
-    second.whole.config.model_type = "another"
-    with pytest.raises(ValueError, match=r"what another makes of 'pixel_values' may go to layers of several chunks"):
-        second(torch.randn(2, 12, 32), **given)
-    model, given, _ = vision("qwen2_vl")
-    second = cut(model, two, rank=1)[0]
-    with pytest.raises(ValueError, match=r"qwen2_vl finds by token ids where 'image_grid_thw' is.*side={'input_ids'"):
-        second(torch.randn(2, 12, 32), image_grid_thw=given["image_grid_thw"])
 
 
 # ---- any module

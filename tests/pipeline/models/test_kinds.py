@@ -13,96 +13,11 @@ from torch import Tensor, nn
 
 import zbkern
 from tests.support.chunks import results_on_threads
+from tests.support.small_models import BART, DECODERS, IMAGES, KINDS, SEQ2SEQ, config_of, make_kind, transformers
 from zbkern.pipeline import Pipeline, Schedule, cut, export, layers_of, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 
-transformers = pytest.importorskip("transformers", minversion="5.0", reason="cut is for transformers 5")
-
 ROWS, LENGTH = 4, 12
-SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
-TEXT = {
-    **SIZES,
-    "vocab_size": 61,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-DECODER = {**TEXT, "num_key_value_heads": 2}
-BERT = {**TEXT, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-T5 = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 4, "num_heads": 4, "dropout_rate": 0.0}
-T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 2}
-BART = {"vocab_size": 61, "d_model": 32, "max_position_embeddings": 32, "dropout": 0.0, "decoder_start_token_id": 2}
-for side in ("encoder", "decoder"):
-    BART |= {f"{side}_layers": 4, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
-SEEN = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2, "image_size": 16}
-QWEN = {"hidden_size": 32, "depth": 2, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "in_channels": 3}
-SPECIAL = {"image_token_id": 57, "vision_start_token_id": 58, "vision_end_token_id": 59, "video_token_id": 60}
-QWEN_TEXT = {**DECODER, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-SEQ2SEQ, IMAGES = "Seq2SeqLM", "ImageTextToText"
-# the configuration, the head, and how exact it is: the norms and rotary embeddings of some are in float32
-KINDS: dict[str, tuple[str, dict[str, Any], str, float]] = {
-    "t5": ("T5", T5, SEQ2SEQ, 1e-6),
-    "t5_untied": ("T5", {**T5, "tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"}, SEQ2SEQ, 2e-6),
-    "switch": ("SwitchTransformers", {**T5, "num_experts": 4, "router_jitter_noise": 0.0}, SEQ2SEQ, 3e-6),
-    "bart": ("Bart", BART, SEQ2SEQ, 1e-12),
-    "marian": ("Marian", {**BART, "pad_token_id": 1, "eos_token_id": 2}, SEQ2SEQ, 1e-12),
-    "bart_classifier": ("Bart", BART, "SequenceClassification", 1e-12),
-    "reward": ("Llama", {**DECODER, "num_labels": 1}, "SequenceClassification", 1e-6),
-    "odd_padding": ("Qwen3", {**DECODER, "num_labels": 3, "pad_token_id": 60}, "SequenceClassification", 1e-6),
-    "tokens": ("Llama", {**DECODER, "num_labels": 5, "classifier_dropout": 0.0}, "TokenClassification", 1e-6),
-    "answers": ("Llama", DECODER, "QuestionAnswering", 1e-6),
-    "bert": ("Bert", BERT, "MaskedLM", 1e-12),
-    "bert_classifier": ("Bert", {**BERT, "num_labels": 3}, "SequenceClassification", 1e-12),
-    "bert_choices": ("Bert", BERT, "MultipleChoice", 1e-12),
-    "vit": ("ViT", {**SIZES, "image_size": 16, "patch_size": 4, "num_labels": 3}, "ImageClassification", 1e-12),
-    "llava": (
-        "Llava",
-        {
-            "vision_config": {**SEEN, "model_type": "clip_vision_model", "patch_size": 8, "projection_dim": 32},
-            "text_config": {**DECODER, "model_type": "llama"},
-            "image_token_id": 57,
-        },
-        IMAGES,
-        1e-6,
-    ),
-    "gemma3": (
-        "Gemma3",
-        {
-            "vision_config": {**SEEN, "model_type": "siglip_vision_model", "patch_size": 4},
-            "text_config": {**DECODER, "model_type": "gemma3_text", "head_dim": 8},
-            "mm_tokens_per_image": 4,
-            "image_token_id": 57,
-            "boi_token_id": 58,
-            "eoi_token_id": 59,
-        },
-        IMAGES,
-        1e-6,
-    ),
-    "qwen2_vl": (
-        "Qwen2VL",
-        {"vision_config": {**QWEN, "embed_dim": 32, "temporal_patch_size": 2}, "text_config": QWEN_TEXT, **SPECIAL},
-        IMAGES,
-        1e-6,
-    ),
-    "qwen2_5_vl": (
-        "Qwen2_5_VL",
-        {
-            "vision_config": {**QWEN, "out_hidden_size": 32, "intermediate_size": 48, "window_size": 16},
-            "text_config": QWEN_TEXT,
-            **SPECIAL,
-        },
-        IMAGES,
-        1e-6,
-    ),
-}
-
-
-def made(kind: str) -> nn.Module:
-    torch.manual_seed(0)
-    name, sizes, head, _ = KINDS[kind]
-    config = getattr(transformers, f"{name}Config")(**sizes)
-    return getattr(transformers, f"AutoModelFor{head}").from_config(config).double().train()
 
 
 def batch(kind: str, model: Any) -> tuple[dict[str, Tensor], Tensor]:
@@ -150,7 +65,7 @@ def loss_fn(output: Any, target: Tensor) -> Tensor:
 
 
 def check(kind: str, schedule: Schedule, partition: Sequence[int] | None, folder: Path) -> None:
-    model = made(kind)
+    model = make_kind(kind)
     given, targets = batch(kind, model)
     given = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
     output = model(**given, **({} if kind == "vit" or "bert" in kind else {"use_cache": False}))
@@ -211,7 +126,7 @@ def test_four_ranks(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_random_weights_of_an_encoder_decoder_do_not_depend_on_the_partition(kind: str) -> None:
-    config = made(kind).config
+    config = make_kind(kind).config
     states = []
     for partition in ([0, 5], [0, 8]):
         state: dict[str, Tensor] = {}
@@ -232,3 +147,37 @@ def test_what_cannot_be_in_a_pipeline_is_refused() -> None:
     tokens = torch.ones(2, 4, dtype=torch.long)
     with pytest.raises(ValueError, match="M2M100ForConditionalGeneration must have decoder_input_ids"):
         chunk.split_batch({"input_ids": tokens, "labels": tokens})
+
+
+def test_images_that_would_be_lost_are_refused() -> None:
+    model = make_kind("llava").float()
+    given, _ = batch("llava", model)
+    two = schedules.zb_h1(2, 2)
+    first, second = (cut(model, two, rank=rank)[0] for rank in range(2))
+    images = {"pixel_values": given["pixel_values"]}
+    with pytest.raises(ValueError, match="put among the embeddings"):
+        cut(model, two, [0, 1], rank=0)[0](**given)
+    with pytest.raises(ValueError, match=r"llava finds by token ids where 'pixel_values' is.*side={'input_ids'"):
+        second(first(given["input_ids"], **images), **images)
+    after = cut(model, two, [0, 1], rank=1)[0]
+    with pytest.raises(ValueError, match=r"put among the embeddings after '.*embed_tokens'.*cut elsewhere"):
+        after(torch.randn(ROWS, LENGTH, 32), **given)
+    second.whole.config.model_type = "another"
+    with pytest.raises(ValueError, match=r"what another makes of 'pixel_values' may go to layers of several chunks"):
+        second(torch.randn(ROWS, LENGTH, 32), **given)
+    second = cut(make_kind("qwen2_vl").float(), two, rank=1)[0]
+    with pytest.raises(ValueError, match=r"qwen2_vl finds by token ids where 'image_grid_thw' is.*side={'input_ids'"):
+        second(torch.randn(ROWS, LENGTH, 32), image_grid_thw=torch.tensor([[1, 4, 4]] * ROWS))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_classifier_without_token_ids_on_the_last_rank_is_refused(family: str) -> None:
+    """The library takes the last token then, which is padding here."""
+    config = config_of(*DECODERS[family])
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    first, second = (cut(model, schedules.zb_h1(2, 2), rank=rank)[0] for rank in range(2))
+    tokens = torch.ones(2, 4, dtype=torch.long)
+    side = {"attention_mask": tokens, "input_ids": tokens}
+    assert first.split_batch(side) == ({}, side)
+    with pytest.raises(ValueError, match=r"pools by its padding, .*side={'input_ids': tokens}, on every rank"):
+        second(first(tokens))

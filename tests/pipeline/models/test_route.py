@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zbkern
-from tests.pipeline.models.test_cut import batch, make, transformers
 from tests.support.chunks import results_on_threads
+from tests.support.small_models import batch, make, transformers
 from zbkern.pipeline import (
     ModelCosts,
     Optimizer,

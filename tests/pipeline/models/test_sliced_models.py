@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.chunks import on_threads, results_on_threads
+from tests.support.small_models import DECODER, config_of, make, transformers
 from zbkern.pipeline import (
     Costs,
     Pipeline,
@@ -23,65 +24,19 @@ from zbkern.pipeline import (
 )
 from zbkern.pipeline.transport.local import LocalTransport
 
-transformers = pytest.importorskip("transformers", reason="needs the transformers library: pip install zbkern[test]")
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("slices are for transformers 5", allow_module_level=True)
-
 LENGTH = 24
-SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 61}
-TEXT = {**SIZES, "intermediate_size": 48, "max_position_embeddings": 32, "num_key_value_heads": 2}
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-SPACE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
-NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {  # and how exact: some compute in float32
-    "llama": ("LlamaConfig", {**TEXT, "tie_word_embeddings": True}, 1e-12),
-    "qwen3": ("Qwen3Config", {**TEXT, "head_dim": 8}, 1e-12),
-    "qwen3_moe": ("Qwen3MoeConfig", {**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 8}, 1e-12),
-    "gemma3": ("Gemma3TextConfig", {**TEXT, "head_dim": 8, "sliding_window": 4}, 1e-6),
-    "gpt_oss": ("GptOssConfig", {**TEXT, "head_dim": 8, "num_local_experts": 4, "sliding_window": 4}, 1e-12),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        {**TEXT, **EXPERTS, **LATENT, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1},
-        1e-6,
-    ),
-    "gpt2": (
-        "GPT2Config",
-        {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 61, "n_positions": 32, **NO_DROPOUT},
-        1e-12,
-    ),
-    "opt": (
-        "OPTConfig",
-        {**SIZES, "ffn_dim": 48, "max_position_embeddings": 32, "word_embed_proj_dim": 32, "dropout": 0.0},
-        1e-12,
-    ),
-    "mamba2": (
-        "Mamba2Config",
-        {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 61, "state_size": 8, "num_heads": 8, "head_dim": 8}
-        | {"n_groups": 2, "chunk_size": 8},
-        2e-6,
-    ),
-    "bamba": ("BambaConfig", {**TEXT, **SPACE, "attn_layer_indices": [1, 3]}, 5e-6),
-    "lfm2": ("Lfm2Config", {**TEXT, "full_attn_idxs": [1, 3]}, 1e-12),
-    # its decays have gradients of 1e-5, sums in float32 of terms a thousand times as large
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        {**TEXT, **EXPERTS, **LINEAR, "num_experts": 4, "head_dim": 8, "shared_expert_intermediate_size": 16}
-        | {"layer_types": ["linear_attention", "full_attention"] * 2},
-        2e-3,
-    ),
+EXACT = {  # how exact, by family: some compute in float32
+    **dict.fromkeys(("llama", "qwen3", "qwen3_moe"), 1e-12),
+    "gemma3": 1e-6,
+    "gpt_oss": 1e-12,
+    "deepseek_v3": 1e-6,
+    "gpt2": 1e-12,
+    "opt": 1e-12,
+    "mamba2": 2e-6,
+    "bamba": 5e-6,
+    "lfm2": 1e-12,
+    "qwen3_next": 2e-3,  # its decays have gradients of 1e-5, sums in float32 of terms a thousand times as large
 }
-
-
-def make(family: str) -> nn.Module:
-    torch.manual_seed(0)
-    name, sizes, _ = FAMILIES[family]
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**sizes, **TOKENS)).double()
-    if "experts" in str(sizes):
-        model.set_experts_implementation("eager")  # the library's grouped product takes no float64
-    return model.train()
 
 
 def batch(kind: str) -> tuple[dict[str, Tensor], Tensor]:
@@ -128,7 +83,7 @@ def check(family: str, kind: str, schedule: Schedule) -> None:
         found = [each for rank in ranks if (each := rank.get_parameter(name).grad) is not None]
         if parameter.grad is not None and parameter.grad.abs().max() > 1e-8:
             difference = (found[0] - parameter.grad).abs().max() / parameter.grad.abs().max()
-            assert difference < FAMILIES[family][2], (name, difference)
+            assert difference < EXACT[family], (name, difference)
 
 
 KINDS = ["plain", "right", "left", "packed"]
@@ -138,7 +93,7 @@ KINDS = ["plain", "right", "left", "packed"]
     ("family", "kind"),
     [
         pytest.param(family, kind, marks=[] if column == number % len(KINDS) else [pytest.mark.slow])
-        for number, family in enumerate(FAMILIES)
+        for number, family in enumerate(EXACT)
         for column, kind in enumerate(KINDS)
     ],
 )
@@ -159,10 +114,6 @@ def test_ranks_and_schedules(family: str, kind: str, schedule: Schedule) -> None
     check(family, kind, schedule)
 
 
-def own(kind: str, **sizes: Any) -> Any:
-    return getattr(transformers, f"{kind}Config")(**{**TEXT, **sizes, **TOKENS})
-
-
 @pytest.mark.parametrize(
     ("kind", "automatic", "config", "message"),
     [
@@ -180,7 +131,7 @@ def own(kind: str, **sizes: Any) -> Any:
     ],
 )
 def test_what_needs_whole_sequences(kind: str, automatic: str, config: dict[str, Any], message: str) -> None:
-    model = getattr(transformers, f"AutoModelFor{automatic}").from_config(own(kind, **config))
+    model = getattr(transformers, f"AutoModelFor{automatic}").from_config(config_of(kind, {**DECODER, **config}))
     schedule = schedules.one_f_one_b(1, 2, slices=2)
 
     def run(transport: LocalTransport) -> None:

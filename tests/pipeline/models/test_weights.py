@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.pipeline.models.test_cut import SIZES, make, transformers
 from tests.support.resident import Resident
 from tests.support.same import assert_same
+from tests.support.small_models import KINDS, config_of, make, transformers
 from zbkern.pipeline import Optimizer, Pipeline, cut, export, schedules, token_loss, token_targets
 from zbkern.pipeline.models import weights as loading
 
@@ -131,19 +131,10 @@ def test_frozen_parameters_stay_frozen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["gemma3", "llava"])
 def test_a_tied_head_is_found_under_the_librarys_names(kind: str, tmp_path: Path) -> None:
     """Files of models with images have other names than these models."""
-    encoder = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    text = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 16, "tie_word_embeddings": True}
-    if kind == "gemma3":
-        parts = {
-            "text_config": {**text, "head_dim": 8},
-            "vision_config": {**encoder, "image_size": 16, "patch_size": 8},
-        }
-        config = transformers.Gemma3Config(**parts, mm_tokens_per_image=4)
-        model = transformers.Gemma3ForConditionalGeneration(config)
-    else:
-        vision = {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8, **encoder}
-        parts = {"text_config": {"model_type": "llama", **text}, "vision_config": vision}
-        model = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(**parts, tie_word_embeddings=True))
+    name, sizes, *_ = KINDS[kind]
+    config = config_of(name, {**sizes, "tie_word_embeddings": True})
+    config.text_config.tie_word_embeddings = True
+    model = transformers.AutoModelForImageTextToText.from_config(config)
     model.save_pretrained(tmp_path)
     with torch.device("meta"):
         again = type(model)(model.config)
@@ -379,21 +370,6 @@ def test_weights_that_one_layer_has_twice(tmp_path: Path) -> None:
     (chunk,) = cut(empty_model, ALONE, [0], weights=tmp_path)
     assert chunk.get_parameter("0.a.bias") is chunk.get_parameter("0.b.bias")
     assert all(torch.equal(value, chunk.state_dict()[name]) for name, value in model.state_dict().items())
-
-
-def test_bert_ties_its_head_twice(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    torch.manual_seed(0)
-    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=31, **sizes)).eval()
-    layers = ["bert.embeddings", "bert.encoder.layer.*", "cls"]
-    chunks = [cut(model, TWO, layers=layers, rank=rank)[0] for rank in range(2)]
-    export(tmp_path, chunks)
-    again = transformers.BertForMaskedLM.from_pretrained(tmp_path)
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
-    with torch.device("meta"):
-        model_without = transformers.BertForMaskedLM(model.config)
-    read = tensors(c for r in range(2) for c in cut(model_without, TWO, layers=layers, weights=tmp_path, rank=r))
-    assert all(torch.equal(value, read[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
