@@ -39,7 +39,7 @@ REFUSED = {
     "inkling2_text": "besides the output of the layer before",
     "zaya": "stands beside the layers and is in the chunk of 'model.embed_tokens' alone",  # its scales, for every layer
     "xlm": "must have one embedding and one list",
-    "prophetnet": "too many values to unpack",
+    "prophetnet": "stands beside the layers",
     "ctrl": "used in an in-place operation",  # scales its embeddings in place
     "roformer": "too many indices",
     "xlnet": "must match the size",  # its layers take [length, rows]

@@ -147,7 +147,11 @@ def test_checkpointing_masks_of_other_shapes_and_layers_without_cache() -> None:
     arguments, labels = batch("plain")
     checkpointed, masked, forgetful = make("llama"), make("llama"), make("llama")
     forgetful.get_submodule("model.layers.1").register_forward_pre_hook(
-        lambda layer, inputs, keywords: (inputs, {**keywords, "past_key_values": None}), with_kwargs=True
+        lambda layer, inputs, keywords: (
+            inputs,
+            {**keywords, **dict.fromkeys({"cache", "past_key_values"} & keywords.keys())},
+        ),
+        with_kwargs=True,
     )
     checkpointed.gradient_checkpointing_enable()  # type: ignore[operator]
     mask = {"attention_mask": torch.ones(4, 1, LENGTH, LENGTH, dtype=torch.bool)}

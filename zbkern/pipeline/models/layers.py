@@ -189,7 +189,8 @@ def _of_stack(model: Any, stack: str, outermost: str) -> dict[str, str]:
         names = [name for name in names if any(True for _ in model.get_submodule(name).parameters())]
         place = names.index(".".join(path[: depth + 1]))
         before, after = names[:place], names[place + 1 :]
-        early += [name for name in after if name.endswith(_NORM_OF_EMBEDDINGS)]
+        if config.model_type != _NORM_AT_THE_END:
+            early += [name for name in after if name.endswith(_NORM_OF_EMBEDDINGS)]
         after = [*sorted(name for name in before if _runs_late(name, head)), *(n for n in after if n not in early)]
         late.update({name: "head" if name == head or not parent else "norm" for name in after})
     of_blocks = dict.fromkeys((f"{blocks[0]}.{index}" for index in range(len(lists[blocks[0]]))), "block")
@@ -202,6 +203,7 @@ def _name_in(model: nn.Module, module: Any) -> str:
 
 _REMEDY = 'name them: layers=["embed", "blocks.*", "norm", "head"], in the order in which they run'
 _NORM_OF_EMBEDDINGS = ".layernorm_embedding"  # BART's, which is defined after the blocks and runs before them
+_NORM_AT_THE_END = "bigbird_pegasus"  # where the one of that name runs after them
 
 
 def _runs_late(name: str, head: str) -> bool:

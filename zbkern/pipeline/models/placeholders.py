@@ -7,7 +7,7 @@ to return one is an error that names the layer which would have computed it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,11 @@ class Placeholder(Tensor):
             with torch.no_grad():
                 result = function(*args, **kwargs)
         return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, origins), result)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.dim() == 0:
+            raise PlaceholderUsed(self.origins)
+        return super().__iter__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
         return memo.setdefault(id(self), self)  # there is nothing in it that could change

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, cache_utils, masking_utils
 
+_CACHE_ARGUMENTS = {"cache", "past_key_values", "cache_params"}  # of forwards; the first since transformers 5.24
 _KNOWN_LAYERS = (cache_utils.DynamicLayer, cache_utils.LinearAttentionLayer, cache_utils.DummyLayer)
 
 
@@ -104,8 +105,8 @@ def arguments_of_slice(model: Any, side: dict[str, Any], carry: Any) -> dict[str
     argument = _cache_argument(model)
     found = {**side, "use_cache": True, str(argument): cache}
     mask, positions = side.get("attention_mask"), side.get("position_ids")
-    if argument == "cache_params":  # layers with states alone, which take the mask of the slice, and no positions
-        return found
+    if all(isinstance(layer, cache_utils.LinearAttentionLayer) for layer in cache.layers):
+        return found  # states alone take the mask of the slice, and no positions
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             raise ValueError(
@@ -145,12 +146,7 @@ def _packed_masks(model: Any, packed: Tensor, positions: Tensor, cache: SlicedCa
 
     like = torch.empty((*positions.shape, 1), dtype=model.dtype, device=positions.device)
     return masking_utils.create_masks_for_generate(
-        config=model.config,
-        inputs_embeds=like,
-        attention_mask=None,
-        past_key_values=cache,
-        position_ids=positions,
-        and_mask_function=same,
+        *(model.config, like, None, cache), position_ids=positions, and_mask_function=same
     )
 
 
@@ -158,7 +154,7 @@ def _heeds_packing(model: Any) -> bool:
     """Whether the model makes its masks with positions, which begin anew with each sequence packed into a row; others
     let a token see those of other sequences. Told by the names that its forward calls with."""
     names = [each for code in _forwards(model) for each in code.co_consts if isinstance(each, tuple)]
-    return any({"config", "past_key_values", "position_ids"} <= {*each} for each in names)
+    return any({"config", "position_ids"} <= {*each} and not _CACHE_ARGUMENTS.isdisjoint(each) for each in names)
 
 
 def _defined_beside(model: Any) -> list[Any]:
@@ -186,7 +182,7 @@ def _goes_on(module: nn.Module) -> bool:
 
 def _cache_argument(model: Any) -> str | None:
     parameters = inspect.signature(model.forward).parameters
-    return next((name for name in ("past_key_values", "cache_params") if name in parameters), None)
+    return next((name for name in parameters if name in _CACHE_ARGUMENTS), None)
 
 
 def _own_layers(model: nn.Module) -> list[tuple[str, Any]]:
