@@ -352,6 +352,8 @@ def check(case: Case) -> None:
     clipped = case.make_optimizer is not None and case.max_norm is not None
     allowed = 1e-5 if clipped else 1e-9  # the clipping coefficient is float32
     for step, (expected, got) in enumerate(zip(*found, strict=True)):
+        if any(not a.abs().max() < 1e6 for a in expected if a is not None and a.numel()):
+            return  # plain torch has diverged, and then multiplies what rounding has left
         for index, (a, b) in enumerate(zip(expected, got, strict=True)):
             assert (a is None) == (b is None), f"step {step}, {index}: {a} {b}"
             if a is not None and a.numel():
