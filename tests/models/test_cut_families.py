@@ -36,7 +36,8 @@ REFUSED = {
     **dict.fromkeys(("big_bird", "cpmant", "deepseek_v4"), "give (it|them) as a side input,.* side={'input_ids'"),
     "gemma4_text": "without providing `input_ids`",  # in the library's own words
     "hrm_text": "must have one embedding and one list",
-    "inkling2_text": "besides the output of the layer before",
+    **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), "besides the output of the layer before"),
+    "dory": "runs more than once in a forward",  # its blocks, in a loop
     "zaya": "stands beside the layers and is in the chunk of 'model.embed_tokens' alone",  # its scales, for every layer
     "xlm": "must have one embedding and one list",
     "prophetnet": "stands beside the layers",

@@ -133,7 +133,8 @@ def test_two_ranks_train_by_a_plan_from_measured_layers(two_ranks: Any, family: 
     assert losses[2 * STEPS :] == losses[STEPS : 2 * STEPS], "the checkpoint is not what was saved"
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
     for name, value in chunk.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=2e-6, msg=name)
+        found = model.state_dict()[name].double()  # of routers the library has float32 alone
+        torch.testing.assert_close(found, value, rtol=1e-5, atol=2e-6, msg=name)
 
 
 def test_a_share_that_is_none() -> None:
