@@ -259,6 +259,13 @@ def test_errors_name_the_argument_and_the_remedy(fails, arguments: list[str], me
     assert "Traceback" not in error
 
 
+def test_files_without_an_end_are_refused(fails) -> None:
+    for option in ("--costs", "--config"):
+        assert f"argument {option}: /dev/zero: /dev/zero is larger than 16 MiB, or has no end" in fails(
+            option, "/dev/zero"
+        )
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -148,6 +148,8 @@ def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path
             "into 4 stages of one chunk the fullest rank holds [0-9.]+ GB of weights",
         ),
         (["--hardware", "nothing.json"], "argument --hardware: cannot read nothing.json"),
+        (["--hardware", "/dev/zero"], "argument --gpu, --hardware: /dev/zero is larger than 16 MiB, or has no end"),
+        (["--calibrate", "/dev/zero"], "argument --calibrate: /dev/zero: /dev/zero is larger than 16 MiB"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:

@@ -28,6 +28,7 @@ from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import TIME_UNITS, amount, duration
 from zbkern.pipeline.simulation import comparison
 from zbkern.pipeline.simulation.costs import Costs
+from zbkern.pipeline.simulation.json_file import read_text
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.simulator import simulate
 
@@ -300,7 +301,7 @@ def _costs(path: str | None) -> Costs | ModelCosts:
     if path is None:
         return Costs()
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
         return (ModelCosts if '"layers"' in text else Costs).from_json(text)
     except OSError as error:
         raise WrongArgument("--costs", f"cannot read {path}: {error.strerror}") from error

@@ -22,7 +22,7 @@ from zbkern.pipeline.schedules.units import amount, number
 from zbkern.pipeline.simulation import calibration, comparison
 from zbkern.pipeline.simulation.architecture import Architecture, load_architecture
 from zbkern.pipeline.simulation.hardware import Hardware, load_hardware
-from zbkern.pipeline.simulation.json_file import parse_object
+from zbkern.pipeline.simulation.json_file import parse_object, read_text
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.memory import static_of_ranks
 from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, outside, parameters, predictors
@@ -267,7 +267,7 @@ def _calibration(
     arguments: argparse.Namespace, architecture: Architecture, hardware: Hardware
 ) -> calibration.Calibration:
     """Of costs that profile_layers has measured with the sizes of the arguments, or of a step of a training run."""
-    text, source = arguments.calibrate.read_text(encoding="utf-8"), arguments.calibrate.name
+    text, source = read_text(arguments.calibrate), arguments.calibrate.name
     if '"layers"' in text:
         job = _training(arguments).job
         computed = model_costs(architecture, hardware, job)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zbkern.pipeline.simulation import layer_kinds as kinds
-from zbkern.pipeline.simulation.json_file import parse_object
+from zbkern.pipeline.simulation.json_file import parse_object, read_text
 from zbkern.pipeline.simulation.layer_kinds import Experts, Part
 
 
@@ -52,7 +52,7 @@ def load_architecture(path: str | Path) -> Architecture:
     """What a config.json describes, or that in a folder. Raises OSError, or ValueError as `architecture` does."""
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     return architecture(parse_object(f"load_architecture: {path}", text, '{"model_type": "llama", ...}'))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from zbkern.pipeline.simulation.calibration import NONE, Calibration
-from zbkern.pipeline.simulation.json_file import check_fields, parse_object
+from zbkern.pipeline.simulation.json_file import check_fields, parse_object, read_text
 
 TABLE = Path(__file__).parent / "hardware.json"
 _BANDWIDTH = "in bytes per second, such as 50e9 for 50 GB/s"
@@ -108,7 +108,7 @@ def load_hardware(name: str, path: str | Path | None = None) -> Hardware:
     Raises OSError, or ValueError for a file that is no such table and for a name that it does not have.
     """
     path = TABLE if path is None else Path(path)
-    table = parse_object(f"load_hardware: {path}", path.read_text(encoding="utf-8"), TABLE.name)
+    table = parse_object(f"load_hardware: {path}", read_text(path), TABLE.name)
     name = next((each for each in table if each.lower() == name.lower()), name)
     if name not in table:
         raise ValueError(

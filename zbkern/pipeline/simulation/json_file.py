@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_LARGEST = 16 * 2**20  # bytes: costs of 10,000 layers are 6 MB
+
 
 class JsonFile:
     """Saves what `to_json` writes and `from_json` reads."""
@@ -31,7 +33,16 @@ class JsonFile:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """What is in a JSON file that `save` wrote, or that was written by hand. Raises OSError or ValueError."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        return cls.from_json(read_text(path))
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file. Raises OSError, or ValueError for one that is larger than costs and configurations are."""
+    with Path(path).open("rb") as file:
+        data = file.read(_LARGEST + 1)  # no more of a device that has no end, such as /dev/zero
+    if len(data) > _LARGEST:
+        raise ValueError(f"{path} is larger than {_LARGEST >> 20} MiB, or has no end; give a JSON file")
+    return data.decode("utf-8")
 
 
 def parse_object(caller: str, text: str, example: str) -> Mapping[str, Any]:
