@@ -36,6 +36,7 @@ SUFFIXES = (".svg", ".html", ".png", ".json", ".torch.csv", ".csv", ".txt", ".py
 _Given = TypeVar("_Given", Costs, ModelCosts)
 _WORTH_TRYING = 0.01  # of the objective
 _QUICK = 2  # rounds of the searches that only tell what an option would give
+_RECHUNKED = "other numbers of chunks: the same model, evenly, but for what its first and last chunk have beyond others"
 _ABOUT = (
     "Finds the order of forwards (F), input gradients (B) and weight gradients (W) with the least idle time within a "
     "memory limit, and prints it with a lower bound; --compare shows published schedules beside it. Costs are measured "
@@ -171,10 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.effort = EFFORT if arguments.gpus is None else layouts.EFFORT
         found, limit, setting = _of_stages(arguments) if arguments.gpus is None else _of_gpus(arguments)
         for path in arguments.out:
-            if setting is not None and path.suffix == ".py":
-                _write_program(path, found, setting, arguments.config)
-            else:
-                _write(found, path, limit)
+            _write(path, found, limit, setting, arguments.config)
             print(f"wrote {path}")
     except WrongArgument as error:
         print(f"zbkern plan: argument {error}", file=sys.stderr)
@@ -229,7 +227,7 @@ def _of_chunks(arguments: argparse.Namespace, given: Costs) -> tuple[Plan, float
         if not arguments.schedule:
             published.append(found.timeline)
         print("\n" + report.table(published, objective, limit, whole))
-        print("\n" + comparison.how_rechunked(costs, stages * chunks))
+        print(f"\n{_RECHUNKED}")
         if unknown:
             print(f"not known: {', '.join(unknown)}, whose chunks have other edges than --costs has latencies for")
     return found, limit
@@ -479,19 +477,12 @@ def _check(arguments: argparse.Namespace) -> None:
         raise WrongArgument("--stages", str(error)) from error
 
 
-def _write_program(path: Path, found: Plan, setting: from_config.Setting, config: Path) -> None:
-    try:
-        launch.write(path, found, setting, config)
-    except OSError as error:
-        raise WrongArgument("--out", f"cannot write {path}: {error.strerror}; choose another path") from error
-    except ValueError as error:
-        raise WrongArgument("--out", f"{path}: {error}") from error
-
-
-def _write(found: Plan, path: Path, limit: float | None) -> None:
+def _write(path: Path, found: Plan, limit: float | None, setting: from_config.Setting | None, config: Path) -> None:
     schedule = found.schedule
     try:
-        if path.suffix == ".txt":
+        if path.suffix == ".py" and setting is not None:
+            launch.write(path, found, setting, config)
+        elif path.suffix == ".txt":
             path.write_text(schedule.to_text() + "\n", encoding="utf-8")
         elif path.suffix == ".csv":
             header = not path.name.endswith(".torch.csv")
@@ -501,3 +492,5 @@ def _write(found: Plan, path: Path, limit: float | None) -> None:
             draw.save([found.timeline], path, costs=[found.costs], limit=limit)
     except OSError as error:
         raise WrongArgument("--out", f"cannot write {path}: {error.strerror}; choose another path") from error
+    except ValueError as error:  # of a program
+        raise WrongArgument("--out", f"{path}: {error}") from error

@@ -51,6 +51,12 @@ SIZES = {
 
 _STEP = '{"seconds": 12.3, "schedule": "one_f_one_b", "stages": 8, "microbatches": 32, "tensor_parallel": 8}'
 
+_DECIDED = (
+    *("context_parallel", "costs", "memory", "chunks", "placement"),
+    *("schedule", "offload", "recompute", "compare", "time_limit"),
+)
+"""Arguments that a search of layouts has answers for."""
+
 CHOSEN = ("stages", "microbatches", *(name for name in SIZES if name != "sequence"))
 
 
@@ -109,18 +115,7 @@ def _check_layouts(arguments: argparse.Namespace) -> None:
             raise WrongArgument(
                 option(name), "--gpus needs it: layouts are for a model and for so many sequences a step"
             )
-    for name in (
-        "context_parallel",
-        "costs",
-        "memory",
-        "chunks",
-        "placement",
-        "schedule",
-        "offload",
-        "recompute",
-        "compare",
-        "time_limit",
-    ):
+    for name in _DECIDED:
         if getattr(arguments, name):
             raise WrongArgument(option(name), "--gpus decides about it; leave one of the two out")
 

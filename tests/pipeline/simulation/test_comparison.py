@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbkern.pipeline import Costs, schedules, simulate
-from zbkern.pipeline.simulation.comparison import INTERLEAVED, how_rechunked, rechunk, timelines
+from zbkern.pipeline.simulation.comparison import INTERLEAVED, rechunk, timelines
 
 amounts = st.integers(1, 50).map(float)
 
@@ -51,13 +51,6 @@ def test_the_head_and_the_embedding_stay_whole() -> None:
     assert simulate(schedules.zb_v(8, 32), cut).bubble_rate == pytest.approx(0.280, abs=0.001)
     joined = rechunk(HEAD, 8, 4)
     assert joined.forward == pytest.approx([47.3, 46.4, 46.4, 57.1])
-
-
-def test_it_can_say_how_it_cut() -> None:
-    said = how_rechunked(HEAD, 8)
-    assert "forward 0.9 ms, weight 0.4 ms, activation 100 MB of the first chunk; forward 10.7 ms, backward" in said
-    assert how_rechunked(Costs(), 8).endswith("all of it cut evenly")
-    assert how_rechunked(Costs(forward=[3.0]), 1).endswith("all of it cut evenly")
 
 
 @given(values=st.lists(st.tuples(amounts, amounts), min_size=2, max_size=6), wanted=st.integers(1, 12))

@@ -9,7 +9,6 @@ from typing import Any
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.schedules.units import amount, duration
 from zbkern.pipeline.simulation.costs import Costs, number_fields
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
@@ -62,24 +61,6 @@ def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
         if isinstance(cut[name], list) or isinstance(cut[whole], list):
             cut[name] = [min(pair) for pair in zip(of_chunks(name), of_chunks(whole), strict=True)]
     return replace(costs, **cut)
-
-
-def how_rechunked(costs: Costs, chunks: int) -> str:
-    """How `rechunk` divides these costs of `chunks` chunks, in a sentence."""
-    whole: list[str] = []
-    for end, place in enumerate(("first", "last")):
-        parts = []
-        for name in ("forward", "backward", "weight", "activation"):
-            value = getattr(costs, name)
-            extra = _excess(value)[end] if isinstance(value, tuple) and chunks > 1 else 0.0
-            if extra > 0:
-                said = amount(extra, costs.memory_unit) if name == "activation" else duration(extra, costs.time_unit)
-                parts.append(f"{name} {said}")
-        if parts:
-            whole.append(f"{', '.join(parts)} of the {place} chunk")
-    if not whole:
-        return "other numbers of chunks: the same model, all of it cut evenly"
-    return f"other numbers of chunks: the same model cut evenly; embedding and head stay whole: {'; '.join(whole)}"
 
 
 def timelines(

@@ -34,11 +34,10 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
     for (kind, chunk, slice), lengths in _lengths(timelines).items():
         by_slice.setdefault((kind, chunk), {})[slice] = statistics.median(lengths)
     medians = {key: sum(each.values()) * len(schedule.slices) / len(each) for key, each in by_slice.items()}
-    times = [tuple(medians.get((kind, chunk), 0.0) for chunk in chunks) for kind in ("F", "B", "W")]
+    times = [[medians.get((kind, chunk), 0.0) for chunk in chunks] for kind in ("F", "B", "W")]
     for chunk in chunks:  # a fused pass: both halves in one
         if ("BW", chunk) in medians and ("B", chunk) not in medians:
-            times[1] = _with(times[1], chunk, medians["BW", chunk] / 2)
-            times[2] = _with(times[2], chunk, medians["BW", chunk] / 2)
+            times[1][chunk] = times[2][chunk] = medians["BW", chunk] / 2
     memory = memory or Costs()
     attention = [
         tuple(_attention(by_slice.get((kind, chunk), {}), schedule.slices) for chunk in chunks) for kind in "FB"
@@ -258,7 +257,3 @@ def _arrival(action: Action, passes: _Passes, travel: Sequence[float], placement
     kind, other, microbatch = needed
     sent = passes[needed] if kind == "F" else _backward(passes, other, microbatch)
     return sent[1] + (travel[min(action.chunk, other)] if placement[action.chunk] != placement[other] else 0.0)
-
-
-def _with(values: tuple[float, ...], index: int, value: float) -> tuple[float, ...]:
-    return (*values[:index], value, *values[index + 1 :])

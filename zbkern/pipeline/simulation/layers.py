@@ -13,15 +13,8 @@ from zbkern.pipeline.simulation.costs import COPY_FIELDS, Costs, check_copies_an
 from zbkern.pipeline.simulation.json_file import JsonFile, check_fields, parse_object
 
 _SUMMED = (
-    "forward",
-    "backward",
-    "weight",
-    "activation",
-    "held",
-    "split_overhead",
-    "merge_saving",
-    "overhead",
-    "carried",
+    *("forward", "backward", "weight", "activation", "held"),
+    *("split_overhead", "merge_saving", "overhead", "carried"),
 )
 _OF_PARTS = ("recompute", "checkpoint")
 _OF_ATTENTION = ("attention_forward", "attention_backward")
@@ -237,7 +230,8 @@ class ModelCosts(JsonFile):
     def to_json(self) -> str:
         """The costs as a JSON object with the fields' names; an unlimited bandwidth is null."""
         data = asdict(self)
-        return json.dumps(data | {"bandwidth": _each(_null_for_inf, self.bandwidth)}, indent=1)
+        bandwidth = _each(lambda number: number if math.isfinite(number) else None, self.bandwidth)
+        return json.dumps(data | {"bandwidth": bandwidth}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ModelCosts:
@@ -249,7 +243,7 @@ class ModelCosts(JsonFile):
         for layer in data["layers"]:
             check_fields("ModelCosts.from_json: of a layer", LayerCosts, layer)
         layers = tuple(LayerCosts(**layer) for layer in data["layers"])
-        bandwidth = _each(_inf_for_null, data.get("bandwidth"))
+        bandwidth = _each(lambda number: math.inf if number is None else number, data.get("bandwidth"))
         return cls(**{**data, "layers": layers, "bandwidth": bandwidth})
 
 
@@ -264,11 +258,3 @@ def _link(low: int, high: int, stages: int) -> int | None:
 def _each(change: Callable[[Any], Any], given: Any) -> Any:
     """Of a number, or of every number of a list."""
     return [change(each) for each in given] if isinstance(given, (list, tuple)) else change(given)
-
-
-def _null_for_inf(number: float) -> float | None:
-    return number if math.isfinite(number) else None
-
-
-def _inf_for_null(number: Any) -> Any:
-    return math.inf if number is None else number
