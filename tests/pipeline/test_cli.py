@@ -188,7 +188,7 @@ def test_a_named_schedule_in_slices(run) -> None:
 def test_compare_says_what_it_did_not_cut(run, tmp_path: Path) -> None:
     costs = Costs(forward=[4, 4, 7], activation=2).save(tmp_path / "costs.json")
     text = run("--compare", "--costs", costs, *SECOND)
-    assert "the same model, evenly, but for what its first and last chunk have beyond others" in text
+    assert "the same model cut evenly; what its first or last chunk has beyond others stays whole" in text
 
 
 def test_compare_leaves_out_what_the_costs_say_nothing_about(run, tmp_path: Path) -> None:

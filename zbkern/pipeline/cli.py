@@ -36,7 +36,9 @@ SUFFIXES = (".svg", ".html", ".png", ".json", ".torch.csv", ".csv", ".txt", ".py
 _Given = TypeVar("_Given", Costs, ModelCosts)
 _WORTH_TRYING = 0.01  # of the objective
 _QUICK = 2  # rounds of the searches that only tell what an option would give
-_RECHUNKED = "other numbers of chunks: the same model, evenly, but for what its first and last chunk have beyond others"
+_RECHUNKED = (
+    "other numbers of chunks: the same model cut evenly; what its first or last chunk has beyond others stays whole"
+)
 _ABOUT = (
     "Finds the order of forwards (F), input gradients (B) and weight gradients (W) with the least idle time within a "
     "memory limit, and prints it with a lower bound; --compare shows published schedules beside it. Costs are measured "
