@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,26 +37,28 @@ def fill(
             'in `with torch.device("meta")`'
         )
     made: dict[int, nn.Parameter] = {}  # by parameter of the model: a rank that has two chunks shares it between them
-    for chunk in chunks:
-        originals = dict(chunk.named_parameters(remove_duplicate=False))
-        if not any(tensor.is_meta for tensor in (*originals.values(), *chunk.buffers())):
-            continue
-        if folder is not None:
-            _load(chunk, Path(folder), device)
-        for name, original in originals.items():  # those that were read
-            loaded = chunk.get_parameter(name)
-            if not loaded.is_meta:
-                loaded.requires_grad_(original.requires_grad)  # itself: the library has marked it as read
-                _set(chunk, name, made.setdefault(id(original), loaded))
-        drawn = _materialise(chunk, made, device)
-        if folder is not None and (unread := [name for name in drawn if name in originals]):
-            raise ValueError(
-                f"cut: weights in {folder} must have all of the model; {unread[0]!r} is not there; names "
-                f"there are such as {_some_name(Path(folder))!r}"
-            )
-        if folder is None or is_transformer(model):  # where others draw a buffer, they draw the weights with it
-            _draw(model, chunk, drawn, init, seed)
-        _check_values(chunk, drawn)
+    with ExitStack() as files:
+        stored = None if folder is None else _stored(Path(folder), files)
+        for chunk in chunks:
+            originals = dict(chunk.named_parameters(remove_duplicate=False))
+            if not any(tensor.is_meta for tensor in (*originals.values(), *chunk.buffers())):
+                continue
+            if stored is not None:
+                _load(chunk, stored, f"weights in {folder}", device)
+            for name, original in originals.items():  # those that were read
+                loaded = chunk.get_parameter(name)
+                if not loaded.is_meta:
+                    loaded.requires_grad_(original.requires_grad)  # itself: the library has marked it as read
+                    _set(chunk, name, made.setdefault(id(original), loaded))
+            drawn = _materialise(chunk, made, device)
+            if stored is not None and (unread := [name for name in drawn if name in originals]):
+                raise ValueError(
+                    f"cut: weights in {folder} must have all of the model; {unread[0]!r} is not there; names "
+                    f"there are such as {min(stored, default='')!r}"
+                )
+            if stored is None or is_transformer(model):  # where others draw a buffer, they draw the weights with it
+                _draw(model, chunk, drawn, init, seed)
+            _check_values(chunk, drawn)
 
 
 def _set(chunk: Chunk, name: str, tensor: Tensor) -> None:
@@ -159,28 +161,25 @@ def _get(chunk: Chunk, name: str) -> Tensor:
 # ---- from files
 
 
-def _load(chunk: Chunk, folder: Path, device: torch.device) -> None:
+def _load(chunk: Chunk, stored: Mapping[str, Any], where: str, device: torch.device) -> None:
     """Reads this chunk's tensors from the files of a folder, and no others."""
-    with ExitStack() as files:
-        stored = _stored(folder, files)
-        converts = is_transformer(chunk.whole) and library_converts()
-        renamed = _names_by_the_library(chunk.whole, stored) if converts and chunk.shared_names else {}
-        for label, key in chunk.shared_names.items():  # a tied weight is stored once, under the name it has first
-            names = (label, _without_prefix(chunk.whole, label), renamed.get(label))
-            source = next((name for name in names if name in stored), None)
-            if key not in stored and source is not None:
-                stored[key] = stored[source]
-        if converts:
-            _load_by_the_library(chunk, stored, folder, device)
-        for name, tensor in [*chunk.named_parameters(remove_duplicate=False), *chunk.named_buffers()]:
-            if name not in stored or (converts and not tensor.is_meta):  # the library reads no buffers of other chunks
-                continue
-            value = stored[name][...].to(device, tensor.dtype)
-            if value.shape != tensor.shape:
-                raise ValueError(
-                    f"cut: {name!r} is {list(tensor.shape)} in the model and {list(value.shape)} in {folder}"
-                )
-            _set(chunk, name, nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value)
+    stored = dict(stored)
+    converts = is_transformer(chunk.whole) and library_converts()
+    renamed = _names_by_the_library(chunk.whole, stored) if converts and chunk.shared_names else {}
+    for label, key in chunk.shared_names.items():  # a tied weight is stored once, under the name it has first
+        names = (label, _without_prefix(chunk.whole, label), renamed.get(label))
+        source = next((name for name in names if name in stored), None)
+        if key not in stored and source is not None:
+            stored[key] = stored[source]
+    if converts:
+        _load_by_the_library(chunk, stored, where, device)
+    for name, tensor in [*chunk.named_parameters(remove_duplicate=False), *chunk.named_buffers()]:
+        if name not in stored or (converts and not tensor.is_meta):  # the library reads no buffers of other chunks
+            continue
+        value = stored[name][...].to(device, tensor.dtype)
+        if value.shape != tensor.shape:
+            raise ValueError(f"cut: {name!r} is {list(tensor.shape)} in the model and {list(value.shape)} in {where}")
+        _set(chunk, name, nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value)
 
 
 def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
@@ -207,12 +206,7 @@ def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
     return stored
 
 
-def _some_name(folder: Path) -> str:
-    with ExitStack() as files:
-        return min(_stored(folder, files), default="")
-
-
-def _load_by_the_library(chunk: Chunk, stored: dict[str, Any], folder: Path, device: torch.device) -> None:
+def _load_by_the_library(chunk: Chunk, stored: dict[str, Any], where: str, device: torch.device) -> None:
     """With the names and layouts of other versions of the model, which the transformers library knows to convert."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -224,7 +218,7 @@ def _load_by_the_library(chunk: Chunk, stored: dict[str, Any], folder: Path, dev
         found, _ = convert_and_load_state_dict_in_model(chunk.whole, stored, config)
     if found.mismatched_keys or found.conversion_errors:
         wrong = sorted(map(str, (*found.mismatched_keys, *found.conversion_errors.items())))
-        raise ValueError(f"cut: weights in {folder} do not fit the model: {wrong[0]}")
+        raise ValueError(f"cut: {where} do not fit the model: {wrong[0]}")
 
 
 def _names_by_the_library(whole: nn.Module, stored: Iterable[str]) -> dict[str, str]:
