@@ -3,8 +3,8 @@
 Eight blocks of LayerNorm + MLP 768/3072, microbatches of 256 tokens, one thread per rank, gloo; several steps in a row
 with no barrier between them, as in training. "Perfect" is half the time that one process needs for everything while the
 other core does the same, once with plain torch and once with zbkern's layers: the second excludes the gain from the
-layers themselves. Two of torch's schedules run with zbkern's layers, too. Every contestant's gradients are compared
-with plain backward() first.
+layers themselves. Two of torch's schedules run with zbkern's stage and layers, too, and its ZBV with zbkern's layers in
+torch's own stage. Every contestant's gradients are compared with plain backward() first.
 
     python -m bench.pipeline [--microbatches 4 8] [--rounds 4] [--only zb_h2 ...]
 """
@@ -31,8 +31,14 @@ from zbkern.reporting import environment, machine_line, markdown_table
 
 RANKS, BLOCKS, WIDTH, TOKENS, STEPS = 2, 8, 768, 256, 3
 LAYERS = " with zbkern's layers"
-# torch's schedules, and whether they run with zbkern's layers, too
-TORCH = {"GPipe": False, "1F1B": True, "Interleaved1F1B": False, "InterleavedZeroBubble": False, "ZBVZeroBubble": True}
+LAYERS_ALONE = LAYERS + " in torch's stage"
+TORCH = {  # its schedules, and what each runs with: nothing of zbkern's, its layers in its stage, its layers alone
+    "GPipe": [""],
+    "1F1B": ["", LAYERS],
+    "Interleaved1F1B": [""],
+    "InterleavedZeroBubble": [""],
+    "ZBVZeroBubble": ["", LAYERS, LAYERS_ALONE],
+}
 
 
 class Block(nn.Module):
@@ -68,15 +74,15 @@ def our_contestant(name: str, schedule: Schedule, fill: str, model: nn.Sequentia
 
 
 def torch_contestant(
-    kind: str, layers: bool, model: nn.Sequential, x: Tensor, y: Tensor, microbatches: int
+    kind: str, variant: str, model: nn.Sequential, x: Tensor, y: Tensor, microbatches: int
 ) -> Contestant:
-    """torch's engine; layers: with zbkern's layers, whose W it then schedules."""
+    """torch's engine with what `variant` names of zbkern's; see TORCH."""
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules as stock
 
     from zbkern.pipeline import torch_pipelining
 
-    rank, stage = dist.get_rank(), (torch_pipelining if layers else pipelining).PipelineStage
+    rank, stage = dist.get_rank(), (torch_pipelining if variant == LAYERS else pipelining).PipelineStage
     placement = {"ScheduleGPipe": (0, 1), "Schedule1F1B": (0, 1), "ScheduleZBVZeroBubble": (0, 1, 1, 0)}
     ranks = placement.get(kind, (0, 1, 0, 1))
     per_chunk = BLOCKS // len(ranks)
@@ -85,7 +91,7 @@ def torch_contestant(
     for chunk in (chunk for chunk, home in enumerate(ranks) if home == rank):
         part = copy.deepcopy(model[chunk * per_chunk : (chunk + 1) * per_chunk])
         blocks.update({chunk * per_chunk + i: block for i, block in enumerate(part)})
-        stages.append(stage(zbkern.convert(part) if layers else part, chunk, len(ranks), torch.device("cpu")))
+        stages.append(stage(zbkern.convert(part) if variant else part, chunk, len(ranks), torch.device("cpu")))
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:  # the mean over microbatches: no scaling pass after it
         return nn.functional.mse_loss(output, target) / microbatches
@@ -94,7 +100,7 @@ def torch_contestant(
     schedule = getattr(stock, kind)(stages[0] if single else stages, microbatches, loss_fn=loss_fn, scale_grads=False)
     arguments = (x,) if ranks[0] == rank else ()
     keywords = {"target": y, "losses": []} if ranks[-1] == rank else {}
-    name = f"torch {kind.removeprefix('Schedule')}{LAYERS * layers}"
+    name = f"torch {kind.removeprefix('Schedule')}{variant}"
     return Contestant(name, lambda: schedule.step(*arguments, **keywords), blocks)
 
 
@@ -124,10 +130,9 @@ def run(microbatches: int, rounds: int, only: list[str]) -> dict[str, list[float
     for name, schedule, fill in our_schedules(microbatches):
         if not only or name in only:
             contestants.append(our_contestant(name, schedule, fill, model, x, y))
-    for kind, both in TORCH.items():
-        for layers in (False, True) if both else (False,):
-            if not only or kind in only:
-                contestants.append(torch_contestant(f"Schedule{kind}", layers, model, x, y, microbatches))
+    for kind, variants in TORCH.items():
+        for variant in variants if not only or kind in only else []:
+            contestants.append(torch_contestant(f"Schedule{kind}", variant, model, x, y, microbatches))
     for contestant in contestants:
         check(contestant, model)
     entries = [
