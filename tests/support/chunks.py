@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbkern.pipeline import Pipeline, Schedule
+import zbkern
+from zbkern.pipeline import Pipeline, Schedule, cut
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import Delay, LocalTransport
 
@@ -120,6 +122,26 @@ def run_pipelines(
             return function(pipe)
 
     return (on_threads if keep_errors else results_on_threads)(schedule.stages, call, delay)
+
+
+def step_and_evaluate(
+    model: nn.Module, schedule: Schedule, partition: Sequence[int] | str | None, loss_fn: Any, *batch: Any
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Both losses of one step and one evaluation of a batch, and all chunks that `cut` made of copies of a model."""
+
+    def of_rank(transport: LocalTransport) -> Any:
+        chunks = cut(copy.deepcopy(model), schedule, partition, rank=transport.rank)
+        with Pipeline([*map(zbkern.convert, chunks)], schedule, loss_fn, transport, timeout=30) as pipe:
+            return [pipe.step(*batch), pipe.evaluate(*batch)], chunks
+
+    found = results_on_threads(schedule.stages, of_rank)
+    losses = [loss for mine, _ in found for loss in mine if loss is not None]
+    assert len(losses) == 2
+    return losses, [chunk for _, chunks in found for chunk in chunks]
+
+
+def gradients_of(chunks: Sequence[nn.Module]) -> dict[str, torch.Tensor | None]:
+    return {name: p.grad for chunk in chunks for name, p in chunk.named_parameters(remove_duplicate=False)}
 
 
 def one_rank(modules: Any, schedule: Schedule, loss_fn: Any = nn.functional.mse_loss, **options: Any) -> Pipeline:

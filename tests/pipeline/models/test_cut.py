@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zbkern
-from tests.support.chunks import results_on_threads
+from tests.support.chunks import gradients_of, results_on_threads, step_and_evaluate
 from tests.support.small_models import batch, make, transformers
 from zbkern.pipeline import (
     LayerCosts,
@@ -45,38 +45,21 @@ def plain(model: nn.Module) -> Tensor:
     return loss.detach()
 
 
-def step(model: nn.Module, schedule: Schedule, partition: Sequence[int] | str | None) -> Callable[..., Any]:
-    """What a rank does: losses of a step and an evaluation, gradients by name, names of its layers."""
-
-    def of_rank(transport: LocalTransport) -> Any:
-        chunks = cut(copy.deepcopy(model), schedule, partition, rank=transport.rank)
-        for chunk in chunks:
-            zbkern.convert(chunk)
-        tokens, mask, labels = batch()
-        targets, side = token_targets(labels, schedule.microbatches), {"attention_mask": mask}
-        with Pipeline(chunks, schedule, token_loss, transport, timeout=30) as pipe:
-            losses = [call(tokens, targets, side) for call in (pipe.step, pipe.evaluate)]
-        named = [pair for chunk in chunks for pair in chunk.named_parameters(remove_duplicate=False)]
-        return losses, {name: p.grad for name, p in named}, [name for chunk in chunks for name in chunk.layer_names]
-
-    return of_rank
-
-
 def check(family: str, schedule: Schedule, partition: Sequence[int] | str | None = None) -> None:
     model = make(family)
-    found = results_on_threads(schedule.stages, step(model, schedule, partition))
+    tokens, mask, labels = batch()
+    arguments = tokens, token_targets(labels, schedule.microbatches), {"attention_mask": mask}
+    losses, chunks = step_and_evaluate(model, schedule, partition, token_loss, *arguments)
     expected = plain(model)
-    losses = [loss for losses, _, _ in found for loss in losses if loss is not None]
     for loss in losses:
         torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-6, atol=1e-6)
-    assert len(losses) == 2
-    gradients = {name: gradient for _, mine, _ in found for name, gradient in mine.items()}
+    gradients = gradients_of(chunks)
     wanted = dict(model.named_parameters(remove_duplicate=False))
     assert gradients.keys() == wanted.keys()
     for name, parameter in wanted.items():
         if parameter.grad is not None:
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=2e-6, msg=name)
-    assert sorted(name for _, _, names in found for name in names) == sorted(layer.name for layer in layers_of(model))
+    assert sorted(n for chunk in chunks for n in chunk.layer_names) == sorted(layer.name for layer in layers_of(model))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

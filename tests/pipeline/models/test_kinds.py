@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zbkern
-from tests.support.chunks import results_on_threads
+from tests.support.chunks import gradients_of, step_and_evaluate
 from tests.support.small_models import BART, DECODERS, IMAGES, KINDS, SEQ2SEQ, config_of, make_kind, transformers
-from zbkern.pipeline import Pipeline, Schedule, cut, export, layers_of, schedules
-from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.pipeline import Schedule, cut, export, layers_of, schedules
 
 ROWS, LENGTH = 4, 12
 
@@ -72,18 +69,10 @@ def check(kind: str, schedule: Schedule, partition: Sequence[int] | None, folder
     expected = loss_fn(getattr(output, "logits", output), targets) / schedule.microbatches
     expected.backward()
 
-    def run(transport: LocalTransport) -> tuple[list[Any], list[Any]]:
-        chunks = [
-            zbkern.convert(chunk) for chunk in cut(copy.deepcopy(model), schedule, partition, rank=transport.rank)
-        ]
-        with Pipeline(chunks, schedule, loss_fn, transport, timeout=30) as pipe:
-            return [pipe.step(given, targets), pipe.evaluate(given, targets)], chunks
-
-    found = results_on_threads(schedule.stages, run)
-    for loss in [loss for losses, _ in found for loss in losses if loss is not None]:
+    losses, chunks = step_and_evaluate(model, schedule, partition, loss_fn, given, targets)
+    for loss in losses:
         torch.testing.assert_close(loss, expected.detach(), rtol=KINDS[kind][3], atol=0)
-    chunks = [chunk for _, mine in found for chunk in mine]
-    gradients = {name: p.grad for chunk in chunks for name, p in chunk.named_parameters(remove_duplicate=False)}
+    gradients = gradients_of(chunks)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and parameter.grad.abs().max() > 1e-9:
             difference = (gradients[name] - parameter.grad).abs().max() / parameter.grad.abs().max()
