@@ -20,14 +20,13 @@ _HOME = {
     "WGradTask": "zbkern.wgrad",
     "no_defer": "zbkern.wgrad",
 }
-_MODULES = ("functional", "nn", "optim", "pipeline", "testing", "wgrad")
+_MODULES = ("functional", "nn", "pipeline", "testing", "wgrad")
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 
 if TYPE_CHECKING:
     from zbkern import functional as functional
     from zbkern import nn as nn
-    from zbkern import optim as optim
     from zbkern import pipeline as pipeline
     from zbkern import testing as testing
     from zbkern import wgrad as wgrad

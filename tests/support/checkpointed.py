@@ -71,11 +71,15 @@ def train(pipe: Pipeline, optimizer: Any, steps: range, dtype: torch.dtype = tor
 
 
 def state_by_name(modules: list[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Weights, buffers, and for every parameter its state and hyperparameters."""
+    """Weights, buffers, and for every parameter its state, hyperparameters and the master that an Optimizer has."""
     found: dict[str, Any] = {}
     for module in modules:
         found.update({key: value.clone() for key, value in module.state_dict().items()})
         names = {id(parameter): key for key, parameter in module.named_parameters()}
+        for parameter, master in getattr(optimizer, "masters", ()):
+            if id(parameter) in names:
+                names[id(master)] = names[id(parameter)]
+                found[f"{names[id(master)]}/master"] = master
         for group in optimizer.param_groups:
             for parameter in (p for p in group["params"] if id(p) in names):
                 name = names[id(parameter)]

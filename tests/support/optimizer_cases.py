@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from tests.support.chunks import results_on_threads
-from zbkern.optim import AdamW
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -50,8 +49,6 @@ OPTIMIZERS: dict[str, Make] = {
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
     "adamw maximize": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, maximize=True),
-    "zbkern adamw": lambda p: AdamW(p, lr=0.01, weight_decay=0.1),
-    "zbkern adamw maximize": lambda p: AdamW(p, lr=0.01, weight_decay=0.1, maximize=True),
     "adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, amsgrad=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),

@@ -1,4 +1,4 @@
-"""Checkpoints of fp32 masters, in an Optimizer or in the state of AdamW: bit for bit, and from one to the other."""
+"""Checkpoints of the fp32 masters of an Optimizer: bit for bit, and with other stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 
 from tests.support.checkpointed import (
     LAYERS,
@@ -21,35 +21,27 @@ from tests.support.checkpointed import (
     state_by_name,
     train,
 )
-from zbkern.optim import AdamW
 from zbkern.pipeline import Optimizer, Pipeline, checkpoint, schedules
-from zbkern.pipeline.transport.local import LocalTransport
 
 
-def kept_outside(module: nn.Module, scaler: Any) -> Optimizer:
-    sgd = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
-    return Optimizer(sgd, LocalTransport.ring(1)[0], max_norm=0.1, scaler=scaler, master_weights=True)
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
 
 
-def kept_inside(module: nn.Module, scaler: Any) -> AdamW:
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
     matrices = [p for p in module.parameters() if p.dim() > 1]
     others = [p for p in module.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.003}]
-    return AdamW(groups, lr=0.01, master_weights=True, max_norm=0.5)
+    return torch.optim.AdamW(groups, lr=0.01, fused=True)
 
 
-@pytest.mark.parametrize(
-    ("optimizer_of", "dtype"),
-    [
-        *((kept_outside, dtype) for dtype in (torch.bfloat16, torch.float16)),
-        *((kept_inside, dtype) for dtype in (torch.float32, torch.bfloat16)),
-    ],
-)
-def test_masters_and_loss_scale_go_on_bit_for_bit(tmp_path: Path, optimizer_of: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("inner", [sgd, adamw])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_masters_and_loss_scale_go_on_bit_for_bit(tmp_path: Path, inner: Any, dtype: torch.dtype) -> None:
     def make() -> tuple[nn.Sequential, Any, Any]:
         module = layers(0, 2).to(dtype)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) if dtype == torch.float16 else None
-        return module, optimizer_of(module, scaler), scaler
+        return module, Optimizer(inner(module), max_norm=0.1, scaler=scaler, master_weights=True), scaler
 
     module, optimizer, scaler = make()
     plain_run(module, optimizer, range(3), scaler)
@@ -64,39 +56,12 @@ def test_masters_and_loss_scale_go_on_bit_for_bit(tmp_path: Path, optimizer_of: 
     assert plain_run(module, optimizer, range(3, 7), scaler) == expected
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_masters_change_hands(tmp_path: Path, inside: bool) -> None:
-    """Between an Optimizer that keeps them and an AdamW that does so itself."""
-
-    def make(module: nn.Module, inside: bool) -> Optimizer:
-        inner = AdamW(module.parameters(), lr=0.01, master_weights=inside)
-        optimizer = Optimizer(inner, LocalTransport.ring(1)[0], master_weights=not inside)
-        plain_run(module, optimizer, range(2))
-        return optimizer
-
-    def masters(module: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-        kept = [optimizer.optimizer.state[p].get("master") for p in module.parameters()]
-        return [m.clone() for m in kept if m is not None] or [m.clone() for _, m in optimizer.masters]
-
-    module, other = layers(0, 2).bfloat16(), layers(0, 2).bfloat16()
-    writer = make(module, inside)
-    checkpoint.save(tmp_path, 2, module, writer)
-    saved = masters(module, writer)
-    expected = plain_run(module, writer, range(2, 5))
-    reader = make(other, not inside)
-    checkpoint.load(tmp_path, other, reader)
-    found = masters(other, reader)
-    assert len(found) == len(saved) == 8
-    assert all(torch.equal(a, b) for a, b in zip(found, saved, strict=True))
-    assert plain_run(other, reader, range(2, 5)) == expected
-
-
 def build_small(name: str) -> tuple[dict[int, nn.Sequential], Pipeline, Optimizer]:
     schedule = getattr(schedules, name)(2, MICROBATCHES)
     mine = {chunk: module.bfloat16() for chunk, module in chunks(schedule.placement, dist.get_rank()).items()}
     pipe = Pipeline(list(mine.values()), schedule, lambda y, target: (y.float() - target).square().mean(), timeout=30)
     parameters = [p for module in mine.values() for p in module.parameters()]
-    return mine, pipe, Optimizer(AdamW(parameters, lr=0.01, master_weights=True), pipe, max_norm=0.15)
+    return mine, pipe, Optimizer(torch.optim.AdamW(parameters, lr=0.01), pipe, max_norm=0.15, master_weights=True)
 
 
 def small_on_two(folder: Path, name: str, save: bool) -> dict[str, Any]:
@@ -104,11 +69,11 @@ def small_on_two(folder: Path, name: str, save: bool) -> dict[str, Any]:
     with pipe:
         train(pipe, optimizer, range(3) if save else range(20, 21), torch.bfloat16)
         checkpoint.save(folder, 3, pipe, optimizer) if save else checkpoint.load(folder, pipe, optimizer)
-        return state_by_name(list(modules.values()), optimizer.optimizer)
+        return state_by_name(list(modules.values()), optimizer)
 
 
 @pytest.mark.dist
-def test_masters_in_the_state_load_with_other_stages(two_ranks: Any, tmp_path: Path) -> None:
+def test_masters_load_with_other_stages(two_ranks: Any, tmp_path: Path) -> None:
     saved = two_ranks.run(small_on_two, tmp_path, "zb_h1", True)
     expected = {**saved[0], **saved[1]}
     assert expected["layer0.0.weight/master"].dtype == torch.float32
@@ -116,6 +81,6 @@ def test_masters_in_the_state_load_with_other_stages(two_ranks: Any, tmp_path: P
     loaded = two_ranks.run(small_on_two, tmp_path, "zb_v", False)
     assert_same({**loaded[0], **loaded[1]}, expected)
     whole = layers(0, LAYERS).bfloat16()
-    optimizer = AdamW(whole.parameters(), master_weights=True)
+    optimizer = Optimizer(torch.optim.AdamW(whole.parameters()), master_weights=True)
     checkpoint.load(tmp_path, whole, optimizer)
     assert_same(state_by_name([whole], optimizer), expected)

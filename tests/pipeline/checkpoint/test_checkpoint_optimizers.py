@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbkern.optim import AdamW
 from zbkern.pipeline import checkpoint
 
 
@@ -89,7 +88,6 @@ KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "amsgrad": lambda p: T.AdamW(p, lr=0.01, amsgrad=True, foreach=True),
     "tensor lr": lambda p: T.AdamW(p, lr=torch.tensor(0.01)),
     "groups": lambda p: T.AdamW([{"params": p[:1], "lr": 0.1}, {"params": p[1:], "betas": (0.5, 0.9)}]),
-    "zbkern AdamW": lambda p: AdamW(p, lr=0.01),
 }
 
 

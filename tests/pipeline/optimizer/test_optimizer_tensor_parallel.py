@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import zbkern
 from tests.support import tensor_parallel
 from tests.support.tensor_parallel import OneProcess, Stages, apart, make_optimizer, values
 from zbkern.pipeline import Optimizer
@@ -30,14 +29,11 @@ def delay_norms(transport: Any) -> None:
     transport.send = send_late
 
 
-def trained(sequence: bool, kind: str) -> tuple[list[float], dict[str, Any], int]:
+def trained(sequence: bool) -> tuple[list[float], dict[str, Any], int]:
     """Norms of all steps, the weights then, and how often a step was undone."""
     ours = Stages(2, 2, "zb_h1", tied=False, sequence=sequence, fill="planned")
     ours.pipe.detach()
-    inner = make_optimizer(ours.modules)
-    if kind == "zbkern":
-        inner = zbkern.optim.AdamW(inner.param_groups)
-    ours.optimizer = Optimizer(inner, ours.pipe, max_norm=MAX_NORM, adaptive=False)
+    ours.optimizer = Optimizer(make_optimizer(ours.modules), ours.pipe, max_norm=MAX_NORM, adaptive=False)
     if torch.distributed.get_rank() == 3:
         delay_norms(ours.pipe.transport)
     with ours.pipe:
@@ -46,22 +42,12 @@ def trained(sequence: bool, kind: str) -> tuple[list[float], dict[str, Any], int
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("sequence", "kind"),
-    [
-        (False, "torch"),
-        (True, "zbkern"),
-        pytest.param(False, "zbkern", marks=pytest.mark.slow),
-        pytest.param(True, "torch", marks=pytest.mark.slow),
-    ],
-)
-def test_training_equals_one_process(
-    four_ranks: Any, monkeypatch: pytest.MonkeyPatch, sequence: bool, kind: str
-) -> None:
+@pytest.mark.parametrize("sequence", [False, True])
+def test_training_equals_one_process(four_ranks: Any, monkeypatch: pytest.MonkeyPatch, sequence: bool) -> None:
     monkeypatch.setattr(tensor_parallel, "MAX_NORM", MAX_NORM)
     plain = OneProcess(tied=False)
     _, expected = plain.train(STEPS)
-    results = four_ranks.run(trained, sequence, kind)
+    results = four_ranks.run(trained, sequence)
     assert [undone for _, _, undone in results] == [2, 2, 0, 0]
     for norms, weights, _ in results:
         assert norms == pytest.approx(expected, rel=1e-11)

@@ -23,7 +23,7 @@ class NamedState:
     """This rank's modules and optimizer as a flat dict of tensors, and back. Keys:
 
         model.NAME                parameters and buffers
-        master.NAME               fp32 master weights, of an Optimizer or in the torch optimizer's state
+        master.NAME               fp32 master weights of an Optimizer
         optimizer.ENTRY.NAME      the optimizer's state of a parameter, where it is a tensor and ENTRY has no dot
         values.NAME               all other entries of a parameter, packed
         others.RANK               the optimizer's state that is of no parameter
@@ -45,8 +45,6 @@ class NamedState:
         self._rename = rename
         self._inner = optimizer.optimizer if isinstance(optimizer, Optimizer) else optimizer
         self._masters = optimizer.masters if isinstance(optimizer, Optimizer) else []
-        groups = getattr(self._inner, "param_groups", [])
-        self._inner_has_masters = any(group.get("master_weights") for group in groups)
         if self._inner is not None and not isinstance(self._inner, torch.optim.Optimizer):
             raise TypeError(
                 "checkpoint: optimizer must be an Optimizer, a torch optimizer or None; got "
@@ -89,11 +87,10 @@ class NamedState:
                 continue
             values = {}
             for entry, value in state.items():
-                kind = self._kind_of(entry, value)
-                if kind is None:
-                    values[entry] = value
+                if isinstance(value, Tensor) and type(entry) is str and "." not in entry:
+                    found[f"optimizer.{entry}.{name}"] = value
                 else:
-                    found[f"{kind}.{name}"] = value
+                    values[entry] = value
             if values or not state:
                 found[f"values.{name}"] = pack(values, f"the optimizer's state of {name!r}")
         others = {key: value for key, value in self._inner.state.items() if not isinstance(key, Tensor)}
@@ -119,12 +116,6 @@ class NamedState:
                         f"{list(leaf.shape)} that the state has elsewhere, too: loaded, they would be two"
                     )
                 seen.add(id(leaf))
-
-    def _kind_of(self, entry: Any, value: Any) -> str | None:
-        """What the key of an entry begins with, None where it has none of its own."""
-        if not isinstance(value, Tensor) or type(entry) is not str or "." in entry:
-            return None
-        return entry if entry == "master" and self._inner_has_masters else f"optimizer.{entry}"
 
     def targets(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
         """What to load into.
@@ -155,15 +146,14 @@ class NamedState:
             kind, name = _parse(key)
             if name in self._own and name != self._names[id(self._own[name])][0]:
                 continue  # another name of a tied parameter
-            kept = kind == "optimizer" or (kind == "master" and self._inner_has_masters)
-            if kept and name in self._own and [*what.size] == [*self._own[name].shape]:
+            if kind == "optimizer" and name in self._own and [*what.size] == [*self._own[name].shape]:
                 like = self._own[name]  # a shard where the parameter is one
                 found[key] = torch.empty_like(like, dtype=getattr(torch, what.dtype), requires_grad=False)
             elif kind in ("group", "others") or (kind in ("optimizer", "values") and name in self._own):
                 found[key] = what.empty()
         masters = {id(master) for _, master in self._masters}
         for name, parameter in self._own.items():
-            key, has_master = f"model.{name}", self._inner_has_masters or id(parameter) in masters
+            key, has_master = f"model.{name}", id(parameter) in masters
             same = key in found and str(found[key].dtype) == f"torch.{stored[key].dtype}"
             if same and has_master == (f"master.{name}" in stored):
                 self._as_saved.add(name)
@@ -232,8 +222,6 @@ class NamedState:
                 entries[key.split(".")[1]] = value
             elif kind == "values":
                 entries.update(unpack(value))
-            elif kind == "master" and self._inner_has_masters:
-                entries["master"] = value
         state = {**state, **self._others}
         groups = self._inner.state_dict()["param_groups"]
         for group, described, settings in zip(self._inner.param_groups, groups, self._settings, strict=True):

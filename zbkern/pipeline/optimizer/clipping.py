@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from zbkern.optim import check_max_norm, local_part, squared_norm
+from zbkern.pipeline.optimizer.params import local_part
 from zbkern.pipeline.transport.connect import check_tied, tied_names
 from zbkern.wgrad.accumulation import gradient_of
 
@@ -72,6 +73,14 @@ def clip_grad_norm_(
     return norm
 
 
+def check_max_norm(caller: str, max_norm: Any) -> None:
+    """Raises TypeError for what is not a number, and ValueError for one that is not above 0."""
+    if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
+        raise TypeError(f"{caller}: max_norm must be a number above 0; got {max_norm!r}; pass the largest norm allowed")
+    if not float(max_norm) > 0:
+        raise ValueError(f"{caller}: max_norm must be above 0; got {max_norm}; pass math.inf to clip nothing")
+
+
 def _check_group(caller: str, group: Any) -> None:
     if group is not None and not hasattr(group, "gather"):
         raise TypeError(
@@ -117,7 +126,7 @@ def sum_of_squares(gradients: Sequence[Tensor], uncounted: Sequence[Tensor] = ()
         kinds.setdefault((where, counted), []).append(gradient)
     whole, cut = [], []
     for (where, counted), alike in kinds.items():
-        total = squared_norm(alike) if counted else _unless_finite(squared_norm(alike))
+        total = _squared_norm(alike) if counted else _unless_finite(_squared_norm(alike))
         if where is None or all(placement.is_replicate() for placement in where[1]):
             whole.append(total)
         else:
@@ -130,6 +139,20 @@ def sum_of_squares(gradients: Sequence[Tensor], uncounted: Sequence[Tensor] = ()
     for part, where in cut:
         result = result + _over_shards(part + found.to(part.device), *where).to(device)
     return result
+
+
+def _squared_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The sum of the squares of all elements, fp64 [], on the first one's device.
+
+    The norms of single tensors are taken in fp32 at least: infinite where one is beyond that.
+    """
+    alike: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
+        alike.setdefault((gradient.device, torch.promote_types(gradient.dtype, torch.float32)), []).append(gradient)
+    device, _ = next(iter(alike))
+    norms = [torch.stack(torch._foreach_norm(found, 2, dtype=wide)) for (_, wide), found in alike.items()]
+    return torch.cat([norm.to(device, torch.float64) for norm in norms]).square().sum()
 
 
 def _unless_finite(value: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.optim import local_part, mark_rounded
-from zbkern.pipeline.optimizer.params import copy_
+from zbkern.pipeline.optimizer.params import copy_, local_part
 
 MASTERS = "masters_of_pipeline"  # an attribute of the torch optimizer
 
@@ -21,16 +20,8 @@ def masters_of(optimizer: torch.optim.Optimizer) -> Pairs:
 
 
 def install_masters(optimizer: torch.optim.Optimizer) -> None:
-    """Puts fp32 copies in the place of the optimizer's parameters below fp32, with the state that these have, in fp32.
-
-    Raises ValueError for an optimizer that keeps such copies itself.
-    """
+    """Puts fp32 copies in the place of the optimizer's parameters below fp32, with their state, in fp32."""
     for group in optimizer.param_groups:
-        if group.get("master_weights"):
-            raise ValueError(
-                f"Optimizer: {type(optimizer).__name__} keeps fp32 masters in its state; give master_weights=True to "
-                "one of the two"
-            )
         for index, parameter in enumerate(group["params"]):
             if not parameter.is_floating_point() or parameter.dtype.itemsize >= 4:
                 continue
@@ -50,7 +41,14 @@ def copy_masters_to_params(pairs: Pairs) -> None:
     """Rounds the masters into the model's parameters."""
     copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
     for parameter, master in pairs:
-        mark_rounded(parameter, master)
+        master.rounded_into = parameter._version  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def take_changes_(parameter: Tensor, master: Tensor) -> None:
+    """A master takes what somebody else has written into its parameter; elsewhere it keeps what rounding hides."""
+    if getattr(master, "rounded_into", None) != parameter._version:
+        master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.to(master.dtype)))
 
 
 class Gradients:
@@ -71,8 +69,8 @@ def unscale(scaler: torch.amp.GradScaler, gradients: list[Tensor], device: torch
     """
     if any(gradient.dtype == torch.float16 for gradient in gradients):
         raise ValueError(
-            "Optimizer: a scaler needs gradients above fp16; leave the masters to Optimizer(master_weights=True), or "
-            "have the gradients in a main_grad of fp32"
+            "Optimizer: a scaler needs gradients above fp16; give master_weights=True, or have the gradients in a "
+            "main_grad of fp32"
         )
     found = Gradients(gradients)
     scaler.scale(torch.ones((), device=device))  # makes the scale, where that has not happened

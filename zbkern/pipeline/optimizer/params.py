@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.optim import local_part
+
+def local_part(tensor: Any) -> Any:
+    """What this rank holds of a DTensor; of other tensors all."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -23,7 +26,7 @@ def kinds_of(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def same_kind(optimizer: torch.optim.Optimizer, kinds: Sequence[str]) -> bool:
-    """Whether it can take the state of an optimizer of these `kinds_of`: zbkern's AdamW that of torch's, say."""
+    """Whether it can take the state of an optimizer of these `kinds_of`: a subclass that of torch's, say."""
     return not set(kinds_of(optimizer)).isdisjoint(kinds)
 
 

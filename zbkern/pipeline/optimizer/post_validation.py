@@ -29,14 +29,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zbkern.optim import check_max_norm, take_changes_
-from zbkern.pipeline.optimizer.clipping import clip_coefficient, scale_gradients_, sum_of_squares
+from zbkern.pipeline.optimizer.clipping import check_max_norm, clip_coefficient, scale_gradients_, sum_of_squares
 from zbkern.pipeline.optimizer.master_weights import (
     Gradients,
     copy_masters_to_params,
     forget,
     install_masters,
     masters_of,
+    take_changes_,
     unscale,
     update_scale,
 )
@@ -83,10 +83,9 @@ class Optimizer(torch.optim.Optimizer):
     max_norm: gradients are scaled down to this 2-norm over all ranks; None for never. A step with gradients that are
     not finite (or of a norm beyond fp32) is skipped. scaler: the torch.amp.GradScaler that has scaled the loss: step()
     does what its `unscale_`, `step` and `update` would do. master_weights: parameters below fp32 get fp32 copies, which
-    the torch optimizer updates in their place; gradients are read from `main_grad` where a parameter has one. Not for a
-    torch optimizer that keeps such copies itself, as zbkern.optim.AdamW(master_weights=True) does. undo: how a step
-    is rolled back: "snapshot" (exact, any optimizer, memory of parameters and state once more), "inverse" (torch's
-    AdamW and SGD, zbkern.optim.AdamW; no memory, equal up to rounding), or None: never step before validation. A
+    the torch optimizer updates in their place; gradients are read from `main_grad` where a parameter has one. undo: how
+    a step is rolled back: "snapshot" (exact, any optimizer, memory of parameters and state once more), "inverse" (AdamW
+    and SGD; no memory, equal up to rounding), or None: never step before validation. A
     `main_grad` is copied until the step is validated where the step may be done again with it. adaptive: after a step
     that was clipped or skipped, validate the next one before stepping, as norms of consecutive steps are alike. tied:
     {name: parameter} of weights that several ranks hold with equal gradients, which count once; by default those of
@@ -131,11 +130,6 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"Optimizer: scaler must be a torch.amp.GradScaler or None; got {type(scaler).__name__}")
         if max_norm is not None:
             check_max_norm("Optimizer", max_norm)
-        if (own := getattr(optimizer, "max_norm", None)) is not None:
-            raise ValueError(
-                f"Optimizer: {type(optimizer).__name__}(max_norm={own}) clips by the norm of its own "
-                "parameters, not of those of all ranks; give max_norm to Optimizer instead"
-            )
         if not master_weights and masters_of(optimizer):
             raise ValueError(
                 f"Optimizer: {type(optimizer).__name__} has the fp32 masters of an Optimizer before this one, and "
@@ -537,7 +531,7 @@ class Optimizer(torch.optim.Optimizer):
         for parameter, model_parameter in zip(parameters(self.optimizer), self._model_parameters(), strict=True):
             gradient = gradient_of(model_parameter)
             if gradient is not None:
-                found.append((parameter, gradient if parameter is model_parameter else gradient.to(parameter.dtype)))
+                found.append((parameter, gradient.to(parameter.dtype)))
         if self._scaler is not None:
             self._unscaled = unscale(self._scaler, [gradient for _, gradient in found], self._device)
         return found

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.optim import local_part, mark_rounded
 from zbkern.pipeline.optimizer.master_weights import MASTERS
-from zbkern.pipeline.optimizer.params import copied, copy_, equal, hyperparameters, parameters
-from zbkern.wgrad.accumulation import gradient_of, main_grad_of
+from zbkern.pipeline.optimizer.params import copied, copy_, equal, hyperparameters, local_part, parameters
+from zbkern.wgrad.accumulation import gradient_of
 from zbkern.wgrad.checksums import are_same, sums_of
 
 
@@ -117,8 +116,7 @@ class Inverse:
             raise ValueError(
                 f"Optimizer: undo='inverse' knows AdamW and SGD; got {type(optimizer).__name__}; use undo='snapshot'"
             )
-        bare = (p for group in optimizer.param_groups if not group.get("master_weights") for p in group["params"])
-        small = next((p for p in bare if p.dtype not in (torch.float32, torch.float64)), None)
+        small = next((p for p in parameters(optimizer) if p.dtype not in (torch.float32, torch.float64)), None)
         if small is not None:
             raise ValueError(
                 f"Optimizer: undo='inverse' needs parameters in fp32; got {small.dtype}; "
@@ -133,21 +131,13 @@ class Inverse:
 
     @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        reads_main_grad = getattr(optimizer, "reads_main_grad", False)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                gradient = gradient_of(parameter) if reads_main_grad else parameter.grad
-                if gradient is not None:
-                    self._restore(parameter, gradient, optimizer.state.get(parameter, {}), group)
+                if parameter.grad is not None:
+                    gradient = -parameter.grad if group.get("maximize") else parameter.grad
+                    self._invert(parameter, gradient, optimizer.state.get(parameter, {}), group)
                     if id(parameter) not in self._had_state:
                         optimizer.state.pop(parameter, None)
-
-    def _restore(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        weight = state.get("master", parameter)
-        self._invert(weight, (-gradient if group.get("maximize") else gradient).to(weight.dtype), state, group)
-        if weight is not parameter:
-            parameter.copy_(weight)
-            mark_rounded(parameter, weight)
 
 
 class PendingStep:
@@ -227,22 +217,20 @@ class PendingStep:
         """
         self._check_unchanged()
         wanted = {id(parameter): gradient for parameter, gradient in self.gradients}
-        main = getattr(optimizer, "reads_main_grad", False)
         replaced = []
         for parameter in parameters(optimizer):
-            place = "main_grad" if main and main_grad_of(parameter) is not None else "grad"
-            present, gradient = getattr(parameter, place), wanted.get(id(parameter))
+            present, gradient = parameter.grad, wanted.get(id(parameter))
             if present is not gradient:
-                replaced.append((parameter, place, present))
-                setattr(parameter, place, gradient)
+                replaced.append((parameter, present))
+                parameter.grad = gradient
         objects, values = [dict(group) for group in optimizer.param_groups], hyperparameters(optimizer)
         for group, setting in zip(optimizer.param_groups, settings, strict=True):
             _assign(group, setting)
         try:
             yield
         finally:
-            for parameter, place, present in replaced:
-                setattr(parameter, place, present)
+            for parameter, present in replaced:
+                parameter.grad = present
             for group, now, value, after in zip(optimizer.param_groups, objects, values, self.after, strict=True):
                 changed = {name: v for name, v in value.items() if name not in after or not equal(v, after[name])}
                 group.update({name: now[name] for name in changed})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -19,6 +20,7 @@ from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.distributed import DistributedTransport, meet
+from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.pipeline.transport.mailbox import PipelineError, described
 
 if TYPE_CHECKING:
@@ -96,9 +98,11 @@ def _checksum(schedule: Schedule) -> int:
 
 
 def connect_peers(group: Any, device: torch.device, peers: Iterable[int] = ()) -> Transport:
-    """Connects this rank to those before and after it, and to `peers`."""
+    """Connects this rank to those before and after it, and to `peers`; a process without torch.distributed to none."""
     if is_transport(group):
         return group
+    if group is None and not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") == "1":
+        return LocalTransport.ring(1)[0]
     place(group)
     return DistributedTransport(group, peers, device)
 
