@@ -202,13 +202,15 @@ class Carries:
         """After the forward of a slice; without a B, what the last one of a sequence leaves is for nobody."""
         if "carry" in side:
             side["carry"].end_forward()
-        if (microbatch + 1) % len(self._slices) == 0 and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and (microbatch + 1) % len(self._slices) == 0:
             self._sequences.pop(microbatch // len(self._slices), None)
 
     def gradients(self, microbatch: int) -> list[tuple[Tensor, Tensor]]:
         """What a slice has kept for the next one, with the gradients that came back for it."""
         number, index = divmod(microbatch, len(self._slices))
-        states = self._sequences[number].states if number in self._sequences else {}
+        if number not in self._sequences:
+            return []
+        states = self._sequences[number].states
         kept = [states[each] for each in states if each[1] == index]
         return [(tensor, leaf.grad) for tensor, leaf in kept if tensor.requires_grad and leaf.grad is not None]
 

@@ -58,7 +58,7 @@ class Stage:
         """
         with self.queue.defer((self.chunk, microbatch)):  # layers then know that their W will wait
             outputs = self._outputs(inputs, target, side or {})
-        leaves = pytree.tree_leaves(outputs)
+        leaves, structure = pytree.tree_flatten(outputs)
         self._check_outputs(leaves)
         if torch.is_grad_enabled():
             roots = [self._root(leaf) for leaf in leaves]
@@ -66,7 +66,7 @@ class Stage:
             if not self._followed:
                 self._warn_of_lost_graph(roots)
         self.carries.end_forward(microbatch, side or {})
-        return pytree.tree_map_only(Tensor, _to_send, outputs)
+        return pytree.tree_unflatten([None if leaf is None else _to_send(leaf) for leaf in leaves], structure)
 
     def prepare(self, microbatch: int) -> None:
         """Waits for what a B or W of this microbatch needs and is not there yet: a load, in stages that have any."""
