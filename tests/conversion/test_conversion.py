@@ -3,6 +3,7 @@ how much waits."""
 
 from __future__ import annotations
 
+import abc
 import copy
 import inspect
 import io
@@ -89,8 +90,28 @@ class OwnRMSNorm(nn.RMSNorm, Configured): ...
 class OwnLayerNorm(nn.LayerNorm, Configured): ...
 
 
+class Abstract(abc.ABC, nn.Linear):
+    """Its objects are laid out by ABC, and not by Module as those of other classes."""
+
+
+class AbstractRouter(abc.ABC, nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    @abc.abstractmethod
+    def forward(self, x: Tensor) -> Tensor: ...
+
+
+class Router(AbstractRouter):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight).softmax(-1)
+
+
 SUBCLASSES = [
     (lambda: OwnLinear(4, 4), zbkern.nn.Linear),
+    (lambda: Abstract(4, 4), zbkern.nn.Linear),
+    (Router, Intercepted),
     (lambda: OwnEmbedding(5, 4), zbkern.nn.Embedding),
     (lambda: OwnRMSNorm(4), zbkern.nn.RMSNorm),
     (lambda: OwnLayerNorm(4), zbkern.nn.LayerNorm),

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from types import FunctionType
+from collections.abc import Callable, Iterator
+from types import CellType, FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -239,17 +239,32 @@ def _subclass(behaviour: type[Module], kind: type[Module]) -> type[Module]:
     """A subclass, so that the library still recognises its own; made here, so that nobody needs to install it."""
     if (behaviour, kind) not in _SUBCLASSES:
         own: Any = behaviour.forward
-        forward: Any = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+        above = CellType(behaviour)  # the class after which super() looks
+        cells = dict(zip(own.__code__.co_freevars, own.__closure__ or (), strict=True))
+        closure = tuple({**cells, "__class__": above}[name] for name in cells)
+        forward: Any = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, closure)
         forward.__signature__ = inspect.signature(kind.forward)  # by which frameworks name positional arguments
         body = {"__module__": "zbkern.nn", "__reduce_ex__": _reduce, "forward": forward}
-        _SUBCLASSES[behaviour, kind] = type(kind.__name__, (behaviour, kind), body)
+        bases = (behaviour, kind) if Module in _first_bases(kind) else (kind, behaviour)
+        made = type(kind.__name__, bases, body)
+        if bases[0] is kind:
+            above.cell_contents = made
+        _SUBCLASSES[behaviour, kind] = made
     return _SUBCLASSES[behaviour, kind]
+
+
+def _first_bases(kind: type) -> Iterator[type]:
+    """Those that decide how its objects lie in memory: not torch's Module for class Own(ABC, Module), whose objects
+    take no other class than one with theirs as its first base."""
+    while kind is not object:
+        yield kind
+        kind = kind.__base__ or object
 
 
 def _reduce(module: Module, protocol: Any) -> tuple[Any, ...]:
     """For copies and pickles of a module whose class is nowhere to be imported from."""
     state = getattr(module, "__getstate__", None)  # Python 3.10 has it of those alone that leave something out
-    return _unpickled, type(module).__bases__, vars(module) if state is None else state()
+    return _unpickled, _made_of(type(module)), vars(module) if state is None else state()
 
 
 def _unpickled(behaviour: type[Module], kind: type[Module]) -> Module:
@@ -261,7 +276,12 @@ def _original(kind: type[Module]) -> type[Module] | None:
     for original, twin in _TWINS.items():
         if kind is twin:
             return original
-    return kind.__bases__[1] if kind in _SUBCLASSES.values() else None
+    return _made_of(kind)[1] if kind in _SUBCLASSES.values() else None
+
+
+def _made_of(kind: type[Module]) -> tuple[type[Module], type[Module]]:
+    """The behaviour and the class that were joined to this one."""
+    return next(parts for parts, made in _SUBCLASSES.items() if made is kind)
 
 
 def _check(caller: str, model: Module, filter: Filter | None) -> None:
