@@ -101,7 +101,7 @@ class Population:
         members += [self._block(passes // 8, 2 * seed + which) for which in range(2)]
         by_cost = {orders.cost: orders for orders in members if orders is not None}
         most = max(2, passes // (SETTINGS.least_runs * self.problem.passes))
-        distinct = [by_cost[cost] for cost in sorted(by_cost)[:most]]
+        distinct = sorted(by_cost.values(), key=lambda orders: (orders is not pattern, orders.cost))[:most]
         short = passes // ((2 if self._long else 1) * len(distinct)) if distinct else 0
         for index, start in enumerate(distinct):
             cooling = SETTINGS.coolings[(seed + index) % len(SETTINGS.coolings)]
