@@ -63,8 +63,10 @@ def megatron(folder: str, **sizes: Any) -> Iterator[None]:
         sys.path.append(folder)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    moe_utils.te_general_gemm = None  # 0.16.1 forgets the name where there is no TransformerEngine
     WrappedTorchNorm.__new__ = norm
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = NoRandomState(), True
     torch.cuda.current_device = lambda: "cpu"
@@ -78,7 +80,7 @@ def megatron(folder: str, **sizes: Any) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
-def build(tied: bool = False, overlap: bool = False, **config: Any) -> list[Any]:
+def build(tied: bool = False, overlap: bool = False, sharded: bool = False, **config: Any) -> list[Any]:
     """This rank's chunks of a small GPT in Megatron's DistributedDataParallel, the same for the same arguments."""
     from megatron.core import parallel_state as state
     from megatron.core.distributed import (
@@ -117,7 +119,7 @@ def build(tied: bool = False, overlap: bool = False, **config: Any) -> list[Any]
         stage = index if virtual else None
         gpt = GPTModel(
             config=made,
-            transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+            transformer_layer_spec=get_gpt_layer_local_spec(made.num_moe_experts, normalization="RMSNorm"),
             vocab_size=VOCABULARY,
             max_sequence_length=LENGTH,
             pre_process=state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -126,7 +128,9 @@ def build(tied: bool = False, overlap: bool = False, **config: Any) -> list[Any]
             position_embedding_type="rope",
             vp_stage=stage,
         )
-        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap)
+        options = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, use_distributed_optimizer=sharded
+        )
         chunks.append(DistributedDataParallel(made, options, gpt))
     return chunks
 
@@ -215,10 +219,29 @@ def step_by_schedule(folder: str, name: str, sizes: dict[str, int], options: dic
             {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
             {},
         ),
+        ("interleaved", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, {}),
+        ("one_f_one_b", {"pipeline_model_parallel_size": 2}, {}),
+        (
+            "zb_h1",
+            {"pipeline_model_parallel_size": 2},
+            {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "add_bias_linear": False},
+        ),
         ("zb_h1", {}, {"overlap": True}),
+        ("zb_h1", {}, {"overlap": True, "sharded": True}),
         ("zb_h1", {"tensor_model_parallel_size": 2}, {"sequence_parallel": True, "tied": True}),
     ],
-    ids=["zb_h1", "tied", "per-token loss", "interleaved", "data-parallel, overlap", "sequence-parallel"],
+    ids=[
+        "zb_h1",
+        "tied",
+        "per-token loss",
+        "interleaved zb",
+        "interleaved",
+        "1F1B",
+        "experts",
+        "data-parallel, overlap",
+        "sharded",
+        "sequence-parallel",
+    ],
 )
 def test_a_schedule_gives_megatrons_gradients(
     fresh_ranks: Any, package: str, name: str, sizes: dict[str, int], options: dict[str, Any]
