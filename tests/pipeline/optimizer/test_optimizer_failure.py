@@ -181,8 +181,11 @@ def test_an_error_without_a_text_reaches_all() -> None:
         if transport.rank == 1:
             optimizer.register_step_pre_hook(refuse)
         try:
-            optimizer.step()
-            optimizer.validate()
+            for _ in range(
+                2
+            ):  # the total may have been on its way before the hook: rank 0 then hears of it in the next
+                optimizer.step()
+                optimizer.validate()
         except PipelineError as error:
             return str(error)
         return "nothing is raised"
