@@ -181,9 +181,7 @@ def test_an_error_without_a_text_reaches_all() -> None:
         if transport.rank == 1:
             optimizer.register_step_pre_hook(refuse)
         try:
-            for _ in range(
-                2
-            ):  # the total may have been on its way before the hook: rank 0 then hears of it in the next
+            for _ in range(2):  # rank 0 may have had the total before the hook ran, and hears of it then
                 optimizer.step()
                 optimizer.validate()
         except PipelineError as error:
