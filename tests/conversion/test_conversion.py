@@ -140,6 +140,22 @@ def test_a_subclass_that_inherits_its_forward_gets_that_of_the_twin(
     assert isinstance(zbkern.convert(OwnLayerNorm((2, 4))), Intercepted)  # has no twin of two dimensions
 
 
+def test_a_class_derived_from_a_twin_is_copied_and_pickled_as_others() -> None:
+    """Parametrizations derive one, and refuse pickles in their own words."""
+    module = zbkern.convert(nn.Sequential(OwnLinear(4, 4)))
+    nn.utils.parametrizations.weight_norm(module[0])
+    twin, x = copy.deepcopy(module), torch.ones(1, 4)
+    assert torch.equal(twin(x), module(x))
+    with pytest.raises(RuntimeError, match="parametrized modules is only supported through state_dict"):
+        pickle.dumps(module)
+    kind = type(module[0])
+    module = zbkern.convert(nn.Sequential(OwnLinear(4, 4)))
+    module[0].__class__ = type("Derived", (type(module[0]),), {})
+    twin = copy.deepcopy(module)
+    assert type(twin[0]) is type(module[0]) is not kind
+    assert torch.equal(twin(x), module(x))
+
+
 class OwnForward(nn.Embedding):
     def forward(self, indices: Tensor) -> Tensor:
         return nn.functional.embedding(indices, self.weight)

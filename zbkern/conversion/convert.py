@@ -240,8 +240,8 @@ def _subclass(behaviour: type[Module], kind: type[Module]) -> type[Module]:
     if (behaviour, kind) not in _SUBCLASSES:
         own: Any = behaviour.forward
         above = CellType(behaviour)  # the class after which super() looks
-        cells = dict(zip(own.__code__.co_freevars, own.__closure__ or (), strict=True))
-        closure = tuple({**cells, "__class__": above}[name] for name in cells)
+        cells = zip(own.__code__.co_freevars, own.__closure__ or (), strict=True)
+        closure = tuple(above if name == "__class__" else cell for name, cell in cells)
         forward: Any = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, closure)
         forward.__signature__ = inspect.signature(kind.forward)  # by which frameworks name positional arguments
         body = {"__module__": "zbkern.nn", "__reduce_ex__": _reduce, "forward": forward}
@@ -261,10 +261,13 @@ def _first_bases(kind: type) -> Iterator[type]:
         kind = kind.__base__ or object
 
 
-def _reduce(module: Module, protocol: Any) -> tuple[Any, ...]:
+def _reduce(module: Module, protocol: Any) -> str | tuple[Any, ...]:
     """For copies and pickles of a module whose class is nowhere to be imported from."""
+    parts = _made_of(type(module))
+    if parts is None:  # a class that somebody has derived from it
+        return object.__reduce_ex__(module, protocol)
     state = getattr(module, "__getstate__", None)  # Python 3.10 has it of those alone that leave something out
-    return _unpickled, _made_of(type(module)), vars(module) if state is None else state()
+    return _unpickled, parts, vars(module) if state is None else state()
 
 
 def _unpickled(behaviour: type[Module], kind: type[Module]) -> Module:
@@ -276,12 +279,13 @@ def _original(kind: type[Module]) -> type[Module] | None:
     for original, twin in _TWINS.items():
         if kind is twin:
             return original
-    return _made_of(kind)[1] if kind in _SUBCLASSES.values() else None
+    parts = _made_of(kind)
+    return None if parts is None else parts[1]
 
 
-def _made_of(kind: type[Module]) -> tuple[type[Module], type[Module]]:
-    """The behaviour and the class that were joined to this one."""
-    return next(parts for parts, made in _SUBCLASSES.items() if made is kind)
+def _made_of(kind: type[Module]) -> tuple[type[Module], type[Module]] | None:
+    """The behaviour and the class that were joined to this one; None for classes that were not made here."""
+    return next((parts for parts, made in _SUBCLASSES.items() if made is kind), None)
 
 
 def _check(caller: str, model: Module, filter: Filter | None) -> None:
