@@ -31,11 +31,15 @@ def is_transport(group: Any) -> TypeIs[Transport]:
     return isinstance(group, Transport)
 
 
+def _runs() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def place(group: Any) -> tuple[int, int]:
     """This rank and the number of ranks; raises ValueError where torch.distributed does not run."""
     if is_transport(group):
         return group.rank, group.size
-    if not dist.is_available() or not dist.is_initialized():
+    if not _runs():
         raise ValueError(
             "Pipeline: torch.distributed is not initialised; call torch.distributed.init_process_group() "
             "in a script that torchrun starts"
@@ -101,7 +105,7 @@ def connect_peers(group: Any, device: torch.device, peers: Iterable[int] = ()) -
     """Connects this rank to those before and after it, and to `peers`; a process without torch.distributed to none."""
     if is_transport(group):
         return group
-    if group is None and not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") == "1":
+    if group is None and not _runs() and os.environ.get("WORLD_SIZE", "1") == "1":
         return LocalTransport.ring(1)[0]
     place(group)
     return DistributedTransport(group, peers, device)
