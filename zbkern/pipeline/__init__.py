@@ -25,11 +25,9 @@ _HOME = {
     "Replanner": "planner.replanning",
     "StepOptions": "runtime.options",
     "check_slices": "runtime.check_slices",
-    "clip_grad_norm_": "optimizer",
     "cut": "models",
     "export": "models",
     "export_adapter": "models",
-    "grad_norm": "optimizer",
     "layer_chunks": "models",
     "layers_of": "models",
     "layout_to_partition": "schedules.layout",
@@ -68,8 +66,6 @@ if TYPE_CHECKING:
     from zbkern.pipeline.models.token_loss import token_loss as token_loss
     from zbkern.pipeline.models.token_loss import token_targets as token_targets
     from zbkern.pipeline.optimizer import Optimizer as Optimizer
-    from zbkern.pipeline.optimizer.clipping import clip_grad_norm_ as clip_grad_norm_
-    from zbkern.pipeline.optimizer.clipping import grad_norm as grad_norm
     from zbkern.pipeline.planner.arguments import PlanOptions as PlanOptions
     from zbkern.pipeline.planner.plan import plan as plan
     from zbkern.pipeline.planner.replanning import Replanner as Replanner

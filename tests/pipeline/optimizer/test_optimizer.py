@@ -24,7 +24,7 @@ from tests.support.optimizer_cases import (
     train_rank,
 )
 from tests.support.same import assert_same
-from zbkern.pipeline.optimizer import Optimizer, clipping
+from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -260,24 +260,18 @@ def test_ranks_without_gradients_take_part() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [0, 2])
 def test_tied_weights_count_once(first: int, dtype: torch.dtype) -> None:
-    def rank_loop(transport: LocalTransport) -> list[float | None]:
+    def rank_loop(transport: LocalTransport) -> float | None:
         own, shared = nn.Parameter(torch.zeros(2, dtype=dtype)), nn.Parameter(torch.zeros(2, dtype=dtype))
         tied = {"table": shared} if transport.rank in (first, 3) else {}
         own.grad, shared.grad = torch.tensor([1.0, 0.0], dtype=dtype), torch.tensor([0.0, 4.0], dtype=dtype)
         parameters = [own, shared] if tied else [own]
-        norm = clipping.grad_norm(parameters, transport, tied)
         sgd = torch.optim.SGD(parameters, lr=0.1)
         optimizer = Optimizer(sgd, transport, tied=tied, master_weights=dtype != torch.float32, timeout=20)
         optimizer.step()
         optimizer.validate()
-        clipped = clipping.clip_grad_norm_(parameters, 1.0, transport, tied)
-        return [norm, optimizer.last_norm, clipped, clipping.grad_norm(parameters, transport, tied)]
+        return optimizer.last_norm
 
-    for found in results_on_threads(4, rank_loop):
-        expected = math.sqrt(4 + 16)
-        rounding = 1e-6 if dtype == torch.float32 else 1e-2  # of the clipped gradients
-        assert found[:3] == pytest.approx([expected] * 3, rel=1e-6)
-        assert found[3] == pytest.approx(1.0, rel=rounding)
+    assert results_on_threads(4, rank_loop) == pytest.approx([math.sqrt(4 + 16)] * 4, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +335,6 @@ def test_settings_that_lose_information_cannot_be_inverted(settings: dict[str, A
 def distributed_loop(case: Case) -> tuple[list[list[Tensor]], int]:
     history, _, optimizer = train_rank(case, None)
     optimizer.close()
-    assert clipping.grad_norm(optimizer.param_groups[0]["params"]) == 0  # of all ranks; there are no gradients
     return history, optimizer.undone
 
 

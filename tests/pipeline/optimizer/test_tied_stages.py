@@ -15,7 +15,6 @@ from tests.support import tensor_parallel
 from tests.support.tensor_parallel import (
     BLOCKS,
     MAX_NORM,
-    STEEP,
     OneProcess,
     TrainedStages,
     apart,
@@ -28,7 +27,7 @@ from tests.support.tensor_parallel import (
     tie,
     values,
 )
-from zbkern.pipeline import Optimizer, Pipeline, clip_grad_norm_, grad_norm, schedules
+from zbkern.pipeline import Optimizer, Pipeline, schedules
 
 pytestmark = pytest.mark.dist
 
@@ -93,12 +92,7 @@ def trained(schedule: str, kind: str, options: dict[str, Any]) -> tuple[Any, ...
     with ours.pipe:
         losses, norms = ours.train(STEPS)
         weights = values(ours.named())
-        ours.gradients(STEEP[0])
-        parameters = ours.named().values()
-        found = [grad_norm(parameters, group) for group in (ours.pipe, ours.group, ours.pipe.transport)]
-        found.append(clip_grad_norm_(parameters, 1.0, ours.group))
-        found.append(grad_norm(parameters, ours.pipe))
-    return losses, norms, weights, ours.optimizer.clipped, found
+    return losses, norms, weights, ours.optimizer.clipped
 
 
 @pytest.mark.parametrize(
@@ -116,17 +110,12 @@ def test_a_tied_weight_counts_once(four_ranks: Any, schedule: str, kind: str, op
     losses, norms, weights = one_process()
     clipped = sum(norm > MAX_NORM for norm in norms)
     assert 0 < clipped < len(STEPS)
-    plain = OneProcess(tied=True)
-    plain.model.load_state_dict({name: p.detach() for name, p in weights.items()})
-    plain.gradients(STEEP[0])
-    expected = plain.clip()
-    for found, found_norms, found_weights, times, more in four_ranks.run(trained, schedule, kind, options):
+    for found, found_norms, found_weights, times in four_ranks.run(trained, schedule, kind, options):
         assert found in ([None] * len(STEPS), pytest.approx(losses, rel=1e-11))
         assert found_norms == pytest.approx(norms, rel=1e-11)
         far = apart(found_weights, weights)
         assert max(far.values()) < 1e-10, far
         assert times == clipped
-        assert more == pytest.approx([*[expected] * 4, 1.0], rel=1e-6)
 
 
 FIRST, LAST = tuple(f"{index}." for index in range(2)), tuple(f"{index}." for index in range(2, BLOCKS + 2))

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tests.support.two_by_two import (
-    KINDS,
     MAX_NORM,
     Setup,
     assert_close,
@@ -21,7 +20,6 @@ from tests.support.two_by_two import (
     plain_steps,
 )
 from zbkern.pipeline import Optimizer, Pipeline
-from zbkern.pipeline.optimizer import clipping
 
 pytestmark = pytest.mark.dist
 
@@ -164,20 +162,3 @@ def test_small_dtypes_of_replicas(four_ranks: Any, kind: str, dtype: torch.dtype
     assert [counts[0] for counts, _ in results] == [3, 0, 3, 0]
     assert {counts[1:] for counts, _ in results} == {(3, 2)}
     assert {scale for _, scale in results} == {16.0 if dtype == torch.float16 else None}  # halved twice
-
-
-def take_norms(kind: str) -> list[float]:
-    setup = Setup(kind, "zb_v")
-    with setup.pipe() as pipe:
-        pipe.step(*setup.data(0))
-        norm = clipping.grad_norm(setup.parameters(), pipe)
-        clipped = clipping.clip_grad_norm_(setup.parameters(), norm / 4, pipe)
-        return [norm, clipped, clipping.grad_norm(setup.parameters(), pipe)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sharded_gradient_counts_once_in_norms(four_ranks: Any, kind: str) -> None:
-    (gradients,), _, _ = plain_steps(4, 1)
-    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
-    for found in four_ranks.run(take_norms, kind):
-        assert found == pytest.approx([norm, norm, norm / 4], rel=1e-5)

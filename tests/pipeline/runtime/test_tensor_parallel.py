@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import zbkern
-from tests.support import expert_parallel, tensor_parallel
+from tests.support import expert_parallel
 from tests.support.expert_parallel import one_process_of, stages_of
 from tests.support.tensor_parallel import (
     MAX_NORM,
@@ -25,7 +25,7 @@ from tests.support.tensor_parallel import (
     parallelize,
     values,
 )
-from zbkern.pipeline import ProfileOptions, clip_grad_norm_, profile
+from zbkern.pipeline import ProfileOptions, profile
 
 pytestmark = pytest.mark.dist
 
@@ -75,27 +75,6 @@ def test_steps_equal_one_process(four_ranks: Any, kind: str, schedule: str, fill
         assert times == len(clipped) >= 2
         assert waited > count * MICROBATCHES
         assert experts_waited
-
-
-def clipped_gradients(kind: str, max_norm: float, step: int) -> tuple[float, dict[str, Any]]:
-    ours = stages_of(kind, (2, 2, "zb_h1"))
-    with ours.pipe:
-        ours.gradients(step)
-        norm = clip_grad_norm_(ours.named().values(), max_norm, ours.pipe)
-    return norm, values({name: parameter.grad for name, parameter in ours.named().items()})
-
-
-@pytest.mark.parametrize("kind", ["tied", "experts"])
-def test_clip_grad_norm(four_ranks: Any, kind: str) -> None:
-    of_kind = expert_parallel if kind == "experts" else tensor_parallel
-    plain, step = one_process_of(kind), of_kind.STEEP[0]
-    plain.gradients(step)
-    expected = plain.clip()
-    assert expected > of_kind.MAX_NORM
-    for norm, gradients in four_ranks.run(clipped_gradients, kind, of_kind.MAX_NORM, step):
-        assert norm == pytest.approx(expected, rel=1e-12)
-        far = apart(gradients, {name: parameter.grad for name, parameter in plain.named().items()})
-        assert max(far.values()) < 1e-12, far
 
 
 def measured(tensor: int) -> tuple[Any, ...]:

@@ -1,76 +1,18 @@
-"""Gradient norms over all stages of a pipeline, and clipping by them; weights that several ranks hold count once."""
+"""The norm of a rank's gradients, plain tensors and shards, and clipping by the norm over all ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from zbkern.pipeline.optimizer.params import local_part
-from zbkern.pipeline.transport.connect import check_tied, tied_names
-from zbkern.wgrad.accumulation import gradient_of
-
-
-def grad_norm(
-    parameters: Tensor | Iterable[Tensor], group: Any = None, tied: Mapping[str, Tensor] | None = None
-) -> float:
-    """The 2-norm of the gradients of all ranks' parameters, as if they were one vector; collective.
-
-    parameters: this rank's. group: the pipeline's ranks: a Pipeline, a Transport, a process group, or None for all.
-    tied: {name: parameter} of weights that several ranks hold with the same gradient; by default those of which a
-    Pipeline has made this the case. They count once, as in one process. Gradients are read from `main_grad` where a
-    parameter has one; the norms of single ones are taken in fp32 at least and added up in fp64. Shards (DTensor) count
-    as the whole they belong to. NaN or infinite when a gradient is.
-    """
-    return _grad_norm("grad_norm", _listed("grad_norm", parameters), group, tied)
-
-
-def _grad_norm(caller: str, parameters: list[Tensor], group: Any, tied: Mapping[str, Tensor] | None) -> float:
-    _check_group(caller, group)
-    check_tied(caller, tied)
-    shared = tied_names(parameters, tied)
-    found = [(id(parameter), gradient) for parameter, gradient in _gradients(parameters)]
-    own = [gradient for key, gradient in found if key not in shared]
-    names = {shared[key]: float(sum_of_squares([gradient])) for key, gradient in found if key in shared}
-    tied_ones = [gradient for key, gradient in found if key in shared]
-    shards = [gradient for _, gradient in found if isinstance(gradient, DTensor)]
-    total, seen, with_shards = 0.0, {}, []
-    for value, named, has_shards in _gather((float(sum_of_squares(own, tied_ones)), names, bool(shards)), group):
-        total += value
-        seen.update(named)
-        with_shards.append(has_shards)
-    total += sum(seen.values())
-    if any(with_shards):  # all ranks of a mesh are to hear of a total that is not finite on one of them
-        total += float(_unless_finite(sum_of_squares(shards, [torch.tensor(total, dtype=torch.float64)])))
-        if not all(with_shards):
-            total = next((value for value in _gather(total, group) if not math.isfinite(value)), total)
-    return math.sqrt(total)
-
-
-def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    group: Any = None,
-    tied: Mapping[str, Tensor] | None = None,
-) -> float:
-    """Scales the gradients so that their norm over all ranks is at most `max_norm`; returns the norm it was.
-
-    The twin of torch.nn.utils.clip_grad_norm_ for parameters that are spread over the ranks of a pipeline; arguments as
-    for `grad_norm`; collective. Gradients whose norm is not finite stay as they are. Raises ValueError for a max_norm
-    that is not above 0.
-    """
-    check_max_norm("clip_grad_norm_", max_norm)
-    parameters = _listed("clip_grad_norm_", parameters)
-    norm = _grad_norm("clip_grad_norm_", parameters, group, tied)
-    scale_gradients_([gradient for _, gradient in _gradients(parameters)], clip_coefficient(norm, max_norm))
-    return norm
 
 
 def check_max_norm(caller: str, max_norm: Any) -> None:
@@ -79,32 +21,6 @@ def check_max_norm(caller: str, max_norm: Any) -> None:
         raise TypeError(f"{caller}: max_norm must be a number above 0; got {max_norm!r}; pass the largest norm allowed")
     if not float(max_norm) > 0:
         raise ValueError(f"{caller}: max_norm must be above 0; got {max_norm}; pass math.inf to clip nothing")
-
-
-def _check_group(caller: str, group: Any) -> None:
-    if group is not None and not hasattr(group, "gather"):
-        raise TypeError(
-            f"{caller}: group must be a Pipeline, a Transport, a process group of the pipeline's ranks, or None for "
-            f"all ranks; got {type(group).__name__}"
-        )
-
-
-def _listed(caller: str, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    found = [parameters] if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable) else [*parameters]
-    for parameter in found:
-        if not isinstance(parameter, Tensor):
-            raise TypeError(
-                f"{caller}: parameters must be this rank's, as module.parameters() gives them; got "
-                f"{type(parameter).__name__} (a Pipeline goes in as group=)"
-            )
-    return [*{id(parameter): parameter for parameter in found}.values()]  # one may be in several chunks of a rank
-
-
-def _gradients(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    for parameter in parameters:
-        gradient = gradient_of(parameter)
-        if gradient is not None:
-            yield parameter, gradient
 
 
 def sum_of_squares(gradients: Sequence[Tensor], uncounted: Sequence[Tensor] = ()) -> Tensor:
@@ -182,11 +98,3 @@ def scale_gradients_(gradients: list[Tensor], factor: float) -> None:
         return
     with torch.no_grad():
         torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
-
-
-def _gather(value: Any, group: Any) -> list[Any]:
-    if group is not None and not isinstance(group, dist.ProcessGroup):  # which has another `gather`, of tensors
-        return group.gather(value)
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
