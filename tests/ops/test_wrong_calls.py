@@ -371,7 +371,6 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("Optimizer(3)", TypeError, "Optimizer: optimizer must be a torch.optim.Optimizer, not one within an Optimizer"),
     ("Optimizer(Optimizer(sgd(), pipe()), pipe())", TypeError, "Optimizer: optimizer must be a torch.optim.Optimizer"),
     ("Optimizer(sgd(), 3)", ValueError, "Pipeline: torch.distributed is not initialised; call"),
-    ("Optimizer(sgd(), pipe(), scaler=3)", TypeError, "Optimizer: scaler must be a torch.amp.GradScaler or None; got"),
     ("Optimizer(sgd(), pipe(), max_norm=0)", ValueError, "Optimizer: max_norm must be above 0; got 0; pass math.inf t"),
     ("Optimizer(sgd(), pipe(), max_norm='1')", TypeError, "Optimizer: max_norm must be a number above 0; got '1'"),
     ("Optimizer(sgd(), pipe(), tied=[layer().weight])", TypeError, "Optimizer: tied must be {name: parameter}, as in"),

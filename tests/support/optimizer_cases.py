@@ -77,27 +77,19 @@ class Case:
         forced: dict[tuple[int, int], float],
         make: Make = OPTIMIZERS["adamw foreach"],
         dtype: torch.dtype = torch.float32,
-        scale: float | None = None,
         schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         shapes: tuple[tuple[int, ...], ...] = SHAPES,
         by_turns: bool = False,
     ) -> None:
         self.ranks, self.steps, self.forced = ranks, steps, forced
-        self.make, self.dtype, self.scale = make, dtype, scale
+        self.make, self.dtype = make, dtype
         self.schedule, self.shapes, self.by_turns = schedule, shapes, by_turns
-
-    def scaler(self) -> torch.amp.GradScaler | None:
-        if self.scale is None:
-            return None
-        scaler = torch.amp.GradScaler("cpu", init_scale=self.scale, growth_interval=2)
-        scaler.scale(torch.ones(()))
-        return scaler
 
     def weights(self, rank: int) -> list[nn.Parameter]:
         generator = torch.Generator().manual_seed(rank)
         return [nn.Parameter(torch.randn(shape, generator=generator).to(self.dtype)) for shape in self.shapes]
 
-    def gradients(self, rank: int, step: int, scale: float) -> list[Tensor | None]:
+    def gradients(self, rank: int, step: int) -> list[Tensor | None]:
         """Of norm 0.4 over all ranks, unless forced: (rank, step) -> what one element becomes."""
         generator = torch.Generator().manual_seed(1000 * step + rank + 1)
         made = [torch.randn(shape, generator=generator) for shape in self.shapes]
@@ -106,11 +98,11 @@ class Case:
         if (rank, step) in self.forced:
             made[1].view(-1)[2] = self.forced[rank, step]
         absent = (0, 2)[step % 2] if self.by_turns else None
-        return [None if index == absent else (part * scale).to(self.dtype) for index, part in enumerate(made)]
+        return [None if index == absent else part.to(self.dtype) for index, part in enumerate(made)]
 
-    def backward(self, weights: list[nn.Parameter], rank: int, step: int, scale: float = 1.0) -> None:
+    def backward(self, weights: list[nn.Parameter], rank: int, step: int) -> None:
         """Gives the weights of a rank their gradients."""
-        for parameter, gradient in zip(weights, self.gradients(rank, step, scale), strict=True):
+        for parameter, gradient in zip(weights, self.gradients(rank, step), strict=True):
             parameter.grad = gradient
 
     def clear(self, optimizer: Optimizer, rank: int) -> None:
@@ -126,24 +118,18 @@ def plain_loop(case: Case, clip: Callable[..., Any]) -> tuple[list[list[Tensor]]
     model = [case.weights(rank) for rank in range(case.ranks)]
     low = [parameter for row in model for parameter in row]
     masters = [nn.Parameter(parameter.detach().float()) for parameter in low]
-    optimizer, scaler = case.make(masters), case.scaler()
+    optimizer = case.make(masters)
     base = optimizer.param_groups[0]["lr"]
     schedule = case.schedule(optimizer) if case.schedule else None
     history, found = [], []
     for step in range(case.steps):
         if schedule is None:
             optimizer.param_groups[0]["lr"] = case.learning_rate(step, base)
-        scale = 1.0 if scaler is None else scaler.get_scale()
-        gradients = [g for rank in range(case.ranks) for g in case.gradients(rank, step, scale)]
+        gradients = [g for rank in range(case.ranks) for g in case.gradients(rank, step)]
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = None if gradient is None else gradient.float()
-        if scaler is not None:
-            scaler.unscale_(optimizer)
         found.append(float(clip(masters, MAX_NORM)))
-        if scaler is not None:
-            scaler.step(optimizer)
-            scaler.update()
-        elif math.isfinite(found[-1]):
+        if math.isfinite(found[-1]):
             optimizer.step()
         if schedule is not None:
             schedule.step()
@@ -172,21 +158,21 @@ def train_rank(
     rank = torch.distributed.get_rank() if transport is None else transport.rank
     options = {"master_weights": case.dtype != torch.float32, "max_norm": MAX_NORM, "timeout": 20, **options}
 
-    def make() -> tuple[list[nn.Parameter], Optimizer, LRScheduler | None, torch.amp.GradScaler | None]:
-        weights, scaler = case.weights(rank), case.scaler()
-        optimizer = Optimizer(case.make(weights), transport, scaler=scaler, **options)
+    def make() -> tuple[list[nn.Parameter], Optimizer, LRScheduler | None]:
+        weights = case.weights(rank)
+        optimizer = Optimizer(case.make(weights), transport, **options)
         if attach is not None:
             attach(optimizer, weights, rank)
-        return weights, optimizer, case.schedule(optimizer) if case.schedule else None, scaler
+        return weights, optimizer, case.schedule(optimizer) if case.schedule else None
 
-    weights, optimizer, schedule, scaler = make()
+    weights, optimizer, schedule = make()
     base, undone = optimizer.param_groups[0]["lr"], 0
     history, found = [], []
     for step in range(case.steps):
         if step == stop:
             undone, before = optimizer.undone, [weight.detach().clone() for weight in weights]
             states = copy.deepcopy((optimizer.state_dict(), schedule.state_dict() if schedule else None))
-            weights, optimizer, schedule, scaler = make()
+            weights, optimizer, schedule = make()
             for weight, saved in zip(weights, before, strict=True) if not optimizer.masters else ():
                 weight.data.copy_(saved)
             optimizer.load_state_dict(states[0])
@@ -195,7 +181,7 @@ def train_rank(
             assert all(map(torch.equal, weights, before)), "not what the masters say"
         if schedule is None:
             optimizer.param_groups[0]["lr"] = case.learning_rate(step, base)
-        case.backward(weights, rank, step, 1.0 if scaler is None else scaler.get_scale())
+        case.backward(weights, rank, step)
         optimizer.step()
         if schedule is not None:
             schedule.step()  # before the global check, which may have the step done again

@@ -32,11 +32,11 @@ MAKE = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, foreach=T
 FORCED = {"clip": 3.0, "inf": math.inf, "nan": math.nan}
 
 
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, None), (torch.bfloat16, None), (torch.float16, 2.0**10)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("what", FORCED)
 @pytest.mark.parametrize("rank", range(5))
-def test_forced_on_every_single_stage(rank: int, what: str, dtype: torch.dtype, scale: float | None) -> None:
-    case = Case(5, 4, {(rank, 1): FORCED[what]}, dtype=dtype, scale=scale)
+def test_forced_on_every_single_stage(rank: int, what: str, dtype: torch.dtype) -> None:
+    case = Case(5, 4, {(rank, 1): FORCED[what]}, dtype=dtype)
     optimizers = check(case)
     assert [o.undone for o in optimizers] == [int(r < rank) for r in range(5)]
     assert all((o.clipped, o.skipped) == ((1, 0) if what == "clip" else (0, 1)) for o in optimizers)
@@ -56,20 +56,14 @@ def test_any_optimizer_on_consecutive_steps(name: str, adaptive: bool) -> None:
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, None), (torch.float16, 2.0**10), (torch.float32, 4.0)])
-def test_small_dtypes_with_masters_and_loss_scaling(dtype: torch.dtype, scale: float | None, adaptive: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_dtypes_with_masters(dtype: torch.dtype, adaptive: bool) -> None:
     forced = {(2, 1): 3.0, (3, 2): math.inf, (0, 3): math.nan, (3, 4): 5.0, (1, 6): math.inf}
-    case = Case(4, 8, forced, OPTIMIZERS["adamw foreach"], dtype, scale)
+    case = Case(4, 8, forced, OPTIMIZERS["adamw foreach"], dtype)
     optimizers = check(case, adaptive=adaptive)
     assert {o.skipped for o in optimizers} == {3}
     assert optimizers[0].undone > 0
     assert all(master.grad is None for o in optimizers for _, master in o.masters)  # no memory between steps
-
-
-def test_scaler_grows_and_backs_off_alike_on_all_ranks() -> None:
-    case = Case(3, 6, {(1, 3): math.inf}, dtype=torch.float16, scale=1024.0)
-    scales = {o.common_state()["scaler"]["scale"] for o in check(case)}
-    assert scales == {2048.0}  # grew after 2 steps, halved by the fourth, grew after 2 more
 
 
 INVERTIBLE = ["sgd", "sgd momentum", "sgd nesterov", "adamw", "adamw foreach", "adamw maximize"]
@@ -240,21 +234,18 @@ def test_a_closure_is_called_once_with_gradients_and_its_loss_returned() -> None
 
 
 def test_ranks_without_gradients_take_part() -> None:
-    def rank_loop(transport: LocalTransport) -> tuple[float | None, float]:
+    def rank_loop(transport: LocalTransport) -> list[float | None]:
         weight = nn.Parameter(torch.ones(2))
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        optimizer = Optimizer(torch.optim.AdamW([weight]), transport, max_norm=1.0, scaler=scaler, timeout=20)
-        if transport.rank == 1:
-            weight.grad = torch.tensor([12.0, 16.0])
-        optimizer.step()
-        optimizer.validate()
-        optimizer.step()
-        optimizer.validate()
-        return optimizer.last_norm, scaler.get_scale()
+        optimizer = Optimizer(torch.optim.AdamW([weight]), transport, max_norm=1.0, timeout=20)
+        norms = []
+        for gradient in (torch.tensor([3.0, 4.0]), None):
+            weight.grad = gradient if transport.rank == 1 else None
+            optimizer.step()
+            optimizer.validate()
+            norms.append(optimizer.last_norm)
+        return norms
 
-    for norm, scale in results_on_threads(3, rank_loop):
-        assert norm == pytest.approx(0.25, rel=1e-6)  # unscaled 5, clipped to 1; unscaled once more
-        assert scale == 4.0
+    assert results_on_threads(3, rank_loop) == [[5.0, 0.0]] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -290,7 +281,6 @@ def test_tied_weights_count_once(first: int, dtype: torch.dtype) -> None:
         ({"timeout": -1}, "Optimizer: timeout must be a number of seconds above 0"),
         ({"timeout": "a"}, "Optimizer: timeout must be a number of seconds above 0; got 'a'"),
         ({"timeout": math.inf}, "Optimizer: timeout must be a number of seconds above 0"),
-        ({"scaler": 3}, "scaler must be a torch.amp.GradScaler or None; got int"),
         ({"undo": "copy"}, r"undo must be one of \('snapshot', 'inverse', None\); got 'copy'"),
         ({"undo": "inverse", "optimizer": torch.optim.Adagrad([torch.ones(1)])}, "knows AdamW and SGD; got Adagrad"),
         ({"undo": "inverse", "optimizer": torch.optim.SGD([torch.ones(1).half()])}, "needs parameters in fp32"),
@@ -300,18 +290,6 @@ def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"optimizer": torch.optim.SGD([torch.ones(1)]), "pipe": LocalTransport.ring(1)[0]}
     with pytest.raises((TypeError, ValueError), match=message):
         Optimizer(**{**arguments, **changes})
-
-
-def test_a_scaler_and_fp16_gradients_that_no_master_widens() -> None:
-    weight = nn.Parameter(torch.ones(1).half())
-    weight.grad = torch.ones(1).half()
-    scaler = torch.amp.GradScaler("cpu")
-    optimizer = Optimizer(torch.optim.AdamW([weight]), LocalTransport.ring(1)[0], scaler=scaler)
-    with pytest.raises(PipelineError, match="needs gradients above fp16; give master_weights=True"):
-        optimizer.step()
-    off = torch.amp.GradScaler("cpu", enabled=False)
-    Optimizer(torch.optim.SGD([weight], lr=0.5), LocalTransport.ring(1)[0], scaler=off).step()
-    assert weight.item() == 0.5
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ class Pattern(Case):
         super().__init__(len(kinds[0]), len(kinds), {}, **options)
         self.kinds = kinds
 
-    def gradients(self, rank: int, step: int, scale: float) -> list[Tensor | None]:
-        found, kind = super().gradients(rank, step, scale), self.kinds[step][rank]
+    def gradients(self, rank: int, step: int) -> list[Tensor | None]:
+        found, kind = super().gradients(rank, step), self.kinds[step][rank]
         factor = {"clip": 30.0, "clip on all": 2.0, "zero": 0.0, "tiny": 1e-30}.get(kind, 1.0)
         made = [None if gradient is None else gradient * factor for gradient in found]
         element = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan, "beyond fp32": 3e38}.get(kind)

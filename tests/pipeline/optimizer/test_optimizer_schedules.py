@@ -124,7 +124,7 @@ def test_groups_state_and_hooks_are_the_inner_ones() -> None:
         copy.deepcopy(optimizer)
 
 
-def test_a_grad_scaler_of_its_own_is_sent_to_the_argument() -> None:
+def test_a_grad_scaler_is_refused() -> None:
     """Else a rank that finds infinity would leave its step out, and the others would wait for it."""
 
     def rank_loop(transport: LocalTransport) -> None:
@@ -133,7 +133,7 @@ def test_a_grad_scaler_of_its_own_is_sent_to_the_argument() -> None:
         optimizer = Optimizer(torch.optim.SGD([weight]), transport, timeout=20)
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(torch.ones(()))
-        with pytest.raises(TypeError, match=r"give it to Optimizer\(scaler=\.\.\.\)"):
+        with pytest.raises(TypeError, match="which sees the gradients of this rank only; train in bfloat16"):
             scaler.step(optimizer)
         weight.grad = torch.ones(2)
         optimizer.step()

@@ -18,7 +18,7 @@ from zbkern.pipeline.transport.local import LocalTransport
 
 
 def test_state_dict_resumes_bit_for_bit() -> None:
-    case = Case(2, 6, {(1, 2): 3.0, (1, 3): math.inf}, dtype=torch.float16, scale=8.0)
+    case = Case(2, 6, {(1, 2): 3.0, (1, 3): math.inf}, dtype=torch.float16)
     assert_same(ours(case, stop=3)[0], ours(case)[0])
 
 
@@ -39,34 +39,6 @@ def test_masters_take_what_is_written_into_their_weights() -> None:
     master = optimizer.masters[0][1]
     torch.testing.assert_close(master, torch.tensor([4.0 - 3e-4, 0.5 - 2e-4, 1.0 - 3e-4]), rtol=0, atol=1e-6)
     torch.testing.assert_close(weight, master.bfloat16(), rtol=0, atol=0)
-
-
-def test_a_state_loads_with_and_without_a_loss_scale() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaled, plain = (
-        Optimizer(torch.optim.SGD([torch.ones(1)]), LocalTransport.ring(1)[0], scaler=s) for s in (scaler, None)
-    )
-    plain.load_state_dict(scaled.state_dict())
-    scaled.load_state_dict(plain.state_dict())
-    assert scaler.get_scale() == 4.0
-
-
-def test_a_step_that_a_load_gives_up_leaves_the_scale_alone() -> None:
-    """Only rank 0 has seen that it is not finite: a scale that backs off there alone would make its gradients wrong."""
-
-    def rank_loop(transport: LocalTransport) -> float:
-        parameter, scaler = nn.Parameter(torch.ones(3)), torch.amp.GradScaler("cpu", init_scale=8.0)
-        optimizer = Optimizer(torch.optim.SGD([parameter], lr=0.1), transport, scaler=scaler, timeout=20)
-        state = copy.deepcopy(optimizer.state_dict())
-        parameter.grad = torch.full((3,), math.inf if transport.rank == 0 else 0.1)
-        optimizer.step()
-        optimizer.load_state_dict(state)
-        parameter.grad = torch.full((3,), 0.1)
-        optimizer.step()
-        optimizer.validate()
-        return scaler.get_scale()
-
-    assert results_on_threads(2, rank_loop) == [8.0, 8.0]
 
 
 @pytest.mark.parametrize(

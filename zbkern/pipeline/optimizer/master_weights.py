@@ -1,4 +1,4 @@
-"""Mixed precision over stages: fp32 master weights in a torch optimizer, and a loss scale that all ranks agree on."""
+"""Mixed precision: fp32 master weights in a torch optimizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.pipeline.optimizer.params import copy_, local_part
+from zbkern.pipeline.optimizer.params import copy_
 
 MASTERS = "masters_of_pipeline"  # an attribute of the torch optimizer
 
@@ -49,46 +49,3 @@ def take_changes_(parameter: Tensor, master: Tensor) -> None:
     """A master takes what somebody else has written into its parameter; elsewhere it keeps what rounding hides."""
     if getattr(master, "rounded_into", None) != parameter._version:
         master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.to(master.dtype)))
-
-
-class Gradients:
-    """What a GradScaler takes for an optimizer: gradients of any dtype above fp16, wherever a parameter keeps them."""
-
-    def __init__(self, gradients: list[Tensor]) -> None:
-        parts = [local_part(gradient) for gradient in gradients]  # a scaler takes no mix of DTensor and plain tensors
-        holders = [part.detach() for part in parts]
-        for holder, part in zip(holders, parts, strict=True):
-            holder.grad = part
-        self.param_groups = [{"params": holders}]
-
-
-def unscale(scaler: torch.amp.GradScaler, gradients: list[Tensor], device: torch.device) -> Gradients:
-    """Takes the loss scale out of the gradients, also on ranks whose scaler has never scaled a loss.
-
-    Returns what `update_scale` needs. Raises ValueError for fp16, in which the result would be rounded away.
-    """
-    if any(gradient.dtype == torch.float16 for gradient in gradients):
-        raise ValueError(
-            "Optimizer: a scaler needs gradients above fp16; give master_weights=True, or have the gradients in a "
-            "main_grad of fp32"
-        )
-    found = Gradients(gradients)
-    scaler.scale(torch.ones((), device=device))  # makes the scale, where that has not happened
-    scaler.unscale_(found)  # type: ignore[arg-type]  # reads param_groups alone
-    return found
-
-
-def forget(scaler: torch.amp.GradScaler, unscaled: Gradients) -> None:
-    """For a step that is given up: the next `update_scale` would count what this rank alone had found."""
-    scaler._per_optimizer_states.pop(id(unscaled), None)
-
-
-def update_scale(scaler: torch.amp.GradScaler, unscaled: Gradients, found: bool, device: torch.device) -> None:
-    """The scaler's `update` with what all ranks have found in the place of what this rank has."""
-    # By device; where torch's sharded scaler writes what its ranks have found, too.
-    mine: dict[Any, Tensor] = scaler._found_inf_per_device(unscaled)  # type: ignore[arg-type]
-    if not mine:  # no gradients on this rank
-        mine[device] = torch.zeros((), device=device)
-    for value in mine.values():
-        value.fill_(float(found))
-    scaler.update()

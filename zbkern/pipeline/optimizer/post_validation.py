@@ -31,14 +31,10 @@ from torch.distributed.tensor import DTensor
 
 from zbkern.pipeline.optimizer.clipping import check_max_norm, clip_coefficient, scale_gradients_, sum_of_squares
 from zbkern.pipeline.optimizer.master_weights import (
-    Gradients,
     copy_masters_to_params,
-    forget,
     install_masters,
     masters_of,
     take_changes_,
-    unscale,
-    update_scale,
 )
 from zbkern.pipeline.optimizer.params import hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.undo import UNDO, PendingStep
@@ -81,8 +77,7 @@ class Optimizer(torch.optim.Optimizer):
     optimizer: any torch optimizer whose `step()` needs no closure. pipe: the Pipeline; or its ranks in the order of the
     model, as a process group, a Transport, or None for all ranks: then call `validate()` before weights are read.
     max_norm: gradients are scaled down to this 2-norm over all ranks; None for never. A step with gradients that are
-    not finite (or of a norm beyond fp32) is skipped. scaler: the torch.amp.GradScaler that has scaled the loss: step()
-    does what its `unscale_`, `step` and `update` would do. master_weights: parameters below fp32 get fp32 copies, which
+    not finite (or of a norm beyond fp32) is skipped. master_weights: parameters below fp32 get fp32 copies, which
     the torch optimizer updates in their place; gradients are read from `main_grad` where a parameter has one. undo: how
     a step is rolled back: "snapshot" (exact, any optimizer, memory of parameters and state once more), "inverse" (AdamW
     and SGD; no memory, equal up to rounding), or None: never step before validation. A
@@ -107,7 +102,6 @@ class Optimizer(torch.optim.Optimizer):
         pipe: Pipeline | Transport | dist.ProcessGroup | None = None,
         *,
         max_norm: float | None = None,
-        scaler: torch.amp.GradScaler | None = None,
         master_weights: bool = False,
         undo: str | None = "snapshot",
         adaptive: bool = True,
@@ -126,8 +120,6 @@ class Optimizer(torch.optim.Optimizer):
                 f"Optimizer: {type(optimizer).__name__}.step() computes losses by a closure, and one rank's is not "
                 "the model's; use an optimizer that steps with the gradients that are there"
             )
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise TypeError(f"Optimizer: scaler must be a torch.amp.GradScaler or None; got {type(scaler).__name__}")
         if max_norm is not None:
             check_max_norm("Optimizer", max_norm)
         if not master_weights and masters_of(optimizer):
@@ -154,8 +146,6 @@ class Optimizer(torch.optim.Optimizer):
         self.timeout = timeout if timeout is not None else 1800.0 if pipeline is None else pipeline.timeout
         self.last_norm: float | None = None
         self.undone = self.clipped = self.skipped = 0
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._unscaled = Gradients([])
         self._device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
         self.masters = masters_of(optimizer)
         self._check_unique()
@@ -223,8 +213,9 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self.__dict__.pop("found_inf", None) is not None:
             raise TypeError(
-                "Optimizer.step: was called by a GradScaler, which sees the gradients of this rank only; give it to "
-                "Optimizer(scaler=...), and call optimizer.step() instead of its unscale_, step and update"
+                "Optimizer.step: was called by a GradScaler, which sees the gradients of this rank only; train in "
+                "bfloat16, which needs no loss scale, with master_weights=True or torch.autocast, and call "
+                "optimizer.step()"
             )
         if closure is not None and not callable(closure):
             raise TypeError(f"Optimizer.step: closure must be callable, or None; got {closure!r}")
@@ -315,7 +306,7 @@ class Optimizer(torch.optim.Optimizer):
             self._undo = type(self._undo)(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The torch optimizer's state, master weights and the scaler's; validates the last step first.
+        """The torch optimizer's state and master weights; validates the last step first.
 
         As with torch, tensors are those that later steps change: copy what is to stay.
         """
@@ -353,19 +344,15 @@ class Optimizer(torch.optim.Optimizer):
 
     def common_state(self) -> dict[str, Any]:
         """The part of the state that is the same on all ranks."""
-        return {"scaler": self._scaler.state_dict() if self._scaler is not None else {}, "cautious": self._cautious}
+        return {"cautious": self._cautious}
 
     def load_common_state(self, state: Mapping[str, Any]) -> None:
         """Takes what `common_state` gave; what is missing (it was another kind of optimizer) stays as it is."""
-        if self._scaler is not None and state.get("scaler"):
-            self._scaler.load_state_dict(state["scaler"])
         self._cautious = state.get("cautious", self._cautious)
 
     def abandon(self) -> None:
         """Forgets a pending step, because everything is about to be loaded; on all ranks."""
         self._pending, self._settled = None, self._number
-        if self._scaler is not None:
-            forget(self._scaler, self._unscaled)
         self._taken = self.clipped + self.skipped
 
     def recover(self) -> None:
@@ -481,8 +468,6 @@ class Optimizer(torch.optim.Optimizer):
                 self._run_post_hooks(read_only=True)
         self.skipped += not finite
         self.clipped += factor < 1
-        if self._scaler is not None:
-            update_scale(self._scaler, self._unscaled, not finite, self._device)
         self._settled = self._number
 
     def _update(self) -> None:
@@ -524,7 +509,7 @@ class Optimizer(torch.optim.Optimizer):
     # ---- gradients
 
     def _collect(self) -> list[tuple[Tensor, Tensor]]:
-        """(parameter, gradient) of what the torch optimizer is to see: fp32 for master weights, without loss scale."""
+        """(parameter, gradient) of what the torch optimizer is to see: fp32 for master weights."""
         for parameter, master in self.masters:
             take_changes_(parameter, master)
         found = []
@@ -532,8 +517,6 @@ class Optimizer(torch.optim.Optimizer):
             gradient = gradient_of(model_parameter)
             if gradient is not None:
                 found.append((parameter, gradient.to(parameter.dtype)))
-        if self._scaler is not None:
-            self._unscaled = unscale(self._scaler, [gradient for _, gradient in found], self._device)
         return found
 
     def _check_unique(self) -> None:

@@ -64,7 +64,7 @@ class Snapshot:
 
 
 # What every torch optimizer has and no step changes, or what others keep.
-_OTHERS = {"step", "_opt_called", "grad_scale", "found_inf", MASTERS}
+_OTHERS = {"step", "_opt_called", MASTERS}
 _OF_TORCH = frozenset(vars(torch.optim.SGD([torch.empty(0)]))) | _OTHERS
 
 
