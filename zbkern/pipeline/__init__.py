@@ -22,7 +22,6 @@ _HOME = {
     "PipelineError": "transport.base",
     "PlanOptions": "planner",
     "ProfileOptions": "runtime.options",
-    "Replanner": "planner.replanning",
     "StepOptions": "runtime.options",
     "check_slices": "runtime.check_slices",
     "cut": "models",
@@ -68,7 +67,6 @@ if TYPE_CHECKING:
     from zbkern.pipeline.optimizer import Optimizer as Optimizer
     from zbkern.pipeline.planner.arguments import PlanOptions as PlanOptions
     from zbkern.pipeline.planner.plan import plan as plan
-    from zbkern.pipeline.planner.replanning import Replanner as Replanner
     from zbkern.pipeline.runtime.carry import Carry as Carry
     from zbkern.pipeline.runtime.check_slices import check_slices as check_slices
     from zbkern.pipeline.runtime.engine import Pipeline as Pipeline

@@ -11,7 +11,6 @@ from zbkern.pipeline import (
     LayerCosts,
     ModelCosts,
     PlanOptions,
-    Replanner,
     ScheduleError,
     plan,
     schedules,
@@ -89,15 +88,6 @@ def test_a_sequence_whose_keys_and_values_do_not_fit_in_slices() -> None:
         plan(costs, 2, 2, memory_limit=1.0, effort=0, slices=2)
     tight = plan(costs, 2, 2, memory_limit=1.85, effort=1, slices=2)
     assert max(tight.timeline.peak_memory) <= 1.85 * (1 + 1e-9)
-
-
-def test_a_running_schedule_is_replaced_by_one_of_the_same_slices() -> None:
-    present = simulate(schedules.one_f_one_b(4, 4, slices=[4, 3, 2, 1]), LONG)
-    replanner = Replanner(every=1, costs=LONG, time_limit=0.2)
-    found = replanner.propose(present, replanner.memory_limits(schedules.zb_h2(4, 4, slices=[4, 3, 2, 1])))
-    assert found is not None
-    assert (found.slices, found.microbatches) == ((4, 3, 2, 1), 16)
-    assert simulate(found, LONG).cost < 0.99 * present.cost
 
 
 def test_layers_are_cut_for_slices() -> None:

@@ -8,7 +8,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,7 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import make_data, make_model, needed, on_threads, plain, run_pipelines
-from tests.support.saving import saved_in_turn, with_actions
-from zbkern.pipeline import Optimizer, Pipeline, Schedule, StepOptions, checkpoint, schedules
-from zbkern.pipeline.simulation.timeline import Timeline
+from zbkern.pipeline import Optimizer, Pipeline, StepOptions, checkpoint, schedules
 from zbkern.pipeline.transport import distributed
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
@@ -86,56 +83,6 @@ def test_every_rank_hears_of_it_and_the_pipeline_goes_on(trouble: dict[str, Any]
         return failing_then_working(transport, **(trouble if "error" in trouble or transport.rank else {"spoil": None}))
 
     check_failing_then_working(on_threads(2, rank_steps), first, last)
-
-
-class Proposing:
-    """A replanner that proposes what it is given, or raises it."""
-
-    every, trial = 1, 0
-
-    def __init__(self, proposal: Any) -> None:
-        self.proposal = proposal
-
-    def memory_limits(self, schedule: Schedule) -> list[float]:
-        return [1.0] * schedule.stages
-
-    def propose(self, timeline: Timeline, limits: Sequence[float]) -> Any:
-        if isinstance(self.proposal, Exception):
-            raise self.proposal
-        return self.proposal
-
-
-_RUNS = r"must have the placement \(0, 1\) and 4 microbatches of the schedule that runs, <Schedule zb_h1: .*>; got "
-_CANNOT_RUN = Schedule(((), ()), (0, 1), 4)
-_RECOMPUTING = with_actions(schedules.zb_h1(2, 4), saved_in_turn("recomputed"))
-
-
-@pytest.mark.parametrize(
-    ("proposal", "message"),
-    [
-        (ArithmeticError("no plan"), "ArithmeticError: no plan"),
-        ("1F1B", "TypeError: .*propose: must return a zbkern.pipeline.Schedule or None; got str"),
-        (schedules.zb_h1(2, 8), f"ValueError: .*{_RUNS}.* 8 microbatches>.*"),
-        (schedules.zb_v(2, 4), rf"ValueError: .*{_RUNS}.*\(0, 1, 1, 0\).*"),
-        (schedules.zb_h1(2, 2, slices=2), rf"ValueError: .*{_RUNS}.* 2 microbatches, 2 slices of a sequence each>.*"),
-        (schedules.zb_h1(3, 4), rf"ValueError: .*{_RUNS}.*\(0, 1, 2\).*"),
-        (_CANNOT_RUN, "ScheduleError: .*"),
-        (_RECOMPUTING, r"ValueError: .*must not offload or recompute \(R, O, L\).*"),
-    ],
-)
-def test_a_replanner_that_raises_or_is_wrong_is_known_to_all_at_once(proposal: Any, message: str) -> None:
-    first, chunks = schedules.zb_h1(2, 4), [*map(zbkern.convert, make_model(2))]
-
-    def rank_step(pipe: Pipeline) -> tuple[str, float]:
-        start = time.monotonic()
-        with pytest.raises(PipelineError) as caught:
-            pipe.step(*make_data(4))
-        assert pipe.schedule is first
-        return str(caught.value), time.monotonic() - start
-
-    for found, seconds in run_pipelines(first, chunks, rank_step, timeout=20, replanner=Proposing(proposal)):
-        assert re.fullmatch(f"rank 0, action replanning: {message}", found, re.DOTALL), found
-        assert seconds < 10
 
 
 @pytest.mark.parametrize("loads", [False, True])

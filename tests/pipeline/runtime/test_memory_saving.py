@@ -25,7 +25,6 @@ from tests.support.saving import Wide, schedule_of
 from zbkern.pipeline import (
     Pipeline,
     PipelineError,
-    Replanner,
     Schedule,
     StepOptions,
     Timeline,
@@ -495,7 +494,6 @@ def test_a_step_that_fails_leaves_no_copies_behind() -> None:
     [
         ({"fill": "eager"}, "fill must be \"planned\" with a schedule that offloads or recomputes .*; got 'eager'"),
         ({"options": StepOptions(max_wgrad_bytes=5)}, "max_wgrad_bytes must be None with a schedule"),
-        ({"replanner": Replanner(every=10)}, "replanner must be None with a schedule that offloads or recomputes"),
     ],
 )
 def test_what_would_change_the_order_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch import nn
 
-import zbkern
-from tests.support.chunks import make_data, make_model, plain, results_on_threads
-from tests.support.same import assert_gradients
-from zbkern.pipeline import Costs, Pipeline, Replanner, Schedule, StepOptions, Timeline, schedules, simulate
-from zbkern.pipeline.runtime import schedule_updates
+from tests.support.chunks import make_data, make_model
+from zbkern.pipeline import Costs, Pipeline, StepOptions, Timeline, plan, schedules, simulate
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -118,75 +112,10 @@ def test_pictures_of_both(tmp_path: Path) -> None:
         assert "measured" in text
 
 
-def test_a_better_schedule_for_changed_costs_within_the_memory_of_the_first() -> None:
-    schedule = schedules.one_f_one_b(4, 8)
-    replanner = Replanner(every=1, time_limit=0.2)
-    limits = replanner.memory_limits(schedule)
-    proposal = replanner.propose(simulate(schedule, COSTS), limits)
-    assert proposal is not None
-    assert simulate(proposal, COSTS).cost < simulate(schedule, COSTS).cost
-    assert all(a <= b for a, b in zip(simulate(proposal).peak_memory, limits, strict=True))
-    assert replanner.propose(simulate(proposal, COSTS), limits) is None
-
-
-def test_replanning_every_number_of_steps_is_an_error_below_one() -> None:
-    with pytest.raises(ValueError, match="Replanner: every must be a whole number of steps, at least 1; got -1"):
-        Replanner(every=-1)
-
-
-class FromGPipe:
-    """A replanner that has 1F1B take over from GPipe, and nothing after it."""
-
-    every, trial = 4, 3
-
-    def memory_limits(self, schedule: Schedule) -> list[float]:
-        return [1.0] * schedule.stages
-
-    def propose(self, timeline: Timeline, limits: Sequence[float]) -> Schedule | None:
-        return schedules.one_f_one_b(2, 6) if timeline.schedule.name == "gpipe" else None
-
-
-@pytest.mark.parametrize(("seconds", "then"), [(0.9, "one_f_one_b"), (1.0, "one_f_one_b"), (1.1, "gpipe")])
-def test_a_new_schedule_stays_where_its_steps_take_no_longer(
-    seconds: float, then: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step of GPipe takes a second on this rank; on the other one less."""
-    now = 0.0
-    monkeypatch.setattr(schedule_updates, "time", SimpleNamespace(perf_counter=lambda: now))
-    present = schedules.gpipe(2, 6)
-    updates = schedule_updates.ScheduleUpdates(FromGPipe(), present)
-    ran = []
-    for _ in range(14):
-        ran.append(present.name)
-        now += 1.0 if present.name == "gpipe" else seconds
-        if updates.due():
-            found = updates.agree(simulate(present), lambda value: [value, (0.5, 0.1)], 0)
-            present = found or present
-    assert ran == ["gpipe"] * 4 + ["one_f_one_b"] * 4 + [then] * 6
-
-
-def test_a_pipeline_that_replans_gives_the_same_gradients() -> None:
-    first = schedules.gpipe(2, 6)
-    model, (inputs, targets) = make_model(2), make_data(6)
-    expected = copy.deepcopy(model)
-    plain(expected, inputs, targets)
-    taken: list[str] = []
-
-    def rank_step(transport: LocalTransport) -> str:
-        rank = transport.rank
-        module = zbkern.convert(model[rank])
-        with Pipeline([module], first, nn.functional.mse_loss, transport, replanner=Replanner(every=1)) as pipe:
-            for _ in range(3):
-                module.zero_grad()
-                pipe.step(inputs if rank == 0 else None, targets if rank == 1 else None)
-            taken.append(pipe.schedule.name)
-            assert pipe.drift().measured.cost > 0
-        return pipe.schedule.to_csv()
-
-    results = results_on_threads(2, rank_step)
-    assert results[0] == results[1]
-    assert taken == ["plan-custom"] * 2
-    assert_gradients(model, expected)
+def test_a_better_schedule_for_the_costs_that_a_step_has_shown() -> None:
+    measured = simulate(schedules.one_f_one_b(4, 8), COSTS)
+    found = plan(drift.compare(measured).costs, 4, 8, effort=1)
+    assert simulate(found.schedule, COSTS).cost < measured.cost
 
 
 def test_costs_that_are_none_are_refused() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.options import StepOptions
-from zbkern.pipeline.runtime.schedule_updates import ReplannerLike
 from zbkern.pipeline.runtime.sliced_batch import Target, check_sliceable, cut, edges, length_of, weigh
 from zbkern.pipeline.runtime.tied_weights import digest_of
 from zbkern.pipeline.schedules.actions import ScheduleError
@@ -28,7 +27,6 @@ def check(
     tied: Mapping[str, Tensor] | None,
     timeout: float,
     options: StepOptions | None,
-    replanner: ReplannerLike | None,
 ) -> None:
     """Raises TypeError, ValueError or ScheduleError for what cannot be an argument of a Pipeline."""
     if not isinstance(schedule, Schedule):
@@ -43,11 +41,6 @@ def check(
         raise TypeError(
             "Pipeline: options must be a zbkern.pipeline.StepOptions, as in StepOptions(record=True), or None; "
             f"got {options!r}"
-        )
-    if replanner is not None and (isinstance(replanner, type) or not isinstance(replanner, ReplannerLike)):
-        raise TypeError(
-            "Pipeline: replanner must be a zbkern.pipeline.Replanner, as in Replanner(every=100), or None; "
-            f"got {replanner!r}"
         )
     schedule.validate()
 

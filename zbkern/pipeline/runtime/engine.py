@@ -35,7 +35,6 @@ from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, check_memor
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recorder import Recorded, Recorder, timeline_of
 from zbkern.pipeline.runtime.run_ahead import SpeculativeForwards, StepValidator
-from zbkern.pipeline.runtime.schedule_updates import ReplannerLike, ScheduleUpdates
 from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
 from zbkern.pipeline.runtime.tied_weights import TiedWeights, all_ties
 from zbkern.pipeline.schedules.actions import Action
@@ -62,9 +61,8 @@ class Pipeline:
     all; or a Transport. fill: "planned" or "eager". tied: {name: parameter} of weights that several ranks hold: those
     that give the same name get the sum of their gradients; a module may declare its own in an attribute
     `tied_parameters`, as those of `cut` do. timeout: seconds to wait for one message before the step fails; to connect,
-    ranks wait as long as init_process_group was given. options: what else a step does (`StepOptions`). replanner: a
-    `Replanner`, which measures every so many steps, and has a better schedule take over where it finds one; on all
-    ranks alike. Raises ScheduleError or ValueError when modules, schedule and group do not fit together, PipelineError
+    ranks wait as long as init_process_group was given. options: what else a step does (`StepOptions`). Raises
+    ScheduleError or ValueError when modules, schedule and group do not fit together, PipelineError
     when a rank does not come.
 
     A step that fails raises PipelineError on every rank, with one message. Gradients are then undefined: zero them, and
@@ -83,10 +81,9 @@ class Pipeline:
         tied: Mapping[str, Tensor] | None = None,
         timeout: float = 1800.0,
         options: StepOptions | None = None,
-        replanner: ReplannerLike | None = None,
     ) -> None:
         modules = module_list("Pipeline", modules)
-        check(schedule, loss_fn, fill, tied, timeout, options, replanner)
+        check(schedule, loss_fn, fill, tied, timeout, options)
         options = options or StepOptions()
         rank, size = place(group)
         check_place(schedule, rank, size, modules, loss_fn)
@@ -98,14 +95,9 @@ class Pipeline:
         self.device = device_of(device, modules)
         self.queue = WGradQueue(max_bytes=options.max_wgrad_bytes)
         self._replicas = Replicas(dict(zip(schedule.chunks_of(rank), modules, strict=True)), self.queue)
-        if replanner is not None and self._replicas.gathers:
-            raise ValueError(
-                "Pipeline: replanner must be None with FSDP2, tensor- or expert-parallel stages: pipelines that "
-                f"measure other times would take other schedules, and communicate in another order; got {replanner!r}"
-            )
         self._last = len(schedule.placement) - 1
         self._loss_fn = loss_fn
-        check_memory_saving(schedule, fill, options.max_wgrad_bytes, replanner)
+        check_memory_saving(schedule, fill, options.max_wgrad_bytes)
         self._recorder = Recorder(rank, self.device, self.queue, options.record)
         self._stages = make_stages(self._replicas.modules, schedule, rank, loss_fn, self.queue, self._recorder, options)
         self._recorder.watch([stage for stage in self._stages.values() if isinstance(stage, MemorySavingStage)])
@@ -114,10 +106,9 @@ class Pipeline:
         self.tied = {name: parameters[0] for name, parameters in copies.items()}
         self._transport = connect(group, schedule, self.device, self.tied)
         with closing_on_error(self._transport, self._transport is not group, "its Pipeline"):
-            check_same_plan(schedule, 0 if replanner is None else replanner.every, self._transport)
+            check_same_plan(schedule, self._transport)
             self._tied = TiedWeights(copies, self._transport, self.modules)
         self._ahead = SpeculativeForwards([*self.modules.values()], self.device, self._replicas.gathers)
-        self._updates = None if replanner is None else ScheduleUpdates(replanner, schedule)
         self._use_schedule(schedule)
         self._batch: list[Microbatch] = []
         self._losses: list[Tensor] = []
@@ -149,7 +140,6 @@ class Pipeline:
             self._tied.begin()
             self._run(self._program[begun:])
             self._reduce()
-            self._replan()
         return self._loss()
 
     def evaluate(self, inputs: Any = None, targets: Any = None, side: Any = None) -> Tensor | None:
@@ -286,7 +276,7 @@ class Pipeline:
     def _use_schedule(self, schedule: Schedule, stages: Mapping[int, Stage] | None = None) -> None:
         """From the next step on, this schedule, valid and of the same chunks in the same places; on every rank.
 
-        stages: those of these chunks from then on. For replanning and measuring, which see to that: nothing is checked.
+        stages: those of these chunks from then on. For measuring, which sees to that: nothing is checked.
         """
         if stages is not None:
             for stage in self._stages.values():
@@ -362,8 +352,6 @@ class Pipeline:
         self.completed = max(completed for _, completed in calls)
         check_same_step(calls)
         self._failed, self._step = False, 0  # every rank counts anew
-        if self._updates is not None:
-            self._updates.restart()
 
     def _run_ahead(self) -> int:
         """Runs forwards until the last optimizer step is validated; how many of them count.
@@ -394,16 +382,6 @@ class Pipeline:
         self._replicas.finish()
         self._transport.activity.begin("sum over tied weights")
         self._tied.sum_gradients(self._step, self.timeout)
-
-    def _replan(self) -> None:
-        """Has a better schedule take over, where it is time to plan and there is one."""
-        if self._updates is None or not self._updates.due():
-            return
-        timeline = self.gather_timeline()
-        self._transport.activity.begin("replanning")
-        better = self._updates.agree(timeline, self.gather, self.rank)
-        if better is not None:
-            self._use_schedule(better)
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:

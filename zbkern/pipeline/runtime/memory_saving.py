@@ -27,14 +27,13 @@ from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.wgrad import WGradQueue, WGradTask
 
 
-def check_memory_saving(schedule: Schedule, fill: str, max_wgrad_bytes: int | None, replanner: object | None) -> None:
+def check_memory_saving(schedule: Schedule, fill: str, max_wgrad_bytes: int | None) -> None:
     """Raises ValueError where a schedule with R, O or L meets what would change its order."""
     if not any(offloads_or_recomputes(row) for row in schedule.actions):
         return
     wrong = [
         ('fill must be "planned"', fill != "planned", fill),
         ("max_wgrad_bytes must be None", max_wgrad_bytes is not None, max_wgrad_bytes),
-        ("replanner must be None", replanner is not None, replanner),
     ]
     for wanted, is_wrong, got in wrong:
         if is_wrong:

@@ -76,23 +76,15 @@ def closing_on_error(transport: Transport, owned: bool, what: str) -> Iterator[N
         raise
 
 
-def check_same_plan(schedule: Schedule, replan_every: int, transport: Transport) -> None:
-    """Raises ScheduleError on all ranks where they have different schedules, and would wait for each other in vain.
-
-    So they would where they plan anew after different numbers of steps; replan_every: 0 for never.
-    """
-    found = transport.gather((_checksum(schedule), replan_every, repr(schedule)))
-    others = [rank for rank, (checksum, _, _) in enumerate(found) if checksum != found[0][0]]
+def check_same_plan(schedule: Schedule, transport: Transport) -> None:
+    """Raises ScheduleError on all ranks where they have different schedules, and would wait for each other in vain."""
+    found = transport.gather((_checksum(schedule), repr(schedule)))
+    others = [rank for rank, (checksum, _) in enumerate(found) if checksum != found[0][0]]
     if others:
         raise ScheduleError(
-            f"Pipeline: all ranks must have one schedule; rank 0 has {found[0][2]}, rank {others[0]} another "
-            f"{found[others[0]][2]}, as have {len(others)} ranks in all: a search that a clock ends may find something "
+            f"Pipeline: all ranks must have one schedule; rank 0 has {found[0][1]}, rank {others[0]} another "
+            f"{found[others[0]][1]}, as have {len(others)} ranks in all: a search that a clock ends may find something "
             "else on every rank, so plan on one and send the schedule with torch.distributed.broadcast_object_list"
-        )
-    if len({every for _, every, _ in found}) > 1:
-        raise ScheduleError(
-            "Pipeline: replanner must be one with the same `every` on all ranks; got, by rank, "
-            f"{[every or None for _, every, _ in found]}"
         )
 
 
