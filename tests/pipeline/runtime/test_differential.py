@@ -191,7 +191,6 @@ class Case:
             max_wgrad_bytes=None if self.saves else rng.choice([None, None, 0, 1000]),
             copy_size=rng.choice([1, 300, 2**26]),
             check_values=rng.random() < 0.5,
-            on_idle=rng.choice([None, lambda: False]),
         )
         self.merge = rng.choice([True, False, "exact"])
         self.make_optimizer = rng.choice([None, *OPTIMIZERS])

@@ -4,7 +4,6 @@ import copy
 import random
 import re
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -255,21 +254,6 @@ def test_neighbouring_w_of_one_chunk_run_together() -> None:
 def test_messages_that_are_late_and_overtake_each_other(fill: str) -> None:
     travel = random.Random(0)
     steps_on_threads(schedules.zb_v(4, 8), lambda sender, receiver, tag: travel.choice([0, 0.001, 0.02]), fill=fill)
-
-
-@pytest.mark.parametrize("fill", ["planned", "eager"])
-def test_work_of_the_user_fills_what_w_leaves(fill: str) -> None:
-    schedule = schedules.zb_h1(2, 4)
-    waiting: list[threading.Thread] = []
-
-    def work() -> bool:
-        waiting.append(threading.current_thread())
-        assert len(waiting) < 5000, "goes on when the message is there"
-        time.sleep(0.001)
-        return True
-
-    steps_on_threads(schedule, lambda *_: 0.005, fill=fill, options=StepOptions(on_idle=work))
-    assert len(set(waiting)) == 2  # both ranks waited, and worked meanwhile
 
 
 def test_w_is_filled_in_by_the_clock_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,9 +89,7 @@ class Pipeline:
         check_place(schedule, rank, size, modules, loss_fn)
         self.fill = fill
         self.timeout = timeout
-        self._on_idle = options.on_idle
         self._checked_steps = math.inf if options.check_values else 2  # to come
-        self._raises_nonfinite = options.nonfinite == "raise"
         self.device = device_of(device, modules)
         self.queue = WGradQueue(max_bytes=options.max_wgrad_bytes)
         self._replicas = Replicas(dict(zip(schedule.chunks_of(rank), modules, strict=True)), self.queue)
@@ -431,8 +429,6 @@ class Pipeline:
         self._in_flight += 1
         if chunk == self._last:
             self._losses.append(outputs.detach())
-            if self._raises_nonfinite and not torch.isfinite(outputs):
-                raise FloatingPointError(f"the loss of microbatch {microbatch} is {outputs.item()}")
         else:
             self._send(chunk + 1, "F", microbatch, outputs)
         self._forward_input = None
@@ -497,9 +493,6 @@ class Pipeline:
         if self.fill == "eager":
             while self.queue.pending() and not self._ready(tag):
                 self._run_oldest()
-        if self._on_idle is not None:
-            while not self._ready(tag) and self._on_idle():
-                pass
         placement = self.schedule.placement
         needed = producer(action, len(placement))
         assert needed is not None  # the first chunk's inputs and the last one's gradients are not awaited

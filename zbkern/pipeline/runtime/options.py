@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbkern.pipeline.simulation.costs import COPY_SIZE
@@ -12,19 +12,14 @@ from zbkern.pipeline.simulation.costs import COPY_SIZE
 class StepOptions:
     """What a Pipeline does in a step besides its actions; on each rank as it likes.
 
-    on_idle: called where the rank would wait and no W is left; it does a little work of yours and returns True while
-    there is more. nonfinite: "raise" ends the step with the microbatch whose loss is not finite (it waits for the
-    device once per loss), "ignore" leaves that to an Optimizer, which skips the step. record: keep samples of the W
-    queue and of memory (`Pipeline.samples`). max_wgrad_bytes: bytes that waiting W may pin before the oldest run at
-    once, None for no limit. copy_size: bytes of activations after which an offload begins to copy them, while the
-    forward goes on (`Costs.copy_size` is the planner's). recompute: which parts of a chunk its R run again, patterns of
-    their names in the chunk ("*norm*", "layers.*.mlp") and classes (torch.nn.SiLU); the whole chunk where there are
-    none. check_values: compare what an R computes with what its F did, and what W reads with what it was in B, in every
-    step, and not in the first two only. Raises TypeError or ValueError for anything else.
+    record: keep samples of the W queue and of memory (`Pipeline.samples`). max_wgrad_bytes: bytes that waiting W may
+    pin before the oldest run at once, None for no limit. copy_size: bytes of activations after which an offload begins
+    to copy them, while the forward goes on (`Costs.copy_size` is the planner's). recompute: which parts of a chunk its
+    R run again, patterns of their names in the chunk ("*norm*", "layers.*.mlp") and classes (torch.nn.SiLU); the whole
+    chunk where there are none. check_values: compare what an R computes with what its F did, and what W reads with what
+    it was in B, in every step, and not in the first two only. Raises TypeError or ValueError for anything else.
     """
 
-    on_idle: Callable[[], bool] | None = None
-    nonfinite: str = "ignore"
     record: bool = False
     max_wgrad_bytes: int | None = None
     copy_size: int = COPY_SIZE
@@ -32,10 +27,6 @@ class StepOptions:
     check_values: bool = False
 
     def __post_init__(self) -> None:
-        if self.on_idle is not None and not callable(self.on_idle):
-            raise TypeError(f"StepOptions: on_idle must be callable without arguments, or None; got {self.on_idle!r}")
-        if self.nonfinite not in ("ignore", "raise"):
-            raise ValueError(f'StepOptions: nonfinite must be "ignore" or "raise"; got {self.nonfinite!r}')
         for name in ("record", "check_values"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"StepOptions: {name} must be True or False; got {getattr(self, name)!r}")
