@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from types import CellType, FunctionType
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from zbkern import nn
 from zbkern.conversion.interception import Intercepted
 from zbkern.conversion.recognition import is_rms_norm
-from zbkern.ops import checks
+from zbkern.ops import autograd, checks
 from zbkern.wgrad import WGradQueue, no_defer
 
 Module = torch.nn.Module
@@ -155,10 +156,12 @@ def coverage(model: Module, loss: Callable[[], Tensor]) -> Coverage:
         for parameter, _ in before:
             parameter.grad = None
         with torch.random.fork_rng(list(devices)), torch.enable_grad(), queue.defer():
-            loss().backward()
+            value = loss()
+            multiplied = _multiplied(value.grad_fn)
+            value.backward()
         tasks = queue.tasks()
         waiting = {id(parameter) for task in tasks for parameter in task.parameters}
-        added = {id(parameter) for task in tasks if task.kernel.adds for parameter in task.parameters}
+        added = multiplied | {id(p) for task in tasks if task.kernel.adds for p in task.parameters}
         not_deferred = {name: p.numel() for name, p in matrices.items() if p.grad is not None or id(p) in added}
         total = sum(p.numel() for name, p in matrices.items() if name in not_deferred or id(p) in waiting)
     finally:
@@ -169,6 +172,30 @@ def coverage(model: Module, loss: Callable[[], Tensor]) -> Coverage:
         raise ValueError("coverage: loss must depend on parameters of model with two or more dimensions; it does not")
     shares = {name: size / total for name, size in sorted(not_deferred.items(), key=lambda item: -item[1])}
     return Coverage(1 - sum(not_deferred.values()) / total, shares)
+
+
+_PRODUCTS = re.compile("(m|M)(m|v)Backward|(L|l)inearBackward|Convolution|Rnn|Embedding|Attention|Cdist|Dot|Product")
+
+
+def _multiplied(root: Any) -> set[int]:
+    """By id, the parameters of which alone an operand of a product was made, in the graph from `root`: as values that
+    wait (`ViewValue`), whose gradient is computed in B."""
+    alone: dict[Any, set[int]] = {}  # by node: the parameters of which alone its result was made
+    found: set[int] = set()
+    stack = [] if root is None else [root]
+    while stack:
+        node = stack.pop()
+        inputs = [each for each, _ in node.next_functions if each not in (None, autograd.ANCHOR)]
+        if waiting := [each for each in inputs if each not in alone]:
+            stack += [node, *waiting]
+        elif node.name() == "ViewValueBackward":
+            alone[node] = {*map(id, node.call.params)}
+        else:
+            made = [alone[each] for each in inputs]
+            alone[node] = set().union(*made) if all(made) else set()
+            if _PRODUCTS.search(node.name()):
+                found.update(*made)
+    return found
 
 
 def _twin(module: Module) -> type[Module] | str:

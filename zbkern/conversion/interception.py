@@ -60,11 +60,6 @@ WITHOUT_GRADIENT = {
 }
 # Functions that ask for the gradient of this very tensor, which W computes for none but parameters
 HOOKS = {"register_hook", "retain_grad"}
-# Functions whose gradient of a matrix is a product, which B computes: they have no W here
-PRODUCTS = {
-    *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
-    *("bilinear", "tensordot", "inner", "mv", "embedding_bag", "scaled_dot_product_attention", "cdist"),
-}
 # By which functions of torch.nn.functional see whether a tensor or a mode has a version of its own
 OVERRIDE_CHECKS = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
 
@@ -127,8 +122,6 @@ class Interception(TorchFunctionMode):
         # By id of a tensor, which is kept, so that no other gets that id meanwhile: its version and what it stands for.
         # Written into, it stands for nothing.
         self._views: dict[int, tuple[Tensor, int | None, ParameterView]] = {}
-        # By id, too: tensors made of parameters alone, and the nodes of the graph that have the parameters' values
-        self._made: dict[int, tuple[Tensor, list[Any]]] = {}
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -146,7 +139,8 @@ class Interception(TorchFunctionMode):
         if name in WITHOUT_GRADIENT or kwargs.get("out") is not None:
             return function(*args, **kwargs)
         if name in HOOKS:
-            self._leave_to_autograd(args[0])
+            if not args[0].is_leaf:
+                self._views.pop(id(args[0]), None)  # from now on a tensor of autograd's like any other
             return function(*args, **kwargs)
         if args and (view := self.view(args[0])) is not None:
             if name in CASTS:
@@ -154,7 +148,7 @@ class Interception(TorchFunctionMode):
             if name in VIEWS:
                 return self._select(view, function, args, kwargs)
         handler = HANDLERS.get(name)
-        if handler is not None and kwargs.keys() <= KEYWORDS[name] and not self._takes_made((args, kwargs)):
+        if handler is not None and kwargs.keys() <= KEYWORDS[name]:
             result = handler(self, *args, **kwargs)
             if result is not None:
                 return result
@@ -178,9 +172,7 @@ class Interception(TorchFunctionMode):
     def _takes_parameter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         for argument in args:
             if isinstance(argument, Tensor):
-                if self.view(argument) is not None or id(argument) in self._made:
-                    return True
-                if self._sharded and self.is_sharded(argument):
+                if self.view(argument) is not None or self.is_sharded(argument):
                     return True
             elif type(argument) in (list, tuple) and self._takes_parameter(tuple(argument), {}):
                 return True
@@ -208,13 +200,6 @@ class Interception(TorchFunctionMode):
     def _remember(self, tensor: Tensor, view: ParameterView) -> None:
         if tensor.requires_grad:
             self._views[id(tensor)] = (tensor, tensor._version, view)
-
-    def _leave_to_autograd(self, tensor: Tensor) -> None:
-        """From now on a view, or what was made of parameters, is a tensor of autograd's like any other."""
-        if not tensor.is_leaf:
-            _mark_products(self._nodes(tensor))
-            self._views.pop(id(tensor), None)
-            self._made.pop(id(tensor), None)
 
     def _cast(
         self, view: ParameterView, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -260,37 +245,13 @@ class Interception(TorchFunctionMode):
     def _call(self, view: ParameterView, x: Tensor) -> autograd.OpCall:
         return autograd.OpCall((view.parameter,), dispatch.resolve("linear", self._impl, x.device, x.dtype), self._name)
 
-    # ---- what is made of parameters alone
-
     def _call_on_values(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the function returns for the values of parameters and views.
-
-        Where it multiplies by what was made of parameters alone, B computes their gradients by a product.
-        """
+        """What the function returns for the values of parameters and views."""
         name = function.__name__
-        operands = _tensors_in((args, kwargs))
-        alone = all(not t.requires_grad or id(t) in self._made or self.view(t) is not None for t in operands)
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         written = args[:1] if writes else ()  # what is written into has to be this tensor
         args = (*written, *self.value(args[len(written) :]))
-        kwargs = {key: self.value(value) for key, value in kwargs.items()}
-        found = function(*args, **kwargs)
-        nodes = [node for tensor in _tensors_in((args, kwargs)) for node in self._nodes(tensor)]
-        if name in HANDLERS or name in PRODUCTS or (alone and writes):
-            _mark_products(nodes)
-        if alone:
-            self._made.update((id(tensor), (tensor, nodes)) for tensor in _tensors_in((found,)))
-        return found
-
-    def _takes_made(self, arguments: Any) -> bool:
-        """Whether an operand of a product was made of parameters."""
-        return bool(self._made) and any(id(tensor) in self._made for tensor in _tensors_in(arguments)[:2])
-
-    def _nodes(self, tensor: Tensor) -> list[Any]:
-        """The nodes of parameters' values of which alone a tensor was made."""
-        if hasattr(tensor.grad_fn, "in_product"):
-            return [tensor.grad_fn]
-        return self._made[id(tensor)][1] if id(tensor) in self._made else []
+        return function(*args, **{key: self.value(value) for key, value in kwargs.items()})
 
     # ---- what the handlers call
 
@@ -334,19 +295,3 @@ def _rows_chosen(name: str, args: tuple[Any, ...]) -> Tensor | None:
     else:
         index = args[2] if name == "index_select" and args[1:2] == (0,) and len(args) > 2 else None
     return index if isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32) else None
-
-
-def _tensors_in(argument: Any) -> list[Tensor]:
-    """The tensors among arguments or results, as deep as torch's functions take them."""
-    found = []
-    for value in argument.values() if isinstance(argument, dict) else argument:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, tuple | list | dict) and value:
-            found += _tensors_in(value)
-    return found
-
-
-def _mark_products(nodes: list[Any]) -> None:
-    for node in nodes:
-        node.in_product = True

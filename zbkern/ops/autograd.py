@@ -81,7 +81,8 @@ class _NoGradContext:
 
 
 _anchor = torch.empty(0, requires_grad=True)
-_anchor_node = torch.autograd.graph.get_gradient_edge(_anchor).node
+ANCHOR = torch.autograd.graph.get_gradient_edge(_anchor).node
+"""The edge of functions without edges to their weights."""
 
 
 def _choose_route(call: OpCall) -> None:
@@ -129,7 +130,7 @@ def weight_gradients(
     params = call.params_requiring_grad if part is None else call.params_requiring_grad[part]
     scope = wgrad.current() if call.may_defer else None
     if call.route is _DETACHED:
-        if torch._C._will_engine_execute_node(_anchor_node) and (part is None or any(p is not None for p in params)):
+        if torch._C._will_engine_execute_node(ANCHOR) and (part is None or any(p is not None for p in params)):
             for parameter in params:
                 if parameter is not None and accumulation.has_main_grad_flags(parameter):
                     _look_for_other_use(parameter)
@@ -199,7 +200,7 @@ def differentiable_backward(
     gradients = [next(found) if isinstance(v, Tensor) and v.requires_grad else None for v in arguments]
     weights, others = gradients[: len(call.params)], gradients[len(call.params) :]
     if detached:
-        if will_run(_anchor_node):  # autograd.grad(y, x) accumulates nothing
+        if will_run(ANCHOR):  # autograd.grad(y, x) accumulates nothing
             arrived = [(p, g) for p, g in zip(call.params, weights, strict=True) if p is not None and g is not None]
             accumulation.accumulate_via_autograd(arrived, create_graph=True)
         weights = [None] * len(call.params)
@@ -231,6 +232,6 @@ class _WithoutEdge(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         if not torch.is_grad_enabled():
             weight_gradients(ctx.call, accumulation.ADD_GRADIENTS, (gradient,), ())
-        elif will_run(_anchor_node):
+        elif will_run(ANCHOR):
             accumulation.accumulate_via_autograd([(ctx.call.params[0], gradient)], create_graph=True)
         return None, None, None

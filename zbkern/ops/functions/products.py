@@ -253,14 +253,14 @@ class Product(torch.autograd.Function):
 class ViewValue(torch.autograd.Function):
     """A view of a parameter as a value: its gradient is computed in B and waits to be added to the parameter's.
 
-    For operands of elementwise operations, whose gradient is no product: computing it later would save nothing.
-    `in_product` may be set later: a product that has no W takes what was made of this value.
+    For operands of elementwise operations, whose gradient is no product: computing it later would save nothing. Other
+    functions take it, too; where one multiplies, `coverage` says that B computes its gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, call: OpCall, value: Tensor, view: ParameterView, *edges: Any) -> Tensor:
         ctx.save_for_backward(*view.rows)
-        ctx.call, ctx.part, ctx.in_product = call, view.part, False
+        ctx.call, ctx.part = call, view.part
         return value.view_as(value)
 
     @staticmethod
@@ -269,7 +269,7 @@ class ViewValue(torch.autograd.Function):
         if torch.is_grad_enabled():
             _, *weights = differentiable_backward(ctx.call, lambda p: part.values(p, rows, dy.dtype), (), dy)
         else:
-            kernel = value_wgrad(part, ctx.in_product)
+            kernel = value_wgrad(part)
             weights = [*weight_gradients(ctx.call, kernel, (dy, *rows), ctx.needs_input_grad, dy.numel())]
         return None, None, None, *weights
 
@@ -296,7 +296,7 @@ def product_wgrad(kind: Kind, part: Part, dtype: torch.dtype, numbers: tuple[Any
 
 
 @functools.cache
-def value_wgrad(part: Part, in_product: bool) -> WGradKernel:
+def value_wgrad(part: Part) -> WGradKernel:
     """W of a value: its gradients, added up. Segments: dy, and the rows if it has some."""
 
     def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
@@ -304,7 +304,7 @@ def value_wgrad(part: Part, in_product: bool) -> WGradKernel:
         for dy, *rows in segments:
             part.add(gradient, dy, rows)
 
-    return WGradKernel(run, adds=in_product)
+    return WGradKernel(run)
 
 
 def _begun(outputs: Sequence[Tensor | None], accumulate: bool) -> Tensor:
