@@ -11,8 +11,8 @@ from zbkern import wgrad
 from zbkern.wgrad import grouping
 
 
-@pytest.mark.parametrize(("merge", "expected"), [(True, [3, 3]), (False, [1] * 6), ("exact", [1] * 6)])
-def test_merging_is_one_launch_per_weight(merge: bool | str, expected: list[int]) -> None:
+@pytest.mark.parametrize(("merge", "expected"), [(True, [3, 3]), (False, [1] * 6)])
+def test_merging_is_one_launch_per_weight(merge: bool, expected: list[int]) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     launches: list[int] = []
     queue = zbkern.WGradQueue(merge=merge)
@@ -36,23 +36,6 @@ def test_run_one_takes_the_oldest_with_its_weight() -> None:
     queue.run_one()
     assert parameters[1].grad.tolist() == [1.0, 1.0]
     assert queue.discard() == 2
-
-
-def test_exact_merge_is_bit_for_bit_what_separate_runs_give() -> None:
-    torch.manual_seed(0)
-    layers = [zbkern.nn.Linear(33, 17) for _ in range(2)]
-    layers[1].load_state_dict(layers[0].state_dict())
-    xs = [torch.randn(9, 33) for _ in range(5)]
-    together, separate = zbkern.WGradQueue(merge="exact"), zbkern.WGradQueue(merge=False)
-    for key, x in enumerate(xs):
-        for layer, queue in zip(layers, (together, separate), strict=True):
-            with queue.defer(key):
-                layer(x).square().sum().backward()
-    together.run()
-    for key in range(5):
-        separate.run(key)
-    assert torch.equal(layers[0].weight.grad, layers[1].weight.grad)
-    assert torch.equal(layers[0].bias.grad, layers[1].bias.grad)
 
 
 def test_weights_whose_launch_takes_several_share_it() -> None:
@@ -89,8 +72,7 @@ def test_weights_whose_launch_takes_several_share_it() -> None:
     queue.discard()
 
 
-@pytest.mark.parametrize("merge", [False, "exact"])
-def test_weights_share_a_launch_only_when_merging(merge: bool | str) -> None:
+def test_weights_share_a_launch_only_when_merging() -> None:
     def one(segments, outputs, accumulate):
         recorder([])(segments, outputs, accumulate)
 
@@ -98,7 +80,7 @@ def test_weights_share_a_launch_only_when_merging(merge: bool | str) -> None:
         raise AssertionError
 
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    queue = zbkern.WGradQueue(merge=merge)
+    queue = zbkern.WGradQueue(merge=False)
     fill(queue, wgrad.WGradKernel(one, never), parameters)
     queue.run()
     assert [parameter.grad[0].item() for parameter in parameters] == [111, 111]

@@ -10,13 +10,13 @@ from zbkern.wgrad.task import WGradTask
 Batch = list[list[WGradTask]]  # groups that one kernel takes, each of tasks that are summed up
 
 
-def batches(selected: Sequence[WGradTask], merge: bool | str) -> Iterator[tuple[Batch, bool]]:
+def batches(selected: Sequence[WGradTask], merge: bool) -> Iterator[tuple[Batch, bool]]:
     """The tasks as they run, oldest first, and whether hooks wait for what a batch computes.
 
     merge: as in WGradQueue. Without it a batch is a task, or tasks that must run together (`by_weight`).
     """
-    groups, hooked = by_weight(selected, bool(merge))
-    return by_kernel(groups, hooked) if merge is True else (([group], group[0] in hooked) for group in groups)
+    groups, hooked = by_weight(selected, merge)
+    return by_kernel(groups, hooked) if merge else (([group], group[0] in hooked) for group in groups)
 
 
 def by_weight(selected: Sequence[WGradTask], merge: bool) -> tuple[Iterable[list[WGradTask]], set[WGradTask]]:

@@ -27,8 +27,8 @@ class WGradQueue:
     """Holds the W of every backward that ran inside `defer`; runs it when asked, in any order, on the current stream.
 
     max_bytes: held bytes above which the oldest W run at once instead of waiting; None for no limit.
-    merge: True runs the pending tasks of one weight as one kernel (equal to separate kernels up to rounding); "exact"
-    runs them one after the other in the order of their backwards, bit for bit as separate tasks; False never groups.
+    merge: True runs the pending tasks of one weight as one kernel (equal to separate kernels up to rounding); False
+    runs each by itself.
     listeners: functions, called with the tasks that have just run, once their gradients are complete. Every method may
     be called from any thread; a scope of `defer` belongs to the thread that opened it.
 
@@ -52,7 +52,7 @@ class WGradQueue:
     def __init__(
         self,
         max_bytes: int | None = None,
-        merge: bool | str = True,
+        merge: bool = True,
         *,
         wgrads_per_collective: int = 0,
         regather_inputs: bool = False,
@@ -62,8 +62,8 @@ class WGradQueue:
             raise ValueError(
                 f"WGradQueue: max_bytes must be a number of bytes >= 0, or None for no limit; got {max_bytes!r}"
             )
-        if merge not in (True, False, "exact"):
-            raise ValueError(f'WGradQueue: merge must be True, False or "exact"; got {merge!r}')
+        if not isinstance(merge, bool):
+            raise TypeError(f"WGradQueue: merge must be True or False; got {merge!r}")
         if not isinstance(wgrads_per_collective, int) or wgrads_per_collective < 0:
             raise ValueError(
                 f"WGradQueue: wgrads_per_collective must be a number of W >= 0; got {wgrads_per_collective!r}"
@@ -244,10 +244,6 @@ class WGradQueue:
                     "before the modification (of a weight, before the optimizer's step), or modify a copy"
                 )
         gradients = None
-        if len(tasks) > 1 and self.merge == "exact" and not hooked:
-            for task in tasks:
-                self._run_batch([[task]], hooked)
-            return
         try:
             if hooked:
                 gradients = accumulation.sum_gradients(tasks)

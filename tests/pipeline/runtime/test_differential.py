@@ -192,7 +192,7 @@ class Case:
             copy_size=rng.choice([1, 300, 2**26]),
             check_values=rng.random() < 0.5,
         )
-        self.merge = rng.choice([True, False, "exact"])
+        self.merge = rng.choice([True, False])
         self.make_optimizer = rng.choice([None, *OPTIMIZERS])
         self.max_norm, self.undo = rng.choice([None, 0.1, 10.0]), rng.choice(["snapshot", None])
         self.side = rng.random() < 0.5

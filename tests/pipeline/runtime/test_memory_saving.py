@@ -44,7 +44,7 @@ def run(
     model = [zbkern.convert(module) for module in copy.deepcopy(list(model))]
 
     def rank_steps(pipe: Pipeline) -> Any:
-        pipe.queue.merge = "exact"  # however copies part neighbouring W
+        pipe.queue.merge = False  # however copies part neighbouring W
         for _ in range(steps):
             for chunk in schedule.chunks_of(pipe.rank):
                 model[chunk].zero_grad()
@@ -112,7 +112,7 @@ def step(modules: Sequence[nn.Module], row: str, *, microbatches: int = 2, steps
     """Runs a row on one rank; the pipeline, still open to be looked at."""
     schedule = schedule_of(row, microbatches=microbatches, placement=[0] * len(modules))
     pipe = one_rank(modules, schedule, **more)
-    pipe.queue.merge = "exact"  # however copies part neighbouring W
+    pipe.queue.merge = False  # however copies part neighbouring W
     data = batch(microbatches)
     for _ in range(steps):
         pipe.step(data, data)

@@ -54,7 +54,7 @@ def of_replicas(
         arguments = (mean_square, data[0], OF_REPLICAS, mesh().get_group("stage"))
         peaks = planned(setup.modules, setup.schedule, *arguments, copy_size=copy_size, recompute=recompute)
     with setup.pipe(options=StepOptions(copy_size=copy_size, recompute=recompute)) as pipe:
-        pipe.queue.merge = "exact"
+        pipe.queue.merge = False
         for each in data if how else data[1:]:
             for parameter in setup.parameters():
                 parameter.grad = None
@@ -80,7 +80,7 @@ def of_tensor_parallel(
         arguments = (loss_fn, data, MICROBATCHES, ours.group)
         peaks = planned(ours.modules, ours.schedule, *arguments, copy_size=copy_size, recompute=recompute)
     with ours.pipe as pipe:
-        pipe.queue.merge = "exact"
+        pipe.queue.merge = False
         for step in (0, 1) if how else (1,):
             ours.gradients(step)
         timeline = pipe.gather_timeline()
