@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.chunks import results_on_threads
-from tests.support.optimizer_cases import MAX_NORM, Case, ours
+from tests.support.optimizer_cases import Case, ours
 from tests.support.same import assert_same
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.local import LocalTransport
@@ -39,38 +38,6 @@ def test_masters_take_what_is_written_into_their_weights() -> None:
     master = optimizer.masters[0][1]
     torch.testing.assert_close(master, torch.tensor([4.0 - 3e-4, 0.5 - 2e-4, 1.0 - 3e-4]), rtol=0, atol=1e-6)
     torch.testing.assert_close(weight, master.bfloat16(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded", "adaptive", "undone"),
-    [(3.0, 0.1, True, 0), (0.1, 3.0, True, 1), (3.0, 0.1, False, 1), (None, 3.0, True, 0)],
-)
-def test_a_state_says_whether_to_wait_for_the_next_global_check(
-    saved: float | None, loaded: float, adaptive: bool, undone: int
-) -> None:
-    """saved, loaded: norms before the load, of the optimizer that saved (None: another kind, that does not know it) and
-    of the one that loads. What counts for it is its own `adaptive`.
-    """
-
-    def rank_loop(transport: LocalTransport) -> int:
-        def step(optimizer: Optimizer, norm: float) -> None:
-            optimizer.param_groups[0]["params"][0].grad = torch.full((), norm if transport.rank else 0.1)
-            optimizer.step()
-            optimizer.validate()
-
-        def make(adaptive: bool) -> Optimizer:
-            sgd = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.1)
-            return Optimizer(sgd, transport, max_norm=MAX_NORM, adaptive=adaptive, timeout=20)
-
-        first, second = make(True), make(adaptive)
-        step(first, saved or 0.1)
-        step(second, loaded)
-        second.load_state_dict({**first.state_dict(), **({} if saved else {"common": {}})})
-        second.undone = 0
-        step(second, 3.0)
-        return second.undone
-
-    assert results_on_threads(2, rank_loop) == [undone, 0]
 
 
 def stepped(kind: Any) -> tuple[nn.Parameter, Optimizer]:

@@ -87,8 +87,7 @@ def save(
         tensors[f"random.{state.rank}"] = pack(_random_state(state.device), "the random state")
         pack(extra, "extra")  # checked on every rank, although rank 0's is saved
         if state.rank == 0:
-            own = optimizer.common_state() if isinstance(optimizer, Optimizer) else {}
-            tensors["common"] = pack({"step": step, "extra": extra, "optimizer": own}, "the state")
+            tensors["common"] = pack({"step": step, "extra": extra}, "the state")
 
         def begin(ranks: list[Any]) -> list[tuple[str, list[str]]]:
             mine = dcp_format.share_out(ranks)  # raises before a folder is made
@@ -183,8 +182,6 @@ def load(
         with _warning_of_a_partial_load(path, state.rank):
             dcp_format.read(path, index, of_model)
             state.take(wanted)
-        if isinstance(optimizer, Optimizer):
-            optimizer.load_common_state(common["optimizer"])
         if random_state is not None:
             _set_random_state(random_state, state.device)
         else:

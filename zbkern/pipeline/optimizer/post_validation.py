@@ -313,14 +313,14 @@ class Optimizer(torch.optim.Optimizer):
         self.validate()
         masters = [master for _, master in self.masters]
         inner = {"optimizer": self.optimizer.state_dict(), "kinds": kinds_of(self.optimizer)}
-        return {**inner, "masters": masters, "common": self.common_state()}
+        return {**inner, "masters": masters}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what `state_dict` gave, with the same parameters on this rank; on all ranks.
 
         Raises ValueError, with nothing changed, for other states and for those of other kinds of optimizers.
         """
-        needed = {"optimizer", "kinds", "masters", "common"}
+        needed = {"optimizer", "kinds", "masters"}
         if not isinstance(state, Mapping) or needed - state.keys():
             got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise ValueError(
@@ -340,15 +340,6 @@ class Optimizer(torch.optim.Optimizer):
             for (_, master), value in zip(self.masters, state["masters"], strict=True):
                 master.copy_(value)
         copy_masters_to_params(self.masters)
-        self.load_common_state(state["common"])
-
-    def common_state(self) -> dict[str, Any]:
-        """The part of the state that is the same on all ranks."""
-        return {"cautious": self._cautious}
-
-    def load_common_state(self, state: Mapping[str, Any]) -> None:
-        """Takes what `common_state` gave; what is missing (it was another kind of optimizer) stays as it is."""
-        self._cautious = state.get("cautious", self._cautious)
 
     def abandon(self) -> None:
         """Forgets a pending step, because everything is about to be loaded; on all ranks."""
