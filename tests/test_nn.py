@@ -180,16 +180,6 @@ def test_attention_with_sequences_is_attention_of_each() -> None:
     testing.assert_close(module(x, cu_seqlens=[0, 3, 7]), parts)
 
 
-def test_grouped_linear() -> None:
-    module = zbkern.nn.GroupedLinear(3, 5, 4, dtype=torch.float64)
-    x = torch.randn(6, 5, dtype=torch.float64)
-
-    def forward(m: nn.Module, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        return torch.cat([F.linear(r, m.weight[e], m.bias[e]) for e, r in enumerate(x.split(counts))])
-
-    check(module, forward, x, [2, 0, 4])
-
-
 EXPERTS: dict[str, dict[str, Any]] = {
     "silu": {},
     "geglu": {"gate": GateOptions("gelu"), "bias": True},
@@ -253,7 +243,6 @@ LAYERS: dict[str, Any] = {
     "RMSNorm": lambda **o: zbkern.nn.RMSNorm(4, **o),
     "MLP": lambda **o: zbkern.nn.MLP(4, 6, **o),
     "Attention": lambda **o: zbkern.nn.Attention(4, 2, **o),
-    "GroupedLinear": lambda **o: zbkern.nn.GroupedLinear(2, 4, 3, **o),
     "Experts": lambda **o: zbkern.nn.Experts(4, 3, 2, **o),
     "LinearCrossEntropy": lambda **o: zbkern.nn.LinearCrossEntropy(4, 9, **o),
 }
@@ -263,7 +252,7 @@ def called(name: str, layer: nn.Module) -> torch.Tensor:
     x = torch.linspace(-1, 1, 3 * 2 * 4).view(2, 3, 4)
     if name == "Embedding":
         return layer(torch.tensor([[0, 3, 3], [2, 0, 6]]))
-    if name in ("GroupedLinear", "Experts"):
+    if name == "Experts":
         return layer(x.flatten(0, 1), [2, 4])
     return layer(x, torch.tensor([[0, 3, 3], [2, 0, 6]])) if name == "LinearCrossEntropy" else layer(x)
 

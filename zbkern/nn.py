@@ -267,37 +267,6 @@ class Attention(Layer):
         return k, v, (ends - (len(k) - own)).clamp(min=0), ends
 
 
-class GroupedLinear(Layer):
-    """A linear per group of rows: input [M, in_features] sorted by group, output [M, out_features].
-
-    counts or offsets: which rows belong to which group, as in functional.grouped_linear.
-    """
-
-    def __init__(
-        self,
-        num_groups: int,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        impl: str = "auto",
-        **factory: Any,
-    ) -> None:
-        super().__init__(impl=impl)
-        self.weight = torch.nn.Parameter(torch.empty(num_groups, out_features, in_features, **factory))
-        self.bias = torch.nn.Parameter(torch.empty(num_groups, out_features, **factory)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Every group as torch.nn.Linear starts."""
-        _reset(self.weight, self.bias, self.weight.shape[2])
-
-    def forward(
-        self, x: Tensor, counts: Sequence[int] | Tensor | None = None, *, offsets: Tensor | None = None
-    ) -> Tensor:
-        impl, name = self.zbkern_impl, self.zbkern_name
-        return functional.grouped_linear(x, self.weight, counts, self.bias, impl, offsets=offsets, name=name)
-
-
 class Experts(Layer):
     """Gated MLPs, one per expert: input [M, dim] sorted by expert, how many rows each has, output [M, dim].
 
