@@ -167,6 +167,20 @@ def test_what_cannot_be_filled_is_named(tmp_path: Path) -> None:
         cut(model, ALONE, [0], weights=tmp_path)
 
 
+def test_a_buffer_that_nothing_fills_is_named(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("mask", torch.ones(3, dtype=torch.bool), persistent=False)
+
+    with torch.device("meta"):
+        model = nn.Sequential(Masked())
+    safetensors.torch.save_file({"0.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'0.mask' must get its values from"):
+        cut(model, ALONE, [0], weights=tmp_path)
+
+
 def step_and_export(folder: str) -> dict[str, torch.Tensor]:
     """Steps that are taken back and done again with clipped gradients, and the export right after the last."""
     chunks = cut(make("llama").float().config, TWO, seed=1)

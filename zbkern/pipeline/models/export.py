@@ -315,7 +315,7 @@ def _of_the_files(settings: Any, chunk: Chunk) -> Any:
     """A copy that names the model's class, and has the dtype of the weights as they are now."""
     settings = copy.deepcopy(settings)
     floating = next((value.dtype for value in chunk.parameters() if value.is_floating_point()), None)
-    if floating is not None and getattr(settings, "dtype", None) is not None:
+    if floating is not None:
         settings.dtype = floating
     if hasattr(settings, "architectures"):  # cut builds this class again
         settings.architectures = [type(chunk.whole).__name__]

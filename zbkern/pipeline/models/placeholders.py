@@ -49,8 +49,9 @@ class Placeholder(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in _LIKE or (name in _TO_THE_LIKE and not isinstance(args[0], Placeholder)):
                 return function(*args, **kwargs)
-            if isinstance(args[0] if args else None, Placeholder) and name.endswith("_") and not name.startswith("__"):
-                return args[0]  # in place: a value that is not there stays so
+            first = next(iter((*args, *kwargs.values())), None)  # torch.nn.init passes it by its name
+            if isinstance(first, Placeholder) and name.endswith("_") and not name.startswith("__"):
+                return first  # in place: a value that is not there stays so
             with torch.no_grad():
                 result = function(*args, **kwargs)
         return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, origins), result)

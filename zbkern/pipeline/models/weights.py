@@ -94,15 +94,15 @@ def _draw(model: nn.Module, chunk: Chunk, empty: Sequence[str], init: Initialise
     parts = {name.rpartition(".")[0] for name in empty}
     inside = {part: next((layer for layer in chunk.layer_names if _within(part, layer)), part) for part in parts}
     for owner in sorted(set(inside.values())):
-        layer = chunk.whole.get_submodule(owner)
+        layer, initialise = chunk.whole.get_submodule(owner), _initialiser(chunk, owner, init)
         with _seeded(seed, owner, chunk):
             if {name for name, _ in layer.named_parameters(prefix=owner)} <= set(empty) | set(
                 chunk.shared_names.values()
             ):
-                layer.apply(lambda part: _initialise(chunk.whole, part, init))
+                layer.apply(initialise)
             else:  # others have their values
                 for part in (p for p, _ in chunk.named_modules() if p in parts and inside[p] == owner):
-                    _initialise(chunk.whole, chunk.whole.get_submodule(part), init)
+                    initialise(chunk.whole.get_submodule(part))
     for (
         label,
         key,
@@ -112,7 +112,7 @@ def _draw(model: nn.Module, chunk: Chunk, empty: Sequence[str], init: Initialise
             twin = copy.deepcopy(model.get_submodule(first)).to_empty(device=chunk.get_parameter(key).device)
             twin.get_parameter(name).fill_(torch.nan)  # an initialiser may leave it out
             with _seeded(seed, first, chunk):
-                twin.apply(lambda part: _initialise(chunk.whole, part, init))
+                twin.apply(_initialiser(chunk, first, init))
             chunk.get_parameter(key).copy_(twin.get_parameter(name))
 
 
@@ -125,19 +125,26 @@ def _first_holder(model: nn.Module, layers: Sequence[str], parameter: nn.Paramet
 def _check_values(chunk: Chunk, names: Sequence[str]) -> None:
     for name in names:
         tensor = _get(chunk, name)
-        if tensor.is_floating_point() and tensor.numel() and tensor.flatten()[0].isnan():
+        as_made = not (tensor.is_floating_point() or tensor._version or tensor.any())
+        if tensor.numel() and (as_made or tensor.flatten()[0].isnan()):
             raise ValueError(
                 f"cut: {name!r} must get its values from weights=, from init=, or from reset_parameters of "
                 f"{type(chunk.get_submodule(name.rpartition('.')[0])).__name__}; it has none"
             )
 
 
-def _initialise(whole: Any, part: nn.Module, init: Initialiser | None) -> None:
-    if init is not None:
-        init(part)
-    elif is_transformer(whole):
-        whole._init_weights(part)
-    elif callable(reset := getattr(part, "reset_parameters", None)):
+def _initialiser(chunk: Chunk, name: str, init: Initialiser | None) -> Initialiser:
+    """What sets the parameters of modules in a layer: of the library, the innermost model that has it, such as a vision
+    tower, since no other knows its modules."""
+    outer = [name.rsplit(".", count)[0] for count in range(name.count(".") + 1)]
+    whole = next(filter(is_transformer, map(chunk.whole.get_submodule, outer)), chunk.whole)
+    if init is None and is_transformer(whole):
+        return whole._init_weights
+    return init or _reset
+
+
+def _reset(part: nn.Module) -> None:
+    if callable(reset := getattr(part, "reset_parameters", None)):
         reset()
 
 
