@@ -26,7 +26,8 @@ from zbkern.wgrad.task import WGradTask
 class WGradQueue:
     """Holds the W of every backward that ran inside `defer`; runs it when asked, in any order, on the current stream.
 
-    max_bytes: held bytes above which the oldest W run at once instead of waiting; None for no limit.
+    max_bytes: held bytes above which the oldest W run at once instead of waiting, but for those of parameters with
+    hooks, which see all of a backward; None for no limit.
     merge: True runs the pending tasks of one weight as one kernel (equal to separate kernels up to rounding); False
     runs each by itself.
     listeners: functions, called with the tasks that have just run, once their gradients are complete. Every method may
@@ -258,26 +259,13 @@ class WGradQueue:
             listener(tasks)
 
     def _run_early(self) -> None:
-        """Runs the oldest W until the limit holds. Of a parameter with hooks, the gradient is computed but kept.
-
-        The hooks run when the task is asked for: this backward may have more to add to the same parameter.
-        """
+        """Runs the oldest W until the limit holds; those with hooks wait: this backward may have more for them."""
         assert self.max_bytes is not None
         for task in list(self._tasks):
             if self._held.nbytes <= self.max_bytes:
                 return
             if not task.has_hooks:
                 self._run([([[task]], False)], task)
-            elif task.kernel is not accumulation.ADD_GRADIENTS:
-                with torch.no_grad():
-                    gradients = accumulation.sum_gradients([task])
-                self._remove([task])
-                if gradients:
-                    parameters, sums = zip(*gradients, strict=True)
-                    self.add(
-                        WGradTask(accumulation.ADD_GRADIENTS, sums, parameters, 0, task.name, task.ddp_managed),
-                        task.key,
-                    )
 
     def _remove(self, tasks: Iterable[WGradTask]) -> None:
         for task in tasks:
