@@ -38,9 +38,10 @@ def read(text: str) -> tuple[list[tuple[Action, ...]], tuple[int, ...], int, str
     lines = text.strip("\n").split("\n")
     comments = [line.lstrip("# ").partition(":") for line in lines if line.startswith("#")]
     header = {key.strip(): value.strip() for key, _, value in comments}
-    parse = _actions if "placement" not in header else _actions_of_earlier_files
     rows = [
-        tuple(action for cell in line.split(",") for action in parse(cell.strip())) for line in lines if line[:1] != "#"
+        tuple(action for cell in line.split(",") for action in _actions(cell.strip()))
+        for line in lines
+        if line[:1] != "#"
     ]
     microbatches = 1 + max((action.microbatch for row in rows for action in row), default=-1)
     return rows, _placement(rows), microbatches, header.get("name", "custom"), _slices(header.get("slices", "1"))
@@ -86,11 +87,6 @@ def _actions(cell: str) -> list[Action]:
         )
     chunk, letter, rest = match.groups()
     return [Action.parse(f"{chunk}{_TO_OURS[letter]}{rest}")]
-
-
-def _actions_of_earlier_files(cell: str) -> list[Action]:
-    """Those that also named the placement had our letters."""
-    return [Action.parse(cell)] if cell else []
 
 
 def _placement(rows: Rows) -> tuple[int, ...]:
