@@ -97,11 +97,6 @@ def gated_mlp(
     return table.run(table.GATED_MLP, x, params, activation, impl=impl, name=name)
 
 
-def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, impl: str = "auto", *, name: str = "") -> Tensor:
-    """`gated_mlp` with silu and no biases: (silu(x gate^T) * (x up^T)) down^T."""
-    return gated_mlp(x, gate, up, down, impl=impl, name=name)
-
-
 def grouped_linear(
     x: Tensor,
     weight: Tensor,

@@ -117,7 +117,6 @@ CASES: dict[str, Case] = {
     "embedding with padding": Case(
         lambda w: Z.embedding(INDICES, w, -4), lambda w: F.embedding(INDICES, w, -4), [], [(7, 4)]
     ),
-    "swiglu": Case(Z.swiglu, torch_gated(F.silu), [(2, 3, 5)], [(6, 5), (6, 5), (4, 6)]),
     "grouped_linear": Case(
         lambda x, w, b: Z.grouped_linear(x, w, COUNTS, b), torch_grouped, [(5, 4)], [(3, 2, 4), (3, 2)]
     ),

@@ -210,7 +210,6 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     # modules
     ("Z.linear(t(2, 5), t(4, 5), t(4).double())", TypeError, "a weight or bias torch.float64; convert one, or use"),
     ("Z.linear(t(2, 5), t(4, 5, dtype=torch.cfloat))", TypeError, "linear: weight must be real numbers; got torch.c"),
-    ("Z.swiglu(t(2, 5), t(4, 5), t(4, 5).double(), t(5, 4))", TypeError, "gated_mlp: x is torch.float32 and a weight"),
     ("Z.grouped_mlp(t(5, 4), t(1, 6, 4), t(1, 4, 3), [5], gate='gelu')", TypeError, "gate must be a zbkern.functional"),
     ("Z.attention(Q, Q, Q, True, 2)", TypeError, "options must be a zbkern.functional.AttentionOptions; got 2"),
     ("Z.attention(Q, t(1, 2, 0, 4), t(1, 2, 0, 4))", ValueError, "a number of heads that divides q's; got 0 and 3"),

@@ -42,7 +42,7 @@ def layers(model: torch.nn.Sequential) -> None:
 
 def ops(x: Tensor, weight: Tensor) -> None:
     assert_type(functional.linear(x, weight, activation="gelu"), Tensor)
-    assert_type(functional.swiglu(x, weight, weight, weight), Tensor)
+    assert_type(functional.gated_mlp(x, weight, weight, weight), Tensor)
     assert_type(functional.attention(x, x, x, True, functional.AttentionOptions(window=128)), Tensor)
     assert_type(functional.rotary(x, weight, weight), Tensor)
     assert_type(functional.embedding(x, weight, padding_idx=0), Tensor)
