@@ -15,7 +15,6 @@ import zbkern
 _GET = {
     "torch": "pip install torch (2.8 or later); without a GPU, a CPU build saves gigabytes",
     "triton": "comes with CUDA builds of torch on Linux; only kernels for the GPU and their tests need it",
-    "cairosvg": "pip install 'zbkern[draw]'; only pictures in PNG use it",
 }
 
 

@@ -301,10 +301,10 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("simulate(S.zb_h1(2, 2), memory_limit='a')", ValueError, "simulate: parts and memory_limit belong to"),
     ("simulate(S.zb_h1(2, 2), fill='eager', memory_limit=-1)", ValueError, "simulate: memory_limit must be at least"),
     ("simulate(S.zb_h1(2, 2), Costs(forward=[1, 2, 3]))", ValueError, "Costs: forward has 3 entries and the schedule"),
-    ("simulate(S.zb_h1(2, 2)).save('x.doc')", ValueError, "draw.save: path must end in .svg, .html, .png or"),
+    ("simulate(S.zb_h1(2, 2)).save('x.doc')", ValueError, "draw.save: path must end in .svg, .html or .json"),
     ("simulate(S.zb_h1(2, 2)).save(3)", TypeError, "draw.save: path must be a str or Path, such as 'plan.svg'; got"),
     ("draw.save([], 'x.svg')", ValueError, "draw: timelines is empty; give at least one"),
-    ("draw.save([simulate(S.zb_h1(2, 2))], 'x')", ValueError, "draw.save: path must end in .svg, .html, .png or"),
+    ("draw.save([simulate(S.zb_h1(2, 2))], 'x')", ValueError, "draw.save: path must end in .svg, .html or .json"),
     # planner
     ("plan(3, 2, 2)", TypeError, "plan: costs must be a zbkern.pipeline.Costs or ModelCosts; got int"),
     ("plan(C, 0, 2)", ValueError, "plan: stages must be at least 1; got 0"),

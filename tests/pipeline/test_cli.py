@@ -214,15 +214,6 @@ def test_every_kind_of_file_is_written(run, tmp_path: Path) -> None:
     assert (tmp_path / "a.txt").read_text() == schedule.to_text() + "\n"
 
 
-def test_png_is_written_or_refused_before_the_search(run, fails, tmp_path: Path) -> None:
-    path = tmp_path / "a.png"
-    if importlib.util.find_spec("cairosvg") is None:
-        assert f"argument --out: {path} needs the package cairosvg: pip install 'zbkern[draw]'" in fails("--out", path)
-    else:
-        run("--schedule", "gpipe", "--out", path)
-        assert path.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -248,7 +239,7 @@ def test_png_is_written_or_refused_before_the_search(run, fails, tmp_path: Path)
         (["--placement", "w"], "argument --placement: expected linear, loop, v, zigzag or a rank per chunk; got 'w'"),
         (["--time-limit", "-1"], "argument --time-limit: expected a number of seconds"),
         (["--objective", "speed"], "argument --objective: invalid choice: 'speed'"),
-        (["--out", "plan.gif"], "argument --out: plan.gif must end in one of .svg, .html, .png"),
+        (["--out", "plan.gif"], "argument --out: plan.gif must end in one of .svg, .html, .json"),
         (["--out", "nowhere/plan.svg"], "argument --out: cannot write nowhere/plan.svg: there is no folder nowhere"),
         (["--costs", "missing.json"], "argument --costs: cannot read missing.json: No such file or directory"),
     ],

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import math
 import re
 import shutil
@@ -32,7 +31,7 @@ from zbkern.pipeline.simulation.json_file import read_text
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.simulator import simulate
 
-SUFFIXES = (".svg", ".html", ".png", ".json", ".torch.csv", ".csv", ".txt", ".py")
+SUFFIXES = (".svg", ".html", ".json", ".torch.csv", ".csv", ".txt", ".py")
 _Given = TypeVar("_Given", Costs, ModelCosts)
 _WORTH_TRYING = 0.01  # of the objective
 _QUICK = 2  # rounds of the searches that only tell what an option would give
@@ -110,7 +109,7 @@ _HELP = {
     "chosen, or the length of each, in any unit; for causal models, see docs/long_context.md",
     "--schedule": f"this schedule instead of a search: {', '.join(schedules.NAMES)}",
     "--compare": "also a table of all published schedules and the plan",
-    "--out": "files to write, by suffix: .svg .html .png (pictures), .json (a trace for Perfetto), .csv, .torch.csv "
+    "--out": "files to write, by suffix: .svg .html (pictures), .json (a trace for Perfetto), .csv, .torch.csv "
     "(without comments, for torch.distributed.pipelining), .txt (the whole grid), .py (with --config: a program that "
     "trains the model so, for torchrun)",
     "--config": "plan for a model that was never run: its folder or config.json, as transformers writes it; "
@@ -457,10 +456,6 @@ def _check(arguments: argparse.Namespace) -> None:
             raise WrongArgument("--out", f"cannot write {path}: there is no folder {path.parent}; create it first")
         if path.suffix == ".py" and arguments.config is None:
             raise WrongArgument("--out", f"{path}: a program trains a model; give it with --config")
-        if path.suffix == ".png" and importlib.util.find_spec("cairosvg") is None:
-            raise WrongArgument(
-                "--out", f"{path} needs the package cairosvg: pip install 'zbkern[draw]', or write .svg"
-            )
     for name in ("stages", "microbatches"):
         if arguments.gpus is None and getattr(arguments, name) is None:
             raise WrongArgument(

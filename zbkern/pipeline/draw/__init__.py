@@ -1,4 +1,4 @@
-"""Pictures of timelines, planned or measured: SVG, PNG, one HTML page that zooms, and traces for Perfetto.
+"""Pictures of timelines, planned or measured: SVG, one HTML page that zooms, and traces for Perfetto.
 
 Timelines and costs come in as data: nothing here imports the simulation, which draws with `save`.
 """
@@ -23,12 +23,11 @@ def save(
     costs: Sequence[Any] | None = None,
     limit: float | None = None,
 ) -> Path:
-    """Writes the file that the suffix names, and returns its path: .svg, .html, .png, or .json (a Perfetto trace).
+    """Writes the file that the suffix names, and returns its path: .svg, .html, or .json (a Perfetto trace).
 
     titles, costs (`Costs`): one per timeline; by default the schedules' names, and no memory curves (a trace has none).
     limit: the memory that a rank may hold, drawn above its curve.
-    Raises ValueError for another suffix or count, TypeError for what is no list of timelines or no path, ImportError
-    for a PNG without the package cairosvg.
+    Raises ValueError for another suffix or count, TypeError for what is no list of timelines or no path.
     """
     if not isinstance(path, (str, Path)):
         raise TypeError(
@@ -37,20 +36,11 @@ def save(
     path = Path(path)
     if path.suffix == ".json":
         text = json.dumps({"traceEvents": trace.events(timelines, titles), "displayTimeUnit": "ms"})
-        path.write_text(text, encoding="utf-8")
-        return path
-    if path.suffix not in (".svg", ".html", ".png"):
-        raise ValueError(f"draw.save: path must end in .svg, .html, .png or .json; got {str(path)!r}")
-    if path.suffix == ".html":
-        path.write_text(html(timelines, titles, costs, limit), encoding="utf-8")
-        return path
-    picture = svg(timelines, titles, costs=costs, limit=limit)
-    if path.suffix == ".svg":
-        path.write_text(picture, encoding="utf-8")
-        return path
-    try:
-        import cairosvg
-    except ImportError as error:
-        raise ImportError("draw.save: PNG needs the package cairosvg: pip install 'zbkern[draw]'") from error
-    cairosvg.svg2png(picture.encode(), write_to=str(path), scale=2)
+    elif path.suffix == ".html":
+        text = html(timelines, titles, costs, limit)
+    elif path.suffix == ".svg":
+        text = svg(timelines, titles, costs=costs, limit=limit)
+    else:
+        raise ValueError(f"draw.save: path must end in .svg, .html or .json; got {str(path)!r}")
+    path.write_text(text, encoding="utf-8")
     return path

@@ -211,7 +211,7 @@ class Drift:
         return "\n".join([*lines, f"furthest from the plan: {slow}"])
 
     def save(self, path: str | Path) -> Path:
-        """Both timelines in one picture or trace, by the suffix: .svg, .html, .png, or .json (Perfetto)."""
+        """Both timelines in one picture or trace, by the suffix: .svg, .html, or .json (Perfetto)."""
         return draw.save([self.planned, self.measured], path, ["planned", "measured"])
 
     def _time_lost(self, rank: int) -> TimeLost:

@@ -98,7 +98,7 @@ class Timeline:
         return static_of_ranks(costs.per_chunk(len(placement)), placement)
 
     def save(self, path: str | Path) -> Path:
-        """Writes the picture or trace that the suffix names: .svg, .html, .png, or .json (Perfetto)."""
+        """Writes the picture or trace that the suffix names: .svg, .html, or .json (Perfetto)."""
         return draw.save([self], path)
 
 
