@@ -128,7 +128,9 @@ def adopt(folder: Path, package: Path = ROOT / "zbkern") -> str:
     fits = "taken" if made["triton"] == _triton_key() else "not used: another Triton, or one built for another Python"
     extensions = sorted((folder / "extension").glob("_*.so"))
     for path in extensions:
-        shutil.copy2(path, package / path.name)
+        beside = package / f"{path.name}.new"
+        shutil.copy2(path, beside)
+        beside.replace(package / path.name)  # a process that has it loaded keeps the old file
     taken = ", ".join(path.name.partition(".")[0] for path in extensions) or "none"
     return f"kernels for {made['capability']}: {fits}; extensions: {taken}"
 

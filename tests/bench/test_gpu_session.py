@@ -177,8 +177,12 @@ def test_the_extension_goes_where_a_build_puts_it(tmp_path: Path, monkeypatch: p
     package.mkdir()
     (folder / "extension").mkdir(parents=True)
     (folder / "extension" / "_cuda.cpython-312-x.so").write_text("built elsewhere")
+    (package / "_cuda.cpython-312-x.so").write_text("loaded by a process")
+    loaded = (package / "_cuda.cpython-312-x.so").open()
     for triton, said in (("this", "taken"), ("another", "not used: another Triton")):
         (folder / "prepared.json").write_text(json.dumps({"capability": 90, "triton": triton}))
         assert gpu_prepare.adopt(folder, package).startswith(f"kernels for 90: {said}")
     assert (package / "_cuda.cpython-312-x.so").read_text() == "built elsewhere"
+    with loaded:
+        assert loaded.read() == "loaded by a process"
     assert os.environ["TRITON_CACHE_DIR"] == str(folder / "triton")
