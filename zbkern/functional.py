@@ -266,6 +266,7 @@ def attention(
     v likewise. cu_seqlens_k: the same for the keys, where their lengths differ from those of the queries. Both are
     lists, or int32 or int64 tensors. Tensors on q's device are read there, and the host does not wait for them (except
     with impl="torch"); on a GPU their values are not checked, and where they end before T the rest of the result is 0.
+    In a CUDA graph Triton's core takes these alone.
     sinks: [heads], the score of one more key per head, which every query sees and whose value is 0, as in gpt-oss;
     their gradient is W. impl: on a GPU "auto" chooses among zbkern's core, torch's and an installed FlashAttention;
     `zbkern info` says which.

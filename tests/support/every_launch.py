@@ -92,7 +92,8 @@ def cases(
     add("norm_wgrad", kept, sums, [(part,) for part in kept], sums, True)
 
     q, k_, v, dq, dk, dv, dout, out = (random(m, 2 * 16).view(m, 2, 16) for _ in range(8))
-    options = AttentionOptions(0.25, True, None, (0, m // 3, m), (0, m // 3, m))
+    lengths = torch.tensor([0, m // 3, m], dtype=torch.int32, device=random.device)
+    options = AttentionOptions(0.25, True, None, lengths, lengths)
     lse = torch.empty(2, m, **wide)
     add("attention_fwd", [q, k_, v], [out, lse], q, k_, v, options, out, lse)
     level, y_kept = torch.full_like(lse, 3.0), random(m, 32).view(m, 2, 16)

@@ -1,7 +1,8 @@
-"""What a first call inside a CUDA graph capture says, before anything is compiled."""
+"""What cannot be captured in a CUDA graph says so."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,17 +23,11 @@ def test_a_variant_that_is_not_compiled(capturing: None) -> None:
         triton_linear._product._launch(0, (1, 1, 1), (), ("never compiled",), 4, 1)
 
 
-def test_a_table_is_kept_once_for_all_graphs(capturing: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: dict = {}
-    monkeypatch.setattr(triton_attention_tiles, "_CAPTURED", kept)
-    for address in (1, 2, 1, 2):
-        table = SimpleNamespace(data_ptr=lambda address=address: address, to=lambda *_, **__: "on the device")
-        assert triton_attention_tiles._on_device(table, torch.device("cuda")) == "on the device"
-    assert list(kept) == [1, 2]
-
-
-def test_a_table_that_is_not_pinned(capturing: None) -> None:
-    options = AttentionOptions(1.0, True, None, (0, 3, 10), (0, 3, 10))
-    with pytest.raises(RuntimeError, match=r"attention .* run it once before capture"):
-        triton_attention_tiles._table(options, "queries", 16, True)
-    assert triton_attention_tiles._table(options, "queries", 16, False).shape[1] == 6
+def test_lengths_of_the_host_are_refused_and_those_of_the_device_are_not(capturing: None) -> None:
+    q = torch.randn(10, 2, 16)
+    known = AttentionOptions(1.0, True, None, (0, 3, 10), (0, 3, 10))
+    with pytest.raises(RuntimeError, match=r"attention: .* need cu_seqlens that are tensors on q's device"):
+        triton_attention_tiles.place_tiles(known, "queries", 16, SimpleNamespace(is_cuda=True), q)  # type: ignore[arg-type]
+    ends = torch.tensor(known.queries)
+    _, tiles, _ = triton_attention_tiles.place_tiles(replace(known, queries=ends, keys=ends), "queries", 16, q, q)
+    assert tiles == 3

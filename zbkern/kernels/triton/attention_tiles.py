@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels.spec import AttentionOptions
-from zbkern.kernels.triton.common import Kernel, outside_capture
+from zbkern.kernels.triton.common import Kernel
 
 LINE = 128
 """Where the backward keeps a number per query, sequences begin at multiples of this: no tile meets two of them."""
@@ -29,8 +29,15 @@ def place_tiles(options: AttentionOptions, side: str, block: int, q: Tensor, k: 
         return (table, 0, 0, 1), table.shape[0], 1
     uniform = one_length(options)
     if uniform is None:
+        if (
+            q.is_cuda and torch.cuda.is_current_stream_capturing()
+        ):  # each replay would copy the table again, which may be gone
+            raise RuntimeError(
+                "attention: sequences of different lengths inside a CUDA graph capture need cu_seqlens that are "
+                "tensors on q's device; got numbers of the host"
+            )
         table = _table(options, side, block, q.is_cuda)
-        return (_on_device(table, q.device), 0, 0, 1), table.shape[0], 1
+        return (table.to(q.device, non_blocking=True), 0, 0, 1), table.shape[0], 1
     sequences, queries, keys = uniform
     blocks = triton.cdiv(queries if side == "queries" else keys, block)
     return (None, queries, keys, max(blocks, 1)), sequences * blocks, sequences
@@ -67,8 +74,6 @@ def _one_length(queries: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, i
 @functools.lru_cache(maxsize=64)
 def _table(options: AttentionOptions, side: str, block: int, pinned: bool) -> Tensor:
     """[tiles, 6] int32 on the CPU, what `place` returns of each tile; most work first, so that none ends long after."""
-    if pinned:
-        outside_capture("attention of sequences of different lengths")
     rows = sorted(_tiles(options, side, block), reverse=True)
     table = torch.tensor([row[1:] for row in rows], dtype=torch.int32).view(-1, 6)
     return table.pin_memory() if pinned else table
@@ -144,18 +149,6 @@ def _tabulate(
     tl.store(row + 4, tl.sum(tl.where(here, block * BLOCK, 0), 0))
     found = tl.sum(here.to(tl.int32), 0) > 0
     tl.store(row + 5, tl.where(found, tl.sum(tl.where(here, line, 0), 0), tl.sum(padded, 0)))
-
-
-_CAPTURED: dict[int, Tensor] = {}
-"""Tables that CUDA graphs copy from again at each replay, by their addresses; they must outlive them."""
-
-
-def _on_device(table: Tensor, device: torch.device) -> Tensor:
-    if device.type != "cuda":
-        return table
-    if torch.cuda.is_current_stream_capturing():
-        _CAPTURED[table.data_ptr()] = table
-    return table.to(device, non_blocking=True)
 
 
 @triton.jit

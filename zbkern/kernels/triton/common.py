@@ -63,7 +63,11 @@ class Kernel:
         key = (device, warps, stages, *constants, *map(_specialization, arguments))
         compiled = self._compiled.get(key)
         if compiled is None:  # compiles, and launches
-            outside_capture(self.function.__name__.strip("_"))
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{self.function.__name__.strip('_')}: its first call with these shapes and dtypes is inside a "
+                    "CUDA graph capture, where nothing can be compiled or loaded; run it once before capture"
+                )
             compiled = self.function[grid](*arguments, *constants, **compile_options(warps, stages))
             self._compiled[key] = compiled
         else:
@@ -112,15 +116,6 @@ def recorded() -> Iterator[list[Launch]]:
         yield _recorder.launches
     finally:
         _recorder.launches = None
-
-
-def outside_capture(what: str) -> None:
-    """Raises RuntimeError where the current stream is captured: what is compiled, loaded or pinned first cannot be."""
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{what}: its first call with these shapes and dtypes is inside a CUDA graph capture, where nothing can be "
-            "compiled or loaded; run it once before capture"
-        )
 
 
 def _specialization(argument: Any) -> Any:
