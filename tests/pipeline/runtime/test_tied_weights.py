@@ -142,6 +142,19 @@ def test_what_is_not_tied_is_not_told(caplog: pytest.LogCaptureFixture, kind: st
     assert warnings_of(caplog, [[first], [last]]) == []
 
 
+def frozen_on_one_rank() -> None:
+    weight = nn.Parameter(torch.ones(3), requires_grad=torch.distributed.get_rank() == 1)
+    with pytest.raises(
+        ValueError, match=r"tied 'table' must be .* it is frozen on \[0\] of \[0, 1\]"
+    ):
+        Pipeline(nn.Linear(2, 2), schedules.zb_h1(2, 2), nn.functional.mse_loss, tied={"table": weight})
+
+
+@pytest.mark.dist
+def test_a_tied_weight_that_one_rank_alone_freezes_is_refused(two_ranks: Any) -> None:
+    two_ranks.run(frozen_on_one_rank)
+
+
 def frozen_step() -> tuple[bool, float]:
     """Whether a frozen copy got a gradient, and how far a step with weight decay moved it."""
     torch.manual_seed(0)

@@ -40,7 +40,7 @@ class TiedWeights:
     tied: {name: this rank's copies}; modules: this rank's chunks by number. Marks the copies (`tied_names` reads it).
     Warns of copies that differ: they get equal gradients, and would differ for ever. No error, since a checkpoint that
     makes them equal is often loaded later. Warns, too, of names that only one rank gives, and of embeddings whose
-    values another parameter has and which `tied` does not name.
+    values another parameter has and which `tied` does not name. Raises ValueError where only some copies are frozen.
     """
 
     def __init__(
@@ -49,7 +49,8 @@ class TiedWeights:
         self._transport = transport
         self._shared: list[tuple[str, Sequence[Tensor], list[int]]] = []  # with the ranks that hold it
         prints = {name: _fingerprint(copies[0]) for name, copies in tied.items()}
-        named, matrices = zip(*transport.gather((prints, _matrices(modules, tied))), strict=True)
+        trained = {name: any(copy.requires_grad for copy in copies) for name, copies in tied.items()}
+        named, of_ranks, matrices = zip(*transport.gather((prints, trained, _matrices(modules, tied))), strict=True)
         if transport.rank == 0:
             for warning in (*unmatched_names(named), *untied_copies(matrices)):
                 logger.warning(warning)
@@ -58,6 +59,7 @@ class TiedWeights:
             if len(ranks) == len(tied[name]) == 1:
                 continue
             mark_tied(name, tied[name])
+            _check_trained(name, {rank: of_ranks[rank][name] for rank in ranks})
             copies = [named[rank][name] for rank in ranks]
             if transport.rank == ranks[0] and any(found != copies[0] for found in copies if found and copies[0]):
                 logger.warning(
@@ -111,6 +113,16 @@ def all_ties(modules: Iterable[torch.nn.Module], more: Mapping[str, Tensor] | No
             if not any(parameter is copy for copy in copies):
                 copies.append(parameter)
     return found
+
+
+def _check_trained(name: str, trained: dict[int, bool]) -> None:
+    if len({*trained.values()}) > 1:
+        frozen = [rank for rank, yes in trained.items() if not yes]
+        raise ValueError(
+            f"Pipeline: tied {name!r} must be trained on all ranks that hold it, or frozen on all; it is frozen on "
+            f"{frozen} of {[*trained]}, and the copies would differ: requires_grad_(False) on each of them, such as "
+            "chunk.tied_parameters[name] of chunks that `cut` made"
+        )
 
 
 def _local_gradient(parameter: Tensor) -> Tensor:
