@@ -120,6 +120,30 @@ def test_ranks_that_had_completed_what_failed_elsewhere_are_told(loads: bool, tm
         assert loads or "step after 0, step after 1" in errors[1]
 
 
+def test_a_second_mistake_in_a_row_is_named_as_the_first_was() -> None:
+    class WithSide(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *received: torch.Tensor, mask: torch.Tensor) -> Any:
+            return self.module(*received)
+
+    def rank_steps(transport: LocalTransport) -> list[str]:
+        inputs, targets = make_data(2)
+        chunk, errors = WithSide(make_model(2)[transport.rank]), []
+        with Pipeline(chunk, schedules.zb_h1(2, 2), nn.functional.mse_loss, transport, timeout=30) as pipe:
+            for _ in range(2):
+                with pytest.raises((PipelineError, ValueError)) as caught:
+                    pipe.step(inputs, None, {"mask": torch.ones(len(targets))})
+                errors.append(str(caught.value))
+            pipe.step(inputs, targets, {"mask": torch.ones(len(targets))})
+        return errors
+
+    for errors in on_threads(2, rank_steps):
+        assert all(error.endswith("Pipeline.step: targets must be given on this rank; got None") for error in errors)
+
+
 def constructing_late() -> list[Any]:
     """The error of a rank that waits a second for one that comes later, and of that one; what both gather after it."""
     rank = torch.distributed.get_rank()

@@ -144,9 +144,7 @@ def test_what_is_not_tied_is_not_told(caplog: pytest.LogCaptureFixture, kind: st
 
 def frozen_on_one_rank() -> None:
     weight = nn.Parameter(torch.ones(3), requires_grad=torch.distributed.get_rank() == 1)
-    with pytest.raises(
-        ValueError, match=r"tied 'table' must be .* it is frozen on \[0\] of \[0, 1\]"
-    ):
+    with pytest.raises(ValueError, match=r"tied 'table' must be .* it is frozen on \[0\] of \[0, 1\]"):
         Pipeline(nn.Linear(2, 2), schedules.zb_h1(2, 2), nn.functional.mse_loss, tied={"table": weight})
 
 

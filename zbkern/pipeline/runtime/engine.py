@@ -318,7 +318,7 @@ class Pipeline:
         except Exception as error:  # the other ranks will have begun: they are told why this one has not
             wrong, announced = error, name_with_side(call, side)
         if self._failed:
-            self._recover(announced)
+            self._recover(None if wrong else announced)
         if call == "step" and self._step == 0 and self.schedule.stages > 1:
             batches = self.gather((identity(inputs), identity(targets)))
             if self.rank == 0:
@@ -339,7 +339,7 @@ class Pipeline:
         self._skip_rolled_back()
         self._replicas.begin(self.schedule.microbatches)
 
-    def _recover(self, call: str) -> None:
+    def _recover(self, call: str | None) -> None:
         """Connects anew after a failure, with all ranks about to make the same call; collective."""
         if self._replicas:  # reductions of the failed step are under way, and other replicas know nothing
             raise PipelineError("a pipeline with data-parallel stages cannot go on after a failure: restart all")

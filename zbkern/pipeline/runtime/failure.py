@@ -42,13 +42,13 @@ def input_of(error: BaseException, action: object, placement: Sequence[int], arr
     return f"; its input, of chunk {action.chunk - 1} on rank {placement[action.chunk - 1]}, was {kinds}"
 
 
-def check_same_step(calls: Sequence[tuple[str, int]]) -> None:
+def check_same_step(calls: Sequence[tuple[str | None, int]]) -> None:
     """Raises PipelineError where ranks would go on differently after a failure.
 
-    calls: by rank, what it is about to do and how often it has. A rank hears of a failure wherever it is, which may be
-    the call before or after the one that failed.
+    calls: by rank, what it is about to do, None where its arguments are wrong, which it says next; and how often it
+    has. A rank hears of a failure wherever it is, which may be the call before or after the one that failed.
     """
-    if len(set(calls)) > 1:
+    if len({call for call, _ in calls if call}) > 1 or len({completed for _, completed in calls}) > 1:
         raise PipelineError(
             "ranks are not at the same step after a failure, because some had completed it; load a checkpoint and make "
             "the same call on all; by rank, the call, and how many were completed before it: "
