@@ -88,7 +88,7 @@ def test_compiled_gradients_are_equal_without_a_graph_break(deferred: bool) -> N
 
 @needs_compiler
 @pytest.mark.slow
-def test_inductor_compiles_heads_and_experts() -> None:
+def test_inductor_compiles_experts_and_a_head() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -108,8 +108,8 @@ def test_inductor_compiles_heads_and_experts() -> None:
         model(x, counts, target).backward()
         with queue.defer(key):
             compiled(x, counts, target).backward()
-    assert all(p.grad is None for p in twin.parameters())
-    assert queue.run() == 2 * 3
+    assert all(p.grad is None for p in twin.experts.parameters())
+    assert queue.run() == 2 * 2
     testing.assert_same_gradients(twin, model)
 
 
@@ -205,7 +205,7 @@ def test_a_compiled_model_with_its_head(name: str, dynamic: bool | None) -> None
     model = zbkern.convert(LanguageModel(**HEADS[name]))
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    assert zbkern.coverage(twin, lambda: compiled(indices(9)).mean()).share == 1.0
+    assert [*zbkern.coverage(twin, lambda: compiled(indices(9)).mean()).not_deferred] == ["head.weight"]
     queue = zbkern.WGradQueue()
     for key in range(2):
         loss = model(indices(key))
@@ -215,21 +215,8 @@ def test_a_compiled_model_with_its_head(name: str, dynamic: bool | None) -> None
             found.mean().backward()
         testing.assert_close(found, loss, "loss")
     assert counters["stats"]["unique_graphs"] == 1
-    assert twin.head.weight.grad is None
     queue.run()
     testing.assert_same_gradients(twin, model)
-
-
-def test_a_compiled_head_whose_weight_changes_before_w() -> None:
-    head = zbkern.nn.LinearCrossEntropy(8, 11)
-    queue = zbkern.WGradQueue()
-    with queue.defer():
-        torch.compile(head, backend="aot_eager", fullgraph=True)(torch.randn(6, 8), indices(0)[0]).backward()
-    with torch.no_grad():
-        head.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="was modified in place between B and W"):
-        queue.run()
-    queue.discard()
 
 
 def test_one_product_used_twice_is_two_w() -> None:
@@ -393,13 +380,11 @@ def test_compiled_autograd() -> None:
     testing.assert_same_gradients(twin, model)
 
 
-HEAD_OPTIONS = (3, 0.1, 1e-3, 128)
 OPERANDS: dict[str, tuple[list[Tensor], list[Any]]] = {  # what W reads, and what it is told of a part or of options
     "linear": ([torch.randn(3, 4), torch.randn(3, 5)], [[], []]),
     "transposed": ([torch.randn(3, 5), torch.randn(3, 4)], [[], []]),
     "embedding": ([torch.randint(5, (3,)), torch.randn(3, 4)], [[], []]),
     "product linear": ([torch.randn(3, 4), torch.randn(3, 5)], [[5, 4, 4, 1, 20], []]),
-    "head": ([torch.randn(3, 4), torch.tensor([1, 3, 0]), *torch.ones(2, 3)], [[], [*map(float, HEAD_OPTIONS)]]),
     "grouped_linear": ([torch.randn(6, 4), torch.tensor([2, 2, 6]).int(), torch.randn(6, 5)], [[], []]),
 }
 
@@ -409,14 +394,10 @@ def test_the_operators_pass_torchs_check(kind: str) -> None:
     tensors, told = OPERANDS[kind]
     weight = torch.randn(3, 5, 4) if kind == "grouped_linear" else torch.randn(15 if "product" in kind else 5, 4)
     bias = torch.randn(tensors[-1].shape[1]) if kind in ("linear", "transposed") else None
-    bias = torch.randn(5) if kind == "head" else bias
     torch.library.opcheck(torch.ops.zbkern.weight_gradient.default, (kind, tensors, weight, bias, *told, True))
     if kind == "grouped_linear":
         x, ends, _ = tensors
         torch.library.opcheck(torch.ops.zbkern.grouped_product.default, (x, weight.mT, ends))
-    elif kind == "head":
-        values = (tensors[0], weight, bias, tensors[1], *HEAD_OPTIONS)
-        torch.library.opcheck(torch.ops.zbkern.head_loss.default, values)
 
 
 @pytest.mark.parametrize("strict", [False, True])

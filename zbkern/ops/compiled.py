@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zbkern.kernels import reference
 from zbkern.kernels.reference import grouped as grouped_reference
-from zbkern.kernels.spec import CrossEntropyOptions, GateOptions
+from zbkern.kernels.spec import GateOptions
 from zbkern.ops import compiled_operators
 from zbkern.ops.functions import linear as linear_functions
 from zbkern.ops.functions import products, sharded
@@ -56,11 +56,6 @@ def _are_leaves(weights: Sequence[Tensor | None]) -> bool:
     """Whether some take a gradient, and all that do are leaves: parameters, into which W can accumulate."""
     trainable = [w for w in weights if w is not None and w.requires_grad]
     return len(trainable) > 0 and all(w.is_leaf for w in trainable)
-
-
-def can_defer_head(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """The same where W reads the weights, so that each must be one of those that the compiled backward knows."""
-    return can_defer(x, weight, bias) and weight.requires_grad and (bias is None or bias.requires_grad)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, transposed: bool) -> Tensor:
@@ -132,17 +127,6 @@ def grouped_mlp(
     """functional.grouped_mlp."""
     z = grouped_linear(x, gate_up, gate_up_bias, ends, transposed, every_row)
     return grouped_linear(grouped_reference.gated(z, options), down, down_bias, ends, transposed, every_row)
-
-
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: CrossEntropyOptions, sums: bool
-) -> Tensor:
-    """functional.linear_cross_entropy of rows [M, K], for parameters that all take a gradient: the loss of each."""
-    values = weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
-    numbers = [options.ignore_index, options.label_smoothing, options.z_loss, options.chunk]
-    loss, lse, _ = torch.ops.zbkern.head_loss(x, *values, target, *numbers)
-    view: tuple[list[int], list[float]] = ([], [float(number) for number in numbers])
-    return _Tap.apply(loss, "head", weight, bias, view, None, x.detach(), target, lse.detach())
 
 
 def product(kind: Kind, x: Tensor, view: ParameterView, options: tuple[Any, ...]) -> Tensor:

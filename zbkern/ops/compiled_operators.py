@@ -1,4 +1,4 @@
-"""The operators that compilers call without looking inside: W, deferred or run; products and heads that torch lacks.
+"""The operators that compilers call without looking inside: W, deferred or run; a product that torch lacks.
 
 What a compiled graph cannot name, the parameters themselves, W's operators find as the edges of the autograd node that
 runs the compiled backward.
@@ -20,13 +20,11 @@ from torch.fx.node import has_side_effect
 
 from zbkern import wgrad
 from zbkern.kernels import dispatch
-from zbkern.kernels.spec import CrossEntropyOptions
 from zbkern.ops import autograd
 from zbkern.ops.autograd import Params
 from zbkern.ops.functions import embedding as embedding_functions
 from zbkern.ops.functions import grouped as grouped_functions
 from zbkern.ops.functions import linear as linear_functions
-from zbkern.ops.functions import loss as loss_functions
 from zbkern.ops.functions import products, sharded
 from zbkern.ops.functions._shapes import as_rows
 from zbkern.wgrad import accumulation
@@ -57,43 +55,6 @@ def _grouped_dgrad(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 grouped_product.register_autograd(_grouped_dgrad, setup_context=_grouped_context)
 
 
-@torch.library.custom_op("zbkern::head_loss", mutates_args=())
-def head_loss(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """cross_entropy_fwd of kernels/spec.py: loss [M], log-sum-exp [M], and dx [M, K] of every row's own loss."""
-    options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, chunk)
-    loss, lse, dx = _head_results(x)
-    backend = dispatch.resolve("linear_cross_entropy", "auto", x.device, x.dtype)
-    backend.cross_entropy_fwd(x, weight, bias, target, options, loss, lse, dx)
-    return loss, lse, dx
-
-
-def _head_results(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(x.shape[0], dtype=wide), x.new_empty(x.shape[0], dtype=wide), x.new_empty(x.shape)
-
-
-def _head_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(output[2])
-
-
-def _head_dgrad(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    (dx,) = ctx.saved_tensors
-    return dx * dloss.to(dx.dtype).unsqueeze(1), *[None] * 7
-
-
-head_loss.register_fake(_head_results)
-head_loss.register_autograd(_head_dgrad, setup_context=_head_context)
-
-
 @torch.library.custom_op("zbkern::weight_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def weight_gradient(
     kind: str,
@@ -116,7 +77,7 @@ def weight_gradient(
     scope = wgrad.current()
     if copy and scope is not None:
         segment = [tensor.clone() for tensor in segment]
-    view = _View(weight, bias, part, numbers)
+    view = _View(weight, part, numbers)
     task = TASKS[kind.partition(" ")[0]](kind, segment, params, view)
     if scope is None:
         wgrad.run_in_backward(task)
@@ -126,7 +87,6 @@ def weight_gradient(
 
 class _View(NamedTuple):
     weight: Tensor | None
-    bias: Tensor | None
     part: Sequence[int]
     numbers: Sequence[float]
 
@@ -154,21 +114,8 @@ def _grouped(kind: str, segment: Sequence[Tensor], params: Params, view: _View) 
     return wgrad.WGradTask(kernel, (x, dy, ends), params, linear_functions.linear_flops, "compiled experts")
 
 
-def _head(kind: str, segment: Sequence[Tensor], params: Params, view: _View) -> wgrad.WGradTask:
-    x, weight, bias, numbers = segment[0], view.weight, view.bias, view.numbers
-    assert weight is not None
-    values = weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
-    backend = dispatch.resolve("linear_cross_entropy", "auto", x.device, x.dtype)
-    call = autograd.OpCall((weight if params[0] is None else params[0], params[1]), backend, "compiled head")
-    options = CrossEntropyOptions(int(numbers[0]), numbers[1], numbers[2], int(numbers[3]))
-    kernel = wgrad.WGradKernel(loss_functions.HeadW(call, *values, options))
-    reads = tuple([tensor for tensor in call.params if tensor is not None])
-    flops = 4 * x.shape[0] * weight.numel()
-    return wgrad.WGradTask(kernel, tuple(segment), params, flops, call.name, reads=reads)
-
-
 def _product(kind: str, segment: Sequence[Tensor], params: Params, view: _View) -> wgrad.WGradTask:
-    (x, *ends, dy), (weight, _, place, numbers) = segment, view
+    (x, *ends, dy), (weight, place, numbers) = segment, view
     assert weight is not None
     whole, count = (tuple(weight.shape), weight.stride()), len(place) // 2
     part = products.Part(*whole, *whole, 0)
@@ -187,7 +134,6 @@ TASKS = {
     "transposed": _linear,
     "embedding": _embedding,
     "grouped_linear": _grouped,
-    "head": _head,
     "product": _product,
 }
 """Of the first word of a kind; a product's is followed by the name of its `products.Kind`."""

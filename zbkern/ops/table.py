@@ -52,7 +52,7 @@ class Op:
 
     function: forward(ctx, call, x, *options, *edges). with_torch(*params, x, *options): the same in torch's own
     operations; None where there is no such form. deferring(x, *params, *options): the same inside torch.compile, with a
-    tap at which W is deferred, where may_defer(x, *params). of_dtensors(call, x, *options): where all are DTensors and
+    tap at which W is deferred. of_dtensors(call, x, *options): where all are DTensors and
     W may wait. cast: what autocast makes of x; raises TypeError for parameters of another dtype.
     """
 
@@ -60,7 +60,6 @@ class Op:
     function: type[torch.autograd.Function]
     with_torch: Callable[..., Any] | None
     deferring: Callable[..., Any] | None = None
-    may_defer: Callable[..., bool] = compiled.can_defer
     of_dtensors: Callable[..., Any] | None = None
     cast: Callable[[str, Tensor, Params], Tensor] = cast_product
     kernels: str = ""
@@ -86,10 +85,7 @@ EMBEDDING = Op(
 )
 RMS_NORM = Op("rms_norm", norms.Norm, norms.rms_norm_with_torch, cast=cast_norm)
 LAYER_NORM = Op("layer_norm", norms.Norm, norms.layer_norm_with_torch, cast=cast_norm)
-LINEAR_CROSS_ENTROPY = Op(
-    *("linear_cross_entropy", losses.LinearCrossEntropy, losses.linear_cross_entropy_with_torch),
-    *(compiled.linear_cross_entropy, compiled.can_defer_head),
-)
+LINEAR_CROSS_ENTROPY = Op("linear_cross_entropy", losses.LinearCrossEntropy, losses.linear_cross_entropy_with_torch)
 
 
 def run(op: Op, x: Tensor, params: Params, *options: Any, impl: str, name: str, own: Tensor | None = None) -> Any:
@@ -134,7 +130,7 @@ def _run_elsewhere(op: Op, x: Tensor, params: Params, options: tuple[Any, ...], 
             f"{op.name}: a recipe needs plain tensors outside of torch.compile and of function transforms; got "
             f"{type(x).__name__} and {type(params[0]).__name__}; use torch.compiler.disable on the module, or no recipe"
         )
-    if compiling and op.deferring is not None and op.may_defer(x, *params):
+    if compiling and op.deferring is not None and compiled.can_defer(x, *params):
         return op.deferring(op.cast(op.name, x, params), *params, *options)
     if compiling and op is LINEAR and compiled.can_defer_sharded(x, *params):
         return compiled.sharded_linear(op.cast(op.name, x, params), *params, *options)
