@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 import zbkern
 from tests.support.launch_checks import dequantised
 from zbkern import functional as Z
 from zbkern import testing
 from zbkern.kernels.reference import fp8
+from zbkern.pipeline import Pipeline, schedules
+from zbkern.pipeline.transport.local import LocalTransport
 
 
 @pytest.mark.parametrize("rows", [1, 128])
@@ -98,3 +101,90 @@ def test_convert_gives_the_recipe_to_the_linears_that_the_filter_takes() -> None
     assert torch.equal(model(x), model[2](model[1](rounded)))
     zbkern.restore(model)
     assert "zbkern_recipe" not in vars(model[0])
+
+
+def quantised_weights(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with each weight that is quantised."""
+    found, real = [], fp8._rounded
+
+    def counted(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        if rows == fp8.BLOCK:
+            found.append(tensor._version)
+        return real(tensor, rows)
+
+    monkeypatch.setattr(fp8, "_rounded", counted)
+    return found
+
+
+def step_of(layer: nn.Linear, queue: zbkern.WGradQueue, x: torch.Tensor) -> list[torch.Tensor]:
+    """Forward and B of two microbatches; their y and dx."""
+    found = []
+    for rows in x.chunk(2):
+        rows = rows.detach().requires_grad_()
+        with queue.defer():
+            y = layer(rows)
+            y.square().sum().backward()
+        found += [y.detach(), rows.grad]
+    return found
+
+
+def write(layer: nn.Linear, how: str) -> None:
+    weight = layer.weight
+    if how == "in place":
+        with torch.no_grad():
+            weight.mul_(1.5)
+    elif how == "another tensor":
+        weight.data = torch.randn_like(weight)
+    elif how == "another dtype":
+        layer.bfloat16()
+    elif how == "data":
+        weight.data.mul_(1.5)
+    else:
+        torch.optim.AdamW([weight], lr=0.1, **{how: True}).step()
+
+
+@pytest.mark.parametrize("how", ["in place", "another tensor", "another dtype", "foreach"])
+def test_a_weight_is_quantised_once_until_it_is_written(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer, x, queue = zbkern.nn.Linear(130, 140, recipe="fp8_blockwise"), torch.randn(6, 130), zbkern.WGradQueue()
+    times = quantised_weights(monkeypatch)
+    expected = step_of(layer, queue, x)
+    assert len(times) == 4
+    queue.weight_copies = WeakIdKeyDictionary()
+    assert all(map(torch.equal, step_of(layer, queue, x), expected))
+    assert len(times) == 5
+    queue.run()
+    write(layer, how)
+    x = x.to(layer.weight.dtype)
+    found = step_of(layer, queue, x)
+    assert len(times) == 6
+    queue.weight_copies = None
+    assert all(map(torch.equal, found, step_of(layer, queue, x)))
+
+
+@pytest.mark.parametrize("how", ["data", "fused"])
+def test_a_write_that_torch_does_not_count_is_an_error_where_values_are_compared(how: str) -> None:
+    layer, x, queue = zbkern.nn.Linear(130, 140, recipe="fp8_blockwise"), torch.randn(6, 130), zbkern.WGradQueue()
+    queue.weight_copies, queue.check_values = WeakIdKeyDictionary(), True
+    step_of(layer, queue, x)
+    step_of(layer, queue, x)
+    queue.run()
+    write(layer, how)
+    with pytest.raises(RuntimeError, match=r"linear: its weight, \[140, 130\], was written within a step"):
+        step_of(layer, queue, x)
+
+
+def test_copies_are_of_one_step_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer, x = zbkern.nn.Linear(130, 140, recipe="fp8_blockwise"), torch.randn(6, 130)
+    pipe = Pipeline([layer], schedules.one_f_one_b(1, 3), lambda y, _: y.square().mean(), LocalTransport.ring(1)[0])
+    times = quantised_weights(monkeypatch)
+    for step in range(1, 4):
+        loss = pipe.step(x, x)
+        assert len(times) == step
+        testing.assert_close(loss, Z.linear(x, layer.weight, layer.bias, recipe="fp8_blockwise").square().mean())
+        times.pop()
+        write(layer, "data")
+    monkeypatch.setattr(type(pipe._replicas), "frees_weights", True)  # as FSDP2 does
+    pipe.step(x, x)
+    assert len(times) == 6

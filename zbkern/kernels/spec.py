@@ -31,11 +31,13 @@ Kernels
     linear_wgrad([(x, dy), ...], (dweight, dbias), accumulate) dweight = sum dy^T x,  dbias = sum over rows of dy
     linear_wgrads([(segments, outputs), ...], accumulate)      linear_wgrad of several layers; cuda, triton: one kernel
 
-    fp8_linear_fwd(x, weight [N, K], bias | None, y)           y = q(x) q(weight)^T + bias,
-    fp8_linear_dgrad(dy, weight, dx)                           dx = q(dy) q(weight): q rounds to float8_e4m3fn, with a
+    fp8_linear_fwd(x, weight [N, K], bias | None, y, kept=None)
+                                                               y = q(x) q(weight)^T + bias,
+    fp8_linear_dgrad(dy, weight, dx, kept=None)                dx = q(dy) q(weight): q rounds to float8_e4m3fn, with a
                                                                scale for each 1 x 128 of x and dy, and 128 x 128 of the
                                                                weight, that takes its largest value to 448. Sums are
-                                                               float32
+                                                               float32. kept: a dict, in which calls with this weight,
+                                                               unchanged, leave q(weight) for the next
 
     activation_fwd(z, activation, y)                           y = activation(z)
     activation_bwd(dy, z, activation, dz)                      dz = dy activation'(z)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zbkern.wgrad import accumulation, forgotten, grouping
 from zbkern.wgrad.storages import HeldStorages
@@ -43,6 +44,9 @@ class WGradQueue:
     check_values: an attribute, False at first. Of W that are added while it is True the values that they read are
     compared between B and W: writes that torch does not count (through `.data`, say) are errors, too. Waits for the
     device.
+    weight_copies: an attribute, None at first. A WeakIdKeyDictionary for as long as nobody writes weights (a Pipeline's
+    step): layers keep there what they make of a weight, its 8-bit form, say. Its version alone does not tell: torch's
+    fused optimizers leave it as it was.
 
     >>> queue = WGradQueue()
     >>> with queue.defer(key=0):          # doctest: +SKIP
@@ -74,6 +78,7 @@ class WGradQueue:
         self.wgrads_per_collective = wgrads_per_collective
         self.regather_inputs = regather_inputs
         self.check_values = False
+        self.weight_copies: WeakIdKeyDictionary | None = None
         self.peak_bytes = 0
         self.listeners: list[Callable[[Sequence[WGradTask]], None]] = []
         self._held = HeldStorages()

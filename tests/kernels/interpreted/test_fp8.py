@@ -42,6 +42,21 @@ def test_weights_are_quantised_as_in_the_reference(shape: tuple[int, int], trans
     assert torch.equal(scales, expected_scales if transpose else expected_scales.t())
 
 
+def test_what_was_made_of_a_weight_is_kept_for_the_next_call() -> None:
+    random = launch_checks.Random(torch.float32, "cpu")
+    x, dy, weight, kept = random(5, 130), random(5, 140), random(140, 130), {}
+    found = []
+    for _ in range(2):
+        y, dx = torch.empty(5, 140), torch.empty(5, 130)
+        triton_fp8.fp8_linear_fwd(x, weight, None, y, kept)
+        triton_fp8.fp8_linear_dgrad(dy, weight, dx, kept)
+        found.append((y, dx))
+        weight.zero_()  # which the second call does not read
+    assert all(map(torch.equal, *found))
+    assert found[0][0].any()
+    assert found[0][1].any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:2])  # the interpreter widens a bfloat16 NaN to a number
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0", "1e-31", "6e4"])
 @pytest.mark.parametrize("shape", [(1, 1), (129, 257)])

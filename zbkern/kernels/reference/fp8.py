@@ -14,15 +14,17 @@ LARGEST = 448.0  # of float8_e4m3fn
 SMALLEST = 1e-30  # a block of nothing larger becomes 0, and its scale needs no denormal numbers
 
 
-def fp8_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
+def fp8_linear_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, kept: dict[object, Tensor] | None = None
+) -> None:
     """y = quantised(x) quantised(weight)^T + bias, in float32."""
-    total = _rounded(x, 1) @ _rounded(weight, BLOCK).t()
+    total = _rounded(x, 1) @ _rounded_weight(weight, kept).t()
     y.copy_(total if bias is None else total + bias)
 
 
-def fp8_linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor) -> None:
+def fp8_linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor, kept: dict[object, Tensor] | None = None) -> None:
     """dx = quantised(dy) quantised(weight), in float32."""
-    dx.copy_(_rounded(dy, 1) @ _rounded(weight, BLOCK))
+    dx.copy_(_rounded(dy, 1) @ _rounded_weight(weight, kept))
 
 
 def quantised(tensor: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -40,6 +42,13 @@ def quantised(tensor: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     scales = torch.where(some, largest / top, 0)
     values = (blocks * factors).to(torch.float8_e4m3fn).flatten(2, 3).flatten(0, 1)
     return values[:m, :k], scales[:, 0, :, 0]
+
+
+def _rounded_weight(weight: Tensor, kept: dict[object, Tensor] | None) -> Tensor:
+    kept = {} if kept is None else kept
+    if "rounded" not in kept:
+        kept["rounded"] = _rounded(weight, BLOCK)
+    return kept["rounded"]
 
 
 def _rounded(tensor: Tensor, rows: int) -> Tensor:

@@ -4,6 +4,8 @@ Tensor cores read 8-bit operands only along the dimension that is summed over, s
 transposed: the same values, because its blocks are squares.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,20 +21,29 @@ _SMALLEST = tl.constexpr(1e-30)
 _M, _N, _WARPS, _STAGES, _GROUP = 128, 128, 8, 4, 8
 
 
-def fp8_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, num_sms: int | None = None) -> None:
+def fp8_linear_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    kept: dict[Any, Any] | None = None,
+    num_sms: int | None = None,
+) -> None:
     """y = quantised(x) quantised(weight)^T + bias."""
     if not x.numel():
         y.zero_() if bias is None else y.copy_(bias.expand_as(y))
     elif y.numel():
-        _multiply(_quantise_rows(x, num_sms), _quantise_weight(weight, False, num_sms), bias, y, num_sms)
+        _multiply(_quantise_rows(x, num_sms), _quantise_weight(weight, False, kept, num_sms), bias, y, num_sms)
 
 
-def fp8_linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor, num_sms: int | None = None) -> None:
+def fp8_linear_dgrad(
+    dy: Tensor, weight: Tensor, dx: Tensor, kept: dict[Any, Any] | None = None, num_sms: int | None = None
+) -> None:
     """dx = quantised(dy) quantised(weight)."""
     if not dy.numel():
         dx.zero_()
     elif dx.numel():
-        _multiply(_quantise_rows(dy, num_sms), _quantise_weight(weight, True, num_sms), None, dx, num_sms)
+        _multiply(_quantise_rows(dy, num_sms), _quantise_weight(weight, True, kept, num_sms), None, dx, num_sms)
 
 
 def _quantise_rows(tensor: Tensor, num_sms: int | None = None) -> tuple[Tensor, Tensor]:
@@ -43,14 +54,20 @@ def _quantise_rows(tensor: Tensor, num_sms: int | None = None) -> tuple[Tensor, 
     return values, scales
 
 
-def _quantise_weight(weight: Tensor, transpose: bool, num_sms: int | None = None) -> tuple[Tensor, Tensor]:
+def _quantise_weight(
+    weight: Tensor, transpose: bool, kept: dict[Any, Any] | None = None, num_sms: int | None = None
+) -> tuple[Tensor, Tensor]:
     """(values [N, K], scales [K / 128, N / 128]) with a scale for each 128 x 128; transposed (values [K, N], scales
     [N / 128, K / 128])."""
+    if kept is not None and transpose in kept:
+        return kept[transpose]
     n, k = weight.shape
     rows, columns = (k, n) if transpose else (n, k)
     values = _empty_values(rows, columns, weight)
     scales = weight.new_empty(triton.cdiv(columns, 128), triton.cdiv(rows, 128), dtype=torch.float32)
     _run_quantise(weight, values, scales, (128, True, transpose), 8, num_sms)
+    if kept is not None:
+        kept[transpose] = values, scales
     return values, scales
 
 

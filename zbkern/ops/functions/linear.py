@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from zbkern.kernels.reference import linear as reference_linear
 from zbkern.kernels.reference import matmul as reference_matmul
 from zbkern.ops.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.ops.functions._shapes import as_rows
+from zbkern.wgrad.checksums import are_same, sums_of
 
 
 class Linear(torch.autograd.Function):
@@ -73,15 +74,15 @@ class Linear(torch.autograd.Function):
 class FP8Linear(torch.autograd.Function):
     """y = x weight^T + bias, x [..., K]: forward and B in blockwise-scaled FP8 (kernels/reference/fp8.py), W as Linear.
 
-    Each microbatch quantises the weight anew, in forward and in B: nothing is kept between that a change of it could
-    make wrong. What waits for W is x and dy as they came.
+    In a step of a Pipeline its first microbatch quantises the weight, elsewhere each does. What waits for W is x and
+    dy as they came.
     """
 
     @staticmethod
     def forward(ctx: Any, call: OpCall, x: Tensor, *edges: Tensor | None) -> Tensor:
         weight, bias = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.params)
         y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-        call.backend.fp8_linear_fwd(as_rows(x), weight, bias, as_rows(y))
+        call.backend.fp8_linear_fwd(as_rows(x), weight, bias, as_rows(y), _kept_of(call, weight))
         ctx.save_for_backward(x, weight)
         ctx.call = call
         return y
@@ -95,10 +96,44 @@ class FP8Linear(torch.autograd.Function):
         dx = None
         if needs[1]:
             dx = x.new_empty(x.shape)
-            call.backend.fp8_linear_dgrad(as_rows(dy), weight, as_rows(dx))
+            call.backend.fp8_linear_dgrad(as_rows(dy), weight, as_rows(dx), _kept_of(call, weight))
         tensors = as_rows(x.detach()), as_rows(dy)
         weights = weight_gradients(call, linear_wgrad(call.backend), tensors, needs, linear_flops)
         return None, dx, *weights
+
+
+class _Kept(NamedTuple):
+    """copies: what kernels have made of a weight, which was so then; sums: of its values, where these are compared."""
+
+    weight_was: tuple[Any, ...]
+    copies: dict[Any, Any]
+    sums: list[Tensor] | None
+
+
+def _kept_of(call: OpCall, weight: Tensor) -> dict[Any, Any]:
+    """Where the kernels find what they have made of the weight: in the queue, else only they see it.
+
+    Another version, memory or stream finds nothing: what one stream has made is there for its own later work. Raises
+    RuntimeError for a write that torch does not count, where the queue compares values.
+    """
+    scope, parameter = wgrad.current(), call.params[0]
+    kept = None if scope is None else scope[0].weight_copies
+    if scope is None or kept is None or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return {}
+    stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
+    place = parameter.data_ptr(), parameter.shape, parameter.stride()
+    now = (parameter._version, *place, weight.dtype, call.backend, stream)
+    sums = sums_of([parameter.detach()]) if scope[0].check_values else None
+    found = kept.get(parameter)
+    if found is None or found.weight_was != now:
+        found = kept[parameter] = _Kept(now, {}, sums)
+    elif sums is not None and found.sums is not None and not are_same(sums, found.sums):
+        raise RuntimeError(
+            f"linear: its weight, {list(weight.shape)}, was written within a step of the pipeline where torch does not "
+            "count it (through .data, or by a fused optimizer), and its 8-bit form is made once per step; write it "
+            "between steps"
+        )
+    return found.copies
 
 
 class GatedMLP(torch.autograd.Function):

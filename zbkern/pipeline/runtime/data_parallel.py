@@ -52,7 +52,12 @@ class Replicas:
 
         That is so under FSDP2, with tensor-parallel layers (DTensor), and with modules that say so, as ExpertParallel.
         """
-        return self._collective or any(reducer.gathers for reducer in self._reducers.values())
+        return self._collective or self.frees_weights
+
+    @property
+    def frees_weights(self) -> bool:
+        """True under FSDP2, which frees weights and gathers them anew within a step."""
+        return any(reducer.gathers for reducer in self._reducers.values())
 
     def begin(self, microbatches: int) -> None:
         """Before the first forward of a step: from here on gradients stay on this replica."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zbkern.pipeline.runtime.arguments import (
     Microbatch,
@@ -134,9 +135,10 @@ class Pipeline:
         self.queue.check_values = self._checked_steps > 0
         self._checked_steps -= 1
         with self._failing_together():
-            begun = self._run_ahead()
+            begun = self._run_ahead()  # before which, and after, an optimizer writes weights
             self._tied.begin()
-            self._run(self._program[begun:])
+            with self._weight_copies():
+                self._run(self._program[begun:])
             self._reduce()
         return self._loss()
 
@@ -380,6 +382,16 @@ class Pipeline:
         self._replicas.finish()
         self._transport.activity.begin("sum over tied weights")
         self._tied.sum_gradients(self._step, self.timeout)
+
+    @contextmanager
+    def _weight_copies(self) -> Iterator[None]:
+        """Inside, layers may keep what they make of weights, which nobody writes meanwhile; not where FSDP2 frees them
+        and gathers them anew."""
+        self.queue.weight_copies = None if self._replicas.frees_weights else WeakIdKeyDictionary()
+        try:
+            yield
+        finally:
+            self.queue.weight_copies = None
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
