@@ -126,18 +126,22 @@ def test_a_second_mistake_in_a_row_is_named_as_the_first_was() -> None:
             super().__init__()
             self.module = module
 
-        def forward(self, *received: torch.Tensor, mask: torch.Tensor) -> Any:
-            return self.module(*received)
+        def split_batch(self, batch: Any) -> Any:
+            return {"x": batch["x"]}, {"mask": batch["mask"]}
+
+        def forward(self, *received: torch.Tensor, mask: torch.Tensor, **first: torch.Tensor) -> Any:
+            return self.module(*received, **first)
 
     def rank_steps(transport: LocalTransport) -> list[str]:
         inputs, targets = make_data(2)
+        batch = {"x": inputs, "mask": torch.ones(len(targets))}
         chunk, errors = WithSide(make_model(2)[transport.rank]), []
         with Pipeline(chunk, schedules.zb_h1(2, 2), nn.functional.mse_loss, transport, timeout=30) as pipe:
             for _ in range(2):
                 with pytest.raises((PipelineError, ValueError)) as caught:
-                    pipe.step(inputs, None, {"mask": torch.ones(len(targets))})
+                    pipe.step(batch, None)
                 errors.append(str(caught.value))
-            pipe.step(inputs, targets, {"mask": torch.ones(len(targets))})
+            pipe.step(batch, targets)
         return errors
 
     for errors in on_threads(2, rank_steps):
