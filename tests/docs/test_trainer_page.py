@@ -155,6 +155,40 @@ def test_packed_rows_have_the_loss_of_padded_ones(two_ranks: Any, tmp_path: Path
     torch.testing.assert_close(packed, padded, rtol=1e-6, atol=0)
 
 
+def step_of_five_rows(model: str) -> tuple[float | None, dict[str, torch.Tensor]]:
+    import zbkern
+    from zbkern.pipeline import cut
+
+    names: dict[str, Any] = {"torch": torch}
+    exec(block(PAGE, "def filled"), names)
+    batch = names["filled"](five_rows(), 4)
+    schedule = schedules.zb_v(2, 4)
+    config = transformers.AutoConfig.from_pretrained(model)
+    chunks = [zbkern.convert(chunk.double()) for chunk in cut(config, schedule, weights=model)]
+    with Pipeline(chunks, schedule, token_loss) as pipe:
+        loss = pipe.step(batch, token_targets(batch["labels"], 4))
+    gradients = {name: each.grad for chunk in chunks for name, each in chunk.named_parameters()}
+    return None if loss is None else loss.item(), gradients
+
+
+def five_rows() -> dict[str, torch.Tensor]:
+    tokens = torch.arange(30).view(5, 6) % 7
+    mask = (torch.arange(6) < torch.tensor([6, 3, 4, 2, 5])[:, None]).long()
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.dist
+def test_a_batch_that_is_filled_has_the_loss_and_gradients_of_its_rows(two_ranks: Any, tmp_path: Path) -> None:
+    save_model(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    expected = model(**five_rows()).loss
+    expected.backward()
+    (loss, first), (_, second) = two_ranks.run(step_of_five_rows, str(tmp_path))
+    assert loss == pytest.approx(expected.item(), rel=1e-6)  # cross-entropy is in float32
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close((first | second)[name], parameter.grad, rtol=1e-5, atol=1e-8)
+
+
 def test_no_program_of_the_page_is_left_out() -> None:
-    marks = ["SummaryWriter", "DataCollatorWithFlattening"]
+    marks = ["SummaryWriter", "DataCollatorWithFlattening", "def filled"]
     assert [mark in each for mark, each in zip(marks, blocks(PAGE), strict=True)] == [True] * len(marks)
