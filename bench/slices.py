@@ -36,7 +36,7 @@ from zbkern.pipeline.simulation.slice_costs import equal_times
 from zbkern.reporting import environment, machine_line, markdown_table
 
 RANKS, BLOCKS, WIDTH, HEADS, KV_HEADS = 2, 4, 512, 8, 2
-SLICES, ALONE = (4, 6, 8), 8
+SLICES, ALONE = (4, 6, 8, 12), 8
 MEMORY = 0.6  # of what 1F1B needs, which plans with slices may use
 OF_BLOCKS = (  # costs that grow with the number of blocks in a chunk
     "forward",
@@ -180,27 +180,29 @@ def of_blocks(costs: Costs, count: int) -> Costs:
     return replace(costs, **{name: count * getattr(costs, name) for name in OF_BLOCKS})
 
 
-def our_schedules(costs: Costs, m: int, effort: int) -> list[tuple[str, Schedule]]:
-    """1F1B first; whole sequences, then in slices."""
+def our_schedules(costs: Costs, m: int, effort: int) -> list[tuple[str, Schedule, Costs]]:
+    """1F1B first; whole sequences, then in slices: name, schedule, costs of its chunks."""
     single, in_v = of_blocks(costs, BLOCKS // RANKS), of_blocks(costs, BLOCKS // RANKS // 2)
     found = [
-        ("one_f_one_b", schedules.one_f_one_b(RANKS, m)),
-        ("zb_h2", schedules.zb_h2(RANKS, m)),
-        ("zb_v", schedules.zb_v(RANKS, m)),
-        ("plan", plan(single, RANKS, m, effort=effort).schedule),
-        ("plan in a V", plan(in_v, RANKS, m, 2, "v", effort=effort).schedule),
+        ("one_f_one_b", schedules.one_f_one_b(RANKS, m), single),
+        ("zb_h2", schedules.zb_h2(RANKS, m), single),
+        ("zb_v", schedules.zb_v(RANKS, m), in_v),
+        ("plan", plan(single, RANKS, m, effort=effort).schedule, single),
+        ("plan in a V", plan(in_v, RANKS, m, 2, "v", effort=effort).schedule, in_v),
     ]
     limit = MEMORY * max(simulate(found[0][1], single).peak_memory)
-    for number in SLICES:
-        slices = equal_times(single.per_chunk(RANKS), number, costs.tokens)
-        names = {"one_f_one_b": "Seq1F1B", "zb_h1": "zb_h1", "zb_v": "zb_v"}
-        for name, shown in names.items():
-            schedule = getattr(schedules, name)(RANKS, m, slices=slices)
-            found.append((f"{shown}, {number} slices", schedule))
-        planned = plan(in_v, RANKS, m, 2, "v", effort=effort, slices=slices).schedule
-        found.append((f"plan in a V, {number} slices", planned))
-    planned = plan(in_v, RANKS, m, 2, "v", limit, effort=effort, slices="auto").schedule
-    return [*found, (f"plan in a V, {len(planned.slices)} slices, in {MEMORY} of the memory", planned)]
+    lengths = {number: equal_times(single.per_chunk(RANKS), number, costs.tokens) for number in SLICES}
+    for name, shown, of_chunks in (
+        ("one_f_one_b", "Seq1F1B", single),
+        ("zb_h1", "zb_h1", single),
+        ("zb_v", "zb_v", in_v),
+    ):
+        found.append((f"{shown}, 8 slices", getattr(schedules, name)(RANKS, m, slices=lengths[8]), of_chunks))
+    for number, slices in lengths.items():
+        for most, where in ((None, ""), (limit, f", in {MEMORY} of the memory")):
+            planned = plan(in_v, RANKS, m, 2, "v", most, effort=effort, slices=slices).schedule
+            found.append((f"plan in a V, {number} slices{where}", planned, in_v))
+    return found
 
 
 def run(tokens: int, m: int, rounds: int, effort: int) -> dict[str, Any]:
@@ -211,7 +213,9 @@ def run(tokens: int, m: int, rounds: int, effort: int) -> dict[str, Any]:
     expected = torch.stack([nn.functional.mse_loss(model(x[i : i + 1]), y[i : i + 1]) for i in range(m)]).mean()
     expected.backward()
     costs = measured(model, x, y)
-    contestants = [Contestant(name, each, model, x, y) for name, each in our_schedules(costs, m, effort)]
+    ours = our_schedules(costs, m, effort)
+    predicted = {name: simulate(schedule, of_chunks).cost for name, schedule, of_chunks in ours}
+    contestants = [Contestant(name, schedule, model, x, y) for name, schedule, _ in ours]
     for contestant in contestants:
         contestant.check(model, expected.detach())
     times: dict[str, list[float]] = {each.name: [] for each in contestants}
@@ -229,7 +233,12 @@ def run(tokens: int, m: int, rounds: int, effort: int) -> dict[str, Any]:
         peaks: list[Any] = [None] * RANKS
         dist.all_gather_object(peaks, contestant.peak())
         slices = len(contestant.schedule.slices)
-        figures[contestant.name] = {"seconds": times[contestant.name], "peak_bytes": peaks, "slices": slices}
+        figures[contestant.name] = {
+            "seconds": times[contestant.name],
+            "predicted_ms": predicted[contestant.name],
+            "peak_bytes": peaks,
+            "slices": slices,
+        }
         contestant.pipe.close()
     return figures
 
@@ -272,13 +281,14 @@ def main() -> None:
             name,
             f"{median_of(each):.2f} s",
             f"{ratio(each, base):.3f}",
+            f"{each['predicted_ms'] / base['predicted_ms']:.3f}",
             f"{peak(each) / 1e6:.0f} MB",
             f"{peak(each) / peak(base):.2f}",
         )
         for name, each in sorted(figures.items(), key=lambda item: median_of(item[1]))
     ]
     print(f"\n{m} sequences of {tokens} tokens on {RANKS} ranks; gradients equal plain backward()\n")
-    print(markdown_table(("schedule", "step", "of 1F1B", "peak", "of 1F1B's"), rows), flush=True)
+    print(markdown_table(("schedule", "step", "of 1F1B", "predicted", "peak", "of 1F1B's"), rows), flush=True)
     one, many = ranks.run(1, alone, tokens, m, rounds)
     cost = statistics.median(b / a for a, b in zip(one, many, strict=True))
     print(f"\nslicing alone, one rank, {ALONE} slices against 1: {cost:.3f} of the time")
