@@ -30,20 +30,6 @@ def test_tied_and_reused_weights_in_any_order(merge: bool) -> None:
     testing.assert_same_gradients(twin, model)
 
 
-def test_w_of_one_microbatch_between_b_of_others() -> None:
-    model, twin = pair()
-    queue = zbkern.WGradQueue()
-    for key, x in enumerate(microbatches(5)):
-        loss_of(model, x).backward()
-        with queue.defer(key) if key != 2 else nullcontext():  # one is not deferred while others wait
-            loss_of(twin, x).backward()
-        if key % 2:
-            queue.run(key - 1)
-        queue.run_one()
-    queue.run()
-    testing.assert_same_gradients(twin, model)
-
-
 @pytest.mark.parametrize(
     "frozen", [["first"], ["embedding"], ["second"], ["first.up", "second.norm"], ["first.up.bias"]]
 )
@@ -54,29 +40,6 @@ def test_frozen_layers(frozen: list[str]) -> None:
             if any(name.startswith(prefix) for prefix in frozen):
                 parameter.requires_grad_(False)
     assert_deferred_is_the_same(model, twin)
-
-
-def test_frozen_early_stage_leaves_nothing_to_do() -> None:
-    _, twin = pair(Block)
-    twin.requires_grad_(False)
-    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
-    queue = zbkern.WGradQueue()
-    for _ in range(2):
-        with queue.defer():
-            twin(x).sum().backward()
-    assert queue.pending() == 0
-    assert x.grad is not None
-    assert not twin(x.detach()).requires_grad
-
-
-def test_requires_grad_changes_between_steps() -> None:
-    model, twin = pair()
-    queue = zbkern.WGradQueue()
-    for step in range(4):
-        for each in (model, twin):
-            each.first.requires_grad_(step % 2 == 0)
-            each.second.up.weight.requires_grad_(step % 3 != 0)
-        assert_deferred_is_the_same(model, twin, queue)
 
 
 def test_frozen_between_b_and_w_drops_the_gradient_as_autograd_does() -> None:
@@ -300,18 +263,6 @@ def test_a_main_grad_that_autograd_adds_to_cannot_be_overwritten(deferred: bool,
     assert weight.main_grad.any() == deferred
 
 
-def test_main_grad_is_found_when_w_runs_not_before() -> None:
-    layer = zbkern.nn.Linear(4, 3, bias=False)
-    queue = zbkern.WGradQueue()
-    for key in range(2):
-        with queue.defer(key):
-            layer(torch.ones(2, 4)).sum().backward()
-    queue.run(0)
-    layer.weight.main_grad = torch.zeros(3, 4)
-    queue.run(1)
-    assert torch.equal(layer.weight.main_grad, layer.weight.grad)
-
-
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("deferred", [True, False])
@@ -342,70 +293,6 @@ def test_hooks_see_each_backwards_gradient_once_when_it_is_there(kind: str, earl
     for expected, got in zip(*found, strict=True):
         testing.assert_close(got, expected)
     testing.assert_same_gradients(models[1], models[0])
-
-
-def test_a_hook_that_comes_between_b_and_w_is_called_once() -> None:
-    _, twin = pair()
-    seen: list[Tensor] = []
-    queue = zbkern.WGradQueue()
-    with queue.defer():
-        loss_of(twin, microbatches(1)[0]).backward()
-    twin.first.up.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
-    queue.run()
-    assert len(seen) == 1
-
-
-def test_tensor_hook_that_replaces_the_gradient() -> None:
-    model, twin = pair()
-    for each in (model, twin):
-        each.first.up.weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
-    assert_deferred_is_the_same(model, twin)
-
-
-def test_optimizer_in_backward() -> None:
-    model, twin = pair(Block)
-    for parameter in (*model.parameters(), *twin.parameters()):
-        optimizer = torch.optim.AdamW([parameter], lr=1e-2)
-
-        def step(p: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        parameter.register_post_accumulate_grad_hook(step)
-    queue = zbkern.WGradQueue()
-    for _ in range(3):
-        x = torch.randn(3, 6, dtype=torch.float64)
-        model(x).square().sum().backward()
-        with queue.defer():
-            twin(x).square().sum().backward()
-        queue.run()
-    for a, b in zip(twin.parameters(), model.parameters(), strict=True):
-        assert a.grad is None
-        testing.assert_close(a, b)
-
-
-def test_no_grad_eval_and_inference_mode() -> None:
-    model, twin = pair()
-    twin.eval()
-    (x,) = microbatches(1)
-    queue = zbkern.WGradQueue()
-    with queue.defer(), torch.no_grad():
-        testing.assert_close(twin(x), model(x))
-    with torch.inference_mode():
-        testing.assert_close(twin(x), model(x))
-    assert queue.pending() == 0
-
-
-def test_a_queue_that_exists_changes_nothing_for_those_that_do_not_defer() -> None:
-    model, twin = pair()
-    queue = zbkern.WGradQueue()
-    both(model, twin, queue, 1)
-    queue.run()
-    for x in microbatches(2):
-        loss_of(model, x).backward()
-        loss_of(twin, x).backward()
-    assert queue.pending() == 0
-    testing.assert_same_gradients(twin, model)
 
 
 @pytest.mark.parametrize("deferred", [False, True])

@@ -173,13 +173,6 @@ def test_attention_with_sinks_and_a_cap() -> None:
     check(module, forward, x, ends)
 
 
-def test_attention_with_sequences_is_attention_of_each() -> None:
-    module = zbkern.nn.Attention(8, 4, 2, causal=True, options=AttentionOptions(window=2), dtype=torch.float64)
-    x = torch.randn(7, 8, dtype=torch.float64)
-    parts = torch.cat([module(x[None, :3])[0], module(x[None, 3:])[0]])
-    testing.assert_close(module(x, cu_seqlens=[0, 3, 7]), parts)
-
-
 EXPERTS: dict[str, dict[str, Any]] = {
     "silu": {},
     "geglu": {"gate": GateOptions("gelu"), "bias": True},

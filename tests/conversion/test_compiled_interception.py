@@ -142,22 +142,6 @@ def test_a_loop_over_experts_waits_as_it_does_uncompiled() -> None:
     check(module, twin, torch.randn(2, 6, 8, dtype=torch.float64), 1e-10, forward=graph)
 
 
-@pytest.mark.parametrize("options", [{}, {"dynamic": True}])
-def test_neither_microbatches_nor_defer_compile_again(options: dict[str, object]) -> None:
-    queue = zbkern.WGradQueue()
-    module = Block()
-    twin = zbkern.convert(copy.deepcopy(module))
-    graph = compiled(twin, **options)
-    for key in range(4):
-        x = torch.randn(6, 8, dtype=torch.float64)
-        backward(module, x)
-        with queue.defer(key) if key % 2 else contextlib.nullcontext():
-            backward(graph, x)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert queue.run() > 0
-    testing.assert_same_gradients(twin, module, tolerance=1e-10)
-
-
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -189,23 +173,6 @@ def test_views_whose_elements_share_memory_have_their_gradient_in_b(name: str) -
     module, twin = pair(*OVERLAPPING[name], torch.float64)
     graph = compiled(twin)
     assert check(module, twin, None, 1e-10, graph, waits=False) == 0
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_blocks_compiled_in_place_before_and_after_conversion(before: bool) -> None:
-    module = nn.Sequential(Block(), Block())
-    twin = copy.deepcopy(module)
-    torch._dynamo.reset()
-    if not before:
-        zbkern.convert(twin)
-    for block in twin:
-        block.compile(backend="aot_eager", fullgraph=True)
-    if before:
-        zbkern.convert(twin)
-    x = torch.randn(6, 8, dtype=torch.float64)
-    covered = zbkern.coverage(twin, lambda: twin(x).square().sum())
-    assert covered.share == 1.0
-    check(module, twin, [x], 1e-10, waits=False)
 
 
 def save_products(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:

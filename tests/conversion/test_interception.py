@@ -288,14 +288,6 @@ def test_gradients_of_gradients(name: str) -> None:
     testing.assert_same_gradients(twin, module, tolerance=1e-10)
 
 
-def test_frozen_parameters_stay_without_gradient() -> None:
-    module, twin = pair(EXPERTS, experts, torch.float64)
-    for frozen in (module, twin):
-        frozen.gate_up.requires_grad_(False)
-    check(module, twin)
-    assert twin.gate_up.grad is None
-
-
 class Checkpointed(nn.Module):
     """Checkpoints within a forward that is intercepted itself: of a module of its own, and of its own parameter."""
 
@@ -321,21 +313,6 @@ def test_checkpoints_inside_of_a_forward(use_reentrant: bool) -> None:
     assert twin.scale.grad is None
     queue.run()
     testing.assert_same_gradients(twin, module, tolerance=1e-12)
-
-
-def test_a_compiled_module_inside_of_a_forward() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.inner = nn.Parameter(torch.rand(8)), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x * self.scale)
-
-    module = Outer().double()
-    twin = zbkern.convert(copy.deepcopy(module))
-    twin.inner.compile(backend="aot_eager", fullgraph=True)
-    check(module, twin)
 
 
 def test_casts_by_type() -> None:

@@ -12,11 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbkern
-from tests.support.chunks import results_on_threads
-from tests.support.tied import Block, loss_of, microbatches, pair
+from tests.support.tied import loss_of, microbatches, pair
 from zbkern import testing
-from zbkern.pipeline import Pipeline, schedules
-from zbkern.pipeline.transport.local import LocalTransport
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -32,19 +29,6 @@ def test_create_graph(inside: bool) -> None:
     testing.assert_same_gradients(twin, model)
 
 
-def test_retain_graph_and_two_backwards() -> None:
-    model, twin = pair()
-    queue = zbkern.WGradQueue()
-    for _ in range(2):
-        for each in (model, twin):
-            loss = loss_of(each, microbatches(1)[0])
-            for _ in range(2):
-                with queue.defer() if each is twin else contextlib.nullcontext():
-                    loss.backward(retain_graph=True)
-    queue.run()
-    testing.assert_same_gradients(twin, model)
-
-
 def test_a_weight_modified_between_forward_and_backward_is_torchs_error() -> None:
     layer = zbkern.nn.Linear(4, 3)
     queue = zbkern.WGradQueue()
@@ -57,21 +41,6 @@ def test_a_weight_modified_between_forward_and_backward_is_torchs_error() -> Non
         with queue.defer():
             layer(torch.randn(2, 4)).sum().backward()
     queue.discard()
-
-
-@pytest.mark.parametrize("deferred", [True, False])
-def test_autograd_grad_towards_inputs_accumulates_nothing(deferred: bool) -> None:
-    model, twin = pair(Block)
-    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
-    queue = zbkern.WGradQueue()
-    for inside in (True, False):
-        with queue.defer() if inside else contextlib.nullcontext():
-            loss = twin(x).square().sum()
-        with queue.defer() if deferred else contextlib.nullcontext():
-            (got,) = torch.autograd.grad(loss, x)
-        testing.assert_close(got, torch.autograd.grad(model(x).square().sum(), x)[0])
-        assert queue.pending() == 0
-        assert all(p.grad is None for p in twin.parameters())
 
 
 def test_autograd_grad_towards_weights() -> None:
@@ -167,61 +136,3 @@ def test_autograd_grad_of_a_penalty_towards_weights_is_torchs_error_where_there_
     assert slope.abs().sum() > 0
     assert queue.pending() == 0
     assert layer.weight.grad is None
-
-
-def test_a_penalty_lands_in_main_grad() -> None:
-    layer, queue = zbkern.nn.Linear(4, 3).double(), zbkern.WGradQueue()
-    plain = copy.deepcopy(layer)
-    layer.weight.main_grad = torch.zeros_like(layer.weight)
-    x = torch.randn(2, 4, dtype=torch.double, requires_grad=True)
-    for each in (plain, layer):
-        squared_slope(lambda x, each=each: torch.tanh(each(x)), x).backward()
-    testing.assert_close(layer.weight.main_grad, plain.weight.grad)
-    assert layer.weight.grad is None
-    assert queue.pending() == 0
-
-
-class Forces(nn.Module):
-    """Energies and forces, for the next chunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = Energy()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.detach().requires_grad_()
-        return self.energy(x), forces(self.energy, x)
-
-
-class Critic(nn.Module):
-    """A score, and the input whose slope the loss wants."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.score = Energy()
-
-    def forward(self, energy: Tensor, force: Tensor) -> tuple[Tensor, Tensor]:
-        return self.score(energy * force), force
-
-
-def penalty_in_the_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-    score, force = output
-    (slope,) = torch.autograd.grad(score.sum(), force, create_graph=True)
-    return (score - target).square().mean() + (slope.norm(dim=-1) - 1).square().mean()
-
-
-def test_forces_in_a_chunk_and_a_penalty_in_the_loss_of_a_pipeline() -> None:
-    torch.manual_seed(0)
-    plain = [Forces().double(), Critic().double()]
-    chunks = [zbkern.convert(copy.deepcopy(chunk)) for chunk in plain]
-    x, targets = torch.randn(8, 6, dtype=torch.double), torch.randn(8, 1, dtype=torch.double)
-    for part, target in zip(x.split(2), targets.split(2), strict=True):
-        (penalty_in_the_loss(plain[1](*plain[0](part)), target) / 4).backward()
-
-    def rank_step(transport: LocalTransport) -> None:
-        with Pipeline(chunks[transport.rank], schedules.zb_h1(2, 4), penalty_in_the_loss, transport) as pipe:
-            pipe.step(x, targets)
-
-    results_on_threads(2, rank_step)
-    for ours, theirs in zip(chunks, plain, strict=True):
-        testing.assert_same_gradients(ours, theirs)

@@ -250,20 +250,6 @@ def test_a_queue_that_comes_later_makes_the_compiler_look_again() -> None:
     testing.assert_close(torch.autograd.grad(compiled(x).sum(), layer.weight)[0], expected)
 
 
-def test_compiled_copies_of_a_model_get_their_own_gradients() -> None:
-    queue = zbkern.WGradQueue()
-    layers = [zbkern.nn.Linear(4, 4) for _ in range(2)]
-    layers.append(copy.deepcopy(layers[0]))
-    xs = [torch.randn(3, 4) for _ in layers]
-    for layer, x in zip(layers, xs, strict=True):
-        layer.compile(backend="aot_eager", fullgraph=True)
-        with queue.defer():
-            layer(x).sum().backward()
-    assert queue.run() == len(layers)
-    for layer, x in zip(layers, xs, strict=True):
-        testing.assert_close(layer.weight.grad, torch.ones(3, 4).t() @ x)
-
-
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_of_compiled_parameters_are_an_error_not_a_call_without_a_gradient(kind: str) -> None:
     layer = zbkern.nn.Linear(4, 4)

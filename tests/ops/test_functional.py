@@ -283,21 +283,6 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
         testing.assert_close(mine.grad, other.grad, "gradient", slack)
 
 
-@pytest.mark.parametrize("name", [n for n in MAIN if CASES[n].inputs and "cross" not in n and "grouped" not in n])
-def test_zero_rows(name: str) -> None:
-    case = CASES[name]
-    _, parameters = make(case)
-    inputs = [torch.zeros((0, *shape[-1:]), dtype=torch.float64, requires_grad=True) for shape in case.inputs]
-    queue = zbkern.WGradQueue()
-    for _ in range(2):
-        with queue.defer():
-            y = case.ours(*inputs, *parameters)
-            y.sum().backward()
-    assert y.shape[0] == 0
-    queue.run()
-    assert all(p.grad.shape == p.shape and not p.grad.any() for p in parameters)
-
-
 @pytest.mark.parametrize("name", [n for n in MAIN if CASES[n].inputs])
 def test_non_contiguous_inputs(name: str) -> None:
     case = CASES[name]
@@ -383,14 +368,6 @@ def test_head_of_extreme_logits(queued: bool) -> None:
     testing.assert_close(weight.grad, wanted[1])
 
 
-def test_head_of_several_output_gradients_at_once() -> None:
-    x, weight = torch.randn(7, 4, dtype=torch.double, requires_grad=True), torch.randn(9, 4, dtype=torch.double)
-    factors = torch.tensor([1.0, -2.0, 0.5], dtype=torch.double)
-    (found,) = torch.autograd.grad(Z.linear_cross_entropy(x, weight, TARGET), x, factors, is_grads_batched=True)
-    (one,) = torch.autograd.grad(F.cross_entropy(x @ weight.T, TARGET), x)
-    testing.assert_close(found, factors[:, None, None] * one)
-
-
 @pytest.mark.parametrize("queued", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_head_whose_labels_are_all_ignored(reduction: str, queued: bool) -> None:
@@ -454,19 +431,6 @@ def test_numbers_of_a_library_without_versions_are_copied() -> None:
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
 
 
-@pytest.mark.parametrize("changed", [0, 1])
-def test_head_says_so_when_its_parameters_changed_before_w(changed: int) -> None:
-    parameters = [torch.randn(9, 5, requires_grad=True), torch.randn(9, requires_grad=True)]
-    queue = zbkern.WGradQueue()
-    with queue.defer():
-        Z.linear_cross_entropy(torch.randn(7, 5), parameters[0], TARGET, parameters[1], name="head").backward()
-    with torch.no_grad():
-        parameters[changed].add_(1)
-    with pytest.raises(RuntimeError, match=r"head.* was modified in place between B and W; run the queue before"):
-        queue.run()
-    queue.discard()
-
-
 @pytest.mark.parametrize("layout", ["coo", "csr"])
 def test_sparse_inputs_of_a_linear(layout: str) -> None:
     """As torch has them: a bag of words, say."""
@@ -482,11 +446,3 @@ def test_sparse_inputs_of_a_linear(layout: str) -> None:
     testing.assert_close(found, expected)
     for own, other in zip(ours, torchs, strict=True):
         testing.assert_close(own.grad, other.grad)
-
-
-def test_vmap_and_functional_gradients_see_through() -> None:
-    weight, bias = torch.randn(4, 5), torch.randn(4)
-    x = torch.randn(6, 3, 5)
-    testing.assert_close(torch.vmap(lambda row: Z.linear(row, weight, bias))(x), F.linear(x, weight, bias))
-    got = torch.func.grad(lambda w: Z.linear(x, w, bias).square().sum())(weight)
-    testing.assert_close(got, torch.func.grad(lambda w: F.linear(x, w, bias).square().sum())(weight))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -86,22 +85,6 @@ def test_gradients_are_those_of_deferring_all(choice: str, forward_inside: bool,
     testing.assert_same_gradients(part, whole, tolerance=1e-12 if steps > 1 else 1e-14)
 
 
-def test_restore_and_another_convert_change_it() -> None:
-    twin = zbkern.convert(model(), defer=lambda name, module: False)
-    queue = zbkern.WGradQueue()
-    train(copy.deepcopy(twin), queue, True, 1)
-    assert queue.pending() == 0
-    zbkern.convert(twin, defer=lambda name, module: True)
-    train(twin, queue, True, 1)
-    assert queue.pending() > 0
-    queue.discard()
-    zbkern.restore(zbkern.convert(twin, defer=lambda name, module: False))
-    zbkern.convert(twin)
-    train(twin, queue, True, 1)
-    assert queue.pending() > 0
-    queue.discard()
-
-
 def test_hooks_and_main_grads_have_their_gradient_after_b() -> None:
     linear = zbkern.convert(nn.Linear(3, 2), defer=lambda name, module: False)
     seen: list[Tensor] = []
@@ -126,17 +109,6 @@ def test_an_error_in_a_forward_leaves_the_scope() -> None:
         other(torch.randn(2, 3)).sum().backward()
     assert queue.pending() == 1
     queue.discard()
-
-
-def test_before_a_queue_exists() -> None:
-    layer, x = zbkern.nn.Linear(3, 2), torch.randn(2, 3)
-    with zbkern.no_defer():
-        y = layer(x)
-    queue = zbkern.WGradQueue()
-    with queue.defer():
-        y.sum().backward()
-    assert queue.pending() == 0
-    assert layer.weight.grad is not None
 
 
 @pytest.mark.parametrize("hooked", [False, True])
