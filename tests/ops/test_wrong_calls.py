@@ -273,7 +273,6 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("S.one_f_one_b_v(2.0, 4)", TypeError, "one_f_one_b_v: stages must be an int; got float 2.0"),
     ("Schedule.from_csv('nonsense')", ScheduleError, "from_csv: expected an action of torch.distributed.pipelining"),
     ("Schedule.from_csv(3)", TypeError, "from_csv: expected the text itself, as Path(file).read_text() gives it; got"),
-    ("S.zb_h1(2, 2).to_text('wide')", TypeError, "to_text: width must be a number of characters or None; got str"),
     ("Schedule.build([[Action('F', 0, 0)]], [0], 1).validate()", ScheduleError, "Schedule custom: rank 0: 0B0 is"),
     ("Schedule.build('a', [0], 1)", TypeError, "Schedule custom: rank 0, action 0 must be an Action, such as"),
     ("Action.parse('nonsense')", ScheduleError, "Action.parse: expected chunk, kind and microbatch such as '0F3'"),

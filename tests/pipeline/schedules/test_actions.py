@@ -55,14 +55,6 @@ def test_grid() -> None:
     )
 
 
-def test_grid_continues_in_blocks_of_the_width() -> None:
-    schedule = schedules.zb_h1(3, 4)
-    blocks = [block.splitlines() for block in schedule.to_text(width=30).split("\n\n")]
-    assert all(len(line) <= 30 for block in blocks for line in block)
-    joined = [" ".join(block[rank][7:].strip() for block in blocks) for rank in range(3)]
-    assert [line.split() for line in joined] == [line[7:].split() for line in schedule.to_text().splitlines()]
-
-
 @pytest.mark.parametrize("name", ONE_CHUNK + TWO_CHUNKS)
 def test_csv_round_trip(name: str) -> None:
     schedule = getattr(schedules, name)(3, 7)
@@ -197,8 +189,6 @@ def test_types_are_checked() -> None:
         Schedule.build([[Action("F", 0, 0)]], [0], 1.0)
     with pytest.raises(TypeError, match="expected the text itself"):
         Schedule.from_csv(Path("schedule.csv"))
-    with pytest.raises(TypeError, match="width must be a number of characters or None; got str"):
-        schedules.gpipe(1, 1).to_text(width="wide")
 
 
 def test_an_error_marks_the_cell_in_the_grid_around_it() -> None:

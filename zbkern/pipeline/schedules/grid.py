@@ -13,17 +13,10 @@ _EXCERPT_SLOTS = 5  # columns shown on each side of the action that an error mar
 _EXCERPT_RANKS = 3  # rows shown on each side
 
 
-def grid(rows: Rows, placement: Sequence[int], width: int | None = None) -> str:
+def grid(rows: Rows, placement: Sequence[int]) -> str:
     """See `Schedule.to_text`."""
-    if width is not None and not isinstance(width, int):
-        raise TypeError(f"to_text: width must be a number of characters or None; got {type(width).__name__} {width!r}")
     cells = cells_of(rows, placement)
-    column, margin = widths(cells)
-    total = max((len(row) for row in cells), default=0)
-    per_block = total if width is None else max(1, (width - margin) // column)
-    firsts = range(0, max(total, 1), max(per_block, 1))
-    blocks = ([row[first : first + per_block] for row in cells] for first in firsts)
-    return "\n\n".join("\n".join(lines(block, column, margin)) for block in blocks)
+    return "\n".join(lines(cells, *widths(cells)))
 
 
 def excerpt(rows: Rows, placement: Sequence[int], rank: int, index: int) -> str:

@@ -83,12 +83,9 @@ class Schedule:
             validate(self.actions, self.placement, self.microbatches, self.name, self.slices)
             object.__setattr__(self, "_valid", True)
 
-    def to_text(self, width: int | None = None) -> str:
-        """A grid for a terminal: a row per rank, a column per unit of time when every action takes one (BW two).
-
-        width: characters per line; longer grids continue in further blocks. None for lines of any length.
-        """
-        return grid.grid(self.actions, self.placement, width)
+    def to_text(self) -> str:
+        """A grid for a terminal: a row per rank, a column per unit of time when every action takes one (BW two)."""
+        return grid.grid(self.actions, self.placement)
 
     def to_csv(self, *, header: bool = True) -> str:
         """A line per rank, its actions separated by commas, with torch's letters: I is our B, and B our BW.
