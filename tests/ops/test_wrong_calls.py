@@ -351,6 +351,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("open_pipe('step', 'a', t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
     ("open_pipe('step', {}, t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
     ("open_pipe('step', t(), t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
+    ("open_pipe('step', {'x': [[1, 2]]}, t(4, 2))", TypeError, "gives them; got int in inputs['x'][0][0]"),
     ("open_pipe('step', t(4, 3), t(4, 2))", PipelineError, "rank 0, action 0F0: RuntimeError: mat1 and mat2 shapes"),
     ("open_pipe('evaluate')", ValueError, "Pipeline.evaluate: inputs must be given on this rank; got None"),
     ("open_pipe('evaluate', t(3, 2), t(3, 2))", ValueError, "Pipeline.evaluate: dimension 0 of inputs must be a"),

@@ -45,6 +45,14 @@ def plain(model: nn.Module) -> Tensor:
     return loss.detach()
 
 
+@pytest.mark.parametrize("mode", [True, False])
+def test_chunks_are_in_the_mode_of_their_model(mode: bool) -> None:
+    (chunk,) = cut(make("llama").train(mode), schedules.zb_h1(2, 2), rank=0)
+    assert {module.training for module in chunk.modules()} == {mode}
+    with pytest.raises(Exception, match="cut: the model goes on in another chunk: call the chunk"):
+        chunk.whole(batch()[0])
+
+
 def check(family: str, schedule: Schedule, partition: Sequence[int] | str | None = None) -> None:
     model = make(family)
     tokens, mask, labels = batch()

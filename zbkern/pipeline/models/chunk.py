@@ -33,6 +33,12 @@ _SETTING = bool | int | float | str
 class _Reached(Exception):
     """The layer after the chunk's last was called."""
 
+    def __init__(self) -> None:
+        super().__init__(
+            "cut: the model goes on in another chunk: call the chunk, and not its whole; to generate, let one process "
+            "read what export writes"
+        )
+
 
 class Flow:
     """What goes into and out of the layers of a chunk in the forward that runs."""
@@ -180,6 +186,7 @@ class Chunk(nn.Module):
         for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[kind] = whole.__dict__[kind]  # one dict for both: names, moves and casts are the model's
         self.__dict__["whole"] = whole  # not as a submodule, which would be in all names
+        self.training = whole.training
         self.layer_names = names[first:last]
         self.all_layers, self._first, self._last, self.shared_names = names, first, last, dict(shared)
         self._flow, self._elsewhere = flow, elsewhere

@@ -246,12 +246,10 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
         return value
     leaves, spec = pytree.tree_flatten(value)
     tensors = [leaf for leaf in leaves if leaf is not None]
-    wrong = [x for x in tensors if not isinstance(x, Tensor) or x.dim() == 0]
-    if wrong or not leaves:
-        got = repr(value) if not leaves else "a scalar" if isinstance(wrong[0], Tensor) else type(wrong[0]).__name__
+    if not leaves or any(not isinstance(x, Tensor) or x.dim() == 0 for x in tensors):
         raise TypeError(
-            f"Pipeline.{call}: {name} must hold tensors with a batch dimension; got {got}; a list with one entry per "
-            "microbatch may hold anything"
+            f"Pipeline.{call}: {name} must hold tensors with a batch dimension, as a tokenizer's return_tensors='pt' "
+            f"gives them; got {_not_a_batch(name, value)}; a list with one entry per microbatch may hold anything"
         )
     for tensor in tensors:
         if tensor.layout is not torch.strided:
@@ -266,6 +264,15 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
             )
     parts = [[None] * count if leaf is None else leaf.tensor_split(count) for leaf in leaves]
     return [pytree.tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
+
+
+def _not_a_batch(name: str, value: Any) -> str:
+    """What stands first in a value, and where, that has no batch dimension."""
+    for path, leaf in pytree.tree_leaves_with_path(value):
+        if leaf is not None and not (isinstance(leaf, Tensor) and leaf.dim()):
+            kind = "a scalar" if isinstance(leaf, Tensor) else type(leaf).__name__
+            return f"{kind} in {name}{pytree.keystr(path)}"
+    return repr(value)
 
 
 def split_side(call: str, side: Any, count: int) -> list[dict[str, Any]]:
