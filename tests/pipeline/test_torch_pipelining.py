@@ -1,25 +1,22 @@
-"""Stock schedules of torch.distributed.pipelining with our stage; and what fails or is silently wrong without it."""
+"""Stock schedules of torch.distributed.pipelining with our stage, also where torch's own stage is wrong."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as stock_schedules
 
 import zbkern
 from tests.support.tied import Block
 from zbkern import testing
-from zbkern.pipeline import Pipeline, Schedule, schedules
 
 pytestmark = pytest.mark.dist
 
@@ -159,37 +156,6 @@ def run_schedule(name: str, kind: str, stock: bool, data_parallel: bool = False,
     return len(ran)
 
 
-def run_in_our_engine(name: str) -> None:
-    """Torch's order of the actions, as the CSV that it writes, in our engine; for one chunk per rank our own order."""
-    rank, places = dist.get_rank(), CHUNKS[name]
-    stages = sum(map(len, places))
-    if name in OURS:
-        schedule = OURS[name](2, MICROBATCHES)
-    else:
-        mine = [SimpleNamespace(**STAGE, stage_index=index, num_stages=stages) for index in places[rank]]
-        order = stock_schedule(name, mine).pipeline_order
-        rows = [",".join("" if cell is None else str(cell) for cell in order[r]) for r in sorted(order)]
-        schedule = Schedule.from_csv("\n".join(rows))
-    assert [list(schedule.chunks_of(r)) for r in range(2)] == places
-    modules = make("block", stages)
-    expected = nn.ModuleList(copy.deepcopy(modules))
-    pipe = Pipeline([zbkern.convert(modules[index]) for index in places[rank]], schedule, loss_fn)
-    for step in range(2):
-        pipe.step(*data(step))
-        plain(expected, step)
-        for index in places[rank]:
-            testing.assert_same_gradients(modules[index], expected[index])
-            modules[index].zero_grad()
-        expected.zero_grad()
-    pipe.close()
-
-
-# These two run without a pipeline_order, and the table that torch 2.13 draws of 1F1B has a microbatch too many.
-OURS = {"ScheduleGPipe": schedules.gpipe, "Schedule1F1B": schedules.one_f_one_b}
-# what torch's schedules ask of a stage before they run
-STAGE = {"group": None, "group_size": 2, "group_rank": 0, "submod": nn.Identity(), "is_last": False}
-
-
 @pytest.fixture(scope="module")
 def stock_runs_v(two_ranks: Any) -> bool:
     """Whether torch's own stages run a V over gloo: in 2.11 a rank begins by sending to itself, which gloo cannot."""
@@ -215,11 +181,6 @@ def test_stock_schedules_with_our_stage(two_ranks: Any, name: str) -> None:
     assert (sum(deferred) > 0) == (name in SPLIT)
 
 
-@pytest.mark.parametrize("name", STOCK)
-def test_stock_schedules_in_our_engine(two_ranks: Any, name: str) -> None:
-    two_ranks.run(run_in_our_engine, name)
-
-
 @pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble"], indirect=True)
 def test_w_of_a_module_of_ones_own_waits(two_ranks: Any, name: str) -> None:
     assert min(two_ranks.run(run_schedule, name, "own", False)) > 0
@@ -242,53 +203,6 @@ def test_ours_is_right_where_stock_is_not(two_ranks: Any, name: str, kind: str) 
 @pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble"], indirect=True)
 def test_data_parallel_stages_are_reduced_once(two_ranks: Any, name: str) -> None:
     two_ranks.run(run_schedule, name, "block", False, True)
-
-
-stock = pytest.mark.skipif(
-    Version(torch.__version__).release[:2] != (2, 13), reason="describes the split of torch 2.13; others may differ"
-)
-
-
-@stock
-def test_stock_does_not_reduce_data_parallel_stages(two_ranks: Any) -> None:
-    with pytest.raises(AssertionError, match="gradient of"):
-        two_ranks.run(run_schedule, "ScheduleZBVZeroBubble", "block", True, True)
-
-
-def stock_split(module: nn.Module, x: Tensor) -> None:
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-
-    y = module(x)
-    _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter(module.parameters()))
-    stage_backward_weight(iter(module.parameters()), groups)
-
-
-@stock
-def test_stock_fails_where_a_stage_ends_in_a_view_or_reuses_a_weight() -> None:
-    x = torch.randn(2, WIDTH, requires_grad=True)
-    with pytest.raises(RuntimeError, match="Failed to run stage backward input"):
-        stock_split(make("view", 1)[0], x)
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        stock_split(make("reuse", 1)[0], x)
-
-
-@stock
-def test_stock_cannot_evaluate_where_neighbouring_chunks_share_a_rank() -> None:
-    """`eval` runs the backward's actions, too: the stage hands on gradients that do not exist."""
-    from torch.distributed.pipelining.stage import _PipelineStageBase
-
-    stage = SimpleNamespace(has_backward=False, is_first=False, is_last=False)
-    with pytest.raises(AssertionError, match="doesn't have backward"):
-        _PipelineStageBase.get_local_bwd_output(stage, 0)
-    with pytest.raises(AssertionError, match="doesn't have backward"):
-        _PipelineStageBase.set_local_bwd_input(stage, (), 0)
-
-
-@stock
-def test_stock_loses_gradients_after_a_frozen_stage_silently() -> None:
-    (module,) = make("block", 1)
-    stock_split(module, torch.randn(2, WIDTH))  # what a frozen stage sends requires no gradient
-    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 def test_a_dw_builder_is_refused() -> None:

@@ -316,45 +316,6 @@ def test_loads_with_other_stages(two_ranks: Any, tmp_path: Path, writer: str, re
     assert_same(state_by_name([whole], optimizer), expected)
 
 
-def saved_by_one_process(folder: Path) -> dict[str, Any]:
-    """Saves two steps of the whole model; returns its state by name."""
-    whole = layers(0, LAYERS)
-    optimizer = make_optimizer([whole])
-    plain_run(whole, optimizer, range(2))
-    checkpoint.save(folder, 2, whole, optimizer)
-    return state_by_name([whole], optimizer)
-
-
-def resumed_on_two(folder: Path, *how: str | None) -> tuple[dict[str, Any], int]:
-    modules, pipe, optimizer = build("zb_v", *how)
-    pipe.queue.merge = False  # however copies part neighbouring W
-    with pipe:
-        train(pipe, optimizer, range(20, 21))
-        checkpoint.load(folder, pipe, optimizer)
-        torch.manual_seed(pipe.rank)  # one process has saved its own alone
-        train(pipe, optimizer, range(2, 4))
-        optimizer.validate()
-        copies = sum(map(len, pipe.gather_timeline().copies))
-        return state_by_name(list(modules.values()), optimizer.optimizer), copies
-
-
-@pytest.mark.dist
-def test_a_pipeline_that_saves_memory_goes_on_as_one_that_does_not(two_ranks: Any, tmp_path: Path) -> None:
-    saved_by_one_process(tmp_path)
-    expected = two_ranks.run(resumed_on_two, tmp_path)
-    found = two_ranks.run(resumed_on_two, tmp_path, "copied", "recomputed")
-    for (ours, copies), (theirs, none) in zip(found, expected, strict=True):
-        assert copies > none == 0
-        assert_same(ours, theirs)
-
-
-@pytest.mark.dist
-def test_two_stages_load_what_one_process_saved(two_ranks: Any, tmp_path: Path) -> None:
-    expected = saved_by_one_process(tmp_path)
-    results = two_ranks.run(load_on_two, tmp_path, "zb_h1")
-    assert_same({**results[0][1], **results[1][1]}, expected)
-
-
 def sharded(folder: Path) -> tuple[dict[str, Any], bool]:
     """FSDP2 shards, saved by two ranks; then loaded into shards, and unsharded for the test."""
     from torch.distributed.device_mesh import init_device_mesh

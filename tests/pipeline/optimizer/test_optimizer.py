@@ -29,17 +29,6 @@ from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
 
 MAKE = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, foreach=True)  # for another process
-FORCED = {"clip": 3.0, "inf": math.inf, "nan": math.nan}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("what", FORCED)
-@pytest.mark.parametrize("rank", range(5))
-def test_forced_on_every_single_stage(rank: int, what: str, dtype: torch.dtype) -> None:
-    case = Case(5, 4, {(rank, 1): FORCED[what]}, dtype=dtype)
-    optimizers = check(case)
-    assert [o.undone for o in optimizers] == [int(r < rank) for r in range(5)]
-    assert all((o.clipped, o.skipped) == ((1, 0) if what == "clip" else (0, 1)) for o in optimizers)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -53,30 +42,6 @@ def test_any_optimizer_on_consecutive_steps(name: str, adaptive: bool) -> None:
     # steps 0, 1, 2, 4, 7 deceive the ranks before 3, 2, 3, 1 (which declines step 4 for its norm) and 2
     assert [o.undone for o in optimizers] == ([3, 2, 1, 0] if adaptive else [5, 4, 2, 0])
     assert {(o.clipped, o.skipped) for o in optimizers} == {(4, 2)}
-
-
-@pytest.mark.parametrize("adaptive", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_small_dtypes_with_masters(dtype: torch.dtype, adaptive: bool) -> None:
-    forced = {(2, 1): 3.0, (3, 2): math.inf, (0, 3): math.nan, (3, 4): 5.0, (1, 6): math.inf}
-    case = Case(4, 8, forced, OPTIMIZERS["adamw foreach"], dtype)
-    optimizers = check(case, adaptive=adaptive)
-    assert {o.skipped for o in optimizers} == {3}
-    assert optimizers[0].undone > 0
-    assert all(master.grad is None for o in optimizers for _, master in o.masters)  # no memory between steps
-
-
-INVERTIBLE = ["sgd", "sgd momentum", "sgd nesterov", "adamw", "adamw foreach", "adamw maximize"]
-
-
-@pytest.mark.parametrize("by_turns", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", INVERTIBLE)
-def test_inverse_is_exact_to_rounding(name: str, dtype: torch.dtype, by_turns: bool) -> None:
-    """By turns, the second step is a parameter's first, and is left out: it leaves no state."""
-    forced = {(3, 1): math.nan, (3, 2): 3.0, (2, 3): 9.0}
-    case = Case(4, 6, forced, OPTIMIZERS[name], dtype, by_turns=by_turns)
-    assert check(case, exact=False, undo="inverse", adaptive=False)[0].undone == 3
 
 
 def test_inverse_without_the_momentum_of_earlier_steps() -> None:
