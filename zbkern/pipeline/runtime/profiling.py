@@ -16,6 +16,7 @@ from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.connect import is_transport
+from zbkern.pipeline.transport.distributed import meet
 from zbkern.pipeline.transport.local import LocalTransport
 
 Group = dist.ProcessGroup | Transport | None
@@ -87,11 +88,7 @@ def profile_layers(
     group = _group(group)
     batch = Batch(inputs, targets, side, microbatches)
     steps = ProbeSteps("profile_layers", batch, loss_fn, group, device, options or ProfileOptions())
-    if is_transport(group):
-        counts = group.gather(len(layers))
-    else:
-        counts = [0] * dist.get_world_size(group)
-        dist.all_gather_object(counts, len(layers), group)
+    counts = group.gather(len(layers)) if is_transport(group) else meet(group, len(layers))
     placement = tuple(rank for rank, count in enumerate(counts) for _ in range(count))
     return layer_costs(steps.run(layers.values(), placement, tuple(layers)))
 
