@@ -10,9 +10,12 @@ import pytest
 
 from zbkern.pipeline import Costs, PlanOptions, Schedule, plan, schedules, simulate
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.arguments import problem_of
+from zbkern.pipeline.planner.arguments import placement_of, problem_of
+from zbkern.pipeline.planner.incumbents import Budget
 from zbkern.pipeline.planner.problem import ordering_of
-from zbkern.pipeline.planner.steadiness import delayed
+from zbkern.pipeline.planner.published import Published
+from zbkern.pipeline.planner.search import Search, choose
+from zbkern.pipeline.planner.steadiness import delayed, with_late_messages
 
 COSTS = Costs(2, 2.2, 1, communication=0.3)
 
@@ -53,6 +56,27 @@ def test_of_plans_that_are_about_as_good_the_steadiest_is_chosen() -> None:
     assert noisy_cost(steady.schedule) < 0.99 * noisy_cost(best.schedule)
     assert steady.schedule == again.schedule
     assert steady.timeline.cost <= min(simulate(make(6, 12), COSTS).cost for make in (schedules.zb_v, schedules.v_half))
+
+
+def test_only_messages_between_ranks_are_late() -> None:
+    problem = problem_of(COSTS, (0, 1, 1, 0), 8, None, "cost")
+    late, tenth = with_late_messages(problem), round(0.2 * problem.time_scale)
+    more = [after - before for before, after in zip(problem.communication, late.communication, strict=True)]
+    assert more == pytest.approx([tenth, 0, tenth])
+    assert replace(late, communication=problem.communication) == problem
+
+
+@pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
+def test_orders_that_bear_delays_are_searched_for() -> None:
+    problem = problem_of(COSTS, placement_of("v", 6, 2)[1], 12, [9.0] * 6, "cost")
+    chosen = []
+    for rounds in (0, 2):
+        search = Search(problem, Budget(1), 0, Published())
+        search.round(0, 1_000_000)
+        assert choose([search], True, rounds) is search
+        chosen.append(search.best.orders)
+    assert chosen[1].cost < 0.998 * chosen[0].cost
+    assert delayed(problem, chosen[1]) < 0.996 * delayed(problem, chosen[0])
 
 
 def test_whether_to_choose_the_steadiest_is_yes_or_no() -> None:

@@ -35,7 +35,7 @@ class PlanOptions:
     is called with a line about the search before every round, and with an empty one at the end. slice_tokens: slices
     that are chosen are multiples of so many tokens, where the costs say how many a sequence has. steady: of orders
     within 0.3% of the best that are found, take those that are delayed least where one rank is 20% slower, unless the
-    best are proven optimal or published; False for the best as they are.
+    best are proven optimal or published, after a search for such orders; False for the best as they are.
 
     Raises TypeError or ValueError for what is none of these.
     """

@@ -115,8 +115,7 @@ class Population:
         if self._over:
             return start
         hot, spread = cooling
-        temperatures = _temperatures(self.problem, hot)
-        effort = Effort(seed, temperatures, passes, spread, self.best.bound, self._budget.left)
+        effort = Effort(seed, temperatures(self.problem, hot), passes, spread, self.best.bound, self._budget.left)
         found = anneal(self.problem, start, effort)
         self.best.offer(found)
         return found
@@ -148,8 +147,9 @@ class Population:
         moves = passes // (SETTINGS.temperatures * self.problem.passes)
         if moves < 1 or self._over:
             return None
-        temperatures = _temperatures(self.problem, 1.0, 0.1)
-        effort = Effort(seed, temperatures, moves, target=self.best.bound, seconds=self._budget.left)
+        effort = Effort(
+            seed, temperatures(self.problem, 1.0, 0.1), moves, target=self.best.bound, seconds=self._budget.left
+        )
         found = search_blocks(self.problem, self.problem.may_fuse and seed % 2 == 1, effort)
         self.best.offer(found)
         return found
@@ -201,14 +201,14 @@ class PatternSearch:
             if begin is None or some < 1 or self._best.optimal or not self._budget.left:
                 break
             starts = SETTINGS.pattern_temperatures
-            temperatures = _temperatures(problem, starts[(seed + attempt) % len(starts)])
+            cooling = temperatures(problem, starts[(seed + attempt) % len(starts)])
             limits = (self._best.bound, self._budget.left)
-            effort = Effort(seed << 16 | attempt, temperatures, some, SETTINGS.pattern_spread, *limits)
+            effort = Effort(seed << 16 | attempt, cooling, some, SETTINGS.pattern_spread, *limits)
             self._add(search_patterns(problem, begin[1], effort))
         return self._found and self._found[0]
 
 
-def _temperatures(problem: Problem, hot: float, cold: float = SETTINGS.end_temperature) -> list[int]:
+def temperatures(problem: Problem, hot: float, cold: float = SETTINGS.end_temperature) -> list[int]:
     """Temperatures from `hot` to `cold`, which are in units of the mean length of a pass, in units of time."""
     mean = (sum(problem.forward) + sum(problem.backward) + sum(problem.weight)) // (3 * len(problem.forward))
     ratio = min(cold / hot, 1.0)

@@ -12,13 +12,22 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zbkern.pipeline.planner import native
+from zbkern.pipeline.planner.annealing import anneal
 from zbkern.pipeline.planner.arguments import PlanOptions
 from zbkern.pipeline.planner.bounds import cost_bound
 from zbkern.pipeline.planner.incumbents import NEAR, ROUNDING, Budget, Incumbent
-from zbkern.pipeline.planner.portfolio import SETTINGS, Population, TriedRule, add_serial, best_tried_rules
+from zbkern.pipeline.planner.native import Effort
+from zbkern.pipeline.planner.portfolio import (
+    SETTINGS,
+    Population,
+    TriedRule,
+    add_serial,
+    best_tried_rules,
+    temperatures,
+)
 from zbkern.pipeline.planner.problem import Problem
 from zbkern.pipeline.planner.published import Published
-from zbkern.pipeline.planner.steadiness import delayed
+from zbkern.pipeline.planner.steadiness import delayed, with_late_messages
 from zbkern.pipeline.simulation.costs import Costs
 
 _FINALISTS = 32  # at most, so that to choose among them takes little time
@@ -74,6 +83,19 @@ class Search:
         if self._population is None:
             self._population = Population(self.problem, self.best, self._budget, passes // 8)
         self._population.round(passes, self._seed * 64 + number, self._rules)
+
+    def loosen(self, rounds: int) -> None:
+        """Anneals the best orders where messages are late, for as long as the next round would take.
+
+        What is found leaves time where delays would pass from rank to rank, and is now and then better than the best.
+        """
+        late, bound = with_late_messages(self.problem), self.best.bound
+        passes = min(SETTINGS.first_round, SETTINGS.most_runs * late.passes) * 2**rounds // SETTINGS.loosened
+        hot, spread = SETTINGS.loosening
+        for seed in range(self._seed * 64, self._seed * 64 + SETTINGS.loosened):
+            if self.best.orders is not None and self._budget.left:
+                effort = Effort(seed, temperatures(late, hot), passes, spread, bound, self._budget.left)
+                self.best.offer(anneal(late, self.best.orders, effort))
 
 
 def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[int, Search], None]) -> int:
@@ -132,7 +154,7 @@ def best_of(candidates: Sequence[Candidate], budget: Budget, options: PlanOption
         list(by_search), budget, lambda number, best: options.progress(_describe(by_search[best], number))
     )
     options.progress("")
-    return by_search[choose(list(by_search), options.steady)], rounds
+    return by_search[choose(list(by_search), options.steady, rounds)], rounds
 
 
 def _describe(candidate: Candidate, rounds: int) -> str:
@@ -145,16 +167,20 @@ def _describe(candidate: Candidate, rounds: int) -> str:
     return f"round {rounds + 1}: {where}: the busiest rank is idle for {idle:.2%}"
 
 
-def choose(searches: Sequence[Search], steady: bool) -> Search:
+def choose(searches: Sequence[Search], steady: bool, rounds: int) -> Search:
     """The search that has the best orders, of equals the first.
 
     steady: of orders within 0.3% of the best, but for those that a published schedule is better than, it is the ones
-    that a slow rank delays least, which become the best of their search. What is proven optimal stays.
+    that a slow rank delays least, which become the best of their search. What is proven optimal stays. After so many
+    rounds such orders are searched for, too.
     """
     reached = min(each.reached for each in searches)
     first = next(each for each in searches if each.reached <= reached * (1 + ROUNDING))
     if not steady or native.core is None or first.bound >= reached * (1 - ROUNDING):
         return first
+    if rounds:
+        first.loosen(rounds)
+        reached = first.reached
     most = min(reached * (1 + NEAR), *(each.published for each in searches)) * (1 + ROUNDING)
     found = [(orders.cost / each.problem.time_scale, each, orders) for each in searches for orders in each.best.near]
     finalists = sorted((one for one in found if one[0] <= most), key=lambda one: one[0])[:_FINALISTS]

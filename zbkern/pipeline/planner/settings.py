@@ -66,6 +66,11 @@ class SearchSettings:
     pattern_cutoff: float = 1.1
     """Patterns are dropped where the best to start from costs this many times the best known."""
 
+    loosened: int = 4
+    """The annealings of the best orders with late messages, of which each starts from what the last one found."""
+    loosening: tuple[float, int] = (0.3, 3)
+    """Their cooling."""
+
     chunks_per_rank: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
     """Of layers, where it is not given: as many of these as there are layers."""
     partitions: int = 2
