@@ -67,7 +67,7 @@ PYBIND11_MODULE(_cuda, module) {
 
   module.def("choose_tile", &choose_tile, py::arg("n"), py::arg("k"), py::arg("sms"));
   module.def("count_tiles", &count_tiles, py::arg("n"), py::arg("k"), py::arg("tile_k"));
-  module.def("choose_blocks", &choose_blocks, py::arg("tiles"), py::arg("places"));
+  module.def("choose_blocks", &choose_blocks, py::arg("tiles"), py::arg("places"), py::arg("max_tiles"));
   module.def(
       "tile_place",
       [](int index, int rows, int columns, int band) {
@@ -78,16 +78,16 @@ PYBIND11_MODULE(_cuda, module) {
   // products: (dweight, dbias or 0, N, K, row stride, [(x, dy, rows, row stride of x, of dy), ...])
   module.def(
       "wgrad",
-      [](const py::sequence& products, int input, int dweight, int dbias, bool accumulate, int places, int device,
-         std::uintptr_t stream, bool reduce) {
+      [](const py::sequence& products, int input, int dweight, int dbias, bool accumulate, int places, int max_tiles,
+         int device, std::uintptr_t stream, bool reduce) {
         Wgrad task{{},         kind_of(input), kind_of(dweight), kind_of(dbias),
                    accumulate, reduce,         device,           stream_of(stream)};
         for (const py::handle& product : products) task.products.push_back(product_from(product));
         validate(task);
-        choose_grid(task, places);
+        choose_grid(task, places, max_tiles);
         const OnDevice there(device);
         wgrad(task);
       },
       py::arg("products"), py::arg("input"), py::arg("dweight"), py::arg("dbias"), py::arg("accumulate"),
-      py::arg("places"), py::arg("device"), py::arg("stream"), py::arg("reduce"));
+      py::arg("places"), py::arg("max_tiles"), py::arg("device"), py::arg("stream"), py::arg("reduce"));
 }

@@ -65,17 +65,19 @@ std::int64_t count_tiles(std::int64_t n, std::int64_t k, int tile_k) {
   return ceil_div(n, 2 * kTileN) * 2 * ceil_div(k, tile_k);
 }
 
-int choose_blocks(std::int64_t tiles, int places) {
-  return static_cast<int>(2 * std::max<std::int64_t>(1, std::min<std::int64_t>(tiles, places) / 2));
+int choose_blocks(std::int64_t tiles, int places, int max_tiles) {
+  std::int64_t pairs = std::max<std::int64_t>(1, std::min<std::int64_t>(tiles, places) / 2);
+  if (max_tiles > 0) pairs = std::max(pairs, ceil_div(tiles, 2 * max_tiles));
+  return static_cast<int>(2 * pairs);
 }
 
-void choose_grid(Wgrad& task, int places) {
+void choose_grid(Wgrad& task, int places, int max_tiles) {
   places = std::max(2, places);
   task.tile_k = 128;
   for (const Product& product : task.products) task.tile_k = std::max(task.tile_k, choose_tile(product.n, product.k, places));
   std::int64_t tiles = 0;
   for (const Product& product : task.products) tiles += count_tiles(product.n, product.k, task.tile_k);
-  task.blocks = choose_blocks(tiles, places);
+  task.blocks = choose_blocks(tiles, places, max_tiles);
 }
 
 void validate(const Wgrad& task) {

@@ -88,8 +88,8 @@ ZBKERN_HOST_DEVICE inline TilePlace tile_place(int index, int rows, int columns,
 // Throws std::invalid_argument where wgrad cannot run the task; needs no GPU.
 void validate(const Wgrad& task);
 
-// Sets tile_k and blocks; places as for choose_blocks.
-void choose_grid(Wgrad& task, int places);
+// Sets tile_k and blocks; places and max_tiles as for choose_blocks.
+void choose_grid(Wgrad& task, int places, int max_tiles);
 
 // Runs a valid task whose grid is chosen.
 void wgrad(const Wgrad& task);
@@ -100,8 +100,9 @@ int choose_tile(std::int64_t n, std::int64_t k, int sms);
 // Tiles of one weight; blocks come in pairs, so their rows are even.
 std::int64_t count_tiles(std::int64_t n, std::int64_t k, int tile_k);
 
-// Blocks of a launch: at most `places`, the number that can run at a time. Even, for blocks come in pairs.
-int choose_blocks(std::int64_t tiles, int places);
+// Blocks of a launch: at most `places`, the number that can run at a time, and more where a block may not take above
+// max_tiles tiles (0: any number), so that a kernel beside it gets its SMs back soon. Even, for blocks come in pairs.
+int choose_blocks(std::int64_t tiles, int places, int max_tiles);
 
 void wgrad_bfloat16(const Wgrad& task);
 void wgrad_float16(const Wgrad& task);

@@ -32,7 +32,7 @@ for dtype in (torch.bfloat16, torch.float16):
         for n, k in ((136, 264), (264, 72), (1024, 1024)):  # ragged tiles, the narrow tile, the wide one
             segments = [(random(m, k, dtype=dtype), random(m, n, dtype=dtype)) for m in (65, 128, 1)]
             dweight, dbias = random(n, k, dtype=out), random(n, dtype=out)
-            for options in ({}, {"num_sms": 2}, {"reduce": True}):
+            for options in ({}, {"num_sms": 2}, {"max_tiles": 1}, {"reduce": True}):
                 for outputs in ((dweight, dbias), (dweight, None)):
                     wgrad.linear_wgrad(segments, outputs, True, **options)
                     wgrad.linear_wgrad(segments, outputs, False, **options)

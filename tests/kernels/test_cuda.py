@@ -65,9 +65,14 @@ def test_tiles_and_blocks(extension: ModuleType, n: int, k: int, sms: int) -> No
     tiles = extension.count_tiles(n, k, tile)
     assert tiles * 128 * tile >= n * k
     assert tiles <= (-(-n // 128) + 1) * -(-k // tile)
-    blocks = extension.choose_blocks(tiles, sms)
+    blocks = extension.choose_blocks(tiles, sms, 0)
     assert blocks % 2 == 0
     assert 2 <= blocks <= max(2, sms)
+    for most in (1, 3, 4):
+        bounded = extension.choose_blocks(tiles, sms, most)
+        assert bounded % 2 == 0
+        assert bounded >= blocks
+        assert -(-tiles // bounded) <= most
 
 
 def test_a_wide_tile_is_chosen_where_there_are_many_and_a_narrow_one_where_few(extension: ModuleType) -> None:

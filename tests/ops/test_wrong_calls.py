@@ -112,6 +112,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("WGradQueue(max_bytes=1e9)", ValueError, "WGradQueue: max_bytes must be a number of bytes >= 0, or None for no"),
     ("WGradQueue(merge='maybe')", TypeError, "WGradQueue: merge must be True or False; got 'maybe'"),
     ("WGradQueue(wgrads_per_collective=-1)", ValueError, "WGradQueue: wgrads_per_collective must be"),
+    ("WGradQueue(stream='side')", TypeError, "WGradQueue: stream must be a torch.cuda.Stream or None; got 'side'"),
     ("WGradQueue().defer([1])", TypeError, "WGradQueue.defer: key must not be a list, which `run` takes as several"),
     ("WGradQueue().defer({'a': 1})", TypeError, "WGradQueue.defer: key must be hashable, such as a number or a tuple"),
     ("WGradQueue().run({'a': 1})", TypeError, "WGradQueue.run: key must be hashable, such as a number or a tuple; got"),

@@ -29,7 +29,9 @@ Kernels
                                                                dx (+)= dy weight, times activation'(z) if given
     linear_dgrad_sum([(dy, weight), ...], dx)                  dx = sum dy weight, over layers that share their input
     linear_wgrad([(x, dy), ...], (dweight, dbias), accumulate) dweight = sum dy^T x,  dbias = sum over rows of dy
-    linear_wgrads([(segments, outputs), ...], accumulate)      linear_wgrad of several layers; cuda, triton: one kernel
+    linear_wgrads([(segments, outputs), ...], accumulate)      linear_wgrad of several layers; cuda, triton: one kernel,
+                                                               with max_tiles=0: a block ends after so many tiles, for
+                                                               work on other streams; 0 for no bound
 
     fp8_linear_fwd(x, weight [N, K], bias | None, y, kept=None)
                                                                y = q(x) q(weight)^T + bias,

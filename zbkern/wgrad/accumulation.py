@@ -20,16 +20,18 @@ from zbkern.wgrad.task import Segment, WGradKernel, WGradTask
 class Target:
     """What the kernel of a task writes to: the gradients that exist, to be added to, or new ones, to be written.
 
-    outputs, add: arguments of the kernel.
+    outputs, add: arguments of the kernel. fresh: some of them were allocated or zeroed for it, on the current stream.
+    replaces: `commit` adds the result to a gradient that the kernel cannot write in place.
     """
 
-    __slots__ = ("_owned", "_unset", "add", "outputs")
+    __slots__ = ("_owned", "_unset", "add", "fresh", "outputs", "replaces")
 
     def __init__(self, task: WGradTask) -> None:
         outputs: list[Tensor | None] = []
         unset: list[tuple[Tensor, Tensor]] = []  # (parameter, output) to be assigned after the kernel
         overwritten: list[Tensor] = []
         owned: list[Tensor] = []  # parameters with a main_grad
+        self.replaces = False
         for parameter in task.parameters:
             if parameter is None or not parameter.requires_grad:  # frozen since its backward: autograd drops it, too
                 outputs.append(None)
@@ -42,6 +44,7 @@ class Target:
             else:
                 gradient = parameter.grad
                 if gradient is None or gradient.is_sparse:
+                    self.replaces = self.replaces or gradient is not None
                     gradient = empty_gradient(parameter, task.kernel)
                     unset.append((parameter, gradient))
             outputs.append(gradient)
@@ -52,6 +55,7 @@ class Target:
             if self.add:  # a kernel writes all or adds to all: zero those that are to be written, and add
                 for gradient in new:
                     gradient.zero_()
+        self.fresh = bool(unset or overwritten)
         self.outputs, self._unset, self._owned = outputs, unset, owned
 
     def commit(self) -> None:
@@ -144,10 +148,13 @@ def _existing_gradients(parameters: Sequence[Tensor | None]) -> list[Tensor | No
     return gradients
 
 
-def run_into(batch: Sequence[list[WGradTask]], targets: Sequence[Target]) -> None:
-    """Runs every group into its target: several groups as one kernel for those that are written, one for the others."""
+def run_into(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **options: Any) -> None:
+    """Runs every group into its target: several groups as one kernel for those that are written, one for the others.
+
+    options: for kernels that take several weights; the others have none.
+    """
     kernel = batch[0][0].kernel
-    if kernel.run_many is None or len(batch) == 1:
+    if kernel.run_many is None or (len(batch) == 1 and not options):
         target = targets[0]
         kernel.run([task.tensors for task in batch[0]], target.outputs, target.add)
         return
@@ -158,7 +165,7 @@ def run_into(batch: Sequence[list[WGradTask]], targets: Sequence[Target]) -> Non
             if target.add is add
         ]
         if layers:
-            kernel.run_many(layers, add)
+            kernel.run_many(layers, add, **options)
 
 
 _partly_autograds = WeakIdKeyDictionary()  # parameters of which autograd accumulates a part, whose use has no W

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zbkern.wgrad import accumulation, forgotten, grouping
+from zbkern.wgrad import accumulation, forgotten, grouping, side_stream
 from zbkern.wgrad.storages import HeldStorages
 from zbkern.wgrad.task import WGradTask
 
 
 class WGradQueue:
-    """Holds the W of every backward that ran inside `defer`; runs it when asked, in any order, on the current stream.
+    """Holds the W of every backward that ran inside `defer`, and runs it when asked, in any order.
 
     max_bytes: held bytes above which the oldest W run at once instead of waiting, but for those of parameters with
     hooks, which see all of a backward; None for no limit.
@@ -33,6 +33,11 @@ class WGradQueue:
     runs each by itself.
     listeners: functions, called with the tasks that have just run, once their gradients are complete. Every method may
     be called from any thread; a scope of `defer` belongs to the thread that opened it.
+
+    stream: a CUDA stream on which W runs beside other work (`side_stream.py` explains how, and priorities);
+    None for the current one. Gradients are then complete where `join` or `run()` of everything was called; until
+    then nothing else may touch them, a backward that does not defer included. Gradients with hooks, which may look at
+    them at once, are computed on the current stream.
 
     wgrads_per_collective: how many pending W run while a collective of a backward inside `defer` is in flight:
     tensor-parallel layers and `zbkern.nn.ExpertParallel` start the collective, run so many W, and only then wait for
@@ -58,10 +63,12 @@ class WGradQueue:
         self,
         max_bytes: int | None = None,
         merge: bool = True,
+        stream: torch.cuda.Stream | None = None,
         *,
         wgrads_per_collective: int = 0,
         regather_inputs: bool = False,
     ) -> None:
+        self._side: side_stream.SideStream | None = None
         self._tasks: dict[WGradTask, None] = {}  # a dict keeps the order and forgets one task in constant time
         if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 0):
             raise ValueError(
@@ -84,7 +91,26 @@ class WGradQueue:
         self._held = HeldStorages()
         self._lock = threading.RLock()
         _count(1)  # before what may raise: __del__ counts it out
+        self.stream = stream
         forgotten.watch(self)
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Where W runs; None for the current stream. May be set while no W is pending, else raises RuntimeError."""
+        return None if self._side is None else self._side.stream
+
+    @stream.setter
+    def stream(self, stream: torch.cuda.Stream | None) -> None:
+        with self._lock:
+            if self._tasks:
+                raise RuntimeError(
+                    f"WGradQueue.stream: {len(self)} W are pending, whose inputs no event marks for another stream; "
+                    "run() or discard() them first"
+                )
+            if stream is not None and not hasattr(stream, "wait_event"):
+                raise TypeError(f"WGradQueue: stream must be a torch.cuda.Stream or None; got {stream!r}")
+            self.join()
+            self._side = None if stream is None else side_stream.SideStream(stream)
 
     def defer(self, key: Hashable = None) -> _Scope:
         """Inside, every `backward()` of this thread runs B only; its W wait here under `key`.
@@ -104,6 +130,9 @@ class WGradQueue:
         _check_key("add", key)
         task.key = key
         with self._lock:
+            if self._side is not None and task.tensors[0].device == self._side.stream.device:
+                task.ready_event = self._side.record_event()
+                self._release(self._side.take_finished())
             if self.check_values:
                 task.keep_sums()
             self._tasks[task] = None
@@ -116,7 +145,8 @@ class WGradQueue:
     def exchange(self, task: WGradTask, tensors: Sequence[Tensor]) -> None:
         """Gives a waiting task other tensors with the same values, such as copies of them elsewhere.
 
-        The task keeps its place among the others. Raises ValueError for a task that does not wait here.
+        The task keeps its place among the others. On the queue's own stream its W then comes after what the current
+        stream has been given by now. Raises ValueError for a task that does not wait here.
         """
         with self._lock:
             if task not in self._tasks:
@@ -124,6 +154,8 @@ class WGradQueue:
             self._release([task])
             task.tensors = tuple(tensors)
             task.version = task.current_version()
+            if task.ready_event is not None and self._side is not None:
+                task.ready_event = self._side.record_event()
             self._hold(task)
 
     def run(self, key: Hashable | list[Hashable] = None) -> int:
@@ -132,7 +164,15 @@ class WGradQueue:
             selected = self._select("run", key)
             if selected:
                 self._run(grouping.batches(selected, self.merge), selected[0])
+            if key is None:
+                self.join()
         return len(selected)
+
+    def join(self) -> None:
+        """Makes the current stream wait for the W on the queue's own stream, whose gradients are then complete."""
+        if self._side is not None:
+            with self._lock:
+                self._release(self._side.join())
 
     def run_one(self, key: Hashable | list[Hashable] = None) -> bool:
         """Runs the oldest task (of the given keys), with every pending task of its weight among them when merging.
@@ -191,7 +231,7 @@ class WGradQueue:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the storages that waiting W keep alive, each storage once."""
+        """Bytes of the storages that W keep alive, waiting or running on the queue's stream, each storage once."""
         return self._held.nbytes
 
     def __len__(self) -> int:
@@ -207,6 +247,7 @@ class WGradQueue:
         if not hasattr(self, "_lock") or _count is None:  # the constructor refused its arguments; interpreter exit
             return
         _count(-1)
+        self.join()
         if self._tasks:
             warnings.warn(
                 f"a WGradQueue was deleted with {len(self._tasks)} W still pending (first: {next(iter(self._tasks))}): "
@@ -249,28 +290,56 @@ class WGradQueue:
                     f"WGradQueue: a tensor that {task} needs was modified in place between B and W; run the queue "
                     "before the modification (of a weight, before the optimizer's step), or modify a copy"
                 )
-        gradients = None
+        first, side, gradients = tasks[0], None, None
         try:
             if hooked:
+                self.join()
                 gradients = accumulation.sum_gradients(tasks)
+            elif first.ready_event is not None:
+                side = self._side
+                self._run_on_side_stream(batch, tasks)
             else:
                 accumulation.accumulate(batch)
         except Exception as error:
-            raise RuntimeError(f"WGradQueue: W of {tasks[0]} failed and stays in the queue: {error}") from error
-        self._remove(tasks)
+            raise RuntimeError(f"WGradQueue: W of {first} failed and stays in the queue: {error}") from error
+        for task in tasks:
+            del self._tasks[task]
+        if side is None:
+            self._release(tasks)
         if gradients:  # the tasks are gone by now: if a hook raises, the gradient is not added twice
             accumulation.accumulate_via_autograd(gradients)
-        for listener in self.listeners:
-            listener(tasks)
+        if self.listeners:
+            with nullcontext() if side is None else side_stream.on(side.stream):  # after W, whichever stream it is on
+                for listener in self.listeners:
+                    listener(tasks)
+
+    def _run_on_side_stream(self, batch: list[list[WGradTask]], tasks: list[WGradTask]) -> None:
+        side = self._side
+        assert side is not None
+        targets = [accumulation.Target(group[0]) for group in batch]
+        ready_events = [task.ready_event for task in tasks]
+        if any(target.fresh for target in targets):
+            ready_events.append(side.record_event())
+        # No priority takes a multiprocessor from a block that runs, so these end after a tile: 44 us on an H100 where W
+        # sums over 4096 rows.
+        side.launch(lambda: accumulation.run_into(batch, targets, max_tiles=1), ready_events, tasks)
+        if any(target.replaces for target in targets):
+            self.join()
+        for target in targets:
+            target.commit()
 
     def _run_early(self) -> None:
         """Runs the oldest W until the limit holds; those with hooks wait: this backward may have more for them."""
         assert self.max_bytes is not None
         for task in list(self._tasks):
+            if self._held.nbytes > self.max_bytes:
+                self.join()
             if self._held.nbytes <= self.max_bytes:
                 return
             if not task.has_hooks:
                 self._run([([[task]], False)], task)
+        if self._held.nbytes > self.max_bytes:
+            self.join()
 
     def _remove(self, tasks: Iterable[WGradTask]) -> None:
         for task in tasks:

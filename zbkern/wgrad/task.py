@@ -19,7 +19,8 @@ class WGradKernel(NamedTuple):
 
     run(segments, outputs, accumulate): sums W over `segments`, the tensors of one microbatch each, and writes it
         (accumulate=False) or adds it to every output that is not None.
-    run_many([(segments, outputs), ...], accumulate): `run` for several weights at once.
+    run_many([(segments, outputs), ...], accumulate, max_tiles=0): `run` for several weights at once. max_tiles: a block
+        of the GPU ends after so many tiles, so that work on other streams gets its multiprocessor; 0 for no bound.
     allocate(segment, params): W of one segment in new memory, None where the parameter is None.
     empty(parameter): memory for a gradient that does not exist yet, where it is not laid out as its parameter is.
     adds: True where B has computed the product that the gradient is, and this adds it; `zbkern.coverage` counts these.
@@ -44,7 +45,7 @@ class WGradTask:
     """
 
     __slots__ = (
-        *("_arithmetic", "ddp_managed", "kernel", "key", "name", "parameters", "storages", "sums"),
+        *("_arithmetic", "ddp_managed", "kernel", "key", "name", "parameters", "ready_event", "storages", "sums"),
         *("reads", "tensors", "version", "weight"),
     )
 
@@ -65,6 +66,7 @@ class WGradTask:
         self.name = name
         self.ddp_managed = ddp_managed
         self.key: Any = None  # hashable
+        self.ready_event: Any = None  # where W has a stream of its own: after it `tensors` hold their values
         self.storages: list[int] = []  # those of `tensors`, as a queue has counted them
         self.sums: list[Tensor] | None = None  # of the values of `tensors`, where a queue compares them
         self.reads = reads

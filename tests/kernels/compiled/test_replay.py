@@ -133,7 +133,7 @@ def test_options_are_told_apart(worked_out: list[int], monkeypatch: pytest.Monke
         w_of(x, dy, dweight, None),
         w_of(x, dy, dweight, None, accumulate=True),
         w_of(x, dy, dweight, dbias),
-        w_of(x, dy, dweight, None, accumulate=True, num_sms=1),
+        w_of(x, dy, dweight, None, accumulate=True, max_tiles=1),
     ]
     expected = [through_triton(call) for call in calls]
     worked_out.clear()

@@ -207,12 +207,13 @@ def test_gated(data: st.DataObject, m: int, n: int, k: int, h: int, layouts: tup
 @pytest.mark.parametrize(
     ("n", "options", "programs"),
     [
-        *((64, {}, 4), (64, {"num_sms": 1}, 1)),
-        *((160, {}, 3), (160, {"num_sms": 1}, 1)),  # of a bias alone
+        *((64, {}, 4), (64, {"num_sms": 1}, 1), (64, {"max_tiles": 1}, 8), (64, {"max_tiles": 3}, 4)),
+        # of a bias alone
+        *((160, {}, 3), (160, {"num_sms": 1}, 1), (160, {"max_tiles": 2}, 3), (160, {"num_sms": 1, "max_tiles": 2}, 2)),
     ],
 )
 def test_programs_of_a_w(n: int, options: dict, programs: int, spy: Spy) -> None:
-    """As many as there are SMs, fewer if told so; the result is the same."""
+    """As many as there are SMs, fewer if told so, more if each must end early; the result is the same."""
     kernel = (triton_multi_matmul, "_over_rows") if n == 64 else (triton_wgrad, "_sum_rows")
     grids = spy(*kernel, lambda grid, constants: grid)
     random = checks.Random(torch.float32, "cpu")
@@ -230,6 +231,20 @@ def test_the_sum_of_nothing_is_zero(launches: ModuleType) -> None:
     dx = torch.ones(4, 8)
     launches.linear_dgrad_sum([], dx)
     assert torch.equal(dx, torch.zeros(4, 8))
+
+
+@pytest.mark.parametrize(("max_tiles", "launches"), [(0, [4]), (1, [2, 1]), (2, [4])])
+def test_the_rows_of_a_tile_are_bounded_with_their_number(
+    max_tiles: int, launches: list[int], spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile sums over all microbatches that a launch takes: no bound of tiles is one of time without it."""
+    monkeypatch.setattr(triton_multi_matmul, "ROWS", 48)
+    segments = spy(triton_multi_matmul, "_over_rows", lambda grid, constants: constants[1])
+    random = checks.Random(torch.float32, "cpu")
+    pairs, dweight = [(random(20, 64), random(20, 64)) for _ in range(3)], torch.zeros(64, 64)
+    triton_kernels.linear_wgrad(pairs, (dweight, None), False, max_tiles=max_tiles)
+    checks.check("dweight", dweight, sum(dy.double().t() @ x.double() for x, dy in pairs))
+    assert segments == launches
 
 
 def test_segments_of_different_layouts_and_bfloat16() -> None:

@@ -56,16 +56,18 @@ def linear_wgrad(
     accumulate: bool,
     *,
     num_sms: int | None = None,
+    max_tiles: int = 0,
     reduce: bool = False,
 ) -> None:
     """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N]).
 
     x, dy: both bf16 or both fp16, N and K multiples of 8. Outputs: float32 or of x's dtype. num_sms: blocks run on at
-    most that many multiprocessors (two at least), None for all. reduce: where a launch adds to a float32 dweight, the
-    L2 cache adds, and no multiprocessor reads dweight: for few tokens, where memory is what W waits for. As repeatable
-    as without. Raises ValueError.
+    most that many multiprocessors (two at least), None for all. max_tiles: a block ends after so many tiles of dweight,
+    so that others get its multiprocessor, 0 for no bound; where that takes more blocks than num_sms, num_sms gives way.
+    reduce: where a launch adds to a float32 dweight, the L2 cache adds, and no multiprocessor reads dweight: for few
+    tokens, where memory is what W waits for. As repeatable as without. Raises ValueError.
     """
-    linear_wgrads(((segments, outputs),), accumulate, num_sms=num_sms, reduce=reduce)
+    linear_wgrads(((segments, outputs),), accumulate, num_sms=num_sms, max_tiles=max_tiles, reduce=reduce)
 
 
 def linear_wgrads(
@@ -73,6 +75,7 @@ def linear_wgrads(
     accumulate: bool,
     *,
     num_sms: int | None = None,
+    max_tiles: int = 0,
     reduce: bool = False,
 ) -> None:
     """linear_wgrad of several weights, each dweight and dbias in memory of its own, in as few launches as possible.
@@ -80,7 +83,7 @@ def linear_wgrads(
     One launch takes neighbours of the same dtypes, up to MAX_PRODUCTS weights with together MAX_SEGMENTS segments: no
     multiprocessor idles between two of them.
     """
-    limits = num_sms, reduce
+    limits = num_sms, max_tiles, reduce
     batch: list[tuple] = []  # of one launch, as the extension takes it
     like: tuple = ()  # what they have in common
     left = 0  # segments that it still takes
@@ -122,10 +125,12 @@ def linear_wgrads(
         _launch(batch, like, accumulate, *limits)
 
 
-def _launch(layers: list[tuple], like: tuple, accumulate: bool, num_sms: int | None, reduce: bool) -> None:
+def _launch(
+    layers: list[tuple], like: tuple, accumulate: bool, num_sms: int | None, max_tiles: int, reduce: bool
+) -> None:
     kinds, device = like
     places = _processors(device) if num_sms is None else min(num_sms, _processors(device))
-    _cuda.wgrad(layers, *kinds, accumulate, places, device, raw_stream(device), reduce)
+    _cuda.wgrad(layers, *kinds, accumulate, places, max_tiles, device, raw_stream(device), reduce)
 
 
 def _addresses(

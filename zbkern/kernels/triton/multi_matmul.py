@@ -3,6 +3,7 @@
 One launch takes up to eight pairs of operands: eight matmuls, or one matmul that sums over eight, or two over four.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zbkern.kernels import tiles
 from zbkern.kernels.triton.common import INTERPRETED, Kernel, rows_dense, widen
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
@@ -28,6 +30,9 @@ from zbkern.kernels.triton.matmul_tile import (
 
 SLOTS = 8
 """Pairs of operands that one launch takes; more run as further launches."""
+
+ROWS = 8192
+"""What a tile sums over at most where programs must end early: 0.1 ms of an H100's SM at two thirds of its peak."""
 
 
 @triton.jit
@@ -183,17 +188,19 @@ class _Kind(NamedTuple):
     writes: bool
 
 
-def run(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | None = None) -> None:
+def run(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | None = None, max_tiles: int = 0) -> None:
     """Every matmul, or (accumulate) added to what its output has. Outputs are not empty, and share no memory.
     Parts of one kind share launches.
 
-    num_sms: programs start for so many SMs, None for all.
+    num_sms: programs start for so many SMs, None for all. max_tiles: a program ends after so many tiles, each of ROWS
+    rows or of one pair, 0 for no bound; there are then more programs, and between two of them an SM is free for another
+    stream's work.
     """
     given = products
     products = [product._replace(out=rows_dense(product.out, copy=accumulate)) for product in given]
     rounds: list[dict[_Kind, list[_Part]]] = []  # the second part of a matmul adds to what the first has written
     for product in products:
-        for turn, part in enumerate(_parts(product, accumulate)):
+        for turn, part in enumerate(_parts(product, accumulate, max_tiles * ROWS)):
             if turn == len(rounds):
                 rounds.append({})
             rounds[turn].setdefault(_kind(part), []).append(part)
@@ -202,18 +209,21 @@ def run(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | N
             slots = SLOTS // 2 if kind.dtypes[0] == torch.float32 else SLOTS  # of float32, eight matmuls spill
             together = max(1, slots // kind.segments)
             for first in range(0, len(parts), together):
-                _launch(op, kind, parts[first : first + together], num_sms)
+                _launch(op, kind, parts[first : first + together], num_sms, max_tiles)
     for product, wanted in zip(products, given, strict=True):
         if product.out is not wanted.out:
             wanted.out.copy_(product.out)
 
 
-def _parts(product: Product, add: bool) -> Iterable[_Part]:
-    """Factors of one layout at a time, SLOTS at most; the first part writes (unless it adds), the others add."""
+def _parts(product: Product, add: bool, most: int) -> Iterable[_Part]:
+    """Factors of one layout at a time, SLOTS and `most` rows of them (0: any) at most; the first part writes (unless it
+    adds), the others add."""
     rest, result = [(as_operand(a), as_operand(b)) for a, b in product.pairs], Matrix(product.out)
     while rest:
         left, right = rest[0][0].layout, rest[0][1].layout
         same = [pair for pair in rest if pair[0].layout == left and pair[1].layout == right][:SLOTS]
+        sums = itertools.accumulate(a.tensor.shape[1] for a, _ in same)
+        same = same[: max(1, sum(rows <= most for rows in sums))] if most else same
         yield _Part(same, result, product.vector, add)
         rest = [pair for pair in rest if pair not in same] if len(same) < len(rest) else []
         add = True
@@ -236,7 +246,7 @@ def _kind(part: _Part) -> _Kind:
     )
 
 
-def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None) -> None:
+def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, max_tiles: int) -> None:
     segments, dtypes, _, _, _, add, reads, writes = kind
     left, right = parts[0].factors[0]
     shapes = [tuple(part.result.tensor.shape) for part in parts]
@@ -244,6 +254,8 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None) -
     p, q = shapes[0]
     device, others = left.tensor.device, tuple(shapes[1:])
     tile, programs = plan(op, p, q, max(map(sum, rows)), dtypes[0], device, reads and writes, num_sms, others)
+    if max_tiles:
+        programs = max(programs, -(-tiles.count(tile, *shapes) // max_tiles))
 
     slots: list[tuple[Any, Any, int]] = []  # a, b, r
     targets: list[tuple[Any, ...]] = []  # output, vector, p, q

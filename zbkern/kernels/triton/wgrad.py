@@ -47,18 +47,20 @@ def linear_wgrad(
     outputs: Sequence[Tensor | None],
     accumulate: bool,
     num_sms: int | None = None,
+    max_tiles: int = 0,
 ) -> None:
     """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N]).
 
     Allocates a copy of every x and dy whose rows do not begin at multiples of 16 bytes.
     """
-    linear_wgrads(((segments, outputs),), accumulate, num_sms)
+    linear_wgrads(((segments, outputs),), accumulate, num_sms, max_tiles)
 
 
 def linear_wgrads(
     layers: Iterable[tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None]]],
     accumulate: bool,
     num_sms: int | None = None,
+    max_tiles: int = 0,
 ) -> None:
     """linear_wgrad of every (segments, outputs), in as few launches as their layouts and dtypes allow."""
     layers, lengths = list(layers), []
@@ -71,16 +73,17 @@ def linear_wgrads(
             operands += segment
         operands += outputs
     if not operands or operands[0] is None:
-        _wgrads(layers, accumulate, num_sms)
+        _wgrads(layers, accumulate, num_sms, max_tiles)
     else:
-        options = ("wgrad", *lengths, accumulate, num_sms, precision(operands[0].dtype))
-        replay.run(lambda: _wgrads(layers, accumulate, num_sms), operands, options)
+        options = ("wgrad", *lengths, accumulate, num_sms, max_tiles, precision(operands[0].dtype))
+        replay.run(lambda: _wgrads(layers, accumulate, num_sms, max_tiles), operands, options)
 
 
 def _wgrads(
     layers: Iterable[tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None]]],
     accumulate: bool,
     num_sms: int | None,
+    max_tiles: int,
 ) -> None:
     products = []
     for segments, (dweight, dbias) in layers:
@@ -90,13 +93,13 @@ def _wgrads(
             continue
         exchanged = dweight is not None and Matrix(dweight).transposed  # stored [K, N]
         if dbias is not None and (exchanged or dweight is None or dweight.numel() == 0 or not dbias.is_contiguous()):
-            sum_rows([(dy, None) for _, dy in segments], dbias, accumulate, num_sms)
+            sum_rows([(dy, None) for _, dy in segments], dbias, accumulate, num_sms, max_tiles)
             dbias = None
         if dweight is not None and dweight.numel():
             if exchanged:  # the same matmul with its operands exchanged
                 dweight, pairs = dweight.t(), [(x.t(), dy.t()) for dy, x in pairs]
             products.append(Product(pairs, dweight, dbias))
-    run("wgrad", products, accumulate, num_sms)
+    run("wgrad", products, accumulate, num_sms, max_tiles)
 
 
 def _write_nothing(outputs: Sequence[Tensor | None], accumulate: bool) -> None:
@@ -121,12 +124,15 @@ def sum_rows(
     dbias: Tensor,
     accumulate: bool,
     num_sms: int | None = None,
+    max_tiles: int = 0,
 ) -> None:
     """dbias [N] (+)= sum over rows of every dy [M_i, N]: the bias gradient where no matmul computes it, too; or with
     the ends of groups of rows [E], dbias [E, N]."""
     groups, n = dbias.shape if dbias.dim() == 2 else (1, dbias.shape[0])
     tiles = groups * triton.cdiv(n, 64)
     programs = min(tiles, num_sms or tiles)
+    if max_tiles:
+        programs = max(programs, triton.cdiv(tiles, max_tiles))
     steps = dbias.stride() if dbias.dim() == 2 else (0, dbias.stride(0))
     for dy, ends in gradients:
         arguments = (dy, ends, dbias, dy.shape[0], n, groups, *dy.stride(), *steps)

@@ -426,6 +426,7 @@ class Pipeline:
                 self._HANDLERS[action.kind](self, *group)
         while self.queue.pending():  # eager: W that ran in no wait
             self._run_oldest()
+        self.queue.join()
         activity.begin("none")
 
     def _forward(self, action: Action) -> None:

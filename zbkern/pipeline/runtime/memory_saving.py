@@ -310,5 +310,7 @@ class _WaitingTasks:
 
     def arrive(self, task: WGradTask) -> None:
         """Waits for the load of what a task needs."""
-        for storage in self._moving.get(task, ()):
-            storage.arrive()
+        if moving := self._moving.get(task):
+            for storage in moving:
+                storage.arrive()
+            self._queue.exchange(task, task.tensors)  # on a stream of the queue's own W comes after the load

@@ -1,0 +1,270 @@
+"""W on a stream of its own: right whichever stream is late, and wrong as soon as one of its events is missing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import zbkern
+from tests.support.simulated_streams import Device, Event, Stream
+from zbkern import wgrad
+from zbkern.wgrad import side_stream
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    yield Device(monkeypatch)
+    gc.collect()  # queues that still hold something join their streams while these are simulated
+
+
+class Training:
+    """Steps of a layer with one weight, whose every piece of device work is late: B fills dy, W sums, a step reads.
+
+    What the host frees, the main stream's next work gets: a tensor's memory outlives it, and is overwritten from there.
+    """
+
+    def __init__(self, device: Device, queue: zbkern.WGradQueue) -> None:
+        self.device, self.queue = device, queue
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+        self.memory: dict[int, Tensor] = {}
+        self.count = 0
+        self.read: list[list[float]] = []
+
+    def backward(self) -> None:
+        self.count += 1
+        dy, memory, value = torch.empty(2), torch.full((2,), float("nan")), float(10**self.count)
+        self.memory[id(dy)] = memory
+        weakref.finalize(dy, self.device.main.work.append, lambda: memory.fill_(float("nan")) is memory)
+        self.device.launch(lambda: memory.fill_(value))
+        self.queue.add(wgrad.WGradTask(self.launch, (dy,), (self.weight,)), key=self.count)
+
+    def launch(self, segments: list[tuple[Tensor, ...]], outputs: list[Tensor], accumulate: bool) -> None:
+        addresses, out = [self.memory[id(dy)] for (dy,) in segments], outputs[0].data
+        self.device.launch(lambda: out.add_(sum(addresses)) if accumulate else out.copy_(sum(addresses)))
+
+    def step(self) -> None:
+        gradient = self.weight.grad
+        self.device.launch(lambda: self.read.append(gradient.tolist()))
+
+
+def train(device: Device, first: str) -> Training:
+    """Two microbatches, W of one behind B of the other; then a step."""
+    training = Training(device, zbkern.WGradQueue(stream=device.side))
+    training.backward()
+    training.queue.run(1)
+    training.backward()
+    training.queue.run(2)
+    gc.collect()
+    training.queue.join()
+    training.step()
+    device.finish((device.side, device.main) if first == "side" else (device.main, device.side))
+    return training
+
+
+@pytest.mark.parametrize("first", ["main", "side"])
+def test_gradients_are_right_whichever_stream_is_late(first: str, device: Device) -> None:
+    training = train(device, first)
+    assert training.read == [[110.0, 110.0]]
+
+
+@pytest.mark.parametrize(
+    ("missing", "first"), [("event after B", "side"), ("event after W", "main"), ("holding tensors", "main")]
+)
+def test_without_one_of_them_something_is_read_too_early_or_freed(
+    missing: str, first: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = side_stream.SideStream.launch
+    if missing == "holding tensors":
+        monkeypatch.setattr(side_stream.SideStream, "launch", lambda self, f, ready, held: launch(self, f, ready, ()))
+    else:
+        waiting = device.side if missing == "event after B" else device.main
+        monkeypatch.setattr(waiting, "wait_event", lambda event: None)
+    assert train(device, first).read != [[110.0, 110.0]]
+
+
+def test_a_merged_w_waits_for_every_b(device: Device) -> None:
+    """Those of backwards on streams of their own, one of which is far behind."""
+    training, other = Training(device, zbkern.WGradQueue(stream=device.side)), Stream("other")
+    for stream in (other, device.main):
+        with device.on(stream):
+            training.backward()
+    training.queue.run()
+    training.step()
+    device.finish((device.side, device.main, other))
+    assert training.read == [[110.0, 110.0]]
+
+
+def test_a_graph_that_is_captured_is_not_asked_how_far_it_is(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(device, queue := zbkern.WGradQueue(stream=device.side))
+    training.backward()
+    queue.run(1)
+    with monkeypatch.context() as capture:
+        capture.setattr(side_stream, "capturing", lambda: True)
+        capture.setattr(Event, "query", lambda self: pytest.fail("events of a graph have no state yet"))
+        training.backward()
+    queue.run()
+    training.step()
+    device.finish()
+    assert training.read == [[110.0, 110.0]]
+
+
+def test_tensors_go_once_the_host_sees_that_w_has_ended(device: Device) -> None:
+    training = Training(device, queue := zbkern.WGradQueue(stream=device.side))
+    training.backward()
+    queue.run(1)
+    assert queue.pending() == 0
+    assert queue.bytes == 8  # W runs
+    training.backward()
+    assert queue.bytes == 16
+    device.finish()
+    training.backward()
+    assert queue.bytes == 16  # of the second and third microbatch
+    queue.run([2, 3])
+    queue.join()
+    assert queue.bytes == 0
+    device.finish()
+    assert training.weight.grad.tolist() == [1110.0, 1110.0]
+
+
+@pytest.mark.parametrize("limit", [20, 4])  # two and a half W, and half of one
+def test_a_byte_limit_waits_for_w(limit: int, device: Device) -> None:
+    training = Training(device, queue := zbkern.WGradQueue(max_bytes=limit, stream=device.side))
+    for _ in range(5):
+        training.backward()
+        assert queue.bytes <= limit
+    queue.run()
+    training.step()
+    device.finish((device.side, device.main))
+    assert training.read == [[111110.0, 111110.0]]
+
+
+def test_run_of_everything_joins_and_a_queue_that_goes_does_so_too(device: Device) -> None:
+    training = Training(device, zbkern.WGradQueue(stream=device.side))
+    training.backward()
+    training.queue.run()
+    training.step()
+    training.backward()
+    training.queue.run(2)
+    gradient = training.weight.grad
+    training.queue = None
+    gc.collect()
+    device.launch(lambda: training.read.append(gradient.tolist()))
+    device.finish()
+    assert training.read == [[10.0, 10.0], [110.0, 110.0]]
+
+
+def test_what_is_allocated_or_zeroed_for_w_is_ordered_before_it(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new gradient may get memory that earlier work of the current stream still uses."""
+    training = Training(device, zbkern.WGradQueue(stream=device.side))
+    training.backward()
+    order: list[str] = []
+    device.launch(lambda: order.append("last use of freed memory"))
+    task = training.queue.tasks()[0]
+    task.kernel = wgrad.WGradKernel(lambda segments, outputs, accumulate: device.launch(lambda: order.append("W")))
+    training.queue.run(1)
+    device.finish((device.side, device.main))
+    assert order == ["last use of freed memory", "W"]
+
+
+def test_gradients_with_hooks_are_computed_on_the_current_stream(device: Device) -> None:
+    training = Training(device, zbkern.WGradQueue(stream=device.side))
+    training.backward()
+    training.queue.run(1)  # beside
+    device.finish()
+    training.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    used: list[str] = []
+    training.backward()
+    device.finish()
+    task = training.queue.tasks()[0]
+
+    def launch(segments: list[tuple[Tensor, ...]], outputs: list[Tensor], accumulate: bool) -> None:
+        used.append(device.current.name)
+        outputs[0].fill_(100.0)
+
+    task.kernel = wgrad.WGradKernel(launch)
+    training.queue.run(2)
+    assert used == ["main"]
+    assert training.weight.grad.tolist() == [110.0, 110.0]
+
+
+@pytest.mark.parametrize("why", ["a hook", "a sparse gradient"])
+def test_gradients_that_the_current_stream_adds_wait_for_w(
+    why: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, waits = Training(device, zbkern.WGradQueue(stream=device.side)), []
+    monkeypatch.setattr(device.main, "wait_event", waits.append)
+    training.backward()
+    training.queue.run(1)
+    assert not waits
+    if why == "a hook":
+        training.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    else:
+        training.weight.grad = torch.zeros(2).to_sparse()
+    training.backward()
+    training.queue.run(2)
+    assert len(waits) == 1
+
+
+def test_listeners_are_called_in_the_order_of_w(device: Device) -> None:
+    training = Training(device, zbkern.WGradQueue(stream=device.side))
+    seen: list[list[float]] = []
+    training.queue.listeners.append(
+        lambda tasks: device.launch(lambda: seen.append(tasks[0].parameters[0].grad.tolist()))
+    )
+    training.backward()
+    training.queue.run(1)
+    device.finish()
+    assert seen == [[10.0, 10.0]]
+
+
+def test_a_stream_is_set_before_w_waits(device: Device) -> None:
+    queue = zbkern.WGradQueue()
+    assert queue.stream is None
+    queue.stream = device.side
+    assert queue.stream is device.side
+    Training(device, queue).backward()
+    with pytest.raises(RuntimeError, match=r"1 W are pending.*run\(\) or discard\(\) them first"):
+        queue.stream = None
+    queue.discard()
+    with pytest.raises(TypeError, match=r"must be a torch.cuda.Stream or None; got 3"):
+        queue.stream = 3
+
+
+def test_a_queue_that_gets_another_stream_has_joined_the_first(device: Device) -> None:
+    training = Training(device, queue := zbkern.WGradQueue(stream=device.side))
+    training.backward()
+    queue.run(1)
+    queue.stream = None
+    assert queue.bytes == 0
+    training.step()
+    device.finish()
+    assert training.read == [[10.0, 10.0]]
+
+
+def test_blocks_end_early_where_the_launch_can_do_that(device: Device) -> None:
+    training = Training(device, zbkern.WGradQueue(stream=device.side))
+    seen: list[dict] = []
+
+    def launch(segments: list[tuple[Tensor, ...]], outputs: list[Tensor], accumulate: bool) -> None:
+        training.launch(segments, outputs, accumulate)
+
+    def run_many(layers: list[tuple], accumulate: bool, **options: int) -> None:
+        seen.append(options)
+        for segments, outputs in layers:
+            launch(segments, outputs, accumulate)
+
+    for stream in (device.side, None):
+        training.queue.stream = stream
+        training.backward()
+        training.queue.tasks()[0].kernel = wgrad.WGradKernel(launch, run_many)
+        training.queue.run()
+        device.finish()
+    assert seen == [{"max_tiles": 1}]  # on the current stream nothing else waits for multiprocessors
+    assert training.weight.grad.tolist() == [110.0, 110.0]
