@@ -35,9 +35,10 @@ class WGradQueue:
     be called from any thread; a scope of `defer` belongs to the thread that opened it.
 
     stream: a CUDA stream on which W runs beside other work (`side_stream.py` explains how, and priorities);
-    None for the current one. Gradients are then complete where `join` or `run()` of everything was called; until
-    then nothing else may touch them, a backward that does not defer included. Gradients with hooks, which may look at
-    them at once, are computed on the current stream.
+    None for the current one. A merged W holds a multiprocessor for longer than several: merge=False lets others in.
+    Gradients are then complete where `join` or `run()` of everything was called; until then nothing else may touch
+    them, a backward that does not defer included. Gradients with hooks, which may look at them at once, are computed
+    on the current stream.
 
     wgrads_per_collective: how many pending W run while a collective of a backward inside `defer` is in flight:
     tensor-parallel layers and `zbkern.nn.ExpertParallel` start the collective, run so many W, and only then wait for
