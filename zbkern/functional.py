@@ -54,8 +54,9 @@ def linear(
     device (under autocast, x and the result take autocast's dtype and the gradients stay the weight's). activation:
     None, "gelu", "gelu_tanh", "relu" or "silu". recipe: "fp8_blockwise" multiplies 8-bit numbers in forward and B, with
     a scale for each 1 x 128 of x and dy and 128 x 128 of the weight, and leaves W as it is (DeepSeek-V3, arXiv
-    2412.19437); without activation, and not inside torch.compile, function transforms or on DTensors. On GPUs of
-    compute capability 9.0 and later; "torch" computes the same values slowly, on any device.
+    2412.19437); "fp8_blockwise_wgrad" in W, too, with one for each 128 x 1 of x and dy. Without activation, and not
+    inside torch.compile, function transforms or on DTensors. On GPUs of compute capability 9.0 and later; "torch"
+    computes the same values slowly, on any device.
     Raises TypeError or ValueError for arguments that do not fit, UnavailableError for an impl that cannot run.
     """
     if not checks.fits_linear(x, weight, bias, transposed):
@@ -70,7 +71,7 @@ def linear(
             f"linear: recipe={recipe!r} needs activation=None and transposed=False; "
             f"got activation={activation!r}, transposed={transposed}"
         )
-    return table.run(table.FP8_LINEAR, x, (weight, bias), impl=impl, name=name)
+    return table.run(table.FP8_LINEAR, x, (weight, bias), recipe == "fp8_blockwise_wgrad", impl=impl, name=name)
 
 
 def gated_mlp(

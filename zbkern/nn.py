@@ -41,7 +41,7 @@ class Layer(torch.nn.Module):
 class Linear(Layer, torch.nn.Linear):
     """torch.nn.Linear whose weight gradient can be deferred: input [..., in_features], output [..., out_features].
 
-    recipe: None, or "fp8_blockwise" as in functional.linear.
+    recipe: None, or one of functional.linear's.
     """
 
     def __init__(self, *args: Any, recipe: str | None = None, **kwargs: Any) -> None:

@@ -208,6 +208,10 @@ def fp8() -> Iterator[Run]:
     x, bias, weight = empty(ROWS, SIZE), empty(SIZE), empty(SIZE, SIZE)
     yield "fp8_linear_fwd bias", lambda: backend().fp8_linear_fwd(x, weight, bias, x)
     yield "fp8_linear_dgrad", lambda: backend().fp8_linear_dgrad(x, weight, x)
+    for add, out in itertools.product((False, True), (SINGLE, HALF)):
+        dweight = empty(SIZE, SIZE, dtype=out)
+        run = functools.partial(backend().fp8_linear_wgrad, [(x, x)], (dweight, None), add)
+        yield f"fp8_linear_wgrad to {short(out)}" + " add" * add, run
 
 
 def elementwise() -> Iterator[Run]:

@@ -54,6 +54,9 @@ def test_linear(
     if torch.cuda.get_device_capability() >= (9, 0):
         checks.fp8_linear(launches, random(), m, n, k, layouts)
     outs = [torch.float32] if dtype == torch.float32 else [torch.float32, dtype]
+    if torch.cuda.get_device_capability() >= (9, 0):
+        for out in outs:
+            checks.fp8_linear_wgrad(launches, random(), [m, 0, 77, m], n, k, layouts, out, True)
     for out, accumulate in itertools.product(outs, (False, True)):
         checks.linear_wgrad(launches, random(), [m], n, k, layouts, out, accumulate)
         checks.linear_wgrad(launches, random(), [m, 0, 77, m], n, k, layouts, out, accumulate)

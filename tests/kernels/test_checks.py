@@ -26,6 +26,7 @@ CHECKS = {
     "linear_dgrad_sum": lambda launches: launch_checks.linear_dgrad_sum(launches, random(), 9, [8, 3], 7),
     "fp8_linear_fwd": lambda launches: launch_checks.fp8_linear(launches, random(), 9, 8, 7),
     "fp8_linear_dgrad": lambda launches: launch_checks.fp8_linear(launches, random(), 9, 130, 140),
+    "fp8_linear_wgrad": lambda launches: launch_checks.fp8_linear_wgrad(launches, random(), [3, 0, 9], 8, 7),
     "linear_wgrad": lambda launches: launch_checks.linear_wgrad(launches, random(), [3, 0, 9], 8, 7),
     "linear_wgrads": lambda launches: launch_checks.linear_wgrads(launches, random(), [(8, 7, [3, 4]), (2, 3, [5])]),
     "gated_linear_fwd": lambda launches: launch_checks.gated_linear(launches, random(), 9, 8, 7, 5, bias=True),

@@ -50,6 +50,41 @@ def test_forward_and_b_multiply_rounded_numbers_and_w_the_numbers_themselves() -
     testing.assert_close(layer.bias.grad, above.double().sum(0))
 
 
+@pytest.mark.parametrize("merge", [True, False])
+def test_w_multiplies_rounded_numbers_where_the_recipe_says_so(merge: bool) -> None:
+    torch.manual_seed(0)
+    layer, queue = zbkern.nn.Linear(130, 140, recipe="fp8_blockwise_wgrad"), zbkern.WGradQueue(merge=merge)
+    expected = torch.zeros(140, 130)
+    for tokens in (200, 5):
+        x, dy = torch.randn(tokens, 130, requires_grad=True), torch.randn(tokens, 140)
+        with queue.defer():
+            layer(x).backward(dy)
+        testing.assert_close(x.grad, dequantised(dy, 1) @ dequantised(layer.weight.detach(), 128))
+        segment = [(x.detach(), dy)]
+        fp8.fp8_linear_wgrad(segment, (expected, None), accumulate=True)
+        testing.assert_close(
+            dequantised(dy.t(), 1) @ dequantised(x.detach().t(), 1).t(), wanted(segment), tolerance=1e-6
+        )
+    queue.run()
+    assert torch.equal(layer.weight.grad, expected)
+
+
+@pytest.mark.parametrize("tokens", [128, 1000])
+def test_the_error_of_w_is_the_documented_one(tokens: int) -> None:
+    torch.manual_seed(0)
+    x, dy, dweight = torch.randn(tokens, 130), torch.randn(tokens, 140), torch.empty(140, 130)
+    fp8.fp8_linear_wgrad([(x, dy)], (dweight, None), accumulate=False)
+    exact = dy.double().T @ x.double()
+    assert float((dweight - exact).norm() / exact.norm()) == pytest.approx(0.036, abs=0.001)
+
+
+def wanted(segment: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    """W of a segment alone."""
+    dweight = torch.empty(140, 130)
+    fp8.fp8_linear_wgrad(segment, (dweight, None), accumulate=False)
+    return dweight
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_seen_and_spares_the_numbers_beside_a_nan(value: float) -> None:
     torch.manual_seed(0)

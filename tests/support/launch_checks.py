@@ -164,6 +164,26 @@ def fp8_linear(launches: ModuleType, random: Random, m: int, n: int, k: int, lay
     check("dx", dx, dequantised(dy, 1) @ dequantised(weight, 128), tolerance)
 
 
+def fp8_linear_wgrad(
+    launches: ModuleType, random: Random, rows: Sequence[int], n: int, k: int,
+    layouts: Sequence[str] = PLAIN, out: torch.dtype | None = None, accumulate: bool = False,
+    bias: bool = True,
+) -> None:  # fmt: skip
+    """Blocks of each segment's own tokens; and a W of all is the same bits as one W of each."""
+    segments, outputs = w_of(random, rows, n, k, layouts, out or random.dtype, accumulate, bias)
+    single = [None if each is None else each.clone() for each in outputs]
+    launches.fp8_linear_wgrad(segments, outputs, accumulate)
+    for i, segment in enumerate(segments):
+        launches.fp8_linear_wgrad([segment], single, accumulate or i > 0)
+    expected = sum(dequantised(dy.t(), 1) @ dequantised(x.t(), 1).t() for x, dy in segments)
+    wide = testing.tolerance_of(torch.bfloat16)
+    check("dweight", outputs[0], expected + accumulate, wide)
+    for merged, alone in zip(outputs, single, strict=True):
+        assert merged is None or torch.equal(merged, alone)
+    if bias:
+        check("dbias", outputs[1], sum(dy.double().sum(0) for _, dy in segments) + accumulate, wide)
+
+
 def linear_wgrad(
     launches: ModuleType, random: Random, rows: Sequence[int], n: int, k: int,
     layouts: Sequence[str] = PLAIN, out: torch.dtype | None = None, accumulate: bool = False,

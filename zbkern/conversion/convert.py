@@ -61,8 +61,8 @@ def convert(
     it is, "auto" at first. A named one that cannot run raises UnavailableError when a module is called.
     defer(name, module) says of every module of the model, converted or not, whether W of what it and its children
     compute may wait; where not, their forward is in `no_defer`. None leaves that as it is.
-    recipe: "fp8_blockwise" for every `nn.Linear` that filter takes, its own or converted here (functional.linear has
-    what that is); call convert again with another filter for other modules.
+    recipe: for every `nn.Linear` that filter takes, its own or converted here (functional.linear has what there are);
+    call convert again with another filter for other modules.
     `unconverted` tells what stayed, `restore` undoes it. Raises TypeError for a model that is no module, ValueError for
     an impl or a recipe that does not exist.
     """

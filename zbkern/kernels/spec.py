@@ -40,6 +40,10 @@ Kernels
                                                                weight, that takes its largest value to 448. Sums are
                                                                float32. kept: a dict, in which calls with this weight,
                                                                unchanged, leave q(weight) for the next
+    fp8_linear_wgrad([(x, dy), ...], (dweight, dbias), accumulate)
+                                                               dweight = sum q(dy)^T q(x), with a scale for each 128 x 1
+                                                               of a segment's x and dy; dbias as linear_wgrad. Segments
+                                                               are added one by one: any merging gives the same bits
 
     activation_fwd(z, activation, y)                           y = activation(z)
     activation_bwd(dy, z, activation, dz)                      dz = dy activation'(z)
@@ -107,7 +111,7 @@ if TYPE_CHECKING:
 
 OPS = {
     "linear": ("linear_fwd", "linear_dgrad", "linear_wgrad", "linear_wgrads", "activation_fwd", "activation_bwd"),
-    "fp8_linear": ("fp8_linear_fwd", "fp8_linear_dgrad", "linear_wgrad", "linear_wgrads"),
+    "fp8_linear": ("fp8_linear_fwd", "fp8_linear_dgrad", "fp8_linear_wgrad", "linear_wgrad", "linear_wgrads"),
     "gated_mlp": (
         *("gated_linear_fwd", "linear_fwd", "gated_linear_dgrad", "linear_dgrad_sum", "linear_wgrad"),
         *("gated_fwd", "gated_bwd"),
@@ -129,8 +133,8 @@ KERNELS = tuple(dict.fromkeys(kernel for kernels in OPS.values() for kernel in k
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 
-RECIPES = ("fp8_blockwise",)
-"""In which precision a linear multiplies, other than its tensors' own: op "fp8_linear"."""
+RECIPES = ("fp8_blockwise", "fp8_blockwise_wgrad")
+"""In which precision a linear multiplies, other than its tensors' own: op "fp8_linear"; the second its W, too."""
 
 IMPLEMENTATIONS = ("cuda", "triton", "torch")
 """In the order in which impl="auto" prefers them."""

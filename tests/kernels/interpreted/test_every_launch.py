@@ -17,7 +17,7 @@ from zbkern.kernels.triton import kernels as triton_kernels
 NAMES = [name for op, names in spec.OPS.items() for name in names if name != "norm_partials"]
 WITH_NUM_SMS = (
     *("linear_fwd", "linear_dgrad", "linear_dgrad_sum", "linear_wgrad", "linear_wgrads"),
-    *("fp8_linear_fwd", "fp8_linear_dgrad"),
+    *("fp8_linear_fwd", "fp8_linear_dgrad", "fp8_linear_wgrad"),
     *("activation_fwd", "activation_bwd", "gated_fwd", "gated_bwd", "gated_linear_fwd", "gated_linear_dgrad"),
     *("grouped_linear_fwd", "grouped_linear_dgrad", "grouped_linear_wgrad", "grouped_gated_fwd", "grouped_gated_dgrad"),
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support import launch_checks
+from zbkern.kernels import reference
 from zbkern.kernels.reference import fp8 as reference_fp8
 from zbkern.kernels.triton import fp8 as triton_fp8
 from zbkern.kernels.triton import kernels as triton_kernels
@@ -80,3 +81,15 @@ def test_products(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     random = launch_checks.Random(dtype, "cpu")
     for layouts in (("plain", "plain", "plain"), ("odd", "transposed", "odd")):
         launch_checks.fp8_linear(triton_kernels, random, m, n, k, layouts)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [((5,), 7, 3), ((130, 0, 300), 130, 136), ((0, 16), 128, 128), ((0,), 4, 4)]
+)
+def test_w(rows: tuple[int, ...], n: int, k: int, out: torch.dtype, accumulate: bool) -> None:
+    random = launch_checks.Random(torch.float16, "cpu")
+    for layouts in (("plain", "plain", "plain"), ("odd", "transposed", "transposed")):
+        for launches in (triton_kernels, reference):
+            launch_checks.fp8_linear_wgrad(launches, random, rows, n, k, layouts, out, accumulate)

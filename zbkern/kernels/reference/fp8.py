@@ -1,13 +1,17 @@
-"""Linear layers whose forward and dgrad multiply 8-bit numbers with a scale per block. Contract: spec.py.
+"""Linear layers that multiply 8-bit numbers with a scale per block. Contract: spec.py.
 
 As DeepSeek-V3 trains (arXiv 2412.19437, 3.3): blocks of 1 x 128 of activations and gradients, 128 x 128 of weights, so
-that a weight quantised once serves both products.
+that a weight quantised once serves both products; of W 128 x 1, along the tokens that it sums over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from zbkern.kernels.reference.linear import linear_wgrad
 
 BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3fn
@@ -25,6 +29,20 @@ def fp8_linear_fwd(
 def fp8_linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor, kept: dict[object, Tensor] | None = None) -> None:
     """dx = quantised(dy) quantised(weight), in float32."""
     dx.copy_(_rounded(dy, 1) @ _rounded_weight(weight, kept))
+
+
+def fp8_linear_wgrad(
+    segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool
+) -> None:
+    """dweight (+)= sum of quantised(dy^T) quantised(x^T)^T and dbias (+)= sum over rows of dy, over (x, dy). Every
+    segment's blocks begin anew and its sum is added by itself, so that merged W are the same bits as single ones."""
+    dweight, dbias = outputs
+    for x, dy in segments:
+        if dweight is not None:
+            product = _rounded(dy.t(), 1) @ _rounded(x.t(), 1).t()
+            dweight.add_(product) if accumulate else dweight.copy_(product)
+        linear_wgrad([(x, dy)], (None, dbias), accumulate)
+        accumulate = True
 
 
 def quantised(tensor: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
 """Linear layers in blockwise-scaled FP8: operands are quantised by a pass of their own, then multiplied.
 
 Tensor cores read 8-bit operands only along the dimension that is summed over, so dgrad quantises the weight once more,
-transposed: the same values, because its blocks are squares.
+transposed: the same values, because its blocks are squares. W quantises both operands along their tokens.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton.common import _INTERPRETED, Kernel, block_range, dot, offset, rows_dense, widen
-from zbkern.kernels.triton.matmul_tile import Matrix, processors, store, tile_index
+from zbkern.kernels.triton.common import _INTERPRETED, INTERPRETED, Kernel, block_range, dot, offset, rows_dense, widen
+from zbkern.kernels.triton.matmul_tile import Matrix, processors, tile_index
+from zbkern.kernels.triton.multi_matmul import store_tile
+from zbkern.kernels.triton.wgrad import sum_rows
 
 _BLOCK = tl.constexpr(128)
 _LARGEST = tl.constexpr(448.0)
@@ -44,6 +47,30 @@ def fp8_linear_dgrad(
         dx.zero_()
     elif dx.numel():
         _multiply(_quantise_rows(dy, num_sms), _quantise_weight(weight, True, kept, num_sms), None, dx, num_sms)
+
+
+def fp8_linear_wgrad(
+    segments: Sequence[tuple[Tensor, ...]],
+    outputs: Sequence[Tensor | None],
+    accumulate: bool,
+    num_sms: int | None = None,
+) -> None:
+    """dweight (+)= sum of quantised(dy^T) quantised(x^T)^T and dbias (+)= sum over rows of dy, over (x, dy).
+
+    Allocates the operands in 8 bits, a byte for each of their elements, of one segment at a time.
+    """
+    dweight, dbias = outputs
+    if dbias is not None:
+        sum_rows([(dy, None) for _, dy in segments], dbias, accumulate, num_sms)
+    if dweight is None or not dweight.numel():
+        return
+    for x, dy in segments:
+        if x.shape[0]:
+            left, right = _quantise_rows(dy.t(), num_sms), _quantise_rows(x.t(), num_sms)
+            _multiply(left, right, None, dweight, num_sms, accumulate)
+        elif not accumulate:
+            dweight.zero_()
+        accumulate = True
 
 
 def _quantise_rows(tensor: Tensor, num_sms: int | None = None) -> tuple[Tensor, Tensor]:
@@ -111,7 +138,8 @@ def _quantise(
 
     values [M, K], scales [K / 128, M (/ 128)]; if TRANSPOSE values [K, M], scales [M / 128, K / 128]. One program: ROWS
     x 128, or every num_programs-th of these. Divisions are exact, as the reference has them: one rounding apart, a
-    value could be the next of only 256.
+    value could be the next of only 256. Rows of values are written to their end, a multiple of 16: a mask that ends
+    within 16 bytes would have all of them written one by one.
     """
     bands, blocks = tl.cdiv(M, ROWS), tl.cdiv(K, _BLOCK)
     start, stop, step = block_range(count)
@@ -135,18 +163,25 @@ def _quantise(
             value = value * factor[:, None]
         result = _to_fp8(value, values.dtype.element_ty)
         if TRANSPOSE:
-            tl.store(values + (offset(j, values_row)[:, None] + i[None, :]), result.T, inside.T)
+            there = (j < K)[:, None] & (i < values_row)[None, :]
+            tl.store(values + (offset(j, values_row)[:, None] + i[None, :]), result.T, there)
         else:
-            tl.store(values + (offset(i, values_row)[:, None] + j[None, :]), result, inside)
+            there = (i < M)[:, None] & (j < values_row)[None, :]
+            tl.store(values + (offset(i, values_row)[:, None] + j[None, :]), result, there)
 
 
 def _multiply(
-    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], bias: Tensor | None, out: Tensor, num_sms: int | None
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    bias: Tensor | None,
+    out: Tensor,
+    num_sms: int | None,
+    add: bool = False,
 ) -> None:
-    """out [P, Q] = A B^T + bias of quantised A [P, R] (rows) and B [Q, R] (a weight)."""
+    """out [P, Q] = A B^T + bias of quantised A [P, R] (rows) and B [Q, R] (rows, or a weight), or added to out."""
     (left, left_scales), (right, right_scales) = a, b
     (p, r), q = left.shape, right.shape[0]
-    rows = rows_dense(out, copy=False)
+    rows = rows_dense(out, copy=add)
     target = Matrix(rows)
     writes = target.describable and not target.transposed
     result = target.descriptor(_M, _N) if writes else rows
@@ -154,7 +189,9 @@ def _multiply(
     bias = None if bias is None else bias.contiguous()
     programs = min(triton.cdiv(p, _M) * triton.cdiv(q, _N), num_sms or processors(out.device))
     arguments = (*operands, left_scales, right_scales, result, bias, p, q, r, 1 if writes else rows.stride(0))
-    _product(programs, arguments, (writes, _M, _N, _GROUP), _WARPS, _STAGES)
+    reduces = add and writes and out.dtype == torch.float32 and not INTERPRETED
+    constants = (right_scales.shape[1] == q, add, reduces, writes, _M, _N, _GROUP)
+    _product(programs, arguments, constants, _WARPS, _STAGES)
     if rows is not out:
         out.copy_(rows)
 
@@ -163,12 +200,14 @@ def _multiply(
 @triton.jit
 def _product(
     a, b, a_scales, b_scales, out, bias, P, Q, R, o_stride,
-    O_DESCRIPTOR: tl.constexpr, M: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr,
+    B_ROWS: tl.constexpr, ADD: tl.constexpr, REDUCE: tl.constexpr, O_DESCRIPTOR: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out [P, Q] = sum over blocks of 128 of a_scale b_scale (A B^T) + bias; A [P, R] and B [Q, R] in e4m3.
+    """out [P, Q] (+)= sum over blocks of 128 of a_scale b_scale (A B^T) + bias; A [P, R] and B [Q, R] in e4m3.
 
-    a_scales [R / 128, P], b_scales [R / 128, Q / 128]. One program computes every num_programs-th tile [M, N], N = 128.
-    A block's sum leaves the tensor cores before the next: they accumulate 8-bit products with some 14 bits.
+    a_scales [R / 128, P], b_scales [R / 128, Q / 128] or, if B_ROWS, [R / 128, Q]. One program computes every
+    num_programs-th tile [M, N], N = 128. A block's sum leaves the tensor cores before the next: they accumulate 8-bit
+    products with some 14 bits.
     """
     count = tl.cdiv(P, M) * tl.cdiv(Q, N)
     steps = max(tl.cdiv(R, _BLOCK), 1)  # known not to be 0: the compiler then writes the epilogue once
@@ -179,9 +218,14 @@ def _product(
         for step in range(steps):
             left, right = a.load([p, step * _BLOCK]), b.load([q, step * _BLOCK])
             scale = tl.load(a_scales + (tl.cast(step, tl.int64) * P + i), i < P, other=0.0)
-            scale *= tl.load(b_scales + step * tl.cdiv(Q, N) + q // N)
-            total += dot(left, right.T, tl.zeros((M, N), tl.float32), "ieee") * scale[:, None]
+            part = dot(left, right.T, tl.zeros((M, N), tl.float32), "ieee")
+            if B_ROWS:
+                j = q + tl.arange(0, N)
+                part *= tl.load(b_scales + (tl.cast(step, tl.int64) * Q + j), j < Q, other=0.0)[None, :]
+            else:
+                scale *= tl.load(b_scales + step * tl.cdiv(Q, N) + q // N)
+            total += part * scale[:, None]
         if bias is not None:
             j = q + tl.arange(0, N)
             total += widen(tl.load(bias + j, j < Q, 0.0))[None, :]
-        store(out, total, p, q, P, Q, o_stride, M, N, O_DESCRIPTOR)
+        store_tile(total, p, q, out, P, Q, o_stride, ADD, REDUCE, O_DESCRIPTOR, M, N)

@@ -36,7 +36,7 @@ ROWS = 8192
 
 
 @triton.jit
-def _store_tile(
+def store_tile(
     value, p, q, out, P, Q, o_stride,
     ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, O_DESCRIPTOR: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
@@ -136,7 +136,7 @@ def _sums(
         if turn == length - 1:
             parts = pieces(accumulator, M, N, PARTS)
             for i in tl.static_range(PARTS):
-                _store_tile(
+                store_tile(
                     parts[i], p, q + i * (N // PARTS), out, P, Q, o_stride,
                     ACCUMULATE, REDUCE, O_DESCRIPTOR, M, N // PARTS,
                 )  # fmt: skip

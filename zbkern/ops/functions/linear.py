@@ -72,19 +72,20 @@ class Linear(torch.autograd.Function):
 
 
 class FP8Linear(torch.autograd.Function):
-    """y = x weight^T + bias, x [..., K]: forward and B in blockwise-scaled FP8 (kernels/reference/fp8.py), W as Linear.
+    """y = x weight^T + bias, x [..., K]: forward and B in blockwise-scaled FP8 (kernels/reference/fp8.py), W as Linear
+    or, with fp8_wgrad, in FP8 as well.
 
     In a step of a Pipeline its first microbatch quantises the weight, elsewhere each does. What waits for W is x and
     dy as they came.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: OpCall, x: Tensor, *edges: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: OpCall, x: Tensor, fp8_wgrad: bool, *edges: Tensor | None) -> Tensor:
         weight, bias = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.params)
         y = x.new_empty((*x.shape[:-1], weight.shape[0]))
         call.backend.fp8_linear_fwd(as_rows(x), weight, bias, as_rows(y), _kept_of(call, weight))
         ctx.save_for_backward(x, weight)
-        ctx.call = call
+        ctx.call, ctx.fp8_wgrad = call, fp8_wgrad
         return y
 
     @staticmethod
@@ -92,14 +93,15 @@ class FP8Linear(torch.autograd.Function):
         call, needs = ctx.call, ctx.needs_input_grad
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: a rounding has no derivative of use
-            return differentiable_backward(call, linear_with_torch, (x,), dy)
+            return differentiable_backward(call, linear_with_torch, (x, None), dy)
         dx = None
         if needs[1]:
             dx = x.new_empty(x.shape)
             call.backend.fp8_linear_dgrad(as_rows(dy), weight, as_rows(dx), _kept_of(call, weight))
         tensors = as_rows(x.detach()), as_rows(dy)
-        weights = weight_gradients(call, linear_wgrad(call.backend), tensors, needs, linear_flops)
-        return None, dx, *weights
+        kernel = (fp8_linear_wgrad if ctx.fp8_wgrad else linear_wgrad)(call.backend)
+        weights = weight_gradients(call, kernel, tensors, needs, linear_flops)
+        return None, dx, None, *weights
 
 
 class _Kept(NamedTuple):
@@ -193,6 +195,11 @@ def linear_wgrad(backend: ModuleType) -> wgrad.WGradKernel:
     if backend is reference:
         return wgrad.WGradKernel(reference.linear_wgrad, allocate=reference_linear.linear_gradients)
     return wgrad.WGradKernel(backend.linear_wgrad, backend.linear_wgrads)
+
+
+@functools.cache
+def fp8_linear_wgrad(backend: ModuleType) -> wgrad.WGradKernel:
+    return wgrad.WGradKernel(backend.fp8_linear_wgrad)
 
 
 @functools.cache
