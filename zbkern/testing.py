@@ -29,8 +29,7 @@ never rounds up, of a sum that was two thirds as large on average."""
 def tolerance_of(dtype: torch.dtype, terms: int = 0) -> float:
     """TOLERANCE[dtype] for a result that is a sum of so many products: tensor cores cut sums off, in one direction.
 
-    tests/support/tensor_cores.py is a model of that; an error that grows with the number of products is no fault of a
-    kernel.
+    After arXiv 2512.07004; an error that grows with the number of products is no fault of a kernel.
     """
     if dtype not in TOLERANCE:
         raise TypeError(f"tolerance_of: {dtype} has no tolerance of its own; pass tolerance= to assert_close")
