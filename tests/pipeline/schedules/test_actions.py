@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 
 from zbkern.pipeline import Action, Schedule, ScheduleError, schedules
 
-ONE_CHUNK = ("gpipe", "one_f_one_b", "zb_h1", "zb_h2")
-TWO_CHUNKS = tuple(name for name in schedules.NAMES if name not in ONE_CHUNK)
-
 
 def test_importing_the_package_loads_no_torch() -> None:
     code = (
@@ -53,21 +50,6 @@ def test_grid() -> None:
     assert schedules.zb_v(2, 1).to_text() == (
         "rank 0 0F0 .   .   3F0 3B0 3W0 .   .   0B0 0W0\nrank 1 .   1F0 2F0 .   .   2B0 2W0 1B0 1W0 ."
     )
-
-
-@pytest.mark.parametrize("name", ONE_CHUNK + TWO_CHUNKS)
-def test_csv_round_trip(name: str) -> None:
-    schedule = getattr(schedules, name)(3, 7)
-    assert Schedule.from_csv(schedule.to_csv()) == schedule
-    assert Schedule.from_csv(schedule.to_csv(header=False), schedule.name) == schedule
-
-
-def test_csv_keeps_parts_and_name() -> None:
-    rows = [["0F0", "0B0", "0W0:1/2", "0W0:0/2"]]
-    schedule = Schedule.build([[Action.parse(cell) for cell in row] for row in rows], [0], 1, "in parts")
-    assert Schedule.from_csv(schedule.to_csv()) == schedule
-    with pytest.raises(ScheduleError, match=r"torch has no parts of W, .*and the schedule has 0W0:1/2"):
-        schedule.to_csv(header=False)
 
 
 def test_torch_letters_are_not_ours() -> None:
@@ -162,20 +144,6 @@ def test_offload_and_recomputation_are_printed_and_parsed_like_any_other() -> No
 def test_torch_has_no_word_for_them(row: str) -> None:
     with pytest.raises(ScheduleError, match="torch has no parts of W, and no actions that offload, load or recompute"):
         build(row).to_csv(header=False)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        "0F0 0O0 0L0 0BW0",
-        "0F0 0O0 0L0 0B0 0W0",
-        "0F0 0B0 0O0 0L0 0W0:1/2 0W0:0/2",
-        "0F0 0O0 0L0 0B0 0O0 0L0 0W0",
-        "0F0 0R0 0B0 0O0 0L0 0W0",
-    ],
-)
-def test_what_may_be_offloaded_and_recomputed(row: str) -> None:
-    build(row)
 
 
 def test_types_are_checked() -> None:

@@ -1,4 +1,7 @@
-"""Generators: valid for any size, equal to the closed forms and to the published memory, and to torch's own tables."""
+"""Generators: valid for any size, and equal to torch's own tables.
+
+Their closed forms and memory are those of docs/schedules.md: tests/docs/test_gallery.py, tests/pipeline/simulation.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from zbkern.pipeline import Action, Costs, Schedule, schedules, simulate
 
 GENERATORS: dict[str, Callable[..., Schedule]] = {name: getattr(schedules, name) for name in schedules.NAMES}
-TWO_CHUNKS = Costs(forward=0.5, backward=0.5, weight=0.5, activation=0.5, held=0.5)
-
-passes = st.integers(1, 20)
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -50,93 +48,6 @@ def test_v_placement(name: str) -> None:
     schedule = GENERATORS[name](3, 4)
     assert schedule.placement == (0, 1, 2, 2, 1, 0)
     assert schedule.chunks_of(1) == [1, 4]
-
-
-def bubble(schedule: Schedule, costs: Costs) -> float:
-    """Idle time of the rank that sets the cost, beyond its own work; all chunks cost the same."""
-    flat = costs.per_chunk(1)
-    work = schedule.chunks * schedule.microbatches * (flat.forward[0] + flat.backward[0] + flat.weight[0])
-    return simulate(schedule, costs).cost - work
-
-
-@settings(max_examples=60, deadline=None)
-@given(f=passes, b=passes, w=passes, stages=st.integers(1, 6), microbatches=st.integers(1, 14))
-def test_closed_forms_with_fused_backward(f: int, b: int, w: int, stages: int, microbatches: int) -> None:
-    costs = Costs(f, b, w)
-    expected = (stages - 1) * (f + b + w)
-    assert bubble(schedules.gpipe(stages, microbatches), costs) == expected
-    assert bubble(schedules.one_f_one_b(stages, microbatches), costs) == expected
-
-
-@settings(max_examples=60, deadline=None)
-@given(f=passes, b=passes, w=passes, stages=st.integers(1, 5), groups=st.integers(1, 3), chunks=st.integers(1, 4))
-def test_closed_form_of_interleaved(f: int, b: int, w: int, stages: int, groups: int, chunks: int) -> None:
-    """(p-1)(F+B+W)/v, where a chunk takes (F+B+W)/v."""
-    schedule = schedules.interleaved(stages, groups * stages, chunks=chunks)
-    assert bubble(schedule, Costs(f, b, w)) == (stages - 1) * (f + b + w)
-
-
-@settings(max_examples=100, deadline=None)
-@given(w=passes, more=st.integers(0, 9), f=passes, stages=st.integers(1, 6), more_microbatches=st.integers(0, 8))
-def test_closed_forms_of_zero_bubble(w: int, more: int, f: int, stages: int, more_microbatches: int) -> None:
-    """The paper's, which presume that W is no longer than F and B."""
-    f, b = w + f, w + more
-    h1 = schedules.zb_h1(stages, stages + more_microbatches)
-    assert bubble(h1, Costs(f, b, w)) == (stages - 1) * (f + b - w)
-    h2 = schedules.zb_h2(stages, 2 * stages + more_microbatches)
-    assert bubble(h2, Costs(f, b, w)) == (stages - 1) * (f + b - 2 * w)
-
-
-@settings(max_examples=100, deadline=None)
-@given(w=passes, b=passes, f=passes, stages=st.integers(1, 5), groups=st.integers(2, 4), chunks=st.integers(1, 4))
-def test_closed_form_of_interleaved_zero_bubble(w: int, b: int, f: int, stages: int, groups: int, chunks: int) -> None:
-    schedule = schedules.interleaved_zero_bubble(stages, groups * stages, chunks=chunks)
-    f, b = w + f, w + b
-    assert bubble(schedule, Costs(f, b, w)) == (stages - 1) * (f + b - w)
-
-
-@pytest.mark.parametrize("stages", [*range(4, 10), 16])  # every remainder by 2 and by 3
-def test_bubbles_of_v_schedules_at_unit_costs(stages: int) -> None:
-    """3p and 4p slots of one chunk for V-Half and V-Min, less a constant that depends on p mod 2 and p mod 3."""
-
-    def slots(name: str) -> float:
-        return 2 * (simulate(GENERATORS[name](stages, 4 * stages), TWO_CHUNKS).cost - 3 * 4 * stages)
-
-    assert slots("v_half") == 3 * stages - (4 if stages % 2 else 7)
-    assert slots("v_min") == 4 * stages - (5 if stages % 3 else 7)
-    assert slots("dualpipe_v") == stages - 1
-    assert 5 * stages - 9 <= slots("one_f_one_b_v") <= 5 * stages - 5
-
-
-@pytest.mark.parametrize("stages", range(1, 8))
-def test_zb_v_has_no_bubble_at_unit_costs(stages: int) -> None:
-    for microbatches in range(2 * stages, 4 * stages):
-        timeline = simulate(schedules.zb_v(stages, microbatches), TWO_CHUNKS)
-        assert timeline.cost == pytest.approx(3 * microbatches)
-        assert max(timeline.peak_memory) <= stages
-
-
-@pytest.mark.parametrize("stages", range(1, 8))
-def test_published_memory(stages: int) -> None:
-    """In whole-rank activations, where W holds all that B did (the paper's count for the V schedules)."""
-    microbatches = 4 * stages
-    one = Costs(activation=1, held=0)
-
-    def peak(name: str, costs: Costs) -> float:
-        return max(simulate(GENERATORS[name](stages, microbatches), costs).peak_memory)
-
-    assert peak("gpipe", one) == microbatches
-    assert peak("one_f_one_b", one) == stages
-    assert peak("zb_h1", Costs(activation=1, held=1)) == stages
-    assert peak("zb_h2", Costs(activation=1, held=1)) == 2 * stages - 1
-    assert peak("zb_v", TWO_CHUNKS) <= stages
-    assert peak("one_f_one_b_v", TWO_CHUNKS) <= 2 * stages / 3 + 2
-    assert peak("dualpipe_v", TWO_CHUNKS) == stages + 0.5
-    assert peak("interleaved_zero_bubble", TWO_CHUNKS) == stages
-    for chunks in (1, 2, 3):
-        schedule = schedules.interleaved(stages, microbatches, chunks=chunks)
-        timeline = simulate(schedule, Costs(activation=1 / chunks, held=0))
-        assert max(timeline.peak_memory) == pytest.approx((1 + (stages - 1) / (stages * chunks)) * stages)
 
 
 @pytest.mark.parametrize("microbatches", [1, 5, 30])
