@@ -30,7 +30,7 @@ def sizes_of(layout: layouts.Layout) -> tuple[int, int, int, int, int, int]:
         job.data_parallel,
         job.expert_parallel,
         layout.microbatches,
-        job.microbatch,
+        job.microbatch_size,
     )
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from zbkern.pipeline import LayerCosts, ModelCosts, ScheduleError, plan
-from zbkern.pipeline.remedies import Training, remedies
+from zbkern.pipeline.remedies import remedies
 from zbkern.pipeline.simulation.architecture import load_architecture
 from zbkern.pipeline.simulation.hardware import load_hardware
-from zbkern.pipeline.simulation.model_costs import model_costs
+from zbkern.pipeline.simulation.model_costs import Job, model_costs
 from zbkern.pipeline.simulation.needs import least_need, least_uneven, least_work
 
 CONFIGURATIONS = Path(__file__).parents[2] / "bench" / "configurations"
@@ -20,30 +20,36 @@ LIMIT = 72e9
 H100 = load_hardware("h100")
 
 
-def costs_of(name: str, training: Training) -> ModelCosts:
-    return model_costs(load_architecture(CONFIGURATIONS / f"{name}.json"), H100, training.job)
+def costs_of(name: str, **sizes: int) -> ModelCosts:
+    return model_costs(load_architecture(CONFIGURATIONS / f"{name}.json"), H100, Job(**sizes))
 
 
-def fits(name: str, training: Training) -> bool:
+def fits(name: str, stages: int, **sizes: int) -> bool:
     try:
-        found = plan(costs_of(name, training), training.stages, 2, memory_limit=LIMIT, effort=0)
+        found = plan(costs_of(name, **sizes), stages, 2, memory_limit=LIMIT, effort=0)
     except ScheduleError:
         return False
     return max(found.timeline.peak_memory) <= LIMIT
 
 
 @pytest.mark.parametrize(
-    ("name", "training"),
+    ("name", "stages", "given"),
     [
-        ("llama-3-8b", Training(2, 4096)),
-        pytest.param("llama-3-70b", Training(8, 8192, 64, tensor_parallel=8), marks=pytest.mark.slow),
-        pytest.param("gpt-oss-120b", Training(8, 4096), marks=pytest.mark.slow),
-        pytest.param("qwen3-235b", Training(4, 4096, 1, 4, 8), marks=pytest.mark.slow),
+        ("llama-3-8b", 2, {"sequence": 4096}),
+        pytest.param(
+            *("llama-3-70b", 8, {"sequence": 8192, "microbatch_size": 64, "tensor_parallel": 8}), marks=pytest.mark.slow
+        ),
+        pytest.param("gpt-oss-120b", 8, {"sequence": 4096}, marks=pytest.mark.slow),
+        pytest.param(
+            *("qwen3-235b", 4, {"sequence": 4096, "tensor_parallel": 4, "expert_parallel": 8}), marks=pytest.mark.slow
+        ),
     ],
 )
-def test_each_option_makes_it_fit(name: str, training: Training) -> None:
-    assert not fits(name, training)
-    found = remedies(load_architecture(CONFIGURATIONS / f"{name}.json"), H100, training, LIMIT)
+def test_each_option_makes_it_fit(name: str, stages: int, given: dict[str, int]) -> None:
+    one = dict.fromkeys(("microbatch_size", "tensor_parallel", "expert_parallel"), 1)
+    sizes = {**one, "data_parallel": 0, **given}
+    assert not fits(name, stages, **sizes)
+    found = remedies(load_architecture(CONFIGURATIONS / f"{name}.json"), H100, stages, sizes, LIMIT)
     assert found
     for option in found:
         words = option.split()
@@ -51,9 +57,9 @@ def test_each_option_makes_it_fit(name: str, training: Training) -> None:
             key.removeprefix("--").replace("-", "_"): int(value)
             for key, value in zip(words[::2], words[1::2], strict=True)
         }
-        assert fits(name, training._replace(**changes)), option
+        assert fits(name, **{"stages": stages, **sizes, **changes}), option
         if "stages" in changes:
-            assert not fits(name, training._replace(stages=changes["stages"] - 1))
+            assert not fits(name, changes["stages"] - 1, **sizes)
 
 
 def test_the_least_need_is_that_of_the_best_cut() -> None:

@@ -7,7 +7,7 @@ import contextlib
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zbkern.pipeline import report, schedules
 from zbkern.pipeline.planner import Plan
@@ -15,7 +15,7 @@ from zbkern.pipeline.planner.annealing import measured
 from zbkern.pipeline.planner.arguments import problem_of
 from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
 from zbkern.pipeline.planner.problem import ordering_of, within
-from zbkern.pipeline.remedies import Training, may_fit_with_saving, remedies
+from zbkern.pipeline.remedies import may_fit_with_saving, remedies
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, number
@@ -127,7 +127,7 @@ def why_not(arguments: argparse.Namespace, setting: Setting, limit: float) -> st
     saving = arguments.recompute or arguments.offload is not None
     if need.total <= limit or (saving and may_fit_with_saving(costs, stages, limit)):
         return None
-    options = remedies(setting.architecture, setting.hardware, _training(arguments), limit)
+    options = remedies(setting.architecture, setting.hardware, stages, _sizes(arguments), limit)
     what = f"it fits with {' or '.join(options)}" if options else "no one of the options for sizes makes it fit"
     if 0 < limit < _LEAST_LIMIT and arguments.memory is not None and not arguments.memory[1]:
         what = f"a limit is in bytes: --memory {number(limit)}e9 for as many GB"
@@ -217,7 +217,7 @@ def setting(arguments: argparse.Namespace) -> Setting:
     """What the arguments describe. Raises WrongArgument."""
     model, gpu = model_and_gpu(arguments)
     try:
-        found = Setting(model, gpu, _training(arguments).job)
+        found = Setting(model, gpu, Job(**_sizes(arguments)))
         model_costs(*found)
     except ValueError as error:
         named = [name for name in SIZES if name in str(error)]
@@ -253,9 +253,9 @@ def model_and_gpu(arguments: argparse.Namespace) -> tuple[Architecture, Hardware
         raise WrongArgument("--calibrate", f"{arguments.calibrate}: {error}") from error
 
 
-def _training(arguments: argparse.Namespace) -> Training:
-    sizes = {name: getattr(arguments, name) or least for name, least in SIZES.items()}
-    return Training(arguments.stages, **sizes, fp8=bool(arguments.fp8))
+def _sizes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of a `Job`: as given, or their defaults."""
+    return {name: getattr(arguments, name) or least for name, least in SIZES.items()} | {"fp8": bool(arguments.fp8)}
 
 
 def _calibration(
@@ -264,7 +264,7 @@ def _calibration(
     """Of costs that profile_layers has measured with the sizes of the arguments, or of a step of a training run."""
     text, source = read_text(arguments.calibrate), arguments.calibrate.name
     if '"layers"' in text:
-        job = _training(arguments).job
+        job = Job(**_sizes(arguments))
         computed = model_costs(architecture, hardware, job)
         return calibration.of_blocks(computed, ModelCosts.from_json(text), job.tensor_parallel, source)
     given = parse_object("a training step", text, _STEP)
@@ -276,7 +276,7 @@ def _calibration(
     if None in (run.stages, run.microbatches) or run.schedule not in schedules.NAMES:
         raise ValueError(f"it must have stages, microbatches and a schedule of {', '.join(schedules.NAMES)}: {_STEP}")
     schedule = comparison.build(run.schedule, run.stages, run.microbatches, run.chunks)
-    setting = Setting(architecture, hardware, _training(run).job)
+    setting = Setting(architecture, hardware, Job(**_sizes(run)))
     passes = _on_its_best_cut(schedule, setting.costs, None).makespan / 1e3
     return calibration.of_step(passes + outside(*setting, run.stages), run.seconds, source)
 
@@ -294,8 +294,8 @@ def title(arguments: argparse.Namespace, setting: Setting) -> str:
     if architecture.left_out:
         model += f"; left out: what {', '.join(architecture.left_out)} describes"
     return (
-        f"{model}\n{arguments.stages} stages{beside} on {_gpus(arguments.stages, job)} x {hardware.title}; "
-        f"{arguments.microbatches} microbatches of {job.microbatch} x {job.sequence} tokens"
+        f"{model}\n{arguments.stages} stages{beside} on {job.gpus(arguments.stages)} x {hardware.title}; "
+        f"{arguments.microbatches} microbatches of {job.microbatch_size} x {job.sequence} tokens"
     )
 
 
@@ -305,7 +305,7 @@ def step(found: Plan, setting: Setting, objective: str, width: int) -> str:
     beside = outside(*setting, found.schedule.stages)
     seconds = report.reached(found.timeline, objective) / 1e3 + beside
     rate = setting.tokens(found.schedule.sequences) / seconds
-    gpus = _gpus(found.schedule.stages, setting.job)
+    gpus = setting.job.gpus(found.schedule.stages)
     peak = gpus * setting.hardware.matmul_flops
     used = rate * flops(setting.architecture, setting.job.sequence) / peak
     placement = found.schedule.placement
@@ -356,7 +356,3 @@ def _block_costs(setting: Setting) -> str:
     )
     held = f", {block.held / block.activation:.2f} times that from B to W" if block.activation else ""
     return f"{block.name}: {times} ms; {amount(block.activation, 'bytes')} from F to B{held}"
-
-
-def _gpus(stages: int, job: Job) -> int:
-    return stages * job.tensor_parallel * job.replicas

@@ -122,23 +122,23 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
     if job.context_parallel > 1:
         raise ValueError("zbkern has no context parallelism of its own: plan without it, or write the program by hand")
     stages, schedule = found.schedule.stages, path.with_suffix(".schedule.csv")
-    gpus = stages * job.tensor_parallel * job.data_parallel
-    per_node = min(gpus, hardware.gpus_per_node)
-    nodes = -(-gpus // int(per_node))
+    gpus = job.gpus(stages)
+    per_node = int(min(gpus, hardware.gpus_per_node))
+    nodes = -(-gpus // per_node)
     sizes = {"replicas": job.data_parallel, "stages": stages, "GPUs of tensor parallelism": job.tensor_parallel}
     schedule.write_text(found.schedule.to_csv(), encoding="utf-8")
     program = _PROGRAM.substitute(
         model=config.name,
         layout=", ".join(f"{size} {name}" for name, size in sizes.items() if size > 1) or "one GPU",
         nodes=nodes,
-        per_node=int(per_node),
+        per_node=per_node,
         rendezvous=" --rdzv-backend c10d --rdzv-endpoint HOST:29400" if nodes > 1 else "",
         name=path.name,
         schedule=schedule.name,
         config=repr(str(config.resolve())),
         sizes=", ".join(map(str, sizes.values())),
         fp8=_FP8 if job.fp8 else "",
-        rows=job.microbatch,
+        rows=job.microbatch_size,
         sequence=job.sequence,
         partition=list(found.partition or ()),
     )

@@ -45,13 +45,12 @@ class Layout(NamedTuple):
 
     @property
     def gpus(self) -> int:
-        return self.stages * self.setting.job.tensor_parallel * self.setting.job.data_parallel
+        return self.setting.job.gpus(self.stages)
 
     @property
     def sizes(self) -> dict[str, int]:
         """By the arguments of `zbkern plan` that give them."""
-        job = self.setting.job
-        sizes = {name: getattr(job, "microbatch" if name == "microbatch_size" else name) for name in SIZES}
+        sizes = {name: getattr(self.setting.job, name) for name in SIZES}
         return {"stages": self.stages, "microbatches": self.microbatches, **sizes}
 
     def has(self, sizes: Mapping[str, int]) -> bool:
@@ -258,7 +257,7 @@ def name(layout: Layout) -> str:
     job = layout.setting.job
     sizes = {"tp": job.tensor_parallel, "pp": layout.stages, "dp": job.data_parallel, "ep": job.expert_parallel}
     parallel = ", ".join(f"{kind} {size}" for kind, size in sizes.items() if size > 1)
-    return f"{parallel or 'one GPU'}, {layout.microbatches} microbatches of {job.microbatch}"
+    return f"{parallel or 'one GPU'}, {layout.microbatches} microbatches of {job.microbatch_size}"
 
 
 def why(best: Answer, other: Answer) -> str:

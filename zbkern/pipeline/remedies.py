@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 from zbkern.pipeline.simulation.architecture import Architecture
 from zbkern.pipeline.simulation.hardware import Hardware
@@ -17,23 +17,6 @@ _SHORTEST = 256  # tokens
 _CHUNKS = 8  # per rank, at most, in a search
 
 
-class Training(NamedTuple):
-    """The options of `zbkern plan --config` that decide what a GPU holds; the names are theirs."""
-
-    stages: int
-    sequence: int
-    microbatch_size: int = 1
-    tensor_parallel: int = 1
-    expert_parallel: int = 1
-    data_parallel: int = 0
-    context_parallel: int = 1
-    fp8: bool = False
-
-    @property
-    def job(self) -> Job:
-        return Job(*self[1:])
-
-
 def may_fit_with_saving(costs: ModelCosts, stages: int, limit: float) -> bool:
     """Whether offloading or recomputing could make it fit: a rank then holds a microbatch in one of its chunks only."""
     chunks = max(1, min(_CHUNKS, len(costs.layers) // stages))
@@ -41,20 +24,25 @@ def may_fit_with_saving(costs: ModelCosts, stages: int, limit: float) -> bool:
     return fits(replace(costs, layers=tuple(thinner)), stages, limit)
 
 
-def remedies(architecture: Architecture, hardware: Hardware, training: Training, limit: float) -> list[str]:
-    """Options with the least change of their numbers, each of which makes the model fit."""
-    found = []
+def remedies(
+    architecture: Architecture, hardware: Hardware, stages: int, sizes: Mapping[str, Any], limit: float
+) -> list[str]:
+    """Options with the least change of their numbers, each of which makes the model fit.
+
+    sizes: arguments of the `Job`, as they were given: what follows from the others follows from those that are tried.
+    """
+    found, given = [], {"stages": stages, **sizes}
     for name in ("stages", "tensor_parallel", "expert_parallel", "data_parallel", "microbatch_size", "sequence"):
-        for value in _values(name, training, architecture):
-            if _fits(architecture, hardware, training._replace(**{name: value}), limit):  # type: ignore[arg-type]
+        for value in _values(name, given, architecture):
+            if _fits(architecture, hardware, limit, **{**given, name: value}):
                 found.append(f"--{name.replace('_', '-')} {value}")
                 break
     return found
 
 
-def _values(name: str, training: Training, architecture: Architecture) -> Iterator[int]:
+def _values(name: str, given: Mapping[str, Any], architecture: Architecture) -> Iterator[int]:
     """Of this option, in the order in which they are tried."""
-    value = training.job.data_parallel if name == "data_parallel" else getattr(training, name)
+    value = given[name]
     if name == "stages":
         yield from range(value + 1, _layers(architecture) + 1)
     elif name in ("microbatch_size", "sequence"):
@@ -62,19 +50,21 @@ def _values(name: str, training: Training, architecture: Architecture) -> Iterat
         while (value := value // 2) >= least:
             yield value
     else:
+        if name == "data_parallel":
+            value = Job(**{size: each for size, each in given.items() if size != "stages"}).data_parallel
         experts = architecture.experts.count if architecture.experts else 0
         while (value := 2 * value) <= _MOST.get(name, experts):
             yield value
 
 
-def _fits(architecture: Architecture, hardware: Hardware, training: Training, limit: float) -> bool:
-    if training.stages > _layers(architecture):
+def _fits(architecture: Architecture, hardware: Hardware, limit: float, stages: int, **sizes: Any) -> bool:
+    if stages > _layers(architecture):
         return False
     try:
-        costs = model_costs(architecture, hardware, training.job)
+        costs = model_costs(architecture, hardware, Job(**sizes))
     except ValueError:  # heads or experts that cannot be divided so
         return False
-    return fits(costs, training.stages, limit)
+    return fits(costs, stages, limit)
 
 
 def _layers(architecture: Architecture) -> int:

@@ -80,7 +80,7 @@ def test_what_does_not_describe_a_block_is_refused() -> None:
     other = replace(measured(), layers=[replace(measured().layers[0], name="layer 0")])
     with pytest.raises(ValueError, match=r"blocks of the model, model.layers.0 for one; it has layer 0"):
         of_blocks(COSTS, other, 1, "")
-    twice = model_costs(LLAMA, H100, Job(4096, microbatch=2))
+    twice = model_costs(LLAMA, H100, Job(4096, microbatch_size=2))
     with pytest.raises(ValueError, match=r"model.layers.2 passes on 67,108,864 bytes, and 33,554,432 with these sizes"):
         of_blocks(COSTS, measured(twice), 1, "")
     with pytest.raises(TypeError, match="Hardware: calibration is for zbkern plan --calibrate; got 2"):

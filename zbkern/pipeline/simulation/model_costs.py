@@ -45,11 +45,11 @@ class Job:
     expert is split as other layers are. context_parallel: GPUs that share the tokens of every sequence, and send keys
     and values around. data_parallel: pipelines beside each other, which share the optimizer's state with those; 0 for
     as few as have room for the experts. fp8: products of F and B are in FP8, W in bf16 (`recipe="fp8_blockwise"`).
-    sequence: tokens of a sequence; microbatch: sequences of a microbatch. Raises TypeError or ValueError.
+    sequence: tokens of a sequence; microbatch_size: sequences of a microbatch. Raises TypeError or ValueError.
     """
 
     sequence: int
-    microbatch: int = 1
+    microbatch_size: int = 1
     tensor_parallel: int = 1
     expert_parallel: int = 1
     data_parallel: int = 0
@@ -80,7 +80,7 @@ class Job:
     @property
     def tokens(self) -> int:
         """Of a microbatch."""
-        return self.sequence * self.microbatch
+        return self.sequence * self.microbatch_size
 
     @property
     def rows(self) -> float:
@@ -91,6 +91,10 @@ class Job:
     def replicas(self) -> int:
         """GPUs that have the same weights, and share their optimizer's state."""
         return self.data_parallel * self.context_parallel
+
+    def gpus(self, stages: int) -> int:
+        """Of all pipelines."""
+        return stages * self.tensor_parallel * self.replicas
 
 
 def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> ModelCosts:
