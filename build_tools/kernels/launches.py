@@ -103,7 +103,7 @@ def short(dtype: torch.dtype) -> str:
 def large_linears(bulk: bool) -> Iterator[Run]:
     """Dense layers. Names that begin with "fp32" are of products in float32."""
     plain, odd = ("plain",) * 3, ("plain", "plain", "shifted")
-    wanted = ("fwd", "fwd silu z", "dgrad", "dgrad add", "dgrad gelu", "gated fwd", "gated dgrad silu")
+    wanted = ("fwd", "fwd silu z", "dgrad", "gated fwd", "gated dgrad silu")
     yield from chosen("linear bf16", linear((SIZE, SIZE), HALF, plain), wanted)
     yield from chosen("linear fp32", linear((SIZE, SIZE), SINGLE, plain), ("fwd silu z", "dgrad"))
     turned = linear((SIZE, SIZE), SINGLE, ("plain", "transposed", "plain"))
@@ -116,7 +116,7 @@ def large_linears(bulk: bool) -> Iterator[Run]:
     dx = empty(SIZE, SIZE)
     yield "linear_dgrad_sum bf16 of 4", lambda: backend().linear_dgrad_sum([(dx, dx)] * 4, dx)
     if bulk:
-        yield from chosen("linear bf16 shifted", linear((SIZE, SIZE - 1), HALF, odd), ("dgrad gelu",))
+        yield from chosen("linear bf16 shifted", linear((SIZE, SIZE - 1), HALF, odd), ("dgrad",))
         yield wgrad(8, 1, HALF, SINGLE, True, False, "shifted")
 
 
@@ -364,9 +364,6 @@ def linear(shape: tuple[int, int], dtype: torch.dtype, layouts: tuple[str, str, 
     yield "fwd gelu", lambda: triton.linear_fwd(x, weight, bias, y, "gelu")
     down = m(r, q, two)
     yield "dgrad", lambda: triton.linear_dgrad(x, down, y)
-    yield "dgrad add", lambda: triton.linear_dgrad(x, down, y, accumulate=True)
-    for activation in ("gelu", "gelu_tanh", "silu"):
-        yield f"dgrad {activation}", functools.partial(triton.linear_dgrad, x, down, y, activation=activation, z=z)
     yield "dgrad sum", lambda: triton.linear_dgrad_sum([(x, down)] * 3, y)
     rows, gradient = m(r, q, one), m(r, p, two)
     for out in dict.fromkeys((torch.float32, dtype)):

@@ -22,7 +22,7 @@ def random(kind: str = "normal", dtype: torch.dtype = FP32) -> launch_checks.Ran
 
 CHECKS = {
     "linear_fwd": lambda launches: launch_checks.linear_fwd(launches, random(), 9, 8, 7, bias=True, activation="silu"),
-    "linear_dgrad": lambda launches: launch_checks.linear_dgrad(launches, random(), 9, 8, 7, accumulate=True),
+    "linear_dgrad": lambda launches: launch_checks.linear_dgrad(launches, random(), 9, 8, 7),
     "linear_dgrad_sum": lambda launches: launch_checks.linear_dgrad_sum(launches, random(), 9, [8, 3], 7),
     "fp8_linear_fwd": lambda launches: launch_checks.fp8_linear(launches, random(), 9, 8, 7),
     "fp8_linear_dgrad": lambda launches: launch_checks.fp8_linear(launches, random(), 9, 130, 140),

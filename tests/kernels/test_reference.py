@@ -82,12 +82,6 @@ def test_a_half_product_accumulates_in_the_outputs_dtype(low: torch.dtype, accum
     testing.assert_close(outputs[1], sum(dy.double().sum(0) for _, dy in segments) + accumulate, tolerance=1e-6)
 
 
-def test_dgrad_is_added_where_that_is_asked_for() -> None:
-    dy, weight, dx = rand(8, 48), rand(48, 64), torch.ones(8, 64, dtype=torch.float64)
-    reference.linear_dgrad(dy, weight, dx, accumulate=True)
-    testing.assert_close(dx, dy @ weight + 1)
-
-
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 2)])
 def test_attention_launches(heads: tuple[int, int], causal: bool, window: int | None) -> None:

@@ -135,14 +135,10 @@ def linear_fwd(
     compare(launches, "linear_fwd", {"z": z, "y": y}, x, weight, b, y, activation, z)
 
 
-def linear_dgrad(
-    launches: ModuleType, random: Random, m: int, n: int, k: int, layouts: Sequence[str] = PLAIN,
-    accumulate: bool = False, activation: str | None = None,
-) -> None:  # fmt: skip
+def linear_dgrad(launches: ModuleType, random: Random, m: int, n: int, k: int, layouts: Sequence[str] = PLAIN) -> None:
     dy, weight = random(m, n, layout=layouts[0]), random(n, k, layout=layouts[1])
-    dx = output((m, k), random.dtype, random.device, layouts[2], 1.0 if accumulate else float("nan"))
-    z = None if activation is None else random(m, k, layout=layouts[2])
-    compare(launches, "linear_dgrad", {"dx": dx}, dy, weight, dx, accumulate, activation, z)
+    dx = output((m, k), random.dtype, random.device, layouts[2])
+    compare(launches, "linear_dgrad", {"dx": dx}, dy, weight, dx)
 
 
 def dequantised(tensor: Tensor, rows: int) -> Tensor:

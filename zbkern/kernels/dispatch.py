@@ -105,19 +105,9 @@ def _auto_backend() -> ModuleType:
     ) -> None:
         (library if activation is None else triton).linear_fwd(x, weight, bias, y, activation, z)
 
-    def linear_dgrad(
-        dy: Tensor,
-        weight: Tensor,
-        dx: Tensor,
-        accumulate: bool = False,
-        activation: str | None = None,
-        z: Tensor | None = None,
-    ) -> None:
-        (library if activation is None else triton).linear_dgrad(dy, weight, dx, accumulate, activation, z)
-
     joined = ModuleType("triton, with matmuls of cuBLAS")
     kernels = {name: getattr(triton, name) for name in spec.KERNELS if hasattr(triton, name)}
-    vars(joined).update(kernels, linear_fwd=linear_fwd, linear_dgrad=linear_dgrad)
+    vars(joined).update(kernels, linear_fwd=linear_fwd, linear_dgrad=library.linear_dgrad)
     return joined
 
 

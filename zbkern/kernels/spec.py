@@ -25,8 +25,7 @@ Rules
 Kernels
     linear_fwd(x, weight, bias | None, y, activation=None, z=None)
                                                                y = activation(z), z = x weight^T + bias, kept if given
-    linear_dgrad(dy, weight, dx, accumulate=False, activation=None, z=None)
-                                                               dx (+)= dy weight, times activation'(z) if given
+    linear_dgrad(dy, weight, dx)                               dx = dy weight
     linear_dgrad_sum([(dy, weight), ...], dx)                  dx = sum dy weight, over layers that share their input
     linear_wgrad([(x, dy), ...], (dweight, dbias), accumulate) dweight = sum dy^T x,  dbias = sum over rows of dy
     linear_wgrads([(segments, outputs), ...], accumulate)      linear_wgrad of several layers; cuda, triton: one kernel,

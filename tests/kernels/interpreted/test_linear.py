@@ -91,16 +91,7 @@ def test_forward(data: st.DataObject, m: int, n: int, k: int, layouts: tuple[str
 @properties
 @given(st.data(), st.integers(0, 40), sizes, sizes, layouts)
 def test_input_gradient(data: st.DataObject, m: int, n: int, k: int, layouts: tuple[str, ...]) -> None:
-    random = draw(data)
-    activation = data.draw(st.sampled_from([None, *spec.ACTIVATIONS]))
-    accumulate = activation is None and data.draw(st.booleans())
-    checks.linear_dgrad(triton_kernels, random, m, n, k, layouts, accumulate, activation)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_input_gradient_that_is_added(dtype: torch.dtype) -> None:
-    """Which examples above may miss."""
-    checks.linear_dgrad(triton_kernels, checks.Random(dtype, "cpu"), 17, 24, 40, accumulate=True)
+    checks.linear_dgrad(triton_kernels, draw(data), m, n, k, layouts)
 
 
 @properties

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zbkern.kernels.reference.activation import activation_fwd, activation_gradient, gated_bwd, gated_fwd
+from zbkern.kernels.reference.activation import activation_fwd, gated_bwd, gated_fwd
 from zbkern.kernels.reference.matmul import addmm_into, matmul, write_linear
 
 
@@ -24,20 +24,9 @@ def linear_fwd(
         write_linear(y, x, weight, bias)
 
 
-def linear_dgrad(
-    dy: Tensor,
-    weight: Tensor,
-    dx: Tensor,
-    accumulate: bool = False,
-    activation: str | None = None,
-    z: Tensor | None = None,
-) -> None:
-    """dx (+)= dy weight; with an activation (+)= (dy weight) activation'(z), the gradient of its argument."""
-    if activation is None:
-        addmm_into(dx, dy, weight, accumulate)
-    else:
-        gradient = activation_gradient(activation, matmul(dy, weight), z)
-        dx.add_(gradient) if accumulate else dx.copy_(gradient)
+def linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor) -> None:
+    """dx = dy weight."""
+    addmm_into(dx, dy, weight, False)
 
 
 def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor) -> None:

@@ -4,17 +4,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton.common import Kernel, activate, activation_gradient, rows_dense, widen
+from zbkern.kernels.triton.common import Kernel, activate, rows_dense, widen
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
     as_operand,
     has_bulk_copies,
-    load,
     multiply,
     pieces,
     plan,
     precision,
-    prefetch_to_l2,
     rounded,
     store,
     tile_index,
@@ -25,40 +23,31 @@ from zbkern.kernels.triton.replay import replayed
 @triton.jit
 def _finish(
     value, p, q, out, z, bias, P, Q, o_stride, z_stride,
-    ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, O_DESCRIPTOR: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    ACTIVATION: tl.constexpr, O_DESCRIPTOR: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of a tile, or a piece of one: bias, activation (or the backward of one), addition, store."""
+    """The epilogue of a tile, or a piece of one: bias, activation, store."""
     if bias is not None:
         j = q + tl.arange(0, N)
         value += widen(tl.load(bias + j, j < Q, 0.0))[None, :]
-    if BACKWARD:
-        below = widen(load(z, p, q, P, Q, z_stride, M, N, O_DESCRIPTOR))
-        value = activation_gradient(value, below, ACTIVATION)
-    elif z is not None:
+    if z is not None:
         store(z, value, p, q, P, Q, z_stride, M, N, O_DESCRIPTOR)
-        value = activate(rounded(value, z, O_DESCRIPTOR), ACTIVATION)
-    else:
-        value = activate(value, ACTIVATION)
-    if ACCUMULATE:
-        value += widen(load(out, p, q, P, Q, o_stride, M, N, O_DESCRIPTOR))
+        value = rounded(value, z, O_DESCRIPTOR)
+    value = activate(value, ACTIVATION)
     store(out, value, p, q, P, Q, o_stride, M, N, O_DESCRIPTOR)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["P"])
 def _product(
-    a, b, out, z, bias, read, P, Q, R,
-    a_stride, b_stride, o_stride, z_stride, read_stride,
+    a, b, out, z, bias, P, Q, R, a_stride, b_stride, o_stride, z_stride,
     A_T: tl.constexpr, B_T: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr,
-    ACCUMULATE: tl.constexpr, ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """out [P, Q] (+)= epilogue(sum over r of A[p, r] B[r, q]).
+    """out [P, Q] = epilogue(sum over r of A[p, r] B[r, q]).
 
     One program computes every num_programs-th tile [M, N]. The two loops are fused, so that the operands of the next
     tile arrive while this one is written; tiles go down bands of GROUP rows, whose operands then stay in L2.
-    read: a pointer to what the epilogue reads, z or out, for it to be in L2 by then.
     """
     steps = max(tl.cdiv(R, K), 1)  # known not to be 0: the compiler then writes the epilogue once
     count = tl.cdiv(P, M) * tl.cdiv(Q, N)
@@ -66,8 +55,6 @@ def _product(
         p, q = tile_index(tile, P, Q, M, N, GROUP)
         accumulator = tl.zeros((M, N), tl.float32)
         for step in range(steps):
-            if read is not None:
-                prefetch_to_l2(read, p, q, P, Q, read_stride, step, steps, M, N, K)
             accumulator, _ = multiply(
                 accumulator, a, b, p, q, step * K, P, Q, R, a_stride, b_stride,
                 A_T, B_T, DESCRIPTORS, PRECISION, M, N, K,
@@ -76,7 +63,7 @@ def _product(
         for i in tl.static_range(PARTS):
             _finish(
                 parts[i], p, q + i * (N // PARTS), out, z, bias, P, Q, o_stride, z_stride,
-                ACCUMULATE, ACTIVATION, BACKWARD, O_DESCRIPTOR, M, N // PARTS,
+                ACTIVATION, O_DESCRIPTOR, M, N // PARTS,
             )  # fmt: skip
 
 
@@ -91,21 +78,13 @@ def linear_fwd(
     num_sms: int | None = None,
 ) -> None:
     """y = activation(x weight^T + bias); z, where given, takes the value before the activation."""
-    _run_product("fwd", x, weight.t(), y, z, bias, False, activation, num_sms)
+    _run_product("fwd", x, weight.t(), y, z, bias, activation, num_sms)
 
 
 @replayed
-def linear_dgrad(
-    dy: Tensor,
-    weight: Tensor,
-    dx: Tensor,
-    accumulate: bool = False,
-    activation: str | None = None,
-    z: Tensor | None = None,
-    num_sms: int | None = None,
-) -> None:
-    """dx (+)= dy weight; with activation and z, (dy weight) activation'(z), the gradient below that activation."""
-    _run_product("dgrad", dy, weight, dx, z, None, accumulate, activation, num_sms)
+def linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor, num_sms: int | None = None) -> None:
+    """dx = dy weight."""
+    _run_product("dgrad", dy, weight, dx, None, None, None, num_sms)
 
 
 def _run_product(
@@ -115,16 +94,14 @@ def _run_product(
     out: Tensor,
     z: Tensor | None,
     bias: Tensor | None,
-    accumulate: bool,
     activation: str | None,
     num_sms: int | None,
 ) -> None:
     (p, r), q = a.shape, b.shape[1]
-    backward = op == "dgrad" and activation is not None
     if p == 0 or q == 0:
         return
     left, right = as_operand(a), as_operand(b)
-    rows, beside = rows_dense(out, copy=accumulate), None if z is None else rows_dense(z, copy=backward)
+    rows, beside = rows_dense(out, copy=False), None if z is None else rows_dense(z, copy=False)
     targets = [None if tensor is None else Matrix(tensor) for tensor in (rows, beside)]
     bulk = has_bulk_copies(a.device)
     reads = bulk and left.describable and right.describable
@@ -135,18 +112,16 @@ def _run_product(
     pairs = [left.argument(tile.m, tile.k, reads), right.argument(tile.k, tile.n, reads), *results]
     given, strides = zip(*pairs, strict=True)
     bias = None if bias is None else bias.contiguous()
-    read = beside if backward else rows if accumulate else None
-    read_stride = 1 if read is None else read.stride(0)
-    flags = (left.transposed, right.transposed, reads, writes, accumulate, activation or "", backward)
+    flags = (left.transposed, right.transposed, reads, writes, activation or "")
     sizes = (tile.m, tile.n, tile.k, tile.group, tile.epilogue_parts(writes))
     _product(
         programs,
-        (*given, bias, read, p, q, r, *strides, read_stride),
+        (*given, bias, p, q, r, *strides),
         (*flags, precision(a.dtype), *sizes),
         tile.warps,
         tile.stages,
     )
     if rows is not out:
         out.copy_(rows)
-    if z is not None and beside is not None and beside is not z and not backward:
+    if z is not None and beside is not None and beside is not z:
         z.copy_(beside)
