@@ -119,6 +119,36 @@ def _wgrad(bench: Bench, tokens: int, count: int, n: int, k: int, goals: tuple[f
     )
 
 
+def fp8(bench: Bench, product: str) -> Iterator[Case]:
+    """product: "fwd", "dgrad" (both of a weight that is quantised already) or "wgrad"; beside ours without FP8."""
+    narrow, plain = bench.backend("fp8_linear"), bench.backend("linear")
+    m, (n, k) = bench.sizes.tokens[-1], bench.sizes.layers[0]
+    x, dy, weight, kept = bench.random(m, k), bench.random(m, n), bench.random(n, k), {}
+    out, other = (bench.empty(*{"fwd": (m, n), "dgrad": (m, k), "wgrad": (n, k)}[product]) for _ in range(2))
+    ours: dict[str, Run] = {
+        "fwd": lambda: narrow.fp8_linear_fwd(x, weight, None, out, kept),
+        "dgrad": lambda: narrow.fp8_linear_dgrad(dy, weight, out, kept),
+        "wgrad": lambda: narrow.fp8_linear_wgrad([(x, dy)], (out, None), False),
+    }
+    theirs: dict[str, Run] = {
+        "fwd": lambda: plain.linear_fwd(x, weight, None, other),
+        "dgrad": lambda: plain.linear_dgrad(dy, weight, other),
+        "wgrad": lambda: plain.linear_wgrad([(x, dy)], (other, None), False),
+    }
+
+    def check() -> None:
+        ours[product](), theirs[product]()
+        testing.assert_close(out, other, product, tolerance=0.08)  # two roundings to 8 bits make half of it
+
+    moved = m * (n + k) * out.element_size() + 2 * n * k
+    flops = testing.linear_flops(m, k, n)
+    yield Case(
+        *(f"M={m} N={n} K={k}", ours[product], {"not in FP8": theirs[product]}, check, flops, moved),
+        floor=1.0,
+        target=1.5,
+    )
+
+
 def weight_gradient(bench: Bench) -> Iterator[Case]:
     for tokens in bench.sizes.tokens[:2][::-1]:
         for n, k in bench.sizes.layers:
@@ -385,6 +415,9 @@ ROWS = (
     Row("linear dgrad", "TFLOP/s", "ratio", partial(linears, dgrad=True)),
     Row("W, fp32 added", "TFLOP/s", "ratio", weight_gradient),
     Row("W of 4, merged", "TFLOP/s", "ratio", merged),
+    Row("FP8 forward", "TFLOP/s", "ratio", partial(fp8, product="fwd")),
+    Row("FP8 dgrad", "TFLOP/s", "ratio", partial(fp8, product="dgrad")),
+    Row("FP8 W", "TFLOP/s", "ratio", partial(fp8, product="wgrad")),
     Row("all W of a layer", "TFLOP/s", "ratio", whole_layer),
     Row("8 experts, forward", "TFLOP/s", "ratio", grouped_forward),
     Row("W of 8 experts", "TFLOP/s", "ratio", grouped_weight_gradient),

@@ -40,6 +40,7 @@ FIRST = ("W, fp32 added", "W of 4, merged", "product, ceiling")
 ROWS = {
     "rows of W": ("all W of a layer", "W of 8 experts", "host time of a W"),
     "rows of fused products": ("dgrad with SwiGLU", "8 experts, forward", "linear + cross entropy"),
+    "rows of FP8": ("FP8 forward", "FP8 dgrad", "FP8 W"),
     "rows of norms": ("RMSNorm forward", "RMSNorm backward"),
     "rows of attention": ("attention forward", "attention backward"),
 }
