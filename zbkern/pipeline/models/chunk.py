@@ -210,8 +210,15 @@ class Chunk(nn.Module):
 
     @property
     def tied_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that several layers hold, by one name for all: a Pipeline sums gradients over their ranks."""
-        return {label: self.get_parameter(name) for label, name in self.shared_names.items()}
+        """The parameters that several layers hold, by one name for all: a Pipeline sums gradients over their ranks.
+
+        Of a layer whose copy peft trains instead (`modules_to_save`), the layer's own."""
+        tied = {}
+        for label, name in self.shared_names.items():
+            layer, _, key = name.rpartition(".")
+            module = self.get_submodule(layer)
+            tied[label] = getattr(module, "original_module", module).get_parameter(key)
+        return tied
 
     def split_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Of a batch by the names of the model's arguments, what the first chunk alone takes, and what all take."""
