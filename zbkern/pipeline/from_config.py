@@ -216,6 +216,8 @@ def _on_its_best_cut(schedule: Schedule, costs: ModelCosts, limit: float | None)
 def setting(arguments: argparse.Namespace) -> Setting:
     """What the arguments describe. Raises WrongArgument."""
     model, gpu = model_and_gpu(arguments)
+    if arguments.slices != 1 and not model.causal:
+        raise WrongArgument("--slices", f"a token of {model.kind} sees later ones; leave it out")
     try:
         found = Setting(model, gpu, Job(**_sizes(arguments)))
         model_costs(*found)

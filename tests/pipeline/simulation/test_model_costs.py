@@ -199,6 +199,21 @@ def test_gpt2_has_other_names_and_two_products() -> None:
     assert parameters(found)[0] == pytest.approx(1.558e9, rel=2e-3)  # less biases and positions
 
 
+def test_bert_sees_later_tokens() -> None:
+    """BERT-large, 340 million parameters, of which the pooler and biases are in no layer here."""
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+    sizes |= {"vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2, "tie_word_embeddings": True}
+    both, past = (architecture({"model_type": "bert", "is_decoder": decoder, **sizes}) for decoder in (False, True))
+    assert parameters(both)[0] == pytest.approx(335e6, rel=2e-3)
+    assert [each.causal for each in (both, past)] == [False, True]
+    core = both.blocks[0].parts[0].core
+    assert core.flops(512) == core.square(512) == 4 * 1024 * 512
+    first, second, last = (model_costs(both, IDEAL, Job(512)).layers[place] for place in (1, 2, 24))
+    assert first.static - second.static == pytest.approx(18 * 514 * 1024)
+    assert last.weight > second.weight == first.weight > 0
+    assert second.forward > model_costs(past, IDEAL, Job(512)).layers[2].forward
+
+
 def windows(model: Architecture) -> list[int | None]:
     return [block.parts[0].core.window for block in model.blocks]
 
@@ -393,13 +408,13 @@ def test_parameters_are_those_of_the_librarys_models(kind: str) -> None:
     with torch.device("meta"):
         model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     found = architecture(json.loads(config.to_json_string(use_diff=False)))
-    positions = config.max_position_embeddings * config.hidden_size if kind == "gpt2" else 0  # no layer of a pipeline
-    expected = sum(p.numel() for p in model.parameters()) - positions
-    assert parameters(found)[0] == pytest.approx(expected, rel=2e-3 if kind == "gpt2" else 1e-3)
+    expected = sum(p.numel() for p in model.parameters())
+    assert parameters(found)[0] == pytest.approx(expected, rel=2e-3 if kind in ("gpt2", "bert") else 1e-3)  # biases
     for place, name in enumerate(found.names):
         assert model.get_submodule(f"{name}.1" if place == 1 else name) is not None
     block = model.get_submodule(f"{found.names[1]}.1")
-    norms = [name for name, _ in block.named_children() if "norm" in name or name.startswith("ln_")]
+    named = block.named_modules() if kind == "bert" else block.named_children()
+    norms = [name for name, _ in named if "norm" in name.lower() or name.startswith("ln_")]
     assert found.blocks[1].norms == len(norms)
 
 

@@ -6,7 +6,7 @@ What the file leaves out is read from the library's own configuration of that mo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,11 @@ class Architecture:
     def experts(self) -> Experts | None:
         """Of the first layer that has some."""
         return next((block.experts for block in self.blocks if block.experts), None)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return all(part.core is None or part.core.causal for block in self.blocks for part in block.parts)
 
 
 def load_architecture(path: str | Path) -> Architecture:
@@ -93,6 +98,7 @@ _DENSE = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo"),
     *("olmo2", "olmo3", "smollm3", "ernie4_5", "seed_oss", "glm", "glm4", "exaone4", "stablelm"),
     *("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_5_text", "gpt2", "falcon", "cohere", "cohere2", "mamba2", "bamba"),
+    "bert",
 )
 _SPARSE = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2"),
@@ -103,6 +109,7 @@ KINDS = (*_DENSE, *_SPARSE)
 
 _NORMS = {"gemma2": 4, "gemma3_text": 4, "glm4": 4, "cohere": 1, "cohere2": 1, "mamba2": 1}  # of the others 2
 _NAMES = {
+    "bert": ("bert.embeddings.word_embeddings", "bert.encoder.layer", "cls"),
     "gpt2": ("transformer.wte", "transformer.h", "transformer.ln_f"),
     "falcon": ("transformer.word_embeddings", "transformer.h", "transformer.ln_f"),
     "mamba2": ("backbone.embeddings", "backbone.layers", "backbone.norm_f"),
@@ -180,6 +187,7 @@ def _of_library(config: Mapping[str, Any]) -> Any:
 
 
 def _blocks(numbers: _Numbers, kind: str) -> list[Block]:
+    """Tables of positions count as the first block's, and what is before BERT's head as the last one's."""
     features, count = numbers["hidden_size"], numbers["num_hidden_layers"]
     mixers = _mixers(numbers, kind, features, count)
     if kind == "mamba2":
@@ -187,7 +195,14 @@ def _blocks(numbers: _Numbers, kind: str) -> list[Block]:
     norms = _NORMS.get(kind, 2)
     if kind == "falcon":
         norms = 1 if numbers.value("parallel_attn") and not numbers.value("new_decoder_architecture") else 2
-    return [Block((mixer, *_mlp(numbers, kind, index, features)), norms) for index, mixer in enumerate(mixers)]
+    blocks = [Block((mixer, *_mlp(numbers, kind, index, features)), norms) for index, mixer in enumerate(mixers)]
+    positions = {"gpt2": ("n_positions",), "bert": ("max_position_embeddings", "type_vocab_size")}.get(kind, ())
+    if tables := sum(numbers.get(name, 0) for name in positions):
+        first, *rest = blocks[0].parts
+        blocks[0] = replace(blocks[0], parts=(replace(first, other=tables * features), *rest))
+    if kind == "bert":
+        blocks[-1] = replace(blocks[-1], parts=(*blocks[-1].parts, kinds.transform(features)))
+    return blocks
 
 
 def _mixers(numbers: _Numbers, kind: str, features: int, count: int) -> list[Part]:
@@ -259,7 +274,8 @@ def _attention(numbers: _Numbers, kind: str, features: int, window: int | None, 
         keys = heads if not numbers.value("multi_query") else 1
         keys = numbers["num_kv_heads"] if numbers.value("new_decoder_architecture") else keys
     gate = heads * size if kind in ("qwen3_next", "qwen3_5_text") else 0
-    return kinds.attention(features, heads, keys, size, window, chunked, gate)
+    causal = kind != "bert" or bool(numbers.config.get("is_decoder"))
+    return kinds.attention(features, heads, keys, size, window, chunked, gate, causal)
 
 
 def _mlp(numbers: _Numbers, kind: str, index: int, features: int) -> tuple[Part, ...]:
@@ -267,7 +283,7 @@ def _mlp(numbers: _Numbers, kind: str, index: int, features: int) -> tuple[Part,
     if kind in _DENSE or not _has_experts(numbers, kind, index):
         name = {"falcon": "ffn_hidden_size", "llama4_text": "intermediate_size_mlp", "gpt2": "n_inner"}.get(kind)
         hidden = numbers[name or "intermediate_size"] if kind != "gpt2" else numbers.get("n_inner", 4 * features)
-        return (kinds.mlp(features, hidden, kind not in ("gpt2", "falcon")),)
+        return (kinds.mlp(features, hidden, kind not in ("gpt2", "falcon", "bert")),)
     hidden = numbers.first("moe_intermediate_size", "intermediate_size")
     count = numbers.first("n_routed_experts", "num_experts", "num_local_experts")
     chosen, groups = numbers["num_experts_per_tok"], numbers.get("n_group", 1)
