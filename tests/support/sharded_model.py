@@ -115,6 +115,7 @@ def linear_rank(case: str, backend: str | None) -> tuple[int, list[str], list[fl
         "by inputs": (Shard(1), Replicate(), Shard(2)),
         "by tokens": (Replicate(), Replicate(), Shard(1)),
         "by tokens, a whole gradient exists": (Replicate(), Replicate(), Shard(1)),
+        "by tokens, a whole gradient exists, weight frozen before W": (Replicate(), Replicate(), Shard(1)),
         "by tokens and outputs": (Shard(0), Shard(0), Shard(1)),
         "not at all": (Replicate(), Replicate(), Replicate()),
     }[case]
@@ -123,7 +124,7 @@ def linear_rank(case: str, backend: str | None) -> tuple[int, list[str], list[fl
     layer = zbkern.convert(copy.deepcopy(plain))
     layer.weight = nn.Parameter(distribute_tensor(plain.weight.detach(), mesh, [weight_place]))
     layer.bias = nn.Parameter(distribute_tensor(plain.bias.detach(), mesh, [bias_place]))
-    if case.endswith("exists"):
+    if "exists" in case:
         for p in layer.parameters():
             p.grad = torch.zeros_like(p)
     own = distribute_tensor(x.detach(), mesh, [x_place]).requires_grad_()
@@ -134,6 +135,9 @@ def linear_rank(case: str, backend: str | None) -> tuple[int, list[str], list[fl
     with queue.defer():
         graph(own).redistribute(mesh, [Replicate()]).to_local().square().sum().backward()
     waiting = queue.pending()
+    if case.endswith("frozen before W"):  # its gradient stays as it was
+        layer.weight.requires_grad_(False)
+        plain.weight.grad.zero_()
     queue.run()
     pairs = zip((*layer.parameters(), own), (*plain.parameters(), x), strict=True)
     distances = [float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs]

@@ -73,6 +73,7 @@ def test_on_four_ranks(four_ranks: Any, kind: str) -> None:
         ("by outputs, uneven", ["S(0)", "S(0)"]),
         ("by tokens", ["P(sum)", "P(sum)"]),  # as torch's layer has them
         ("by tokens, a whole gradient exists", ["R", "R"]),
+        ("by tokens, a whole gradient exists, weight frozen before W", ["R", "R"]),
         ("by tokens and outputs", ["S(0)", "S(0)"]),
         ("not at all", ["R", "R"]),  # a router
     ],

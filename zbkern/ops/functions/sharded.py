@@ -183,8 +183,11 @@ def as_computed(call: OpCall, found: Sequence[Any], needs: Sequence[bool]) -> Se
 
 
 def _whole_parts(params: Params, found: Sequence[Any]) -> tuple[Tensor, ...]:
+    """This rank's part of each gradient, an empty one where there is no parameter."""
     pairs: list[tuple[Any, Any]] = list(zip(params, found, strict=True))
-    return tuple([g.redistribute(p.device_mesh, p.placements).to_local() for p, g in pairs if p is not None])
+    whole = [p if p is None else g.redistribute(p.device_mesh, p.placements).to_local() for p, g in pairs]
+    empty = next(part for part in whole if part is not None).new_empty(0)
+    return tuple([empty if part is None else part for part in whole])
 
 
 @functools.cache
@@ -205,10 +208,9 @@ def _embedding_kernel(kernel: Callable[..., None], padding_idx: int | None, firs
 
 def _add(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
     for segment in segments:
-        for output, gradient in zip(filter(None.__ne__, outputs), segment, strict=True):
-            part = local_part(output)
-            assert part is not None
-            part.add_(gradient) if accumulate else part.copy_(gradient)
+        for output, gradient in zip(outputs, segment, strict=True):
+            if (part := local_part(output)) is not None:
+                part.add_(gradient) if accumulate else part.copy_(gradient)
         accumulate = True
 
 
