@@ -169,6 +169,8 @@ def test_fp8_halves_products_of_forward_and_input_gradients_alone() -> None:
     assert wide[1].forward - narrow[1].forward == pytest.approx(gained, rel=1e-3)
     assert wide[1].backward - narrow[1].backward == pytest.approx(gained, rel=1e-3)
     assert narrow[1].weight == wide[1].weight
+    kept = 2 * 4096 * (6144 + 4096 + 3 * 14336)
+    assert narrow[1].static - wide[1].static == pytest.approx(kept)
     a100 = load_hardware("a100")
     assert model_costs(model, a100, Job(64, fp8=True)) == model_costs(model, a100, Job(64))
 

@@ -262,6 +262,7 @@ class _Layer:
         if product.grouped and job.expert_parallel > 1:  # as many rows come back from others as go there
             replicas = job.replicas * ranks / job.expert_parallel
         narrow = 0.0 if product.grouped or not job.fp8 else self.hardware.fp8_flops or 0.0
+        self.static += 2 * inputs * outputs if narrow else 0.0  # in 8 bits, both ways round, while a step runs
         self.linear(rows, inputs, outputs, matrices, replicas, narrow)
 
     def elementwise(self, rows: float, forward: float, backward: float) -> None:
