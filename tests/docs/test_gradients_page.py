@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,12 @@ import pytest
 import torch
 
 import zbkern
+from tests.support.pages import blocks
 from tests.support.simulated_streams import Device
 from zbkern import WGradQueue
 
 PAGE = Path(__file__).parents[2] / "docs" / "gradients.md"
-LAYER, STREAM = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+LAYER, STREAM = blocks(PAGE)
 
 
 def test_the_layer_of_the_page() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,13 @@ from torch.nn import functional as F
 
 import zbkern
 from tests.support.chunks import on_threads
+from tests.support.pages import blocks
 from zbkern import testing
 from zbkern.pipeline import Pipeline, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 
 PAGE = Path(__file__).parents[2] / "docs" / "layers.md"
-MODULES, WAITING, CLASSES, PIPELINE = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+MODULES, WAITING, CLASSES, PIPELINE = blocks(PAGE)
 
 
 def test_the_modules_of_the_page() -> None:

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.pages import block
+
 PAGE = Path(__file__).parents[2] / "README.md"
 
 
-def program(what: str) -> str:
-    return next(block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if what in block)
-
-
 def test_without_a_pipeline(capsys: pytest.CaptureFixture) -> None:
-    code = program("WGradQueue")
+    code = block(PAGE, "WGradQueue")
     exec(code, {})
     (promised,) = re.findall(r"# (WGradQueue\(.*\))", code)
     assert capsys.readouterr().out.strip() == promised
@@ -24,7 +22,7 @@ def test_without_a_pipeline(capsys: pytest.CaptureFixture) -> None:
 
 def pipeline_program() -> tuple[int, bool]:
     names: dict[str, Any] = {}
-    exec(program("train.py").replace('torch.distributed.init_process_group("gloo")', "pass"), names)
+    exec(block(PAGE, "train.py").replace('torch.distributed.init_process_group("gloo")', "pass"), names)
     return names["step"], names["loss"] is not None
 
 

@@ -37,16 +37,6 @@ def loaded(folder: Path, step: int | None = None) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize(
-    "keep", [n if n in (1, 3, 12) else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 13)]
-)
-def test_keep_keeps_that_many(tmp_path: Path, keep: int) -> None:
-    for step in range(14):
-        checkpoint.save(tmp_path, step, make(step), keep=keep)
-        assert names(tmp_path) == [f"step-{s:08d}" for s in range(max(0, step + 1 - keep), step + 1)]
-    assert loaded(tmp_path, 14 - keep) == (14 - keep, 14 - keep)
-
-
-@pytest.mark.parametrize(
     ("arguments", "error"),
     [
         ({"keep": "2"}, TypeError),

@@ -213,23 +213,6 @@ def test_ranks_without_gradients_take_part() -> None:
     assert results_on_threads(3, rank_loop) == [[5.0, 0.0]] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("first", [0, 2])
-def test_tied_weights_count_once(first: int, dtype: torch.dtype) -> None:
-    def rank_loop(transport: LocalTransport) -> float | None:
-        own, shared = nn.Parameter(torch.zeros(2, dtype=dtype)), nn.Parameter(torch.zeros(2, dtype=dtype))
-        tied = {"table": shared} if transport.rank in (first, 3) else {}
-        own.grad, shared.grad = torch.tensor([1.0, 0.0], dtype=dtype), torch.tensor([0.0, 4.0], dtype=dtype)
-        parameters = [own, shared] if tied else [own]
-        sgd = torch.optim.SGD(parameters, lr=0.1)
-        optimizer = Optimizer(sgd, transport, tied=tied, master_weights=dtype != torch.float32, timeout=20)
-        optimizer.step()
-        optimizer.validate()
-        return optimizer.last_norm
-
-    assert results_on_threads(4, rank_loop) == pytest.approx([math.sqrt(4 + 16)] * 4, rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.pages import blocks
 from tests.support.two_by_two import (
     KINDS,
     MICROBATCHES,
@@ -331,7 +332,7 @@ def test_a_weight_of_two_chunks_on_one_rank(four_ranks: Any, fill: str, options:
 
 def run_page(shard: bool) -> list[Tensor]:
     """The example of the page; the weights that it comes to."""
-    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
+    code = blocks(PAGE)[0]
     if shard:
         line = re.findall(r"`(fully_shard\(chunk.*?)`", PAGE.read_text(encoding="utf-8"))[0]
         wrapped = re.findall(r"chunk = nn.parallel.*", code)[0]
