@@ -217,6 +217,7 @@ def test_copies_are_of_one_step_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -
     for step in range(1, 4):
         loss = pipe.step(x, x)
         assert len(times) == step
+        assert pipe.queue.weight_copies is None  # an optimizer's step comes before the next forward
         testing.assert_close(loss, Z.linear(x, layer.weight, layer.bias, recipe="fp8_blockwise").square().mean())
         times.pop()
         write(layer, "data")
