@@ -15,7 +15,7 @@ from torch import nn
 import zbkern
 from tests.support.resident import Resident
 from tests.support.same import assert_same
-from tests.support.small_models import KINDS, config_of, make, transformers
+from tests.support.small_models import BERT, KINDS, config_of, make, transformers
 from zbkern.pipeline import Optimizer, Pipeline, cut, export, schedules, token_loss, token_targets
 
 safetensors = pytest.importorskip("safetensors", reason="needs safetensors: pip install safetensors")
@@ -112,6 +112,15 @@ def test_a_tied_head_is_found_under_the_librarys_names(kind: str, tmp_path: Path
     with torch.device("meta"):
         again = type(model)(model.config)
     loaded = tensors(chunk for rank in range(2) for chunk in cut(again, TWO, weights=tmp_path, rank=rank))
+    assert_same(loaded, dict(model.state_dict()))
+
+
+def test_a_tied_head_that_is_defined_first_is_found(tmp_path: Path) -> None:
+    """The library stores it under the name of the embedding, which is not the first that the model has for it."""
+    model = transformers.XLMRobertaForCausalLM(config_of("XLMRoberta", {**BERT, "is_decoder": True})).float()
+    model.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    loaded = tensors(chunk for rank in range(2) for chunk in cut(config, TWO, weights=tmp_path, rank=rank))
     assert_same(loaded, dict(model.state_dict()))
 
 

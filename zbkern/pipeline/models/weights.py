@@ -38,7 +38,7 @@ def fill(
         )
     made: dict[int, nn.Parameter] = {}  # by parameter of the model: a rank that has two chunks shares it between them
     with ExitStack() as files:
-        stored = None if folder is None else _stored(Path(folder), files)
+        stored = None if folder is None else _with_tied_names(model, _stored(Path(folder), files))
         for chunk in chunks:
             originals = dict(chunk.named_parameters(remove_duplicate=False))
             if not any(tensor.is_meta for tensor in (*originals.values(), *chunk.buffers())):
@@ -129,7 +129,8 @@ def _check_values(chunk: Chunk, names: Sequence[str]) -> None:
         if tensor.numel() and (as_made or tensor.flatten()[0].isnan()):
             raise ValueError(
                 f"cut: {name!r} must get its values from weights=, from init=, or from reset_parameters of "
-                f"{type(chunk.get_submodule(name.rpartition('.')[0])).__name__}; it has none"
+                f"{type(chunk.get_submodule(name.rpartition('.')[0])).__name__}; it has none: "
+                "or cut a model that was made with its weights, and not on the meta device"
             )
 
 
@@ -187,6 +188,15 @@ def _load(chunk: Chunk, stored: Mapping[str, Any], where: str, device: torch.dev
         if value.shape != tensor.shape:
             raise ValueError(f"cut: {name!r} is {list(tensor.shape)} in the model and {list(value.shape)} in {where}")
         _set(chunk, name, nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value)
+
+
+def _with_tied_names(model: nn.Module, stored: dict[str, Any]) -> dict[str, Any]:
+    """With a tied weight, which is stored once, under each of the names that the model has for it."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    tied = [(name, held) for each in names.values() for held in each if held in stored for name in each]
+    return {name: stored[held] for name, held in tied} | stored
 
 
 def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
