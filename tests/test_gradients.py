@@ -263,6 +263,18 @@ def test_a_main_grad_that_autograd_adds_to_cannot_be_overwritten(deferred: bool,
     assert weight.main_grad.any() == deferred
 
 
+def test_main_grad_is_found_when_w_runs_not_before() -> None:
+    layer = zbkern.nn.Linear(4, 3, bias=False)
+    queue = zbkern.WGradQueue()
+    for key in range(2):
+        with queue.defer(key):
+            layer(torch.ones(2, 4)).sum().backward()
+    queue.run(0)
+    layer.weight.main_grad = torch.zeros(3, 4)
+    queue.run(1)
+    assert torch.equal(layer.weight.main_grad, layer.weight.grad)
+
+
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("deferred", [True, False])

@@ -153,6 +153,23 @@ def test_layers_and_ties_are_those_of_the_model() -> None:
     assert layers_of(make("gpt2"))[0].name == "transformer.wte"
 
 
+def test_a_chunk_shares_the_models_weights_and_holds_no_others() -> None:
+    model = make("llama")
+    first, last = (cut(model, schedules.zb_h1(2, 2), rank=rank)[0] for rank in range(2))
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    for chunk in (first, last):
+        assert all(parameter is whole[name] for name, parameter in chunk.named_parameters())
+    names = [set(chunk.state_dict()) for chunk in (first, last)]
+    assert names[0] | names[1] == set(model.state_dict())
+    assert not names[0] & names[1]
+
+
+def test_positions_of_gpt2_are_where_they_are_added() -> None:
+    first, second = (cut(make("gpt2"), schedules.zb_h1(2, 2), [0, 1], rank=rank)[0] for rank in range(2))
+    assert set(first.state_dict()) == {"transformer.wte.weight"}
+    assert "transformer.wpe.weight" in second.state_dict()
+
+
 # ---- any module
 
 

@@ -17,6 +17,7 @@ from tests.support.resident import Resident
 from tests.support.same import assert_same
 from tests.support.small_models import BERT, KINDS, config_of, make, transformers
 from zbkern.pipeline import Optimizer, Pipeline, cut, export, schedules, token_loss, token_targets
+from zbkern.pipeline.models import weights as loading
 
 safetensors = pytest.importorskip("safetensors", reason="needs safetensors: pip install safetensors")
 
@@ -47,6 +48,32 @@ def test_weights_are_those_of_the_files(family: str, tmp_path: Path) -> None:
     assert_same(loaded, dict(model.state_dict()))
     tokens = torch.randint(3, 60, (2, 9))
     assert torch.equal(chunks[1](chunks[0](tokens)), model(tokens).logits)
+
+
+def test_a_rank_reads_its_own_tensors_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: set[str] = set()
+
+    class Recorded:
+        def __init__(self, name: str, inner: Any) -> None:
+            self.name, self.inner = name, inner
+
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            read.add(self.name)
+            return self.inner[index]
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    stored = loading._stored
+    monkeypatch.setattr(loading, "_stored", lambda *a: {name: Recorded(name, s) for name, s in stored(*a).items()})
+    model = make("llama").float()
+    model.save_pretrained(tmp_path)
+    skeleton = empty(model)
+    first, last = (cut(skeleton, TWO, weights=tmp_path, rank=rank) and (set(read), read.clear())[0] for rank in (0, 1))
+    names = {name for name in model.state_dict() if name != "lm_head.weight"}
+    assert first | last == names
+    assert first & last == {"model.embed_tokens.weight"}  # it is the head, too
+    assert all(parameter.is_meta for parameter in skeleton.parameters())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
