@@ -21,6 +21,7 @@ from zbkern.pipeline.runtime.clock import EventClock
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import merge_neighbours
 from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.transport.base import LONGEST_TIMEOUT, Tag
 from zbkern.pipeline.transport.local import LocalTransport
 
 
@@ -150,6 +151,14 @@ def test_a_timeout_that_cannot_be_waited_is_refused(timeout: Any, error: type[Ex
         error, match=f"^Pipeline: timeout must be a number of seconds above 0.* got {re.escape(repr(timeout))}"
     ):
         one_layer(timeout=timeout)
+
+
+def test_the_longest_timeout_can_be_waited() -> None:
+    with one_layer(timeout=LONGEST_TIMEOUT) as pipe:
+        assert pipe.step(torch.ones(2, 2), torch.ones(2, 2)) is not None
+    first, second = LocalTransport.ring(2)
+    threading.Timer(0.05, lambda: second.send(0, Tag(1, "B", 0, 0), "late")).start()
+    assert first.receive(1, Tag(1, "B", 0, 0), LONGEST_TIMEOUT) == "late"
 
 
 def test_ranks_with_different_schedules_are_refused_at_once() -> None:
