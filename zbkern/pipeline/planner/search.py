@@ -85,12 +85,12 @@ class Search:
         self._population.round(passes, self._seed * 64 + number, self._rules)
 
     def loosen(self, rounds: int) -> None:
-        """Anneals the best orders where messages are late, for as long as the next round would take.
+        """Anneals the best orders where messages are late, for half as long as the next round would take.
 
         What is found leaves time where delays would pass from rank to rank, and is now and then better than the best.
         """
         late, bound = with_late_messages(self.problem), self.best.bound
-        passes = min(SETTINGS.first_round, SETTINGS.most_runs * late.passes) * 2**rounds // SETTINGS.loosened
+        passes = min(SETTINGS.first_round, SETTINGS.most_runs * late.passes) * 2**rounds // (2 * SETTINGS.loosened)
         hot, spread = SETTINGS.loosening
         for seed in range(self._seed * 64, self._seed * 64 + SETTINGS.loosened):
             if self.best.orders is not None and self._budget.left:

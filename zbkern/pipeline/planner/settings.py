@@ -66,7 +66,7 @@ class SearchSettings:
     pattern_cutoff: float = 1.1
     """Patterns are dropped where the best to start from costs this many times the best known."""
 
-    loosened: int = 4
+    loosened: int = 2
     """The annealings of the best orders with late messages, of which each starts from what the last one found."""
     loosening: tuple[float, int] = (0.3, 3)
     """Their cooling."""
