@@ -198,10 +198,11 @@ def our_schedules(costs: Costs, m: int, effort: int) -> list[tuple[str, Schedule
         ("zb_v", "zb_v", in_v),
     ):
         found.append((f"{shown}, 8 slices", getattr(schedules, name)(RANKS, m, slices=lengths[8]), of_chunks))
+    planned = plan(in_v, RANKS, m, 2, "v", effort=effort, slices=lengths[8]).schedule
+    found.append(("plan in a V, 8 slices", planned, in_v))
     for number, slices in lengths.items():
-        for most, where in ((None, ""), (limit, f", in {MEMORY} of the memory")):
-            planned = plan(in_v, RANKS, m, 2, "v", most, effort=effort, slices=slices).schedule
-            found.append((f"plan in a V, {number} slices{where}", planned, in_v))
+        planned = plan(in_v, RANKS, m, 2, "v", limit, effort=effort, slices=slices).schedule
+        found.append((f"plan in a V, {number} slices, in {MEMORY} of the memory", planned, in_v))
     return found
 
 

@@ -212,7 +212,8 @@ class Chunk(nn.Module):
     def tied_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that several layers hold, by one name for all: a Pipeline sums gradients over their ranks.
 
-        Of a layer whose copy peft trains instead (`modules_to_save`), the layer's own."""
+        Of a layer whose copy peft trains instead (`modules_to_save`), the layer's own.
+        """
         tied = {}
         for label, name in self.shared_names.items():
             layer, _, key = name.rpartition(".")

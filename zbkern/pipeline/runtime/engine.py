@@ -63,8 +63,8 @@ class Pipeline:
     that give the same name get the sum of their gradients; a module may declare its own in an attribute
     `tied_parameters`, as those of `cut` do. timeout: seconds to wait for one message before the step fails; to connect,
     ranks wait as long as init_process_group was given. options: what else a step does (`StepOptions`). Raises
-    ScheduleError or ValueError when modules, schedule and group do not fit together, PipelineError
-    when a rank does not come.
+    ScheduleError or ValueError when modules, schedule and group do not fit together, PipelineError when a rank does not
+    come.
 
     A step that fails raises PipelineError on every rank, with one message. Gradients are then undefined: zero them, and
     call `step` again on every rank, unless a process was lost.
