@@ -29,9 +29,8 @@ def place_tiles(options: AttentionOptions, side: str, block: int, q: Tensor, k: 
         return (table, 0, 0, 1), table.shape[0], 1
     uniform = one_length(options)
     if uniform is None:
-        if (
-            q.is_cuda and torch.cuda.is_current_stream_capturing()
-        ):  # each replay would copy the table again, which may be gone
+        # Each replay of a graph would copy the table again, which may be gone by then.
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "attention: sequences of different lengths inside a CUDA graph capture need cu_seqlens that are "
                 "tensors on q's device; got numbers of the host"

@@ -129,8 +129,8 @@ def _check_values(chunk: Chunk, names: Sequence[str]) -> None:
         if tensor.numel() and (as_made or tensor.flatten()[0].isnan()):
             raise ValueError(
                 f"cut: {name!r} must get its values from weights=, from init=, or from reset_parameters of "
-                f"{type(chunk.get_submodule(name.rpartition('.')[0])).__name__}; it has none: "
-                "or cut a model that was made with its weights, and not on the meta device"
+                f"{type(chunk.get_submodule(name.rpartition('.')[0])).__name__}; it has none. "
+                "Or cut a model that was made with its weights, and not on the meta device"
             )
 
 
