@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import gpu_prepare
+from bench.report import as_text
 from zbkern import reporting
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,7 +166,7 @@ def write(jobs: Sequence[Job], out: Path) -> None:
     )
     lines = ["# A session on a GPU", "", *(f"- {name}: {value}" for name, value in environment.items()), "", table, ""]
     found = [{key: value for key, value in asdict(job).items() if key != "printed"} for job in jobs]
-    result = json.dumps({"environment": environment, "jobs": found}, indent=1) + "\n"
+    result = as_text({"environment": environment, "jobs": found}) + "\n"
     log = "".join(f"---- {job.name}: {job.status}\n{job.printed}\n" for job in jobs if job.printed)
     for name, text in (("session.json", result), ("session.md", "\n".join(lines)), ("log.txt", log)):
         beside = out / f"{name}.new"

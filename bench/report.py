@@ -24,9 +24,20 @@ def write_json(name: str, figures: Any, folder: Path | None) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     beside = folder / f"{name}.json.new"
-    beside.write_text(json.dumps({"environment": environment(), "figures": figures}, indent=1) + "\n")
+    beside.write_text(as_text({"environment": environment(), "figures": figures}) + "\n")
     beside.replace(path)
     return f"written to {path}"
+
+
+def as_text(value: Any, margin: str = "") -> str:
+    """JSON in which what holds no further list or object is one line: a row of figures, so that a change shows as one."""
+    parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
+    if not any(isinstance(part, (dict, list, tuple)) for part in parts):
+        return json.dumps(value)
+    names = [f"{json.dumps(key)}: " for key in value] if isinstance(value, dict) else [""] * len(parts)
+    lines = [f"{margin} {name}{as_text(part, margin + ' ')}" for name, part in zip(names, parts, strict=True)]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return opening + "\n" + ",\n".join(lines) + f"\n{margin}{closing}"
 
 
 def table(title: str, columns: str, rows: Sequence[Mapping[str, Any]]) -> str:
