@@ -30,7 +30,7 @@ def write_json(name: str, figures: Any, folder: Path | None) -> str:
 
 
 def as_text(value: Any, margin: str = "") -> str:
-    """JSON in which what holds no further list or object is one line: a row of figures, so that a change shows as one."""
+    """JSON in which what holds no list or object is one line: a row of figures, so that a change shows as one."""
     parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
     if not any(isinstance(part, (dict, list, tuple)) for part in parts):
         return json.dumps(value)
