@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.chunks import results_on_threads
+from tests.support.chunks import one_rank, results_on_threads
 from tests.support.optimizer_cases import (
     MATRICES,
     MAX_NORM,
@@ -24,6 +24,7 @@ from tests.support.optimizer_cases import (
     train_rank,
 )
 from tests.support.same import assert_same
+from zbkern.pipeline import schedules
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
@@ -59,6 +60,19 @@ def test_inverse_without_the_momentum_of_earlier_steps() -> None:
     (first, undone), (second, _) = results_on_threads(2, rank_loop)
     norm = math.hypot(0.5, 4.0)
     assert (first, second, undone) == (pytest.approx(-0.25 - 0.5 / norm), pytest.approx(-0.25 - 4.0 / norm), 1)
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_parameters_that_the_torch_optimizer_has_not(caplog: pytest.LogCaptureFixture, master_weights: bool) -> None:
+    chunks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]).bfloat16()
+    chunks[1].bias.requires_grad_(False)
+    schedule = schedules.interleaved(stages=1, microbatches=1, chunks=2)
+    for given in (chunks, chunks[0]):
+        with one_rank([*chunks], schedule) as pipe:
+            Optimizer(torch.optim.AdamW(given.parameters()), pipe, master_weights=master_weights)
+    (told,) = caplog.messages
+    assert "1 of 4 parameters of this rank's chunks" in told
+    assert "weight for one" in told
 
 
 @pytest.mark.parametrize("name", ["sgd momentum", "adamw", "adamw foreach", "adamw fused"])

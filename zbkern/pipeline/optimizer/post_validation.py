@@ -18,6 +18,7 @@ to roll back.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ from zbkern.pipeline.transport.base import Transport, check_timeout
 from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_peers, tied_names
 from zbkern.pipeline.transport.mailbox import PipelineError, described
 from zbkern.wgrad.accumulation import gradient_of, main_grad_of
+
+logger = logging.getLogger("zbkern")
 
 
 class NormTag(NamedTuple):
@@ -166,6 +169,7 @@ class Optimizer(torch.optim.Optimizer):
             self._connect_ranks(shared)
             if pipeline is not None:
                 pipeline.attach(self)
+                self._warn_of_missing(pipeline)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -372,6 +376,18 @@ class Optimizer(torch.optim.Optimizer):
             self._owned.close()
 
     # ---- the protocol
+
+    def _warn_of_missing(self, pipeline: Pipeline) -> None:
+        """Of one chunk of two, say, or of parameters from before `fully_shard`, which nothing but a loss shows."""
+        known = set(map(id, self._model_parameters()))
+        named = [each for module in pipeline.modules.values() for each in module.named_parameters()]
+        missing = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in known]
+        if missing:
+            logger.warning(
+                f"Optimizer: {len(missing)} of {len(named)} parameters of this rank's chunks are not in the torch "
+                f"optimizer, {missing[0]} for one: it will not train them, or count them in the norm. Give it those of "
+                "all chunks as they are now, as in torch.nn.ModuleList(chunks).parameters(), or freeze the others"
+            )
 
     def _connect_ranks(self, shared: Mapping[int, str]) -> None:
         """Finds the ranks that sums come from and go to, and the parameters that are counted elsewhere; collective.
