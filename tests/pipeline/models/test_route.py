@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zbkern
-from tests.support.chunks import results_on_threads
+from tests.support.chunks import gradients_of, one_rank, results_on_threads
 from tests.support.small_models import batch, make, transformers
 from zbkern.pipeline import (
     ModelCosts,
@@ -142,3 +143,25 @@ def test_a_share_that_is_none() -> None:
         layer_chunks(make("llama"), rank=2, ranks=2)
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module or a configuration"):
         layer_chunks(3)
+
+
+@pytest.mark.slow
+def test_a_chunk_compiles_its_layers_one_by_one() -> None:
+    tokens, mask, labels = batch()
+    model, schedule = make("llama"), schedules.zb_v(stages=1, microbatches=2)
+    given = {"input_ids": tokens, "attention_mask": mask}, token_targets(labels, 2)
+    found = []
+    for compiled in (False, True):
+        chunks = [zbkern.convert(chunk) for chunk in cut(copy.deepcopy(model), schedule, rank=0)]
+        if compiled:
+            for chunk in chunks:
+                chunk.compile(backend="aot_eager")
+        with one_rank(chunks, schedule, token_loss) as pipe:
+            found.append(({"loss": pipe.step(*given), **gradients_of(chunks)}, pipe.queue.peak_bytes))
+    (expected, _), (gradients, deferred) = found
+    assert deferred > 0
+    assert chunks[0].whole.model.layers[0]._compiled_call_impl is not None
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
+    with pytest.raises(TypeError, match="Chunk compiles its layers one by one: call compile"):
+        one_rank([torch.compile(chunk) for chunk in chunks], schedule, token_loss)

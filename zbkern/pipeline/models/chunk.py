@@ -240,6 +240,13 @@ class Chunk(nn.Module):
                 "and hand it to its layers; or use a schedule without slices"
             )
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """`torch.nn.Module.compile` of its layers one by one: placeholders for the others end a forward in ways that a
+        compiler does not follow, and equal layers share their code. A layer without parts, a norm, stays as it is."""
+        for layer in map(self.get_submodule, self.layer_names):
+            if next(layer.children(), None) is not None:
+                layer.compile(*args, **kwargs)
+
     def train(self, mode: bool = True) -> Chunk:
         self.whole.training = mode
         return super().train(mode)

@@ -77,6 +77,11 @@ def module_list(caller: str, modules: torch.nn.Module | Iterable[torch.nn.Module
             raise TypeError(
                 f"{caller}: modules must be this rank's chunks, each a torch.nn.Module; got {type(module).__name__}"
             )
+        if "compile" in vars(type(module._modules.get("_orig_mod"))):  # of torch.compile(module)
+            raise TypeError(
+                f"{caller}: {type(module._orig_mod).__name__} compiles its layers one by one: call compile() of the "
+                "chunk itself, and give the chunk"
+            )
     return found
 
 
