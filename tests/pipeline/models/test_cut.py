@@ -449,6 +449,31 @@ def wrap_both_chunks() -> None:
         assert found[0] == found[1]
 
 
+def test_layers_of_chunks_take_fully_shard(two_ranks: Any) -> None:
+    """With hooks of its own on what the last layer sends, which bring the layer's weights back for its backward."""
+    two_ranks.run(shard_every_layer)
+
+
+def shard_every_layer() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = WithOwn()
+    x = torch.randn(2, 6, 8)
+    model(x).sum().backward()
+    names = ["embed", "blocks.*", "head"]
+    chunks = [cut(copy.deepcopy(model), schedules.zb_h1(2, 2), layers=names, rank=rank)[0] for rank in range(2)]
+    for chunk in map(zbkern.convert, chunks):
+        for name in chunk.layer_names:
+            fully_shard(chunk.get_submodule(name))
+        fully_shard(chunk)
+        x = chunk(x)
+    x.sum().backward()
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), model.get_parameter(name).grad, msg=name)
+
+
 def test_an_argument_that_other_ranks_do_not_have_is_named() -> None:
     class Masks(nn.Module):
         def __init__(self) -> None:

@@ -8,6 +8,7 @@ placeholders, so that a model that uses more of them than the last one's output 
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -194,6 +195,7 @@ class Chunk(nn.Module):
         self._ddp_params_and_buffers_to_ignore = list(elsewhere)
         self.tensor_names = plain_names(self)  # what is wrapped later has others
         self._checked = False
+        self._leaving: tuple[OrderedDict[int, Any], int] | None = None  # a layer's hooks, and the one that ends here
         self._known_arguments = known_arguments(whole)  # before layers are converted
         for name in self.layer_names:
             whole.get_submodule(name).register_forward_pre_hook(_refusal_of(name), with_kwargs=True)
@@ -201,10 +203,9 @@ class Chunk(nn.Module):
         self._encoder_layers = sum(name.startswith(f"{encoder}.") for name in names) if encoder else 0
         if last < len(names):
             flow.last = names[last - 1]
-            if last == self._encoder_layers:  # with what the encoder does after its last layer
-                whole.get_submodule(encoder).register_forward_hook(flow.leave)
-            else:
-                whole.get_submodule(flow.last).register_forward_hook(flow.leave)
+            # of an encoder's last layer with what the encoder does after it
+            left = whole.get_submodule(encoder if last == self._encoder_layers else flow.last)
+            self._leaving = left._forward_hooks, left.register_forward_hook(flow.leave).id
         if first < self._encoder_layers < last:
             whole.get_submodule(encoder).register_forward_hook(flow.encode)
 
@@ -267,6 +268,9 @@ class Chunk(nn.Module):
     def _own_output(self, received: Any, encoded: Any, inputs: Any, side: dict[str, Any]) -> tuple[Any, Any]:
         """What the last of the layers gives; and what the encoder gave, where layers of a decoder follow."""
         self._flow.begin(None if self._first == 0 else received, encoded)
+        if self._leaving is not None:
+            hooks, ending = self._leaving
+            hooks.move_to_end(ending)  # hooks of `fully_shard`, say, are for what is sent and no placeholder
         try:
             output = self._run(inputs, side)
         except _Reached:
