@@ -449,12 +449,14 @@ def wrap_both_chunks() -> None:
         assert found[0] == found[1]
 
 
-def test_layers_of_chunks_take_fully_shard(two_ranks: Any) -> None:
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_layers_of_chunks_take_fully_shard(two_ranks: Any, checkpointed: bool) -> None:
     """With hooks of its own on what the last layer sends, which bring the layer's weights back for its backward."""
-    two_ranks.run(shard_every_layer)
+    two_ranks.run(shard_every_layer, checkpointed)
 
 
-def shard_every_layer() -> None:
+def shard_every_layer(checkpointed: bool) -> None:
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -464,6 +466,10 @@ def shard_every_layer() -> None:
     names = ["embed", "blocks.*", "head"]
     chunks = [cut(copy.deepcopy(model), schedules.zb_h1(2, 2), layers=names, rank=rank)[0] for rank in range(2)]
     for chunk in map(zbkern.convert, chunks):
+        if checkpointed:
+            wrappers.apply_activation_checkpointing(
+                chunk, check_fn=[*map(chunk.get_submodule, chunk.layer_names)].__contains__
+            )
         for name in chunk.layer_names:
             fully_shard(chunk.get_submodule(name))
         fully_shard(chunk)
@@ -471,7 +477,8 @@ def shard_every_layer() -> None:
     x.sum().backward()
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            torch.testing.assert_close(parameter.grad.full_tensor(), model.get_parameter(name).grad, msg=name)
+            expected = model.get_parameter(name.replace("_checkpoint_wrapped_module.", "")).grad
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected, msg=name)
 
 
 def test_an_argument_that_other_ranks_do_not_have_is_named() -> None:

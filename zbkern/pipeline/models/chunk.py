@@ -8,7 +8,6 @@ placeholders, so that a model that uses more of them than the last one's output 
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -195,7 +194,6 @@ class Chunk(nn.Module):
         self._ddp_params_and_buffers_to_ignore = list(elsewhere)
         self.tensor_names = plain_names(self)  # what is wrapped later has others
         self._checked = False
-        self._leaving: tuple[OrderedDict[int, Any], int] | None = None  # a layer's hooks, and the one that ends here
         self._known_arguments = known_arguments(whole)  # before layers are converted
         for name in self.layer_names:
             whole.get_submodule(name).register_forward_pre_hook(_refusal_of(name), with_kwargs=True)
@@ -204,8 +202,8 @@ class Chunk(nn.Module):
         if last < len(names):
             flow.last = names[last - 1]
             # of an encoder's last layer with what the encoder does after it
-            left = whole.get_submodule(encoder if last == self._encoder_layers else flow.last)
-            self._leaving = left._forward_hooks, left.register_forward_hook(flow.leave).id
+            self._end = encoder if last == self._encoder_layers else flow.last
+            self._ending = whole.get_submodule(self._end).register_forward_hook(flow.leave)
         if first < self._encoder_layers < last:
             whole.get_submodule(encoder).register_forward_hook(flow.encode)
 
@@ -268,9 +266,8 @@ class Chunk(nn.Module):
     def _own_output(self, received: Any, encoded: Any, inputs: Any, side: dict[str, Any]) -> tuple[Any, Any]:
         """What the last of the layers gives; and what the encoder gave, where layers of a decoder follow."""
         self._flow.begin(None if self._first == 0 else received, encoded)
-        if self._leaving is not None:
-            hooks, ending = self._leaving
-            hooks.move_to_end(ending)  # hooks of `fully_shard`, say, are for what is sent and no placeholder
+        if self._last < len(self.all_layers):
+            self._put_ending_last()
         try:
             output = self._run(inputs, side)
         except _Reached:
@@ -310,6 +307,14 @@ class Chunk(nn.Module):
         except PlaceholderUsed as error:
             raise self._of_another(error, side) from error
         return output, encoded
+
+    def _put_ending_last(self) -> None:
+        """Behind the hooks of `fully_shard`, say, and on what has wrapped the layer: these are for what is sent."""
+        hooks = self.whole.get_submodule(self._end)._forward_hooks
+        if self._ending.id not in hooks:
+            self._ending.remove()
+            self._ending = self.whole.get_submodule(self._end).register_forward_hook(self._flow.leave)
+        hooks.move_to_end(self._ending.id)
 
     def _run(self, inputs: Any, side: dict[str, Any]) -> Any:
         transformer = is_transformer(self.whole)
