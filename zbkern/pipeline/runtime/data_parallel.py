@@ -37,7 +37,7 @@ class Replicas:
         for reducer in reversed(self._reducers.values()):
             reducer.claim(taken)
         self._queue = queue
-        self._collective = any(map(_is_collective, modules.values()))
+        self._collective = any(map(is_collective, modules.values()))
         self._exchanges = any(map(_exchanges, modules.values()))
         self.clear()
         if self._reducers:
@@ -115,7 +115,8 @@ class Replicas:
                 return
 
 
-def _is_collective(module: nn.Module) -> bool:
+def is_collective(module: nn.Module) -> bool:
+    """Whether forwards communicate: of tensor-parallel layers, and of parts that say so, as ExpertParallel does."""
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return True
     return _exchanges(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.forward_state import ForwardState
+from zbkern.pipeline.runtime.graphs import GraphedStage
 from zbkern.pipeline.runtime.host_copies import Copy, CopyLanes
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recomputation import RecomputedTensors, parts_of
@@ -59,7 +61,12 @@ def make_stages(
     row, slices, last = schedule.actions[rank], schedule.slices, len(schedule.placement) - 1
     stages = [(each, chunk, queue, loss_fn if chunk == last else None, slices) for chunk, each in modules.items()]
     if not (counts or offloads_or_recomputes(row)):
+        if options.graphs:
+            return {stage[1]: GraphedStage(*stage, device=recorder.device) for stage in stages}
         return {stage[1]: Stage(*stage) for stage in stages}
+    if options.graphs:
+        message = "rank %d: its F, B and W run without CUDA graphs, because it offloads or recomputes"
+        logging.getLogger("zbkern").warning(message, rank)
     if parts is None:
         again = {chunk for chunk, _ in recomputed(row)}
         parts = {chunk: _named_parts(modules[chunk], chunk, options.recompute) for chunk in again}

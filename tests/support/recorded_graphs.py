@@ -1,0 +1,141 @@
+"""What stands for CUDA graphs on a CPU: operations that are recorded once, and run again on the same memory."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zbkern.pipeline.runtime.graphs import GraphedStage
+from zbkern.wgrad.storages import storage_key
+
+_thread = threading.local()
+_REFUSED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_aten = torch.ops.aten
+_WRITES_IN_SILENCE = {_aten.native_batch_norm.default: (3, 4)}  # arguments that its schema does not mark
+
+
+class RecordedGraphs:
+    """As `CudaGraphs`. As there, nothing has happened after a capture: what it has written is as it was, and what it
+    has made is not a number. Refuses what a GPU would have to wait for."""
+
+    device_type = "cpu"
+    graphs = 0
+    replays = 0
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def new_pool(self) -> Any:
+        return object()
+
+    def capture(self, function: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], None]]:
+        random, recorder = torch.get_rng_state(), _Recorder()
+        try:
+            _thread.captures = True
+            with recorder:
+                result = function()
+        finally:
+            _thread.captures = False
+            recorder.undo()
+            torch.set_rng_state(random)
+        RecordedGraphs.graphs += 1
+        return result, recorder.replay
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> type[RecordedGraphs]:
+    """Has stages capture on the CPU, in this test. Returns what counts graphs and replays from now on."""
+    monkeypatch.setattr(GraphedStage, "backend", RecordedGraphs)
+    for name in ("tolist", "numpy"):  # which dispatch no operation
+        monkeypatch.setattr(Tensor, name, _refused_in_capture(getattr(Tensor, name)))
+    RecordedGraphs.graphs = RecordedGraphs.replays = 0
+    return RecordedGraphs
+
+
+def _refused_in_capture(original: Any) -> Any:
+    def call(*arguments: Any, **more: Any) -> Any:
+        return _refuse() if getattr(_thread, "captures", False) else original(*arguments, **more)
+
+    return call
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any, list[Tensor | None]]] = []
+        self._made: dict[int, Tensor] = {}  # by storage
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # by storage: what is written, and a copy
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _REFUSED & {*func.tags} and not _indexes_by_numbers(func, args):
+            _refuse()
+        for tensor in _written(func, args, kwargs):
+            key = storage_key(tensor)
+            if key not in self._made and key not in self._before:
+                whole = tensor.data.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+                self._before[key] = whole, whole.clone()
+        found = func(*args, **kwargs)
+        given = {storage_key(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        outputs: list[Tensor | None] = []
+        for leaf in pytree.tree_leaves(found):
+            new = isinstance(leaf, Tensor) and storage_key(leaf) not in given
+            outputs.append(_at_address(leaf) if new else None)
+            if new:
+                self._made.setdefault(storage_key(leaf), leaf.data)
+        if any(output is not None for output in outputs) or _written(func, args, kwargs):
+            args, kwargs = pytree.tree_map_only(Tensor, _at_address, (args, kwargs))
+            self._calls.append((func, args, kwargs, outputs))
+        return found
+
+    def undo(self) -> None:
+        for whole, copy in self._before.values():
+            whole.copy_(copy)
+        self._before.clear()
+        for made in self._made.values():
+            if made.is_floating_point():
+                made.fill_(float("nan"))
+
+    @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)  # what was recorded has been cast
+    def replay(self) -> None:
+        RecordedGraphs.replays += 1
+        for func, args, kwargs, outputs in self._calls:
+            for output, leaf in zip(outputs, pytree.tree_leaves(func(*args, **kwargs)), strict=True):
+                if output is not None:
+                    output.copy_(leaf)
+
+
+def _refuse(*_: Any) -> None:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def _at_address(tensor: Tensor) -> Tensor:
+    """The tensor's memory, of which it keeps nothing alive, as a kernel's argument does not."""
+    size = tensor.untyped_storage().nbytes()
+    if not size:
+        return tensor.data
+    memory = (ctypes.c_char * size).from_address(tensor.untyped_storage().data_ptr())
+    whole = torch.frombuffer(memory, dtype=tensor.dtype, count=size // tensor.element_size())
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    arguments = func._schema.arguments
+    marked = [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or index in _WRITES_IN_SILENCE.get(func, ())
+    ]
+    return [leaf for leaf in pytree.tree_leaves(marked) if isinstance(leaf, Tensor)]
+
+
+def _indexes_by_numbers(func: Any, args: Any) -> bool:
+    return func is _aten.index.Tensor and all(index is None or index.dtype != torch.bool for index in args[1])
