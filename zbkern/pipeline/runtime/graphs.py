@@ -235,8 +235,7 @@ class GraphedStage(Stage):
         if gradient is None or gradient.is_sparse or accumulation.overwrites(parameter):
             return False
         if not gradient.is_set_to(self._gradients.setdefault(parameter, gradient.detach())):
-            self._captures_w = False
-            raise _NotCaptured("a gradient is another tensor than the one captured, which somebody still has")
+            raise _NotCaptured("a gradient is another tensor than the one captured, which somebody may still have")
         return True
 
 
