@@ -1,9 +1,14 @@
 """Training speeds that others have published against those that the model of costs predicts.
 
     python -m bench.published_runs FILE.json
+    python -m bench.published_runs --gains
 
 FILE.json: {"runs": [...]}, each with a model as the transformers library writes it, a GPU, the layout and the measured
 speed, in TFLOP/s per GPU with attention counted as a full square, or in tokens/s per GPU.
+
+--gains: what ZB-1p and ZB-2p gain over 1F1B in Table 4 of arXiv 2401.10241, predicted from the shapes of its Table 3
+alone: every rank but the first and the last has as many layers, embedding and head count as one, and the orders are
+those for equal ranks (ZB-1p is ZB-H1 in all of its Table 5), with the step after a barrier for 1F1B alone.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zbkern.pipeline import schedules
+from zbkern.pipeline import Costs, ModelCosts, plan, schedules
 from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
 from zbkern.pipeline.simulation.architecture import Architecture, architecture
 from zbkern.pipeline.simulation.hardware import Hardware, load_hardware
@@ -27,6 +32,26 @@ from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.reporting import markdown_table
 
 DIFFER = 0.1  # of the slower: layouts closer than that are not ranked
+WITHIN = 0.02  # of 1F1B's speed: what a predicted gain should err by at most
+
+
+class Shape(NamedTuple):
+    """A GPT on A100s, by the names of Table 3; speeds of 1F1B, ZB-1p and ZB-2p for each number of microbatches."""
+
+    layers: int
+    heads: int
+    features: int
+    stages: int
+    microbatch_size: int
+    speeds: Mapping[int, tuple[float, float, float]]  # samples per second and GPU, Table 4
+
+
+ZERO_BUBBLE = {
+    "1.5B": Shape(22, 24, 2304, 8, 6, {24: (11.8, 12.9, 14.5), 32: (12.5, 13.4, 14.8), 64: (13.6, 14.2, 14.9)}),
+    "6.2B": Shape(30, 32, 4096, 8, 3, {24: (3.50, 3.88, 4.32), 32: (3.70, 4.00, 4.35), 64: (4.03, 4.20, 4.39)}),
+    "14.6B": Shape(46, 40, 5120, 16, 1, {48: (1.40, 1.61, 1.81), 64: (1.49, 1.67, 1.83), 128: (1.64, 1.76, 1.85)}),
+    "28.3B": Shape(62, 48, 6144, 32, 1, {96: (0.76, 0.87, 0.99), 128: (0.80, 0.90, 1.00), 256: (0.88, 0.96, 1.00)}),
+}
 
 
 class Result(NamedTuple):
@@ -57,7 +82,7 @@ def predict(run: Mapping[str, Any], hardware: Hardware | None = None) -> Result:
 
 def _passes(run: Mapping[str, Any], model: Architecture, hardware: Hardware, job: Job) -> float:
     """Seconds: the makespan, since these optimizers synchronise."""
-    costs = model_costs(model, hardware, job)
+    costs = logits_once(model_costs(model, hardware, job))
     if str(run.get("recomputation", "")).startswith("full"):
         costs = replace(
             costs, layers=tuple(replace(each, backward=each.backward + each.forward) for each in costs.layers)
@@ -75,6 +100,51 @@ def _passes(run: Mapping[str, Any], model: Architecture, hardware: Hardware, job
     ]
     timelines = [simulate(schedule, costs.chunk_costs(each, schedule.placement)) for each in partitions]
     return min(each.makespan for each in timelines) / 1e3
+
+
+def logits_once(costs: ModelCosts) -> ModelCosts:
+    """With heads that keep their logits, as in these frameworks: a product in each of F, B and W, zbkern's has four."""
+    layers = list(costs.layers)
+    for index, each in enumerate(layers):
+        if index and each.tied is not None:
+            once = each.forward / 2
+            layers[index] = replace(each, forward=once, backward=each.backward + once, weight=each.weight - once)
+    return replace(costs, layers=tuple(layers))
+
+
+def gains(shape: Shape, microbatches: int) -> tuple[float, float]:
+    """Of ZB-1p and ZB-2p over 1F1B, in speed."""
+    sizes = {"n_layer": shape.layers, "n_head": shape.heads, "n_embd": shape.features, "n_inner": 4 * shape.features}
+    model = architecture({"model_type": "gpt2", "n_positions": 1024, "vocab_size": 50304, **sizes})
+    hardware, job, stages = load_hardware("a100"), Job(1024, shape.microbatch_size), shape.stages
+    if stages <= hardware.gpus_per_node:
+        hardware = replace(hardware, network_bandwidth=hardware.link_bandwidth)
+    costs = logits_once(model_costs(model, hardware, job))
+    ranks = costs.chunk_costs(even_partitions(len(costs.layers), stages)[0])
+    inner = [getattr(ranks, name)[1] for name in ("forward", "backward", "weight", "communication")]
+    searched = plan(Costs(*inner, activation=1, held=0.4), stages, microbatches, memory_limit=2 * stages, effort=1)
+    rest = 1e3 * outside(model, hardware, job, stages)
+    baseline = simulate(schedules.one_f_one_b(stages, microbatches), ranks).makespan + rest
+    found = (schedules.zb_h1(stages, microbatches), searched.schedule)
+    one, two = (baseline / (simulate(each, ranks).cost + rest) - 1 for each in found)
+    return one, two
+
+
+def gains_table() -> str:
+    """A row for every column of Table 4, and how many gains are predicted closely."""
+    rows, errors = [], []
+    for name, shape in ZERO_BUBBLE.items():
+        for microbatches, (baseline, *speeds) in shape.speeds.items():
+            row = [f"{name}, p {shape.stages}, m {microbatches}"]
+            for predicted, speed in zip(gains(shape, microbatches), speeds, strict=True):
+                measured = speed / baseline - 1
+                errors.append(predicted - measured)
+                row += [f"{predicted:.1%}", f"{measured:.1%}", f"{100 * errors[-1]:+.1f}"]
+            rows.append(row)
+    head = ["run", *(f"{name}{what}" for name in ("ZB-1p", "ZB-2p") for what in ("", ", published", ", points"))]
+    close = sum(abs(each) <= WITHIN for each in errors)
+    summary = f"{close} of {len(errors)} gains within 2 points, the worst off by {100 * max(map(abs, errors)):.1f}"
+    return f"{markdown_table(head, rows)}\n\n{summary}"
 
 
 def _fused(costs: Any) -> tuple[float, float]:
@@ -101,8 +171,14 @@ def ranked(results: Sequence[Result]) -> tuple[int, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, help='{"runs": [...]}')
+    parser.add_argument("file", type=Path, nargs="?", help='{"runs": [...]}')
+    parser.add_argument("--gains", action="store_true", help="of ZB-1p and ZB-2p over 1F1B instead of a file's runs")
     options = parser.parse_args(arguments)
+    if options.gains == (options.file is not None):
+        parser.error("give a file of runs, or --gains")
+    if options.gains:
+        print(gains_table())
+        return 0
     results = [predict(run) for run in json.loads(options.file.read_text(encoding="utf-8"))["runs"]]
     rows = [
         [each.run["run"], f"{each.predicted:,.1f}", f"{each.run['measured']:,.1f}", f"{each.error:+.1%}"]

@@ -44,3 +44,25 @@ def test_pairs_are_those_that_differ() -> None:
     assert published_runs.ranked([each._replace(predicted=each.run["measured"]) for each in runs]) == (2, 2)
     other = published_runs.Result({**RUN, "model": {}, "measured": 9.0}, True, 1.0)
     assert published_runs.ranked([runs[0], other]) == (0, 0)
+
+
+def test_gains_are_those_that_were_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    name = "14.6B"
+    monkeypatch.setattr(published_runs, "ZERO_BUBBLE", {name: published_runs.ZERO_BUBBLE[name]})
+    assert published_runs.main(["--gains"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "6 of 6 gains within 2 points" in lines[-1]
+    cells = [each.split() for each in lines if "14.6B, p 16, m 48" in each]
+    assert [each[index] for each in cells for index in (9, 15)] == ["15.0%", "29.3%"]  # 1.61 and 1.81 over 1.40
+    with pytest.raises(SystemExit):
+        published_runs.main([])
+
+
+def test_frameworks_compute_logits_once() -> None:
+    model = published_runs.architecture(LLAMA)
+    costs = published_runs.model_costs(model, published_runs.load_hardware("h100"), published_runs.Job(8192))
+    once = published_runs.logits_once(costs)
+    assert once.layers[:-1] == costs.layers[:-1]
+    head = once.layers[-1]
+    assert head.forward == pytest.approx(head.backward, rel=0.02)
+    assert head.weight < head.forward < 1.5 * head.weight

@@ -142,7 +142,8 @@ def assumptions(
     experts = setting.architecture.experts is not None
     rate = f"{number((costs.offload_bandwidth or 0.0) / 1e6)} GB/s"
     facts = [
-        f"programs get {gpu.matmul_share:.0%} of the GPU's peak in large matrix products, "
+        f"programs get {gpu.matmul_share:.0%} of the GPU's peak in W's large matrix products, "
+        f"{gpu.matmul_share * gpu.forward_backward_share:.0%} in those of F and B, "
         f"{gpu.attention_forward_share:.0%} in attention forward and {gpu.attention_backward_share:.0%} backward, "
         f"{gpu.memory_share:.0%} of the memory's bandwidth and {gpu.network_share:.0%} of the links'",
         f"each F, B and W takes {gpu.pass_time * 1e3:g} ms besides, and {gpu.layer_time * 1e3:g} ms in each layer"
@@ -332,7 +333,7 @@ def how_exact(architecture: Architecture, hardware: Hardware) -> str:
     if hardware.calibration.source:
         return hardware.calibration.describe()
     experts = architecture.experts is not None
-    kind, error, runs = ("with experts", 0.14, 5) if experts else ("dense", 0.10, 7)
+    kind, error, runs = ("with experts", 0.11, 5) if experts else ("dense", 0.08, 7)
     return f"within {error:.0%} (rms) of {runs} published {kind} runs, each left out of the fit"
 
 

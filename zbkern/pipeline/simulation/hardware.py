@@ -33,20 +33,22 @@ class Hardware:
     memory of its host, which offloading needs (None: not known); all in bytes/s per GPU and direction.
 
     The rest is what programs get of these peaks, the same for every GPU until somebody measures them. The numbers are
-    fitted to the twelve runs that `bench/published_runs.py` was made for (each left out in turn is predicted to 10 %,
-    with experts to 14 %, root mean square), starting from anchors that the fit is drawn to: products of 8192 reach 0.8
+    fitted to the twelve runs that `bench/published_runs.py` was made for (each left out in turn is predicted to 8 %,
+    with experts to 11 %, root mean square), starting from anchors that the fit is drawn to: products of 8192 reach 0.8
     of an H100's peak in a benchmark and 0.6 to 0.7 where it draws its power all the time; a pass costs 0.6 to 0.8 ms in
     the tables of arXiv 2401.10241; an adapter 0.9 of its rate; FlashAttention 3 reaches 0.67 forward and 0.58 backward
     (head size 128, causal, 8k tokens).
-    matmul_share: of a large product. matmul_ramp: a product of [rows, inputs] and [inputs, outputs] takes 1 + this *
-    (1/rows + 1/inputs + 1/outputs) times as long as that. expert_share: of matmul_share, where products are grouped by
-    expert, in groups of unlike sizes. attention_*_share: of a long sequence; one of n tokens takes 1 + attention_ramp/n
-    times as long. memory_share: of the bandwidth, with norms, activations and copies that frameworks do not fuse.
-    network_share: also of the links in a node and to the host. exposed_share: of the time of messages of tensor and
-    expert parallelism that computing does not hide. overlap_share: of one microbatch's passes, what traffic between
-    pipelines hides behind. latency: seconds that a message takes besides its bytes. pass_time: seconds of each F, B and
-    W of a chunk (the engine); layer_time, expert_time: of each in a layer, and in one with experts besides that,
-    however few tokens there are (launches, routing, waiting for the counts).
+    matmul_share: of a large product, in W. forward_backward_share: of matmul_share, in F and B, where other operations
+    are between the products; fitted to the times of F, B and W of arXiv 2401.10241, Table 9, alone. matmul_ramp: a
+    product of [rows, inputs] and [inputs, outputs] takes 1 + this * (1/rows + 1/inputs + 1/outputs) times as long as
+    that. expert_share: of matmul_share, where products are grouped by expert, in groups of unlike sizes.
+    attention_*_share: of a long sequence; one of n tokens takes 1 + attention_ramp/n times as long. memory_share: of
+    the bandwidth, with norms, activations and copies that frameworks do not fuse. network_share: also of the links in a
+    node and to the host. exposed_share: of the time of messages of tensor and expert parallelism that computing does
+    not hide. overlap_share: of one microbatch's passes, what traffic between pipelines hides behind. latency: seconds
+    that a message takes besides its bytes. pass_time: seconds of each F, B and W of a chunk (the engine); layer_time,
+    expert_time: of each in a layer, and in one with experts besides that, however few tokens there are (launches,
+    routing, waiting for the counts).
 
     Raises TypeError or ValueError for anything but positive numbers (ramps, times, exposed_share and overlap_share may
     be 0), shares above 1, and peaks so low that they must be in other units.
@@ -62,20 +64,21 @@ class Hardware:
     host_bandwidth: float | None = None
     fp8_flops: float | None = None
     source: str = ""
-    matmul_share: float = 0.61
-    matmul_ramp: float = 175.0
-    expert_share: float = 0.7
+    matmul_share: float = 0.7
+    forward_backward_share: float = 0.73
+    matmul_ramp: float = 125.0
+    expert_share: float = 0.66
     attention_forward_share: float = 0.67
     attention_backward_share: float = 0.55
     attention_ramp: float = 500.0
-    memory_share: float = 0.48
-    network_share: float = 0.92
-    exposed_share: float = 0.53
+    memory_share: float = 0.46
+    network_share: float = 0.91
+    exposed_share: float = 0.41
     overlap_share: float = 1.0
     latency: float = 1e-5
     pass_time: float = 0.32e-3
-    layer_time: float = 0.07e-3
-    expert_time: float = 0.73e-3
+    layer_time: float = 0.05e-3
+    expert_time: float = 0.7e-3
     calibration: Calibration = NONE
 
     def __post_init__(self) -> None:

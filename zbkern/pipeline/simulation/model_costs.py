@@ -193,15 +193,15 @@ class _Layer:
         gpu = self.hardware
         share = gpu.matmul_share * (1.0 if matrices == 1 else gpu.expert_share)
         size = matrices * inputs * outputs
-        narrow = peak or gpu.matmul_flops  # of F and B
+        wide, narrow = gpu.matmul_flops, peak or gpu.matmul_flops  # of W, of F and B
 
         def times(rows: float) -> tuple[float, float, float]:
             """Of F or B, of W, and of a W that is merged, which reads and writes the gradient once with others."""
             edges = gpu.matmul_ramp * (matrices / rows + 1 / inputs + 1 / outputs)
             product = (1 + edges) * 2 * rows * inputs * outputs / share
             moved = _WIDTH * rows * (inputs + outputs)
-            quantised = self.seconds(_QUANTISED * rows * inputs) if narrow != gpu.matmul_flops else 0.0
-            kinds = ((narrow, _WIDTH * size), (gpu.matmul_flops, 2 * _WIDE * size), (gpu.matmul_flops, 0))
+            quantised = self.seconds(_QUANTISED * rows * inputs) if narrow != wide else 0.0
+            kinds = ((gpu.forward_backward_share * narrow, _WIDTH * size), (wide, 2 * _WIDE * size), (wide, 0))
             through, alone, merged = (max(product / most, self.seconds(moved + more)) for most, more in kinds)
             return through + quantised, alone, merged
 
