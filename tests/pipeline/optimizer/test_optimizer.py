@@ -68,7 +68,7 @@ def test_parameters_that_the_torch_optimizer_has_not(caplog: pytest.LogCaptureFi
     chunks[1].bias.requires_grad_(False)
     schedule = schedules.interleaved(stages=1, microbatches=1, chunks=2)
     for given in (chunks, chunks[0]):
-        with one_rank([*chunks], schedule) as pipe:
+        with one_rank(chunks, schedule) as pipe:
             Optimizer(torch.optim.AdamW(given.parameters()), pipe, master_weights=master_weights)
     (told,) = caplog.messages
     assert "1 of 4 parameters of this rank's chunks" in told

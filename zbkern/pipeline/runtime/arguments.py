@@ -70,7 +70,9 @@ def check_place(
 
 
 def module_list(caller: str, modules: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The chunks of a rank; one module is one chunk. Raises TypeError for anything else."""
+    """The chunks of a rank; one module that can be called is one chunk. Raises TypeError for anything else."""
+    if isinstance(modules, torch.nn.ModuleList):
+        modules = iter(modules)
     found = [modules] if isinstance(modules, torch.nn.Module) or not isinstance(modules, Iterable) else [*modules]
     for module in found:
         if not isinstance(module, torch.nn.Module):
