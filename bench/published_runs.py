@@ -72,7 +72,7 @@ def predict(run: Mapping[str, Any], hardware: Hardware | None = None) -> Result:
     model = architecture(run["model"])
     hardware = hardware or load_hardware(run["gpu"])
     sizes = {name: run[name] for name in ("tensor_parallel", "expert_parallel", "data_parallel")}
-    job = Job(run["sequence"], run["microbatch_size"], **sizes)
+    job = Job(run["sequence"], run["microbatch_size"], **sizes, fully_shard=run.get("fully_shard", False))
     stages = run["pipeline_parallel"]
     seconds = _passes(run, model, hardware, job) + outside(model, hardware, job, stages)
     tokens = run["microbatches"] * job.tokens / (seconds * stages * job.tensor_parallel)

@@ -202,7 +202,8 @@ def test_a_table_of_hardware_with_a_wrong_field(
         ({}, False, True, "recomputed costs its chunk's forward once more; nothing is offloaded", "no activation"),
         ({}, True, False, "copies run at 40 GB/s .* no activation is recomputed", "is offloaded"),
         ({}, True, True, "recomputed costs .* copies run at 40 GB/s", "no activation|is offloaded"),
-        ({"data_parallel": 4}, False, False, "of which every pipeline holds its part", "experts"),
+        ({"data_parallel": 4}, False, False, "of which every pipeline holds its part", "experts|gathered"),
+        ({"data_parallel": 4, "fully_shard": True}, False, False, "weights are gathered for every F and B", "experts"),
         ({"expert_parallel": 8}, False, False, "as many tokens .* sent once to every GPU", "tensor parallelism does"),
     ],
     ids=str,
@@ -225,6 +226,11 @@ def test_a_placement_says_how_many_chunks_there_are(capsys: pytest.CaptureFixtur
 def test_what_describes_a_model_needs_one(capsys: pytest.CaptureFixture) -> None:
     assert __main__.main(["plan", "--stages", "2", "--microbatches", "4", "--gpu", "h100"]) == 2
     assert "argument --gpu: it describes a model's training; give the model with --config" in capsys.readouterr().err
+
+
+def test_stages_keep_their_weights(capsys: pytest.CaptureFixture) -> None:
+    assert __main__.main([*LLAMA, *QUICK, "--fully-shard"]) == 2
+    assert "argument --fully-shard: stages hold weights and gradients from pass to pass" in capsys.readouterr().err
 
 
 def test_published_schedules_get_the_partition_that_suits_them() -> None:

@@ -30,6 +30,15 @@ def planned(path: Path, *options: str) -> Path:
     return path / "launch.py"
 
 
+def sharded(path: Path, *options: str) -> Path:
+    """One stage, of which two layers are recomputed."""
+    program = planned(path, "--stages", "1", "--data-parallel", "2", "--fully-shard", *options)
+    text = program.read_text()
+    assert "RECOMPUTED = []" in text
+    program.write_text(text.replace("RECOMPUTED = []", "RECOMPUTED = [1, 3]"))
+    return program
+
+
 def losses(program: Path) -> list[float]:
     """What the program prints in two steps, run in this process of a group."""
     environment = {"STEPS": "2", "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
@@ -62,21 +71,45 @@ def test_the_program_trains_as_planned(two_ranks: Any, four_ranks: Any, tmp_path
     assert found["replicas"][0] == pytest.approx(found["plain"][0], abs=2e-3)  # then from other gradients
 
 
-def test_the_program_says_how_it_is_started(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform == "win32", reason="gloo")
+def test_the_program_shards_all_that_replicas_have(two_ranks: Any, four_ranks: Any, tmp_path: Path) -> None:
+    """Tied weights, too; and no rank ever has more than a layer of the model."""
+    pytest.importorskip("transformers")
+    folders = [tmp_path / name for name in ("whole", "shared", "tied", "divided")]
+    for folder in folders:
+        folder.mkdir()
+    with mock.patch.dict(TINY, tie_word_embeddings=True):
+        whole, _ = two_ranks.run(losses, planned(folders[0], "--stages", "1", "--data-parallel", "2"))
+        tied, _ = two_ranks.run(losses, sharded(folders[1]))
+    shared, _ = two_ranks.run(losses, sharded(folders[2]))
+    (divided,) = [each for each in four_ranks.run(losses, sharded(folders[3], "--tensor-parallel", "2")) if each]
+    assert tied == whole
+    assert divided == pytest.approx(shared, abs=2e-3)  # bf16
+    assert shared[0] != whole[0]
+
+
+@pytest.mark.parametrize(
+    "options", [["--gpus", "16", "--batch", "64"], ["--stages", "2", "--data-parallel", "8", "--microbatches", "8"]]
+)
+def test_the_program_says_how_it_is_started(options: list[str], capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    options = ["--gpus", "16", "--batch", "64", "--sequence", "2048", "--effort", "0", "--out", str(path)]
-    assert __main__.main(["plan", "--config", str(CONFIGURATIONS / "llama-3-8b.json"), *options]) == 0
+    more = ["--sequence", "2048", "--effort", "0", "--out", str(path)]
+    assert __main__.main(["plan", "--config", str(CONFIGURATIONS / "llama-3-8b.json"), *options, *more]) == 0
     assert f"wrote {path}" in capsys.readouterr().out
     text = path.read_text()
     compile(text, str(path), "exec")
     assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 train.py" in text
     replicas, stages, tensor = map(int, re.search(r"TENSOR_PARALLEL = (\d+), (\d+), (\d+)", text).groups())
-    schedule = Schedule.from_csv(path.with_suffix(".schedule.csv").read_text())
-    assert (replicas * stages * tensor, schedule.stages) == (16, stages)
-    partition = json.loads(re.search(r"PARTITION = (.*)", text)[1])
-    assert len(partition) == len(schedule.placement)
     rows, sequence = map(int, re.search(r"ROWS, SEQUENCE = (\d+), (\d+)", text).groups())
-    assert (replicas * rows * schedule.sequences, sequence) == (64, 2048)
+    assert (replicas * stages * tensor, sequence) == (16, 2048)
+    if stages == 1:  # sharded
+        assert not path.with_suffix(".schedule.csv").exists()
+        assert replicas * rows * int(re.search(r"MICROBATCHES = (\d+)", text)[1]) == 64
+        return
+    schedule = Schedule.from_csv(path.with_suffix(".schedule.csv").read_text())
+    assert (schedule.stages, replicas * rows * schedule.sequences) == (2, 64)
+    assert len(json.loads(re.search(r"PARTITION = (.*)", text)[1])) == len(schedule.placement)
 
 
 @pytest.mark.parametrize(

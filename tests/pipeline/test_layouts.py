@@ -10,9 +10,10 @@ import pytest
 
 from zbkern import __main__
 from zbkern.pipeline import layouts
+from zbkern.pipeline.from_config import Setting
 from zbkern.pipeline.simulation.architecture import load_architecture
 from zbkern.pipeline.simulation.hardware import load_hardware
-from zbkern.pipeline.simulation.model_costs import outside
+from zbkern.pipeline.simulation.model_costs import Job, outside
 
 CONFIGURATIONS = Path(__file__).parents[2] / "bench" / "configurations"
 H100 = load_hardware("h100")
@@ -22,7 +23,7 @@ def model(name: str):
     return load_architecture(CONFIGURATIONS / f"{name}.json")
 
 
-def sizes_of(layout: layouts.Layout) -> tuple[int, int, int, int, int, int]:
+def sizes_of(layout: layouts.Layout) -> tuple[int, int, int, int, int, int, bool]:
     job = layout.setting.job
     return (
         job.tensor_parallel,
@@ -31,20 +32,23 @@ def sizes_of(layout: layouts.Layout) -> tuple[int, int, int, int, int, int]:
         job.expert_parallel,
         layout.microbatches,
         job.microbatch_size,
+        job.fully_shard,
     )
 
 
 def test_all_layouts_that_divide_are_there_once() -> None:
     found = [sizes_of(each) for each in layouts.layouts(model("gpt-oss-120b"), H100, 24, 48, 4096)]
     assert len(found) == len({*found})
-    for tensor, stages, data, expert, microbatches, size in found:
+    for tensor, stages, data, expert, microbatches, size, shard in found:
         assert tensor * stages * data == 24
         assert data * microbatches * size == 48
         assert tensor <= H100.gpus_per_node
         assert tensor * data % expert == 0 == 128 % expert
-    assert (2, 4, 3, 2, 4, 4) in found
-    assert (1, 24, 1, 1, 48, 1) in found
-    assert (1, 1, 24, 8, 1, 2) in found
+        assert not shard or (stages == 1 < data)
+    assert (2, 4, 3, 2, 4, 4, False) in found
+    assert (1, 24, 1, 1, 48, 1, False) in found
+    assert (1, 1, 24, 8, 1, 2, False) in found
+    assert (1, 1, 24, 8, 1, 2, True) in found
 
 
 def test_layouts_that_cannot_work_have_no_estimate() -> None:
@@ -92,14 +96,41 @@ def test_the_parts_of_a_step_are_the_step() -> None:
 def test_the_printed_options_plan_the_same_step(run_plan) -> None:
     path = str(CONFIGURATIONS / "llama-3-8b.json")
     printed = run_plan("--config", path, "--gpus", "4", "--batch", "16")
-    first = re.search(r"(?m)^[a-z]{2} \d.*?(\d[\d.]*) s  ", printed)
-    options = re.search(r"--stages.*?--microbatch-size \d+(?: --recompute)?", printed, re.DOTALL)
+    first = re.search(r"(?m)^.* microbatches of .*?(\d[\d.]*) s  ", printed)
+    options = re.search(r"--stages.*?--microbatch-size \d+(?: --\S+| \d+)*", printed, re.DOTALL)
     assert first
     assert options
     again = run_plan("--config", path, "--effort", str(layouts.EFFORT), *options[0].split())
     step = re.search(r"(?m)^step +(\d[\d.]*) s,", again)
     assert step
     assert step[1] == first[1]
+
+
+def test_weights_are_sharded_where_they_would_not_fit(run_plan) -> None:
+    """Llama 3 8B on 16 GPUs, as published with FSDP alone: 54 GB of weights, gradients and states each without."""
+    path, sizes = str(CONFIGURATIONS / "llama-3-8b.json"), ["--batch", "128", "--sequence", "8192", "--effort", "0"]
+    printed = run_plan("--config", path, "--gpus", "16", *sizes)
+    (row,) = re.findall(r"(?m)^fsdp 16, 8 microbatches of 1 .*", printed)
+    assert float(re.search(r"([\d.]+) GB", row)[1]) < 60
+    options = re.search(r"--stages 1 --microbatches 8 .* --fully-shard\s+--chunks 1", printed, re.DOTALL)
+    assert options
+    again = run_plan("--config", path, "--effort", "0", *options[0].split())
+    assert re.search(r"(?m)^step +(\d[\d.]*) s,", again)[1] in row
+    assert "weights are gathered for every F and B" in " ".join(again.split())
+
+
+def test_one_stage_recomputes_where_it_must() -> None:
+    """gpt-oss on 64 GPUs: a microbatch of 8 sequences keeps more than a GPU has."""
+    job = Job(4096, 8, expert_parallel=4, data_parallel=64, fully_shard=True)
+    layout = layouts.Layout(Setting(model("gpt-oss-120b"), H100, job), 1, 1)
+    estimate = layouts.estimate(layout)
+    assert estimate.recompute
+    answer = layouts.planned(estimate, 1, "cost", 0, 60)
+    assert max(answer.plan.timeline.peak_memory) <= layout.setting.limit
+    assert answer.parts["uneven stages, passes of more chunks, and recomputation"] > 0.1 * answer.seconds
+    assert (
+        layouts.estimate(layout._replace(setting=layout.setting._replace(job=replace(job, fully_shard=False)))) is None
+    )
 
 
 def test_a_layout_to_compare_with_says_why_it_loses(run_plan) -> None:
@@ -113,8 +144,9 @@ def test_a_layout_to_compare_with_says_why_it_loses(run_plan) -> None:
     alone = run_plan(*sizes, "--stages", "1", "--tensor-parallel", "1", "--microbatch-size", "8")
     assert "yours     dp 8, 2 microbatches of 1" not in alone
     assert re.search(r"yours +--stages 1, .* cannot be divided so", alone)
-    whole = run_plan(*sizes, "--stages", "1", "--tensor-parallel", "1")
-    assert re.search(r"yours +dp 8, 2 microbatches of 1: does not fit: .* holds [\d.]+ GB of weights", whole)
+    own = {"stages": 1, "tensor_parallel": 1, "expert_parallel": 1}
+    found = layouts.why_not(model("gpt-oss-120b"), H100, 32, 64, 4096, own)
+    assert re.match(r"fsdp 32, 2 microbatches of 1: does not fit: .* holds [\d.]+ GB of weights", found)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def fits(name: str, stages: int, **sizes: int) -> bool:
     ("name", "stages", "given"),
     [
         ("llama-3-8b", 2, {"sequence": 4096}),
+        ("llama-3-8b", 1, {"sequence": 8192, "data_parallel": 16}),
         pytest.param(
             *("llama-3-70b", 8, {"sequence": 8192, "microbatch_size": 64, "tensor_parallel": 8}), marks=pytest.mark.slow
         ),
@@ -51,12 +52,10 @@ def test_each_option_makes_it_fit(name: str, stages: int, given: dict[str, int])
     assert not fits(name, stages, **sizes)
     found = remedies(load_architecture(CONFIGURATIONS / f"{name}.json"), H100, stages, sizes, LIMIT)
     assert found
+    assert ("--fully-shard" in found) == (stages == 1)
     for option in found:
-        words = option.split()
-        changes: dict[str, Any] = {
-            key.removeprefix("--").replace("-", "_"): int(value)
-            for key, value in zip(words[::2], words[1::2], strict=True)
-        }
+        key, *value = option.split()
+        changes: dict[str, Any] = {key.removeprefix("--").replace("-", "_"): int(value[0]) if value else True}
         assert fits(name, **{"stages": stages, **sizes, **changes}), option
         if "stages" in changes:
             assert not fits(name, changes["stages"] - 1, **sizes)

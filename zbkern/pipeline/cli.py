@@ -122,6 +122,8 @@ _HELP = {
     "--tensor-parallel": "with --config: GPUs that share every layer (default 1)",
     "--expert-parallel": "with --config: GPUs that share the experts (default 1)",
     "--context-parallel": "with --config: GPUs that share the tokens of every sequence (default 1)",
+    "--fully-shard": "with --config and --stages 1: data-parallel GPUs share weights and gradients, too, gathered "
+    "layer by layer (FSDP, ZeRO-3); with --gpus it is tried anyway, and can be named to compare with",
     "--fp8": 'with --config: F and B of linears in FP8, as recipe="fp8_blockwise" of zbkern.convert',
     "--data-parallel": "with --config: pipelines that share the optimizer's state (default: as few as experts need)",
     "--sequence": "with --config: tokens of a sequence (default 4096)",
@@ -161,7 +163,8 @@ def add_to(commands: Any) -> None:
     add("--calibrate", type=Path, metavar="FILE")
     for name in from_config.SIZES:
         add(from_config.option(name), type=_count, metavar="N")
-    add("--fp8", action="store_const", const=True)
+    for name in from_config.FLAGS:
+        add(from_config.option(name), action="store_const", const=True)
     parser.set_defaults(run=run)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -49,6 +49,9 @@ SIZES = {
 }
 """Arguments that say how a model is trained, and their defaults."""
 
+FLAGS = ("fp8", "fully_shard")
+"""Those that are so or not."""
+
 _STEP = '{"seconds": 12.3, "schedule": "one_f_one_b", "stages": 8, "microbatches": 32, "tensor_parallel": 8}'
 
 _DECIDED = (
@@ -57,12 +60,21 @@ _DECIDED = (
 )
 """Arguments that a search of layouts has answers for."""
 
-CHOSEN = ("stages", "microbatches", *(name for name in SIZES if name != "sequence"))
+CHOSEN = ("stages", "microbatches", *(name for name in SIZES if name != "sequence"), "fully_shard")
 
 
 def option(name: str) -> str:
     """The option with the argument of that name."""
     return "--" + name.replace("_", "-")
+
+
+def spelt(arguments: Mapping[str, int]) -> list[str]:
+    """The options that give these, without those that are not so."""
+    return [
+        option(name) if value is True else f"{option(name)} {value}"
+        for name, value in arguments.items()
+        if value is not False
+    ]
 
 
 class WrongArgument(ValueError):
@@ -98,7 +110,7 @@ def check_whether_given(arguments: argparse.Namespace) -> None:
     with_model = arguments.config is not None
     if arguments.gpus is not None:
         _check_layouts(arguments)
-    for name in ("costs", "schedule") if with_model else ("gpu", "hardware", "calibrate", "fp8", *SIZES):
+    for name in ("costs", "schedule") if with_model else ("gpu", "hardware", "calibrate", *FLAGS, *SIZES):
         if getattr(arguments, name) is not None:
             raise WrongArgument(
                 option(name),
@@ -168,7 +180,7 @@ def assumptions(
             else "products are in bf16, none in FP8"
         )
         + "; a parameter takes 18 bytes: weight, fp32 gradient and AdamW's fp32 state"
-        + (", of which every pipeline holds its part" if job.replicas > 1 else ""),
+        + _sharing(job),
         "layers are zbkern's own, for which the split into B and W costs nothing (converted ones of the transformers "
         "library keep more from F to B)",
         "an activation that is recomputed costs its chunk's forward once more" if recompute else "",
@@ -183,6 +195,18 @@ def assumptions(
     )
     source = f"Peaks: {gpu.source or 'of a table that names no source'}."
     return "\n".join(textwrap.fill(each, min(width, 118)) for each in (text, source))
+
+
+def _sharing(job: Job) -> str:
+    """Who holds what of a parameter's bytes."""
+    if job.replicas == 1:
+        return ""
+    if not job.fully_shard:
+        return ", of which every pipeline holds its part"
+    return (
+        ", of all of which every pipeline holds a part; weights are gathered for every F and B, and gradients reduced "
+        "in fp32 after every W, behind the passes of the same layer, and those of two layers are whole at a time"
+    )
 
 
 def published_timelines(
@@ -219,6 +243,10 @@ def setting(arguments: argparse.Namespace) -> Setting:
     model, gpu = model_and_gpu(arguments)
     if arguments.slices != 1 and not model.causal:
         raise WrongArgument("--slices", f"a token of {model.kind} sees later ones; leave it out")
+    if arguments.fully_shard and arguments.stages > 1:
+        raise WrongArgument(
+            "--fully-shard", "stages hold weights and gradients from pass to pass; leave it out, or give --stages 1"
+        )
     try:
         found = Setting(model, gpu, Job(**_sizes(arguments)))
         model_costs(*found)
@@ -258,7 +286,8 @@ def model_and_gpu(arguments: argparse.Namespace) -> tuple[Architecture, Hardware
 
 def _sizes(arguments: argparse.Namespace) -> dict[str, Any]:
     """Arguments of a `Job`: as given, or their defaults."""
-    return {name: getattr(arguments, name) or least for name, least in SIZES.items()} | {"fp8": bool(arguments.fp8)}
+    flags = {name: bool(getattr(arguments, name)) for name in FLAGS}
+    return {name: getattr(arguments, name) or least for name, least in SIZES.items()} | flags
 
 
 def _calibration(

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 from zbkern.pipeline import report
-from zbkern.pipeline.from_config import SIZES, Setting, how_exact, option
+from zbkern.pipeline.from_config import FLAGS, SIZES, Setting, how_exact, spelt
 from zbkern.pipeline.planner import Plan, PlanOptions, plan
-from zbkern.pipeline.remedies import may_fit_with_saving
+from zbkern.pipeline.remedies import SAVING_CHUNKS, may_fit_with_saving
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import amount, number
 from zbkern.pipeline.simulation.architecture import Architecture
@@ -33,6 +34,7 @@ _SHOWN = 5
 _WORTH_A_PLAN = 0.95  # of the time of a plan for another microbatch: plans are seldom as fast as their estimates
 _PER_STAGE = 3  # microbatches of the quick plans: enough for the warm-up, a steady part and the cool-down
 _SECONDS = (4.0, 20.0)  # at most, of one quick plan and of one final plan
+_MESSAGES = "messages of tensor and expert parallelism, and of weights that are sharded"
 _ROOMY = 0.6  # of the memory of 1F1B: with less, recomputing some microbatches may be faster
 
 
@@ -50,7 +52,7 @@ class Layout(NamedTuple):
     @property
     def sizes(self) -> dict[str, int]:
         """By the arguments of `zbkern plan` that give them."""
-        sizes = {name: getattr(self.setting.job, name) for name in SIZES}
+        sizes = {name: getattr(self.setting.job, name) for name in (*SIZES, *FLAGS)}
         return {"stages": self.stages, "microbatches": self.microbatches, **sizes}
 
     def has(self, sizes: Mapping[str, int]) -> bool:
@@ -121,7 +123,7 @@ def why_not(
     architecture: Architecture, hardware: Hardware, gpus: int, batch: int, sequence: int, own: Mapping[str, int]
 ) -> str:
     """Why no layout with the sizes of `own` was found: that which holds least, or that there is none."""
-    given = ", ".join(f"{option(size)} {value}" for size, value in own.items())
+    given = ", ".join(spelt(own))
     which = [each for each in layouts(architecture, hardware, gpus, batch, sequence) if each.has(own)]
     try:
         needs = [(least_need(each.setting.costs, each.stages), each) for each in which]
@@ -173,9 +175,9 @@ def layouts(
                 continue
             experts = [each for each in _divisors(tensor * data) if all(count % each == 0 for count in counts)]
             for expert in experts if counts else [1]:
-                for size in _MICROBATCH_SIZES:
+                for size, shard in product(_MICROBATCH_SIZES, (False, True) if data > stages == 1 else (False,)):
                     if batch // data % size == 0:
-                        job = Job(sequence, size, tensor, expert, data, fp8=fp8)
+                        job = Job(sequence, size, tensor, expert, data, fp8=fp8, fully_shard=shard)
                         yield Layout(Setting(architecture, hardware, job), stages, batch // data // size)
 
 
@@ -191,17 +193,17 @@ def estimate(layout: Layout) -> Estimate | None:
     except ValueError:  # heads that cannot be divided so
         return None
     whole = fits(costs, stages, setting.limit)
-    if not whole and (stages == 1 or not may_fit_with_saving(costs, stages, setting.limit)):
+    if not whole and not may_fit_with_saving(costs, stages, setting.limit):
         return None
     room = setting.limit - least_need(costs, stages).static
     needed = sum(layer.activation for layer in costs.layers) * min(1.0, microbatches / stages)
-    missing = max(0.0, 1 - room / needed) if stages > 1 else 0.0
+    missing = max(0.0, 1 - room / needed)
     work = least_work(costs, stages)
     waiting = missing * stages * work
     again = missing * microbatches * sum(layer.forward for layer in costs.layers) / stages
     through = sum(layer.forward + layer.backward for layer in costs.layers)  # a microbatch, and back
     step = max(microbatches * work, through) + (min(waiting, again) if whole else again)
-    return Estimate(step / 1e3 + outside(*setting, stages), layout, missing > 1 - _ROOMY)
+    return Estimate(step / 1e3 + outside(*setting, stages), layout, not whole or missing > 1 - _ROOMY)
 
 
 def planned(estimated: Estimate, microbatches: int, objective: str, effort: int, seconds: float) -> Answer | None:
@@ -212,6 +214,7 @@ def planned(estimated: Estimate, microbatches: int, objective: str, effort: int,
             costs,
             layout.stages,
             microbatches,
+            min(SAVING_CHUNKS, len(costs.layers)) if layout.stages == 1 and estimated.recompute else None,
             memory_limit=limit,
             effort=effort,
             recompute=estimated.recompute,
@@ -225,12 +228,14 @@ def planned(estimated: Estimate, microbatches: int, objective: str, effort: int,
 def _parts(layout: Layout, costs: ModelCosts, found: Plan, objective: str) -> dict[str, float]:
     """Seconds of a step, by what takes them."""
     setting, microbatches = layout.setting, found.schedule.microbatches
-    silent = model_costs(setting.architecture, replace(setting.hardware, exposed_share=0.0), setting.job)
+    silent = model_costs(
+        setting.architecture, replace(setting.hardware, exposed_share=0.0), replace(setting.job, fully_shard=False)
+    )
     work, computing = (microbatches * least_work(each, layout.stages) / 1e3 for each in (costs, silent))
     busy = max(found.timeline.busy) / 1e3
     return {
         "computing": computing,
-        "messages of tensor and expert parallelism": work - computing,
+        _MESSAGES: work - computing,
         "uneven stages, passes of more chunks, and recomputation": busy - work,
         "idle time": report.reached(found.timeline, objective) / 1e3 - busy,
         "the optimizer and traffic between pipelines": outside(*setting, layout.stages),
@@ -255,7 +260,8 @@ def describe(answers: list[Answer], width: int) -> str:
 def name(layout: Layout) -> str:
     """tp 8, pp 4, dp 2, 64 microbatches of 1."""
     job = layout.setting.job
-    sizes = {"tp": job.tensor_parallel, "pp": layout.stages, "dp": job.data_parallel, "ep": job.expert_parallel}
+    data = "fsdp" if job.fully_shard else "dp"
+    sizes = {"tp": job.tensor_parallel, "pp": layout.stages, data: job.data_parallel, "ep": job.expert_parallel}
     parallel = ", ".join(f"{kind} {size}" for kind, size in sizes.items() if size > 1)
     return f"{parallel or 'one GPU'}, {layout.microbatches} microbatches of {job.microbatch_size}"
 
@@ -271,10 +277,10 @@ def why(best: Answer, other: Answer) -> str:
 
 def _options(answer: Answer) -> str:
     """Of `zbkern plan` instead of --gpus and --batch."""
-    sizes = answer.layout.sizes
-    text = " ".join(f"{option(name)} {value}" for name, value in sizes.items() if name != "context_parallel")
-    more = {"--recompute": _recomputes(answer.plan), "--fp8": answer.layout.setting.job.fp8}
-    return " ".join([text, *(name for name, given in more.items() if given)])
+    sizes = {**answer.layout.sizes, "recompute": _recomputes(answer.plan)}
+    if sizes["stages"] == 1:
+        sizes["chunks"] = answer.plan.schedule.chunks
+    return " ".join(spelt({name: value for name, value in sizes.items() if name != "context_parallel"}))
 
 
 def _recomputes(found: Plan) -> bool:

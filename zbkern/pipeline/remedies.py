@@ -14,12 +14,12 @@ from zbkern.pipeline.simulation.needs import fits
 
 _MOST = {"tensor_parallel": 64, "data_parallel": 512}  # that are worth naming
 _SHORTEST = 256  # tokens
-_CHUNKS = 8  # per rank, at most, in a search
+SAVING_CHUNKS = 8  # per rank, at most, in a search
 
 
 def may_fit_with_saving(costs: ModelCosts, stages: int, limit: float) -> bool:
     """Whether offloading or recomputing could make it fit: a rank then holds a microbatch in one of its chunks only."""
-    chunks = max(1, min(_CHUNKS, len(costs.layers) // stages))
+    chunks = max(1, min(SAVING_CHUNKS, len(costs.layers) // stages))
     thinner = [replace(layer, activation=layer.activation / chunks) for layer in costs.layers]
     return fits(replace(costs, layers=tuple(thinner)), stages, limit)
 
@@ -32,19 +32,24 @@ def remedies(
     sizes: arguments of the `Job`, as they were given: what follows from the others follows from those that are tried.
     """
     found, given = [], {"stages": stages, **sizes}
-    for name in ("stages", "tensor_parallel", "expert_parallel", "data_parallel", "microbatch_size", "sequence"):
+    for name in (
+        *("stages", "tensor_parallel", "expert_parallel", "data_parallel"),
+        *("fully_shard", "microbatch_size", "sequence"),
+    ):
         for value in _values(name, given, architecture):
             if _fits(architecture, hardware, limit, **{**given, name: value}):
-                found.append(f"--{name.replace('_', '-')} {value}")
+                found.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
                 break
     return found
 
 
 def _values(name: str, given: Mapping[str, Any], architecture: Architecture) -> Iterator[int]:
     """Of this option, in the order in which they are tried."""
-    value = given[name]
+    value = given.get(name, False)
     if name == "stages":
-        yield from range(value + 1, _layers(architecture) + 1)
+        yield from () if given.get("fully_shard") else range(value + 1, _layers(architecture) + 1)
+    elif name == "fully_shard":
+        yield from () if value or given["stages"] > 1 else (True,)
     elif name in ("microbatch_size", "sequence"):
         least = _SHORTEST if name == "sequence" else 1
         while (value := value // 2) >= least:

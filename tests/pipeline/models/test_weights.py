@@ -90,6 +90,11 @@ def test_random_weights_do_not_depend_on_the_cut(family: str) -> None:
     assert all(0 < whole[name].std() < 0.1 for name in matrices)
 
 
+def test_on_the_meta_device_nothing_is_read_or_drawn() -> None:
+    (chunk,) = cut(make("llama").config, ALONE, device="meta", weights="no folder")
+    assert all(parameter.is_meta for parameter in chunk.parameters())
+
+
 def test_tied_weights_of_a_rank_are_one_parameter(tmp_path: Path) -> None:
     model = make("llama").float()
     model.save_pretrained(tmp_path)

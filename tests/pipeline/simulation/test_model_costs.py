@@ -151,6 +151,28 @@ def test_what_a_step_has_besides_its_passes() -> None:
     assert hidden == pytest.approx(adam / 64, rel=1e-3)
 
 
+def test_sharded_weights_take_what_their_own_layer_does_not_hide() -> None:
+    model = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
+    whole, shared = (Job(4096, data_parallel=16, fully_shard=shard) for shard in (False, True))
+    block = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    head = 4096 * 128256
+    static = [sum(layer.static for layer in model_costs(model, H100, job).layers) for job in (whole, shared)]
+    assert static[0] == pytest.approx(8.03e9 * (6 + 12 / 16), rel=1e-3)
+    assert static[1] == pytest.approx(8.03e9 * 18 / 16 + 2 * 6 * head, rel=1e-3)  # of two large layers
+    for bandwidth in (50e9, 2e9):
+        gpu = dataclasses.replace(H100, network_bandwidth=bandwidth, overlap_share=0.8)
+        before, after = (model_costs(model, gpu, job).layers[1] for job in (whole, shared))
+        gathered = 2e3 * block * 15 / 16 / (8 * bandwidth * gpu.network_share)
+        forward, backward = gathered - 0.8 * before.forward, 3 * gathered - 0.8 * (before.backward + before.weight)
+        assert (forward > 0) == (backward > 0) == (bandwidth == 2e9)
+        assert after.forward - before.forward == pytest.approx(max(0, forward))
+        assert after.backward - before.backward == pytest.approx(max(0, backward))
+        assert after.weight == before.weight
+    slow = dataclasses.replace(H100, network_bandwidth=2e9)
+    assert outside(model, slow, shared, 1) == pytest.approx(outside(model, H100, shared, 1))  # it is in the passes
+    assert outside(model, slow, shared, 1) < outside(model, slow, whole, 1)
+
+
 def test_the_gpus_of_a_sequence_share_its_tokens_and_send_keys() -> None:
     model = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
     free = dataclasses.replace(IDEAL, exposed_share=0.0)

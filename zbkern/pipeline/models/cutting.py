@@ -42,7 +42,7 @@ def cut(
     files, as `from_pretrained` reads it, for a model on the meta device; this rank's tensors alone are read. init: for
     such a model without weights, init(module) sets the parameters of a module; None for the model's own way. seed: of
     these, with the name of the layer: weights do not depend on the partition. rank: None for this process's in
-    `group`. device: of parameters that were on the meta device, None for the CPU.
+    `group`. device: of parameters that were on the meta device, None for the CPU, "meta" to leave them there.
 
     A chunk runs the model's own forward, with placeholders for what other ranks compute, under the names of the whole
     model, so that checkpoints load with any partition. It declares the weights that it shares with other chunks. What
@@ -58,8 +58,9 @@ def cut(
     bounds = [*pairwise(partition), (partition[-1], len(found))]
     mine = schedule.chunks_of(_rank(rank, group, schedule))
     chunks = [_chunk(model, [layer.name for layer in found], *bounds[number]) for number in mine]
-    with torch.no_grad():
-        loading.fill(model, chunks, weights, init, seed, torch.device(device or "cpu"))
+    if device is None or torch.device(device).type != "meta":
+        with torch.no_grad():
+            loading.fill(model, chunks, weights, init, seed, torch.device(device or "cpu"))
     return chunks
 
 

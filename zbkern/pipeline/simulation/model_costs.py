@@ -11,7 +11,8 @@ A model, and no measurement. It assumes:
   token is sent once to every GPU that has some of its experts (`zbkern.nn.ExpertParallel` sends it once per expert);
 - of a sequence in slices keys and values of all heads stay, also where their layer has a window or makes them from
   small vectors, as caches of the transformers library have them;
-- 18 bytes per parameter: bf16 weight, fp32 gradient, and 12 of AdamW, which data-parallel ranks share.
+- 18 bytes per parameter: bf16 weight, fp32 gradient, and 12 of AdamW, which data-parallel ranks share; where they share
+  all of it (FSDP), the weights and gradients of two layers are whole at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Job:
     tensor_parallel: GPUs that share every layer. expert_parallel: GPUs among which the experts are, whole; with 1 every
     expert is split as other layers are. context_parallel: GPUs that share the tokens of every sequence, and send keys
     and values around. data_parallel: pipelines beside each other, which share the optimizer's state with those; 0 for
-    as few as have room for the experts. fp8: products of F and B are in FP8, W in bf16 (`recipe="fp8_blockwise"`).
+    as few as have room for the experts. fully_shard: they share weights and gradients, too (FSDP2, ZeRO-3), gathered
+    for every F and B and reduced after every W: of pipelines of one stage. fp8: products of F and B are in FP8, W in
+    bf16 (`recipe="fp8_blockwise"`).
     sequence: tokens of a sequence; microbatch_size: sequences of a microbatch. Raises TypeError or ValueError.
     """
 
@@ -55,10 +58,11 @@ class Job:
     data_parallel: int = 0
     context_parallel: int = 1
     fp8: bool = False
+    fully_shard: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name == "fp8":
+            if name in ("fp8", "fully_shard"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"Job: {name} must be an int; got {value!r}")
@@ -129,7 +133,8 @@ def outside(architecture: Architecture, hardware: Hardware, job: Job, stages: in
     """
     layers = _layers(architecture, hardware, job)
     behind = hardware.overlap_share * sum(layer.forward + layer.backward + layer.weight for layer in layers)
-    traffic, step = (sum(each) for each in zip(*((layer.reduced, layer.stepped) for layer in layers), strict=True))
+    traffic = 0.0 if job.fully_shard else sum(layer.gathered + layer.reduced for layer in layers)
+    step = sum(layer.stepped for layer in layers)
     return hardware.calibration.rest * (max(0.0, traffic - behind) + step) / stages
 
 
@@ -145,6 +150,11 @@ def _layers(architecture: Architecture, hardware: Hardware, job: Job) -> list[_L
     for name in predictors(architecture):
         found.append(_block(name, architecture.blocks[-1], architecture, hardware, job, joined=True))
         found.append(_head(f"{name}.shared_head", architecture, hardware, job))
+    if job.fully_shard:
+        for layer in found:
+            layer.wait_for_shards()
+        largest = max(found, key=lambda layer: layer.whole)
+        largest.static += 2 * (_WIDTH + _WIDE) * largest.whole  # its own, and those of the layer before or after it
     return found
 
 
@@ -178,7 +188,7 @@ class _Layer:
         self.name, self.features, self.tied = name, features, tied
         self.hardware, self.job = hardware, job
         self.forward = self.backward = self.weight = self.saving = 0.0
-        self.reduced = self.stepped = 0.0
+        self.gathered = self.reduced = self.stepped = self.whole = 0.0
         self.activation = self.held = self.static = 0.0
         self.attention_forward = self.attention_backward = self.overhead = self.carried = 0.0
         self.window = 1.0
@@ -278,14 +288,23 @@ class _Layer:
     def weights(self, count: float, replicas: float = 0) -> None:
         """Parameters on this GPU, whose optimizer state so many replicas share; 0 for all pipelines."""
         copies = replicas or self.job.replicas
-        self.static += count * (_WIDTH + _WIDE + _OPTIMIZER / copies)
+        shards = copies if self.job.fully_shard else 1
+        self.static += count * ((_WIDTH + _WIDE) / shards + _OPTIMIZER / copies)
+        self.whole += count if shards > 1 else 0
         self.stepped += self.seconds(_STEP * count / copies)
         if copies > 1:
             gpu = self.hardware
             near = max(1.0, gpu.gpus_per_node / (self.job.expert_parallel if replicas else self.job.tensor_parallel))
             bandwidth = gpu.link_bandwidth if copies <= near else min(near * gpu.network_bandwidth, gpu.link_bandwidth)
-            moved = count * (_WIDTH + _REDUCED) * (copies - 1) / copies
-            self.reduced += moved / (bandwidth * gpu.network_share)
+            time = count * (copies - 1) / copies / (bandwidth * gpu.network_share)
+            self.gathered += _WIDTH * time
+            self.reduced += (_WIDE if self.job.fully_shard else _REDUCED) * time
+
+    def wait_for_shards(self) -> None:
+        """What gathering weights for F and B and reducing gradients takes beyond the passes that hide it."""
+        hidden = self.hardware.overlap_share
+        self.forward += max(0.0, self.gathered - hidden * self.forward)
+        self.backward += max(0.0, self.gathered + self.reduced - hidden * (self.backward + self.weight))
 
     def launches(self, seconds: float) -> None:
         """What each of F, B and W takes however few tokens there are."""
