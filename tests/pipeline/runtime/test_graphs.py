@@ -347,7 +347,7 @@ def test_a_change_between_steps_is_captured_anew(caplog: pytest.LogCaptureFixtur
 
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4), nn.Linear(WIDTH, 3)).double()
     check_one(module, steps=8, between=change)
-    names = ["module.1.p", "module.0.weight", "module.training"]
+    names = ["module.1.p", "the kind of module.0.weight", "module.training"]
     assert caplog.messages == [f"chunk 0: is captured anew, because {name} has changed between steps" for name in names]
 
 
@@ -389,7 +389,7 @@ class Counts(Wrapped):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return self.linear(x)
+        return self.linear(x) / self.calls
 
 
 class Remembers(Wrapped):
@@ -400,6 +400,16 @@ class Remembers(Wrapped):
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(x.detach())
         return self.linear(x)
+
+
+class Replaces(Wrapped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.double))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        return self.linear(x - self.mean)
 
 
 class Chooses(Wrapped):
@@ -441,9 +451,10 @@ class HookedWeight(Wrapped):
         (Selects, "RuntimeError: operation not permitted when stream is capturing"),
         (Lists, "RuntimeError: operation not permitted when stream is capturing"),
         (Counts, "its forward sets module.calls, which a replay would not"),
-        (Remembers, "its forward sets module.seen's length, which a replay would not"),
+        (Remembers, "its forward sets the length of module.seen, which a replay would not"),
+        (Replaces, "its forward sets module.mean, which a replay would not"),
         (Chooses, "its forward draws random numbers on the host"),
-        (Returns, "what it takes or returns is not only tensors and numbers: a Box"),
+        (Returns, "what it takes or returns is not only numbers and tensors on its device: a Box"),
         (Hooked, "a replay would not run the hooks of module.linear"),
         (HookedWeight, "a replay would not run the hooks of module.linear"),
     ],
@@ -554,7 +565,24 @@ def test_sequences_in_slices(caplog: pytest.LogCaptureFixture) -> None:
 
     schedule = schedules.zb_h1(1, 2, slices=(3, 2))
     check([Adds()], schedule, [(x[:4], y[:4]) for x, y in batches(schedule, 4)])
-    assert_told(caplog, "what it takes or returns is not only tensors and numbers: a Carry")
+    assert_told(caplog, "what it takes or returns is not only numbers and tensors on its device: a Carry")
+
+
+def test_a_frozen_chunk(caplog: pytest.LogCaptureFixture) -> None:
+    model, schedule = make_model(2), schedules.zb_h1(2, 4)
+    model[0].requires_grad_(False)
+    check(model, schedule, batches(schedule, 5))
+    assert_told(caplog, "no gradient came of what it returned in the first two steps")
+
+
+def test_tensors_elsewhere() -> None:
+    """Their values would be those of the capture: what the host does with them is in no graph."""
+    elsewhere, here, (module,) = torch.zeros(2, device="meta"), torch.device("cpu"), make_model(1)
+    with pytest.raises(graphs._NotCaptured, match="numbers and tensors on its device: a tensor on meta"):
+        graphs._form_of({"x": elsewhere}, here)
+    module.lengths = elsewhere
+    with pytest.raises(graphs._NotCaptured, match=r"module\.lengths is not on its device"):
+        graphs._state_of(module, here)
 
 
 def test_what_listens_to_w(caplog: pytest.LogCaptureFixture) -> None:

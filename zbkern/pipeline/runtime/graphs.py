@@ -88,7 +88,7 @@ class GraphedStage(Stage):
 
     def __init__(self, *arguments: Any, device: torch.device) -> None:
         super().__init__(*arguments)
-        self._device = device
+        self.device = device
         self._told: set[str] = set()
         self._captures = self._captures_w = device.type == self.backend.device_type
         if not self._captures:
@@ -96,6 +96,7 @@ class GraphedStage(Stage):
         self.graphs: Any = self.backend(device) if self._captures else None
         self.arrive: set[int] = set()  # the outputs of which gradients come back
         self._begun: set[int] = set()  # microbatches of this step
+        self._unfit: _NotCaptured | None = None
         self._state: Mapping[str, Any] = {}
         self._form: Any = None  # of the inputs of all slots
         self._slots: list[_Slot] = []
@@ -153,9 +154,11 @@ class GraphedStage(Stage):
             return None
         if microbatch in self._begun or not self._begun:  # between steps a module may be changed
             self._begun.clear()
-            self._check_module()
+            self._unfit = self._why_not()
         self._begun.add(microbatch)
-        form = _form_of(arguments)
+        if self._unfit is not None:
+            raise self._unfit
+        form = _form_of(arguments, self.device)
         if self._form not in (None, form):
             raise _NotCaptured("shapes, types or numbers among its inputs are others than those captured")
         held = {*self._saved, *(key[1] for key in [*self.queue.keys()] if key[0] == self.chunk)}
@@ -172,31 +175,39 @@ class GraphedStage(Stage):
 
     def _captured(self, arguments: Any) -> _Slot:
         """A new slot. Raises _NotCaptured where a replay would not do all that the forward does."""
-        python, torchs = random.getstate(), torch.get_rng_state()
+        python, torchs, contents = random.getstate(), torch.get_rng_state(), _contents_of(self.module)
         torch.clear_autocast_cache()  # each graph casts weights as they are then, for itself
         try:
             slot = _Slot(self, super()._call, arguments)
-            draws = random.getstate() != python or not torch.equal(torch.get_rng_state(), torchs)
+            if random.getstate() != python or not torch.equal(torch.get_rng_state(), torchs):
+                raise _NotCaptured("its forward draws random numbers on the host")
+            if changed := _changed(self._state, _state_of(self.module, self.device)):
+                raise _NotCaptured(f"its forward sets {changed}, which a replay would not")
+        except BaseException:
+            for held, was in contents:
+                held.clear()
+                (held.extend if isinstance(held, list) else held.update)(was)
+            raise
         finally:
             torch.clear_autocast_cache()
             random.setstate(python)
             torch.set_rng_state(torchs)
-        if draws:
-            raise _NotCaptured("its forward draws random numbers on the host")
-        if changed := _changed(self._state, _state_of(self.module, self._device)):
-            raise _NotCaptured(f"its forward sets {changed}, which a replay would not")
         return slot
 
-    def _check_module(self) -> None:
-        """Raises _NotCaptured for what no graph can be of; forgets graphs of what the module is no more."""
+    def _why_not(self) -> _NotCaptured | None:
+        """Why the module as it is now has no graphs; forgets those of what it is no more."""
         if self.queue.listeners or self.queue.stream is not None or is_collective(self.module):
-            raise _NotCaptured("its passes go with those of other ranks or streams: parallel data, tensors or W")
-        state = _state_of(self.module, self._device)
-        if self._slots and (changed := _changed(self._state, state)):
+            return _NotCaptured("its passes go with those of other ranks or streams: parallel data, tensors or W")
+        try:
+            before, self._state = self._state, _state_of(self.module, self.device)
+        except _NotCaptured as why:
+            return why
+        if self._slots and (changed := _changed(before, self._state)):
             logger.warning("chunk %d: is captured anew, because %s has changed between steps", self.chunk, changed)
             self._slots, self._form = [], None
+            self._slot_of.clear()
             self._w_graphs.clear()
-        self._state = state
+        return None
 
     def _replay_weight(self, microbatches: Sequence[int]) -> None:
         """Runs W of these microbatches as a graph, if it can; they stay in the queue if not. Raises _NotCaptured."""
@@ -249,12 +260,14 @@ class _Slot:
         try:
             with queue.defer():
                 outputs, self.forward = capture(lambda: call(*copies), self.pool)
-                _form_of(outputs)
+                _form_of(outputs, stage.device)
                 roots, self.tree = _tensors(outputs), pytree.tree_map_only(Tensor, lambda _: Tensor, outputs)
                 self.outputs = [(root.detach(), root.requires_grad) for root in roots]
                 gets = [root.requires_grad and index in stage.arrive for index, root in enumerate(roots)]
                 self.arriving = [torch.zeros_like(r.detach()) if g else None for r, g in zip(roots, gets, strict=True)]
                 pairs = [(r, g) for r, g in zip(roots, self.arriving, strict=True) if g is not None]
+                if not pairs:
+                    raise _NotCaptured("no gradient came of what it returned in the first two steps")
                 found, self.backward = capture(partial(_backward, pairs, self.inputs, stage.module), self.pool)
                 self.leaving, self.added = found
         finally:
@@ -301,13 +314,14 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _form_of(arguments: Any) -> Any:
+def _form_of(arguments: Any, device: torch.device) -> Any:
     """Equal for what one graph can be replayed with. Raises _NotCaptured for what none can be."""
     leaves, tree = pytree.tree_flatten(arguments)
     for leaf in leaves:
-        if type(leaf) not in (Tensor, *_PLAIN):
-            raise _NotCaptured(f"what it takes or returns is not only tensors and numbers: a {type(leaf).__name__}")
-    tensors = [(leaf.layout, leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) for leaf in _tensors(leaves)]
+        if type(leaf) not in (Tensor, *_PLAIN) or (type(leaf) is Tensor and leaf.device.type != device.type):
+            what = f"a tensor on {leaf.device}" if type(leaf) is Tensor else f"a {type(leaf).__name__}"
+            raise _NotCaptured(f"what it takes or returns is not only numbers and tensors on its device: {what}")
+    tensors = [(leaf.layout, leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in _tensors(leaves)]
     return tree, tensors, [(type(leaf), leaf) for leaf in leaves if type(leaf) is not Tensor]
 
 
@@ -320,8 +334,7 @@ def _backward(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor], 
     try:
         for parameter, _ in before:
             parameter.grad = None
-        if pairs:
-            torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         added = [(parameter, parameter.grad) for parameter, _ in before if parameter.grad is not None]
     finally:
         for parameter, gradient in before:
@@ -339,14 +352,24 @@ def _state_of(module: torch.nn.Module, device: torch.device) -> dict[str, Any]:
     kind = device.type
     state: dict[str, Any] = {"autocast": f"{torch.is_autocast_enabled(kind)}, {torch.get_autocast_dtype(kind)}"}
     for name, part in module.named_modules(prefix="module"):
-        tensors = {key: each for key, each in (*part._parameters.items(), *part._buffers.items()) if each is not None}
+        named = (*vars(part).items(), *part._parameters.items(), *part._buffers.items())
+        values = {f"{name}.{key}": value for key, value in named}
+        tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
         hooked = any(getattr(part, hooks) for hooks in _HOOKS) or any(map(accumulation.has_hooks, tensors.values()))
         if hooked or _has_any_global_hook():
             raise _NotCaptured(f"a replay would not run the hooks of {name}")
-        state |= {f"{name}.{key}": value for key, value in vars(part).items()}
-        state |= {f"{name}.{key}'s length": len(v) for key, v in vars(part).items() if isinstance(v, (list, dict, set))}
-        state |= {f"{name}.{key}": f"at {tensor.data_ptr()}, {tensor.requires_grad}" for key, tensor in tensors.items()}
+        if away := [key for key, tensor in tensors.items() if tensor.device.type != device.type]:
+            raise _NotCaptured(f"{away[0]} is not on its device")
+        state |= values
+        state |= {f"the length of {key}": len(v) for key, v in values.items() if isinstance(v, (list, dict, set))}
+        state |= {f"the kind of {key}": f"{t.data_ptr()}, {t.requires_grad}" for key, t in tensors.items()}
     return state
+
+
+def _contents_of(module: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Attributes, buffers and the like of all modules, and what is in them now."""
+    held = [each for part in module.modules() for each in (vars(part), *vars(part).values())]
+    return [(each, each.copy()) for each in held if type(each) in (dict, list, set)]
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
