@@ -270,6 +270,10 @@ def model_and_gpu(arguments: argparse.Namespace) -> tuple[Architecture, Hardware
         raise WrongArgument("--hardware", f"cannot read {arguments.hardware}: {error.strerror}") from error
     except (TypeError, ValueError) as error:
         raise WrongArgument("--gpu" if arguments.hardware is None else "--gpu, --hardware", str(error)) from error
+    if architecture.sequence:
+        if arguments.sequence not in (None, architecture.sequence):
+            raise WrongArgument("--sequence", f"its images are of {architecture.sequence} tokens each; leave it out")
+        arguments.sequence = architecture.sequence
     if arguments.fp8 and hardware.fp8_flops is None:
         raise WrongArgument(
             "--fp8", f"{hardware.title} has no FP8, or its table no fp8_flops; leave it out, or add them"

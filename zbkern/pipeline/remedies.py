@@ -51,7 +51,7 @@ def _values(name: str, given: Mapping[str, Any], architecture: Architecture) -> 
     elif name == "fully_shard":
         yield from () if value or given["stages"] > 1 else (True,)
     elif name in ("microbatch_size", "sequence"):
-        least = _SHORTEST if name == "sequence" else 1
+        least = max(_SHORTEST, architecture.sequence) if name == "sequence" else 1
         while (value := value // 2) >= least:
             yield value
     else:

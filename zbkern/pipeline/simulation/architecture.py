@@ -29,9 +29,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A language model: embedding, blocks, norm and head. predictors: blocks that predict further tokens (MTP), each
-    with the head's loss once more. tied: the head is the embedding. names: of embedding, blocks and norm in the
-    transformers library. left_out: parts of the model that are not planned for."""
+    """A model: embedding, blocks, norm and head. vocabulary: tokens, or labels of images. predictors: blocks that
+    predict further tokens (MTP), each with the head's loss once more. tied: the head is the embedding. names: of
+    embedding, blocks and norm in the transformers library. left_out: parts of the model that are not planned for.
+    sequence: tokens of an image, which are made of `patch` numbers each and classified by one; 0 for text."""
 
     kind: str
     features: int
@@ -41,6 +42,13 @@ class Architecture:
     tied: bool = False
     names: tuple[str, str, str] = ("model.embed_tokens", "model.layers", "model.norm")
     left_out: tuple[str, ...] = ()
+    sequence: int = 0
+    patch: int = 0
+
+    @property
+    def embedding(self) -> int:
+        """Parameters before the first block: of all tokens, or of a patch and all positions."""
+        return self.features * (self.patch + self.sequence if self.sequence else self.vocabulary)
 
     @property
     def experts(self) -> Experts | None:
@@ -74,8 +82,10 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
             "layers' costs (ModelCosts.save) and give them as --costs"
         )
     numbers = _Numbers(config, whole is not config)
-    sizes = numbers["hidden_size"], numbers["vocab_size"]
     blocks = tuple(_blocks(numbers, kind))
+    if kind in _IMAGES:
+        return _of_images(numbers, kind, blocks)
+    sizes = numbers["hidden_size"], numbers["vocab_size"]
     left_out = [name for name in whole if name.endswith("_config") and isinstance(whole[name], Mapping)]
     return Architecture(
         kind,
@@ -88,18 +98,38 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     )
 
 
+def _of_images(numbers: _Numbers, kind: str, blocks: tuple[Block, ...]) -> Architecture:
+    """A ViT with a classifier."""
+    model, special = _IMAGES[kind]
+    patch, labels = numbers["patch_size"], numbers.value("id2label") or (0, 1)
+    return Architecture(
+        kind,
+        numbers["hidden_size"],
+        len(labels),
+        blocks,
+        names=(f"{model}.embeddings", f"{model}.layers", f"{model}.layernorm"),
+        left_out=tuple(name for name in ("pooler_output_size", "encoder_stride") if numbers.value(name)),
+        sequence=(numbers["image_size"] // patch) ** 2 + special,
+        patch=numbers["num_channels"] * patch**2,
+    )
+
+
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The text decoder of a model that also takes images."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
 
 
+_IMAGES = {"vit": ("vit", 1), "vit_msn": ("vit", 1), "deit": ("deit", 2), "ijepa": ("ijepa", 0)}
+"""Of models of images: their name in the transformers library, and tokens besides patches."""
 _DENSE = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo"),
     *("olmo2", "olmo3", "smollm3", "ernie4_5", "seed_oss", "glm", "glm4", "exaone4", "stablelm"),
     *("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_5_text", "gpt2", "falcon", "cohere", "cohere2", "mamba2", "bamba"),
     "bert",
+    *_IMAGES,
 )
+_UNGATED = ("gpt2", "falcon", "bert", *_IMAGES)
 _SPARSE = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2"),
     *("olmoe", "flex_olmo", "glm4_moe", "minimax_m2", "qwen3_vl_moe_text", "qwen3_next", "llama4_text", "jamba"),
@@ -274,7 +304,7 @@ def _attention(numbers: _Numbers, kind: str, features: int, window: int | None, 
         keys = heads if not numbers.value("multi_query") else 1
         keys = numbers["num_kv_heads"] if numbers.value("new_decoder_architecture") else keys
     gate = heads * size if kind in ("qwen3_next", "qwen3_5_text") else 0
-    causal = kind != "bert" or bool(numbers.config.get("is_decoder"))
+    causal = kind not in ("bert", *_IMAGES) or bool(numbers.config.get("is_decoder"))
     return kinds.attention(features, heads, keys, size, window, chunked, gate, causal)
 
 
@@ -283,7 +313,7 @@ def _mlp(numbers: _Numbers, kind: str, index: int, features: int) -> tuple[Part,
     if kind in _DENSE or not _has_experts(numbers, kind, index):
         name = {"falcon": "ffn_hidden_size", "llama4_text": "intermediate_size_mlp", "gpt2": "n_inner"}.get(kind)
         hidden = numbers[name or "intermediate_size"] if kind != "gpt2" else numbers.get("n_inner", 4 * features)
-        return (kinds.mlp(features, hidden, kind not in ("gpt2", "falcon", "bert")),)
+        return (kinds.mlp(features, hidden, kind not in _UNGATED),)
     hidden = numbers.first("moe_intermediate_size", "intermediate_size")
     count = numbers.first("n_routed_experts", "num_experts", "num_local_experts")
     chosen, groups = numbers["num_experts_per_tok"], numbers.get("n_group", 1)
