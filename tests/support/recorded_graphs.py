@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -24,7 +24,8 @@ _WRITES_IN_SILENCE = {_aten.native_batch_norm.default: (3, 4)}  # arguments that
 
 class RecordedGraphs:
     """As `CudaGraphs`. As there, nothing has happened after a capture: what it has written is as it was, and what it
-    has made is not a number. Refuses what a GPU would have to wait for."""
+    has made is not a number. After a replay what nobody held at the end of the capture is none, either: other graphs of
+    the pool may have that memory. Refuses what a GPU would have to wait for."""
 
     device_type = "cpu"
     graphs = 0
@@ -33,7 +34,7 @@ class RecordedGraphs:
     def __init__(self, device: torch.device) -> None: ...
 
     def new_pool(self) -> Any:
-        return object()
+        return []  # what graphs have made that somebody holds
 
     def capture(self, function: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], None]]:
         random, recorder = torch.get_rng_state(), _Recorder()
@@ -45,6 +46,7 @@ class RecordedGraphs:
             _thread.captures = False
             recorder.undo()
             torch.set_rng_state(random)
+        recorder.leave(pool)
         RecordedGraphs.graphs += 1
         return result, recorder.replay
 
@@ -70,6 +72,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._calls: list[tuple[Any, Any, Any, list[Tensor | None]]] = []
         self._made: dict[int, Tensor] = {}  # by storage
+        self._freed: list[Tensor] = []
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # by storage: what is written, and a copy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,8 +82,7 @@ class _Recorder(TorchDispatchMode):
         for tensor in _written(func, args, kwargs):
             key = storage_key(tensor)
             if key not in self._made and key not in self._before:
-                whole = tensor.data.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-                self._before[key] = whole, whole.clone()
+                self._before[key] = _whole(tensor), _whole(tensor).clone()
         found = func(*args, **kwargs)
         given = {storage_key(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         outputs: list[Tensor | None] = []
@@ -88,7 +90,7 @@ class _Recorder(TorchDispatchMode):
             new = isinstance(leaf, Tensor) and storage_key(leaf) not in given
             outputs.append(_at_address(leaf) if new else None)
             if new:
-                self._made.setdefault(storage_key(leaf), leaf.data)
+                self._made.setdefault(storage_key(leaf), _whole(leaf))
         if any(output is not None for output in outputs) or _written(func, args, kwargs):
             args, kwargs = pytree.tree_map_only(Tensor, _at_address, (args, kwargs))
             self._calls.append((func, args, kwargs, outputs))
@@ -98,9 +100,14 @@ class _Recorder(TorchDispatchMode):
         for whole, copy in self._before.values():
             whole.copy_(copy)
         self._before.clear()
-        for made in self._made.values():
-            if made.is_floating_point():
-                made.fill_(float("nan"))
+        _forget(self._made.values())
+
+    def leave(self, pool: list[Tensor]) -> None:
+        pool += self._made.values()
+        self._made.clear()
+        counts = [torch._C._storage_Use_Count(made.untyped_storage()._cdata) for made in pool]
+        self._freed = [made for made, count in zip(pool, counts, strict=True) if count == 2]  # this, and who asks
+        pool[:] = [made for made, count in zip(pool, counts, strict=True) if count > 2]
 
     @torch.no_grad()
     @torch.autocast("cpu", enabled=False)  # what was recorded has been cast
@@ -110,10 +117,22 @@ class _Recorder(TorchDispatchMode):
             for output, leaf in zip(outputs, pytree.tree_leaves(func(*args, **kwargs)), strict=True):
                 if output is not None:
                     output.copy_(leaf)
+        _forget(self._freed)
 
 
 def _refuse(*_: Any) -> None:
     raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def _forget(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage."""
+    return tensor.data.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
 def _at_address(tensor: Tensor) -> Tensor:

@@ -3,10 +3,12 @@ tests/gpu/test_graphs.py has CUDA's."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -603,6 +605,29 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     monkeypatch.setattr(graphs.GraphedStage, "backend", graphs.CudaGraphs)
     check_one(Hooked(), steps=4)
     assert_told(caplog, "it is on cpu, not on a CUDA device")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_capture_that_fails_on_a_gpu_is_ended(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By CUDA, or, where that fails, too, by another capture after it: else torch's random numbers are stuck."""
+    calls: list[Any] = []
+
+    class Graph:
+        def capture_begin(self, pool: Any = None, capture_error_mode: str = "") -> None:
+            calls.append(("begin", pool, capture_error_mode))
+
+        def capture_end(self) -> None:
+            calls.append("end")
+            if not ends and len(calls) == 2:
+                raise RuntimeError("invalidated")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=torch.device("cpu")))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    with pytest.raises(ZeroDivisionError):
+        graphs.CudaGraphs(torch.device("cuda")).capture(lambda: 1 / 0, (0, 7))
+    again = [] if ends else [("begin", None, "thread_local"), "end"]
+    assert calls == [("begin", (0, 7), "thread_local"), "end", *again]
 
 
 def test_options() -> None:

@@ -42,7 +42,7 @@ class CudaGraphs:
     device_type = "cuda"
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)
 
     def new_pool(self) -> Any:
         """Memory for graphs that are replayed in the order of their capture."""
@@ -71,10 +71,10 @@ class CudaGraphs:
         with suppress(Exception):
             return graph.capture_end()
         with suppress(Exception):
-            torch._C._cuda_endAllocateToPool(self._device.index, pool)
+            torch._C._cuda_endAllocateToPool(self._stream.device.index, pool)
         after = torch.cuda.CUDAGraph()
         after.capture_begin(capture_error_mode="thread_local")
-        torch.zeros(1, device=self._device)
+        torch.zeros(1, device=self._stream.device)
         return after.capture_end()
 
 
