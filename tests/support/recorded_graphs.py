@@ -56,6 +56,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> type[RecordedGraphs]:
     monkeypatch.setattr(GraphedStage, "backend", RecordedGraphs)
     for name in ("tolist", "numpy"):  # which dispatch no operation
         monkeypatch.setattr(Tensor, name, _refused_in_capture(getattr(Tensor, name)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: getattr(_thread, "captures", False))
     RecordedGraphs.graphs = RecordedGraphs.replays = 0
     return RecordedGraphs
 

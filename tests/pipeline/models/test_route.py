@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zbkern
+from tests.support import recorded_graphs
 from tests.support.chunks import gradients_of, one_rank, results_on_threads
 from tests.support.small_models import batch, make, transformers
 from zbkern.pipeline import (
@@ -19,6 +21,7 @@ from zbkern.pipeline import (
     Optimizer,
     Pipeline,
     ProfileOptions,
+    StepOptions,
     checkpoint,
     cut,
     export,
@@ -30,6 +33,7 @@ from zbkern.pipeline import (
     token_loss,
     token_targets,
 )
+from zbkern.pipeline.transport.local import LocalTransport
 
 STEPS, MICROBATCHES = 3, 4
 FAMILIES = ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3_moe", "deepseek_v3"))]
@@ -165,3 +169,25 @@ def test_a_chunk_compiles_its_layers_one_by_one() -> None:
         torch.testing.assert_close(gradient, expected[name], msg=name)
     with pytest.raises(TypeError, match="Chunk compiles its layers one by one: call compile"):
         one_rank([torch.compile(chunk) for chunk in chunks], schedule, token_loss)
+
+
+def test_passes_of_a_cut_model_are_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    tokens, mask, labels = batch()
+    model, schedule = make("llama"), schedules.zb_v(stages=2, microbatches=4)
+    recorded = recorded_graphs.install(monkeypatch)
+
+    def of_rank(transport: LocalTransport, graphs: bool) -> Any:
+        chunks = [zbkern.convert(chunk) for chunk in cut(copy.deepcopy(model), schedule, rank=transport.rank)]
+        options = StepOptions(graphs=graphs)
+        with Pipeline(chunks, schedule, token_loss, transport, timeout=30, options=options) as pipe:
+            for step in range(4):
+                side = {"attention_mask": mask.roll(step, 0)}
+                pipe.step({"input_ids": tokens.roll(step, 0), **side}, token_targets(labels.roll(step, 0), 4))
+        return gradients_of(chunks)
+
+    found = [results_on_threads(2, functools.partial(of_rank, graphs=graphs)) for graphs in (False, True)]
+    assert recorded.replays > 2 * recorded.graphs > 0
+    assert not caplog.records
+    for expected, gradients in zip(*found, strict=True):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], msg=name)

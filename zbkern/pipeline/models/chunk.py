@@ -40,6 +40,12 @@ class _Reached(Exception):
         )
 
 
+def _not_in_replays(hook: Any) -> Any:
+    """Of a module in a CUDA graph: what this hook notes or refuses is the same in every replay."""
+    hook.needed_in_replays = False
+    return hook
+
+
 class Flow:
     """What goes into and out of the layers of a chunk in the forward that runs."""
 
@@ -70,11 +76,13 @@ class Flow:
         self.entered = True
         return self.received
 
+    @_not_in_replays
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Hook of the chunk's last layer. What the forward goes on with cannot change what is sent."""
         self.sent, self.left = _result(output), True
         return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, self.last), output)
 
+    @_not_in_replays
     def encode(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Hook of an encoder, in the chunk of its last layer: all layers of the decoder take what it gives."""
         self.encoded = output[0]
@@ -437,7 +445,7 @@ def _refusal_of(name: str) -> Any:
         if not torch.compiler.is_compiling():
             refuse_placeholders((inputs, keywords), name)
 
-    return check
+    return _not_in_replays(check)
 
 
 def _like_parameter(parameter: Tensor, owner: str) -> Placeholder:

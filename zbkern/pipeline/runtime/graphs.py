@@ -355,8 +355,9 @@ def _state_of(module: torch.nn.Module, device: torch.device) -> dict[str, Any]:
         named = (*vars(part).items(), *part._parameters.items(), *part._buffers.items())
         values = {f"{name}.{key}": value for key, value in named}
         tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-        hooked = any(getattr(part, hooks) for hooks in _HOOKS) or any(map(accumulation.has_hooks, tensors.values()))
-        if hooked or _has_any_global_hook():
+        called = (hook for kind in _HOOKS for hook in getattr(part, kind).values())
+        hooked = any(getattr(hook, "needed_in_replays", True) for hook in called)
+        if hooked or any(map(accumulation.has_hooks, tensors.values())) or _has_any_global_hook():
             raise _NotCaptured(f"a replay would not run the hooks of {name}")
         if away := [key for key, tensor in tensors.items() if tensor.device.type != device.type]:
             raise _NotCaptured(f"{away[0]} is not on its device")
