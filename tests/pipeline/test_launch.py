@@ -112,6 +112,20 @@ def test_the_program_says_how_it_is_started(options: list[str], capsys: pytest.C
     assert len(json.loads(re.search(r"PARTITION = (.*)", text)[1])) == len(schedule.placement)
 
 
+def test_layers_that_one_microbatch_recomputes_are_recomputed(tmp_path: Path) -> None:
+    sizes = ["--stages", "1", "--microbatches", "2", "--microbatch-size", "2", "--sequence", "8192", "--effort", "0"]
+    options = ["--data-parallel", "16", "--fully-shard", "--recompute", "--chunks", "8"]
+    path = tmp_path / "launch.py"
+    config = ["plan", "--config", str(CONFIGURATIONS / "llama-3-8b.json")]
+    assert __main__.main([*config, *sizes, *options, "--out", str(path), str(tmp_path / "plan.csv")]) == 0
+    schedule = (tmp_path / "plan.csv").read_text()
+    bounds = [*map(int, re.search(r"# partition: (.*)", schedule)[1].split()), 34]
+    chunks = {action.chunk for row in Schedule.from_csv(schedule).actions for action in row if action.kind == "R"}
+    expected = [layer for chunk in sorted(chunks) for layer in range(bounds[chunk], bounds[chunk + 1])]
+    assert 0 < len(expected) < 34
+    assert f"RECOMPUTED = {expected}" in path.read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

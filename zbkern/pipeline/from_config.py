@@ -180,7 +180,11 @@ def assumptions(
             else "products are in bf16, none in FP8"
         )
         + "; a parameter takes 18 bytes: weight, fp32 gradient and AdamW's fp32 state"
-        + _sharing(job),
+        + (", of which every pipeline holds its part" if job.replicas > 1 and not job.fully_shard else ""),
+        "every pipeline holds a part of all that; weights are gathered for every F and B, gradients reduced in fp32 "
+        "after every W, behind the passes of their own layer; those of two layers are whole at a time"
+        if job.fully_shard
+        else "",
         "layers are zbkern's own, for which the split into B and W costs nothing (converted ones of the transformers "
         "library keep more from F to B)",
         "an activation that is recomputed costs its chunk's forward once more" if recompute else "",
@@ -195,18 +199,6 @@ def assumptions(
     )
     source = f"Peaks: {gpu.source or 'of a table that names no source'}."
     return "\n".join(textwrap.fill(each, min(width, 118)) for each in (text, source))
-
-
-def _sharing(job: Job) -> str:
-    """Who holds what of a parameter's bytes."""
-    if job.replicas == 1:
-        return ""
-    if not job.fully_shard:
-        return ", of which every pipeline holds its part"
-    return (
-        ", of all of which every pipeline holds a part; weights are gathered for every F and B, and gradients reduced "
-        "in fp32 after every W, behind the passes of the same layer, and those of two layers are whole at a time"
-    )
 
 
 def published_timelines(

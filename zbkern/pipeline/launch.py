@@ -149,19 +149,14 @@ def chunks_of(config: object, mesh: DeviceMesh, device: torch.device) -> list[to
         if name[-1].isdigit() or not config.get_text_config().tie_word_embeddings:  # a block, or none that is tied
             fully_shard(layer, mesh=mesh["replica"], mp_policy=POLICY)
     fully_shard(chunk, mesh=mesh["replica"], mp_policy=POLICY).to_empty(device=device)
-    fill(chunk, model, device)
-    return chunks
-
-
-def fill(chunk: torch.nn.Module, model: torch.nn.Module, device: torch.device) -> None:
-    \"""Gives this rank its part of the weights of one layer after another.\"""
     options, count = StateDictOptions(full_state_dict=True, strict=False), len(chunk.layer_names)
     for number in range(count):
         (layer,) = layer_chunks(model, weights=WEIGHTS, rank=number, ranks=count, device=device).values()
         set_model_state_dict(chunk, layer.state_dict(), options=options)
         for name, buffer in layer.named_buffers():
             if type(buffer) is torch.Tensor:  # and no placeholder
-                chunk.get_buffer(name).copy_(buffer)""",
+                chunk.get_buffer(name).copy_(buffer)
+    return chunks""",
     "optimizer": '    optimizer = Optimizer(adam, mesh.get_group("stage"), max_norm=1.0)',
     "step": """\
         loss = torch.zeros((), device=device)

@@ -34,7 +34,6 @@ _SHOWN = 5
 _WORTH_A_PLAN = 0.95  # of the time of a plan for another microbatch: plans are seldom as fast as their estimates
 _PER_STAGE = 3  # microbatches of the quick plans: enough for the warm-up, a steady part and the cool-down
 _SECONDS = (4.0, 20.0)  # at most, of one quick plan and of one final plan
-_MESSAGES = "messages of tensor and expert parallelism, and of weights that are sharded"
 _ROOMY = 0.6  # of the memory of 1F1B: with less, recomputing some microbatches may be faster
 
 
@@ -228,14 +227,13 @@ def planned(estimated: Estimate, microbatches: int, objective: str, effort: int,
 def _parts(layout: Layout, costs: ModelCosts, found: Plan, objective: str) -> dict[str, float]:
     """Seconds of a step, by what takes them."""
     setting, microbatches = layout.setting, found.schedule.microbatches
-    silent = model_costs(
-        setting.architecture, replace(setting.hardware, exposed_share=0.0), replace(setting.job, fully_shard=False)
-    )
+    hidden = replace(setting.hardware, exposed_share=0.0), replace(setting.job, fully_shard=False)
+    silent = model_costs(setting.architecture, *hidden)
     work, computing = (microbatches * least_work(each, layout.stages) / 1e3 for each in (costs, silent))
     busy = max(found.timeline.busy) / 1e3
     return {
         "computing": computing,
-        _MESSAGES: work - computing,
+        "messages of tensor and expert parallelism, and of weights that are sharded": work - computing,
         "uneven stages, passes of more chunks, and recomputation": busy - work,
         "idle time": report.reached(found.timeline, objective) / 1e3 - busy,
         "the optimizer and traffic between pipelines": outside(*setting, layout.stages),
