@@ -54,12 +54,12 @@ def train(
     **more: Any,
 ) -> list[Any]:
     """By rank, of every step: its loss, the gradients; at the end the weights and buffers, too."""
-    modules = [zbkern.convert(copy.deepcopy(module)) for module in modules]
+    modules = [zbkern.convert(module) for module in copy.deepcopy([*modules])]
     torch.manual_seed(0)
 
     def of_rank(pipe: Pipeline) -> list[Any]:
         mine = [modules[chunk] for chunk in schedule.chunks_of(pipe.rank)]
-        parameters = [parameter for module in mine for parameter in module.parameters()]
+        parameters = [*dict.fromkeys(parameter for module in mine for parameter in module.parameters())]
         optimizer, found = torch.optim.AdamW(parameters, lr=0.05), []
         for step, batch in enumerate(data):
             between(step, mine)
@@ -177,7 +177,8 @@ def test_weights_used_twice_and_tied() -> None:
     assert check_one(module, data=data, loss_fn=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())) == 3
 
 
-def test_weights_tied_between_ranks() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_tied_between_chunks(ranks: int, caplog: pytest.LogCaptureFixture) -> None:
     class First(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -191,16 +192,18 @@ def test_weights_tied_between_ranks() -> None:
         def __init__(self, first: First) -> None:
             super().__init__()
             self.head = nn.Linear(WIDTH, 11, bias=False)
-            self.head.weight = nn.Parameter(first.table.weight.detach().clone())
+            self.head.weight = first.table.weight if ranks == 1 else nn.Parameter(first.table.weight.detach().clone())
             self.tied_parameters = {"table": self.head.weight}
 
         def forward(self, x: Tensor) -> Tensor:
             return self.head(x)
 
-    first, schedule, generator = First().double(), schedules.zb_h1(2, 4), torch.Generator().manual_seed(1)
+    first, generator = First().double(), torch.Generator().manual_seed(1)
+    schedule = schedules.zb_h1(2, 4) if ranks == 2 else schedules.interleaved(1, 4, 2)
     data = [(torch.randint(11, (8, 5), generator=generator), torch.randint(11, (8, 5), generator=generator))]
     loss_fn = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
     assert check([first, Last(first).double()], schedule, data * 6, loss_fn=loss_fn) > 0
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("flags", [False, True])

@@ -81,12 +81,13 @@ class CudaGraphs:
 class GraphedStage(Stage):
     """A Stage whose passes are captured once values are no longer compared, from the third step on, and replayed.
 
-    Why something is not captured is logged, each reason once. What has failed is not tried again.
+    gradients: by parameter, what graphs of W add to; of all stages, which may share a parameter. Why something is not
+    captured is logged, each reason once. What has failed is not tried again.
     """
 
     backend: ClassVar[Any] = CudaGraphs
 
-    def __init__(self, *arguments: Any, device: torch.device) -> None:
+    def __init__(self, *arguments: Any, device: torch.device, gradients: dict[Tensor, Tensor]) -> None:
         super().__init__(*arguments)
         self.device = device
         self._told: set[str] = set()
@@ -102,7 +103,7 @@ class GraphedStage(Stage):
         self._slots: list[_Slot] = []
         self._slot_of: dict[int, _Slot] = {}  # by microbatch, until its next F
         self._w_graphs: dict[tuple[_Slot, ...], Callable[[], None]] = {}
-        self._gradients: dict[Tensor, Tensor] = {}  # by parameter: what graphs of W add to
+        self._gradients = gradients
 
     def backward_input(self, microbatch: int, gradients: Any, *, fused: bool = False) -> Any:
         return super().backward_input(microbatch, gradients, fused=fused and microbatch not in self._slot_of)
@@ -187,11 +188,11 @@ class GraphedStage(Stage):
             for held, was in contents:
                 held.clear()
                 (held.extend if isinstance(held, list) else held.update)(was)
+            random.setstate(python)
+            torch.set_rng_state(torchs)
             raise
         finally:
             torch.clear_autocast_cache()
-            random.setstate(python)
-            torch.set_rng_state(torchs)
         return slot
 
     def _why_not(self) -> _NotCaptured | None:

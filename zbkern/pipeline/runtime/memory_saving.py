@@ -62,7 +62,8 @@ def make_stages(
     stages = [(each, chunk, queue, loss_fn if chunk == last else None, slices) for chunk, each in modules.items()]
     if not (counts or offloads_or_recomputes(row)):
         if options.graphs:
-            return {stage[1]: GraphedStage(*stage, device=recorder.device) for stage in stages}
+            shared: dict[Tensor, Tensor] = {}
+            return {stage[1]: GraphedStage(*stage, device=recorder.device, gradients=shared) for stage in stages}
         return {stage[1]: Stage(*stage) for stage in stages}
     if options.graphs:
         message = "rank %d: its F, B and W run without CUDA graphs, because it offloads or recomputes"
