@@ -358,8 +358,8 @@ def how_exact(architecture: Architecture, hardware: Hardware) -> str:
     if hardware.calibration.source:
         return hardware.calibration.describe()
     experts = architecture.experts is not None
-    kind, error, runs = ("with experts", 0.11, 5) if experts else ("dense", 0.08, 7)
-    return f"within {error:.0%} (rms) of {runs} published {kind} runs, each left out of the fit"
+    kind, error, runs = ("runs with experts", 0.11, 5) if experts else ("dense runs", 0.08, 7)
+    return f"within {error:.0%} (rms) of {runs} published {kind}, each left out of the fit"
 
 
 def _counted(architecture: Architecture) -> str:
