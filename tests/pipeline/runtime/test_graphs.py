@@ -74,9 +74,10 @@ def train(
 
 def check(modules: Sequence[nn.Module], schedule: Schedule, data: Sequence[Any], **more: Any) -> int:
     """Trains with graphs and without: the same but for the rounding of float64. Returns how many graphs there were."""
-    expected = train(modules, schedule, None, data, **more)
+    expected = train(modules, schedule, None, data, **{key: each for key, each in more.items() if key != "graphs"})
     before = RecordedGraphs.graphs
-    torch.testing.assert_close(train(modules, schedule, GRAPHS, data, **more), expected, rtol=1e-12, atol=1e-13)
+    found = train(modules, schedule, more.pop("graphs", GRAPHS), data, **more)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
     return RecordedGraphs.graphs - before
 
 
@@ -497,6 +498,13 @@ def test_a_loss_with_weights_of_its_own(caplog: pytest.LogCaptureFixture) -> Non
     assert RecordedGraphs.graphs == 2
 
 
+@pytest.mark.parametrize("limit", [0, 200, 400, 1 << 20])
+def test_w_that_run_early_under_a_limit(limit: int) -> None:
+    schedule = schedules.zb_h2(1, 4)
+    options = StepOptions(graphs=True, max_wgrad_bytes=limit)
+    assert check([nn.Sequential(Wrapped(), nn.Linear(3, 3).double())], schedule, batches(schedule, 5), graphs=options)
+
+
 def test_a_w_that_cannot_be_captured_is_launched(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -539,6 +547,31 @@ def test_an_error_of_the_module_is_what_it_always_is(recorded: type[RecordedGrap
     plain.backward()
     torch.testing.assert_close(loss, plain.detach())
     torch.testing.assert_close(module.linear.weight.grad, expected.linear.weight.grad)
+
+
+def test_replays_go_on_after_a_step_that_failed(recorded: type[RecordedGraphs]) -> None:
+    calls = itertools.count()
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if next(calls) == 13:  # the second microbatch of the fourth step
+            raise ValueError("not finite")
+        return F.mse_loss(output, target)
+
+    schedule, chunk = schedules.zb_h2(1, 4), Wrapped()
+    module, data = zbkern.convert(copy.deepcopy(chunk)), batches(schedule, 5)
+    with one_rank(module, schedule, loss_fn, options=GRAPHS) as pipe:
+        for batch in data[:3]:
+            pipe.step(*batch)
+        with pytest.raises(PipelineError, match="not finite"):
+            pipe.step(*data[3])
+        module.zero_grad()
+        before = recorded.graphs, recorded.replays
+        loss = pipe.step(*data[4])
+        assert (recorded.graphs, recorded.replays - before[1]) == (before[0], 12)
+    expected = F.mse_loss(chunk(data[4][0]), data[4][1])
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(module.linear.weight.grad, chunk.linear.weight.grad)
 
 
 def test_a_gradient_that_came_never_before_is_an_error() -> None:

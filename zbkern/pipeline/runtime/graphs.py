@@ -29,6 +29,7 @@ logger = logging.getLogger("zbkern")
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_users = torch._C._storage_Use_Count
 _anchor = torch.empty(0, requires_grad=True)  # outputs have a graph also where no input has
 
 
@@ -114,11 +115,6 @@ class GraphedStage(Stage):
         except Exception as why:
             self._tell("W run", why)
         super().weight(*microbatches)  # what is left of it
-
-    def reset(self) -> None:
-        super().reset()
-        self._slot_of.clear()
-        self._begun.clear()
 
     def _call(self, inputs: Any, side: Mapping[str, Any]) -> Any:
         scope: Any = wgrad.current()
@@ -231,6 +227,8 @@ class GraphedStage(Stage):
                 for task in tasks:
                     self.queue.add(task, task.key)
             self._captures_w = True
+        if self.queue.pending(keys) != len(tasks):
+            return  # of those that came back some have run, under a limit
         self._w_graphs[slots]()
         self.queue.discard(keys)
         for task in tasks:
@@ -241,8 +239,7 @@ class GraphedStage(Stage):
         """Whether there is a gradient to which graphs can add. Raises _NotCaptured where it is not the one captured."""
         memory, gradient = self._gradients.get(parameter), accumulation.gradient_of(parameter)
         # zero_grad lets go of gradients whose memory graphs still add to: it is taken again where nobody else has it
-        alone = memory is not None and torch._C._storage_Use_Count(memory.untyped_storage()._cdata) == 2  # the asker's
-        if memory is not None and gradient is None and alone:
+        if memory is not None and gradient is None and _users(memory.untyped_storage()._cdata) == 2:  # one that asks
             gradient = parameter.grad = memory.detach().zero_()
         if gradient is None or gradient.is_sparse or accumulation.overwrites(parameter):
             return False
@@ -264,9 +261,9 @@ class _Slot:
                 _form_of(outputs, stage.device)
                 roots, self.tree = _tensors(outputs), pytree.tree_map_only(Tensor, lambda _: Tensor, outputs)
                 self.outputs = [(root.detach(), root.requires_grad) for root in roots]
-                gets = [root.requires_grad and index in stage.arrive for index, root in enumerate(roots)]
-                self.arriving = [torch.zeros_like(r.detach()) if g else None for r, g in zip(roots, gets, strict=True)]
-                pairs = [(r, g) for r, g in zip(roots, self.arriving, strict=True) if g is not None]
+                gets = [index for index, root in enumerate(roots) if root.requires_grad and index in stage.arrive]
+                self.arriving = {index: torch.zeros_like(self.outputs[index][0]) for index in gets}
+                pairs = [(roots[index], gradient) for index, gradient in self.arriving.items()]
                 if not pairs:
                     raise _NotCaptured("no gradient came of what it returned in the first two steps")
                 found, self.backward = capture(partial(_backward, pairs, self.inputs, stage.module), self.pool)
@@ -295,12 +292,12 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         slot, scope = ctx.slot, wgrad.current()
         assert scope is not None  # as in the F
-        for memory, gradient in zip(slot.arriving, gradients, strict=True):
-            if memory is not None:
+        for index, gradient in enumerate(gradients):
+            if (memory := slot.arriving.get(index)) is not None:
                 memory.zero_() if gradient is None else memory.copy_(gradient)
             elif gradient is not None:
                 raise RuntimeError(
-                    "StepOptions: graphs must be False where an output first gets a gradient in later steps"
+                    "StepOptions: graphs must be False where an output first gets a gradient after step 2"
                 )
         slot.backward()
         for parameter, gradient in slot.added:
