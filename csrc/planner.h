@@ -108,7 +108,8 @@ using Pattern = std::vector<std::vector<int>>;
 // cannot run.
 std::pair<Ordering, Pattern> search_patterns(const Problem& problem, const Pattern& start, const Effort& effort);
 
+// Several problems: the same one where passes take other times. The cost is then the mean of the first and of the others' mean.
 // Throws std::invalid_argument when the orders to start from cannot run.
-Ordering anneal(const Problem& problem, const Ordering& start, const Effort& effort, bool may_fuse);
+Ordering anneal(const std::vector<Problem>& problems, const Ordering& start, const Effort& effort, bool may_fuse);
 
 }  // namespace zbkern

@@ -19,8 +19,8 @@ struct Shift {
 
 class Annealer {
  public:
-  Annealer(const Problem& problem, const Ordering& start)
-      : p_(problem), n_(problem.chunks), m_(problem.microbatches), fused_(start.fused), passes_(problem, start.fused), rows_(start.rows) {
+  Annealer(const Problem& problem, const Ordering& start, Time spread)
+      : p_(problem), n_(problem.chunks), m_(problem.microbatches), fused_(start.fused), passes_(problem, start.fused), rows_(start.rows), spread_(spread) {
     const int passes = p_.passes();
     before_.assign(passes, -1), consumer_.assign(passes, -1);
     for (int pass = 0; pass < passes; pass++) group_.push_back(pass / m_), rank_of_.push_back(p_.placement[group_[pass] % n_]);
@@ -31,7 +31,6 @@ class Annealer {
         if (j % p_.slices == 0) before_[id(kForward, c, p_.forwards_before(j) - 1)] = id(kBackward, c, j);
         before_[id(kBackward, c, j)] = id(kWeight, c, j);
       }
-    bound_from_below();
     const int ranks = p_.ranks;
     starts_.resize(ranks), trial_starts_.resize(ranks), memory_.resize(ranks), rest_.resize(ranks), span_.assign(ranks, 0);
     trial_span_ = span_;
@@ -43,33 +42,30 @@ class Annealer {
       rest_[rank].assign(size + 1, 0), lengths_.emplace_back(size, 0);
       refresh(rank, 0, static_cast<int>(size) - 1);
     }
-    if (!run(0, kForever)) throw std::invalid_argument("anneal: the orders to start from cannot run");
+    if (!run(kForever)) throw std::invalid_argument("anneal: the orders to start from cannot run");
     commit();
   }
 
-  Ordering anneal(const Effort& effort, bool may_fuse);
+  bool propose(Random& random, bool may_fuse);
+  void follow(const Annealer& other);
+  bool run(Time more);
+  void commit();
+  void undo();
+  Ordering orders(Time cost) const { return {rows_, fused_, cost}; }
+  Time largest() const { return *std::max_element(span_.begin(), span_.end()); }
+  std::int64_t work() const { return work_; }
 
  private:
   int id(int kind, int c, int j) const { return (kind * n_ + c) * m_ + j; }
   int kind_of(int pass) const { return group_[pass] < n_ ? kForward : group_[pass] < 2 * n_ ? kBackward : kWeight; }
   int chunk_of(int pass) const { return group_[pass] - kind_of(pass) * n_; }
 
-  void bound_from_below();
   void refresh(int rank, int low, int high);
-  bool run(Time from, Time threshold);
-  void commit();
   int reach(int rank, int from, int to) const;
   bool must_precede(int before, int after) const;
   void shift(int rank, int from, int to);
   void toggle(int c, int j);
   void critical_path();
-  bool propose(Random& random, bool may_fuse);
-  void undo();
-  Time energy(const std::vector<Time>& span) const {
-    Time largest = 0, sum = 0;
-    for (Time each : span) largest = std::max(largest, each), sum += each;
-    return p_.ranks * largest + spread_ * sum;
-  }
 
   const Problem& p_;
   const int n_, m_;
@@ -78,9 +74,6 @@ class Annealer {
   std::vector<int> before_;                                   // [pass] the first one of its chunk of the next kind that needs it, or -1
   // [pass] kind * chunks + chunk; its rank; the rank that waits for its output, or -1. Divisions would take half the time.
   std::vector<int> group_, rank_of_, consumer_;
-  bool fixed_starts_ = true;                                  // no order can delay a rank's first pass
-  std::vector<Time> offset_;                                  // [rank] start of its first pass, if so
-  Time least_sum_ = 0;                                        // of all spans
   Rows rows_;
   std::vector<std::vector<Time>> starts_, trial_starts_, memory_, rest_, lengths_;  // [rank][position]
   std::vector<Time> ends_, trial_ends_, span_, trial_span_, clock_;
@@ -90,21 +83,9 @@ class Annealer {
   std::vector<std::pair<int, int>> critical_;
   std::vector<Shift> done_;
   int toggled_ = -1;
-  Time from_ = 0, spread_ = 0;
+  Time from_ = 0, energy_ = 0, trial_energy_ = 0;
+  const Time spread_;
 };
-
-// The least spans, and when the ranks begin, where no order can delay that: lets a move that will be rejected stop early.
-void Annealer::bound_from_below() {
-  offset_.assign(p_.ranks, 0);
-  Time begin = 0;
-  for (int c = 0; c < p_.ranks && !p_.makespan && fixed_starts_; c++) {
-    fixed_starts_ = p_.placement[c] == c;
-    offset_[c] = begin;
-    begin += p_.forward[c * m_] + (c + 1 < n_ ? p_.forward_lag[(c + 1) * m_] : 0);
-  }
-  for (int at = 0; at < n_ * m_; at++)
-    least_sum_ += p_.forward[at] + std::min(p_.backward[at] + p_.weight[at] - p_.merge_saving[at], p_.fused[at]);
-}
 
 // Updates lengths, memory, remaining work and positions of a row after a change at low..high.
 void Annealer::refresh(int rank, int low, int high) {
@@ -129,18 +110,21 @@ void Annealer::refresh(int rank, int low, int high) {
   }
 }
 
-// Runs every pass that started at `from` or later. False when it does not finish, or some span would exceed threshold.
-bool Annealer::run(Time from, Time threshold) {
+// Runs every pass that a move can change, until it is certain that the energy grows by more than this: each span is at least
+// what its rank has waited and worked so far and its work that is left. False then, or in a deadlock.
+bool Annealer::run(Time more) {
   epoch_++;
   runnable_.clear();
   int remaining = 0;
+  Time largest = 0, sum = 0;
   for (int rank = 0; rank < p_.ranks; rank++) {
     const auto& starts = starts_[rank];
-    const int k = static_cast<int>(std::lower_bound(starts.begin(), starts.end(), from) - starts.begin());
+    const int k = static_cast<int>(std::lower_bound(starts.begin(), starts.end(), from_) - starts.begin());
     first_[rank] = reached_[rank] = k;
     clock_[rank] = k ? ends_[rows_[rank][k - 1]] : 0;
     waits_for_[rank] = -1;
-    trial_span_[rank] = span_[rank];
+    trial_span_[rank] = clock_[rank] + rest_[rank][k] - (k && !p_.makespan ? starts[0] : 0);
+    largest = std::max(largest, trial_span_[rank]), sum += trial_span_[rank];
     remaining += static_cast<int>(starts.size()) - k;
     if (k < static_cast<int>(starts.size())) runnable_.push_back(rank);
   }
@@ -151,7 +135,6 @@ bool Annealer::run(Time from, Time threshold) {
     const int size = static_cast<int>(row.size());
     int k = reached_[rank];
     Time now = clock_[rank];
-    const Time latest = fixed_starts_ ? threshold + offset_[rank] : kForever;
     for (; k < size; k++, work_++) {
       const int pass = row[k], input = passes_.input[pass];
       if (input >= 0) {
@@ -162,9 +145,15 @@ bool Annealer::run(Time from, Time threshold) {
           waits_for_[rank] = input;
           break;
         }
-        now = std::max(now, at + passes_.lag[pass]);
+        const Time wait = at + passes_.lag[pass] - now;
+        if (wait > 0) {
+          now += wait;
+          if (k || p_.makespan) {
+            largest = std::max(largest, trial_span_[rank] += wait), sum += wait;
+            if (p_.ranks * largest + spread_ * sum - energy_ > more) return false;
+          }
+        }
       }
-      if (now + rest_[rank][k] > latest) return false;
       trial_starts_[rank][k] = now;
       now += lengths_[rank][k];
       trial_ends_[pass] = now;
@@ -178,12 +167,9 @@ bool Annealer::run(Time from, Time threshold) {
     remaining -= k - reached_[rank];
     reached_[rank] = k;
     clock_[rank] = now;
-    if (k == size) {
-      const Time start = p_.makespan ? 0 : first_[rank] == 0 ? trial_starts_[rank][0] : starts_[rank][0];
-      trial_span_[rank] = now - start;
-    }
   }
-  return remaining == 0;
+  trial_energy_ = p_.ranks * largest + spread_ * sum;
+  return remaining == 0 && trial_energy_ - energy_ <= more;
 }
 
 void Annealer::commit() {
@@ -192,7 +178,7 @@ void Annealer::commit() {
       starts_[rank][k] = trial_starts_[rank][k];
       ends_[rows_[rank][k]] = trial_ends_[rows_[rank][k]];
     }
-  span_ = trial_span_;
+  span_ = trial_span_, energy_ = trial_energy_;
   critical_.clear();
 }
 
@@ -311,40 +297,64 @@ void Annealer::undo() {
   for (auto each = done_.rbegin(); each != done_.rend(); ++each) shift(each->rank, each->to, each->from);
 }
 
-Ordering Annealer::anneal(const Effort& effort, bool may_fuse) {
-  Random random(effort.seed);
-  spread_ = effort.spread;
-  const auto largest = [](const std::vector<Time>& span) { return *std::max_element(span.begin(), span.end()); };
-  Ordering best{rows_, fused_, largest(span_)};
-  const Deadline deadline(effort.seconds);
-  std::int64_t count = 0;
-  Time now = energy(span_);
-  work_ = 0;
-  const auto steps = static_cast<std::int64_t>(effort.temperatures.size());
-  for (std::int64_t step = 0; step < steps; step++)
-    while (work_ < effort.work / steps * (step + 1)) {
-      const Time temperature = p_.ranks * effort.temperatures[step];
-      work_ += kWorkOfAMove;
-      if (best.cost <= effort.target || (++count % 16 == 0 && deadline.passed())) return best;
-      if (!propose(random, may_fuse)) continue;
-      const Time threshold = now + (temperature >> 16) * random.exponential();
-      // The largest span that an accepted move can have: all other spans are as small as their work allows.
-      const bool kept = run(from_, (threshold - spread_ * least_sum_) / p_.ranks) && energy(trial_span_) <= threshold;
-      if (!kept) {
-        undo();
-        continue;
-      }
-      commit();
-      now = energy(span_);
-      if (largest(span_) < best.cost) best = {rows_, fused_, largest(span_)};
-    }
-  return best;
+// The move that another one has proposed for the same orders.
+void Annealer::follow(const Annealer& other) {
+  done_ = other.done_, toggled_ = other.toggled_, from_ = kForever;
+  if (toggled_ >= 0) {
+    const int c = toggled_ / m_, j = toggled_ % m_;
+    from_ = starts_[p_.placement[c]][position_[id(kBackward, c, j)]];
+    toggle(c, j);
+  }
+  for (const Shift& each : done_) {
+    from_ = std::min(from_, starts_[each.rank][std::min(each.from, each.to)]);
+    shift(each.rank, each.from, each.to);
+  }
 }
 
 }  // namespace
 
-Ordering anneal(const Problem& problem, const Ordering& start, const Effort& effort, bool may_fuse) {
-  return Annealer(problem, start).anneal(effort, may_fuse);
+// A move is kept where each of the problems keeps it by itself, so that most are dropped by the first; the distribution is that
+// of the sum of all energies, in which the first problem has as much weight as all others.
+Ordering anneal(const std::vector<Problem>& problems, const Ordering& start, const Effort& effort, bool may_fuse) {
+  Random random(effort.seed);
+  std::vector<Annealer> all;
+  for (const Problem& each : problems) all.emplace_back(each, start, effort.spread);
+  const int count = static_cast<int>(all.size()), others = count - 1;
+  const auto cost = [&] {
+    Time sum = 0;
+    for (int which = 1; which < count; which++) sum += all[which].largest();
+    return others ? (all[0].largest() + sum / others) / 2 : all[0].largest();
+  };
+  Ordering best = all[0].orders(cost());
+  const Deadline deadline(effort.seconds);
+  const auto steps = static_cast<std::int64_t>(effort.temperatures.size());
+  std::int64_t moves = 0;
+  const auto work = [&] {
+    std::int64_t sum = moves * kWorkOfAMove;
+    for (const Annealer& each : all) sum += each.work();
+    return sum;
+  };
+  for (std::int64_t step = 0; step < steps; step++)
+    while (work() < effort.work / steps * (step + 1)) {
+      const Time temperature = problems[0].ranks * effort.temperatures[step];
+      if (best.cost <= effort.target || (++moves % 16 == 0 && deadline.passed())) return best;
+      const int first = random.below(count);
+      if (!all[first].propose(random, may_fuse)) continue;
+      bool kept = true;
+      int ran = 0;
+      for (; ran < count && kept; ran++) {
+        const int which = (first + ran) % count;
+        if (ran) all[which].follow(all[first]);
+        kept = all[which].run((temperature >> 16) * random.exponential() * (which ? others : 1));
+      }
+      if (!kept) {
+        while (ran--) all[(first + ran) % count].undo();
+        continue;
+      }
+      for (Annealer& each : all) each.commit();
+      if (cost() < best.cost) best = all[0].orders(cost());
+    }
+  return best;
 }
 
 }  // namespace zbkern

@@ -69,7 +69,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.pipeline.planner, compiled.";
-  module.attr("version") = 4;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 5;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules", [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
     const Problem problem = problem_from(source);
     std::vector<Rule> rules;
@@ -95,9 +95,10 @@ PYBIND11_MODULE(_planner, module) {
     const auto found = without_gil([&] { return search_patterns(problem, start, made_of<Effort>(effort)); });
     return py::make_tuple(tuple_from(found.first), found.second);
   });
-  module.def("anneal", [](const py::object& source, const Rows& rows, const std::vector<int>& fused, const EffortTuple& effort, bool may_fuse) {
-    const Problem problem = problem_from(source);
+  module.def("anneal", [](const std::vector<py::object>& sources, const Rows& rows, const std::vector<int>& fused, const EffortTuple& effort, bool may_fuse) {
+    std::vector<Problem> problems;
+    for (const auto& each : sources) problems.push_back(problem_from(each));
     const Ordering start = ordering_from(rows, fused);
-    return tuple_from(without_gil([&] { return anneal(problem, start, made_of<Effort>(effort), may_fuse); }));
+    return tuple_from(without_gil([&] { return anneal(problems, start, made_of<Effort>(effort), may_fuse); }));
   });
 }

@@ -20,6 +20,7 @@ from zbkern.pipeline.planner.problem import (
     serial_ordering,
     within,
 )
+from zbkern.pipeline.planner.steadiness import at_speeds
 
 pytestmark = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 
@@ -113,6 +114,19 @@ def test_annealing(seed: int, slices: tuple[int, ...]) -> None:
     found = annealing.anneal(given, start, Effort(seed, temperatures(given), 100_000, spread=3))
     assert found.cost <= start.cost
     check(given, found)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_annealing_at_several_speeds(seed: int) -> None:
+    """The cost is that of the same orders at all of them."""
+    given = problem(seed, SLICES[0])
+    start = annealing.with_cost(given, serial_ordering(given, fuse=given.may_fuse))
+    samples = at_speeds(given, 5, seed)
+    found = annealing.anneal(given, start, Effort(seed, temperatures(given), 200_000, spread=1), samples)
+    check(given, annealing.with_cost(given, found))
+    costs = [annealing.with_cost(each, found).cost for each in samples]
+    assert found.cost == pytest.approx((annealing.with_cost(given, found).cost + sum(costs) / 5) / 2, rel=1e-9)
+    assert found.cost <= (start.cost + sum(annealing.with_cost(each, start).cost for each in samples) / 5) / 2
 
 
 def test_annealing_improves_a_poor_start() -> None:

@@ -1,4 +1,4 @@
-"""Of orders that cost about the same, a plan takes those that a slow rank delays least."""
+"""Of orders that cost about the same, a plan takes those that slow ranks delay least."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from zbkern.pipeline import Costs, PlanOptions, Schedule, plan, schedules, simulate
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.arguments import placement_of, problem_of
-from zbkern.pipeline.planner.incumbents import Budget
-from zbkern.pipeline.planner.problem import ordering_of
+from zbkern.pipeline.planner.incumbents import Budget, Incumbent
+from zbkern.pipeline.planner.problem import Ordering, ordering_of
 from zbkern.pipeline.planner.published import Published
 from zbkern.pipeline.planner.search import Search, choose
-from zbkern.pipeline.planner.steadiness import delayed, with_late_messages
+from zbkern.pipeline.planner.steadiness import at_speeds, delayed
 
 COSTS = Costs(2, 2.2, 1, communication=0.3)
 
@@ -37,46 +37,54 @@ def noisy_cost(schedule: Schedule) -> float:
 
 
 @pytest.mark.parametrize("make", [schedules.zb_h2, schedules.zb_v])
-def test_each_rank_is_slow_in_turn(make) -> None:
+def test_each_rank_has_each_speed_once(make) -> None:
     schedule = make(4, 8)
     problem = problem_of(COSTS, schedule.placement, 8, None, "cost")
-    slow = [[1.2 if rank == other else 1.0 for other in range(4)] for rank in range(4)]
-    expected = fmean(simulate(schedule, with_speeds(schedule, speeds)).cost for speeds in slow)
-    assert delayed(problem, ordering_of(schedule)) == pytest.approx(expected)
+    samples = at_speeds(problem, 5, 3)
+    speeds = [[sample.backward[rank] / problem.backward[rank] for rank in range(4)] for sample in samples]
+    for of_rank in zip(*speeds, strict=True):
+        assert sorted(of_rank) == pytest.approx([0.84, 0.92, 1.0, 1.08, 1.16])
+    expected = fmean(simulate(schedule, with_speeds(schedule, each)).cost for each in speeds)
+    assert delayed(samples, ordering_of(schedule)) == pytest.approx(expected)
+    assert at_speeds(problem, 5, 3) == samples != at_speeds(problem, 5, 4)
 
 
 @pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 def test_of_plans_that_are_about_as_good_the_steadiest_is_chosen() -> None:
-    """Noise costs the best plan of 6 ranks 2% more than one that costs 0.28% more without noise."""
+    """Noise costs the best plan of 6 ranks more than one that costs about as much without."""
     best, steady, again = (
         plan(COSTS, 6, 12, 2, memory_limit=12, effort=2, options=PlanOptions(steady=choice))
         for choice in (False, True, True)
     )
-    assert best.timeline.cost < steady.timeline.cost <= 1.003 * best.timeline.cost
+    assert steady.timeline.cost <= 1.003 * best.timeline.cost
     assert noisy_cost(steady.schedule) < 0.99 * noisy_cost(best.schedule)
     assert steady.schedule == again.schedule
     assert steady.timeline.cost <= min(simulate(make(6, 12), COSTS).cost for make in (schedules.zb_v, schedules.v_half))
-
-
-def test_only_messages_between_ranks_are_late() -> None:
-    problem = problem_of(COSTS, (0, 1, 1, 0), 8, None, "cost")
-    late, tenth = with_late_messages(problem), round(0.2 * problem.time_scale)
-    more = [after - before for before, after in zip(problem.communication, late.communication, strict=True)]
-    assert more == pytest.approx([tenth, 0, tenth])
-    assert replace(late, communication=problem.communication) == problem
 
 
 @pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 def test_orders_that_bear_delays_are_searched_for() -> None:
     problem = problem_of(COSTS, placement_of("v", 6, 2)[1], 12, [9.0] * 6, "cost")
     chosen = []
-    for rounds in (0, 2):
+    for rounds, steady in ((0, False), (2, False), (2, True)):
         search = Search(problem, Budget(1), 0, Published())
         search.round(0, 1_000_000)
-        assert choose([search], True, rounds) is search
+        assert choose([search], steady, rounds) is search
         chosen.append(search.best.orders)
-    assert chosen[1].cost < 0.998 * chosen[0].cost
-    assert delayed(problem, chosen[1]) < 0.996 * delayed(problem, chosen[0])
+    samples = at_speeds(problem, 64, 5)
+    assert chosen[2].cost <= 1.003 * chosen[1].cost < 0.998 * chosen[0].cost
+    assert delayed(samples, chosen[2]) < 0.996 * delayed(samples, chosen[1])
+
+
+def test_orders_that_cost_the_same_are_all_kept() -> None:
+    """They may bear delays differently; those far from the best go."""
+    best = Incumbent(problem_of(COSTS, range(2), 4, None, "cost"))
+    orders = [ordering_of(make(2, 4)) for make in (schedules.gpipe, schedules.zb_h1)]
+    first, last = orders[1].rows
+    same = Ordering(0, [first, [*last[:-2], last[-1], last[-2]]], orders[1].fused)  # other order of its last two W
+    for each in (*orders, same, orders[1]):
+        best.offer_fitting(each)
+    assert [each.rows for each in best.near] == [orders[1].rows, same.rows]
 
 
 def test_whether_to_choose_the_steadiest_is_yes_or_no() -> None:

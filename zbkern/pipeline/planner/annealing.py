@@ -7,6 +7,9 @@ the same change in many rows. What is minimised is the largest span of a rank (f
 plus `spread` times the mean span: most moves do not change the largest, and the mean alone would rather fill a gap on
 every rank than end the last pass a little earlier.
 
+Orders that bear delays are found by annealing the same orders at several speeds of the ranks at once: a move is made in
+all of them, and kept where each would keep it.
+
 It runs in C++ (csrc/planner_anneal.cpp), some millions of moves a second on small problems.
 """
 
@@ -22,10 +25,13 @@ from zbkern.pipeline.simulation.memory import static_of_ranks
 from zbkern.pipeline.simulation.simulator import simulate
 
 
-def anneal(problem: Problem, start: Ordering, effort: Effort) -> Ordering:
-    """The best orders found from `start`. Raises ValueError when these cannot run."""
+def anneal(problem: Problem, start: Ordering, effort: Effort, samples: Sequence[Problem] = ()) -> Ordering:
+    """The best orders found from `start`. Raises ValueError when these cannot run.
+
+    samples: the same problem with other times; the cost is then half that of the problem and half their mean.
+    """
     assert native.core is not None
-    return Ordering(*native.core.anneal(problem, start.rows, start.fused, effort, problem.may_fuse))
+    return Ordering(*native.core.anneal([problem, *samples], start.rows, start.fused, effort, problem.may_fuse))
 
 
 def measured(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[float]] | None:

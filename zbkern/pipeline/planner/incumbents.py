@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 
 from zbkern.pipeline.planner.annealing import measured, with_cost
 from zbkern.pipeline.planner.problem import Ordering, Problem, grouped, within
@@ -40,7 +39,7 @@ class Incumbent:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self.orders: Ordering | None = None
-        self._near: dict[int, Ordering] = {}  # by cost
+        self.near: list[Ordering] = []  # those within 0.3% of the best that were found, the best among them
         self.bound = 0
 
     def offer(self, orders: Ordering | None) -> None:
@@ -63,13 +62,8 @@ class Incumbent:
         if self.orders is None or orders.cost < self.orders.cost * (1 - ROUNDING):
             self.orders = orders
         most = self.orders.cost * (1 + NEAR)
-        self._near.setdefault(orders.cost, orders)
-        self._near = {cost: near for cost, near in self._near.items() if cost <= most}
-
-    @property
-    def near(self) -> Collection[Ordering]:
-        """Those within 0.3% of the best that were found, the best among them."""
-        return self._near.values()
+        if orders not in self.near:
+            self.near = [near for near in (*self.near, orders) if near.cost <= most]
 
     @property
     def optimal(self) -> bool:

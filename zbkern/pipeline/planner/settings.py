@@ -66,10 +66,12 @@ class SearchSettings:
     pattern_cutoff: float = 1.1
     """Patterns are dropped where the best to start from costs this many times the best known."""
 
-    loosened: int = 2
-    """The annealings of the best orders with late messages, of which each starts from what the last one found."""
-    loosening: tuple[float, int] = (0.3, 3)
-    """Their cooling."""
+    finish: tuple[float, float] = (0.01, 0.001)
+    """The first and the last temperature after the last round."""
+    samples: int = 16
+    """Of the ranks' speeds there. With 8 what is found suits these speeds alone."""
+    samples_to_choose: int = 32
+    """Of the ranks' speeds, to choose among what is found."""
 
     chunks_per_rank: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
     """Of layers, where it is not given: as many of these as there are layers."""

@@ -1,40 +1,36 @@
-"""How far orders are delayed where a rank is slower than planned."""
+"""How far orders are delayed where ranks are slower or faster than planned."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
 from zbkern.pipeline.planner.annealing import measured
 from zbkern.pipeline.planner.problem import Ordering, Problem
 
-_RANKS = 8  # at most, of all that are slow in turn
+
+def at_speeds(problem: Problem, count: int, seed: int) -> list[Problem]:
+    """The same with the passes of each rank up to 20% faster or slower: so many samples, in which each rank has each of
+    so many speeds once."""
+    generator = random.Random(seed)
+    speeds = [sorted(range(count), key=lambda _: generator.random()) for _ in range(problem.ranks)]
+    return [_scaled(problem, [8 * count + 4 * each[sample] + 2 for each in speeds], 10 * count) for sample in range(count)]
 
 
-def delayed(problem: Problem, orders: Ordering) -> float:
-    """The mean cost where one rank after the other is 20% slower, in the unit of the costs.
-
-    It needs no random numbers: orders that it delays little are also those that noise of all passes delays little.
-    """
-    ranks = range(0, problem.ranks, -(-problem.ranks // _RANKS))
-    found = [measured(_slower(problem, rank), orders) for rank in ranks]
-    return fmean(each[0].cost for each in found if each is not None) / problem.time_scale
+def delayed(samples: Sequence[Problem], orders: Ordering) -> float:
+    """The mean cost in these samples, in the unit of the costs."""
+    found = [measured(sample, orders) for sample in samples]
+    return fmean(each[0].cost for each in found if each is not None) / samples[0].time_scale
 
 
-def with_late_messages(problem: Problem) -> Problem:
-    """The same, but messages between ranks take longer by a tenth of the mean F."""
-    ranks, more = problem.placement, sum(problem.forward) // (10 * len(problem.forward))
-    apart = [here != there for here, there in pairwise(ranks) for _ in problem.slices]
-    late = tuple(lag + more * far for lag, far in zip(problem.communication, apart, strict=True))
-    return replace(problem, communication=late)
-
-
-def _slower(problem: Problem, slow: int) -> Problem:
-    at_slow = [problem.placement[at // len(problem.slices)] == slow for at in range(len(problem.forward))]
+def _scaled(problem: Problem, factors: Sequence[int], unit: int) -> Problem:
+    """The times of each rank's passes times its factor / unit."""
+    by_pass = [factors[problem.placement[at // len(problem.slices)]] for at in range(len(problem.forward))]
     times: dict[str, Any] = {
-        name: tuple(time * 6 // 5 if here else time for time, here in zip(getattr(problem, name), at_slow, strict=True))
+        name: tuple(time * each // unit for time, each in zip(getattr(problem, name), by_pass, strict=True))
         for name in ("forward", "backward", "weight", "fused", "merge_saving")
     }
     return replace(problem, **times)
