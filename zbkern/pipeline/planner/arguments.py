@@ -34,9 +34,9 @@ class PlanOptions:
     over by then; the plan then depends on the machine. seed: of the search; another one finds other plans. progress:
     is called with a line about the search before every round, and with an empty one at the end. slice_tokens: slices
     that are chosen are multiples of so many tokens, where the costs say how many a sequence has. steady: of orders
-    within 0.3% of the best that are found, take those that cost least in the mean of two: as planned, and where ranks are
-    up to 20% slower or faster, unless the best are proven optimal or published, after a search for such orders; False
-    for the best as they are.
+    within 0.3% of the best that are found, take those that cost least in the mean of two: as planned, and where ranks
+    are up to 20% slower or faster, unless the best are proven optimal or published, after a search for such orders;
+    False for the best as they are.
 
     Raises TypeError or ValueError for what is none of these.
     """

@@ -87,8 +87,8 @@ class Search:
     def finish(self, rounds: int, steady: bool) -> None:
         """Anneals the best orders once more, at low temperatures; steady: and then where ranks are slower or faster.
 
-        They take a quarter and a half as long as the next round would. Rounds end hot, and with a spread that fills every
-        gap: the first takes 0.1 to 0.8% from their cost, and the second makes gaps where they are of use.
+        They take a quarter and a half as long as the next round would. Rounds end hot, and with a spread that fills
+        every gap: the first takes 0.1 to 0.8% from their cost, and the second makes gaps where they are of use.
         """
         passes = min(SETTINGS.first_round, SETTINGS.most_runs * self.problem.passes) * 2**rounds // 4
         cooling, speeds = temperatures(self.problem, *SETTINGS.finish), SETTINGS.samples

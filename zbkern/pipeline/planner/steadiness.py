@@ -17,7 +17,8 @@ def at_speeds(problem: Problem, count: int, seed: int) -> list[Problem]:
     so many speeds once."""
     generator = random.Random(seed)
     speeds = [sorted(range(count), key=lambda _: generator.random()) for _ in range(problem.ranks)]
-    return [_scaled(problem, [8 * count + 4 * each[sample] + 2 for each in speeds], 10 * count) for sample in range(count)]
+    factors = [[8 * count + 4 * speed + 2 for speed in of_ranks] for of_ranks in zip(*speeds, strict=True)]
+    return [_scaled(problem, each, 10 * count) for each in factors]
 
 
 def delayed(samples: Sequence[Problem], orders: Ordering) -> float:
