@@ -13,9 +13,9 @@ _PROGRAM = Template('''\
 
     torchrun --nnodes $nodes --nproc-per-node $per_node$rendezvous $name
 
-$beside Put your data into `batch`, and weights to start from into
-WEIGHTS. The plan counts what zbkern's own layers keep; those of the transformers library keep more: measure them with
-`profile_layers`.
+$beside
+Put your data into `batch`, and weights to start from into WEIGHTS. The plan counts what zbkern's own layers keep; those
+of the transformers library keep more: measure them with `profile_layers`.
 """
 
 from __future__ import annotations
