@@ -52,6 +52,7 @@ class Flow:
     def __init__(self) -> None:
         self.kind: type[nn.Module] | None = None  # of the layer whose output is received
         self.last = ""  # the chunk's last layer
+        self.runs = False  # else a layer runs alone, again in an R, and gives what it gives
         self.begin(None)
 
     def begin(self, received: Any, encoded: Any = None) -> None:
@@ -79,6 +80,8 @@ class Flow:
     @_not_in_replays
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Hook of the chunk's last layer. What the forward goes on with cannot change what is sent."""
+        if not self.runs:
+            return output
         self.sent, self.left = _result(output), True
         return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, self.last), output)
 
@@ -276,6 +279,7 @@ class Chunk(nn.Module):
         self._flow.begin(None if self._first == 0 else received, encoded)
         if self._last < len(self.all_layers):
             self._put_ending_last()
+        self._flow.runs = True
         try:
             output = self._run(inputs, side)
         except _Reached:
@@ -294,6 +298,7 @@ class Chunk(nn.Module):
         finally:
             sent, left, entered = self._flow.sent, self._flow.left, self._flow.entered
             encoded = self._flow.encoded
+            self._flow.runs = False
             self._flow.begin(None)
         if self._last < len(self.all_layers):
             if not left:
