@@ -98,22 +98,20 @@ def _backwards_and_weights(problem: Problem, chunk: int) -> list[int]:
 
 def _chain(problem: Problem) -> int:
     """All F of a chunk, or all B, or both of the last chunk, after the passes on the way there, before those back."""
-    arrivals, forwarded, returns = _arrivals(problem), _forwarded(problem), _returns(problem)
-    last, sequences = problem.chunks - 1, problem.sequences
-    weight = _backwards_and_weights(problem, 0)[-1] - _backwards(problem, 0)[-1]
-    down = [0] * problem.chunks  # from the end of the chunk's last backward to the end of chunk 0's
-    for chunk in range(1, problem.chunks):
-        lag = problem.of(problem.communication, chunk - 1)[0]
-        down[chunk] = lag + _backwards(problem, chunk - 1)[-1] + down[chunk - 1]
-    longest = sequences * (sum(problem.of(problem.forward, last)) + sum(_backwards(problem, last)))
-    longest += arrivals[last] + down[last]
+    arrivals, forwarded, returns, falls = (
+        _arrivals(problem),
+        _forwarded(problem),
+        _returns(problem),
+        _falls(problem, -1),
+    )
+    longest = arrival = forwards = backwards = down = 0
     for chunk in range(problem.chunks):
-        backwards = sum(_backwards(problem, chunk))  # of a sequence
-        there_and_back = returns[chunk] + backwards + down[chunk]
-        longest = max(longest, arrivals[chunk] + sequences * sum(problem.of(problem.forward, chunk)) + there_and_back)
-        there = forwarded[chunk] + returns[chunk]
-        longest = max(longest, there + sequences * backwards + down[chunk])
-    return longest + weight
+        least, arrival = _backwards(problem, chunk), arrivals[chunk]
+        forwards, backwards = (problem.sequences * sum(each) for each in (problem.of(problem.forward, chunk), least))
+        down = falls[chunk] - least[-1] + _backwards_and_weights(problem, 0)[-1]  # from its last backward to the end
+        there_and_back = forwards + returns[chunk] + sum(least)
+        longest = max(longest, arrival + there_and_back + down, forwarded[chunk] + returns[chunk] + backwards + down)
+    return max(longest, arrival + forwards + backwards + down)
 
 
 class _Event(NamedTuple):
@@ -201,32 +199,28 @@ class _Chains:
         return forwards, backwards
 
 
-_OfSlices = list[int]  # an amount of memory or work of each slice
+_OfSlices = list[int]  # an amount of memory or work of each slice, from the first of a sequence to the last
 
 
-class _Work:
-    """Memory and work of the slices of a sequence in some of a rank's chunks, from the first slice to the last."""
+class _Work(NamedTuple):
+    """What the slices of a sequence hold in some of a rank's chunks, and how long their passes take there."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.memory: _OfSlices = [0] * len(problem.slices)
-        self.forward: _OfSlices = self.memory
-        self.backward: _OfSlices = self.memory  # with W
-        self._problem = problem
-
-    def add(self, chunk: int, sign: int = 1) -> None:
-        problem = self._problem
-        both = zip(problem.of(problem.backward, chunk), problem.of(problem.weight, chunk), strict=True)
-        self.memory = _sums(self.memory, problem.of(problem.activation, chunk), sign)
-        self.forward = _sums(self.forward, problem.of(problem.forward, chunk), sign)
-        self.backward = _sums(self.backward, [b + w for b, w in both][::-1], sign)
-
-    @property
-    def work(self) -> _OfSlices:
-        return _sums(self.forward, self.backward)
+    memory: _OfSlices
+    forward: _OfSlices
+    backward: _OfSlices  # with W
 
 
-def _sums(some: Sequence[int], others: Sequence[int], sign: int = 1) -> _OfSlices:
-    return [one + sign * other for one, other in zip(some, others, strict=True)]
+def _work(problem: Problem, chunks: Sequence[int]) -> _Work:
+    def of_slices(costs: Sequence[int]) -> _OfSlices:
+        each = [problem.of(costs, chunk) for chunk in chunks]
+        return [sum(of_chunk[slice] for of_chunk in each) for slice in range(len(problem.slices))]
+
+    backward = _sums(of_slices(problem.backward), of_slices(problem.weight))[::-1]
+    return _Work(of_slices(problem.activation), of_slices(problem.forward), backward)
+
+
+def _sums(some: Sequence[int], others: Sequence[int]) -> _OfSlices:
+    return [one + other for one, other in zip(some, others, strict=True)]
 
 
 def _first_passes(problem: Problem, rank: int) -> list[_Event]:
@@ -237,20 +231,16 @@ def _first_passes(problem: Problem, rank: int) -> list[_Event]:
     where it must be.
     """
     own_chunks, limit = problem.chunks_of(rank), problem.limit[rank]
-    slices = len(problem.slices)
-    done, later = _Work(problem), _Work(problem)
-    for chunk in own_chunks:
-        later.add(chunk)
+    slices, before = len(problem.slices), 0
     forwarded: list[tuple[_OfSlices, _OfSlices]] = []
     events = []
-    for chunk in own_chunks:
-        before = done.forward
-        done.add(chunk)
-        later.add(chunk, -1)
+    for position, chunk in enumerate(own_chunks):
+        done, later = _work(problem, own_chunks[: position + 1]), _work(problem, own_chunks[position + 1 :])
         most = _most_of_slices(problem, forwarded, limit - done.memory[0], problem.microbatches - 1)
-        events.append(_Event(FORWARD, chunk, before[0] + most))
+        events.append(_Event(FORWARD, chunk, before + most))
+        before = done.forward[0]
         forwarded.append((done.memory, done.forward))
-        all_later = (done.memory, _sums(done.forward, later.work))
+        all_later = (done.memory, _sums(done.forward, _sums(later.forward, later.backward)))
         free = limit - sum(done.memory)
         most = _most_of_slices(problem, [*forwarded, all_later], free, problem.microbatches - slices)
         events.append(_Event(BACKWARD, chunk, sum(all_later[1]) + most))
@@ -258,12 +248,30 @@ def _first_passes(problem: Problem, rank: int) -> list[_Event]:
 
 
 def _last_passes(problem: Problem, rank: int) -> list[_Event]:
-    """The last F of every chunk, with the most work after its end, and the last B, with the most from its start on."""
+    """The last F of every chunk, with the most work after its end, and the last B, with the most from its start on.
+
+    A microbatch is somewhere between that F, or B, and its last W, holds memory, and has work left. Only the most work
+    per memory matters; the last microbatch itself holds what it held in the chunks up to this, and has all left.
+    """
     own_chunks, limit = problem.chunks_of(rank), problem.limit[rank]
-    events = []
+    states = []  # (memory, work left): forwarded so far, not yet back
+    # Backward down to some chunk, each W of what is behind done or not: the W by themselves are states of their own.
+    behind = []
+    for end in range(1, len(own_chunks) + 1):
+        done, later = _work(problem, own_chunks[:end]), _work(problem, own_chunks[end:])
+        states.append((done.memory, _sums(later.forward, _sums(done.backward, later.backward))))
+        behind.append((done.memory, done.backward))
+    others, events = problem.microbatches - 1, []
     for position, chunk in enumerate(own_chunks):
-        events.append(_Event(FORWARD, chunk, _work_left(problem, own_chunks, limit, position, False)))
-        events.append(_Event(BACKWARD, chunk, _work_left(problem, own_chunks, limit, position, True)))
+        memory, left = map(sum, states[position])
+        room = limit - memory, problem.microbatches - len(problem.slices)
+        weights = _weights(problem, own_chunks, others, len(own_chunks))
+        most = _most_of_slices(problem, [*states[position:], *behind], *room, weights)
+        events.append(_Event(FORWARD, chunk, left + most))
+        memory, left = behind[position][0][0], behind[position][1][0]
+        weights = _weights(problem, own_chunks, others, position)
+        most = _most_of_slices(problem, behind[: position + 1], limit - memory, others, weights)
+        events.append(_Event(BACKWARD, chunk, left + most))
     return events
 
 
@@ -349,7 +357,7 @@ def warm_up_forwards(problem: Problem, cost: int) -> list[int] | None:
     delay, forwards = 0, []
     for rank in reversed(range(problem.ranks)):
         cool_down = returns[rank] + _backwards_and_weights(problem, rank)[0]
-        cool_down = max(0, cool_down - _work_left(problem, [rank], limit[rank]))
+        cool_down = max(0, cool_down - _last_passes(problem, rank)[0].work)
         most = microbatches if not problem.activation[rank] else limit[rank] // problem.activation[rank]
         idle = cost - problem.work(rank) - (cool_down if most < microbatches else 0)
         until = problem.forward[rank] + returns[rank] + delay
@@ -362,35 +370,6 @@ def warm_up_forwards(problem: Problem, cost: int) -> list[int] | None:
             delay += fit * length - until
         forwards.append(fit)
     return forwards[::-1]
-
-
-def _work_left(
-    problem: Problem, own_chunks: Sequence[int], limit: int, position: int = 0, backward: bool = False
-) -> int:
-    """The most work that can be left after the last F of a rank's chunk, or, `backward`, from the start of its last B.
-
-    A microbatch is somewhere between that F, or B, and its last W, holds memory, and has work left. Only the most work
-    per memory matters; the last microbatch itself holds what it held in the chunks up to this, and has all left.
-    """
-    rest, done = _Work(problem), _Work(problem)
-    for chunk in own_chunks:
-        rest.add(chunk)
-    states = []  # (memory, work left): forwarded so far, not yet back
-    # Backward down to some chunk, each W of what is behind done or not: the W by themselves are states of their own.
-    behind = []
-    for chunk in own_chunks:
-        done.add(chunk)
-        states.append((done.memory, _sums(rest.work, done.forward, -1)))
-        behind.append((done.memory, done.backward))
-    slices = len(problem.slices)
-    if not backward:
-        memory, left = map(sum, states[position])
-        others = problem.microbatches - slices
-        weights = _weights(problem, own_chunks, problem.microbatches - 1, len(own_chunks))
-        return left + _most_of_slices(problem, [*states[position:], *behind], limit - memory, others, weights)
-    memory, left = behind[position][0][0], behind[position][1][0]
-    weights = _weights(problem, own_chunks, problem.microbatches - 1, position)
-    return left + _most_of_slices(problem, behind[: position + 1], limit - memory, problem.microbatches - 1, weights)
 
 
 def _weights(problem: Problem, own_chunks: Sequence[int], others: int, position: int) -> list[_Kind]:
