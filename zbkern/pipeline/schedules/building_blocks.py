@@ -16,7 +16,7 @@ from itertools import chain
 _PERIOD = 6  # two chunks with F, B and W of one slot each
 _F0, _F1, _B1, _B0, _W = range(5)  # the phases of one microbatch, in the order in which a rank runs them
 _KIND, _CHUNK = "FFBB", (0, 1, 1, 0)  # of the first four, the local chunk
-_IDLE = -1
+_IDLE, _BUSY = -1, -2  # of slots; busy is the first of a pass of two
 
 Times = list[list[list[int]]]  # slot of each pass, by rank, phase and microbatch; W in the order of the B they follow
 
@@ -28,10 +28,10 @@ def split_order(block: Sequence[Sequence[int]], microbatches: int) -> list[list[
     """
     times = _repeat(block, microbatches)
     whole = _with_weights(times)
-    whole = _reorder(whole, _Placed(whole, [1] * 5), *_steady_state(times))
+    whole = _reorder(whole, [1] * 5, *_steady_state(times))
     times = [row[:_W] for row in _compact(whole)]
     _, end = _steady_state(times)
-    times = _reorder(times, _Filled(times), (0, 0), end)
+    times = _reorder(times, [1] * 4, (0, 0), end)
     times = [row[:_W] for row in _compact(_with_weights(times))]
     return [list(_row_order(row)) for row in times]
 
@@ -39,7 +39,7 @@ def split_order(block: Sequence[Sequence[int]], microbatches: int) -> list[list[
 def fused_order(block: Sequence[Sequence[int]], microbatches: int) -> list[list[tuple[str, int, int]]]:
     """The same for a block in which B and W are one pass BW of two slots."""
     times = _repeat(block, microbatches)
-    times = _reorder(times, _Placed(times, [1, 1, 2, 2]), (0, 0), (0, 0))
+    times = _reorder(times, [1, 1, 2, 2], (0, 0), (0, 0))
     return [
         [(("F", "F", "BW", "BW")[phase], _CHUNK[phase], microbatch) for _, phase, microbatch in _passes(row)]
         for row in times
@@ -81,20 +81,14 @@ def _with_weights(times: Times) -> Times:
     """A W in each free slot, for the oldest B that has none yet."""
     filled = []
     for row in times:
-        cells = [_IDLE] * (1 + _last_slot([row]))
-        for phase, slots in enumerate(row):
-            for slot in slots:
-                cells[slot] = phase
         weights: list[int] = []
-        waiting = 0
-        for slot, phase in enumerate(cells):
-            if phase in (_B1, _B0):
-                waiting += 1
-            elif phase == _IDLE and waiting:
-                waiting -= 1
-                weights.append(slot)
-        weights += range(len(cells), len(cells) + waiting)
-        filled.append([*row, weights])
+        waiting = clock = 0
+        for slot, phase, _ in _passes(row):
+            run = min(slot - clock, waiting)
+            weights += range(clock, clock + run)
+            waiting += (phase in (_B1, _B0)) - run
+            clock = slot + 1
+        filled.append([*row, [*weights, *range(clock, clock + waiting)]])
     return filled
 
 
@@ -116,14 +110,13 @@ def _row_order(row: list[list[int]]) -> Iterator[tuple[str, int, int]]:
             yield "W", chunk, microbatch
 
 
-def _reorder(times: Times, memory: _Placed | _Filled, start: tuple[int, int], stop: tuple[int, int]) -> Times:
+def _reorder(times: Times, lengths: Sequence[int], start: tuple[int, int], stop: tuple[int, int]) -> Times:
     """Moves each pass, in order of time, to the earliest slot that its inputs, the rank and the memory allow.
 
-    Those from `start` to before `stop`, by (slot, rank), stay. `memory` knows which slots of a rank are free and what
-    the rank would hold.
+    lengths: of the passes, by phase. Those from `start` to before `stop`, by (slot, rank), stay.
     """
+    ranks = _Ranks(times, lengths)
     times = [[list(slots) for slots in row] for row in times]
-    lengths = memory.lengths
     backwards: list[list[int]] = [[] for _ in times]  # slots of the B placed so far, in order
     for slot, rank, phase, index in _all_passes(times):
         if not start <= (slot, rank) < stop:
@@ -139,100 +132,73 @@ def _reorder(times: Times, memory: _Placed | _Filled, start: tuple[int, int], st
                 first = max(first, backwards[rank][index] + 1)
             if index > 0:
                 first = max(first, row[phase][index - 1] + lengths[phase])
-            row[phase][index] = memory.move(rank, phase, slot, first)
+            row[phase][index] = ranks.move(rank, phase, slot, first)
         if phase in (_B1, _B0):
             insort(backwards[rank], times[rank][phase][index])
     return times
 
 
-class _Placed:
-    """Ranks whose every pass has a slot: an F adds to what the rank holds, W (or the end of a BW) takes it away."""
+class _Ranks:
+    """What every rank runs in each slot, and before it (microbatches held, pending W).
+
+    An F adds to what the rank holds; W takes it away, or the end of a BW, where backwards have two slots. Where W have
+    no slots of their own, every free slot runs a pending one, if there is one.
+    """
 
     def __init__(self, times: Times, lengths: Sequence[int]) -> None:
-        self.lengths = lengths
-        self._fused = len(lengths) == _W
-        self._cells, self._held = [], []
-        slots = 2 + _last_slot(times)
-        for row in times:
-            cells, held, now = [_IDLE] * (slots + 1), [], 0
-            for phase, starts in enumerate(row):
-                for start in starts:
-                    cells[start : start + lengths[phase]] = [phase] * lengths[phase]
-            for slot, phase in enumerate(cells):
-                starts_release = phase == _W or (self._fused and phase in (_B1, _B0) and cells[slot - 1] == phase)
-                now += (phase in (_F0, _F1)) - starts_release
-                held.append(now)
-            self._cells.append(cells)
-            self._held.append(held)
-        self._limit = max(max(held) for held in self._held)
-
-    def move(self, rank: int, phase: int, slot: int, first: int) -> int:
-        cells, held, length = self._cells[rank], self._held[rank], self.lengths[phase]
-        if phase in (_F0, _F1):
-            lowest = slot
-            while lowest > first and held[lowest - 1] < self._limit:
-                lowest -= 1
-            first = lowest
-        cells[slot : slot + length] = [_IDLE] * length
-        start = cells.index(_IDLE, first)
-        while cells[start : start + length].count(_IDLE) < length:
-            start = cells.index(_IDLE, start + 1)
-        cells[start : start + length] = [phase] * length
-        change = 1 if phase in (_F0, _F1) else -1 if phase == _W or self._fused else 0
-        for at in range(start + length - 1, slot + length - 1):
-            held[at] += change
-        return start
-
-
-class _Filled:
-    """Ranks in which every free slot runs a pending W, if there is one."""
-
-    def __init__(self, times: Times) -> None:
-        self.lengths = [1] * _W
+        self._lengths, self._fused = lengths, lengths[_B1] > 1
+        self._fills = len(lengths) == _W and not self._fused
         self._cells, self._states = [], []
-        slots = 2 + _last_slot(times)
-        peak = 0
         for row in times:
-            cells = [_IDLE] * slots
+            cells, states = [_IDLE] * (2 + _last_slot(times)), [(0, 0)]
             for phase, starts in enumerate(row):
                 for start in starts:
-                    cells[start] = phase
-            states = [(0, 0)]  # before each slot: microbatches held, and pending W
+                    self._put(cells, phase, start)
             for phase in cells:
-                states.append(_after(states[-1], phase))
+                states.append(self._after(states[-1], phase))
             self._cells.append(cells)
             self._states.append(states)
-            peak = max(peak, *(held for held, _ in states))
-        self._limit = peak
+        self._limit = max(held for states in self._states for held, _ in states)
 
     def move(self, rank: int, phase: int, slot: int, first: int) -> int:
-        cells, states = self._cells[rank], self._states[rank]
-        cells[slot] = _IDLE
-        start = next(at for at in range(first, slot + 1) if cells[at] == _IDLE and self._fits(rank, phase, at, slot))
-        cells[start] = phase
+        """Moves a pass from `slot` to the earliest one from `first` on, and returns that."""
+        cells, states, length = self._cells[rank], self._states[rank], self._lengths[phase]
+        cells[slot : slot + length] = [_IDLE] * length
+        start = next(
+            at
+            for at in range(first, slot + 1)
+            if cells[at : at + length].count(_IDLE) == length and self._fits(rank, phase, at, slot)
+        )
+        self._put(cells, phase, start)
         for at in range(start, len(cells)):
-            state = _after(states[at], cells[at])
-            if at > slot and state == states[at + 1]:
+            state = self._after(states[at], cells[at])
+            if at >= slot + length and state == states[at + 1]:
                 break
             states[at + 1] = state
         return start
 
+    def _put(self, cells: list[int], phase: int, start: int) -> None:
+        length = self._lengths[phase]
+        cells[start : start + length] = [*[_BUSY] * (length - 1), phase]
+
     def _fits(self, rank: int, phase: int, start: int, slot: int) -> bool:
         """Whether the rank stays in its limit with the pass at `start`; past `slot` it holds no more than before."""
-        cells = self._cells[rank]
-        state = self._states[rank][start]
-        for at in range(start, slot + 1):
-            state = _after(state, phase if at == start else cells[at])
-            if state[0] > self._limit and at < slot:
+        cells, state = self._cells[rank], self._states[rank][start]
+        for at in range(start, slot):
+            state = self._after(state, phase if at == start else cells[at])
+            if state[0] > self._limit:
                 return False
         return True
 
-
-def _after(state: tuple[int, int], phase: int) -> tuple[int, int]:
-    held, waiting = state
-    if phase == _IDLE:
-        return (held - 1, waiting - 1) if waiting else state
-    return (held + 1, waiting) if phase in (_F0, _F1) else (held, waiting + 1)
+    def _after(self, state: tuple[int, int], phase: int) -> tuple[int, int]:
+        held, waiting = state
+        if phase in (_F0, _F1):
+            return held + 1, waiting
+        if phase in (_B1, _B0):
+            return (held - 1, 0) if self._fused else (held, waiting + self._fills)
+        if phase == _W:
+            return held - 1, 0
+        return (held - 1, waiting - 1) if phase == _IDLE and waiting else state
 
 
 def _compact(times: Times) -> Times:
