@@ -20,8 +20,7 @@ from zbkern.pipeline import draw, from_config, launch, layouts, report, schedule
 from zbkern.pipeline.from_config import WrongArgument
 from zbkern.pipeline.planner import Plan, PlanOptions, plan
 from zbkern.pipeline.planner.arguments import PLACEMENTS, chunks_per_rank
-from zbkern.pipeline.planner.idle_time import idle_time
-from zbkern.pipeline.planner.plan import EFFORT
+from zbkern.pipeline.planner.plan import EFFORT, judged
 from zbkern.pipeline.planner.slicing import Slices
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import TIME_UNITS, amount, duration
@@ -414,31 +413,14 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
     if arguments.slices == "auto":
         raise WrongArgument("--slices", f"{arguments.schedule} is as it is told: give a number, or lengths")
     schedule = comparison.build(arguments.schedule, arguments.stages, arguments.microbatches, chunks, arguments.slices)
-    timeline = simulate(schedule, costs)
-    peak = max(timeline.peak_memory)
+    peak = max(simulate(schedule, costs).peak_memory)
     if limit is not None and report.exceeds(peak, limit):
         raise WrongArgument(
             "--memory",
             f"{schedule.name} holds {amount(peak, costs.memory_unit)} on one rank, more than "
             f"{amount(limit, costs.memory_unit)}; raise the limit, or leave --schedule out for a plan within it",
         )
-    stages, objective = arguments.stages, arguments.objective
-    options = PlanOptions(objective)
-    other = plan(
-        *(costs, stages, schedule.sequences, chunks, schedule.placement, limit),
-        effort=0,
-        slices=schedule.slices,
-        options=options,
-    )
-    idle = report.idle(timeline, objective)
-    return dataclasses.replace(
-        other,
-        schedule=schedule,
-        timeline=timeline,
-        lower_bound=min(idle, other.lower_bound),
-        optimal=idle - other.lower_bound < 1e-9,
-        idle=idle_time(timeline, costs, objective, None if limit is None else [limit] * stages),
-    )
+    return judged(schedule, costs, limit, arguments.objective)
 
 
 def _progress() -> Callable[[str], None]:

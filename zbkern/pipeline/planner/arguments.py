@@ -10,16 +10,15 @@ from numbers import Real
 from zbkern.pipeline import schedules
 from zbkern.pipeline.planner.problem import Problem, freed_memory, most_memory, taken_memory
 from zbkern.pipeline.planner.slicing import Slices, check_slices, slices_to_try
-from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.actions import ScheduleError, check_count
 from zbkern.pipeline.schedules.units import amount
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.layers import ModelCosts
-from zbkern.pipeline.simulation.memory import static_of_ranks
+from zbkern.pipeline.simulation.memory import Limit, limits_of, static_of_ranks
 from zbkern.pipeline.simulation.slice_costs import SLICE_UNIT, slice_costs
 
 PLACEMENTS = ("linear", "loop", "v", "zigzag")
 OBJECTIVES = ("cost", "makespan")
-Limit = float | Sequence[float] | None
 
 _SEEDS = 2**32  # each search makes seeds of its own of 64 bits from it
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
@@ -52,8 +51,8 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise ValueError(f"PlanOptions: objective must be one of {OBJECTIVES}; got {self.objective!r}")
-        _check_count("PlanOptions: seed", self.seed)
-        _check_count("PlanOptions: slice_tokens", self.slice_tokens, 1)
+        check_count("PlanOptions: seed", self.seed, 0)
+        check_count("PlanOptions: slice_tokens", self.slice_tokens)
         if not isinstance(self.steady, bool):
             raise TypeError(f"PlanOptions: steady must be True or False; got {self.steady!r}")
         if self.seed >= _SEEDS:
@@ -92,14 +91,14 @@ class Request:
         count = slices if isinstance(slices, int) else 1 if isinstance(slices, str) else len(slices)
         chunks = 1 if self.chunks is None else self.chunks
         schedules.check_counts("plan", self.stages, self.microbatches, chunks, count)
-        _check_count("plan: effort", self.effort)
+        check_count("plan: effort", self.effort, 0)
         if self.options.partition is not None and not isinstance(costs, ModelCosts):
             raise TypeError("plan: partition divides layers: give ModelCosts with it, or Costs without")
 
     @property
     def limits(self) -> list[float] | None:
         """The memory limit of every rank; None for none."""
-        return None if self.memory_limit is None else limits_of("plan", self.memory_limit, self.stages)
+        return limits_of("plan", self.memory_limit, self.stages)
 
     def slices_to_try(self) -> list[tuple[int, ...]]:
         """Lengths of slices, whole sequences among them where the number is to be chosen."""
@@ -121,23 +120,15 @@ class Request:
         return problem_of(costs, owners, self.microbatches, self.memory_limit, self.options.objective, slices)
 
 
-def _check_count(what: str, count: int, least: int = 0) -> None:
-    if not isinstance(count, int) or isinstance(count, bool):
-        raise TypeError(f"{what} must be an int; got {type(count).__name__} {count!r}")
-    if count < least:
-        raise ValueError(f"{what} must be at least {least}; got {count}")
-
-
 def problem_of(
     costs: Costs, owners: Sequence[int], microbatches: int, limit: Limit, objective: str, slices: Sequence[int] = (1,)
 ) -> Problem:
     """The problem of the chunks of `costs` on the ranks of `owners`. Raises ScheduleError when nothing fits."""
     flat = costs.per_chunk(len(owners))
     by_slice = slice_costs(flat, slices)
-    unlimited = most_memory(by_slice, microbatches)
     static = static_of_ranks(flat, owners)
-    given = None if limit is None else limits_of("plan", limit, len(static))
-    limits = [unlimited] * len(static)
+    given = limits_of("plan", limit, len(static))
+    limits = [most_memory(by_slice, microbatches)] * len(static)
     if given is not None:
         limits = [each - held for each, held in zip(given, static, strict=True)]
     _check_one_microbatch_fits(by_slice, owners, limits, static, costs.memory_unit)
@@ -179,27 +170,6 @@ def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) ->
     if given == "loop":
         return given, tuple(rank for _ in range(chunks) for rank in down)
     return given, tuple(rank for turn in range(chunks) for rank in (reversed(down) if turn % 2 else down))
-
-
-def limits_of(function: str, given: float | Sequence[float], stages: int) -> list[float]:
-    """The memory limit of every rank. Raises TypeError or ValueError in the name of `function`."""
-    each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * stages
-    for limit in each:
-        if not isinstance(limit, Real) or isinstance(limit, bool):
-            raise TypeError(
-                f"{function}: memory_limit must be one number or one per rank; got {type(limit).__name__} {limit!r}"
-            )
-    try:
-        limits = [float(limit) for limit in each]
-    except OverflowError:
-        raise ValueError(
-            f"{function}: memory_limit must be below 1e308, or None for no limit; got a larger int"
-        ) from None
-    if len(limits) != stages:
-        raise ValueError(f"{function}: memory_limit must be one number or one per rank ({stages}); got {len(limits)}")
-    if any(not limit >= 0 for limit in limits):
-        raise ValueError(f"{function}: memory_limit must be at least 0; got {given}")
-    return limits
 
 
 def _check_one_microbatch_fits(

@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from zbkern.pipeline.planner.arguments import limits_of
 from zbkern.pipeline.schedules.actions import Action, ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
-from zbkern.pipeline.simulation.memory import carried_change, static_of_ranks
+from zbkern.pipeline.simulation.memory import carried_change, limits_of, static_of_ranks
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.slice_costs import slice_costs
 from zbkern.pipeline.simulation.timeline import Timeline
@@ -47,6 +46,7 @@ def fit(
     nothing makes it fit, ValueError where the costs lack what is to be added.
     """
     limits = limits_of("fit", memory_limit, schedule.stages)
+    assert limits is not None
     plain = simulate(schedule, costs)
     if _fits(plain, limits):
         return plain

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.arguments import Limit, PlanOptions, Request, placement_of
+from zbkern.pipeline.planner.arguments import PlanOptions, Request, placement_of, problem_of
 from zbkern.pipeline.planner.bounds import cost_bound
 from zbkern.pipeline.planner.idle_time import IdleTime, idle_time
 from zbkern.pipeline.planner.incumbents import ROUNDING, Budget
@@ -22,6 +22,7 @@ from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.layers import ModelCosts
+from zbkern.pipeline.simulation.memory import Limit, limits_of
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
 
@@ -133,16 +134,20 @@ def _searched(request: Request) -> Plan:
     (name, costs, found, partition), rounds = best_of(candidates, budget, options)
     assert found.best.orders is not None
     schedule = schedule_of(found.best.orders, found.problem, f"plan-{name}")
-    timeline = simulate(schedule, costs)
-    bound = cost_bound(found.problem) / found.problem.time_scale
-    idle = idle_time(timeline, costs, options.objective, request.limits)
-    lower, optimal = _compared(timeline, options.objective, bound)
-    if native.core is None and not optimal:
+    made = judged(schedule, costs, request.memory_limit, options.objective)
+    if native.core is None and not made.optimal:
         logger.warning(
             "plan: the compiled search is not here, so that this is only the best of the published schedules; install "
             "a C++ compiler, then install zbkern again"
         )
-    return Plan(schedule, timeline, lower, optimal, rounds, costs, idle, partition, layers)
+    return replace(made, effort=rounds, partition=partition, layers=layers)
+
+
+def judged(schedule: Schedule, costs: Costs, limit: Limit, objective: str) -> Plan:
+    """A schedule as a plan: beside it the lower bound for any order of its chunks within the limit, if there is one."""
+    problem = problem_of(costs, schedule.placement, schedule.sequences, limit, objective, schedule.slices)
+    bound = cost_bound(problem) / problem.time_scale
+    return _compared(simulate(schedule, costs), costs, limit, objective, bound)
 
 
 def _candidates(request: Request, costs: Costs, budget: Budget) -> list[Candidate]:
@@ -161,13 +166,13 @@ def _candidates(request: Request, costs: Costs, budget: Budget) -> list[Candidat
     return found
 
 
-def _compared(timeline: Timeline, objective: str, bound: float) -> tuple[float, bool]:
-    """The share of the ranks' time that is idle where the objective is at its lower bound, and whether it is."""
-    reached = getattr(timeline, objective)
+def _compared(timeline: Timeline, costs: Costs, limit: Limit, objective: str, bound: float) -> Plan:
+    """With the share of the ranks' time that is idle where the objective is at its lower bound, and whether it is."""
+    reached, ranks = getattr(timeline, objective), timeline.schedule.stages
     least = min(bound, reached)
-    available = len(timeline.events) * least
-    lower = max(0.0, 1.0 - sum(timeline.busy) / available) if available > 0 else 0.0
-    return lower, reached - least <= ROUNDING * reached
+    lower = max(0.0, 1.0 - sum(timeline.busy) / (ranks * least)) if least > 0 else 0.0
+    idle = idle_time(timeline, costs, objective, limits_of("plan", limit, ranks))
+    return Plan(timeline.schedule, timeline, lower, reached - least <= ROUNDING * reached, 0, costs, idle)
 
 
 def _saving(
@@ -203,6 +208,5 @@ def _saving(
         raise errors[0]
     unlimited = plans[-1]
     bound = sum(unlimited.timeline.busy) / (len(limits) * (1.0 - unlimited.lower_bound))
-    lower, optimal = _compared(best.timeline, objective, bound)
-    idle = idle_time(best.timeline, best.costs, objective, limits)
-    return replace(best, lower_bound=lower, optimal=optimal, idle=idle)
+    found = _compared(best.timeline, best.costs, limits, objective, bound)
+    return replace(found, effort=best.effort, partition=best.partition, layers=best.layers)

@@ -65,6 +65,14 @@ class ScheduleError(ValueError):
     """A schedule that cannot be built, is not valid, or does not fit a limit; the message names the cell."""
 
 
+def check_count(what: str, count: object, least: int = 1, error: type[ValueError] = ValueError) -> None:
+    """Raises TypeError for what is no whole number, and `error` for one that is too small."""
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"{what} must be an int; got {type(count).__name__} {count!r}")
+    if count < least:
+        raise error(f"{what} must be at least {least}; got {count}")
+
+
 class Action(NamedTuple):
     """One pass of one microbatch through one chunk.
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from zbkern.pipeline.schedules import building_blocks
-from zbkern.pipeline.schedules.actions import Action, ScheduleError
+from zbkern.pipeline.schedules.actions import Action, ScheduleError, check_count
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.slices import late_backwards, slice_lengths
 
@@ -305,10 +305,7 @@ def _made(
 def check_counts(name: str, stages: int, microbatches: int, chunks: int = 1, slices: int = 1) -> None:
     """Raises TypeError or ScheduleError, in the name of the function `name`, for sizes that no schedule can have."""
     for what, count in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise TypeError(f"{name}: {what} must be an int; got {type(count).__name__} {count!r}")
-        if count < 1:
-            raise ScheduleError(f"{name}: {what} must be at least 1; got {count}")
+        check_count(f"{name}: {what}", count, error=ScheduleError)
     passes = 3 * stages * microbatches * chunks * slices
     if passes > MOST_PASSES:
         raise ScheduleError(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
+from zbkern.pipeline.schedules.actions import check_count
 from zbkern.pipeline.schedules.units import MEMORY_UNITS, TIME_UNITS
 from zbkern.pipeline.simulation.json_file import JsonFile, check_fields, parse_object
 
@@ -108,10 +109,7 @@ class Costs(JsonFile):
         Raises ValueError when a field has another number of entries, or when an overhead or saving exceeds what it is
         taken from, TypeError when `chunks` is no whole number.
         """
-        if not isinstance(chunks, int) or isinstance(chunks, bool):
-            raise TypeError(f"Costs.per_chunk: chunks must be an int; got {type(chunks).__name__} {chunks!r}")
-        if chunks < 1:
-            raise ValueError(f"Costs.per_chunk: chunks must be at least 1; got {chunks}")
+        check_count("Costs.per_chunk: chunks", chunks)
         given = {name: getattr(self, name) for name in number_fields()}
         if given["recompute"] is None:
             given["recompute"] = given["forward"]

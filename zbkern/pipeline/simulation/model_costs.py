@@ -21,6 +21,7 @@ from copy import copy
 from dataclasses import dataclass
 from math import gcd
 
+from zbkern.pipeline.schedules.actions import check_count
 from zbkern.pipeline.simulation.architecture import Architecture, Block
 from zbkern.pipeline.simulation.costs import COPY_SIZE
 from zbkern.pipeline.simulation.expert_traffic import reached
@@ -62,12 +63,8 @@ class Job:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name in ("fp8", "fully_shard"):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"Job: {name} must be an int; got {value!r}")
-            if value < (name != "data_parallel"):
-                raise ValueError(f"Job: {name} must be at least 1; got {value}")
+            if name not in ("fp8", "fully_shard"):
+                check_count(f"Job: {name}", value, int(name != "data_parallel"))
         if not self.data_parallel:
             shared = self.tensor_parallel * self.context_parallel
             object.__setattr__(self, "data_parallel", self.expert_parallel // gcd(self.expert_parallel, shared))

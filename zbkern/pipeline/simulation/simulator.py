@@ -11,7 +11,6 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from numbers import Real
 
 from zbkern.pipeline.schedules.actions import COPIES, Action
 from zbkern.pipeline.schedules.dependencies import Result, order_of_running, producer, result
@@ -19,7 +18,7 @@ from zbkern.pipeline.schedules.program import FILLS, offloads_or_recomputes, rec
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.copies import Copies
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
-from zbkern.pipeline.simulation.memory import Memory, static_of_ranks
+from zbkern.pipeline.simulation.memory import Limit, Memory, limits_of, static_of_ranks
 from zbkern.pipeline.simulation.slice_costs import slice_costs
 from zbkern.pipeline.simulation.timeline import Event, Timeline
 
@@ -30,7 +29,7 @@ def simulate(
     *,
     fill: str = "planned",
     parts: int = 1,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Limit = None,
     jitter: float = 0.0,
     seed: int = 0,
 ) -> Timeline:
@@ -214,26 +213,14 @@ def _durations(
     return durations
 
 
-def _limits(schedule: Schedule, costs: Sequence[ChunkCosts], given: float | Sequence[float] | None) -> list[float]:
-    ranks = schedule.stages
-    if given is None:
+def _limits(schedule: Schedule, costs: Sequence[ChunkCosts], given: Limit) -> list[float]:
+    limits = limits_of("simulate", given, schedule.stages)
+    if limits is None:
         limits = []
         for row, static in zip(schedule.actions, static_of_ranks(costs[0], schedule.placement), strict=True):
             memory = Memory(costs, static)
             for action in row:
                 memory.account(action)
             limits.append(memory.peak)
-    else:
-        each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * ranks
-        for limit in each:
-            if not isinstance(limit, Real):
-                raise TypeError(
-                    f"simulate: memory_limit must be one number or one per rank; got {type(limit).__name__} {limit!r}"
-                )
-        limits = [float(limit) for limit in each]
-    if len(limits) != ranks:
-        raise ValueError(f"simulate: memory_limit must be one number or one per rank ({ranks}); got {len(limits)}")
-    if not all(limit >= 0 for limit in limits):
-        raise ValueError(f"simulate: memory_limit must be at least 0; got {limits}")
     slack = 1e-9 * max(limits, default=0.0)  # sums of fractions of one number differ in the last digits
     return [limit + slack for limit in limits]
