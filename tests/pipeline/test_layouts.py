@@ -37,7 +37,7 @@ def sizes_of(layout: layouts.Layout) -> tuple[int, int, int, int, int, int, bool
 
 
 def test_all_layouts_that_divide_are_there_once() -> None:
-    found = [sizes_of(each) for each in layouts.layouts(model("gpt-oss-120b"), H100, 24, 48, 4096)]
+    found = [sizes_of(each) for each in layouts.layouts(layouts.Wanted(model("gpt-oss-120b"), H100, 24, 48, 4096))]
     assert len(found) == len({*found})
     for tensor, stages, data, expert, microbatches, size, shard in found:
         assert tensor * stages * data == 24
@@ -56,10 +56,10 @@ def test_layouts_that_cannot_work_have_no_estimate() -> None:
     odd = replace(H100, gpus_per_node=7)
     assert all(
         layouts.estimate(each) is None
-        for each in layouts.layouts(model("llama-3-8b"), odd, 7, 7, 4096)
+        for each in layouts.layouts(layouts.Wanted(model("llama-3-8b"), odd, 7, 7, 4096))
         if each.setting.job.tensor_parallel == 7
     )
-    assert layouts.search(model("llama-3-405b"), H100, 16, 16, 4096) == []
+    assert layouts.search(layouts.Wanted(model("llama-3-405b"), H100, 16, 16, 4096)) == []
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,11 @@ def test_layouts_that_cannot_work_have_no_estimate() -> None:
 )
 def test_no_layout_is_faster_than_the_first(name: str, gpus: int, batch: int) -> None:
     """Of all, each planned for the whole batch, quickly: estimates and plans of few microbatches lose nothing."""
-    best = layouts.search(model(name), H100, gpus, batch, 4096, effort=0)
+    wanted = layouts.Wanted(model(name), H100, gpus, batch, 4096)
+    best = layouts.search(wanted, effort=0)
     assert [each.seconds for each in best] == sorted(each.seconds for each in best)
     assert all(max(each.plan.timeline.peak_memory) <= each.layout.setting.limit for each in best)
-    for layout in layouts.layouts(model(name), H100, gpus, batch, 4096):
+    for layout in layouts.layouts(wanted):
         estimate = layouts.estimate(layout)
         if estimate is None or estimate.seconds > 1.3 * best[0].seconds:
             continue
@@ -85,7 +86,7 @@ def test_no_layout_is_faster_than_the_first(name: str, gpus: int, batch: int) ->
 
 
 def test_the_parts_of_a_step_are_the_step() -> None:
-    for answer in layouts.search(model("llama-3-8b"), H100, 4, 8, 4096, effort=0):
+    for answer in layouts.search(layouts.Wanted(model("llama-3-8b"), H100, 4, 8, 4096), effort=0):
         setting, stages = answer.layout.setting, answer.layout.stages
         step = answer.plan.timeline.cost / 1e3 + outside(*setting, stages)
         assert answer.seconds == pytest.approx(step, rel=1e-12)
@@ -145,7 +146,7 @@ def test_a_layout_to_compare_with_says_why_it_loses(run_plan) -> None:
     assert "yours     dp 8, 2 microbatches of 1" not in alone
     assert re.search(r"yours +--stages 1, .* cannot be divided so", alone)
     own = {"stages": 1, "tensor_parallel": 1, "expert_parallel": 1}
-    found = layouts.why_not(model("gpt-oss-120b"), H100, 32, 64, 4096, own)
+    found = layouts.why_not(layouts.Wanted(model("gpt-oss-120b"), H100, 32, 64, 4096), own)
     assert re.match(r"fsdp 32, 2 microbatches of 1: does not fit: .* holds [\d.]+ GB of weights", found)
 
 
@@ -161,6 +162,8 @@ def test_a_layout_to_compare_with_says_why_it_loses(run_plan) -> None:
             "argument --context-parallel: --gpus",
         ),
         (["--gpus", "8", "--batch", "8", "--config", "C", "--memory", "2x"], "argument --memory: --gpus decides"),
+        (["--gpus", "8", "--batch", "8", "--config", "C", "--slices", "2"], "argument --slices: --gpus decides"),
+        (["--gpus", "8", "--batch", "8", "--config", "C", "--offload"], "argument --offload: --gpus decides"),
         (["--gpus", "8", "--batch", "7", "--config", "C"], "argument --gpus: no layout of 8 GPUs fits 7 sequences of"),
     ],
 )

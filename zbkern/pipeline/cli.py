@@ -152,7 +152,7 @@ def add_to(commands: Any) -> None:
     rate = _number(float, "a bandwidth in GB/s above 0, such as 50", 1e-9)
     add("--offload", type=rate, nargs="?", const=0.0, metavar="GB/s")
     add("--recompute", action="store_true")
-    add("--slices", type=_slices, default=1, metavar="N")
+    add("--slices", type=_slices, metavar="N")
     add("--schedule", choices=schedules.NAMES, metavar="NAME")
     add("--compare", action="store_true")
     add("--out", type=Path, nargs="+", action="extend", default=[], metavar="FILE")
@@ -173,6 +173,8 @@ def run(arguments: argparse.Namespace) -> int:
         _check(arguments)
         if arguments.effort is None:
             arguments.effort = EFFORT if arguments.gpus is None else layouts.EFFORT
+        if arguments.slices is None:
+            arguments.slices = 1
         found, limit, setting = _of_stages(arguments) if arguments.gpus is None else _of_gpus(arguments)
         for path in arguments.out:
             _write(path, found, limit, setting, arguments.config)
@@ -186,16 +188,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _of_gpus(arguments: argparse.Namespace) -> tuple[Plan, float, from_config.Setting]:
     """Searches layouts, prints the best, and returns the plan of the first."""
     model, gpu = from_config.model_and_gpu(arguments)
-    sizes = arguments.gpus, arguments.batch, arguments.sequence or from_config.SIZES["sequence"]
+    sequence = arguments.sequence or from_config.SIZES["sequence"]
+    wanted = layouts.Wanted(model, gpu, arguments.gpus, arguments.batch, sequence, bool(arguments.fp8))
     own = {name: getattr(arguments, name) for name in from_config.CHOSEN if getattr(arguments, name) is not None}
-    how = arguments.effort, arguments.objective, _progress(), own, bool(arguments.fp8)
-    answers = layouts.search(model, gpu, *sizes, *how)  # type: ignore[arg-type]
+    answers = layouts.search(wanted, arguments.effort, arguments.objective, _progress(), own)
     if not answers:
-        why = "no layout of {} GPUs fits {} sequences of {} tokens per step: more GPUs, or another --batch, may do"
-        raise WrongArgument("--gpus", why.format(*sizes))
+        sizes = f"{wanted.gpus} GPUs fits {wanted.batch} sequences of {sequence} tokens per step"
+        raise WrongArgument("--gpus", f"no layout of {sizes}: more GPUs, or another --batch, may do")
     print(layouts.describe(answers, _width()))
     if own and not any(each.layout.has(own) for each in answers):
-        print(report.figure("yours", layouts.why_not(model, gpu, *sizes, own), _width()))
+        print(report.figure("yours", layouts.why_not(wanted, own), _width()))
     return answers[0].plan, answers[0].layout.setting.limit, answers[0].layout.setting
 
 
@@ -219,7 +221,7 @@ def _of_chunks(arguments: argparse.Namespace, given: Costs) -> tuple[Plan, float
     costs = _with_copies(arguments, given, flat.checkpoint is not None)
     whole = sum(flat.activation)
     limit = _limit(arguments, whole)
-    found = _named(arguments, chunks, costs, limit) if arguments.schedule else _plan(arguments, costs, limit, chunks)
+    found = _named(arguments, chunks, costs, limit) if arguments.schedule else _plan(arguments, costs, limit)
     whole = 0.0 if any(flat.static) else whole
     print(report.describe(found, objective, limit, whole, _width()))
     _print_gains(arguments, costs, limit, found)
@@ -249,7 +251,7 @@ def _of_layers(
     limit = _limit(arguments, whole)
     if setting is not None and limit is None:
         limit = setting.limit
-    found = _plan(arguments, costs, limit, setting=setting)
+    found = _plan(arguments, costs, limit, setting)
     if setting is not None:
         print(f"{from_config.title(arguments, setting)}\n")
     whole = 0.0 if any(layer.static for layer in costs.layers) else whole
@@ -339,16 +341,15 @@ def _plan(
     arguments: argparse.Namespace,
     costs: Costs | ModelCosts,
     limit: float | None,
-    chunks: int | None = None,
     setting: from_config.Setting | None = None,
 ) -> Plan:
-    """chunks: those of the arguments by default. Raises WrongArgument, with what would fit where nothing does."""
+    """Raises WrongArgument, with what would fit where nothing does."""
     try:
-        return _search(arguments, costs, limit, chunks, _progress())
+        return _search(arguments, costs, limit, _progress())
     except ScheduleError as error:
         why_not = None if setting is None else from_config.why_not(arguments, setting, limit or 0.0)
         reason = why_not or str(error)
-        for option, other in _savings(arguments, costs, limit, chunks).items():
+        for option, other in _savings(arguments, costs, limit).items():
             reason += f"; it fits with {option}, {arguments.objective} "
             reason += duration(report.reached(other.timeline, arguments.objective), other.timeline.unit)
         raise WrongArgument("--memory", reason) from error
@@ -361,17 +362,13 @@ def _search(
     arguments: argparse.Namespace,
     costs: Costs | ModelCosts,
     limit: float | None,
-    chunks: int | None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-    spelt = arguments.placement is not None and not isinstance(arguments.placement, str)
-    if chunks is None:
-        chunks = arguments.chunks or (chunks_per_rank(arguments.placement, arguments.stages) if spelt else None)
     return plan(
         costs,
         arguments.stages,
         arguments.microbatches,
-        chunks,
+        arguments.chunks,
         arguments.placement,
         limit,
         effort=arguments.effort,
@@ -382,9 +379,7 @@ def _search(
     )
 
 
-def _savings(
-    arguments: argparse.Namespace, costs: Costs | ModelCosts, limit: float | None, chunks: int | None
-) -> dict[str, Plan]:
+def _savings(arguments: argparse.Namespace, costs: Costs | ModelCosts, limit: float | None) -> dict[str, Plan]:
     """Plans with --recompute or --offload that fit, where neither was asked for and the costs say what they cost."""
     if limit is None or arguments.recompute or arguments.offload is not None:
         return {}
@@ -396,15 +391,14 @@ def _savings(
     for option in (option for option, costs_know in known.items() if costs_know):
         changes = {option.removeprefix("--"): True, "effort": min(arguments.effort, _QUICK)}
         with contextlib.suppress(ScheduleError):
-            found[option] = _search(argparse.Namespace(**{**vars(arguments), **changes}), costs, limit, chunks)
+            found[option] = _search(argparse.Namespace(**{**vars(arguments), **changes}), costs, limit)
     return found
 
 
 def _print_gains(arguments: argparse.Namespace, costs: Costs | ModelCosts, limit: float | None, found: Plan) -> None:
     """What saving memory would give, where passes wait for it, or for others that may have waited for it."""
     if arguments.schedule is None and found.idle.memory + found.idle.dependencies >= _WORTH_TRYING:
-        savings = _savings(arguments, costs, limit, found.schedule.chunks if isinstance(costs, Costs) else None)
-        for line in report.gains(found, savings, arguments.objective, _width()):
+        for line in report.gains(found, _savings(arguments, costs, limit), arguments.objective, _width()):
             print(line)
 
 
@@ -441,19 +435,12 @@ def _check(arguments: argparse.Namespace) -> None:
             raise WrongArgument("--out", f"cannot write {path}: there is no folder {path.parent}; create it first")
         if path.suffix == ".py" and arguments.config is None:
             raise WrongArgument("--out", f"{path}: a program trains a model; give it with --config")
-    for name in ("stages", "microbatches"):
-        if arguments.gpus is None and getattr(arguments, name) is None:
-            raise WrongArgument(
-                f"--{name}", "it is needed; or give --config, --gpus and --batch, and it is searched for"
-            )
-    if arguments.gpus is None and arguments.batch is not None:
-        raise WrongArgument("--batch", "it goes with --gpus; without, --microbatches says how much a step has")
     from_config.check_whether_given(arguments)
     if arguments.gpus is not None:
         return
     try:
         given = arguments.slices
-        slices = 1 if given == "auto" else given if isinstance(given, int) else len(given)
+        slices = 1 if given in (None, "auto") else given if isinstance(given, int) else len(given)
         schedules.check_counts("plan", arguments.stages, arguments.microbatches, arguments.chunks or 1, slices)
     except ScheduleError as error:
         raise WrongArgument("--stages", str(error)) from error

@@ -56,7 +56,7 @@ _STEP = '{"seconds": 12.3, "schedule": "one_f_one_b", "stages": 8, "microbatches
 
 _DECIDED = (
     *("context_parallel", "costs", "memory", "chunks", "placement"),
-    *("schedule", "offload", "recompute", "compare", "time_limit"),
+    *("schedule", "slices", "offload", "recompute", "compare", "time_limit"),
 )
 """Arguments that a search of layouts has answers for."""
 
@@ -106,30 +106,24 @@ class Setting(NamedTuple):
 
 
 def check_whether_given(arguments: argparse.Namespace) -> None:
-    """Raises WrongArgument for an argument that needs --config, which is not there, or does not go with it."""
-    with_model = arguments.config is not None
-    if arguments.gpus is not None:
-        _check_layouts(arguments)
-    for name in ("costs", "schedule") if with_model else ("gpu", "hardware", "calibrate", *FLAGS, *SIZES):
-        if getattr(arguments, name) is not None:
-            raise WrongArgument(
-                option(name),
-                "--config has the costs of its own model; leave one of the two out"
-                if with_model
-                else "it describes a model's training; give the model with --config, or leave it out",
-            )
-
-
-def _check_layouts(arguments: argparse.Namespace) -> None:
-    """Of a search of layouts, which has the other arguments for an answer."""
-    for name in ("config", "batch"):
+    """Raises WrongArgument for the first argument that is missing, or does not go with another one."""
+    layouts, with_model = arguments.gpus is not None, arguments.config is not None
+    needed = "it is needed; or give --config, --gpus and --batch, and it is searched for"
+    needed = "--gpus needs it: layouts are for a model and for so many sequences a step" if layouts else needed
+    for name in ("config", "batch") if layouts else ("stages", "microbatches"):
         if getattr(arguments, name) is None:
-            raise WrongArgument(
-                option(name), "--gpus needs it: layouts are for a model and for so many sequences a step"
-            )
-    for name in _DECIDED:
-        if getattr(arguments, name):
-            raise WrongArgument(option(name), "--gpus decides about it; leave one of the two out")
+            raise WrongArgument(option(name), needed)
+    of_models = ("gpu", "hardware", "calibrate", *FLAGS, *SIZES)
+    for applies, names, why in (
+        (not layouts, ("batch",), "it goes with --gpus; without, --microbatches says how much a step has"),
+        (layouts, _DECIDED, "--gpus decides about it; leave one of the two out"),
+        (with_model, ("costs", "schedule"), "--config has the costs of its own model; leave one of the two out"),
+        (not with_model, of_models, "it describes a model's training; give the model with --config, or leave it out"),
+    ):
+        for name in names if applies else ():
+            value = getattr(arguments, name)
+            if value is not None and value is not False:
+                raise WrongArgument(option(name), why)
 
 
 def why_not(arguments: argparse.Namespace, setting: Setting, limit: float) -> str | None:

@@ -37,6 +37,17 @@ _SECONDS = (4.0, 20.0)  # at most, of one quick plan and of one final plan
 _ROOMY = 0.6  # of the memory of 1F1B: with less, recomputing some microbatches may be faster
 
 
+class Wanted(NamedTuple):
+    """What is to be trained on so many GPUs: batch sequences of so many tokens per step."""
+
+    architecture: Architecture
+    hardware: Hardware
+    gpus: int
+    batch: int
+    sequence: int
+    fp8: bool = False
+
+
 class Layout(NamedTuple):
     """A model on GPUs: stages times tensor_parallel times data_parallel of them."""
 
@@ -79,25 +90,20 @@ class Answer(NamedTuple):
 
 
 def search(
-    architecture: Architecture,
-    hardware: Hardware,
-    gpus: int,
-    batch: int,
-    sequence: int,
+    wanted: Wanted,
     effort: int = EFFORT,
     objective: str = "cost",
     progress: Callable[[str], None] = lambda line: None,
     own: Mapping[str, int] | None = None,
-    fp8: bool = False,
 ) -> list[Answer]:
     """The best layouts, the fastest first; none where nothing fits.
 
     own: sizes of a layout to compare with; the best that has them is there, too, last, if it fits.
 
-    batch: sequences per step. effort, objective: as for `plan`, for the best few, for 20 seconds each at most, so that
-    plans of large layouts may depend on the machine. progress: is called with a line about the search.
+    effort, objective: as for `plan`, for the best few, for 20 seconds each at most, so that plans of large layouts may
+    depend on the machine. progress: is called with a line about the search.
     """
-    estimates = [estimate(layout) for layout in layouts(architecture, hardware, gpus, batch, sequence, fp8)]
+    estimates = [estimate(layout) for layout in layouts(wanted)]
     fitting = [each for each in estimates if each is not None]
     answers = _best(fitting, _SHOWN, effort, objective, progress)
     if own and not any(each.layout.has(own) for each in answers):
@@ -118,18 +124,17 @@ def _best(
     return sorted((each for each in answers if each is not None), key=lambda each: each.seconds)
 
 
-def why_not(
-    architecture: Architecture, hardware: Hardware, gpus: int, batch: int, sequence: int, own: Mapping[str, int]
-) -> str:
+def why_not(wanted: Wanted, own: Mapping[str, int]) -> str:
     """Why no layout with the sizes of `own` was found: that which holds least, or that there is none."""
     given = ", ".join(spelt(own))
-    which = [each for each in layouts(architecture, hardware, gpus, batch, sequence) if each.has(own)]
+    which = [each for each in layouts(wanted) if each.has(own)]
     try:
         needs = [(least_need(each.setting.costs, each.stages), each) for each in which]
     except ValueError as error:
         return f"{given}: {error}"
     if not needs:
-        return f"{given}: {gpus} GPUs and {batch} sequences cannot be divided so, or tensor parallelism leaves its node"
+        sizes = f"{wanted.gpus} GPUs and {wanted.batch} sequences"
+        return f"{given}: {sizes} cannot be divided so, or tensor parallelism leaves its node"
     need, layout = min(needs, key=lambda pair: pair[0].total)
     return f"{name(layout)}: does not fit: {need.describe(layout.stages, 'bytes')}"
 
@@ -161,10 +166,9 @@ def _quick(estimates: list[Estimate], objective: str, progress: Callable[[str], 
     return [*found.values()]
 
 
-def layouts(
-    architecture: Architecture, hardware: Hardware, gpus: int, batch: int, sequence: int, fp8: bool = False
-) -> Iterator[Layout]:
+def layouts(wanted: Wanted) -> Iterator[Layout]:
     """All that divide: tensor parallelism within a node, heads and experts whole, sequences among pipelines."""
+    architecture, hardware, gpus, batch, sequence, fp8 = wanted
     counts = {block.experts.count for block in architecture.blocks if block.experts}
     blocks = len(architecture.blocks)
     for tensor in _divisors(min(gpus, hardware.gpus_per_node)):
