@@ -26,7 +26,7 @@ def test_joined_and_halved_by_hand() -> None:
     costs = Costs(forward=[1, 3, 5, 7], weight=2, communication=0.5, held=0.25)
     joined, halved = rechunk(costs, 4, 2), rechunk(costs, 4, 8)
     assert joined.forward == (4, 12)
-    assert (joined.weight, joined.held, joined.communication) == (4, 0.5, 0.5)
+    assert (joined.weight, joined.held, joined.communication) == ((4, 4), (0.5, 0.5), 0.5)
     assert halved.forward == (0.5, 0.5, 1.5, 1.5, 2.5, 2.5, 2, 5)  # of the last 7, 3 are more than the others' median
     assert rechunk(costs, 4, 4) is costs
 

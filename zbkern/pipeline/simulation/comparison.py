@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.schedules.schedule import Schedule
@@ -15,6 +14,15 @@ from zbkern.pipeline.simulation.timeline import Timeline
 
 INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
 """The generators that take any number of chunks per rank."""
+
+_PARTS = {
+    "split_overhead": ("backward", "weight"),
+    "merge_saving": ("weight",),
+    "attention_forward": ("forward",),
+    "attention_backward": ("backward",),
+    "carried": ("activation",),
+}
+"""What costs are a part of: that may be cut in another way, and they can be no more than it is."""
 
 
 def build(
@@ -43,24 +51,12 @@ def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
             f"rechunk: costs.communication has one number per edge of {chunks} chunks, and {wanted} chunks have other "
             "edges; give one number"
         )
-    cut: dict[str, Any] = {
-        name: _rechunk(getattr(costs, name), chunks, wanted) for name in number_fields() if name != "communication"
-    }
-
-    def of_chunks(name: str) -> list[float]:
-        value = cut[name]
-        return value if isinstance(value, list) else [value] * wanted
-
-    if any(isinstance(cut[name], list) for name in ("backward", "weight", "split_overhead", "merge_saving")):
-        # the passes of an overhead or a saving may be cut in another way, and it can be no longer than they are
-        passes = [b + w for b, w in zip(of_chunks("backward"), of_chunks("weight"), strict=True)]
-        cut["split_overhead"] = [min(pair) for pair in zip(of_chunks("split_overhead"), passes, strict=True)]
-        cut["merge_saving"] = [min(pair) for pair in zip(of_chunks("merge_saving"), of_chunks("weight"), strict=True)]
-    wholes = {"attention_forward": "forward", "attention_backward": "backward", "carried": "activation"}
-    for name, whole in wholes.items():
-        if isinstance(cut[name], list) or isinstance(cut[whole], list):
-            cut[name] = [min(pair) for pair in zip(of_chunks(name), of_chunks(whole), strict=True)]
-    return replace(costs, **cut)
+    given = {name: getattr(costs, name) for name in number_fields() if name != "communication"}
+    cut = {name: _rechunk(value, chunks, wanted) for name, value in given.items() if value is not None}
+    for name, wholes in _PARTS.items():
+        most = [sum(each) for each in zip(*(cut[whole] for whole in wholes), strict=True)]
+        cut[name] = list(map(min, cut[name], most))
+    return replace(costs, **cut)  # type: ignore[arg-type]
 
 
 def timelines(
@@ -81,11 +77,9 @@ def timelines(
     return found, unknown
 
 
-def _rechunk(value: float | tuple[float, ...] | None, chunks: int, wanted: int) -> float | list[float] | None:
-    if value is None:
-        return None
+def _rechunk(value: float | tuple[float, ...], chunks: int, wanted: int) -> list[float]:
     if isinstance(value, float):
-        return value * chunks / wanted
+        return [value * chunks / wanted] * wanted
     first, last = _excess(value) if chunks > 1 else (0.0, 0.0)
     even = [*value]
     even[0] -= first

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from zbkern.pipeline.schedules.actions import check_count
 from zbkern.pipeline.schedules.units import MEMORY_UNITS, TIME_UNITS
-from zbkern.pipeline.simulation.json_file import JsonFile, check_fields, parse_object
+from zbkern.pipeline.simulation.json_file import JsonFile
 
 PerChunk = float | Sequence[float]
 COPY_SIZE = 64 * 2**20  # bytes: a millisecond or two of a link to the host, and a small part of a chunk's activations
@@ -137,20 +136,6 @@ class Costs(JsonFile):
         # one transfer fills while another is copied
         streamed = tuple(a if self.copy_size is None else min(a, 2 * self.copy_size) for a in flat["activation"])
         return ChunkCosts(fused=fused, streamed=streamed, **flat)
-
-    def to_json(self) -> str:
-        """The costs as a JSON object with the fields' names."""
-        return json.dumps(asdict(self), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Costs:
-        """The costs that `to_json` wrote; fields that are absent have their defaults.
-
-        Raises TypeError for what is no text, ValueError for other text.
-        """
-        data = parse_object("Costs.from_json", text, '{"forward": 1.0}')
-        check_fields("Costs.from_json", cls, data)
-        return cls(**data)
 
 
 _OPTIONAL = ("recompute", "checkpoint")  # of the fields with a number per chunk: they may be None

@@ -18,6 +18,11 @@ from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
 
+_TIMES = (
+    *("forward", "backward", "weight", "communication", "split_overhead", "merge_saving", "recompute"),
+    *("attention_forward", "attention_backward", "overhead"),
+)  # of `Costs`
+
 
 def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
     """Costs, in the timelines' unit, of measured steps of one schedule: medians over microbatches and steps.
@@ -130,20 +135,14 @@ def in_seconds(given: Costs) -> Costs:
             f"{type(given).__name__} {given!r}"
         )
     per_second = TIME_UNITS[given.time_unit or "ms"]
-    times = (
-        *("forward", "backward", "weight", "communication", "split_overhead", "merge_saving", "recompute"),
-        *("attention_forward", "attention_backward", "overhead"),
-    )
-    seconds: dict[str, Any] = {}
-    for name in times:
+
+    def scaled(name: str, factor: float) -> Any:
         value = getattr(given, name)
-        if value is not None:
-            one = not isinstance(value, tuple)
-            seconds[name] = value / per_second if one else tuple(each / per_second for each in value)
-    for name in ("offload_bandwidth", "reload_bandwidth"):
-        if getattr(given, name) is not None:
-            seconds[name] = getattr(given, name) * per_second
-    return replace(given, time_unit="s", **seconds)
+        return tuple(each * factor for each in value) if isinstance(value, tuple) else value and value * factor
+
+    seconds = {name: scaled(name, 1 / per_second) for name in _TIMES}
+    rates = {name: scaled(name, per_second) for name in ("offload_bandwidth", "reload_bandwidth")}
+    return replace(given, time_unit="s", **seconds, **rates)
 
 
 def compare(measured: Timeline, given: Costs | None = None) -> Drift:

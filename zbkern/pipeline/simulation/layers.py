@@ -228,7 +228,7 @@ class ModelCosts(JsonFile):
         return found
 
     def to_json(self) -> str:
-        """The costs as a JSON object with the fields' names; an unlimited bandwidth is null."""
+        """The JSON object with the fields' names; an unlimited bandwidth is null."""
         data = asdict(self)
         bandwidth = _each(lambda number: number if math.isfinite(number) else None, self.bandwidth)
         return json.dumps(data | {"bandwidth": bandwidth}, indent=1)

@@ -316,17 +316,13 @@ class _Layer:
         """Tensor parallelism around attention or an MLP: an all-gather and a reduce-scatter, forward and backward."""
         ranks = self.job.tensor_parallel
         if ranks > 1:
-            inside = ranks <= self.hardware.gpus_per_node
-            bandwidth = self.hardware.link_bandwidth if inside else self.hardware.network_bandwidth
-            self._message(2 * _WIDTH * self.job.rows * features * (ranks - 1) / ranks / bandwidth)
+            self._message(2 * _WIDTH * self.job.rows * features * (ranks - 1) / ranks / self._bandwidth(ranks))
 
     def around(self, keys: float) -> None:
         """Context parallelism: so many numbers of keys and values go to the other GPUs of the sequence."""
         ranks = self.job.context_parallel
         if ranks > 1:
-            inside = ranks * self.job.tensor_parallel <= self.hardware.gpus_per_node
-            bandwidth = self.hardware.link_bandwidth if inside else self.hardware.network_bandwidth
-            self._message(_WIDTH * keys * (ranks - 1) / bandwidth)
+            self._message(_WIDTH * keys * (ranks - 1) / self._bandwidth(ranks * self.job.tensor_parallel))
 
     def dispatch_and_combine(self, tokens: float, experts: Experts, features: int) -> None:
         """Expert parallelism: tokens go to the GPUs of their experts and return, forward and backward.
@@ -362,6 +358,11 @@ class _Layer:
         return LayerCosts(
             self.name, **times, **memory, merge_saving=saving, output=output, window=self.window, tied=self.tied
         )
+
+    def _bandwidth(self, ranks: int) -> float:
+        """Among so many neighbours."""
+        inside = ranks <= self.hardware.gpus_per_node
+        return self.hardware.link_bandwidth if inside else self.hardware.network_bandwidth
 
     def _message(self, time: float) -> None:
         """Two messages that take so long together at the peak bandwidth, forward and again backward."""
