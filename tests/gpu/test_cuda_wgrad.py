@@ -61,13 +61,14 @@ def test_against_float64(n: int, k: int, rows: list[int], dtypes: tuple, accumul
 
 @pytest.mark.parametrize("reduce", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_same_bits_whatever_the_grid(bias: bool, reduce: bool) -> None:
+def test_the_same_bits_whatever_the_grid(bias: bool, reduce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     n, k = 2048, 1536
     segments = segments_of([700, 64, 1300], n, k, BF16)
     results = []
-    for options in ({}, {}, {"num_sms": 2}, {"num_sms": 33}, {"max_tiles": 1}):
+    for places, max_tiles in ((132, 0), (132, 0), (2, 0), (33, 0), (132, 1)):
+        monkeypatch.setattr(cuda_wgrad, "_processors", lambda device, places=places: places)
         outputs = torch.zeros(n, k, device=DEVICE), torch.zeros(n, device=DEVICE) if bias else None
-        cuda_wgrad.linear_wgrad(segments, outputs, True, reduce=reduce, **options)
+        cuda_wgrad.linear_wgrads([(segments, outputs)], True, reduce=reduce, max_tiles=max_tiles)
         results.append(outputs)
     for dweight, dbias in results[1:]:
         assert torch.equal(dweight, results[0][0])

@@ -19,8 +19,6 @@ Rules
     - Outputs may have a wider dtype than the inputs: a bf16 matmul accumulates into an fp32 gradient.
     - Zero rows are legal: outputs are written as the sum over nothing.
     - Matrices may be transposed views (a weight that is stored [K, N]); the last two strides decide.
-    - A backend may take further options by keyword that change no result (num_sms: how many to use, which
-      copies of operands and outputs with awkward strides do not keep to: these are torch's own kernels).
 
 Kernels
     linear_fwd(x, weight, bias | None, y, activation=None, z=None)

@@ -74,8 +74,8 @@ def choose(
     """The tile for out [p, q] = sum over r, and for `others` [p, q] in the same launch.
 
     op: "fwd", "dgrad" or "wgrad". dtype: of the inputs, "bfloat16", "float16" or "float32". capability: 90 for 9.0.
-    num_sms: how many the launch may use, which may be fewer than the GPU has. bulk: all goes by bulk tensor copies
-    (from 9.0 on, where alignment allows); else threads compute addresses, and a large tile leaves no registers.
+    num_sms: how many the GPU has. bulk: all goes by bulk tensor copies (from 9.0 on, where alignment allows); else
+    threads compute addresses, and a large tile leaves no registers.
     """
     bulk = bulk and capability >= 90
     measured = table().get(key(op, p, q, r, dtype, capability))

@@ -63,7 +63,7 @@ def through_triton(call: Callable[[], object]) -> bytes:
 def w_of(x: Tensor, dy: Tensor, *outputs: Tensor | None, **options: Any) -> Callable[[], None]:
     """A W, into outputs of its own if none are given."""
     dweight, dbias = outputs or (torch.empty(dy.shape[1], x.shape[1]), None)
-    return lambda: triton_kernels.linear_wgrad([(x, dy)], (dweight, dbias), **{"accumulate": False, **options})
+    return lambda: triton_kernels.linear_wgrads([([(x, dy)], (dweight, dbias))], **{"accumulate": False, **options})
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, torch.bfloat16) for name in REPLAYED), *OTHERS])

@@ -198,19 +198,18 @@ def test_gated(data: st.DataObject, m: int, n: int, k: int, h: int, layouts: tup
 @pytest.mark.parametrize(
     ("n", "options", "programs"),
     [
-        *((64, {}, 4), (64, {"num_sms": 1}, 1), (64, {"max_tiles": 1}, 8), (64, {"max_tiles": 3}, 4)),
-        # of a bias alone
-        *((160, {}, 3), (160, {"num_sms": 1}, 1), (160, {"max_tiles": 2}, 3), (160, {"num_sms": 1, "max_tiles": 2}, 2)),
+        *((64, {}, 4), (64, {"max_tiles": 1}, 8), (64, {"max_tiles": 3}, 4)),
+        *((160, {}, (3, 1)), (160, {"max_tiles": 2}, (3, 1))),  # of a bias alone
     ],
 )
-def test_programs_of_a_w(n: int, options: dict, programs: int, spy: Spy) -> None:
-    """As many as there are SMs, fewer if told so, more if each must end early; the result is the same."""
+def test_programs_of_a_w(n: int, options: dict, programs: int | tuple[int, int], spy: Spy) -> None:
+    """As many as there are SMs, more if each must end early; the result is the same."""
     kernel = (triton_multi_matmul, "_over_rows") if n == 64 else (triton_wgrad, "_sum_rows")
     grids = spy(*kernel, lambda grid, constants: grid)
     random = checks.Random(torch.float32, "cpu")
     x, dy, dbias = random(20, 64), random(20, n), torch.full((n,), float("nan"))
     dweight = torch.full((n, 64), float("nan")) if n == 64 else None
-    triton_kernels.linear_wgrad([(x, dy)], (dweight, dbias), False, **options)
+    triton_kernels.linear_wgrads([([(x, dy)], (dweight, dbias))], False, **options)
     if dweight is not None:
         checks.check("dweight", dweight, dy.double().t() @ x.double())
     checks.check("dbias", dbias, dy.double().sum(0))
@@ -233,7 +232,7 @@ def test_the_rows_of_a_tile_are_bounded_with_their_number(
     segments = spy(triton_multi_matmul, "_over_rows", lambda grid, constants: constants[1])
     random = checks.Random(torch.float32, "cpu")
     pairs, dweight = [(random(20, 64), random(20, 64)) for _ in range(3)], torch.zeros(64, 64)
-    triton_kernels.linear_wgrad(pairs, (dweight, None), False, max_tiles=max_tiles)
+    triton_kernels.linear_wgrads([(pairs, (dweight, None))], False, max_tiles=max_tiles)
     checks.check("dweight", dweight, sum(dy.double().t() @ x.double() for x, dy in pairs))
     assert segments == launches
 

@@ -50,40 +50,26 @@ def unfit(torch_cuda: str | None, built_with: int, capability: tuple[int, int]) 
     return None
 
 
-def linear_wgrad(
-    segments: Segments,
-    outputs: Outputs,
-    accumulate: bool,
-    *,
-    num_sms: int | None = None,
-    max_tiles: int = 0,
-    reduce: bool = False,
-) -> None:
+def linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool, *, reduce: bool = False) -> None:
     """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N]).
 
-    x, dy: both bf16 or both fp16, N and K multiples of 8. Outputs: float32 or of x's dtype. num_sms: blocks run on at
-    most that many multiprocessors (two at least), None for all. max_tiles: a block ends after so many tiles of dweight,
-    so that others get its multiprocessor, 0 for no bound; where that takes more blocks than num_sms, num_sms gives way.
-    reduce: where a launch adds to a float32 dweight, the L2 cache adds, and no multiprocessor reads dweight: for few
-    tokens, where memory is what W waits for. As repeatable as without. Raises ValueError.
+    x, dy: both bf16 or both fp16, N and K multiples of 8. Outputs: float32 or of x's dtype. reduce: where a launch adds
+    to a float32 dweight, the L2 cache adds, and no multiprocessor reads dweight: for few tokens, where memory is what W
+    waits for. As repeatable as without. Raises ValueError.
     """
-    linear_wgrads(((segments, outputs),), accumulate, num_sms=num_sms, max_tiles=max_tiles, reduce=reduce)
+    linear_wgrads(((segments, outputs),), accumulate, reduce=reduce)
 
 
 def linear_wgrads(
-    layers: Sequence[tuple[Segments, Outputs]],
-    accumulate: bool,
-    *,
-    num_sms: int | None = None,
-    max_tiles: int = 0,
-    reduce: bool = False,
+    layers: Sequence[tuple[Segments, Outputs]], accumulate: bool, *, max_tiles: int = 0, reduce: bool = False
 ) -> None:
     """linear_wgrad of several weights, each dweight and dbias in memory of its own, in as few launches as possible.
 
-    One launch takes neighbours of the same dtypes, up to MAX_PRODUCTS weights with together MAX_SEGMENTS segments: no
+    max_tiles: a block ends after so many tiles of dweight, so that others get its multiprocessor, 0 for no bound. One
+    launch takes neighbours of the same dtypes, up to MAX_PRODUCTS weights with together MAX_SEGMENTS segments: no
     multiprocessor idles between two of them.
     """
-    limits = num_sms, max_tiles, reduce
+    limits = max_tiles, reduce
     batch: list[tuple] = []  # of one launch, as the extension takes it
     like: tuple = ()  # what they have in common
     left = 0  # segments that it still takes
@@ -125,12 +111,9 @@ def linear_wgrads(
         _launch(batch, like, accumulate, *limits)
 
 
-def _launch(
-    layers: list[tuple], like: tuple, accumulate: bool, num_sms: int | None, max_tiles: int, reduce: bool
-) -> None:
+def _launch(layers: list[tuple], like: tuple, accumulate: bool, max_tiles: int, reduce: bool) -> None:
     kinds, device = like
-    places = _processors(device) if num_sms is None else min(num_sms, _processors(device))
-    _cuda.wgrad(layers, *kinds, accumulate, places, max_tiles, device, raw_stream(device), reduce)
+    _cuda.wgrad(layers, *kinds, accumulate, _processors(device), max_tiles, device, raw_stream(device), reduce)
 
 
 def _addresses(

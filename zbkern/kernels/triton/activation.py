@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels.spec import GateOptions
-from zbkern.kernels.triton.common import Kernel, activate, activation_gradient, block_range, offset, widen
+from zbkern.kernels.triton.common import Kernel, activate, activation_gradient, offset, widen
 from zbkern.kernels.triton.gate_tile import gate_backward, gate_constants, gate_forward
 from zbkern.kernels.triton.replay import replayed
 
@@ -14,8 +14,9 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _place(block, columns, blocks, BLOCK: tl.constexpr):
-    """(row, first column of a block, which of its columns exist). Blocks of one row follow each other."""
+def _place(columns, blocks, BLOCK: tl.constexpr):
+    """(row, first column of its block, which of these exist) of a program. Blocks of one row follow each other."""
+    block = tl.program_id(0)
     first = (block % blocks).to(tl.int64) * BLOCK
     return (block // blocks).to(tl.int64), first, first + tl.arange(0, BLOCK) < columns
 
@@ -37,9 +38,9 @@ def _write(matrix, value, row, first, row_stride, column_stride, mask, BLOCK: tl
 
 
 @Kernel
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _activation(
-    gate, up, dh, h, dgate, dup, count, columns, blocks,
+    gate, up, dh, h, dgate, dup, columns, blocks,
     gate_row, gate_column, up_row, up_column, dh_row, dh_column, h_row, h_column,
     dgate_row, dgate_column, dup_row, dup_column,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
@@ -48,87 +49,69 @@ def _activation(
     """h [M, H] = activation(gate), GATED times up; where there is dh, dgate and dup, and GATED h once more.
 
     INTERLEAVED: gate and dgate [M, 2 H] have up and dup in their odd columns. LIMIT, ALPHA, OFFSET: spec.GateOptions.
-    One program: one block of one row, or every num_programs-th block.
+    One program: one block of one row.
     """
-    start, stop, step = block_range(count)
-    for block in tl.range(start, stop, step):
-        row, first, mask = _place(block, columns, blocks, BLOCK)
-        twice = (2 * first + tl.arange(0, 2 * BLOCK)) < 2 * columns
+    row, first, mask = _place(columns, blocks, BLOCK)
+    twice = (2 * first + tl.arange(0, 2 * BLOCK)) < 2 * columns
+    if INTERLEAVED:
+        both = _read(gate, row, 2 * first, gate_row, gate_column, twice, 2 * BLOCK)
+        value, factor = tl.split(tl.reshape(both, (BLOCK, 2)))
+    else:
+        value = _read(gate, row, first, gate_row, gate_column, mask, BLOCK)
+        factor = _read(up, row, first, up_row, up_column, mask, BLOCK) if GATED else value
+    if dh is None:
+        value = gate_forward(value, factor, ACTIVATION, LIMIT, ALPHA, OFFSET) if GATED else activate(value, ACTIVATION)
+        _write(h, value, row, first, h_row, h_column, mask, BLOCK)
+    else:
+        upstream = _read(dh, row, first, dh_row, dh_column, mask, BLOCK)
+        if GATED:
+            found, value, factor = gate_backward(upstream, value, factor, ACTIVATION, LIMIT, ALPHA, OFFSET)
+            _write(h, found, row, first, h_row, h_column, mask, BLOCK)
+        else:
+            value = activation_gradient(upstream, value, ACTIVATION)
         if INTERLEAVED:
-            both = _read(gate, row, 2 * first, gate_row, gate_column, twice, 2 * BLOCK)
-            value, factor = tl.split(tl.reshape(both, (BLOCK, 2)))
+            both = tl.reshape(tl.join(value, factor), (2 * BLOCK,))
+            _write(dgate, both, row, 2 * first, dgate_row, dgate_column, twice, 2 * BLOCK)
         else:
-            value = _read(gate, row, first, gate_row, gate_column, mask, BLOCK)
-            factor = _read(up, row, first, up_row, up_column, mask, BLOCK) if GATED else value
-        if dh is None:
+            _write(dgate, value, row, first, dgate_row, dgate_column, mask, BLOCK)
             if GATED:
-                value = gate_forward(value, factor, ACTIVATION, LIMIT, ALPHA, OFFSET)
-            else:
-                value = activate(value, ACTIVATION)
-            _write(h, value, row, first, h_row, h_column, mask, BLOCK)
-        else:
-            upstream = _read(dh, row, first, dh_row, dh_column, mask, BLOCK)
-            if GATED:
-                found, value, factor = gate_backward(upstream, value, factor, ACTIVATION, LIMIT, ALPHA, OFFSET)
-                _write(h, found, row, first, h_row, h_column, mask, BLOCK)
-            else:
-                value = activation_gradient(upstream, value, ACTIVATION)
-            if INTERLEAVED:
-                both = tl.reshape(tl.join(value, factor), (2 * BLOCK,))
-                _write(dgate, both, row, 2 * first, dgate_row, dgate_column, twice, 2 * BLOCK)
-            else:
-                _write(dgate, value, row, first, dgate_row, dgate_column, mask, BLOCK)
-                if GATED:
-                    _write(dup, factor, row, first, dup_row, dup_column, mask, BLOCK)
+                _write(dup, factor, row, first, dup_row, dup_column, mask, BLOCK)
 
 
 @replayed
-def activation_fwd(z: Tensor, activation: str, y: Tensor, num_sms: int | None = None) -> None:
+def activation_fwd(z: Tensor, activation: str, y: Tensor) -> None:
     """y = activation(z)."""
-    _launch((z, None, None, y, None, None), y, False, GateOptions(activation), num_sms)
+    _launch((z, None, None, y, None, None), y, False, GateOptions(activation))
 
 
 @replayed
-def activation_bwd(dy: Tensor, z: Tensor, activation: str, dz: Tensor, num_sms: int | None = None) -> None:
+def activation_bwd(dy: Tensor, z: Tensor, activation: str, dz: Tensor) -> None:
     """dz = dy activation'(z)."""
-    _launch((z, None, dy, None, dz, None), dz, False, GateOptions(activation), num_sms)
+    _launch((z, None, dy, None, dz, None), dz, False, GateOptions(activation))
 
 
 @replayed
-def gated_fwd(gate: Tensor, up: Tensor, activation: str, h: Tensor, num_sms: int | None = None) -> None:
+def gated_fwd(gate: Tensor, up: Tensor, activation: str, h: Tensor) -> None:
     """h = activation(gate) * up."""
-    _launch((gate, up, None, h, None, None), h, True, GateOptions(activation), num_sms)
+    _launch((gate, up, None, h, None, None), h, True, GateOptions(activation))
 
 
 @replayed
-def gated_bwd(
-    dh: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    activation: str,
-    dgate: Tensor,
-    dup: Tensor,
-    h: Tensor,
-    num_sms: int | None = None,
-) -> None:
+def gated_bwd(dh: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor, h: Tensor) -> None:
     """dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up once more."""
-    _launch((gate, up, dh, h, dgate, dup), h, True, GateOptions(activation), num_sms)
+    _launch((gate, up, dh, h, dgate, dup), h, True, GateOptions(activation))
 
 
-def gate_of(
-    z: Tensor, dh: Tensor | None, h: Tensor, dz: Tensor | None, options: GateOptions, num_sms: int | None
-) -> None:
+def gate_of(z: Tensor, dh: Tensor | None, h: Tensor, dz: Tensor | None, options: GateOptions) -> None:
     """h [M, H] = gate(z) of z [M, 2 H], and where dh is given dz, the gradient of z."""
 
     def halves(both: Tensor | None) -> tuple[Tensor | None, ...]:
         return (both, None) if both is None or options.interleaved else both.chunk(2, 1)
 
-    _launch((*halves(z), dh, h, *halves(dz)), h, True, options, num_sms)
+    _launch((*halves(z), dh, h, *halves(dz)), h, True, options)
 
 
-def _launch(
-    tensors: tuple[Tensor | None, ...], like: Tensor, gated: bool, options: GateOptions, num_sms: int | None
-) -> None:
+def _launch(tensors: tuple[Tensor | None, ...], like: Tensor, gated: bool, options: GateOptions) -> None:
     """One elementwise pass over as many elements as `like` has. Contiguous tensors are one long row; others go row by
     row, with their own strides."""
     if like.numel() == 0:
@@ -138,10 +121,6 @@ def _launch(
     if all(tensor is None or tensor.is_contiguous() for tensor in tensors):
         rows, columns = 1, like.numel()
         strides = [(None, None) if tensor is None else (0, 1) for tensor in tensors]
-    # With a bound one program is alone on its SM, and has as many accesses under way as four do.
-    block, warps = (_BLOCK, 4) if num_sms is None else (4 * _BLOCK, 16)
-    blocks = triton.cdiv(columns, block)
-    count = rows * blocks
-    bound = None if num_sms is None else count
-    arguments = (*tensors, bound, columns, blocks, *(stride for pair in strides for stride in pair))
-    _activation(min(count, num_sms or count), arguments, (gated, *gate_constants(options), block), warps, 1)
+    blocks = triton.cdiv(columns, _BLOCK)
+    arguments = (*tensors, columns, blocks, *(stride for pair in strides for stride in pair))
+    _activation(rows * blocks, arguments, (gated, *gate_constants(options), _BLOCK), warps=4, stages=1)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.triton.common import _INTERPRETED, INTERPRETED, Kernel, block_range, dot, offset, rows_dense, widen
+from zbkern.kernels.triton.common import _INTERPRETED, INTERPRETED, Kernel, dot, offset, rows_dense, widen
 from zbkern.kernels.triton.matmul_tile import Matrix, processors, tile_index
 from zbkern.kernels.triton.multi_matmul import store_tile
 from zbkern.kernels.triton.wgrad import sum_rows
@@ -25,35 +25,25 @@ _M, _N, _WARPS, _STAGES, _GROUP = 128, 128, 8, 4, 8
 
 
 def fp8_linear_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    y: Tensor,
-    kept: dict[Any, Any] | None = None,
-    num_sms: int | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, kept: dict[Any, Any] | None = None
 ) -> None:
     """y = quantised(x) quantised(weight)^T + bias."""
     if not x.numel():
         y.zero_() if bias is None else y.copy_(bias.expand_as(y))
     elif y.numel():
-        _multiply(_quantise_rows(x, num_sms), _quantise_weight(weight, False, kept, num_sms), bias, y, num_sms)
+        _multiply(_quantise_rows(x), _quantise_weight(weight, False, kept), bias, y)
 
 
-def fp8_linear_dgrad(
-    dy: Tensor, weight: Tensor, dx: Tensor, kept: dict[Any, Any] | None = None, num_sms: int | None = None
-) -> None:
+def fp8_linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor, kept: dict[Any, Any] | None = None) -> None:
     """dx = quantised(dy) quantised(weight)."""
     if not dy.numel():
         dx.zero_()
     elif dx.numel():
-        _multiply(_quantise_rows(dy, num_sms), _quantise_weight(weight, True, kept, num_sms), None, dx, num_sms)
+        _multiply(_quantise_rows(dy), _quantise_weight(weight, True, kept), None, dx)
 
 
 def fp8_linear_wgrad(
-    segments: Sequence[tuple[Tensor, ...]],
-    outputs: Sequence[Tensor | None],
-    accumulate: bool,
-    num_sms: int | None = None,
+    segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool
 ) -> None:
     """dweight (+)= sum of quantised(dy^T) quantised(x^T)^T and dbias (+)= sum over rows of dy, over (x, dy).
 
@@ -61,29 +51,26 @@ def fp8_linear_wgrad(
     """
     dweight, dbias = outputs
     if dbias is not None:
-        sum_rows([(dy, None) for _, dy in segments], dbias, accumulate, num_sms)
+        sum_rows([(dy, None) for _, dy in segments], dbias, accumulate)
     if dweight is None or not dweight.numel():
         return
     for x, dy in segments:
         if x.shape[0]:
-            left, right = _quantise_rows(dy.t(), num_sms), _quantise_rows(x.t(), num_sms)
-            _multiply(left, right, None, dweight, num_sms, accumulate)
+            _multiply(_quantise_rows(dy.t()), _quantise_rows(x.t()), None, dweight, accumulate)
         elif not accumulate:
             dweight.zero_()
         accumulate = True
 
 
-def _quantise_rows(tensor: Tensor, num_sms: int | None = None) -> tuple[Tensor, Tensor]:
+def _quantise_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """(values [M, K], scales [K / 128, M]) with a scale for each 128 columns of a row."""
     m, k = tensor.shape
     values, scales = _empty_values(m, k, tensor), tensor.new_empty(triton.cdiv(k, 128), m, dtype=torch.float32)
-    _run_quantise(tensor, values, scales, (32, False, False), 4, num_sms)
+    _run_quantise(tensor, values, scales, (32, False, False), 4)
     return values, scales
 
 
-def _quantise_weight(
-    weight: Tensor, transpose: bool, kept: dict[Any, Any] | None = None, num_sms: int | None = None
-) -> tuple[Tensor, Tensor]:
+def _quantise_weight(weight: Tensor, transpose: bool, kept: dict[Any, Any] | None = None) -> tuple[Tensor, Tensor]:
     """(values [N, K], scales [K / 128, N / 128]) with a scale for each 128 x 128; transposed (values [K, N], scales
     [N / 128, K / 128])."""
     if kept is not None and transpose in kept:
@@ -92,20 +79,18 @@ def _quantise_weight(
     rows, columns = (k, n) if transpose else (n, k)
     values = _empty_values(rows, columns, weight)
     scales = weight.new_empty(triton.cdiv(columns, 128), triton.cdiv(rows, 128), dtype=torch.float32)
-    _run_quantise(weight, values, scales, (128, True, transpose), 8, num_sms)
+    _run_quantise(weight, values, scales, (128, True, transpose), 8)
     if kept is not None:
         kept[transpose] = values, scales
     return values, scales
 
 
 def _run_quantise(
-    tensor: Tensor, values: Tensor, scales: Tensor, constants: tuple[int, bool, bool], warps: int, num_sms: int | None
+    tensor: Tensor, values: Tensor, scales: Tensor, constants: tuple[int, bool, bool], warps: int
 ) -> None:
     m, k = tensor.shape
-    count = triton.cdiv(m, constants[0]) * triton.cdiv(k, 128)
-    bound = None if num_sms is None else count
-    arguments = (tensor, values, scales, bound, m, k, *tensor.stride(), values.stride(0))
-    _quantise(min(count, num_sms or count), arguments, constants, warps, 1)
+    arguments = (tensor, values, scales, m, k, *tensor.stride(), values.stride(0))
+    _quantise(triton.cdiv(m, constants[0]) * triton.cdiv(k, 128), arguments, constants, warps, 1)
 
 
 def _empty_values(rows: int, columns: int, like: Tensor) -> Tensor:
@@ -129,54 +114,47 @@ def _to_fp8(value, DTYPE: tl.constexpr):
 
 
 @Kernel
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _quantise(
-    x, values, scales, count, M, K, row, column, values_row,
+    x, values, scales, M, K, row, column, values_row,
     ROWS: tl.constexpr, WHOLE: tl.constexpr, TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
     """values = x / scale in e4m3, scale = max|x| / 448 of each [1, 128] of x [M, K], or if WHOLE of each [128, 128].
 
     values [M, K], scales [K / 128, M (/ 128)]; if TRANSPOSE values [K, M], scales [M / 128, K / 128]. One program: ROWS
-    x 128, or every num_programs-th of these. Divisions are exact, as the reference has them: one rounding apart, a
-    value could be the next of only 256. Rows of values are written to their end, a multiple of 16: a mask that ends
-    within 16 bytes would have all of them written one by one.
+    x 128. Divisions are exact, as the reference has them: one rounding apart, a value could be the next of only 256.
+    Rows of values are written to their end, a multiple of 16: a mask that ends within 16 bytes would have all of them
+    written one by one.
     """
     bands, blocks = tl.cdiv(M, ROWS), tl.cdiv(K, _BLOCK)
-    start, stop, step = block_range(count)
-    for turn in tl.range(start, stop, step):
-        band, block = turn // blocks, turn % blocks
-        i = band * ROWS + tl.arange(0, ROWS)
-        j = block * _BLOCK + tl.arange(0, _BLOCK)
-        inside = (i < M)[:, None] & (j < K)[None, :]
-        value = widen(tl.load(x + (offset(i, row)[:, None] + offset(j, column)[None, :]), inside, other=0.0))
-        largest = tl.max(tl.abs(value), 1)
-        if WHOLE:
-            largest = tl.max(largest, 0)
-        some = largest > _SMALLEST
-        factor = tl.where(some, tl.div_rn(_LARGEST, tl.where(some, largest, 1.0)), 0.0)
-        scale = tl.where(some, tl.div_rn(largest, _LARGEST), 0.0)
-        if WHOLE:
-            tl.store(scales + (band * blocks + block if TRANSPOSE else block * bands + band), scale)
-            value = value * factor
-        else:
-            tl.store(scales + (block.to(tl.int64) * M + i), scale, i < M)
-            value = value * factor[:, None]
-        result = _to_fp8(value, values.dtype.element_ty)
-        if TRANSPOSE:
-            there = (j < K)[:, None] & (i < values_row)[None, :]
-            tl.store(values + (offset(j, values_row)[:, None] + i[None, :]), result.T, there)
-        else:
-            there = (i < M)[:, None] & (j < values_row)[None, :]
-            tl.store(values + (offset(i, values_row)[:, None] + j[None, :]), result, there)
+    band, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    i = band * ROWS + tl.arange(0, ROWS)
+    j = block * _BLOCK + tl.arange(0, _BLOCK)
+    inside = (i < M)[:, None] & (j < K)[None, :]
+    value = widen(tl.load(x + (offset(i, row)[:, None] + offset(j, column)[None, :]), inside, other=0.0))
+    largest = tl.max(tl.abs(value), 1)
+    if WHOLE:
+        largest = tl.max(largest, 0)
+    some = largest > _SMALLEST
+    factor = tl.where(some, tl.div_rn(_LARGEST, tl.where(some, largest, 1.0)), 0.0)
+    scale = tl.where(some, tl.div_rn(largest, _LARGEST), 0.0)
+    if WHOLE:
+        tl.store(scales + (band * blocks + block if TRANSPOSE else block * bands + band), scale)
+        value = value * factor
+    else:
+        tl.store(scales + (block.to(tl.int64) * M + i), scale, i < M)
+        value = value * factor[:, None]
+    result = _to_fp8(value, values.dtype.element_ty)
+    if TRANSPOSE:
+        there = (j < K)[:, None] & (i < values_row)[None, :]
+        tl.store(values + (offset(j, values_row)[:, None] + i[None, :]), result.T, there)
+    else:
+        there = (i < M)[:, None] & (j < values_row)[None, :]
+        tl.store(values + (offset(i, values_row)[:, None] + j[None, :]), result, there)
 
 
 def _multiply(
-    a: tuple[Tensor, Tensor],
-    b: tuple[Tensor, Tensor],
-    bias: Tensor | None,
-    out: Tensor,
-    num_sms: int | None,
-    add: bool = False,
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], bias: Tensor | None, out: Tensor, add: bool = False
 ) -> None:
     """out [P, Q] = A B^T + bias of quantised A [P, R] (rows) and B [Q, R] (rows, or a weight), or added to out."""
     (left, left_scales), (right, right_scales) = a, b
@@ -187,7 +165,7 @@ def _multiply(
     result = target.descriptor(_M, _N) if writes else rows
     operands = Matrix(left).descriptor(_M, 128), Matrix(right).descriptor(_N, 128)
     bias = None if bias is None else bias.contiguous()
-    programs = min(triton.cdiv(p, _M) * triton.cdiv(q, _N), num_sms or processors(out.device))
+    programs = min(triton.cdiv(p, _M) * triton.cdiv(q, _N), processors(out.device))
     arguments = (*operands, left_scales, right_scales, result, bias, p, q, r, 1 if writes else rows.stride(0))
     reduces = add and writes and out.dtype == torch.float32 and not INTERPRETED
     constants = (right_scales.shape[1] == q, add, reduces, writes, _M, _N, _GROUP)

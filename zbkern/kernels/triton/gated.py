@@ -109,7 +109,6 @@ def gated_linear_fwd(
     gate: Tensor,
     up: Tensor,
     h: Tensor,
-    num_sms: int | None = None,
 ) -> None:
     """gate = x weight_gate^T + bias_gate, up = x weight_up^T + bias_up, h = activation(gate) * up."""
     (p, r), q = x.shape, weight_gate.shape[0]
@@ -118,12 +117,12 @@ def gated_linear_fwd(
     a, b, c = as_operand(x), as_operand(weight_gate.t()), as_operand(weight_up.t())
     outputs = (gate, up, h)
     if b.layout != c.layout or not _regular(outputs):
-        linear_fwd(x, weight_gate, bias_gate, gate, num_sms=num_sms)
-        linear_fwd(x, weight_up, bias_up, up, num_sms=num_sms)
-        gated_fwd(gate, up, activation, h, num_sms=num_sms)
+        linear_fwd(x, weight_gate, bias_gate, gate)
+        linear_fwd(x, weight_up, bias_up, up)
+        gated_fwd(gate, up, activation, h)
         return
     reads = has_bulk_copies(x.device) and a.describable and b.describable
-    tile, programs = plan("fwd", p, 2 * q, r, x.dtype, x.device, reads, num_sms)
+    tile, programs = plan("fwd", p, 2 * q, r, x.dtype, x.device, reads)
     width = tile.n // 2  # of each half: together they are as wide as the tile of one product
     left, x_stride = a.argument(tile.m, tile.k, reads)
     (first, w_stride), (second, _) = (weight.argument(tile.k, width, reads) for weight in (b, c))
@@ -142,15 +141,7 @@ def gated_linear_fwd(
 
 @replayed
 def gated_linear_dgrad(
-    dy: Tensor,
-    down: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    activation: str,
-    dgate: Tensor,
-    dup: Tensor,
-    h: Tensor,
-    num_sms: int | None = None,
+    dy: Tensor, down: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor, h: Tensor
 ) -> None:
     """dh = dy down, then dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up."""
     (p, r), q = dy.shape, down.shape[1]
@@ -160,11 +151,11 @@ def gated_linear_dgrad(
     inputs, outputs = (gate, up), (dgate, dup, h)
     if not _regular(inputs) or not _regular(outputs):
         dh = torch.empty_like(gate)
-        linear_dgrad(dy, down, dh, num_sms=num_sms)
-        gated_bwd(dh, gate, up, activation, dgate, dup, h, num_sms=num_sms)
+        linear_dgrad(dy, down, dh)
+        gated_bwd(dh, gate, up, activation, dgate, dup, h)
         return
     reads = has_bulk_copies(dy.device) and a.describable and b.describable
-    tile, programs = plan("dgrad", p, q, r, dy.dtype, dy.device, reads, num_sms)
+    tile, programs = plan("dgrad", p, q, r, dy.dtype, dy.device, reads)
     (left, y_stride), (right, w_stride) = a.argument(tile.m, tile.k, reads), b.argument(tile.k, tile.n, reads)
     flags = (a.transposed, b.transposed, reads, activation, precision(dy.dtype))
     _gated_dgrad(

@@ -63,21 +63,17 @@ def _grouped_product(
         store_rows(out, nothing, begin, rows, p, q, Q, o_stride, M, N // PARTS, O_DESCRIPTOR)
 
 
-def grouped_linear_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, y: Tensor, num_sms: int | None = None
-) -> None:
+def grouped_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, y: Tensor) -> None:
     """Rows of group e: y = x weight[e]^T + bias[e]; 0 in rows of no group."""
-    _run_product("fwd", x, weight.mT, y, bias, ends, num_sms)
+    _run_product("fwd", x, weight.mT, y, bias, ends)
 
 
-def grouped_linear_dgrad(dy: Tensor, weight: Tensor, ends: Tensor, dx: Tensor, num_sms: int | None = None) -> None:
+def grouped_linear_dgrad(dy: Tensor, weight: Tensor, ends: Tensor, dx: Tensor) -> None:
     """Rows of group e: dx = dy weight[e]; 0 in rows of no group."""
-    _run_product("dgrad", dy, weight, dx, None, ends, num_sms)
+    _run_product("dgrad", dy, weight, dx, None, ends)
 
 
-def _run_product(
-    op: str, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, ends: Tensor, num_sms: int | None
-) -> None:
+def _run_product(op: str, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, ends: Tensor) -> None:
     (rows, r), (groups, _, q) = a.shape, b.shape
     if out.numel() == 0:
         return
@@ -87,7 +83,7 @@ def _run_product(
     left, right, target = as_rows(a), as_stack(b), Matrix(written := rows_dense(out, copy=False))
     bulk = has_bulk_copies(a.device)
     reads, writes = bulk and left.describable and right.describable, bulk and target.describable
-    tile, programs = plan_groups(op, groups, -(-rows // groups), q, r, a.dtype, a.device, reads and writes, num_sms)
+    tile, programs = plan_groups(op, groups, -(-rows // groups), q, r, a.dtype, a.device, reads and writes)
     parts = tile.epilogue_parts(writes)
     x, x_stride = ragged_argument(left, tile.m, tile.k, reads)
     matrices, w_strides = right.argument(tile.k, tile.n, reads)

@@ -79,29 +79,15 @@ def _grouped_gated_dgrad(
 
 
 def grouped_gated_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ends: Tensor,
-    options: GateOptions,
-    z: Tensor,
-    h: Tensor,
-    num_sms: int | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, options: GateOptions, z: Tensor, h: Tensor
 ) -> None:
     """z = x weight[e]^T + bias[e] in rows of group e, h = gate(z); 0 in rows of no group."""
-    grouped_linear_fwd(x, weight, bias, ends, z, num_sms)
-    gate_of(z, None, h, None, options, num_sms)
+    grouped_linear_fwd(x, weight, bias, ends, z)
+    gate_of(z, None, h, None, options)
 
 
 def grouped_gated_dgrad(
-    dy: Tensor,
-    weight: Tensor,
-    ends: Tensor,
-    z: Tensor,
-    options: GateOptions,
-    dz: Tensor,
-    h: Tensor,
-    num_sms: int | None = None,
+    dy: Tensor, weight: Tensor, ends: Tensor, z: Tensor, options: GateOptions, dz: Tensor, h: Tensor
 ) -> None:
     """dh = dy weight[e] in rows of group e, then dz, its gradient with respect to z, and h = gate(z) once more."""
     (rows, r), (groups, _, hidden) = dy.shape, weight.shape
@@ -109,13 +95,13 @@ def grouped_gated_dgrad(
         return
     if groups == 0 or not all(regular(tensor, hidden) for tensor in (z, dz, h)):
         dh = torch.empty_like(h, memory_format=torch.contiguous_format)
-        grouped_linear_dgrad(dy, weight, ends, dh, num_sms)
-        gate_of(z, dh, h, dz, options, num_sms)
+        grouped_linear_dgrad(dy, weight, ends, dh)
+        gate_of(z, dh, h, dz, options)
         return
     left, right = as_rows(dy), as_stack(weight)
     reads = has_bulk_copies(dy.device) and left.describable and right.describable
     wide = reads and not options.interleaved  # a tile of 256 columns beside an interleaved z spills on sm_90
-    tile, programs = plan_groups("dgrad", groups, -(-rows // groups), hidden, r, dy.dtype, dy.device, wide, num_sms)
+    tile, programs = plan_groups("dgrad", groups, -(-rows // groups), hidden, r, dy.dtype, dy.device, wide)
     x, x_stride = ragged_argument(left, tile.m, tile.k, reads)
     matrices, w_strides = right.argument(tile.k, tile.n, reads)
     strides = (x_stride, *w_strides, z.stride(0), dz.stride(0), h.stride(0))

@@ -116,10 +116,7 @@ def _store_matrix(
 
 
 def grouped_linear_wgrad(
-    segments: Sequence[tuple[Tensor, ...]],
-    outputs: Sequence[Tensor | None],
-    accumulate: bool,
-    num_sms: int | None = None,
+    segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool
 ) -> None:
     """dweight[e] (+)= sum of dy^T x and dbias[e] (+)= sum of dy, over the rows of group e in all segments.
 
@@ -127,7 +124,7 @@ def grouped_linear_wgrad(
     """
     dweight, dbias = outputs
     if dbias is not None and dbias.numel():
-        sum_rows([(dy, ends) for _, dy, ends in segments], dbias, accumulate, num_sms)
+        sum_rows([(dy, ends) for _, dy, ends in segments], dbias, accumulate)
     if dweight is None or dweight.numel() == 0:
         return
     if Stack(dweight).transposed:  # the same matmul with its operands exchanged
@@ -139,16 +136,14 @@ def grouped_linear_wgrad(
     while found:
         left, right = found[0][0].layout, found[0][1].layout
         same = [pair for pair in found if pair[0].layout == left and pair[1].layout == right][:SLOTS]
-        _run_sums(same, written, accumulate, num_sms)
+        _run_sums(same, written, accumulate)
         found = [pair for pair in found if pair not in same] if len(same) < len(found) else []
         accumulate = True
     if written is not dweight:
         dweight.copy_(written)
 
 
-def _run_sums(
-    pairs: Sequence[tuple[Matrix, Matrix, Tensor]], out: Tensor, accumulate: bool, num_sms: int | None
-) -> None:
+def _run_sums(pairs: Sequence[tuple[Matrix, Matrix, Tensor]], out: Tensor, accumulate: bool) -> None:
     (groups, p, q), used = out.shape, len(pairs)
     segments = padded(used)
     left, right, _ = pairs[0]
@@ -157,7 +152,7 @@ def _run_sums(
     reads = bulk and all(a.describable and b.describable for a, b, _ in pairs)
     writes = bulk and target.describable
     most = -(-sum(a.tensor.shape[0] for a, _, _ in pairs) // groups)
-    tile, programs = plan_groups("wgrad", groups, p, q, most, dtype, device, reads and writes, num_sms)
+    tile, programs = plan_groups("wgrad", groups, p, q, most, dtype, device, reads and writes)
     parts = tile.epilogue_parts(writes)
     slots = [
         (ragged_argument(a, tile.k, tile.m, reads)[0], ragged_argument(b, tile.k, tile.n, reads)[0], ends)

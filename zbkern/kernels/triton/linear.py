@@ -75,16 +75,15 @@ def linear_fwd(
     y: Tensor,
     activation: str | None = None,
     z: Tensor | None = None,
-    num_sms: int | None = None,
 ) -> None:
     """y = activation(x weight^T + bias); z, where given, takes the value before the activation."""
-    _run_product("fwd", x, weight.t(), y, z, bias, activation, num_sms)
+    _run_product("fwd", x, weight.t(), y, z, bias, activation)
 
 
 @replayed
-def linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor, num_sms: int | None = None) -> None:
+def linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor) -> None:
     """dx = dy weight."""
-    _run_product("dgrad", dy, weight, dx, None, None, None, num_sms)
+    _run_product("dgrad", dy, weight, dx, None, None, None)
 
 
 def _run_product(
@@ -95,7 +94,6 @@ def _run_product(
     z: Tensor | None,
     bias: Tensor | None,
     activation: str | None,
-    num_sms: int | None,
 ) -> None:
     (p, r), q = a.shape, b.shape[1]
     if p == 0 or q == 0:
@@ -106,7 +104,7 @@ def _run_product(
     bulk = has_bulk_copies(a.device)
     reads = bulk and left.describable and right.describable
     writes = bulk and all(target is None or target.describable for target in targets)
-    tile, programs = plan(op, p, q, r, a.dtype, a.device, reads and writes, num_sms)
+    tile, programs = plan(op, p, q, r, a.dtype, a.device, reads and writes)
     width = tile.n // tile.epilogue_parts()
     results = [(None, 1) if target is None else target.argument(tile.m, width, writes) for target in targets]
     pairs = [left.argument(tile.m, tile.k, reads), right.argument(tile.k, tile.n, reads), *results]

@@ -223,12 +223,10 @@ def plan(
     dtype: torch.dtype,
     device: torch.device,
     describable: bool,
-    num_sms: int | None,
     others: tuple[tuple[int, int], ...] = (),
 ) -> tuple[tiles.Tile, int]:
     """(tile, programs to start) for [p, q] and `others` in one launch. describable: operands and outputs all are."""
-    capability, available = _machine(device)
-    sms = min(available, num_sms or available)
+    capability, sms = _machine(device)
     tile = tiles.choose(op, p, q, r, str(dtype).removeprefix("torch."), capability, sms, describable, others)
     return tile, min(sms, tiles.count(tile, (p, q), *others))
 

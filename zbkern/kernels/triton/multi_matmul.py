@@ -188,13 +188,12 @@ class _Kind(NamedTuple):
     writes: bool
 
 
-def run(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | None = None, max_tiles: int = 0) -> None:
+def run(op: str, products: Sequence[Product], accumulate: bool, max_tiles: int = 0) -> None:
     """Every matmul, or (accumulate) added to what its output has. Outputs are not empty, and share no memory.
     Parts of one kind share launches.
 
-    num_sms: programs start for so many SMs, None for all. max_tiles: a program ends after so many tiles, each of ROWS
-    rows or of one pair, 0 for no bound; there are then more programs, and between two of them an SM is free for another
-    stream's work.
+    max_tiles: a program ends after so many tiles, each of ROWS rows or of one pair, 0 for no bound; there are then more
+    programs, and between two of them an SM is free for another stream's work.
     """
     given = products
     products = [product._replace(out=rows_dense(product.out, copy=accumulate)) for product in given]
@@ -209,7 +208,7 @@ def run(op: str, products: Sequence[Product], accumulate: bool, num_sms: int | N
             slots = SLOTS // 2 if kind.dtypes[0] == torch.float32 else SLOTS  # of float32, eight matmuls spill
             together = max(1, slots // kind.segments)
             for first in range(0, len(parts), together):
-                _launch(op, kind, parts[first : first + together], num_sms, max_tiles)
+                _launch(op, kind, parts[first : first + together], max_tiles)
     for product, wanted in zip(products, given, strict=True):
         if product.out is not wanted.out:
             wanted.out.copy_(product.out)
@@ -246,14 +245,14 @@ def _kind(part: _Part) -> _Kind:
     )
 
 
-def _launch(op: str, kind: _Kind, parts: Sequence[_Part], num_sms: int | None, max_tiles: int) -> None:
+def _launch(op: str, kind: _Kind, parts: Sequence[_Part], max_tiles: int) -> None:
     segments, dtypes, _, _, _, add, reads, writes = kind
     left, right = parts[0].factors[0]
     shapes = [tuple(part.result.tensor.shape) for part in parts]
     rows = [[a.tensor.shape[1] for a, _ in part.factors] for part in parts]
     p, q = shapes[0]
     device, others = left.tensor.device, tuple(shapes[1:])
-    tile, programs = plan(op, p, q, max(map(sum, rows)), dtypes[0], device, reads and writes, num_sms, others)
+    tile, programs = plan(op, p, q, max(map(sum, rows)), dtypes[0], device, reads and writes, others)
     if max_tiles:
         programs = max(programs, -(-tiles.count(tile, *shapes) // max_tiles))
 

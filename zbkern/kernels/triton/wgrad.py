@@ -17,50 +17,39 @@ from zbkern.kernels.triton.replay import replay
 @Kernel
 @triton.jit(do_not_specialize=["M"])
 def _sum_rows(
-    dy, ends, dbias, M, N, groups, outer, inner, group_step, step,
+    dy, ends, dbias, M, N, outer, inner, group_step, step,
     ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dbias [groups, N] (+)= sum over the rows of every group of dy [M, N]; without `ends` all are of one group.
 
-    One program: COLUMNS columns of one group at a time, its rows in order.
+    One program: COLUMNS columns of one group, its rows in order.
     """
-    across = tl.cdiv(N, COLUMNS)
-    for tile in tl.range(tl.program_id(0), groups * across, tl.num_programs(0)):
-        group, begin, end = tile // across, 0, M
-        if ends is not None:
-            begin, end = group_end(ends, group - 1), group_end(ends, group)
-        j = tile % across * COLUMNS + tl.arange(0, COLUMNS)
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for first in range(begin, end, ROWS):
-            i = first + tl.arange(0, ROWS)
-            place = dy + (offset(i[:, None], outer) + offset(j[None, :], inner))
-            total += widen(tl.load(place, (i < end)[:, None] & (j < N)[None, :], 0.0))
-        value = tl.sum(total, 0)
-        sums = dbias + (offset(group, group_step) + offset(j, step))
-        if ADD:
-            value += widen(tl.load(sums, j < N, 0.0))
-        tl.store(sums, value.to(dbias.dtype.element_ty), j < N)
+    group, begin, end = tl.program_id(1), 0, M
+    if ends is not None:
+        begin, end = group_end(ends, group - 1), group_end(ends, group)
+    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(begin, end, ROWS):
+        i = first + tl.arange(0, ROWS)
+        place = dy + (offset(i[:, None], outer) + offset(j[None, :], inner))
+        total += widen(tl.load(place, (i < end)[:, None] & (j < N)[None, :], 0.0))
+    value = tl.sum(total, 0)
+    sums = dbias + (offset(group, group_step) + offset(j, step))
+    if ADD:
+        value += widen(tl.load(sums, j < N, 0.0))
+    tl.store(sums, value.to(dbias.dtype.element_ty), j < N)
 
 
-def linear_wgrad(
-    segments: Sequence[tuple[Tensor, ...]],
-    outputs: Sequence[Tensor | None],
-    accumulate: bool,
-    num_sms: int | None = None,
-    max_tiles: int = 0,
-) -> None:
+def linear_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
     """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N]).
 
     Allocates a copy of every x and dy whose rows do not begin at multiples of 16 bytes.
     """
-    linear_wgrads(((segments, outputs),), accumulate, num_sms, max_tiles)
+    linear_wgrads(((segments, outputs),), accumulate)
 
 
 def linear_wgrads(
-    layers: Iterable[tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None]]],
-    accumulate: bool,
-    num_sms: int | None = None,
-    max_tiles: int = 0,
+    layers: Iterable[tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None]]], accumulate: bool, max_tiles: int = 0
 ) -> None:
     """linear_wgrad of every (segments, outputs), in as few launches as their layouts and dtypes allow."""
     layers, lengths = list(layers), []
@@ -73,17 +62,14 @@ def linear_wgrads(
             operands += segment
         operands += outputs
     if not operands or operands[0] is None:
-        _wgrads(layers, accumulate, num_sms, max_tiles)
+        _wgrads(layers, accumulate, max_tiles)
     else:
-        options = ("wgrad", *lengths, accumulate, num_sms, max_tiles, precision(operands[0].dtype))
-        replay.run(lambda: _wgrads(layers, accumulate, num_sms, max_tiles), operands, options)
+        options = ("wgrad", *lengths, accumulate, max_tiles, precision(operands[0].dtype))
+        replay.run(lambda: _wgrads(layers, accumulate, max_tiles), operands, options)
 
 
 def _wgrads(
-    layers: Iterable[tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None]]],
-    accumulate: bool,
-    num_sms: int | None,
-    max_tiles: int,
+    layers: Iterable[tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None]]], accumulate: bool, max_tiles: int
 ) -> None:
     products = []
     for segments, (dweight, dbias) in layers:
@@ -93,13 +79,13 @@ def _wgrads(
             continue
         exchanged = dweight is not None and Matrix(dweight).transposed  # stored [K, N]
         if dbias is not None and (exchanged or dweight is None or dweight.numel() == 0 or not dbias.is_contiguous()):
-            sum_rows([(dy, None) for _, dy in segments], dbias, accumulate, num_sms, max_tiles)
+            sum_rows([(dy, None) for _, dy in segments], dbias, accumulate)
             dbias = None
         if dweight is not None and dweight.numel():
             if exchanged:  # the same matmul with its operands exchanged
                 dweight, pairs = dweight.t(), [(x.t(), dy.t()) for dy, x in pairs]
             products.append(Product(pairs, dweight, dbias))
-    run("wgrad", products, accumulate, num_sms, max_tiles)
+    run("wgrad", products, accumulate, max_tiles)
 
 
 def _write_nothing(outputs: Sequence[Tensor | None], accumulate: bool) -> None:
@@ -109,32 +95,22 @@ def _write_nothing(outputs: Sequence[Tensor | None], accumulate: bool) -> None:
             output.zero_()
 
 
-def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor, num_sms: int | None = None) -> None:
+def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor) -> None:
     """dx = sum of dy weight over (dy [M, N_i], weight [N_i, K]): the input of several layers, written once."""
     operands = [dx, *[tensor for segment in segments for tensor in segment]]
-    options = ("dgrad sum", num_sms, precision(dx.dtype))
+    options = ("dgrad sum", precision(dx.dtype))
     if not segments:
         dx.zero_()
     elif dx.numel():
-        replay.run(lambda: run("dgrad", [Product(segments, dx)], False, num_sms), operands, options)
+        replay.run(lambda: run("dgrad", [Product(segments, dx)], False), operands, options)
 
 
-def sum_rows(
-    gradients: Sequence[tuple[Tensor, Tensor | None]],
-    dbias: Tensor,
-    accumulate: bool,
-    num_sms: int | None = None,
-    max_tiles: int = 0,
-) -> None:
+def sum_rows(gradients: Sequence[tuple[Tensor, Tensor | None]], dbias: Tensor, accumulate: bool) -> None:
     """dbias [N] (+)= sum over rows of every dy [M_i, N]: the bias gradient where no matmul computes it, too; or with
     the ends of groups of rows [E], dbias [E, N]."""
-    groups, n = dbias.shape if dbias.dim() == 2 else (1, dbias.shape[0])
-    tiles = groups * triton.cdiv(n, 64)
-    programs = min(tiles, num_sms or tiles)
-    if max_tiles:
-        programs = max(programs, triton.cdiv(tiles, max_tiles))
-    steps = dbias.stride() if dbias.dim() == 2 else (0, dbias.stride(0))
+    sums = dbias if dbias.dim() == 2 else dbias[None]
+    groups, n = sums.shape
     for dy, ends in gradients:
-        arguments = (dy, ends, dbias, dy.shape[0], n, groups, *dy.stride(), *steps)
-        _sum_rows(programs, arguments, (accumulate, 32, 64), warps=4, stages=3)
+        arguments = (dy, ends, sums, dy.shape[0], n, *dy.stride(), *sums.stride())
+        _sum_rows((triton.cdiv(n, 64), groups), arguments, (accumulate, 32, 64), warps=4, stages=3)
         accumulate = True
