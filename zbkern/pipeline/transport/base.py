@@ -60,7 +60,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, peer: int, tag: Any, message: Any) -> None:
-        """Starts sending a pytree of tensors to `peer` and returns; the tensors must stay as they are.
+        """Starts sending a pytree of tensors, or of data, to `peer` and returns; the tensors must stay as they are.
 
         Raises PipelineError when the peer is gone.
         """
@@ -114,14 +114,11 @@ class Transport(ABC):
         if self.rank > 0:
             values = self.receive(self.rank - 1, earlier, timeout) + values
         if self.rank < self.size - 1:
-            self._send_values(self.rank + 1, earlier, values)
+            self.send(self.rank + 1, earlier, values)
             values = self.receive(self.rank + 1, everything, timeout)
         if self.rank > 0:
-            self._send_values(self.rank - 1, everything, values)
+            self.send(self.rank - 1, everything, values)
         return [decode(data) for data in values]
-
-    def _send_values(self, peer: int, tag: Values, values: list[bytes]) -> None:
-        self.send(peer, tag, values)
 
     @abstractmethod
     def fail(self, reason: str) -> None:

@@ -29,7 +29,6 @@ from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.framing import (
     DTYPES,
     FinalMessage,
-    GatherMessage,
     Message,
     Sizes,
     TensorHeader,
@@ -100,7 +99,7 @@ class DistributedTransport(Transport):
             thread.start()
         atexit.register(self.close)
 
-    def send(self, peer: int, tag: Tag, message: Any) -> None:
+    def send(self, peer: int, tag: Tag | Values, message: Any) -> None:
         leaves, spec = pytree.tree_flatten(message)
         tensors = [leaf.detach().contiguous() if isinstance(leaf, Tensor) else None for leaf in leaves]
         shapes = [
@@ -108,12 +107,13 @@ class DistributedTransport(Transport):
             for tensor, leaf in zip(tensors, leaves, strict=True)
         ]
         # not the spec itself: torch 2.13 warns when one is unpickled
-        skeleton = None if isinstance(message, Tensor) else pytree.tree_unflatten([0] * len(leaves), spec)
+        skeleton = pytree.tree_unflatten([0 if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         header = TensorHeader(*self._mailbox.call, tag, shapes, False, skeleton)
         sizes = header.sizes
         if self._on_cpu and sizes == self._usual_to.get(peer):
             header = header._replace(usual=True)
-        self._usual_to.setdefault(peer, sizes)
+        if sizes:
+            self._usual_to.setdefault(peer, sizes)
         with self._reaching(peer):
             works = self._start_send(peer, header)
             slot = _USUAL if header.usual else _OTHER
@@ -200,10 +200,6 @@ class DistributedTransport(Transport):
         with contextlib.suppress(RuntimeError):  # it is gone: that, too, is about to be known
             self._sends.put((peer, self._start_send(peer, message)))
 
-    def _send_values(self, peer: int, tag: Values, values: list[bytes]) -> None:
-        with self._reaching(peer):
-            self._sends.put((peer, self._start_send(peer, GatherMessage(self._mailbox.call, tag, values))))
-
     @contextlib.contextmanager
     def _reaching(self, peer: int) -> Iterator[None]:
         try:
@@ -279,8 +275,6 @@ class DistributedTransport(Transport):
                         return
                     if isinstance(message, TensorHeader):
                         posted = self._receive_tree(peer, message, posted)
-                    elif isinstance(message, GatherMessage):
-                        self._file(peer, message, (message.values, []))
                     else:
                         self._hear(peer, message)
             if self._outlived():
@@ -306,7 +300,7 @@ class DistributedTransport(Transport):
         return threading.current_thread() not in self._receivers.values()
 
     def _receive_tree(self, peer: int, header: TensorHeader, posted: _Posted | None) -> _Posted | None:
-        """Files a message of tensors; returns the receive that is posted for the next one.
+        """Files a message; returns the receive that is posted for the next one with tensors.
 
         Where nobody waits for a receive to be posted, a message takes half the time: the sender's call sends it. So
         one is there for the next message of the usual sizes, those of the first; only on a CPU, because NCCL's would
@@ -318,17 +312,17 @@ class DistributedTransport(Transport):
             while works:
                 finish(works.pop(0), self.device)
         found = iter(tensors)
-        leaves = [None if shape is None else next(found).requires_grad_(shape[2]) for shape in shapes]
-        tree = leaves[0] if skeleton is None else pytree.tree_unflatten(leaves, pytree.tree_structure(skeleton))
-        self._file(peer, header, (tree, works))
-        if self._on_cpu and (usual or posted is None):
-            return self._receive_tensors(peer, sizes, _USUAL)
-        return posted
-
-    def _file(self, peer: int, message: TensorHeader | GatherMessage, content: tuple[Any, list[dist.Work]]) -> None:
-        difference = self._mailbox.put(message.tag, content, peer, message.call)
+        others, spec = pytree.tree_flatten(skeleton)
+        leaves = [
+            other if shape is None else next(found).requires_grad_(shape[2])
+            for shape, other in zip(shapes, others, strict=True)
+        ]
+        difference = self._mailbox.put(header.tag, (pytree.tree_unflatten(leaves, spec), works), peer, header.call)
         if difference is not None:
             self._fail_all(FinalMessage("failed", difference))
+        if self._on_cpu and sizes and (usual or posted is None):
+            return self._receive_tensors(peer, sizes, _USUAL)
+        return posted
 
     @contextlib.contextmanager
     def _stream_of_its_own(self) -> Iterator[torch.cuda.Stream | None]:

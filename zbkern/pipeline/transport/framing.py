@@ -24,16 +24,16 @@ Sizes = list[tuple[str, tuple[int, ...]]]  # the name of a dtype, which is faste
 
 
 class TensorHeader(NamedTuple):
-    """A pytree of tensors follows, on the communicator of tensors.
+    """A pytree, whose tensors follow on the communicator of tensors.
 
     shapes: by leaf (dtype, shape, requires_grad), None for a leaf that is no tensor. usual: the tensors are of the
-    first message's sizes, for which the receiver has posted a receive. skeleton: the tree with 0 for every leaf; None
-    for a single tensor. turn, name: the Call that it is sent in.
+    first message's sizes, for which the receiver has posted a receive. skeleton: the tree with 0 for every tensor.
+    turn, name: the Call that it is sent in.
     """
 
     turn: int
     name: str
-    tag: Tag
+    tag: Tag | Values
     shapes: Sequence[tuple[str, tuple[int, ...], bool] | None]
     usual: bool
     skeleton: Any
@@ -45,14 +45,6 @@ class TensorHeader(NamedTuple):
     @property
     def sizes(self) -> Sizes:
         return [shape[:2] for shape in self.shapes if shape is not None]
-
-
-class GatherMessage(NamedTuple):
-    """Encoded values of a gather, by rank."""
-
-    call: Call
-    tag: Values
-    values: list[bytes]
 
 
 class StallQuery(NamedTuple):
@@ -73,8 +65,8 @@ class FinalMessage(NamedTuple):
     reason: str
 
 
-Message = TensorHeader | GatherMessage | StallQuery | StallAnswer | FinalMessage
-_KINDS: tuple[Any, ...] = (TensorHeader, GatherMessage, StallQuery, StallAnswer, FinalMessage)
+Message = TensorHeader | StallQuery | StallAnswer | FinalMessage
+_KINDS: tuple[Any, ...] = (TensorHeader, StallQuery, StallAnswer, FinalMessage)
 
 
 def frame(message: Message) -> list[Tensor]:
