@@ -40,6 +40,7 @@ from zbkern.pipeline.optimizer.master_weights import (
 from zbkern.pipeline.optimizer.params import hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.undo import UNDO, PendingStep
 from zbkern.pipeline.runtime.engine import Pipeline
+from zbkern.pipeline.runtime.run_ahead import StepValidator
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import Transport, check_timeout
 from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_peers, tied_names
@@ -65,7 +66,7 @@ _REGISTER = tuple(
 )
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(StepValidator, torch.optim.Optimizer):
     """Drives a torch optimizer of this rank's parameters as one with those of all other ranks of a pipeline.
 
     >>> optimizer = Optimizer(torch.optim.AdamW(chunk.parameters()), pipe, max_norm=1.0)    # doctest: +SKIP
@@ -249,9 +250,7 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 main_grads = map(main_grad_of, self._model_parameters())
                 step.copy_gradients(main_grad for main_grad in main_grads if main_grad is not None)
-            step.record_weights([*parameters(self.optimizer), *self._model_parameters()])
-            if self._number <= _CHECKED:
-                step.record_values()
+            step.record_weights([*parameters(self.optimizer), *self._model_parameters()], self._number <= _CHECKED)
             self._pending = step
         return loss
 

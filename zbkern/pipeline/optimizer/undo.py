@@ -43,10 +43,7 @@ class Snapshot:
                 entries[name] = value if isinstance(value, Tensor) else copy.deepcopy(value)
             originals += [value for value in entries.values() if isinstance(value, Tensor)]
         self._attributes, self._originals = _copied_attributes(optimizer), originals
-        same = len(self._copies) == len(originals) and all(
-            _like(kept, original) for kept, original in zip(self._copies, originals, strict=True)
-        )
-        if not same:
+        if list(map(_kind, self._copies)) != list(map(_kind, originals)):
             self._copies = [torch.empty_like(original, requires_grad=False) for original in originals]
         copy_(self._copies, originals)
 
@@ -171,14 +168,12 @@ class PendingStep:
         """For a step that will not be done again."""
         self._set_gradients([])
 
-    def record_weights(self, weights: Iterable[Tensor]) -> None:
-        """For `check_weights`: what they are now, when the step is left to be validated."""
+    def record_weights(self, weights: Iterable[Tensor], values: bool) -> None:
+        """For `check_weights`: what they are now, when the step is left to be validated. values: for `check_values`,
+        too, with a copy of no tensor."""
         self._weights = [(weight, weight._version) for weight in weights]
-
-    def record_values(self) -> None:
-        """For `check_values`, with a copy of no tensor."""
         tensors = [weight for weight, _ in self._weights] + [gradient for _, gradient in self.gradients]
-        self._values = [(each, each._version, sums_of([local_part(each.detach())])) for each in tensors]
+        self._values = [(each, each._version, sums_of([local_part(each.detach())])) for each in tensors if values]
 
     def check_values(self) -> None:
         """Raises RuntimeError where a weight or gradient was written in a way that torch does not count."""
@@ -252,17 +247,14 @@ UNDO: dict[str, Callable[[torch.optim.Optimizer], Any]] = {"snapshot": Snapshot,
 
 
 def _check_invertible(settings: dict[str, Any]) -> None:
-    losing = (
-        "amsgrad"
-        if settings.get("amsgrad")
-        else "a beta of 0"
-        if 0 in settings.get("betas", ())
-        else "lr x weight_decay of 1"
-        if settings["lr"] * settings["weight_decay"] == 1
-        else None
-    )
-    if losing is not None:
-        raise ValueError(f"Optimizer: {losing} cannot be inverted; use undo='snapshot'")
+    losing = {
+        "amsgrad": settings.get("amsgrad"),
+        "a beta of 0": 0 in settings.get("betas", ()),
+        "lr x weight_decay of 1": settings["lr"] * settings["weight_decay"] == 1,
+    }
+    for setting, is_lost in losing.items():
+        if is_lost:
+            raise ValueError(f"Optimizer: {setting} cannot be inverted; use undo='snapshot'")
 
 
 def _invert_adamw(parameter: Tensor, gradient: Tensor, state: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -292,5 +284,5 @@ def _invert_sgd(parameter: Tensor, gradient: Tensor, state: dict[str, Any], sett
         buffer.add_(decayed, alpha=settings["dampening"] - 1).div_(momentum)
 
 
-def _like(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device

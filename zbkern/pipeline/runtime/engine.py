@@ -137,8 +137,12 @@ class Pipeline:
         with self._failing_together():
             begun = self._run_ahead()  # before which, and after, an optimizer writes weights
             self._tied.begin()
-            with self._weight_copies():
+            # layers may keep what they make of weights, but where FSDP2 frees these and gathers them anew
+            self.queue.weight_copies = None if self._replicas.frees_weights else WeakIdKeyDictionary()
+            try:
                 self._run(self._program[begun:])
+            finally:
+                self.queue.weight_copies = None
             self._reduce()
         return self._loss()
 
@@ -151,8 +155,7 @@ class Pipeline:
         try:
             self._begin("evaluate", inputs, targets, side)
             with self._failing_together():
-                if self._ahead.validator is not None:
-                    self._ahead.validator.validate()
+                self._ahead.validator.validate()
                 self._skip_rolled_back()
                 with torch.no_grad(), evaluation_mode(self.modules.values()):
                     self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
@@ -174,7 +177,7 @@ class Pipeline:
     @property
     def optimizer(self) -> StepValidator | None:
         """The Optimizer of these modules, None where there is none. `attach` and `detach` change it."""
-        return self._ahead.validator
+        return None if type(self._ahead.validator) is StepValidator else self._ahead.validator
 
     def attach(self, validator: StepValidator) -> None:
         """From now on steps of this pipeline wait for the optimizer's to be validated; on every rank.
@@ -186,7 +189,7 @@ class Pipeline:
             raise TypeError(
                 f"Pipeline.attach: validator must be a zbkern.pipeline.Optimizer; got {type(validator).__name__}"
             )
-        if self._ahead.validator not in (None, validator):
+        if self.optimizer not in (None, validator):
             raise ValueError(
                 "Pipeline.attach: this Pipeline has another Optimizer already, and gradients have one norm: give all "
                 "parameters to one torch optimizer; call pipe.detach() on every rank to replace it"
@@ -195,9 +198,9 @@ class Pipeline:
 
     def detach(self) -> None:
         """Detaches the optimizer, once its last step is validated; on every rank. No-op without one."""
-        if self._ahead.validator is not None and not self._failed:
+        if not self._failed:
             self._ahead.validator.validate()
-        self._ahead.validator = None
+        self._ahead.validator = StepValidator()
 
     @property
     def last_timeline(self) -> Timeline:
@@ -245,7 +248,7 @@ class Pipeline:
         if os.getpid() != self._process:  # of a forked child: nothing of this is its own
             return
         try:
-            if self._ahead.validator is not None and not self._failed:
+            if not self._failed:
                 self._ahead.validator.validate()
         finally:
             self._closed = True
@@ -346,8 +349,7 @@ class Pipeline:
         if self._replicas:  # reductions of the failed step are under way, and other replicas know nothing
             raise PipelineError("a pipeline with data-parallel stages cannot go on after a failure: restart all")
         self._transport.reopen()
-        if self._ahead.validator is not None:
-            self._ahead.validator.recover()
+        self._ahead.validator.recover()
         calls = self.gather((call, self.completed))
         self.completed = max(completed for _, completed in calls)
         check_same_step(calls)
@@ -365,12 +367,11 @@ class Pipeline:
         torch.clear_autocast_cache()  # casts of weights that have changed
         self._forget()
         self._recorder.clear()
-        self._in_flight = 0
         return 0
 
     def _skip_rolled_back(self) -> bool:
         """Whether forwards that were begun have to run again; their messages, sent or to come, have old tags then."""
-        rollbacks = self._ahead.take_rollbacks()
+        rollbacks = self._ahead.validator.take_rollbacks()
         self._step += rollbacks
         if rollbacks:
             self._transport.forget(self._step)
@@ -382,16 +383,6 @@ class Pipeline:
         self._replicas.finish()
         self._transport.activity.begin("sum over tied weights")
         self._tied.sum_gradients(self._step, self.timeout)
-
-    @contextmanager
-    def _weight_copies(self) -> Iterator[None]:
-        """Inside, layers may keep what they make of weights, which nobody writes meanwhile; not where FSDP2 frees them
-        and gathers them anew."""
-        self.queue.weight_copies = None if self._replicas.frees_weights else WeakIdKeyDictionary()
-        try:
-            yield
-        finally:
-            self.queue.weight_copies = None
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -544,7 +535,7 @@ class Pipeline:
 
     def _forget(self) -> None:
         """Drops what was begun."""
-        self._forward_input = None
+        self._forward_input, self._in_flight = None, 0
         self.queue.discard()
         self._replicas.discard()
         for stage in self._stages.values():
