@@ -82,7 +82,7 @@ def save_with(folder: Path, case: str, failing: int) -> tuple[str, str, float]:
         ("own folder", 1, "ValueError", "and this rank does not; folder must be one place shared by all ranks"),
         ("lost", 0, "ValueError", "__1_0.distcp, where rank 0 finds no file; folder must be one place shared by all"),
         ("extra", 1, "TypeError", "extra['data'] must be a number"),
-        ("step", 1, "TypeError", "step must be a whole number"),
+        ("step", 1, "TypeError", "step must be an int"),
         (
             "timeout",
             1,

@@ -492,8 +492,8 @@ def test_a_step_that_fails_leaves_no_copies_behind() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"fill": "eager"}, "fill must be \"planned\" with a schedule that offloads or recomputes .*; got 'eager'"),
-        ({"options": StepOptions(max_wgrad_bytes=5)}, "max_wgrad_bytes must be None with a schedule"),
+        ({"fill": "eager"}, "fill must be \"planned\" .* with a schedule that offloads or recomputes .*; got 'eager'"),
+        ({"options": StepOptions(max_wgrad_bytes=5)}, "max_wgrad_bytes None with a schedule .*; got 'planned' and 5"),
     ],
 )
 def test_what_would_change_the_order_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -34,6 +34,7 @@ from zbkern.pipeline.checkpoint.named_state import (
 )
 from zbkern.pipeline.optimizer.post_validation import Optimizer
 from zbkern.pipeline.runtime.engine import Pipeline
+from zbkern.pipeline.runtime.options import check_number
 from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
 
 logger = logging.getLogger("zbkern")
@@ -76,8 +77,8 @@ def save(
     """
     with RankExchange("checkpoint.save", group, _timeout(timeout, modules)) as ranks:
         folder = _path(folder)
-        _check_count("step", step, 0)
-        _check_count("keep", keep, 1)
+        check_number("checkpoint", "step", step, 0)
+        check_number("checkpoint", "keep", keep, 1)
         state = NamedState(modules, optimizer, rename, ranks.rank, ranks.size)
         ranks.exchange("arguments checked", (step, state.names()), _check_agreement)
         stepping = _stepping(modules, optimizer)
@@ -133,7 +134,7 @@ def load(
     with RankExchange("checkpoint.load", group, _timeout(timeout, modules)) as ranks:
         folder = _path(folder)
         if step is not None:
-            _check_count("step", step, 0)
+            check_number("checkpoint", "step", step, 0)
         state = NamedState(modules, optimizer, rename, ranks.rank, ranks.size)
         everywhere: set[str] = set()  # on rank 0
 
@@ -216,13 +217,6 @@ def _path(folder: str | os.PathLike) -> Path:
     if not isinstance(folder, (str, os.PathLike)):
         raise TypeError(f"checkpoint: folder must be a path; got {type(folder).__name__} {folder!r}")
     return Path(folder)
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"checkpoint: {name} must be a whole number, at least {least}; got {value!r}")
-    if value < least:
-        raise ValueError(f"checkpoint: {name} must be at least {least}; got {value}")
 
 
 def _check_agreement(values: list[tuple[int | None, list[tuple[str, int, str]]]]) -> None:

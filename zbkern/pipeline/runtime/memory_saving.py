@@ -31,18 +31,12 @@ from zbkern.wgrad import WGradQueue, WGradTask
 
 def check_memory_saving(schedule: Schedule, fill: str, max_wgrad_bytes: int | None) -> None:
     """Raises ValueError where a schedule with R, O or L meets what would change its order."""
-    if not any(offloads_or_recomputes(row) for row in schedule.actions):
-        return
-    wrong = [
-        ('fill must be "planned"', fill != "planned", fill),
-        ("max_wgrad_bytes must be None", max_wgrad_bytes is not None, max_wgrad_bytes),
-    ]
-    for wanted, is_wrong, got in wrong:
-        if is_wrong:
-            raise ValueError(
-                f"Pipeline: {wanted} with a schedule that offloads or recomputes (R, O, L), whose memory is counted in "
-                f"its own order; got {got!r}"
-            )
+    counted = any(offloads_or_recomputes(row) for row in schedule.actions)
+    if counted and (fill != "planned" or max_wgrad_bytes is not None):
+        raise ValueError(
+            'Pipeline: fill must be "planned" and max_wgrad_bytes None with a schedule that offloads or recomputes '
+            f"(R, O, L), whose memory is counted in its own order; got {fill!r} and {max_wgrad_bytes}"
+        )
 
 
 def make_stages(
@@ -72,7 +66,8 @@ def make_stages(
         again = {chunk for chunk, _ in recomputed(row)}
         parts = {chunk: _named_parts(modules[chunk], chunk, options.recompute) for chunk in again}
     lanes = CopyLanes(recorder.device, recorder.now)
-    return {s[1]: MemorySavingStage(*s, row, lanes, recorder, options, parts.get(s[1], {})) for s in stages}
+    how: Any = {"row": row, "lanes": lanes, "recorder": recorder, "options": options}
+    return {stage[1]: MemorySavingStage(*stage, **how, parts=parts.get(stage[1], {})) for stage in stages}
 
 
 def _named_parts(
@@ -101,18 +96,15 @@ class MemorySavingStage(Stage):
 
     def __init__(
         self,
-        module: torch.nn.Module,
-        chunk: int,
-        queue: WGradQueue,
-        loss_fn: Callable[[Any, Any], Tensor] | None,
-        slices: Sequence[int],
+        *arguments: Any,
         row: Sequence[Action],
         lanes: CopyLanes,
         recorder: Recorder,
         options: StepOptions,
         parts: Mapping[torch.nn.Module, torch.nn.Module | None],
     ) -> None:
-        super().__init__(module, chunk, queue, loss_fn, slices)
+        super().__init__(*arguments)
+        chunk = self.chunk
         self._lanes, self._recorder = lanes, recorder
         self._copy_size = options.copy_size
         self.kept_sizes: list[int] = []  # bytes of the storages that the last F has left

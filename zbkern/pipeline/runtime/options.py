@@ -33,10 +33,10 @@ class StepOptions:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"StepOptions: {name} must be True or False; got {getattr(self, name)!r}")
         if self.max_wgrad_bytes is not None:
-            _check_number("StepOptions", "max_wgrad_bytes", self.max_wgrad_bytes, 0)
+            check_number("StepOptions", "max_wgrad_bytes", self.max_wgrad_bytes, 0)
         if self.check_values and self.graphs:
             raise ValueError("StepOptions: graphs must be False with check_values, which looks at values in every W")
-        _check_number("StepOptions", "copy_size", self.copy_size, 1)
+        check_number("StepOptions", "copy_size", self.copy_size, 1)
         _check_recompute("StepOptions", self.recompute)
 
 
@@ -63,20 +63,21 @@ class ProfileOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.slices, bool):
             raise TypeError(f"ProfileOptions: slices must be True or False; got {self.slices!r}")
-        _check_number("ProfileOptions", "repeats", self.repeats, 1)
+        check_number("ProfileOptions", "repeats", self.repeats, 1)
         if self.bytes_per_parameter is not None and not isinstance(self.bytes_per_parameter, (int, float)):
             raise TypeError(
                 f"ProfileOptions: bytes_per_parameter must be a number or None; got {self.bytes_per_parameter!r}"
             )
-        _check_number("ProfileOptions", "copy_size", self.copy_size, 1)
+        check_number("ProfileOptions", "copy_size", self.copy_size, 1)
         _check_recompute("ProfileOptions", self.recompute)
 
 
-def _check_number(options: str, name: str, value: object, least: int) -> None:
+def check_number(caller: str, name: str, value: object, least: int) -> None:
+    """Raises TypeError for what is no int, and ValueError for one that is below `least`."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{options}: {name} must be an int; got {value!r}")
+        raise TypeError(f"{caller}: {name} must be an int; got {value!r}")
     if value < least:
-        raise ValueError(f"{options}: {name} must be at least {least}; got {value}")
+        raise ValueError(f"{caller}: {name} must be at least {least}; got {value}")
 
 
 def _check_recompute(options: str, value: object) -> None:
