@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 def local_part(tensor: Any) -> Any:
@@ -39,11 +40,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def copied(value: Any) -> Any:
     """A copy of nested lists, tuples and dicts, with copies of tensors in them."""
-    if type(value) is dict:
-        return {key: copied(part) for key, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(copied, value))
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -13,6 +13,12 @@ from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
 from zbkern.pipeline.simulation.timeline import Timeline
 
+# in which layers of one kind are equal
+_TIMES = (
+    *("forward", "backward", "weight", "fused", "merge_saving", "recompute"),
+    *("attention_forward", "attention_backward", "overhead"),
+)
+
 
 class RecomputedParts(NamedTuple):
     """Bytes that an F keeps with an R of named parts, and how much of the chunk's output that R computes again."""
@@ -116,35 +122,30 @@ def layer_costs(found: Measurements) -> ModelCosts:
     assert found.links is not None
     latency, bandwidth = latency_and_bandwidth(found.links, largest_message(found.chunks))
     costs = chunk_costs(found)
-    flat = costs.per_chunk(len(found.chunks))
     alike = _alike(found.chunks)
-    forward, backward, weight, fused, merge_saving, recompute = (
-        _medians(times, alike)
-        for times in (flat.forward, flat.backward, flat.weight, flat.fused, flat.merge_saving, flat.recompute)
-    )
-    attention_forward, attention_backward, overhead_of_slices = (
-        _medians(times, alike) for times in (flat.attention_forward, flat.attention_backward, flat.overhead)
-    )
+    flat = costs.per_chunk(len(found.chunks))
+    flat = flat._replace(**{name: _medians(getattr(flat, name), alike) for name in _TIMES})
     within, besides = (_medians([getattr(c, name) for c in found.chunks], alike) for name in ("within", "besides"))
+    forward = [max(inside, f - outside) for inside, f, outside in zip(within, flat.forward, besides, strict=True)]
     layers = [
         LayerCosts(
             name=chunk.name,
-            forward=max(within[at], forward[at] - besides[at]),
-            backward=backward[at],
-            weight=weight[at],
+            forward=forward[at],
+            backward=flat.backward[at],
+            weight=flat.weight[at],
             activation=flat.activation[at],
             held=flat.held[at],
-            split_overhead=max(0.0, backward[at] + weight[at] - fused[at]),
-            merge_saving=merge_saving[at],
+            split_overhead=max(0.0, flat.backward[at] + flat.weight[at] - flat.fused[at]),
+            merge_saving=flat.merge_saving[at],
             output=chunk.output,
             static=flat.static[at],
             tied=chunk.tied,
-            recompute=recompute[at] if found.recomputing else None,
+            recompute=flat.recompute[at] if found.recomputing else None,
             checkpoint=chunk.kept if found.recomputing else None,
             output_again=chunk.parts.output if chunk.parts else 0,
-            attention_forward=min(attention_forward[at], max(within[at], forward[at] - besides[at])),
-            attention_backward=min(attention_backward[at], backward[at]),
-            overhead=overhead_of_slices[at],
+            attention_forward=min(flat.attention_forward[at], forward[at]),
+            attention_backward=min(flat.attention_backward[at], flat.backward[at]),
+            overhead=flat.overhead[at],
             carried=flat.carried[at],
         )
         for at, chunk in enumerate(found.chunks)
@@ -169,12 +170,12 @@ def _alike(chunks: Sequence[MeasuredChunk]) -> list[Hashable]:
     return [at if at in ends else (chunk.kind, chunk.output) for at, chunk in enumerate(chunks)]
 
 
-def _medians(values: Sequence[float], alike: Sequence[Hashable]) -> list[float]:
+def _medians(values: Sequence[float], alike: Sequence[Hashable]) -> tuple[float, ...]:
     """For each value the median of those alike."""
     together: dict[Hashable, list[float]] = {}
     for key, value in zip(alike, values, strict=True):
         together.setdefault(key, []).append(value)
-    return [median(together[key]) for key in alike]
+    return tuple(median(together[key]) for key in alike)
 
 
 def communication(timelines: Sequence[Timeline], chunks: int) -> float | list[float]:

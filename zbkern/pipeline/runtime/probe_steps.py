@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.links import measure_links
 from zbkern.pipeline.runtime.measured_costs import MeasuredChunk, Measurements, RecomputedParts, largest_message
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, make_stages
-from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions
+from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions, check_number
 from zbkern.pipeline.runtime.recomputation import parts_of
 from zbkern.pipeline.runtime.sliced_batch import check_sliceable, length_of
 from zbkern.pipeline.runtime.stage import Stage
@@ -43,35 +43,24 @@ PATIENCE = 4  # times as many steps at most
 _WHICH_LAYER = {"idx", "index", "layer_id", "layer_idx", "number", "zbkern_name"}  # attributes, in any library
 
 
-class Batch(NamedTuple):
-    """What a step is given, of so many microbatches."""
-
-    inputs: Any
-    targets: Any
-    side: Any
-    microbatches: int
-
-
 @dataclass(frozen=True)
 class ProbeSteps:
-    """How to measure: function is the one that does, under which errors are reported; the others are as for it.
+    """How to measure: function is the one that does, under which errors are reported; batch: inputs, targets and side
+    inputs of a step; the others are as for it.
 
     Raises TypeError or ValueError for microbatches that are no number of them, and for other options.
     """
 
     function: str
-    batch: Batch
+    batch: tuple[Any, Any, Any]
+    microbatches: int
     loss_fn: Callable[[Any, Any], Tensor] | None
     group: dist.ProcessGroup | Transport | None
     device: torch.device | str | None
     options: ProfileOptions
 
     def __post_init__(self) -> None:
-        count = self.batch.microbatches
-        if not isinstance(count, int):
-            raise TypeError(f"{self.function}: microbatches must be an int; got {count!r}")
-        if count < 1:
-            raise ValueError(f"{self.function}: microbatches must be at least 1; got {count}")
+        check_number(self.function, "microbatches", self.microbatches, 1)
         if not isinstance(self.options, ProfileOptions):
             raise TypeError(
                 f"{self.function}: options must be a zbkern.pipeline.ProfileOptions, as in ProfileOptions(repeats=5), "
@@ -88,7 +77,7 @@ class ProbeSteps:
         modules = module_list(self.function, modules)
         device = device_of(self.device, modules)
         watches = [_ForwardWatch(module, EventClock(device)) for module in modules]
-        apart = _all_forwards_first(placement, self.batch.microbatches)
+        apart = _all_forwards_first(placement, self.microbatches)
         with ExitStack() as stack:
             stack.enter_context(_left_as_they_were(modules, device))
             for watch in watches:
@@ -123,7 +112,7 @@ class ProbeSteps:
                     besides=besides,
                     kind=_kind(watch.module),
                     carried=carried.get(chunk, 0),
-                    tokens=length_of(self.batch.inputs),
+                    tokens=length_of(self.batch[0]),
                 )
             everywhere = {chunk: each for found in pipe.gather(known) for chunk, each in found.items()}
             chunks = [everywhere[chunk] for chunk in range(len(placement))]
@@ -148,7 +137,7 @@ class ProbeSteps:
         ):
             for parameter in (p for module in pipe.modules.values() for p in module.parameters()):
                 parameter.grad = None
-            pipe.step(self.batch.inputs, self.batch.targets, self.batch.side)
+            pipe.step(*self.batch)
             timelines.append(_in_milliseconds(pipe.gather_timeline()))
         return timelines[1:]
 
@@ -190,7 +179,7 @@ class ProbeSteps:
         """Steps with every sequence in two slices, and the bytes that one leaves to the other; None where not asked."""
         if not self.options.slices:
             return None, {}
-        schedule = _all_forwards_first(placement, self.batch.microbatches, (1, 1))
+        schedule = _all_forwards_first(placement, self.microbatches, (1, 1))
         check_sliceable(pipe.modules.values(), schedule.slices)
         stages = self._stages(pipe, schedule)
         timelines = self._steps(pipe, schedule, stages)

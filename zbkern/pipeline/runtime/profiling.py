@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zbkern.pipeline.runtime.measured_costs import chunk_costs, layer_costs
 from zbkern.pipeline.runtime.options import ProfileOptions
-from zbkern.pipeline.runtime.probe_steps import Batch, ProbeSteps
+from zbkern.pipeline.runtime.probe_steps import ProbeSteps
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.transport.base import Transport
@@ -48,8 +48,8 @@ def profile(
     if not isinstance(placement, Iterable) or not all(isinstance(rank, int) and rank >= 0 for rank in placement):
         raise TypeError(f"profile: placement must be a list of ranks, one per chunk in model order; got {placement!r}")
     group = _group(group) if len({*placement}) == 1 else group
-    batch = Batch(inputs, targets, side, microbatches)
-    steps = ProbeSteps("profile", batch, loss_fn, group, device, options or ProfileOptions())
+    batch = inputs, targets, side
+    steps = ProbeSteps("profile", batch, microbatches, loss_fn, group, device, options or ProfileOptions())
     return chunk_costs(steps.run(modules, tuple(placement)))
 
 
@@ -86,8 +86,8 @@ def profile_layers(
             f"named_children()); got {type(layers).__name__}"
         )
     group = _group(group)
-    batch = Batch(inputs, targets, side, microbatches)
-    steps = ProbeSteps("profile_layers", batch, loss_fn, group, device, options or ProfileOptions())
+    batch = inputs, targets, side
+    steps = ProbeSteps("profile_layers", batch, microbatches, loss_fn, group, device, options or ProfileOptions())
     counts = group.gather(len(layers)) if is_transport(group) else meet(group, len(layers))
     placement = tuple(rank for rank, count in enumerate(counts) for _ in range(count))
     return layer_costs(steps.run(layers.values(), placement, tuple(layers)))
