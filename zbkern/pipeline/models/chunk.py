@@ -323,11 +323,11 @@ class Chunk(nn.Module):
 
     def _put_ending_last(self) -> None:
         """Behind the hooks of `fully_shard`, say, and on what has wrapped the layer: these are for what is sent."""
-        hooks = self.whole.get_submodule(self._end)._forward_hooks
-        if self._ending.id not in hooks:
+        end = self.whole.get_submodule(self._end)
+        if self._ending.id not in end._forward_hooks:
             self._ending.remove()
-            self._ending = self.whole.get_submodule(self._end).register_forward_hook(self._flow.leave)
-        hooks.move_to_end(self._ending.id)
+            self._ending = end.register_forward_hook(self._flow.leave)
+        end._forward_hooks.move_to_end(self._ending.id)
 
     def _run(self, inputs: Any, side: dict[str, Any]) -> Any:
         transformer = is_transformer(self.whole)

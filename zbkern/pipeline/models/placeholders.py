@@ -36,7 +36,6 @@ class Placeholder(Tensor):
     """origins: the layers, and what stands beside them, of which the values would be."""
 
     origins: frozenset[str]
-    held_elsewhere = True  # as of the modules in whose place placeholders stand: nothing can be compared
 
     @classmethod
     def __torch_function__(

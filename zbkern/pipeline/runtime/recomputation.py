@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,19 +50,18 @@ def _is_named(name: str, part: torch.nn.Module, pattern: str | type) -> bool:
     return fnmatchcase(name, pattern) if isinstance(pattern, str) else isinstance(part, pattern)
 
 
-class _Later:
-    """A tensor that is saved after a part, in the memory of one of its outputs."""
+class _Later(NamedTuple):
+    """A tensor that is saved after a part, in the memory of one of its outputs: which, and where there."""
 
-    def __init__(self, saved: Saved, output: int, tensor: Tensor) -> None:
-        self.saved, self._output = saved, output
-        self._dtype, self._offset = tensor.dtype, int(tensor.storage_offset())
-        self._shape, self._stride = tensor.shape, tensor.stride()
+    saved: Saved
+    output: int
+    dtype: torch.dtype
+    place: tuple[Any, ...]  # offset, shape, strides
 
     def fill(self, outputs: Sequence[Any]) -> Tensor:
         """The tensor in the memory of the outputs that were computed again; fills its place."""
-        memory = outputs[self._output].untyped_storage()
-        found = torch.empty(0, dtype=self._dtype, device=memory.device)
-        return self.saved.fill(found.set_(memory, self._offset, self._shape, self._stride))
+        memory = outputs[self.output].untyped_storage()
+        return self.saved.fill(torch.empty(0, dtype=self.dtype, device=memory.device).set_(memory, *self.place))
 
 
 class _Input:
@@ -179,9 +178,8 @@ class RecomputedTensors(SavedTensors):
     def _leave(self, part: torch.nn.Module, arguments: Any, output: Any) -> None:
         if self._within is not part:
             return
-        given, self._given, self._within = self._given, [], None
-        self._runs[-1].before.keep_written()
-        self._runs[-1].sums = _sums(output) if self._compares else None
+        given, self._given, run = self._given, [], self._runs[-1]
+        self.end(output)
         if any(tensor._version != version for tensor, version in given):
             raise RuntimeError(
                 f"{type(part).__name__} modifies what it is given in place, so that it cannot run again alone; name "
@@ -190,12 +188,7 @@ class RecomputedTensors(SavedTensors):
         passed_on = keys(tensor for tensor, _ in given)
         for index, leaf in enumerate(pytree.tree_leaves(output)):
             if type(leaf) is Tensor and leaf.layout is torch.strided and storage_key(leaf) not in passed_on:
-                self._outputs[storage_key(leaf)] = (
-                    weakref.ref(leaf.untyped_storage()),
-                    leaf._version,
-                    self._runs[-1],
-                    index,
-                )
+                self._outputs[storage_key(leaf)] = weakref.ref(leaf.untyped_storage()), leaf._version, run, index
 
     def _pack(self, tensor: Tensor) -> Saved:
         if self._within is not None:
@@ -203,7 +196,8 @@ class RecomputedTensors(SavedTensors):
             return self._runs[-1].inside[-1]
         if (output := self._output(tensor)) is not None:
             run, index = output
-            run.later.append(_Later(Saved(), index, tensor))
+            place = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+            run.later.append(_Later(Saved(), index, tensor.dtype, place))
             return run.later[-1].saved
         return super()._pack(tensor)
 
@@ -235,8 +229,6 @@ def _check_repeated(run: _Run, saved: int, outputs: Sequence[Any]) -> None:
 
 
 def _sums(outputs: Any) -> list[Tensor]:
-    """Those of every tensor, but placeholders, which a chunk's last layer hands on within the chunk, and which have no
-    values."""
-    leaves = pytree.tree_leaves(outputs)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not getattr(leaf, "held_elsewhere", False)]
+    """Those of every tensor."""
+    tensors = (leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
     return sums_of(part for tensor in tensors for part in parts(wait_for(tensor.detach())))
