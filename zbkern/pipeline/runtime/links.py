@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zbkern.pipeline.simulation.layers import PerLink
 from zbkern.pipeline.transport.base import Tag, Transport
@@ -43,9 +44,11 @@ def measure_links(
         for low in range(ranks if ranks > 2 else 1):
             high = (low + 1) % ranks
             if transport.rank in (low, high):
-                ends = _Ends(transport, device, timeout, low, high)
                 numbers = max(2, size // 4)
-                small, large = (ends.half_of_there_and_back(count) for count in (1, numbers))
+                small, large = (
+                    _half_of_there_and_back(transport, (low, high), torch.zeros(count, device=device), timeout)
+                    for count in (1, numbers)
+                )
                 rate = 4 * (numbers - 1) / max(large - small, 1e-6 * large)
                 found[low] = Link(small * 1e3, rate / 1e3)
         return [rank[low] for low, rank in enumerate(transport.gather(found)) if low in rank]
@@ -65,28 +68,19 @@ def latency_and_bandwidth(links: Sequence[Link], size: float) -> tuple[PerLink, 
     return latencies, bandwidths
 
 
-class _Ends(NamedTuple):
-    """Of a link: this rank is one of the two."""
-
-    transport: Transport
-    device: torch.device
-    timeout: float
-    low: int
-    high: int
-
-    def half_of_there_and_back(self, count: int) -> float:
-        """Seconds of a message of so many fp32 numbers, the least of several turns."""
-        message, least = torch.zeros(count, device=self.device), math.inf
-        for turn in range(_TURNS):
-            there, back = (Tag(_AFTER_ALL_STEPS, kind, self.low, turn) for kind in "FB")
-            start = time.perf_counter()
-            if self.transport.rank == self.low:
-                self.transport.send(self.high, there, message)
-                self.transport.receive(self.high, back, self.timeout)
-            else:
-                self.transport.receive(self.low, there, self.timeout)
-                self.transport.send(self.low, back, message)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            least = min(least, time.perf_counter() - start)
-        return least / 2
+def _half_of_there_and_back(transport: Transport, link: tuple[int, int], message: Tensor, timeout: float) -> float:
+    """Seconds that a message takes between the two ranks of a link, of which this is one; the least of several."""
+    (low, high), least = link, math.inf
+    for turn in range(_TURNS):
+        there, back = (Tag(_AFTER_ALL_STEPS, kind, low, turn) for kind in "FB")
+        start = time.perf_counter()
+        if transport.rank == low:
+            transport.send(high, there, message)
+            transport.receive(high, back, timeout)
+        else:
+            transport.receive(low, there, timeout)
+            transport.send(low, back, message)
+        if message.is_cuda:
+            torch.cuda.synchronize(message.device)
+        least = min(least, time.perf_counter() - start)
+    return least / 2

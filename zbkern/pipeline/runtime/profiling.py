@@ -15,9 +15,8 @@ from zbkern.pipeline.runtime.probe_steps import ProbeSteps
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.transport.base import Transport
-from zbkern.pipeline.transport.connect import is_transport
+from zbkern.pipeline.transport.connect import is_transport, or_alone
 from zbkern.pipeline.transport.distributed import meet
-from zbkern.pipeline.transport.local import LocalTransport
 
 Group = dist.ProcessGroup | Transport | None
 
@@ -47,7 +46,7 @@ def profile(
     """
     if not isinstance(placement, Iterable) or not all(isinstance(rank, int) and rank >= 0 for rank in placement):
         raise TypeError(f"profile: placement must be a list of ranks, one per chunk in model order; got {placement!r}")
-    group = _group(group) if len({*placement}) == 1 else group
+    group = or_alone(group) if len({*placement}) == 1 else group
     batch = inputs, targets, side
     steps = ProbeSteps("profile", batch, microbatches, loss_fn, group, device, options or ProfileOptions())
     return chunk_costs(steps.run(modules, tuple(placement)))
@@ -85,15 +84,9 @@ def profile_layers(
             f"profile_layers: layers must be a mapping with the module of every name, such as dict(model."
             f"named_children()); got {type(layers).__name__}"
         )
-    group = _group(group)
+    group = or_alone(group)
     batch = inputs, targets, side
     steps = ProbeSteps("profile_layers", batch, microbatches, loss_fn, group, device, options or ProfileOptions())
     counts = group.gather(len(layers)) if is_transport(group) else meet(group, len(layers))
     placement = tuple(rank for rank, count in enumerate(counts) for _ in range(count))
     return layer_costs(steps.run(layers.values(), placement, tuple(layers)))
-
-
-def _group(group: Group) -> Group:
-    """One process alone needs no torch.distributed."""
-    alone = group is None and not (dist.is_available() and dist.is_initialized())
-    return LocalTransport.ring(1)[0] if alone else group

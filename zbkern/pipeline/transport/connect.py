@@ -93,12 +93,17 @@ def _checksum(schedule: Schedule) -> int:
     return zlib.crc32(replace(schedule, name="").to_csv().encode())
 
 
+def or_alone(group: Any) -> Any:
+    """The group; of one process without torch.distributed a Transport of its own."""
+    alone = group is None and not _runs() and os.environ.get("WORLD_SIZE", "1") == "1"
+    return LocalTransport.ring(1)[0] if alone else group
+
+
 def connect_peers(group: Any, device: torch.device, peers: Iterable[int] = ()) -> Transport:
     """Connects this rank to those before and after it, and to `peers`; a process without torch.distributed to none."""
+    group = or_alone(group)
     if is_transport(group):
         return group
-    if group is None and not _runs() and os.environ.get("WORLD_SIZE", "1") == "1":
-        return LocalTransport.ring(1)[0]
     place(group)
     return DistributedTransport(group, peers, device)
 

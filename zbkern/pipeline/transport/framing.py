@@ -72,13 +72,9 @@ _KINDS: tuple[Any, ...] = (TensorHeader, StallQuery, StallAnswer, FinalMessage)
 def frame(message: Message) -> list[Tensor]:
     """The bytes of a message: uint8 [1024], and the rest where it is longer."""
     payload = encode((_KINDS.index(type(message)), *message))  # by number: a class's name costs microseconds
-    first = bytearray(_HEADER_BYTES)
-    first[:_LENGTH_BYTES] = len(payload).to_bytes(_LENGTH_BYTES, "little")
-    space = _HEADER_BYTES - _LENGTH_BYTES
-    head, rest = payload[:space], payload[space:]
-    first[_LENGTH_BYTES : _LENGTH_BYTES + len(head)] = head
-    parts = [first, bytearray(rest)] if rest else [first]
-    return [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+    data = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
+    parts = data[:_HEADER_BYTES].ljust(_HEADER_BYTES, b"\0"), data[_HEADER_BYTES:]
+    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
 
 
 def receive_message(group: Any, peer: int) -> Message:

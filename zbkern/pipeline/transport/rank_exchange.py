@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from types import TracebackType
 from typing import Any
 
@@ -153,30 +154,30 @@ class RankExchange:
 
     def _bounded(self, work: Callable[[], Any]) -> Any:
         """The result of `work`, done by a thread: calls of a store whose host is stopped never return."""
-        results: list[Any] = []
-        errors: list[BaseException] = []
+        result: futures.Future[Any] = futures.Future()
 
         def run() -> None:
             try:
-                results.append(work())
+                result.set_result(work())
             except BaseException as error:
-                errors.append(error)
+                result.set_exception(error)
 
-        self._start(run).join(self._timeout + _GRACE)
+        self._start(run)
         host = "torch.distributed's store (rank 0, or torchrun)"
-        if results:
-            return results[0]
-        if not errors:
+        try:
+            return result.result(self._timeout + _GRACE)
+        except PipelineError:
+            raise
+        except futures.TimeoutError as error:
             raise PipelineError(
                 f"{self.call}: the host of {host} did not answer rank {self.rank} in {self._timeout + _GRACE:g} s"
-            )
-        if isinstance(errors[0], RuntimeError) and not isinstance(errors[0], PipelineError):
+            ) from error
+        except RuntimeError as error:
             self._known = True  # to those who can be told
             raise PipelineError(
                 f"{self.call}: rank {self.rank} has lost the host of {host}, and with it what ranks tell each other; "
-                f"start all ranks again: {errors[0]}"
-            ) from errors[0]
-        raise errors[0]
+                f"start all ranks again: {error}"
+            ) from error
 
     def _start(self, work: Callable[[], Any]) -> threading.Thread:
         thread = threading.Thread(target=work, name="zbkern-exchange", daemon=True)
