@@ -204,10 +204,8 @@ def share_inputs(
     if splitter is None:
         return _as_dict(inputs), sides
     own, every = (list(each) for each in zip(*(splitter(part) for part in parts), strict=True))
-    if isinstance(inputs, list):
-        shared = split(call, "inputs", every, count)
-    else:
-        shared = split(call, "inputs", every[0], count) if every[0] else [{}] * count
+    whole = every if isinstance(inputs, list) else every[0]
+    shared = split(call, "inputs", whole, count) if whole else [{}] * count
     if twice := sorted({name for one, other in zip(sides, shared, strict=True) for name in one.keys() & other.keys()}):
         raise TypeError(f"Pipeline.{call}: {twice} must be in inputs or in side; got both")
     sides = [{**one, **other} for one, other in zip(sides, shared, strict=True)]

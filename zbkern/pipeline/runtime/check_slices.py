@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zbkern.pipeline.runtime.arguments import device_of
+from zbkern.pipeline.runtime.forward_state import left_as_they_were
 from zbkern.pipeline.runtime.sliced_batch import check_sliceable, cut, edges, length_of
 from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
 from zbkern.pipeline.schedules.slices import slice_lengths
@@ -27,24 +29,20 @@ def check_slices(
 
     module: a chunk, or a whole model that is one, in evaluation mode meanwhile. inputs, side: what it takes of one
     microbatch, as in `Pipeline.step`. slices: their number, or their lengths. Raises ValueError naming the first token
-    or the parameter that differs, TypeError or ValueError as a `Pipeline` does. Gradients are left as they were.
+    or the parameter that differs, TypeError or ValueError as a `Pipeline` does. Gradients and random
+    numbers are left as they were.
     """
     lengths = slice_lengths("check_slices", slices)
     check_sliceable([module], lengths)
     tokens = length_of(inputs, side)
     if tokens is None:
         raise ValueError("check_slices: inputs must have a tensor with the sequence as dimension 1; got none")
-    before = [parameter.grad for parameter in module.parameters()]
-    _take_gradients(module)
-    try:
-        with evaluation_mode([module]), torch.enable_grad():
-            whole, cotangents = _outputs(module, inputs, side or {}, tokens, (1,), None)
-            expected = _take_gradients(module)
-            sliced, _ = _outputs(module, inputs, side or {}, tokens, lengths, cotangents)
-            found = _take_gradients(module)
-    finally:
-        for parameter, gradient in zip(module.parameters(), before, strict=True):
-            parameter.grad = gradient
+    with left_as_they_were([module], device_of(None, [module])), evaluation_mode([module]), torch.enable_grad():
+        _take_gradients(module)
+        whole, cotangents = _outputs(module, inputs, side or {}, tokens, (1,), None)
+        expected = _take_gradients(module)
+        sliced, _ = _outputs(module, inputs, side or {}, tokens, lengths, cotangents)
+        found = _take_gradients(module)
     _compare_outputs(module, whole, sliced)
     for name, gradient in expected.items():
         if (error := _error(found.get(name, torch.zeros_like(gradient)), gradient)) > _exact(gradient):

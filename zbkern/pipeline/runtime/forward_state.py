@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -37,6 +38,19 @@ class ForwardState:
         random.setstate(self._random[1])
         if self._cuda is not None:
             torch.cuda.set_rng_state(*self._cuda)
+
+
+@contextmanager
+def left_as_they_were(modules: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
+    """After what runs inside: gradients, buffers and random numbers."""
+    gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
+    before = ForwardState(modules, device)
+    try:
+        yield
+    finally:
+        before.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def _is_expanded(buffer: torch.Tensor) -> bool:

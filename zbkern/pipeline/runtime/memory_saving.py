@@ -139,8 +139,7 @@ class MemorySavingStage(Stage):
                 self.output_again_bytes = tensors.computed_again(outputs)
         tensors.storages.drop_unused()
         self.kept_sizes = tensors.storages.sizes
-        if tensors.storages.offload is not None:
-            tensors.storages.begin_offload()
+        tensors.storages.begin_offload()
         return outputs
 
     def backward_input(self, microbatch: int, gradients: Any, *, fused: bool = False) -> Any:
@@ -298,10 +297,8 @@ class _WaitingTasks:
             if storages.offload is not None:  # tensors of ours: who else has one then has another in its storage
                 queue.exchange(task, [tensor.detach() for tensor in task.tensors])
             self._moving[task] = [storage for tensor in task.tensors for storage in storages.add(tensor)]
-            if storages.offload is not None:
-                storages.begin_if_full()
-        if storages.offload is not None:
-            storages.begin_offload()
+            storages.begin_if_full()
+        storages.begin_offload()
 
     def arrive_all(self) -> None:
         """Waits for the load of what the tasks need that still wait."""

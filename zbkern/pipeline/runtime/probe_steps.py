@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from zbkern.pipeline.runtime.arguments import device_of, module_list
 from zbkern.pipeline.runtime.clock import EventClock
 from zbkern.pipeline.runtime.engine import Pipeline
-from zbkern.pipeline.runtime.forward_state import ForwardState
+from zbkern.pipeline.runtime.forward_state import left_as_they_were
 from zbkern.pipeline.runtime.links import measure_links
 from zbkern.pipeline.runtime.measured_costs import MeasuredChunk, Measurements, RecomputedParts, largest_message
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, make_stages
@@ -79,7 +79,7 @@ class ProbeSteps:
         watches = [_ForwardWatch(module, EventClock(device)) for module in modules]
         apart = _all_forwards_first(placement, self.microbatches)
         with ExitStack() as stack:
-            stack.enter_context(_left_as_they_were(modules, device))
+            stack.enter_context(left_as_they_were(modules, device))
             for watch in watches:
                 stack.enter_context(watch.watching())
             record = StepOptions(record=True)
@@ -280,19 +280,6 @@ def _tied_names(modules: Sequence[torch.nn.Module], rank: int) -> list[str | Non
     shared = [found for found in owners.values() if len(found) > 1]
     here = [next((f"rank {rank}: {found[0]}" for found in shared if at in found), None) for at in range(len(modules))]
     return [next(iter(names), own) for names, own in zip(declared, here, strict=True)]
-
-
-@contextmanager
-def _left_as_they_were(modules: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
-    """Gradients, buffers and random numbers."""
-    gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
-    before = ForwardState(modules, device)
-    try:
-        yield
-    finally:
-        before.restore()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 def _held_bytes(pipe: Pipeline) -> dict[int, float]:

@@ -63,7 +63,7 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> Saved:
         # before this one is added, when whatever wrote the others has ended
-        if self.storages.offload is not None and self.storages.begin_if_full() and self._streams:
+        if self.storages.begin_if_full() and self._streams:
             self.storages.end_offload(but=1)
         return self._save(tensor)
 
