@@ -32,10 +32,11 @@ from zbkern.pipeline.runtime.arguments import (
 )
 from zbkern.pipeline.runtime.data_parallel import Replicas
 from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
+from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, check_memory_saving, make_stages
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recorder import Recorded, Recorder, timeline_of
-from zbkern.pipeline.runtime.run_ahead import SpeculativeForwards, StepValidator
+from zbkern.pipeline.runtime.run_ahead import StepValidator
 from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
 from zbkern.pipeline.runtime.tied_weights import TiedWeights, all_ties
 from zbkern.pipeline.schedules.actions import Action
@@ -107,7 +108,7 @@ class Pipeline:
         with closing_on_error(self._transport, self._transport is not group, "its Pipeline"):
             check_same_plan(schedule, self._transport)
             self._tied = TiedWeights(copies, self._transport, self.modules)
-        self._ahead = SpeculativeForwards([*self.modules.values()], self.device, self._replicas.gathers)
+        self._validator = StepValidator()
         self._use_schedule(schedule)
         self._batch: list[Microbatch] = []
         self._losses: list[Tensor] = []
@@ -155,7 +156,7 @@ class Pipeline:
         try:
             self._begin("evaluate", inputs, targets, side)
             with self._failing_together():
-                self._ahead.validator.validate()
+                self._validator.validate()
                 self._skip_rolled_back()
                 with torch.no_grad(), evaluation_mode(self.modules.values()):
                     self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
@@ -177,7 +178,7 @@ class Pipeline:
     @property
     def optimizer(self) -> StepValidator | None:
         """The Optimizer of these modules, None where there is none. `attach` and `detach` change it."""
-        return None if type(self._ahead.validator) is StepValidator else self._ahead.validator
+        return None if type(self._validator) is StepValidator else self._validator
 
     def attach(self, validator: StepValidator) -> None:
         """From now on steps of this pipeline wait for the optimizer's to be validated; on every rank.
@@ -194,13 +195,13 @@ class Pipeline:
                 "Pipeline.attach: this Pipeline has another Optimizer already, and gradients have one norm: give all "
                 "parameters to one torch optimizer; call pipe.detach() on every rank to replace it"
             )
-        self._ahead.validator = validator
+        self._validator = validator
 
     def detach(self) -> None:
         """Detaches the optimizer, once its last step is validated; on every rank. No-op without one."""
         if not self._failed:
-            self._ahead.validator.validate()
-        self._ahead.validator = StepValidator()
+            self._validator.validate()
+        self._validator = StepValidator()
 
     @property
     def last_timeline(self) -> Timeline:
@@ -249,7 +250,7 @@ class Pipeline:
             return
         try:
             if not self._failed:
-                self._ahead.validator.validate()
+                self._validator.validate()
         finally:
             self._closed = True
             self._transport.close()
@@ -349,7 +350,7 @@ class Pipeline:
         if self._replicas:  # reductions of the failed step are under way, and other replicas know nothing
             raise PipelineError("a pipeline with data-parallel stages cannot go on after a failure: restart all")
         self._transport.reopen()
-        self._ahead.validator.recover()
+        self._validator.recover()
         calls = self.gather((call, self.completed))
         self.completed = max(completed for _, completed in calls)
         check_same_step(calls)
@@ -360,7 +361,12 @@ class Pipeline:
 
         All ranks hear of the same total. Where it changes the weights, all start over, with other tags.
         """
-        begun, before = self._ahead.run(self._max_ahead, lambda index: self._run([self._program[index]]))
+        before, begun = None, 0
+        while begun < self._max_ahead and self._validator.has_stepped and not self._is_validated():
+            before = before or ForwardState([*self.modules.values()], self.device)
+            self._run([self._program[begun]])
+            begun += 1
+        self._validator.validate()
         if not self._skip_rolled_back() or before is None:
             return begun
         before.restore()
@@ -369,9 +375,15 @@ class Pipeline:
         self._recorder.clear()
         return 0
 
+    def _is_validated(self) -> bool:
+        """Whether no forward is to run before the last optimizer step is validated, or any more."""
+        if self._replicas.gathers:  # the total arrives sooner on some pipelines, which would then run fewer forwards
+            return not self._validator.pending
+        return self._validator.try_validate()
+
     def _skip_rolled_back(self) -> bool:
         """Whether forwards that were begun have to run again; their messages, sent or to come, have old tags then."""
-        rollbacks = self._ahead.validator.take_rollbacks()
+        rollbacks = self._validator.take_rollbacks()
         self._step += rollbacks
         if rollbacks:
             self._transport.forget(self._step)
