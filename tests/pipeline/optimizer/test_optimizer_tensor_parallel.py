@@ -11,7 +11,7 @@ import torch
 from tests.support import tensor_parallel
 from tests.support.tensor_parallel import OneProcess, Stages, apart, make_optimizer, values
 from zbkern.pipeline import Optimizer
-from zbkern.pipeline.optimizer.post_validation import NormTag
+from zbkern.pipeline.transport.mailbox import Note
 
 STEPS = range(6)
 MAX_NORM = 50.0  # which two steps are above, and the first stage alone is not
@@ -22,7 +22,7 @@ def delay_norms(transport: Any) -> None:
     send = transport.send
 
     def send_late(rank: int, tag: Any, tensors: Any) -> None:
-        if isinstance(tag, NormTag):
+        if isinstance(tag, Note):
             time.sleep(0.1)
         send(rank, tag, tensors)
 

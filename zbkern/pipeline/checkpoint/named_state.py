@@ -77,7 +77,8 @@ class NamedState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything of this rank; parameters and states are the tensors themselves, not copies."""
-        found = self._model()
+        entries = self._entries()
+        found = {f"model.{name}": each if isinstance(each, Tensor) else pack(each, name) for name, each in entries}
         if self._inner is None:
             return found
         self._check_unshared(self._inner.state)
@@ -124,22 +125,21 @@ class NamedState:
         all ranks: those of this rank's parameters may have been anywhere. Raises ValueError when the model has a tensor
         that is not stored so.
         """
-        found = self._model()
-        packed = {f"model.{name}" for name, value in self._entries() if not isinstance(value, Tensor)}
-        others = {f"model.{name}" for names in self._names.values() for name in names if name != names[0]}
-        for key, tensor in found.items():
+        found: dict[str, Tensor] = {}
+        for name, value in self._entries():
+            key = f"model.{name}"
             if key not in stored:
+                raise ValueError(f"checkpoint: {name!r} is not in it; saved were {some(_of_model(stored))}")
+            is_tensor = isinstance(value, Tensor)
+            if is_tensor and [*stored[key].size] != [*value.shape]:
                 raise ValueError(
-                    f"checkpoint: {key.partition('.')[2]!r} is not in it; saved were {some(_of_model(stored))}"
+                    f"checkpoint: {name!r} is {list(value.shape)} here and {[*stored[key].size]} in it; load it into "
+                    "the model that was saved"
                 )
-            if key in packed:  # as long as it was then
-                found[key] = stored[key].empty()
-            elif [*stored[key].size] != [*tensor.shape]:
-                raise ValueError(
-                    f"checkpoint: {key.partition('.')[2]!r} is {list(tensor.shape)} here and "
-                    f"{[*stored[key].size]} in it; load it into the model that was saved"
-                )
-        found = {key: tensor for key, tensor in found.items() if key not in others}
+            found[key] = value if is_tensor else stored[key].empty()  # what is packed, as long as it was then
+        for names in self._names.values():
+            for name in names[1:]:
+                found.pop(f"model.{name}", None)
         if self._inner is None:
             return found
         for key, what in stored.items():
@@ -272,12 +272,6 @@ class NamedState:
         if not isinstance(name, str):
             raise TypeError(f"checkpoint: rename must return a string, a name in the whole model; got {name!r}")
         return name
-
-    def _model(self) -> dict[str, Tensor]:
-        return {
-            f"model.{name}": value if isinstance(value, Tensor) else pack(value, name)
-            for name, value in self._entries()
-        }
 
     def _entries(self) -> Iterator[tuple[str, Any]]:
         """(name in the whole model, value) of all that the modules' state dicts have."""

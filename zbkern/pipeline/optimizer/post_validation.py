@@ -23,7 +23,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,20 +44,10 @@ from zbkern.pipeline.runtime.run_ahead import StepValidator
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import Transport, check_timeout
 from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_peers, tied_names
-from zbkern.pipeline.transport.mailbox import PipelineError, described
+from zbkern.pipeline.transport.mailbox import Note, PipelineError, described
 from zbkern.wgrad.accumulation import gradient_of, main_grad_of
 
 logger = logging.getLogger("zbkern")
-
-
-class NormTag(NamedTuple):
-    """Tag of a message: the sum of squares of the `previous` or `later` ranks, or of `all`, which answers both."""
-
-    number: int
-    what: str
-
-    def __str__(self) -> str:
-        return f"the squared gradient norm of {self.what} stages, optimizer step {self.number}"
 
 
 _CHECKED = 2  # steps, the first ones, after which values are compared until they are validated
@@ -264,14 +254,14 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
             return
         with self._failing_together():
             assert self._next is not None  # where the sum ends, step() validates
-            total = self._transport.receive(self._next, NormTag(self._number, "all"), self.timeout)
+            total = self._transport.receive(self._next, self._tag("all"), self.timeout)
             self._pass_back(total)
             self._pending.check_values()
             self._conclude(total)
 
     def try_validate(self) -> bool:
         """Validates if that is possible without waiting; True when no step is pending."""
-        if self._pending is not None and self._transport.ready(NormTag(self._number, "all")):
+        if self._pending is not None and self._transport.ready(self._tag("all")):
             self.validate()
         return self._pending is None
 
@@ -424,16 +414,19 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
         total = sum(received or self._receive_sums(), total)
         if self._next is not None:
             what = "later" if self._is_after_end else "previous"
-            self._transport.send(self._next, NormTag(self._number, what), total)
+            self._transport.send(self._next, self._tag(what), total)
         return total
 
     def _receive_sums(self) -> list[Tensor]:
-        tags = [(rank, NormTag(self._number, what)) for rank, what in self._sources]
-        return [self._transport.receive(rank, tag, self.timeout) for rank, tag in tags]
+        return [self._transport.receive(rank, self._tag(what), self.timeout) for rank, what in self._sources]
 
     def _pass_back(self, total: Tensor) -> None:
         for rank, _ in self._sources:
-            self._transport.send(rank, NormTag(self._number, "all"), total)
+            self._transport.send(rank, self._tag("all"), total)
+
+    def _tag(self, what: str) -> Note:
+        """Of a message with the sum of squares of the previous or later ranks, or of all, which answers both."""
+        return Note(self._number, f"the squared gradient norm of {what} stages, optimizer step {self._number}")
 
     def _may_step(self, total: Tensor) -> bool:
         """Whether to step before validation, given the sum of squares of this rank and those before it.

@@ -497,9 +497,7 @@ class Pipeline:
         "B": _backward,
         "W": _weight,
         "BW": _backward,
-        "R": _save_memory,
-        "O": _save_memory,
-        "L": _save_memory,
+        **dict.fromkeys(("R", "O", "L"), _save_memory),
     }
 
     # ---- waiting, sending, filling

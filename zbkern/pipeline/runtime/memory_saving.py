@@ -201,7 +201,7 @@ class MemorySavingStage(Stage):
         if offload is not None or microbatch not in self._recomputed:
             return SavedTensors(storages, microbatch in self._streamed)
         self._comparisons -= 1
-        tensors = RecomputedTensors(storages, self._lanes.device, self._parts, compares=self._comparisons >= 0)
+        tensors = RecomputedTensors(storages, self._parts, compares=self._comparisons >= 0)
         if not self._parts:
             tensors.begin(self.module, self._outputs, inputs, target, side or {})
         return tensors

@@ -95,11 +95,9 @@ class RecomputedTensors(SavedTensors):
     and the second time.
     """
 
-    def __init__(
-        self, storages: Storages, device: torch.device, parts: Mapping[torch.nn.Module, Any], compares: bool
-    ) -> None:
+    def __init__(self, storages: Storages, parts: Mapping[torch.nn.Module, Any], compares: bool) -> None:
         super().__init__(storages)
-        self._parts, self._device, self._compares = parts, device, compares
+        self._parts, self._compares = parts, compares
         self._runs: list[_Run] = []
         self._within: torch.nn.Module | None = None  # what runs, of that which runs again
         self._given: list[tuple[Tensor, int]] = []  # to it, with their versions
@@ -143,7 +141,7 @@ class RecomputedTensors(SavedTensors):
             filled = itertools.count()
             fill = partial(self._fill, run.inside, filled)
             enabled, dtype = run.autocast
-            autocast = torch.autocast(self._device.type, dtype, enabled)
+            autocast = torch.autocast(self.storages.device.type, dtype, enabled)
             hooks = torch.autograd.graph.saved_tensors_hooks(fill, Saved.get)
             with defer(), gathered(self._parts.get(run.module)), autocast, hooks:
                 outputs = pytree.tree_leaves(run.call(*arguments, **keywords))
@@ -166,7 +164,7 @@ class RecomputedTensors(SavedTensors):
         tensors = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)]
         self._given = [(tensor, tensor._version) for tensor in tensors]
         given = pytree.tree_map_only(Tensor, lambda t: _Input(self._pack(t), t.requires_grad), (arguments, keywords))
-        self._runs.append(_Run(call, given, module, self._device))
+        self._runs.append(_Run(call, given, module, self.storages.device))
         self._within = module
 
     def _saves(self) -> bool:

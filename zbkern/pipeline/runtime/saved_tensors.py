@@ -65,9 +65,6 @@ class SavedTensors:
         # before this one is added, when whatever wrote the others has ended
         if self.storages.begin_if_full() and self._streams:
             self.storages.end_offload(but=1)
-        return self._save(tensor)
-
-    def _save(self, tensor: Tensor) -> Saved:
         saved = Saved()
         saved.storages = self.storages.add(saved.fill(tensor))
         return saved

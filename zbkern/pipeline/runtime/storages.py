@@ -40,7 +40,7 @@ class Storages:
         self.nbytes = 0
         self.loads: list[Copy] = []
         self.offload = offload
-        self._device, self._resident = device, resident
+        self.device, self._resident = device, resident
         self._known: dict[int, Storage] = {}  # by key, which no other storage has while this one lives
         self._next: list[Storage] = []  # of the next transfer to the host
         self._next_bytes = 0
@@ -52,7 +52,7 @@ class Storages:
         """The storages that a tensor is in, without those that stay."""
         found = []
         for part in parts(wait_for(tensor)):
-            if part.layout is torch.strided and part.device == self._device and storage_key(part) not in self._resident:
+            if part.layout is torch.strided and part.device == self.device and storage_key(part) not in self._resident:
                 found.append(self._add(part))
         return found
 

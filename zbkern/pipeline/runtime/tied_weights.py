@@ -16,22 +16,12 @@ from torch.nn.parameter import is_lazy
 from zbkern.pipeline.runtime.storages import wait_for
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.connect import mark_tied
+from zbkern.pipeline.transport.mailbox import Note
 from zbkern.wgrad import accumulation
 
 logger = logging.getLogger("zbkern")
 
 SAMPLE = 64  # values of a parameter that are compared: random numbers that agree in so many are copies
-
-
-class TiedGradientTag(NamedTuple):
-    """A tag: the gradient of a tied weight that a rank has, or on the way from the first holder back, their sum."""
-
-    step: int
-    name: str
-    rank: int
-
-    def __str__(self) -> str:
-        return f"the gradient of tied {self.name!r} from rank {self.rank}"
 
 
 class TiedWeights:
@@ -88,15 +78,20 @@ class TiedWeights:
             total = local = ours[0] if len(ours) == 1 else torch.stack(ours).sum(0)
             if transport.rank == first:
                 for rank in others:
-                    gradient = transport.receive(rank, TiedGradientTag(step, name, rank), timeout)
+                    gradient = transport.receive(rank, _tag(step, name, rank), timeout)
                     total = total + gradient  # not in place: what was sent must stay
                 for rank in others:
-                    transport.send(rank, TiedGradientTag(step, name, first), total)
+                    transport.send(rank, _tag(step, name, first), total)
             else:
-                transport.send(first, TiedGradientTag(step, name, transport.rank), local)
-                total = transport.receive(first, TiedGradientTag(step, name, first), timeout)
+                transport.send(first, _tag(step, name, transport.rank), local)
+                total = transport.receive(first, _tag(step, name, first), timeout)
             for local in ours:
                 local.copy_(total)
+
+
+def _tag(step: int, name: str, rank: int) -> Note:
+    """Of the gradient of a tied weight that a rank has, or on the way from the first holder back, of their sum."""
+    return Note(step, f"the gradient of tied {name!r} from rank {rank}")
 
 
 def all_ties(modules: Iterable[torch.nn.Module], more: Mapping[str, Tensor] | None) -> dict[str, list[Tensor]]:

@@ -35,7 +35,7 @@ from zbkern.pipeline.transport.framing import (
     frame,
     receive_message,
 )
-from zbkern.pipeline.transport.mailbox import Mailbox, PipelineError, Tag, Values
+from zbkern.pipeline.transport.mailbox import Mailbox, Note, PipelineError, Tag, Values
 from zbkern.pipeline.transport.process_groups import (
     FOREVER,
     backend_of,
@@ -99,7 +99,7 @@ class DistributedTransport(Transport):
             thread.start()
         atexit.register(self.close)
 
-    def send(self, peer: int, tag: Tag | Values, message: Any) -> None:
+    def send(self, peer: int, tag: Tag | Note | Values, message: Any) -> None:
         leaves, spec = pytree.tree_flatten(message)
         tensors = [leaf.detach().contiguous() if isinstance(leaf, Tensor) else None for leaf in leaves]
         shapes = [
@@ -205,7 +205,7 @@ class DistributedTransport(Transport):
         try:
             yield
         except RuntimeError as error:  # the peer is gone: why, this rank's threads know or are about to
-            reason = self._mailbox.why_gone(peer, _TOLD) or f"rank {peer} cannot be reached: {error}"
+            reason = self._mailbox.wait_for_failure(_TOLD, peer) or f"rank {peer} cannot be reached: {error}"
             self.fail(reason)
             raise PipelineError(reason) from error
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.transport.mailbox import Call, Tag, Values
+from zbkern.pipeline.transport.mailbox import Call, Note, Tag, Values
 from zbkern.pipeline.transport.process_groups import finish
 
 _HEADER_BYTES = 1024  # what a receive is posted for; few messages need a second part
@@ -33,7 +33,7 @@ class TensorHeader(NamedTuple):
 
     turn: int
     name: str
-    tag: Tag | Values
+    tag: Tag | Note | Values
     shapes: Sequence[tuple[str, tuple[int, ...], bool] | None]
     usual: bool
     skeleton: Any

@@ -34,6 +34,16 @@ class Tag(NamedTuple):
         return f"the {what} of chunk {self.chunk}, microbatch {self.microbatch}"
 
 
+class Note(NamedTuple):
+    """A tag: the message of the n-th step of its kind that the words tell."""
+
+    number: int
+    what: str
+
+    def __str__(self) -> str:
+        return self.what
+
+
 class Values(NamedTuple):
     """A tag: what ranks have given to the n-th gather, those before the receiver or all of them."""
 
@@ -137,16 +147,10 @@ class Mailbox:
                 raise PipelineError(f"rank {peer} closed its pipeline while rank {self._rank} awaited {tag} from it")
             raise TimeoutError
 
-    def why_gone(self, peer: int, timeout: float) -> str | None:
-        """Why `peer` can no longer be reached, waiting up to `timeout` seconds to be told."""
+    def wait_for_failure(self, timeout: float, peer: int | None = None) -> str | None:
+        """The reason why everything ends, or why `peer` can no longer be reached, waiting up to `timeout` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or peer in self._closed, timeout)
             if self.failure is None and peer in self._closed:
                 return f"rank {peer} closed its pipeline while rank {self._rank} had a message for it"
             return self.failure
-
-    def wait_for_failure(self, timeout: float) -> str | None:
-        """The reason why everything ends, waiting up to `timeout` seconds for one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.failure is not None, timeout)
-        return self.failure
