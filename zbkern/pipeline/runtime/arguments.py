@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.options import StepOptions
-from zbkern.pipeline.runtime.sliced_batch import Target, check_sliceable, cut, edges, length_of, weigh
+from zbkern.pipeline.runtime.sliced_batch import LossFn, Target, check_sliceable, cut, edges, length_of, weigh
 from zbkern.pipeline.runtime.tied_weights import digest_of
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.program import FILLS
@@ -21,12 +21,7 @@ from zbkern.pipeline.transport.connect import check_tied
 
 
 def check(
-    schedule: Schedule,
-    loss_fn: Callable[[Any, Any], Tensor] | None,
-    fill: str,
-    tied: Mapping[str, Tensor] | None,
-    timeout: float,
-    options: StepOptions | None,
+    schedule: Schedule, loss_fn: LossFn | None, fill: str, tied: Any, timeout: float, options: StepOptions | None
 ) -> None:
     """Raises TypeError, ValueError or ScheduleError for what cannot be an argument of a Pipeline."""
     if not isinstance(schedule, Schedule):
@@ -46,11 +41,7 @@ def check(
 
 
 def check_place(
-    schedule: Schedule,
-    rank: int,
-    size: int,
-    modules: Sequence[torch.nn.Module],
-    loss_fn: Callable[[Any, Any], Tensor] | None,
+    schedule: Schedule, rank: int, size: int, modules: Sequence[torch.nn.Module], loss_fn: LossFn | None
 ) -> None:
     """Raises ScheduleError, ValueError or TypeError where these are not the modules and the loss of this rank."""
     if size != schedule.stages:
@@ -129,11 +120,7 @@ class Microbatch(NamedTuple):
 
 
 def split_batch(
-    call: str,
-    given: tuple[Any, Any, Any],
-    schedule: Schedule,
-    modules: Mapping[int, Any],
-    loss_fn: Callable[[Any, Any], Tensor] | None,
+    call: str, given: tuple[Any, Any, Any], schedule: Schedule, modules: Mapping[int, Any], loss_fn: LossFn | None
 ) -> list[Microbatch]:
     """Inputs, targets and side inputs of `call` in microbatches, for this rank's modules, by chunk.
 

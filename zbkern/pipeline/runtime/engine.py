@@ -37,6 +37,7 @@ from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, check_memor
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recorder import Recorded, Recorder, timeline_of
 from zbkern.pipeline.runtime.run_ahead import StepValidator
+from zbkern.pipeline.runtime.sliced_batch import LossFn
 from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
 from zbkern.pipeline.runtime.tied_weights import TiedWeights, all_ties
 from zbkern.pipeline.schedules.actions import Action
@@ -75,7 +76,7 @@ class Pipeline:
         self,
         modules: Iterable[torch.nn.Module],
         schedule: Schedule,
-        loss_fn: Callable[[Any, Any], Tensor] | None,
+        loss_fn: LossFn | None,
         group: dist.ProcessGroup | Transport | None = None,
         device: torch.device | str | None = None,
         *,
@@ -99,7 +100,7 @@ class Pipeline:
         self._loss_fn = loss_fn
         check_memory_saving(schedule, fill, options.max_wgrad_bytes)
         self._recorder = Recorder(rank, self.device, self.queue, options.record)
-        self._stages = make_stages(self._replicas.modules, schedule, rank, loss_fn, self.queue, self._recorder, options)
+        self._stages = make_stages(self._replicas.modules, schedule, loss_fn, self._recorder, options)
         self._recorder.watch([stage for stage in self._stages.values() if isinstance(stage, MemorySavingStage)])
         self.rank = rank
         copies = all_ties(modules, tied)

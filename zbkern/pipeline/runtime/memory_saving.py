@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recomputation import RecomputedTensors, parts_of
 from zbkern.pipeline.runtime.recorder import Recorder
 from zbkern.pipeline.runtime.saved_tensors import SavedTensors
-from zbkern.pipeline.runtime.sliced_batch import Target
+from zbkern.pipeline.runtime.sliced_batch import LossFn, Target
 from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.runtime.storages import Offload, Resident, Storage, Storages
 from zbkern.pipeline.schedules.actions import Action
@@ -42,18 +42,17 @@ def check_memory_saving(schedule: Schedule, fill: str, max_wgrad_bytes: int | No
 def make_stages(
     modules: Mapping[int, torch.nn.Module],
     schedule: Schedule,
-    rank: int,
-    loss_fn: Callable[[Any, Any], Tensor] | None,
-    queue: WGradQueue,
+    loss_fn: LossFn | None,
     recorder: Recorder,
     options: StepOptions,
     parts: Mapping[int, Mapping[torch.nn.Module, Any]] | None = None,
     counts: bool = False,
 ) -> dict[int, Stage]:
-    """The stage of every chunk of this rank: one that saves memory where the rank's row has R, O or L, or where it is
-    to count it (`counts`). parts: what an R runs again, by chunk; by default what the options name."""
-    row, slices, last = schedule.actions[rank], schedule.slices, len(schedule.placement) - 1
-    stages = [(each, chunk, queue, loss_fn if chunk == last else None, slices) for chunk, each in modules.items()]
+    """The stage of every chunk of the recorder's rank: one that saves memory where the rank's row has R, O or L, or
+    where it is to count it (`counts`). parts: what an R runs again, by chunk; by default what the options name."""
+    row, slices, last = schedule.actions[recorder.rank], schedule.slices, len(schedule.placement) - 1
+    losses = {last: loss_fn}
+    stages = [(each, chunk, recorder.queue, losses.get(chunk), slices) for chunk, each in modules.items()]
     if not (counts or offloads_or_recomputes(row)):
         if options.graphs:
             shared: dict[Tensor, Tensor] = {}
@@ -61,7 +60,7 @@ def make_stages(
         return {stage[1]: Stage(*stage) for stage in stages}
     if options.graphs:
         message = "rank %d: its F, B and W run without CUDA graphs, because it offloads or recomputes"
-        logging.getLogger("zbkern").warning(message, rank)
+        logging.getLogger("zbkern").warning(message, recorder.rank)
     if parts is None:
         again = {chunk for chunk, _ in recomputed(row)}
         parts = {chunk: _named_parts(modules[chunk], chunk, options.recompute) for chunk in again}

@@ -25,7 +25,7 @@ from zbkern.pipeline.runtime.measured_costs import MeasuredChunk, Measurements, 
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, make_stages
 from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions, check_number
 from zbkern.pipeline.runtime.recomputation import parts_of
-from zbkern.pipeline.runtime.sliced_batch import check_sliceable, length_of
+from zbkern.pipeline.runtime.sliced_batch import LossFn, check_sliceable, length_of
 from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import merge_neighbours
@@ -54,7 +54,7 @@ class ProbeSteps:
     function: str
     batch: tuple[Any, Any, Any]
     microbatches: int
-    loss_fn: Callable[[Any, Any], Tensor] | None
+    loss_fn: LossFn | None
     group: dist.ProcessGroup | Transport | None
     device: torch.device | str | None
     options: ProfileOptions
@@ -190,8 +190,7 @@ class ProbeSteps:
     ) -> dict[int, Stage]:
         """Those of the pipeline's modules for another schedule, with R of these parts."""
         options = StepOptions(copy_size=self.options.copy_size)
-        given = (pipe.modules, schedule, pipe.rank, self.loss_fn, pipe.queue, pipe._recorder, options)
-        return make_stages(*given, parts, counts)
+        return make_stages(pipe.modules, schedule, self.loss_fn, pipe._recorder, options, parts, counts)
 
 
 def _counting(stages: Mapping[int, Stage]) -> dict[int, MemorySavingStage]:

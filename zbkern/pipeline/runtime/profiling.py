@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from zbkern.pipeline.runtime.measured_costs import chunk_costs, layer_costs
 from zbkern.pipeline.runtime.options import ProfileOptions
 from zbkern.pipeline.runtime.probe_steps import ProbeSteps
+from zbkern.pipeline.runtime.sliced_batch import LossFn
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.transport.base import Transport
@@ -24,7 +24,7 @@ Group = dist.ProcessGroup | Transport | None
 def profile(
     modules: Iterable[torch.nn.Module],
     placement: Sequence[int],
-    loss_fn: Callable[[Any, Any], Tensor] | None,
+    loss_fn: LossFn | None,
     inputs: Any = None,
     targets: Any = None,
     microbatches: int = 4,
@@ -54,7 +54,7 @@ def profile(
 
 def profile_layers(
     layers: Mapping[str, torch.nn.Module],
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    loss_fn: LossFn | None = None,
     inputs: Any = None,
     targets: Any = None,
     microbatches: int = 4,

@@ -42,9 +42,9 @@ class Recorder:
     """Marks are taken without waiting for the device; events and samples are worked out when somebody asks."""
 
     def __init__(self, rank: int, device: torch.device, queue: WGradQueue, sample: bool) -> None:
-        self._rank = rank
+        self.rank = rank
         self.device = device
-        self._queue = queue
+        self.queue = queue
         self._sample = sample
         self._holders: Sequence[Holder] = ()
         self._clock = EventClock(device)
@@ -66,7 +66,7 @@ class Recorder:
         self.held()
         if self._sample:
             allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-            self._samples.append((end, self._queue.pending(), self._queue.bytes, allocated))
+            self._samples.append((end, self.queue.pending(), self.queue.bytes, allocated))
 
     def watch(self, holders: Sequence[Holder]) -> None:
         """From now on asks them after every action how many bytes they hold, for `peak_bytes`."""
@@ -92,7 +92,7 @@ class Recorder:
             if not times or len(times) < len(marks):
                 continue
             end = max(ended for _, ended in times)
-            found.append(Event(self._rank, action, end - sum(ended - begun for begun, ended in times), end))
+            found.append(Event(self.rank, action, end - sum(ended - begun for begun, ended in times), end))
         return found
 
     def catch_up(self) -> None:
@@ -112,7 +112,7 @@ class Recorder:
         for actions, start, end in self._marks:
             begin, finish = self._clock.seconds(start), self._clock.seconds(end)
             share = (finish - begin) / len(actions)
-            events += [Event(self._rank, a, begin + i * share, begin + (i + 1) * share) for i, a in enumerate(actions)]
+            events += [Event(self.rank, a, begin + i * share, begin + (i + 1) * share) for i, a in enumerate(actions)]
         return events
 
     def recorded(self) -> Recorded:

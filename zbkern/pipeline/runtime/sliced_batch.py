@@ -19,6 +19,8 @@ _WHOLE = (  # these mix the tokens of what they are given, and take nothing from
     *(torch.nn.RNNBase, torch.nn.modules.batchnorm._BatchNorm),
 )
 
+LossFn = Callable[[Any, Any], Tensor]  # of one microbatch: loss_fn(output, target)
+
 
 class Target(NamedTuple):
     """Of one microbatch: the loss of the step is the sum of its loss_fn(output, value) times weight over all."""
@@ -107,7 +109,7 @@ def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
     return loss * weight
 
 
-def check_loss(loss_fn: Callable[[Any, Any], Tensor], outputs: Any, target: Any) -> bool:
+def check_loss(loss_fn: LossFn, outputs: Any, target: Any) -> bool:
     """Whether the loss of some tokens could be compared with those of two parts of them.
 
     Raises ValueError where it is neither their mean, weighted by tokens, nor, where it says so, their sum.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.carry import Carries
-from zbkern.pipeline.runtime.sliced_batch import Target, check_loss, weighted
+from zbkern.pipeline.runtime.sliced_batch import LossFn, Target, check_loss, weighted
 from zbkern.pipeline.runtime.storages import wait_for
 from zbkern.wgrad import WGradQueue
 
@@ -33,10 +33,10 @@ class Stage:
 
     def __init__(
         self,
-        module: torch.nn.Module,
+        module: nn.Module,
         chunk: int,
         queue: WGradQueue,
-        loss_fn: Callable[[Any, Any], Tensor] | None,
+        loss_fn: LossFn | None,
         slices: Sequence[int] = (1,),
     ) -> None:
         self.module = module
@@ -220,7 +220,7 @@ class Stage:
 
 
 @contextmanager
-def evaluation_mode(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, modules are in evaluation mode; afterwards each of their parts is in the mode that it was in."""
     modules = [*modules]
     modes = [(part, part.training) for module in modules for part in module.modules()]  # parents first
@@ -234,7 +234,7 @@ def evaluation_mode(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
                 part.train(mode)
 
 
-def _why_fused(module: torch.nn.Module) -> str:
+def _why_fused(module: nn.Module) -> str:
     """Why no layer of this module has left a W, and what can be done."""
     kinds = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
     if "zbkern.nn" not in kinds:
@@ -271,7 +271,7 @@ def _take_gradient(leaf: Any) -> Tensor | None:
     return None if gradient is None else _resolved(gradient)
 
 
-def _misfit(module: torch.nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str | None:
+def _misfit(module: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str | None:
     """Why the module's forward cannot be called with these arguments; None where it can."""
     try:
         signature = inspect.signature(module.forward)
