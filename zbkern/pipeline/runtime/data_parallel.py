@@ -39,7 +39,8 @@ class Replicas:
         self._queue = queue
         self._collective = any(map(is_collective, modules.values()))
         self._exchanges = any(map(_exchanges, modules.values()))
-        self.clear()
+        self._backwards_left: dict[int, int] = {}
+        self._pending_wgrads: Counter[int] = Counter()
         if self._reducers:
             queue.listeners.append(self._accumulated)
 
@@ -61,8 +62,8 @@ class Replicas:
 
     def begin(self, microbatches: int) -> None:
         """Before the first forward of a step: from here on gradients stay on this replica."""
-        self.clear()
-        self._backwards_left: dict[int, int] = dict.fromkeys(self._reducers, microbatches)
+        self._pending_wgrads.clear()
+        self._backwards_left = dict.fromkeys(self._reducers, microbatches)
         for reducer in self._reducers.values():
             reducer.begin()
 
@@ -84,11 +85,6 @@ class Replicas:
         for reducer in self._reducers.values():
             reducer.finish()
 
-    def clear(self) -> None:
-        """Forgets a step that was begun."""
-        self._backwards_left = {}
-        self._pending_wgrads: Counter[int] = Counter()
-
     def discard(self) -> None:
         """After forwards whose backward will not run: weights are gathered anew, for they may have changed."""
         for reducer in self._reducers.values():
@@ -97,12 +93,8 @@ class Replicas:
     def _accumulated(self, tasks: Sequence[WGradTask]) -> None:
         if not self._pending_wgrads:
             return
-        for task in tasks:
-            for parameter in task.parameters:
-                if id(parameter) in self._pending_wgrads:
-                    self._pending_wgrads[id(parameter)] -= 1
-                    if not self._pending_wgrads[id(parameter)]:
-                        del self._pending_wgrads[id(parameter)]
+        # what comes to zero, or was not counted, is not kept
+        self._pending_wgrads -= Counter(id(parameter) for task in tasks for parameter in task.parameters)
         self._launch_ready()
 
     def _launch_ready(self) -> None:

@@ -16,12 +16,10 @@ class Saved:
 
     __slots__ = ("__weakref__", "storages", "tensor", "version")
 
-    def __init__(self, tensor: Tensor | None = None) -> None:
+    def __init__(self) -> None:
         self.tensor: Tensor | None = None
         self.storages: Sequence[Storage] = ()
         self.version = 0
-        if tensor is not None:
-            self.fill(tensor)
 
     def fill(self, tensor: Tensor) -> Tensor:
         # detached: a function that saves its own output would be kept alive by it, for ever where no backward runs
