@@ -104,7 +104,7 @@ class _Absent(nn.Module):
         # by name, and not as modules, which would be in all names: such as the dtype of a weight in them
         self.__dict__["_inside"] = {
             **{key: Outside(child, f"{name}.{key}", flow) for key, child in original.named_children()},
-            **{key: _like_parameter(value, name) for key, value in original.named_parameters(recurse=False)},
+            **{key: like_parameter(value, name) for key, value in original.named_parameters(recurse=False)},
         }
 
     def __getattr__(self, name: str) -> Any:
@@ -453,7 +453,8 @@ def _refusal_of(name: str) -> Any:
     return _not_in_replays(check)
 
 
-def _like_parameter(parameter: Tensor, owner: str) -> Placeholder:
+def like_parameter(parameter: Tensor, owner: str) -> Placeholder:
+    """In the place of a parameter; a placeholder has its value, so that it is never on the meta device."""
     device = "cpu" if parameter.is_meta else parameter.device
     return placeholder(torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape), owner)
 

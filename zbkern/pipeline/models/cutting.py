@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zbkern.pipeline.models import weights as loading
-from zbkern.pipeline.models.chunk import After, Before, Chunk, Entry, Flow, Outside
+from zbkern.pipeline.models.chunk import After, Before, Chunk, Entry, Flow, Outside, like_parameter
 from zbkern.pipeline.models.layers import Layer, built, layers_of, shared_parameters
-from zbkern.pipeline.models.placeholders import placeholder
 from zbkern.pipeline.schedules.layout import check_partition, layout_to_partition
 from zbkern.pipeline.schedules.schedule import Schedule
 
@@ -212,9 +211,7 @@ def _drop_own(module: nn.Module, prefix: str) -> list[str]:
     for name, parameter in [*module._parameters.items()]:
         del module._parameters[name]
         if parameter is not None:
-            device = "cpu" if parameter.is_meta else parameter.device  # it has its value already
-            like = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
             dropped.append(f"{prefix}.{name}".lstrip("."))
-            module.register_buffer(name, placeholder(like, dropped[-1]), persistent=False)
+            module.register_buffer(name, like_parameter(parameter, dropped[-1]), persistent=False)
     module._non_persistent_buffers_set.update(module._buffers)
     return dropped

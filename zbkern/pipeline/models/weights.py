@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -103,10 +103,8 @@ def _draw(model: nn.Module, chunk: Chunk, empty: Sequence[str], init: Initialise
             else:  # others have their values
                 for part in (p for p, _ in chunk.named_modules() if p in parts and inside[p] == owner):
                     initialise(chunk.whole.get_submodule(part))
-    for (
-        label,
-        key,
-    ) in chunk.shared_names.items():  # every chunk that has it draws it as the layer does that has it first
+    # every chunk that has a shared one draws it as the layer does that has it first
+    for label, key in chunk.shared_names.items():
         if {key, label} & {*empty}:
             first, name = _first_holder(model, chunk.all_layers, model.get_parameter(label))
             twin = copy.deepcopy(model.get_submodule(first)).to_empty(device=chunk.get_parameter(key).device)
@@ -169,16 +167,9 @@ def _get(chunk: Chunk, name: str) -> Tensor:
 # ---- from files
 
 
-def _load(chunk: Chunk, stored: Mapping[str, Any], where: str, device: torch.device) -> None:
+def _load(chunk: Chunk, stored: dict[str, Any], where: str, device: torch.device) -> None:
     """Reads this chunk's tensors from the files of a folder, and no others."""
-    stored = dict(stored)
     converts = is_transformer(chunk.whole) and library_converts()
-    renamed = _names_by_the_library(chunk.whole, stored) if converts and chunk.shared_names else {}
-    for label, key in chunk.shared_names.items():  # a tied weight is stored once, under the name it has first
-        names = (label, _without_prefix(chunk.whole, label), renamed.get(label))
-        source = next((name for name in names if name in stored), None)
-        if key not in stored and source is not None:
-            stored[key] = stored[source]
     if converts:
         _load_by_the_library(chunk, stored, where, device)
     for name, tensor in [*chunk.named_parameters(remove_duplicate=False), *chunk.named_buffers()]:
@@ -191,12 +182,22 @@ def _load(chunk: Chunk, stored: Mapping[str, Any], where: str, device: torch.dev
 
 
 def _with_tied_names(model: nn.Module, stored: dict[str, Any]) -> dict[str, Any]:
-    """With a tied weight, which is stored once, under each of the names that the model has for it."""
+    """With a tied weight, which is stored once, under each of the names that the model has for it.
+
+    In the files it may have a name that the library translates, or one without the prefix of a model with a head.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    tied = [(name, held) for each in names.values() for held in each if held in stored for name in each]
-    return {name: stored[held] for name, held in tied} | stored
+    tied = [each for each in names.values() if len(each) > 1]
+    converts = tied and is_transformer(model) and library_converts()
+    renamed = _names_by_the_library(model, stored) if converts else {}
+    prefix, found = f"{getattr(model, 'base_model_prefix', '')}.", {}
+    for each in tied:
+        known = (held for name in each for held in (name, name.removeprefix(prefix), renamed.get(name)))
+        if (held := next((held for held in known if held in stored), None)) is not None:
+            found.update(dict.fromkeys(each, stored[held]))
+    return found | stored
 
 
 def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
@@ -264,10 +265,6 @@ def _without_progress_bars() -> Iterator[None]:
 def library_converts() -> bool:
     """Whether the installed transformers library translates names and layouts of weights itself (from 5 on)."""
     return importlib.util.find_spec("transformers.core_model_loading") is not None
-
-
-def _without_prefix(whole: nn.Module, name: str) -> str:
-    return name.removeprefix(f"{getattr(whole, 'base_model_prefix', '')}.")
 
 
 def safetensors(caller: str) -> Any:
