@@ -150,15 +150,9 @@ def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) ->
     if not isinstance(given, str):
         owners = tuple(given)
         if len(owners) != stages * chunks or any(owners.count(rank) != chunks for rank in down):
-            counts = {owners.count(rank) for rank in down}
-            if len(counts) == 1 and len(owners) == stages * (each := counts.pop()) > 0:
-                raise ValueError(
-                    f"plan: placement {owners} names {len(owners)} chunks, {each} of each of {stages} ranks, and "
-                    f"chunks={chunks}; leave chunks out, or give chunks={each}"
-                )
             raise ValueError(
                 f"plan: placement must name every rank below {stages} {chunks} times, once per chunk of each "
-                f"(chunks={chunks}); got {owners}"
+                f"(chunks={chunks}); got {owners}; chunks can be left out"
             )
         return "custom", owners
     if given not in PLACEMENTS:

@@ -34,24 +34,15 @@ def is_v(problem: Problem) -> bool:
     return problem.placement == down + down[::-1]
 
 
-def zb_v_pattern(problem: Problem, percent: int, patience: int) -> Pattern:
-    """The pattern of ZB-V with this percentage of its counts, and the same patience everywhere."""
-    ranks = problem.ranks
-
-    def share(count: int) -> int:
-        return (count * percent + 50) // 100
-
-    ahead = [max(1, share(2 * (ranks - rank) - 1)) for rank in range(ranks)]
-    paired = [share(rank) for rank in range(ranks)]
-    turned = [share(ranks - rank) for rank in range(ranks)]
-    return [ahead, paired, turned, [0] * ranks, *([patience] * ranks for _ in range(3))]
-
-
 def zb_v_patterns(problem: Problem) -> Iterator[Pattern]:
     """Those to start from: first ZB-V's own counts, then more for more memory, and fewer for less."""
+    ranks = range(problem.ranks)
+    counts = [2 * (problem.ranks - rank) - 1 for rank in ranks], [*ranks], [problem.ranks - rank for rank in ranks]
     for percent in (100, *range(104, 164, 4), *range(96, 40, -4)):
+        ahead, paired, turned = ([(count * percent + 50) // 100 for count in each] for each in counts)
+        ahead = [max(1, count) for count in ahead]
         for patience in (4, 2, 1):
-            yield zb_v_pattern(problem, percent, patience)
+            yield [ahead, paired, turned, *([each] * problem.ranks for each in (0, patience, patience, patience))]
 
 
 def search_patterns(problem: Problem, start: Pattern, effort: Effort = Effort()) -> tuple[Ordering, Pattern] | None:  # noqa: B008

@@ -164,21 +164,14 @@ class Problem:
         """The least time that `rank` can spend in passes."""
         total = 0
         for chunk in self.chunks_of(rank):
-            saving = self.of(self.merge_saving, chunk)
-            apart = sum(self.of(self.backward, chunk)) + sum(self.of(self.weight, chunk))
-            backward = self.sequences * (apart - sum(saving)) + min(saving)  # the first W follows none
-            total += self.sequences * sum(self.of(self.forward, chunk))
-            total += self.least_of_both(chunk, backward)
+            names = ("backward", "weight", "merge_saving", "fused")
+            each = [*zip(*(self.of(getattr(self, name), chunk) for name in names), strict=True)]
+            least = self.sequences * sum(min(b + w - saved, both) for b, w, saved, both in each)
+            if len(each) == 1:  # the first W follows none
+                b, w, saved, both = each[0]
+                least = min(self.sequences * (b + w - saved) + saved, self.sequences * both)
+            total += self.sequences * sum(self.of(self.forward, chunk)) + least
         return total
-
-    def least_of_both(self, chunk: int, apart: int) -> int:
-        """Of a chunk's B and W, where those of all microbatches take so long if none is fused."""
-        fused = self.of(self.fused, chunk)
-        if len(fused) == 1:
-            return min(apart, self.microbatches * fused[0])
-        parts = zip(*(self.of(each, chunk) for each in (self.backward, self.weight, self.merge_saving)), strict=True)
-        pairs = zip(fused, parts, strict=True)
-        return self.sequences * sum(min(both, b + w - saved) for both, (b, w, saved) in pairs)
 
     def with_microbatches(self, microbatches: int) -> Problem:
         """With about so many, of whole sequences."""
