@@ -286,7 +286,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("Costs(forward=[1, 'a'])", TypeError, "Costs: forward[1] must be a number or one number per chunk; got str 'a'"),
     ("Costs(nothing=1)", TypeError, "Costs.__init__() got an unexpected keyword argument 'nothing'"),
     ("Costs(forward=[1, 2, 3]).per_chunk(2)", ValueError, "Costs: forward has 3 entries and the schedule 2 chunks"),
-    ("Costs(split_overhead=9).per_chunk(2)", ValueError, "Costs: split_overhead of chunk 0 exceeds its backward +"),
+    ("Costs(split_overhead=9).per_chunk(2)", ValueError, "Costs: split_overhead of chunk 0 must be at most its"),
     ("Costs(merge_saving=9).per_chunk(2)", ValueError, "Costs: merge_saving of chunk 0 must be at most its weight, 1"),
     ("Costs().per_chunk('a')", TypeError, "Costs.per_chunk: chunks must be an int; got str 'a'"),
     ("Costs.from_json('nonsense')", ValueError, "Costs.from_json: expected JSON; got 'nonsense': Expecting value:"),

@@ -24,7 +24,9 @@ _HOME = {
     "ProfileOptions": "runtime.options",
     "StepOptions": "runtime.options",
     "check_slices": "runtime.check_slices",
+    "checkpoint": "checkpoint",
     "cut": "models",
+    "draw": "draw",
     "export": "models",
     "export_adapter": "models",
     "layer_chunks": "models",
@@ -34,10 +36,10 @@ _HOME = {
     "plan": "planner",
     "profile": "runtime.profiling",
     "profile_layers": "runtime.profiling",
+    "schedules": "schedules",
     "token_loss": "models",
     "token_targets": "models",
 }
-_MODULES = {"checkpoint": "checkpoint", "draw": "draw", "schedules": "schedules"}
 
 __all__ = [
     "Action",
@@ -50,7 +52,6 @@ __all__ = [
     "Timeline",
     "simulate",
     *_HOME,
-    *_MODULES,
 ]
 
 if TYPE_CHECKING:
@@ -80,13 +81,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(f"zbkern.pipeline.{_HOME[name]}"), name)
-    elif name in _MODULES:
-        value = importlib.import_module(f"zbkern.pipeline.{_MODULES[name]}")
-    else:
+    if name not in _HOME:
         raise AttributeError(f"module 'zbkern.pipeline' has no attribute {name!r}")
-    globals()[name] = value
+    module = importlib.import_module(f"zbkern.pipeline.{_HOME[name]}")
+    globals()[name] = value = module if _HOME[name] == name else getattr(module, name)
     return value
 
 

@@ -71,7 +71,7 @@ def test_seconds_follow_from_the_unit() -> None:
         (lambda: Costs(held=[True]), r"held\[0\] must be a number"),
         (lambda: Costs(forward=[1, 2, 3]).per_chunk(4), "forward has 3 entries and the schedule 4 chunks"),
         (lambda: Costs(communication=[1] * 4).per_chunk(4), "communication has 4 entries and the schedule 3 edges"),
-        (lambda: Costs(split_overhead=3).per_chunk(4), "split_overhead of chunk 0 exceeds its backward"),
+        (lambda: Costs(split_overhead=3).per_chunk(4), "split_overhead of chunk 0 must be at most its backward . w"),
         (lambda: Costs(merge_saving=[0, 0, 2, 0]).per_chunk(4), "merge_saving of chunk 2 must be at most its weight"),
         (lambda: Costs.from_json("[" * 100_000), "expected JSON of at most a few levels"),
         (lambda: Costs.from_json(f'{{"forward": 1{5000 * "0"}}}'), "forward must be from 0|integer string conversion"),

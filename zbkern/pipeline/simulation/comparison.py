@@ -8,21 +8,12 @@ from dataclasses import replace
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.simulation.costs import Costs, number_fields
+from zbkern.pipeline.simulation.costs import PARTS, Costs, number_fields
 from zbkern.pipeline.simulation.simulator import simulate
 from zbkern.pipeline.simulation.timeline import Timeline
 
 INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
 """The generators that take any number of chunks per rank."""
-
-_PARTS = {
-    "split_overhead": ("backward", "weight"),
-    "merge_saving": ("weight",),
-    "attention_forward": ("forward",),
-    "attention_backward": ("backward",),
-    "carried": ("activation",),
-}
-"""What costs are a part of: that may be cut in another way, and they can be no more than it is."""
 
 
 def build(
@@ -53,7 +44,7 @@ def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
         )
     given = {name: getattr(costs, name) for name in number_fields() if name != "communication"}
     cut = {name: _rechunk(value, chunks, wanted) for name, value in given.items() if value is not None}
-    for name, wholes in _PARTS.items():
+    for name, wholes in PARTS.items():  # which may be cut in another way
         most = [sum(each) for each in zip(*(cut[whole] for whole in wholes), strict=True)]
         cut[name] = list(map(min, cut[name], most))
     return replace(costs, **cut)  # type: ignore[arg-type]

@@ -116,28 +116,28 @@ class Costs(JsonFile):
             name: None if value is None else _spread(name, value, chunks - (name == "communication"))
             for name, value in given.items()
         }
-        fused = tuple(
-            backward + weight - overhead
-            for backward, weight, overhead in zip(
-                flat["backward"], flat["weight"], flat.pop("split_overhead"), strict=True
-            )
-        )
-        for chunk in range(chunks):
-            if fused[chunk] < 0:
-                raise ValueError(f"Costs: split_overhead of chunk {chunk} exceeds its backward + weight; lower it")
-            if flat["merge_saving"][chunk] > flat["weight"][chunk]:
-                raise ValueError(
-                    f"Costs: merge_saving of chunk {chunk} must be at most its weight, {flat['weight'][chunk]:g}; "
-                    f"got {flat['merge_saving'][chunk]:g}"
-                )
-        for passes in ("forward", "backward"):
-            _check_part(f"attention_{passes}", flat[f"attention_{passes}"], passes, flat[passes])
-        _check_part("carried", flat["carried"], "activation", flat["activation"])
+        for name, wholes in PARTS.items():
+            most = [sum(each) for each in zip(*(flat[whole] for whole in wholes), strict=True)]
+            for chunk, (part, whole) in enumerate(zip(flat[name], most, strict=True)):
+                if part > whole * (1 + _ROUNDING):
+                    must = f"must be at most its {' + '.join(wholes)}, {whole:g}"
+                    raise ValueError(f"Costs: {name} of chunk {chunk} {must}; got {part:g}")
+            flat[name] = tuple(map(min, flat[name], most))
+        passes = zip(flat["backward"], flat["weight"], flat.pop("split_overhead"), strict=True)
+        fused = tuple(backward + weight - overhead for backward, weight, overhead in passes)
         # one transfer fills while another is copied
         streamed = tuple(a if self.copy_size is None else min(a, 2 * self.copy_size) for a in flat["activation"])
         return ChunkCosts(fused=fused, streamed=streamed, **flat)
 
 
+PARTS = {
+    "split_overhead": ("backward", "weight"),
+    "merge_saving": ("weight",),
+    "attention_forward": ("forward",),
+    "attention_backward": ("backward",),
+    "carried": ("activation",),
+}
+"""What each of these costs is a part of, and no more than."""
 _OPTIONAL = ("recompute", "checkpoint")  # of the fields with a number per chunk: they may be None
 COPY_FIELDS = ("offload_bandwidth", "reload_bandwidth", "copy_slowdown", "copy_size")  # the same for all chunks
 
@@ -162,12 +162,6 @@ def check_copies_and_units(costs: Any) -> None:
             raise ValueError(f"{owner}: {name} must be {' or '.join(map(repr, known))}, or None; got {unit!r}")
     if costs.tokens is not None and (type(costs.tokens) is not int or costs.tokens < 1):
         raise ValueError(f"{owner}: tokens must be those of a sequence, a whole number, or None; got {costs.tokens!r}")
-
-
-def _check_part(name: str, parts: Sequence[float], of: str, wholes: Sequence[float]) -> None:
-    for chunk, (part, whole) in enumerate(zip(parts, wholes, strict=True)):
-        if part > whole * (1 + _ROUNDING):
-            raise ValueError(f"Costs: {name} of chunk {chunk} must be at most its {of}, {whole:g}; got {part:g}")
 
 
 def checked(owner: str, name: str, value: Any, per: str = "chunk", most: float = LARGEST) -> float | tuple[float, ...]:

@@ -84,25 +84,23 @@ class Hardware:
     def __post_init__(self) -> None:
         if not isinstance(self.calibration, Calibration):
             raise TypeError(f"Hardware: calibration is for zbkern plan --calibrate; got {self.calibration!r}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("title", "source"):
+        for name in (field.name for field in fields(self) if field.name != "calibration"):
+            value = getattr(self, name)
+            if name in ("title", "source"):
                 if not isinstance(value, str):
-                    raise TypeError(f"Hardware: {field.name} must be text; got {value!r}")
+                    raise TypeError(f"Hardware: {name} must be text; got {value!r}")
                 continue
-            if field.name == "calibration" or (field.name in ("host_bandwidth", "fp8_flops") and value is None):
+            if name in ("host_bandwidth", "fp8_flops") and value is None:
                 continue
             if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-                raise TypeError(f"Hardware: {field.name} must be a number; got {value!r}")
-            if field.name == "gpus_per_node" and value % 1 != 0:  # infinity neither
-                raise ValueError(f"Hardware: {field.name} must be a whole number; got {value!r}")
-            most = 1.0 if field.name.endswith("_share") else 1e30
-            fits = 0 <= value <= most if field.name in _MAY_BE_ZERO else 0 < value <= most
-            if not fits:  # NaN neither
-                raise ValueError(f"Hardware: {field.name} must be above 0 and at most {most:g}; got {value!r}")
-            unit = _UNITS.get(field.name)
-            if unit is not None and value < _LEAST:
-                raise ValueError(f"Hardware: {field.name} must be {unit}; got {value!r}")
+                raise TypeError(f"Hardware: {name} must be a number; got {value!r}")
+            if name == "gpus_per_node" and value % 1 != 0:  # infinity neither
+                raise ValueError(f"Hardware: {name} must be a whole number; got {value!r}")
+            most = 1.0 if name.endswith("_share") else 1e30
+            if not (0 <= value <= most and (value or name in _MAY_BE_ZERO)):  # NaN neither
+                raise ValueError(f"Hardware: {name} must be above 0 and at most {most:g}; got {value!r}")
+            if name in _UNITS and value < _LEAST:
+                raise ValueError(f"Hardware: {name} must be {_UNITS[name]}; got {value!r}")
 
 
 def load_hardware(name: str, path: str | Path | None = None) -> Hardware:

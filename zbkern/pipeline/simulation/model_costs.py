@@ -243,9 +243,9 @@ class _Layer:
         part = part.of(job.tensor_parallel)
         rows = job.rows / job.tensor_parallel
         if part.experts is not None and job.expert_parallel > 1:
-            self.dispatch_and_combine(rows, part.experts, self.features)
+            self.dispatch_and_combine(rows, part.experts)
         else:
-            self.gather_and_scatter(self.features)
+            self.gather_and_scatter()
         for product in part.products:
             self.product(product, part.experts)
         if part.core is not None:
@@ -305,18 +305,11 @@ class _Layer:
         self.forward += max(0.0, self.gathered - hidden * self.forward)
         self.backward += max(0.0, self.gathered + self.reduced - hidden * (self.backward + self.weight))
 
-    def launches(self, seconds: float) -> None:
-        """What each of F, B and W takes however few tokens there are."""
-        self.forward += seconds
-        self.backward += seconds
-        self.weight += seconds
-        self.overhead += seconds
-
-    def gather_and_scatter(self, features: int) -> None:
+    def gather_and_scatter(self) -> None:
         """Tensor parallelism around attention or an MLP: an all-gather and a reduce-scatter, forward and backward."""
         ranks = self.job.tensor_parallel
         if ranks > 1:
-            self._message(2 * _WIDTH * self.job.rows * features * (ranks - 1) / ranks / self._bandwidth(ranks))
+            self._message(2 * _WIDTH * self.job.rows * self.features * (ranks - 1) / ranks / self._bandwidth(ranks))
 
     def around(self, keys: float) -> None:
         """Context parallelism: so many numbers of keys and values go to the other GPUs of the sequence."""
@@ -324,14 +317,14 @@ class _Layer:
         if ranks > 1:
             self._message(_WIDTH * keys * (ranks - 1) / self._bandwidth(ranks * self.job.tensor_parallel))
 
-    def dispatch_and_combine(self, tokens: float, experts: Experts, features: int) -> None:
+    def dispatch_and_combine(self, tokens: float, experts: Experts) -> None:
         """Expert parallelism: tokens go to the GPUs of their experts and return, forward and backward.
 
         A token travels once to every node that has some of its experts, to the GPU with its own GPU's place there, and
         is handed on to every GPU there that has some while the next ones travel (arXiv 2412.19437, section 3.2.2). What
         goes to its own node or GPU takes no time.
         """
-        ranks, size = self.job.expert_parallel, _WIDTH * tokens * features
+        ranks, size = self.job.expert_parallel, _WIDTH * tokens * self.features
         inside, here = int(min(ranks, self.hardware.gpus_per_node)), experts.count // ranks
         gpus = sum(reached(experts, (here,) * ranks))
         places = [here * min(inside, ranks - first) for first in range(0, ranks, inside)]
@@ -353,11 +346,8 @@ class _Layer:
         output = _WIDTH * self.job.rows * self.features / self.job.tensor_parallel
         same = ("forward", "backward", "weight", "attention_forward", "attention_backward", "overhead")
         times = {name: _MS * getattr(self, name) for name in same}
-        memory = {name: getattr(self, name) for name in ("activation", "held", "static", "carried")}
-        saving = _MS * self.saving
-        return LayerCosts(
-            self.name, **times, **memory, merge_saving=saving, output=output, window=self.window, tied=self.tied
-        )
+        rest = {name: getattr(self, name) for name in ("activation", "held", "static", "carried", "window")}
+        return LayerCosts(self.name, **times, **rest, merge_saving=_MS * self.saving, output=output, tied=self.tied)
 
     def _bandwidth(self, ranks: int) -> float:
         """Among so many neighbours."""
@@ -397,7 +387,7 @@ def _head(name: str, architecture: Architecture, hardware: Hardware, job: Job) -
     layer.linear(rows, features, architecture.vocabulary / ranks)
     twice = layer.backward - layer.seconds(_WIDTH * job.rows / ranks * 4 * features)
     layer.forward, layer.backward, layer.weight = layer.forward + twice, layer.backward - twice, layer.weight + twice
-    layer.gather_and_scatter(features)
+    layer.gather_and_scatter()
     layer.keep(job.rows / ranks, 3 * features, features)  # input, its norm, and its gradient
     return layer
 
@@ -408,7 +398,8 @@ def _block(
     """joined: with the product in front that joins a predictor's two inputs."""
     features = architecture.features
     layer = _Layer(name, features, hardware, job)
-    layer.launches(hardware.layer_time + (hardware.expert_time if block.experts else 0.0))
+    launches = hardware.layer_time + (hardware.expert_time if block.experts else 0.0)
+    layer.forward = layer.backward = layer.weight = layer.overhead = launches
     rows = job.rows / job.tensor_parallel  # outside of the layers that are split
     layer.elementwise(rows, block.norms * 2 * features + 2 * features, block.norms * 4 * features)
     layer.keep(rows, block.norms * features, 0)  # the inputs of the norms
