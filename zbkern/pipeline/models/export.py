@@ -131,13 +131,14 @@ def _write(
 
         def finish_all(found: list[list[Any]]) -> None:
             finish(folder, sorted(Shard(*shard) for of_rank in found for shard in of_rank), mine)
+            _delete_unfinished(folder, "*")  # of exports that were killed, too
 
         with _deleting_on_error(folder, ranks.rank):
             for chunk, its_files in zip(mine, files, strict=True):
                 for number, tensors in enumerate(its_files):
                     if chunk.layer_names[0] not in writes:
                         continue  # a shard of another rank's tensor took part in gathering it
-                    path = folder / f".{chunk.layer_names[0]}-{number}{_unfinished(ranks.rank)}"
+                    path = folder / f".{chunk.layer_names[0]}-{number}-of-rank-{ranks.rank}.safetensors"
                     save_file(tensors, path, metadata={"format": "pt"})
                     size = sum(tensor.nbytes for tensor in tensors.values())
                     order = chunk.all_layers.index(chunk.layer_names[0])
@@ -145,9 +146,10 @@ def _write(
             ranks.exchange("tensors written", shards, finish_all)
 
 
-def _unfinished(rank: int | str) -> str:
-    """How the names of files end that a rank is writing."""
-    return f"-of-rank-{rank}.safetensors"
+def _delete_unfinished(folder: Path, rank: int | str) -> None:
+    """What this rank was writing, or "*"."""
+    for path in folder.glob(f".*-of-rank-{rank}.safetensors"):
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -156,8 +158,7 @@ def _deleting_on_error(folder: Path, rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for path in folder.glob(f".*{_unfinished(rank)}"):
-            path.unlink(missing_ok=True)
+        _delete_unfinished(folder, rank)
         raise
 
 
@@ -247,13 +248,12 @@ def _on_the_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _by_layer(chunk: Chunk) -> Iterator[dict[str, Tensor]]:
     """Of every layer, and of what belongs to none, its tensors; a tied one under the name that it has first."""
     tied = {id(parameter) for parameter in chunk.tied_parameters.values()}
+    once = {name for name, _ in chunk.named_parameters()}
     others = {
         name
         for name, parameter in chunk.named_parameters(remove_duplicate=False)
-        if id(parameter) in tied and name not in chunk.shared_names
+        if name not in once or (id(parameter) in tied and name not in chunk.shared_names)
     }
-    once = {name for name, _ in chunk.named_parameters()}
-    others |= {name for name, _ in chunk.named_parameters(remove_duplicate=False) if name not in once}
     state = {name: value for name, value in chunk.state_dict().items() if name not in others}
     for layer in chunk.layer_names:
         yield {name: state.pop(name) for name in [*state] if name.startswith(f"{layer}.")}
@@ -278,8 +278,8 @@ def _finish(folder: Path, shards: list[Shard], chunks: list[Chunk]) -> None:
         os.replace(beside, folder / INDEX)
     else:
         (folder / INDEX).unlink(missing_ok=True)
-    for path in (*(folder / name for name in old.difference(names)), *folder.glob(f".*{_unfinished('*')}")):
-        path.unlink(missing_ok=True)
+    for name in old.difference(names):
+        (folder / name).unlink(missing_ok=True)
     for chunk in chunks[:1]:
         for kind in ("config", "generation_config"):
             settings: Any = getattr(chunk.whole, kind, None)
@@ -295,8 +295,6 @@ def _finish_adapter(folder: Path, shards: list[Shard], config: dict[str, Any]) -
     files.save_file(together, beside, metadata={"format": "pt"})
     os.replace(beside, folder / ADAPTER)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    for path in folder.glob(f".*{_unfinished('*')}"):  # these, and what exports that were killed have left
-        path.unlink(missing_ok=True)
 
 
 def _free_names(count: int, taken: set[str]) -> list[str]:
