@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zbkern.pipeline.schedules.dependencies import Result, producer, result
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.memory import Memory, static_of_ranks
 from zbkern.pipeline.simulation.slice_costs import slice_costs
-from zbkern.pipeline.simulation.timeline import Event, Timeline
+from zbkern.pipeline.simulation.timeline import Event, Timeline, arrival, ends_of
 
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 
@@ -76,10 +75,7 @@ class _Gaps:
         self._memory = Memory(costs, always, self._schedule.actions[rank])
         self._copies = bool(timeline.copies and timeline.copies[rank])
         self._limit = float("inf") if limits is None else limits[rank] * (1 + _ROUNDING)
-        self._ends: dict[Result | None, tuple[float, int]] = {
-            result(event.action): (event.end, event.rank) for row in timeline.events for event in row
-        }
-        self._rank = rank
+        self._ends = ends_of(timeline)
 
     def causes(self) -> Iterator[tuple[str, float]]:
         """(cause, time) of every gap, in parts where it has several."""
@@ -111,13 +107,7 @@ class _Gaps:
             clock = event.end
 
     def _arrival(self, event: Event) -> tuple[float, float]:
-        """When the input of a pass was computed, and when it arrived."""
-        need = producer(event.action, len(self._schedule.placement))
-        if need is None:
-            return 0.0, 0.0
-        end, owner = self._ends[need]
-        travel = self._of(event).communication[min(event.action.chunk, need[1])] if owner != self._rank else 0.0
-        return end, end + travel
+        return arrival(event.action, self._ends, self._of(event).communication, self._schedule.placement)
 
     def _of(self, event: Event) -> ChunkCosts:
         """The costs of its slice."""

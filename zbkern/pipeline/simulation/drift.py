@@ -12,11 +12,10 @@ from typing import Any
 
 from zbkern.pipeline import draw
 from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.schedules.dependencies import producer
 from zbkern.pipeline.schedules.units import TIME_UNITS, duration
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.simulator import simulate
-from zbkern.pipeline.simulation.timeline import Timeline
+from zbkern.pipeline.simulation.timeline import Timeline, arrival, ends_of
 
 _TIMES = (
     *("forward", "backward", "weight", "communication", "split_overhead", "merge_saving", "recompute"),
@@ -217,13 +216,13 @@ class Drift:
         mine, plan = self.measured.events[rank], self.planned.events[rank]
         busy = sum(e.end - e.start for e in mine) - sum(e.end - e.start for e in plan)
         late = host = 0.0
-        passes = _passes(self.measured)
+        ends = ends_of(self.measured)
         whole = self.costs.per_chunk(len(self.measured.schedule.placement)).communication
         travel = [time / len(self.measured.schedule.slices) for time in whole]
         for before, event in pairwise(mine):
             gap = max(0.0, event.start - before.end)
-            arrival = _arrival(event.action, passes, travel, self.measured.schedule.placement)
-            waited = min(gap, max(0.0, arrival - before.end))
+            _, arrived = arrival(event.action, ends, travel, self.measured.schedule.placement)
+            waited = min(gap, max(0.0, arrived - before.end))
             late, host = late + waited, host + gap - waited
         idle = sum(max(0.0, after.start - before.end) for before, after in pairwise(plan))
         spans = [row[-1].end - row[0].start if row else 0.0 for row in (mine, plan)]
@@ -246,13 +245,3 @@ def _passes(timeline: Timeline) -> _Passes:
 
 def _backward(found: _Passes, chunk: int, microbatch: int) -> tuple[float, float, float]:
     return found.get(("B", chunk, microbatch)) or found["BW", chunk, microbatch]
-
-
-def _arrival(action: Action, passes: _Passes, travel: Sequence[float], placement: Sequence[int]) -> float:
-    """When the message that an action needs arrives; 0 where it needs none."""
-    needed = producer(action, len(placement))
-    if needed is None:
-        return 0.0
-    kind, other, microbatch = needed
-    sent = passes[needed] if kind == "F" else _backward(passes, other, microbatch)
-    return sent[1] + (travel[min(action.chunk, other)] if placement[action.chunk] != placement[other] else 0.0)

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zbkern.pipeline.schedules.actions import COPIES, Action
-from zbkern.pipeline.schedules.dependencies import Result, order_of_running, producer, result
+from zbkern.pipeline.schedules.dependencies import Result, order_of_running, result
 from zbkern.pipeline.schedules.program import FILLS, offloads_or_recomputes, recomputed
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.copies import Copies
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.memory import Limit, Memory, limits_of, static_of_ranks
 from zbkern.pipeline.simulation.slice_costs import slice_costs
-from zbkern.pipeline.simulation.timeline import Event, Timeline
+from zbkern.pipeline.simulation.timeline import Event, Timeline, arrival
 
 
 def simulate(
@@ -115,10 +115,10 @@ class _Run:
 
     def timeline(self) -> Timeline:
         for rank, action in order_of_running(self._rows, len(self._schedule.placement)):
-            arrival = self._arrival(rank, action)
+            arrived = self._arrival(action)
             if self._eager is not None and action.kind != "W":
-                self._fill(rank, self._eager[rank], action, arrival)
-            self._execute(rank, action, arrival)
+                self._fill(rank, self._eager[rank], action, arrived)
+            self._execute(rank, action, arrived)
         if self._eager is not None:
             for rank, pending in enumerate(self._eager):
                 while pending.queue:
@@ -128,9 +128,9 @@ class _Run:
         copies = [tuple(self._copies[rank].events) if rank in self._copies else () for rank in range(len(self._rows))]
         return Timeline(self._schedule, events, peak, copies=tuple(copies) if self._copies else ())
 
-    def _execute(self, rank: int, action: Action, arrival: float = 0.0) -> None:
+    def _execute(self, rank: int, action: Action, arrived: float = 0.0) -> None:
         events, copies, memory = self._events[rank], self._copies.get(rank), self._memory[rank]
-        start = max(events[-1].end if events else 0.0, arrival)
+        start = max(events[-1].end if events else 0.0, arrived)
         if copies is None:
             end = start + self._length(rank, action)
         elif action.kind in COPIES:
@@ -159,24 +159,19 @@ class _Run:
             return max(0.0, length - self._of(microbatch).merge_saving[chunk])
         return length
 
-    def _arrival(self, rank: int, action: Action) -> float:
+    def _arrival(self, action: Action) -> float:
         """When the input of an action arrives on its rank."""
-        need = producer(action, len(self._schedule.placement))
-        if need is None:
-            return 0.0
-        distant = self._schedule.placement[need[1]] != rank
-        edge = min(action.chunk, need[1])
-        return self._ends[need] + (self._of(action.microbatch).communication[edge] if distant else 0.0)
+        return arrival(action, self._ends, self._of(action.microbatch).communication, self._schedule.placement)[1]
 
     def _of(self, microbatch: int) -> ChunkCosts:
         return self._costs[microbatch % len(self._costs)]
 
-    def _fill(self, rank: int, pending: _Pending, action: Action, arrival: float) -> None:
+    def _fill(self, rank: int, pending: _Pending, action: Action, arrived: float) -> None:
         """Runs pending W: as many as must free their memory for an F to fit, then until the input arrives."""
         memory, events = self._memory[rank], self._events[rank]
         taken = self._of(action.microbatch).activation[action.chunk]
         limit = pending.limit - taken if action.kind == "F" else float("inf")
-        while pending.queue and (memory.now > limit or events[-1].end < arrival):
+        while pending.queue and (memory.now > limit or events[-1].end < arrived):
             self._execute(rank, pending.queue.popleft())
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from zbkern.pipeline import draw
+from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.actions import Event as Event
+from zbkern.pipeline.schedules.dependencies import Result, producer, result
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import duration
 from zbkern.pipeline.simulation.costs import Costs
@@ -128,3 +130,19 @@ def measured(
 
 def _shifted(rows: Sequence[Sequence[Event]], first: float) -> tuple[tuple[Event, ...], ...]:
     return tuple(tuple(e._replace(start=e.start - first, end=e.end - first) for e in row) for row in rows)
+
+
+def ends_of(timeline: Timeline) -> dict[Result | None, float]:
+    """When each result of a chunk was there that others need."""
+    return {result(event.action): event.end for row in timeline.events for event in row}
+
+
+def arrival(
+    action: Action, ends: Mapping[Result | None, float], travel: Sequence[float], placement: Sequence[int]
+) -> tuple[float, float]:
+    """When the input of a pass was computed, and when it arrived, by the time over each edge; 0 where it needs none."""
+    need = producer(action, len(placement))
+    if need is None:
+        return 0.0, 0.0
+    distant = placement[action.chunk] != placement[need[1]]
+    return ends[need], ends[need] + (travel[min(action.chunk, need[1])] if distant else 0.0)
