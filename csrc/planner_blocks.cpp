@@ -1,4 +1,4 @@
-// Search for a building block, the passes of one microbatch that all microbatches repeat; see planner/block_search.py.
+// Search for a building block, the passes of one microbatch that all microbatches repeat; see planner/annealing.py.
 #include <algorithm>
 
 #include "planner.h"

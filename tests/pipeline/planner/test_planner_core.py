@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.planner_problems import random_problem
 from zbkern.pipeline import Costs, schedules, simulate
-from zbkern.pipeline.planner import annealing, block_search, bounds, list_scheduler, native, pattern_search
+from zbkern.pipeline.planner import annealing, bounds, list_scheduler, native, pattern_search
 from zbkern.pipeline.planner.native import Effort
 from zbkern.pipeline.planner.problem import (
     Ordering,
@@ -143,7 +143,7 @@ def test_building_blocks(seed: int, slices: tuple[int, ...]) -> None:
     given = problem(seed, slices)
     if len(slices) > 1:  # blocks hold parts of two sequences at once
         given = replace(given, limit=tuple(4 * each for each in given.limit))
-    found = block_search.search_blocks(given, seed % 4 == 3, Effort(seed, temperatures(given), 60))
+    found = annealing.search_blocks(given, seed % 4 == 3, Effort(seed, temperatures(given), 60))
     if given.saves:  # which blocks do not weigh
         by_blocks, found = found.cost, annealing.with_cost(given, found)
         assert found.cost <= by_blocks

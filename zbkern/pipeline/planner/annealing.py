@@ -1,4 +1,4 @@
-"""Local search: simulated annealing over the order of every rank, W included.
+"""Local search: simulated annealing over the order of every rank, W included, or over one building block of all.
 
 A move shifts one pass of one rank to an earlier or later position of its row, as far as dependencies and memory there
 allow. Half of the moves take their pass from the critical path; a fifth shift a group of passes at once: the same pass
@@ -32,6 +32,22 @@ def anneal(problem: Problem, start: Ordering, effort: Effort, samples: Sequence[
     """
     assert native.core is not None
     return Ordering(*native.core.anneal([problem, *samples], start.rows, start.fused, effort, problem.may_fuse))
+
+
+def search_blocks(problem: Problem, fuse: bool, effort: Effort) -> Ordering | None:
+    """The best orders found that repeat one building block: when each pass of one microbatch runs, which every
+    microbatch repeats one period later. None when there are none; it stops only once something fits.
+
+    V-Half and V-Min (arXiv 2405.15362) are such schedules, made by hand for passes of equal length. Here the block is
+    searched for, with the real costs: a rank runs its passes in the order of the time that the block gives them, each
+    as soon as it can, and simulated annealing moves passes of the block, which moves those of all microbatches at once.
+    Where memory is short, changing one microbatch after the other does not lead from one steady state to a better one;
+    this does. Warm-up and cool-down of what it finds are poor; it is where `anneal` starts from. It runs in C++
+    (csrc/planner_blocks.cpp). fuse: all backwards are fused.
+    """
+    assert native.core is not None
+    orders = Ordering(*native.core.search_blocks(problem, fuse, effort))
+    return orders if orders.rows else None
 
 
 def measured(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[float]] | None:

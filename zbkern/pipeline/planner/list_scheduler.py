@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import islice, pairwise, product
 from typing import Any, NamedTuple
 
@@ -52,17 +51,13 @@ class Rule(NamedTuple):
 def rules_to_try(problem: Problem, stride: int = 1) -> Iterator[Rule]:
     """Every `stride`-th of the rules that are tried, the same for all ranks."""
 
-    def same(choice: int) -> Each:
-        return (choice,) * problem.ranks
-
-    @cache
-    def caps(slope: int) -> Each:
-        return forward_caps(problem, slope)
-
-    for priority, patience, slope, forward, backward, fused, follow in islice(
-        product(*_choices(problem)), 0, None, stride
-    ):
-        yield Rule(same(priority), same(patience), same(forward), same(backward), caps(slope), fused, follow)
+    caps = {slope: forward_caps(problem, slope) for slope in _SLOPES}
+    choices = islice(product(*_choices(problem)), 0, None, stride)
+    for priority, patience, slope, forward, backward, fuse, follow in choices:
+        priority, patience, forward, backward = (
+            (choice,) * problem.ranks for choice in (priority, patience, forward, backward)
+        )
+        yield Rule(priority, patience, forward, backward, caps[slope], fuse, follow)
 
 
 def count_rules(problem: Problem) -> int:

@@ -189,20 +189,7 @@ class _Ranks:
 
     def cost(self) -> _Cost:
         """The memory that is missing, the most work of a rank, and how uneven the work is; less is better."""
-        return self.missing(), max(self.work), sum([each * each for each in self.work])
-
-    def cost_below(self, best: _Cost) -> _Cost | None:
-        """The cost where it is less than this, by more than rounding."""
-        missing = self.missing()
-        if missing > best[0] or (missing == best[0] and max(self.work) > best[1]):
-            return None
-        cost = self.cost()
-        less = cost < best and any(new < old * (1 - 1e-9) for new, old in zip(cost, best, strict=True))
-        return cost if less else None
-
-    def missing(self) -> float:
-        """The memory that all ranks miss together."""
-        return sum(self._missing)
+        return sum(self._missing), max(self.work), sum([each * each for each in self.work])
 
     def worst(self) -> int:
         """The rank that a layer should leave: with the least memory, if that is too little, else with the most work."""
@@ -224,8 +211,8 @@ def _improved(ranks: _Ranks, starts: Sequence[int]) -> list[int]:
                 continue
             for step in (1, -1):
                 for moved in _moves(ranks, starts, chunk, step):
-                    cost = ranks.cost_below(best)
-                    if cost is not None:
+                    cost = ranks.cost()
+                    if cost < best and any(new < old * (1 - 1e-9) for new, old in zip(cost, best, strict=True)):
                         best, found = cost, moved[:-1]
                 ranks.restore(here)
         if found is None:

@@ -7,8 +7,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.annealing import anneal
-from zbkern.pipeline.planner.block_search import search_blocks
+from zbkern.pipeline.planner.annealing import anneal, search_blocks
 from zbkern.pipeline.planner.bounds import cost_bound, warm_up_forwards
 from zbkern.pipeline.planner.incumbents import Budget, Incumbent
 from zbkern.pipeline.planner.list_scheduler import Rule, best_rules, count_rules, list_schedule, refine, rules_to_try
