@@ -100,11 +100,13 @@ Kernels
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
+
+Segments = Sequence[tuple[Tensor, ...]]
+Outputs = Sequence[Tensor | None]
 
 OPS = {
     "linear": ("linear_fwd", "linear_dgrad", "linear_wgrad", "linear_wgrads", "activation_fwd", "activation_bwd"),

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zbkern.kernels.spec import Outputs, Segments
+
 try:
     from zbkern import _cuda
 
@@ -23,9 +25,6 @@ except ImportError as error:
 # how the extension names dtypes
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 DTYPES = (torch.bfloat16, torch.float16)
-
-Segments = Sequence[tuple[Tensor, ...]]
-Outputs = Sequence[Tensor | None]
 
 
 def why_not(device: torch.device | str | None = None) -> str | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
+
+from zbkern.kernels.spec import Outputs, Segments
 
 
 def embedding_fwd(indices: Tensor, weight: Tensor, y: Tensor) -> None:
@@ -13,12 +13,7 @@ def embedding_fwd(indices: Tensor, weight: Tensor, y: Tensor) -> None:
     torch.index_select(weight, 0, indices, out=y)
 
 
-def embedding_wgrad(
-    segments: Sequence[tuple[Tensor, ...]],
-    outputs: Sequence[Tensor | None],
-    accumulate: bool,
-    padding_idx: int | None = None,
-) -> None:
+def embedding_wgrad(segments: Segments, outputs: Outputs, accumulate: bool, padding_idx: int | None = None) -> None:
     """dweight[v] (+)= sum of dy[i] over all i with indices[i] = v; nothing for v = padding_idx."""
     (dweight,) = outputs
     if dweight is None:

@@ -6,12 +6,11 @@ that a weight quantised once serves both products; of W 128 x 1, along the token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from zbkern.kernels.reference.linear import linear_wgrad
+from zbkern.kernels.spec import Outputs, Segments
 
 BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3fn
@@ -31,9 +30,7 @@ def fp8_linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor, kept: dict[object, 
     dx.copy_(_rounded(dy, 1) @ _rounded_weight(weight, kept))
 
 
-def fp8_linear_wgrad(
-    segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool
-) -> None:
+def fp8_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
     """dweight (+)= sum of quantised(dy^T) quantised(x^T)^T and dbias (+)= sum over rows of dy, over (x, dy). Every
     segment's blocks begin anew and its sum is added by itself, so that merged W are the same bits as single ones."""
     dweight, dbias = outputs

@@ -7,7 +7,7 @@ times the arithmetic as there are groups; the Triton kernels do not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zbkern.kernels.reference.activation import activation_bwd, activation_function, activation_fwd
 from zbkern.kernels.reference.linear import linear_dgrad, linear_fwd, linear_wgrad
-from zbkern.kernels.spec import GateOptions
+from zbkern.kernels.spec import GateOptions, Outputs, Segments
 
 
 def grouped_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, y: Tensor) -> None:
@@ -42,9 +42,7 @@ def grouped_linear_dgrad(dy: Tensor, weight: Tensor, ends: Tensor, dx: Tensor) -
         grouped_linear_fwd(dy, weight.mT, None, ends, dx)
 
 
-def grouped_linear_wgrad(
-    segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool
-) -> None:
+def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
     """dweight[e] (+)= sum of dy^T x and dbias[e] (+)= sum of dy, over the rows of group e in all segments."""
     some = next(output for output in outputs if output is not None)
     parts = [_groups_of(*segment) for segment in segments]

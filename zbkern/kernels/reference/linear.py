@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zbkern.kernels.reference.activation import activation_fwd, gated_bwd, gated_fwd
 from zbkern.kernels.reference.matmul import addmm_into, matmul, write_linear
+from zbkern.kernels.spec import Outputs, Segments
 
 
 def linear_fwd(
@@ -37,7 +38,7 @@ def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor) -> N
         addmm_into(dx, dy, weight, index > 0)
 
 
-def linear_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+def linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
     """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N])."""
     dweight, dbias = outputs
     for x, dy in segments if len(segments) == 1 else _join_small(segments):
@@ -56,9 +57,7 @@ def linear_gradients(segment: Sequence[Tensor], params: Sequence[Tensor | None])
     return None if params[0] is None else matmul(columns, x), None if params[1] is None else columns.sum(1)
 
 
-def linear_wgrads(
-    layers: Sequence[tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None]]], accumulate: bool
-) -> None:
+def linear_wgrads(layers: Sequence[tuple[Segments, Outputs]], accumulate: bool) -> None:
     """linear_wgrad of every (segments, outputs)."""
     for segments, outputs in layers:
         linear_wgrad(segments, outputs, accumulate)
@@ -114,7 +113,7 @@ def _ones(count: int, dtype: torch.dtype) -> Tensor:
     return torch.ones(count, dtype=dtype)
 
 
-def _join_small(segments: Sequence[tuple[Tensor, ...]]) -> Sequence[tuple[Tensor, ...]]:
+def _join_small(segments: Segments) -> Sequence[tuple[Tensor, ...]]:
     """Joins segments into one where copying their rows moves fewer bytes than one more pass over the gradient."""
     x, dy = segments[0]
     rows = sum(segment[0].shape[0] for segment in segments)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from zbkern.kernels.reference.matmul import addmm_into, linear, linear_again
-from zbkern.kernels.spec import CrossEntropyOptions
+from zbkern.kernels.spec import CrossEntropyOptions, Outputs, Segments
 
 
 def cross_entropy_fwd(
@@ -20,7 +20,7 @@ def cross_entropy_fwd(
     loss: Tensor,
     lse: Tensor,
     dx: Tensor | None,
-    gradients: Sequence[Tensor | None] | None = None,
+    gradients: Outputs | None = None,
 ) -> None:
     """loss = (1 - s) (lse - z[target]) + s (lse - mean z) + z_loss lse^2 for every row, 0 where it is ignored.
 
@@ -57,8 +57,8 @@ def cross_entropy_fwd(
 
 
 def cross_entropy_wgrad(
-    segments: Sequence[tuple[Tensor, ...]],
-    outputs: Sequence[Tensor | None],
+    segments: Segments,
+    outputs: Outputs,
     accumulate: bool,
     weight: Tensor,
     bias: Tensor | None,

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zbkern.kernels.spec import Outputs, Segments
+
 
 def norm_partials(rows: int, features: int, device: torch.device) -> int:
     """One: here the whole sum over rows is taken with the rows."""
@@ -105,7 +107,7 @@ def layer_norm_gradients(
     return dx, torch.stack((dweight, dbias)).unsqueeze(1) if sums else None
 
 
-def norm_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+def norm_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
     """outputs[i] (+)= sum over segments and over P of partials [len(outputs) or more, P, K] [i]."""
     for (partials,) in segments:
         for output, partial in zip(outputs, partials, strict=True):

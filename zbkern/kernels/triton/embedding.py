@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zbkern.kernels.spec import Outputs, Segments
 from zbkern.kernels.triton.common import Kernel, offset, widen
 
 _MERGED = 4  # segments that one launch takes; more take several launches
@@ -20,12 +21,7 @@ def embedding_fwd(indices: Tensor, weight: Tensor, y: Tensor) -> None:
     torch.index_select(weight, 0, indices, out=y)
 
 
-def embedding_wgrad(
-    segments: Sequence[tuple[Tensor, ...]],
-    outputs: Sequence[Tensor | None],
-    accumulate: bool,
-    padding_idx: int | None = None,
-) -> None:
+def embedding_wgrad(segments: Segments, outputs: Outputs, accumulate: bool, padding_idx: int | None = None) -> None:
     """dweight[v] (+)= sum of dy[i] over all i with indices[i] = v, in their order; nothing for v = padding_idx.
 
     Allocates 32 bytes per index, to sort them.

@@ -4,7 +4,6 @@ Tensor cores read 8-bit operands only along the dimension that is summed over, s
 transposed: the same values, because its blocks are squares. W quantises both operands along their tokens.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zbkern.kernels.spec import Outputs, Segments
 from zbkern.kernels.triton.common import _INTERPRETED, INTERPRETED, Kernel, dot, offset, rows_dense, widen
 from zbkern.kernels.triton.matmul_tile import Matrix, processors, tile_index
 from zbkern.kernels.triton.multi_matmul import store_tile
@@ -42,9 +42,7 @@ def fp8_linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor, kept: dict[Any, Any
         _multiply(_quantise_rows(dy), _quantise_weight(weight, True, kept), None, dx)
 
 
-def fp8_linear_wgrad(
-    segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool
-) -> None:
+def fp8_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
     """dweight (+)= sum of quantised(dy^T) quantised(x^T)^T and dbias (+)= sum over rows of dy, over (x, dy).
 
     Allocates the operands in 8 bits, a byte for each of their elements, of one segment at a time.

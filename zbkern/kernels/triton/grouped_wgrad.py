@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zbkern.kernels.spec import Outputs, Segments
 from zbkern.kernels.triton.common import INTERPRETED, Kernel, dot, offset, rows_dense, widen
 from zbkern.kernels.triton.grouped_tile import (
     Stack,
@@ -115,9 +116,7 @@ def _store_matrix(
         store(target, value, p, q, P, Q, o_stride, M, N, False)
 
 
-def grouped_linear_wgrad(
-    segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool
-) -> None:
+def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
     """dweight[e] (+)= sum of dy^T x and dbias[e] (+)= sum of dy, over the rows of group e in all segments.
 
     Allocates a copy of every x and dy whose rows do not begin at multiples of 16 bytes.

@@ -5,13 +5,13 @@ goes through the vocabulary instead: all rows of all microbatches at a time, so 
 once, where chunks of rows would add to all of dweight again and again. Contract: spec.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zbkern.kernels.spec import CrossEntropyOptions
+from zbkern.kernels.spec import CrossEntropyOptions, Outputs, Segments
 from zbkern.kernels.triton.common import Kernel, widen
 from zbkern.kernels.triton.linear import linear_dgrad, linear_fwd
 from zbkern.kernels.triton.wgrad import linear_wgrad
@@ -29,7 +29,7 @@ def cross_entropy_fwd(
     loss: Tensor,
     lse: Tensor,
     dx: Tensor | None,
-    gradients: Sequence[Tensor | None] | None = None,
+    gradients: Outputs | None = None,
 ) -> None:
     """loss = (1 - s) (lse - z[target]) + s (lse - mean z) + z_loss lse^2 for every row, 0 where it is ignored.
 
@@ -55,8 +55,8 @@ def cross_entropy_fwd(
 
 
 def cross_entropy_wgrad(
-    segments: Sequence[tuple[Tensor, ...]],
-    outputs: Sequence[Tensor | None],
+    segments: Segments,
+    outputs: Outputs,
     accumulate: bool,
     weight: Tensor,
     bias: Tensor | None,
@@ -92,7 +92,7 @@ def _logits(x: Tensor, rows: int, columns: int) -> Tensor:
     return x.new_empty(rows, triton.cdiv(columns, 8) * 8)[:, :columns]
 
 
-def _split(buffer: Tensor, segments: Sequence[tuple[Tensor, ...]]) -> Iterator[Tensor]:
+def _split(buffer: Tensor, segments: Segments) -> Iterator[Tensor]:
     yield from buffer.split([x.shape[0] for x, *_ in segments])
 
 

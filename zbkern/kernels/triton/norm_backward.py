@@ -5,13 +5,13 @@ partial sums.
 """
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from zbkern.kernels.spec import Outputs, Segments
 from zbkern.kernels.triton.common import Kernel
 from zbkern.kernels.triton.norm_forward import PIECE, Tile, at, dense, norm_tile, strides_of
 from zbkern.kernels.triton.replay import replayed
@@ -66,7 +66,7 @@ def norm_dgrad(
         _sum_columns(grid, summed, (centered, 8, 256), 4, 1)
 
 
-def norm_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+def norm_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
     """outputs[i] (+)= sum over segments and over P of partials [len(outputs), P, K] [i]."""
     features = segments[0][0].shape[-1]
     if features == 0:

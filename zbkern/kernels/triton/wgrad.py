@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zbkern.kernels.spec import Outputs, Segments
 from zbkern.kernels.triton.common import Kernel, offset, widen
 from zbkern.kernels.triton.grouped_tile import group_end
 from zbkern.kernels.triton.matmul_tile import Matrix, precision
@@ -40,7 +41,7 @@ def _sum_rows(
     tl.store(sums, value.to(dbias.dtype.element_ty), j < N)
 
 
-def linear_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+def linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
     """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N]).
 
     Allocates a copy of every x and dy whose rows do not begin at multiples of 16 bytes.
@@ -48,9 +49,7 @@ def linear_wgrad(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tenso
     linear_wgrads(((segments, outputs),), accumulate)
 
 
-def linear_wgrads(
-    layers: Iterable[tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None]]], accumulate: bool, max_tiles: int = 0
-) -> None:
+def linear_wgrads(layers: Iterable[tuple[Segments, Outputs]], accumulate: bool, max_tiles: int = 0) -> None:
     """linear_wgrad of every (segments, outputs), in as few launches as their layouts and dtypes allow."""
     layers, lengths = list(layers), []
     operands: list[Any] = []
@@ -68,9 +67,7 @@ def linear_wgrads(
         replay.run(lambda: _wgrads(layers, accumulate, max_tiles), operands, options)
 
 
-def _wgrads(
-    layers: Iterable[tuple[Sequence[tuple[Tensor, ...]], Sequence[Tensor | None]]], accumulate: bool, max_tiles: int
-) -> None:
+def _wgrads(layers: Iterable[tuple[Segments, Outputs]], accumulate: bool, max_tiles: int) -> None:
     products = []
     for segments, (dweight, dbias) in layers:
         pairs = [(dy.t(), x) for x, dy in segments if x.shape[0]]
@@ -88,7 +85,7 @@ def _wgrads(
     run("wgrad", products, accumulate, max_tiles)
 
 
-def _write_nothing(outputs: Sequence[Tensor | None], accumulate: bool) -> None:
+def _write_nothing(outputs: Outputs, accumulate: bool) -> None:
     """The sum over no rows."""
     for output in outputs:
         if output is not None and not accumulate:
