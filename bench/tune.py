@@ -119,7 +119,7 @@ class Attention:
     """
 
     def __init__(self, launch: str, size: int, packed: bool, tokens: int, device: torch.device) -> None:
-        from zbkern.kernels.triton.attention_forward import capability_of
+        from zbkern.kernels.triton.matmul_tile import capability_of
 
         self.launch, self.size, self.device = launch, size, device
         self.capability = capability_of(device)

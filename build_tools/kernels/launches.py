@@ -407,18 +407,12 @@ def machine(capability: int) -> Iterator[None]:
 @contextlib.contextmanager
 def tiles_of(capability: int) -> Iterator[None]:
     """Inside, kernels choose tiles as on a GPU of that capability, whatever GPU is here."""
-    from zbkern.kernels.triton import attention_forward as triton_attention_forward
     from zbkern.kernels.triton import matmul_tile as triton_matmul_tile
-    from zbkern.kernels.triton import norm_backward as triton_norm_backward
     from zbkern.kernels.triton.replay import replay
 
     with contextlib.ExitStack() as stack:
-        for module, attribute, value in (
-            (triton_matmul_tile, "_machine", (capability, SMS[capability])),
-            (triton_attention_forward, "capability_of", capability),
-            (triton_norm_backward, "_processors", SMS[capability]),
-        ):
-            stack.enter_context(mock.patch.object(module, attribute, lambda device, value=value: value))
+        machine = capability, SMS[capability]
+        stack.enter_context(mock.patch.object(triton_matmul_tile, "_machine", return_value=machine))
         for remembered in (triton_matmul_tile.plan.cache_clear, replay.forget):
             remembered()
             stack.callback(remembered)

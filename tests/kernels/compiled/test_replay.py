@@ -25,7 +25,7 @@ from zbkern.kernels.triton.replay import Replay, replay
 
 REPLAYED = ("linear_fwd", "linear_dgrad", "linear_dgrad_sum", "linear_wgrad", "linear_wgrads", "gated_linear_fwd",
             "gated_linear_dgrad", "activation_fwd", "activation_bwd", "gated_fwd", "gated_bwd", "norm_fwd",
-            "norm_dgrad", "rotary_fwd", "rotary_dgrad")  # fmt: skip
+            "norm_dgrad", "norm_wgrad", "rotary_fwd", "rotary_dgrad")  # fmt: skip
 OTHERS = (("linear_wgrad", torch.float16), ("linear_wgrad", torch.float32))
 
 

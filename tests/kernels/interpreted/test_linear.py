@@ -199,7 +199,7 @@ def test_gated(data: st.DataObject, m: int, n: int, k: int, h: int, layouts: tup
     ("n", "options", "programs"),
     [
         *((64, {}, 4), (64, {"max_tiles": 1}, 8), (64, {"max_tiles": 3}, 4)),
-        *((160, {}, (3, 1)), (160, {"max_tiles": 2}, (3, 1))),  # of a bias alone
+        *((160, {}, (5, 1)), (160, {"max_tiles": 2}, (5, 1))),  # of a bias alone
     ],
 )
 def test_programs_of_a_w(n: int, options: dict, programs: int | tuple[int, int], spy: Spy) -> None:

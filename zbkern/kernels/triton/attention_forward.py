@@ -5,10 +5,8 @@ Which keys a tile of queries must look at is three ranges of blocks: the middle 
 whole and needs no mask.
 """
 
-import functools
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,8 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from zbkern.kernels import tiles
 from zbkern.kernels.spec import AttentionOptions
 from zbkern.kernels.triton.attention_tiles import one_length, place, place_tiles
-from zbkern.kernels.triton.common import INTERPRETED, Kernel, dot
-from zbkern.kernels.triton.matmul_tile import precision
+from zbkern.kernels.triton.common import Kernel, dot
+from zbkern.kernels.triton.matmul_tile import capability_of, precision
 
 LOG2_E = math.log2(math.e)
 
@@ -131,15 +129,6 @@ def describe(
         shape = [sequences, tokens // sequences, heads, size]
         found.append(TensorDescriptor(tensor, shape, [shape[1] * row, row, head, 1], [1, rows, 1, size_block(size)]))
     return tuple(found)
-
-
-@functools.cache
-def capability_of(device: torch.device) -> int:
-    """90 for 9.0, and in the interpreter."""
-    if INTERPRETED:
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 @triton.jit

@@ -92,9 +92,6 @@ class Launch(NamedTuple):
     stages: int
     compiled: Any
 
-    def again(self) -> None:
-        self.kernel(self.grid, self.arguments, self.constants, self.warps, self.stages)
-
 
 class _Recorder(threading.local):
     launches: list[Launch] | None = None

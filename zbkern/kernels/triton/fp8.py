@@ -48,14 +48,12 @@ def fp8_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> 
     Allocates the operands in 8 bits, a byte for each of their elements, of one segment at a time.
     """
     dweight, dbias = outputs
-    if dbias is not None:
-        sum_rows([(dy, None) for _, dy in segments], dbias, accumulate)
-    if dweight is None or not dweight.numel():
-        return
     for x, dy in segments:
-        if x.shape[0]:
+        if dbias is not None:
+            sum_rows([(dy, None)], dbias, accumulate)
+        if dweight is not None and x.shape[0] and dweight.numel():
             _multiply(_quantise_rows(dy.t()), _quantise_rows(x.t()), None, dweight, accumulate)
-        elif not accumulate:
+        elif dweight is not None and not accumulate:
             dweight.zero_()
         accumulate = True
 

@@ -5,8 +5,6 @@ goes through the vocabulary instead: all rows of all microbatches at a time, so 
 once, where chunks of rows would add to all of dweight again and again. Contract: spec.py.
 """
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -70,13 +68,14 @@ def cross_entropy_wgrad(
     if not segments:
         linear_wgrad((), outputs, accumulate)
         return
-    vocabulary, rows = weight.shape[0], sum(x.shape[0] for x, *_ in segments)
+    counts = [x.shape[0] for x, *_ in segments]
+    vocabulary, rows = weight.shape[0], sum(counts)
     width = min(vocabulary, max(1, options.chunk * vocabulary // rows // _BLOCK) * _BLOCK)
     buffer = _logits(segments[0][0], rows, width)
     for start in range(0, vocabulary, width):
         stop = min(start + width, vocabulary)
         products = []
-        for (x, target, lse, dloss), z in zip(segments, _split(buffer, segments), strict=True):
+        for (x, target, lse, dloss), z in zip(segments, buffer.split(counts), strict=True):
             z = z[:, : stop - start]
             linear_fwd(x, weight[start:stop], None if bias is None else bias[start:stop], z)
             arguments = (z, target, lse, dloss, *_numbers(options), vocabulary, start, stop - start)
@@ -90,10 +89,6 @@ def cross_entropy_wgrad(
 def _logits(x: Tensor, rows: int, columns: int) -> Tensor:
     """Room for them in x's dtype, rows at multiples of 16 bytes so that they go by bulk copies."""
     return x.new_empty(rows, triton.cdiv(columns, 8) * 8)[:, :columns]
-
-
-def _split(buffer: Tensor, segments: Segments) -> Iterator[Tensor]:
-    yield from buffer.split([x.shape[0] for x, *_ in segments])
 
 
 def _numbers(options: CrossEntropyOptions) -> tuple[int, float, float]:

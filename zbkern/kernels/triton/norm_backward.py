@@ -4,8 +4,6 @@ The sums over rows that the weights need ride along with dx: every program adds 
 partial sums.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -13,14 +11,15 @@ from torch import Tensor
 
 from zbkern.kernels.spec import Outputs, Segments
 from zbkern.kernels.triton.common import Kernel
+from zbkern.kernels.triton.matmul_tile import processors
 from zbkern.kernels.triton.norm_forward import PIECE, Tile, at, dense, norm_tile, strides_of
 from zbkern.kernels.triton.replay import replayed
+from zbkern.kernels.triton.wgrad import sum_rows
 
 HELD = 8192
 """Features up to which dgrad holds a row in registers, beside dy and its sums: 32 elements of each per thread spill."""
 
 _STAGES = 3  # blocks of rows in flight in the loop of one program
-_MERGED = 4  # segments that one launch of norm_wgrad sums; more take several launches
 
 
 def norm_partials(rows: int, features: int, device: torch.device) -> int:
@@ -29,7 +28,7 @@ def norm_partials(rows: int, features: int, device: torch.device) -> int:
     if features > HELD:
         return max(1, min(16, triton.cdiv(rows, 64)))
     tile = norm_tile(features)
-    programs = _processors(device) * (2 if tile.warps <= 8 else 1)
+    programs = processors(device) * (2 if tile.warps <= 8 else 1)
     return max(1, min(programs, triton.cdiv(rows, tile.rows)))
 
 
@@ -68,27 +67,9 @@ def norm_dgrad(
 
 def norm_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
     """outputs[i] (+)= sum over segments and over P of partials [len(outputs), P, K] [i]."""
-    features = segments[0][0].shape[-1]
-    if features == 0:
-        return
-    for start in range(0, len(segments), _MERGED):
-        some = [partials for (partials,) in segments[start : start + _MERGED]]
-        for index, output in enumerate(outputs):
-            if output is None:
-                continue
-            parts = [partials[index] for partials in some]
-            counts = [part.shape[0] for part in parts]
-            parts += parts[:1] * (_MERGED - len(parts))
-            counts += [0] * (_MERGED - len(counts))
-            arguments = (*parts, *counts, parts[0].stride(0), output, features, output.stride(0))
-            _sum_partials(triton.cdiv(features, 32), arguments, (accumulate, 32, 32), warps=4, stages=1)
-        accumulate = True
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """SMs of the device; in the interpreter 3, so that programs loop over rows there, too."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    for index, output in enumerate(outputs):
+        if output is not None and output.numel():
+            sum_rows([(partials[index], None) for (partials,) in segments], output, accumulate)
 
 
 @triton.jit
@@ -197,26 +178,3 @@ def _sum_columns(
     tl.store(mine, tl.sum(along, 0), inside)
     if CENTERED:
         tl.store(mine + tl.num_programs(1).to(tl.int64) * features, tl.sum(total, 0), inside)
-
-
-@Kernel
-@triton.jit
-def _sum_partials(
-    part0, part1, part2, part3, count0, count1, count2, count3, stride, out, features, out_stride,
-    ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """out (+)= sums over rows of part0 [count0, features] to part3; one program: COLUMNS columns, in a fixed order."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < features
-    parts, counts = (part0, part1, part2, part3), (count0, count1, count2, count3)
-    sums = tl.zeros([ROWS, COLUMNS], part0.dtype.element_ty)
-    for s in tl.static_range(4):
-        for start in range(0, counts[s], ROWS):
-            row = start + tl.arange(0, ROWS)
-            mask = (row < counts[s])[:, None] & inside[None, :]
-            sums += tl.load(parts[s] + row[:, None] * stride + column[None, :], mask, other=0)
-    total = tl.sum(sums, 0)
-    place = out + column * out_stride
-    if ACCUMULATE:
-        total += tl.load(place, inside, other=0).to(total.dtype)
-    tl.store(place, total.to(out.dtype.element_ty), inside)

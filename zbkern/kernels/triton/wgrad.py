@@ -1,5 +1,6 @@
 """The gradients of linear layers that are sums of matmuls: W of one weight or several, and dx of several layers."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,31 +15,36 @@ from zbkern.kernels.triton.matmul_tile import Matrix, precision
 from zbkern.kernels.triton.multi_matmul import Product, run
 from zbkern.kernels.triton.replay import replay
 
+_MERGED = 4  # gradients that one launch of `sum_rows` takes; more take several
+
 
 @Kernel
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M0", "M1", "M2", "M3"])
 def _sum_rows(
-    dy, ends, dbias, M, N, outer, inner, group_step, step,
+    dy0, dy1, dy2, dy3, ends0, ends1, ends2, ends3, M0, M1, M2, M3, sums, N, outer, inner, group_step, step,
     ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dbias [groups, N] (+)= sum over the rows of every group of dy [M, N]; without `ends` all are of one group.
+    """sums [groups, N] (+)= sum over the rows of every group of dy_i [M_i, N]; without `ends` all are of one group.
 
     One program: COLUMNS columns of one group, its rows in order.
     """
-    group, begin, end = tl.program_id(1), 0, M
-    if ends is not None:
-        begin, end = group_end(ends, group - 1), group_end(ends, group)
+    gradients, ends, rows = (dy0, dy1, dy2, dy3), (ends0, ends1, ends2, ends3), (M0, M1, M2, M3)
+    group = tl.program_id(1)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(begin, end, ROWS):
-        i = first + tl.arange(0, ROWS)
-        place = dy + (offset(i[:, None], outer) + offset(j[None, :], inner))
-        total += widen(tl.load(place, (i < end)[:, None] & (j < N)[None, :], 0.0))
+    for s in tl.static_range(4):
+        begin, end = 0, rows[s]
+        if ends[s] is not None:
+            begin, end = group_end(ends[s], group - 1), group_end(ends[s], group)
+        for first in range(begin, end, ROWS):
+            i = first + tl.arange(0, ROWS)
+            place = gradients[s] + (offset(i[:, None], outer) + offset(j[None, :], inner))
+            total += widen(tl.load(place, (i < end)[:, None] & (j < N)[None, :], 0.0))
     value = tl.sum(total, 0)
-    sums = dbias + (offset(group, group_step) + offset(j, step))
+    place = sums + (offset(group, group_step) + offset(j, step))
     if ADD:
-        value += widen(tl.load(sums, j < N, 0.0))
-    tl.store(sums, value.to(dbias.dtype.element_ty), j < N)
+        value += widen(tl.load(place, j < N, 0.0))
+    tl.store(place, value.to(sums.dtype.element_ty), j < N)
 
 
 def linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
@@ -102,12 +108,21 @@ def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor) -> N
         replay.run(lambda: run("dgrad", [Product(segments, dx)], False), operands, options)
 
 
-def sum_rows(gradients: Sequence[tuple[Tensor, Tensor | None]], dbias: Tensor, accumulate: bool) -> None:
-    """dbias [N] (+)= sum over rows of every dy [M_i, N]: the bias gradient where no matmul computes it, too; or with
-    the ends of groups of rows [E], dbias [E, N]."""
-    sums = dbias if dbias.dim() == 2 else dbias[None]
-    groups, n = sums.shape
-    for dy, ends in gradients:
-        arguments = (dy, ends, sums, dy.shape[0], n, *dy.stride(), *sums.stride())
-        _sum_rows((triton.cdiv(n, 64), groups), arguments, (accumulate, 32, 64), warps=4, stages=3)
-        accumulate = True
+def sum_rows(gradients: Sequence[tuple[Tensor, Tensor | None]], sums: Tensor, accumulate: bool) -> None:
+    """sums [N] (+)= sum over rows of every dy [M_i, N]: the bias gradient where no matmul computes it, too; or with the
+    ends of groups of rows [E], sums [E, N]."""
+    operands = [sums, *[operand for pair in gradients for operand in pair]]
+    replay.run(lambda: _sum(gradients, sums, accumulate), operands, ("sum rows", len(gradients), accumulate))
+
+
+def _sum(gradients: Sequence[tuple[Tensor, Tensor | None]], sums: Tensor, accumulate: bool) -> None:
+    groups, n = sums.shape if sums.dim() == 2 else (1, *sums.shape)
+    steps = sums.stride() if sums.dim() == 2 else (0, *sums.stride())
+    for strides, alike in itertools.groupby(gradients, lambda pair: pair[0].stride()):
+        slots = [(dy, ends, dy.shape[0]) for dy, ends in alike]
+        slots += [(slots[0][0], None, 0)] * (-len(slots) % _MERGED)
+        for first in range(0, len(slots), _MERGED):
+            parts = itertools.chain(*zip(*slots[first : first + _MERGED], strict=True))
+            arguments = (*parts, sums, n, *strides, *steps)
+            _sum_rows((triton.cdiv(n, 32), groups), arguments, (accumulate, 32, 32), warps=4, stages=3)
+            accumulate = True
