@@ -18,13 +18,16 @@ _GET = {
 }
 
 
+_WITHOUT_LAUNCHER = "each launch of a Triton kernel takes the host tens of microseconds"
+
+
 def lines() -> list[str]:
     """The report, a line each."""
     found = [f"zbkern {zbkern.__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}", ""]
     for package, how in _GET.items():
         found.append(_row(package, _version(package) or f"not installed: {how}"))
-    found.append(_row("planner", _planner()))
-    found.append(_row("launcher", _launcher()))
+    found.append(_row("planner", _compiled("_planner", "the best published schedule is the plan")))
+    found.append(_row("launcher", _compiled("_launcher", _WITHOUT_LAUNCHER)))
     found.append(_row("CUDA kernels", _cuda_kernels()))
     if importlib.util.find_spec("torch") is None:
         return [*found, "", "Schedules, their simulation and their pictures work now; layers and pipelines need torch."]
@@ -77,14 +80,6 @@ def _ops() -> list[str]:
             continue
         groups.setdefault("\n".join([f"run through {chosen} on {device}{also}", *passed]), []).append(op)
     return [f"{', '.join(ops)}\n  {text}" for text, ops in groups.items()]
-
-
-def _planner() -> str:
-    return _compiled("_planner", "the best published schedule is the plan")
-
-
-def _launcher() -> str:
-    return _compiled("_launcher", "each launch of a Triton kernel takes the host tens of microseconds")
 
 
 def _compiled(module: str, without: str) -> str:

@@ -45,14 +45,13 @@ def why_not(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
     """Why `impl` cannot run `op` on that device for inputs of that dtype (None: of any), or None when it can."""
     if impl not in spec.IMPLEMENTATIONS:
         return f"there is no implementation {impl!r}; choose from {', '.join(spec.IMPLEMENTATIONS)} or 'auto'"
+    reason = None
     if impl == "triton":
         reason = _why_not_triton(torch.device(device), dtype, _CAPABILITIES.get(op, (8, 0)))
-        if reason is not None:
-            return reason
-    if impl == "cuda":
+    elif impl == "cuda":
         reason = _why_not_cuda(op, torch.device(device), dtype)
-        if reason is not None:
-            return reason
+    if reason is not None:
+        return reason
     module = _backend(impl)
     missing = [name for name in spec.OPS[op] if not hasattr(module, name)]
     return f"{impl} lacks {', '.join(missing)}" if missing else None
@@ -82,11 +81,14 @@ def _backend(impl: str) -> ModuleType:
     module = importlib.import_module(_MODULES[impl])
     if impl not in _FALLBACK_BACKEND:
         return module
-    joined = ModuleType(f"{module.__name__} and {_FALLBACK_BACKEND[impl]}")
-    for name in spec.KERNELS:
-        for owner in (module, _backend(_FALLBACK_BACKEND[impl])):
-            if not hasattr(joined, name) and hasattr(owner, name):
-                setattr(joined, name, getattr(owner, name))
+    return _joined(f"{module.__name__} and {_FALLBACK_BACKEND[impl]}", _backend(_FALLBACK_BACKEND[impl]), module)
+
+
+def _joined(name: str, *owners: ModuleType) -> ModuleType:
+    """A module with the kernels of all, those of the last where several have one."""
+    joined = ModuleType(name)
+    for owner in owners:
+        vars(joined).update({kernel: getattr(owner, kernel) for kernel in spec.KERNELS if hasattr(owner, kernel)})
     return joined
 
 
@@ -105,9 +107,8 @@ def _auto_backend() -> ModuleType:
     ) -> None:
         (library if activation is None else triton).linear_fwd(x, weight, bias, y, activation, z)
 
-    joined = ModuleType("triton, with matmuls of cuBLAS")
-    kernels = {name: getattr(triton, name) for name in spec.KERNELS if hasattr(triton, name)}
-    vars(joined).update(kernels, linear_fwd=linear_fwd, linear_dgrad=library.linear_dgrad)
+    joined = _joined("triton, with matmuls of cuBLAS", triton)
+    vars(joined).update(linear_fwd=linear_fwd, linear_dgrad=library.linear_dgrad)
     return joined
 
 

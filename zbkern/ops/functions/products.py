@@ -111,15 +111,11 @@ class Kind:
     wgrad: Callable[..., Tensor]
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
-
-
 LINEAR = Kind(
     "linear",
     torch.nn.functional.linear,
     lambda dy, x, w: torch.matmul(dy, w),
-    lambda x, dy, w: _rows(dy).mT @ _rows(x),
+    lambda x, dy, w: as_rows(dy).mT @ as_rows(x),
 )
 MATMUL = Kind(
     "x @ w",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zbkern import wgrad
 from zbkern.ops.autograd import OpCall, apply, weight_gradients
+from zbkern.wgrad import accumulation
 
 
 class SeparableFunction:
@@ -74,7 +75,7 @@ class SeparableFunction:
     @classmethod
     def launch(
         cls,
-        segments: Sequence[tuple[Tensor, ...]],
+        segments: Sequence[wgrad.Segment],
         outputs: Sequence[Tensor | None],
         accumulate: bool,
         options: tuple[Hashable, ...] = (),
@@ -86,9 +87,7 @@ class SeparableFunction:
         for segment in segments:
             gradients = cls.wgrad(*segment, *options)
             gradients = (gradients,) if isinstance(gradients, Tensor) else gradients
-            for output, gradient in zip(outputs, gradients, strict=True):
-                if output is not None:
-                    output.add_(gradient) if accumulate else output.copy_(gradient)
+            accumulation.add_gradients([gradients], outputs, accumulate)
             accumulate = True
 
 

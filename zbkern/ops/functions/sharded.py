@@ -206,15 +206,7 @@ def _embedding_kernel(kernel: Callable[..., None], padding_idx: int | None, firs
     return WGradKernel(run)
 
 
-def _add(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
-    for segment in segments:
-        for output, gradient in zip(outputs, segment, strict=True):
-            if (part := local_part(output)) is not None:
-                part.add_(gradient) if accumulate else part.copy_(gradient)
-        accumulate = True
-
-
-_ADD = WGradKernel(_add, adds=True)
+_ADD = local(accumulation.add_gradients)._replace(adds=True)
 
 
 def local_part(tensor: Any, sums: Sums = ()) -> Any:
