@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zbkern import wgrad
+from zbkern.kernels.spec import Outputs, Segments
 from zbkern.ops.autograd import OpCall, apply, weight_gradients
 from zbkern.wgrad import accumulation
 
@@ -73,13 +74,7 @@ class SeparableFunction:
         return apply(_Separable, call, inputs[0], len(inputs), *inputs[1:])
 
     @classmethod
-    def launch(
-        cls,
-        segments: Sequence[wgrad.Segment],
-        outputs: Sequence[Tensor | None],
-        accumulate: bool,
-        options: tuple[Hashable, ...] = (),
-    ) -> None:
+    def launch(cls, segments: Segments, outputs: Outputs, accumulate: bool, options: tuple[Hashable, ...] = ()) -> None:
         """Sums W over segments, the tensors kept of one microbatch each, and writes or adds to each output not None.
 
         options: what was kept after the tensors; W of one weight with different options run one by one.
