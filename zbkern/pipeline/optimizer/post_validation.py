@@ -434,12 +434,9 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
         A hook that runs before steps may change gradients or weights, which could not be rolled back. A rank that hears
         of the total after the one before it must not begin forwards, whose inputs that one might not send.
         """
-        if self._undo is None or self._is_after_end or getattr(self.optimizer, "_optimizer_step_pre_hooks", None):
+        cautious = self.adaptive and self._cautious
+        if cautious or self._undo is None or self._is_after_end or self.optimizer._optimizer_step_pre_hooks:
             return False
-        return not (self.adaptive and self._cautious) and self._no_clipping_needed(total)
-
-    def _no_clipping_needed(self, total: Tensor) -> bool:
-        """True when gradients with this sum of squares are finite and need no clipping."""
         norm = math.sqrt(total.item())
         return math.isfinite(norm) and clip_coefficient(norm, self.max_norm) == 1
 
@@ -471,19 +468,16 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
 
     def _update(self) -> None:
         """The torch optimizer's step, but for hooks that run after it."""
-        hooks = self._post_hooks
-        if hooks:
-            self.optimizer._optimizer_step_post_hooks = OrderedDict()
+        hooks, self.optimizer._optimizer_step_post_hooks = self._post_hooks, OrderedDict()
         try:
             self.optimizer.step()
         finally:
-            if hooks:
-                self.optimizer._optimizer_step_post_hooks = hooks
+            self.optimizer._optimizer_step_post_hooks = hooks
         copy_masters_to_params(self.masters)
 
     @property
     def _post_hooks(self) -> Any:
-        return getattr(self.optimizer, "_optimizer_step_post_hooks", None)
+        return self.optimizer._optimizer_step_post_hooks
 
     def _run_post_hooks(self, read_only: bool = False) -> None:
         """Once per step that counts, with its final weights.
@@ -511,12 +505,8 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
         """(parameter, gradient) of what the torch optimizer is to see: fp32 for master weights."""
         for parameter, master in self.masters:
             take_changes_(parameter, master)
-        found = []
-        for parameter, model_parameter in zip(parameters(self.optimizer), self._model_parameters(), strict=True):
-            gradient = gradient_of(model_parameter)
-            if gradient is not None:
-                found.append((parameter, gradient.to(parameter.dtype)))
-        return found
+        pairs = zip(parameters(self.optimizer), self._model_parameters(), strict=True)
+        return [(p, gradient.to(p.dtype)) for p, model_p in pairs if (gradient := gradient_of(model_p)) is not None]
 
     def _check_unique(self) -> None:
         seen: set[Tensor] = set()
