@@ -69,7 +69,7 @@ def train(
                 hold(transport.rank, step)
                 optimizer.step()
             optimizer.validate()
-            assert not transport._ring.mailboxes[transport.rank]._messages, "messages are left over"
+            assert not transport._mailbox._messages, "messages are left over"
         return losses, optimizer
 
     results = results_on_threads(stages, rank_loop)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zbkern.pipeline.transport.base import Tag, Transport
 from zbkern.pipeline.transport.framing import StallAnswer, StallQuery
-from zbkern.pipeline.transport.mailbox import Call, Mailbox
+from zbkern.pipeline.transport.mailbox import Mailbox
 
 Delay = Callable[[int, int, Any], float]
 
@@ -17,9 +17,10 @@ class LocalTransport(Transport):
     """A Transport whose ranks are threads; `LocalTransport.ring(n)` makes all of them."""
 
     def __init__(self, rank: int, ring: _Ring) -> None:
-        super().__init__(rank, len(ring.mailboxes))
+        super().__init__(rank, ring.size)
+        self._ring, self._openings = ring, 0
         ring.members.append(self)
-        self._enter(ring)
+        self.reopen()
 
     @classmethod
     def ring(cls, size: int, delay: Delay | None = None) -> list[LocalTransport]:
@@ -27,21 +28,33 @@ class LocalTransport(Transport):
         ring = _Ring(size, delay)
         return [cls(rank, ring) for rank in range(size)]
 
-    def _enter(self, ring: _Ring) -> None:
-        self._ring = ring
-        self._join(ring.mailboxes[self.rank])
-
     def send(self, peer: int, tag: Tag, message: Any) -> None:
-        self._ring.post(self.rank, peer, tag, message)
+        mailboxes, call = self._mailboxes, self._mailbox.call
+
+        def arrive() -> None:
+            difference = mailboxes[peer].put(tag, (message, ()), self.rank, call)
+            if difference is not None:
+                _fail(mailboxes, difference)
+
+        seconds = self._ring.delay(self.rank, peer, tag) if self._ring.delay else 0.0
+        if seconds > 0:
+            self._ring.run_later(seconds, arrive)
+        else:
+            arrive()
 
     def fail(self, reason: str) -> None:
-        self._ring.fail(reason)
+        _fail(self._mailboxes, reason)
 
     def reopen(self) -> None:
-        self._enter(self._ring.successor())
+        self._mailboxes = self._ring.mailboxes_of(self._openings)
+        self._openings += 1
+        self._join(self._mailboxes[self.rank])
 
     def close(self) -> None:
-        self._ring.close(self.rank)
+        for timer in self._ring.under_way:
+            timer.join()
+        for mailbox in self._mailboxes:
+            mailbox.closed(self.rank)
 
     def _tell(self, peer: int, message: StallQuery | StallAnswer) -> None:
         self._ring.members[peer]._hear(self.rank, message)
@@ -51,48 +64,26 @@ class _Ring:
     """What the threads of a LocalTransport share."""
 
     def __init__(self, size: int, delay: Delay | None) -> None:
-        self.mailboxes = [Mailbox(rank) for rank in range(size)]
+        self.size, self.delay = size, delay
         self.members: list[LocalTransport] = []
-        self._delay = delay
-        self._under_way: list[threading.Timer] = []
-        self._successor: _Ring | None = None
+        self.under_way: list[threading.Timer] = []
+        self._mailboxes: dict[int, list[Mailbox]] = {}
         self._lock = threading.Lock()
 
-    def post(self, sender: int, receiver: int, tag: Any, message: Any) -> None:
-        """Files the message, or has a timer do so later."""
-        call = self.mailboxes[sender].call
-        seconds = self._delay(sender, receiver, tag) if self._delay else 0.0
-        if seconds <= 0:
-            self._file(sender, receiver, tag, message, call)
-            return
-        timer = threading.Timer(seconds, self._file, (sender, receiver, tag, message, call))
-        timer.daemon = True
-        self._under_way = [other for other in self._under_way if other.is_alive()]
-        timer.start()
-        self._under_way.append(timer)
-
-    def _file(self, sender: int, receiver: int, tag: Any, message: Any, call: Call) -> None:
-        """Puts a message into a mailbox; all fail where the receiver is in another call than the sender was."""
-        difference = self.mailboxes[receiver].put(tag, (message, ()), sender, call)
-        if difference is not None:
-            self.fail(difference)
-
-    def fail(self, reason: str) -> None:
-        """Ends what every rank waits for."""
-        for mailbox in self.mailboxes:
-            mailbox.fail(reason)
-
-    def close(self, rank: int) -> None:
-        """Tells all ranks, after what is under way, that nothing more will come from this one."""
-        for timer in self._under_way:
-            timer.join()
-        for mailbox in self.mailboxes:
-            mailbox.closed(rank)
-
-    def successor(self) -> _Ring:
-        """The ring that all members move to after a failure of this one."""
+    def mailboxes_of(self, opening: int) -> list[Mailbox]:
+        """Those of all members for their n-th opening: after a failure they go on with others."""
         with self._lock:
-            if self._successor is None:
-                self._successor = _Ring(len(self.mailboxes), self._delay)
-                self._successor.members = self.members
-            return self._successor
+            return self._mailboxes.setdefault(opening, [Mailbox(rank) for rank in range(self.size)])
+
+    def run_later(self, seconds: float, arrive: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, arrive)
+        timer.daemon = True
+        self.under_way = [other for other in self.under_way if other.is_alive()]
+        timer.start()
+        self.under_way.append(timer)
+
+
+def _fail(mailboxes: Sequence[Mailbox], reason: str) -> None:
+    """Ends what every rank waits for."""
+    for mailbox in mailboxes:
+        mailbox.fail(reason)
