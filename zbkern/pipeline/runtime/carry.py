@@ -227,8 +227,7 @@ class Carries:
                 f"Carry: what slice {index} has appended under {min(map(str, lost))} got no gradient in its B, and "
                 "those of later slices would be lost: the output of a slice must depend on what it appends"
             )
-        for key, each in [each for each in sequence.states if each[1] == index]:
-            del sequence.states[key, each]
+        sequence.states = {key: state for key, state in sequence.states.items() if key[1] != index}
         for key, each in sequence.states:
             leaf = sequence.states[key, each][1]
             if each == index - 1 and leaf.requires_grad and leaf.grad is None:

@@ -71,8 +71,7 @@ def chunk_costs(found: Measurements) -> Costs:
     """What `profile` returns."""
     chunks, count = found.chunks, len(found.chunks)
     alone, merged, fused = (drift.costs(t).per_chunk(count) for t in (found.separate, found.merged, found.fused))
-    whole = [b + w for b, w in zip(fused.backward, fused.weight, strict=True)]  # of a BW
-    overhead = [max(0.0, b + w - bw) for b, w, bw in zip(alone.backward, alone.weight, whole, strict=True)]
+    overhead = [max(0.0, both - bw) for both, bw in zip(alone.fused, fused.fused, strict=True)]
     microbatches = found.separate[0].schedule.microbatches
     share = microbatches / max(1, microbatches - 1)  # of m W in a row, m - 1 follow another one
     saving = [min(w, max(0.0, w - each) * share) for w, each in zip(alone.weight, merged.weight, strict=True)]
