@@ -169,13 +169,10 @@ class _Chains:
         """
         arrivals, down = self._arrivals, self._first_falls
         forwarded = _forwarded(self._problem, begin)
-        forwards, backwards = [-_INFINITE] * begin, []
-        for chunk in range(self._problem.chunks):
-            if chunk >= begin:
-                forwards.append(arrivals[chunk] - arrivals[begin])
-            turn = max(chunk, begin)  # forward to there, through the last chunk, and back
-            backwards.append(forwarded[turn] + self._returns[turn] + down[turn] - down[chunk])
-        return forwards, backwards
+        forwards = [-_INFINITE] * begin + [arrival - arrivals[begin] for arrival in arrivals[begin:]]
+        turns = [max(chunk, begin) for chunk in range(len(arrivals))]  # forward to there, to the last chunk, and back
+        back = [forwarded[turn] + self._returns[turn] + down[turn] - down[chunk] for chunk, turn in enumerate(turns)]
+        return forwards, back
 
     def from_last(self, end: int) -> tuple[list[int], list[int]]:
         """From the end of every chunk's last F, and the start of its last B, to the end of chunk `end`'s W; -inf as

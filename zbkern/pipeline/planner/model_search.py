@@ -58,22 +58,18 @@ class ModelSearch:
             return self._slices
         reached: dict[tuple[int, ...], float] = {}
 
-        def best(slices: tuple[int, ...]) -> float:
+        def tried(slices: tuple[int, ...]) -> float:
+            if found := self._candidates(slices, 1, bool(reached), None):
+                reached[slices] = min(map(_reached, found))
             return reached.get(slices, math.inf)
-
-        def try_all(some: Sequence[tuple[int, ...]]) -> None:
-            for slices in some:
-                found = self._candidates(slices, 1, bool(reached), None)
-                if found:
-                    reached[slices] = min(map(_reached, found))
 
         for others in by_number:
             known = min(reached.values(), default=math.inf)
-            try_all(others[:1])
-            if best(others[0]) > known:
+            if tried(others[0]) > known:
                 break
-        try_all(min(by_number, key=lambda others: best(others[0]))[1:])
-        return [*whole, *sorted(reached, key=best)[: SETTINGS.slices_kept]]
+        for slices in min(by_number, key=lambda others: reached.get(others[0], math.inf))[1:]:
+            tried(slices)
+        return [*whole, *sorted(reached, key=reached.__getitem__)[: SETTINGS.slices_kept]]
 
     def _candidates(
         self, slices: tuple[int, ...], most: int, others: bool, published: Published | None

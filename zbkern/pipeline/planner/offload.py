@@ -168,7 +168,7 @@ class _Row:
             if not self._bring_back(index, ending):
                 return None
             streams = self._streams(index, ending)
-            if not streams and not self._free_memory(index, self._needs(index), ending):
+            if not streams and not self._free_memory(index, self._needs(index, ending), ending):
                 return None
             self._found.append(action)
             self._run(index, ending)
@@ -195,12 +195,11 @@ class _Row:
         self._lane_out = max(max(begin, self._lane_out) + copied, end)
         return True
 
-    def _needs(self, index: int) -> float:
+    def _needs(self, index: int, ending: _Held | None) -> float:
         """The memory that the action adds to what is held, while it runs."""
-        kind, chunk, microbatch, _ = self._actions[index]
-        if kind == "B":
-            return self._of(microbatch).held[chunk] - self._of(microbatch).activation[chunk] + self._carried(index)
-        return (self._begun[index].size if index in self._begun else 0.0) + self._carried(index)
+        begun = self._begun[index].size if index in self._begun else 0.0
+        freed = ending.size if ending is not None and self._actions[index].kind == "B" else 0.0
+        return begun - freed + self._carried(index)
 
     def _of(self, microbatch: int) -> ChunkCosts:
         return self._flat[microbatch % len(self._flat)]
@@ -288,14 +287,13 @@ class _Row:
     ) -> tuple[float, float, bool, _Held, float] | None:
         """What costs the least time to give up: the time, a preference, whether it is copied, what, and when the lane
         of copies is free then."""
-        now, best = self._times[index][0], None
+        now, options = self._times[index][0], []
         for held in self._here:
             if held is spared or held.given_up or held in taken or held.end <= index:
                 continue
             if self._within_merged(held.end) and self._of(held.microbatch).merge_saving[held.chunk] > 0:
                 continue
             prefers = self._times[held.begin][1] if self._preference.oldest else -self._times[held.end][0]
-            options = []
             if self._preference.offload:
                 ends = max(self._times[held.begin][1], lane) + held.size / self._out
                 waits = max(0.0, ends - now)
@@ -304,13 +302,9 @@ class _Row:
             if self._preference.recompute and held.kept < held.size:
                 before = self._times[held.end - 1][1] if held.end else 0.0
                 idle = self._times[held.end][0] - before
-                options.append(
-                    (max(0.0, self._of(held.microbatch).recompute[held.chunk] - idle), prefers, False, held, lane)
-                )
-            for option in options:
-                if best is None or option[:2] < best[:2]:
-                    best = option
-        return best
+                waits = max(0.0, self._of(held.microbatch).recompute[held.chunk] - idle)
+                options.append((waits, prefers, False, held, lane))
+        return min(options, key=lambda option: option[:2], default=None)
 
 
 def _spans(actions: Sequence[Action], by_slice: Sequence[ChunkCosts]) -> tuple[dict[int, _Held], dict[int, _Held]]:
