@@ -94,7 +94,7 @@ class ModelSearch:
                 if all(each.search.problem != problem for each in here):  # equal layers divided in another order
                     search = Search(problem, self._budget, self._request.options.seed, published)
                     search.construct(SETTINGS.partition_passes)
-                    here.append(Candidate(name, costs, search, partition))
+                    here.append(Candidate(name, search, partition))
             candidates += sorted(here, key=_reached)[: SETTINGS.partitions]
         return candidates
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from zbkern.pipeline.schedules.actions import Action, ScheduleError
@@ -75,13 +75,11 @@ def with_fused(schedule: Schedule, costs: Costs) -> Iterator[Timeline]:
     """The schedule's timeline, and that of the same order with every B and its W as one BW: it holds nothing for W."""
     yield simulate(schedule, costs)
     if any(action.kind == "B" for row in schedule.actions for action in row):
-        rows = [
-            [action._replace(kind="BW") if action.kind == "B" else action for action in row if action.kind != "W"]
+        rows = (
+            tuple(action._replace(kind="BW") if action.kind == "B" else action for action in row if action.kind != "W")
             for row in schedule.actions
-        ]
-        yield simulate(
-            Schedule.build(rows, schedule.placement, schedule.microbatches, schedule.name, schedule.slices), costs
         )
+        yield simulate(replace(schedule, actions=tuple(rows)), costs)
 
 
 @dataclass(frozen=True)
@@ -132,8 +130,8 @@ def _place(
         row = _Row(schedule.actions[rank], flat, costs, limits[rank] - static, times, preference).placed()
         if row is None:
             return None
-        rows.append(row)
-    return Schedule.build(rows, schedule.placement, schedule.microbatches, f"{schedule.name}-saving", schedule.slices)
+        rows.append(tuple(row))
+    return replace(schedule, actions=tuple(rows), name=f"{schedule.name}-saving")  # which simulate validates
 
 
 class _Row:

@@ -131,10 +131,10 @@ def _searched(request: Request) -> Plan:
         candidates = ModelSearch(request, costs, budget).candidates()
     else:
         layers, candidates = None, _candidates(request, costs, budget)
-    (name, costs, found, partition), rounds = best_of(candidates, budget, options)
+    (name, found, partition), rounds = best_of(candidates, budget, options)
     assert found.best.orders is not None
     schedule = schedule_of(found.best.orders, found.problem, f"plan-{name}")
-    made = judged(schedule, costs, request.memory_limit, options.objective)
+    made = judged(schedule, found.problem.costs, request.memory_limit, options.objective)
     if native.core is None and not made.optimal:
         logger.warning(
             "plan: the compiled search is not here, so that this is only the best of the published schedules; install "
@@ -160,7 +160,7 @@ def _candidates(request: Request, costs: Costs, budget: Budget) -> list[Candidat
         except ScheduleError as error:
             refused.append(error)
             continue
-        found.append(Candidate(name, costs, Search(problem, budget, request.options.seed, published)))
+        found.append(Candidate(name, Search(problem, budget, request.options.seed, published)))
     if not found:
         raise refused[0]
     return found

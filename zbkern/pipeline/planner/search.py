@@ -28,7 +28,6 @@ from zbkern.pipeline.planner.portfolio import (
 from zbkern.pipeline.planner.problem import Ordering, Problem
 from zbkern.pipeline.planner.published import Published
 from zbkern.pipeline.planner.steadiness import at_speeds, delayed
-from zbkern.pipeline.simulation.costs import Costs
 
 _FINALISTS = 32  # at most, so that to choose among them takes little time
 
@@ -149,10 +148,9 @@ def search_slices(searches: Sequence[Search], budget: Budget, progress: Callable
 
 
 class Candidate(NamedTuple):
-    """A placement by its name, the costs of its chunks, and what was found for it; partition: of layers, if of any."""
+    """A placement by its name, and what was found for it; partition: of layers, if of any."""
 
     name: str
-    costs: Costs
     search: Search
     partition: tuple[int, ...] | None = None
 

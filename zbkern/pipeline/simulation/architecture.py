@@ -178,6 +178,9 @@ class _Numbers:
     def __getitem__(self, name: str) -> int:
         return self._check(name, self.value(name), 1)
 
+    def each(self, *names: str) -> list[int]:
+        return [self[name] for name in names]
+
     def get(self, name: str, default: int) -> int:
         """default where the name is missing, null or 0."""
         value = self.value(name) if self.partial else self.config.get(name)
@@ -238,16 +241,12 @@ def _blocks(numbers: _Numbers, kind: str) -> list[Block]:
 def _mixers(numbers: _Numbers, kind: str, features: int, count: int) -> list[Part]:
     """What every layer has in the place of attention."""
     if kind == "mamba2":
-        sizes = [
-            numbers[name] for name in ("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel", "chunk_size")
-        ]
+        sizes = numbers.each("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel", "chunk_size")
         return [kinds.state_space(features, *sizes)] * count
     if kind == "jamba":
         period, offset = numbers["attn_layer_period"], numbers.value("attn_layer_offset")
         inner = numbers["mamba_expand"] * features
-        scan = kinds.selective_scan(
-            features, inner, *(numbers[f"mamba_{name}"] for name in ("d_state", "dt_rank", "d_conv"))
-        )
+        scan = kinds.selective_scan(features, inner, *numbers.each("mamba_d_state", "mamba_dt_rank", "mamba_d_conv"))
         attention = _attention(numbers, kind, features, None, False)
         return [attention if index % period == offset else scan for index in range(count)]
     types = _layer_types(numbers, kind, count)
@@ -282,22 +281,15 @@ def _mixer(numbers: _Numbers, kind: str, features: int, layer_type: str) -> Part
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         return kinds.delta_rule(features, *(numbers[f"linear_{name}"] for name in names))
     window = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(layer_type)
-    return _attention(
-        numbers, kind, features, None if window is None else numbers[window], layer_type == "chunked_attention"
-    )
+    size = None if window is None else numbers[window]
+    return _attention(numbers, kind, features, size, layer_type == "chunked_attention")
 
 
 def _attention(numbers: _Numbers, kind: str, features: int, window: int | None, chunked: bool) -> Part:
     heads = numbers["num_attention_heads"]
     if kind.startswith(("deepseek", "kimi")):
-        sizes = tuple(numbers[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-        return kinds.latent_attention(
-            features,
-            heads,
-            numbers.get("q_lora_rank", 0),
-            numbers["kv_lora_rank"],
-            sizes,  # type: ignore[arg-type]
-        )
+        sizes = numbers.each("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return kinds.latent_attention(features, heads, numbers.get("q_lora_rank", 0), *sizes)
     size = numbers.get("head_dim", features // heads)
     keys = numbers.get("num_key_value_heads", heads)
     if kind == "falcon":

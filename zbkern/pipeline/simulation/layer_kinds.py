@@ -133,13 +133,14 @@ def attention(
     )
 
 
-def latent_attention(features: int, heads: int, query_rank: int, key_rank: int, sizes: tuple[int, int, int]) -> Part:
+def latent_attention(
+    features: int, heads: int, query_rank: int, key_rank: int, content: int, rotary: int, value: int
+) -> Part:
     """DeepSeek's multi-head latent attention (arXiv 2412.19437): queries, keys and values come from small vectors.
 
-    query_rank: 0 where queries come from the input itself. sizes: of a head's queries and keys without and with
-    positions, and of its values.
+    query_rank: 0 where queries come from the input itself. content, rotary: of a head's queries and keys without and
+    with positions; value: of its values.
     """
-    content, rotary, value = sizes
     size, small, values = heads * (content + rotary), query_rank + key_rank, heads * value
     down = (Product(features, query_rank, "tokens"),) if query_rank else ()
     return Part(
