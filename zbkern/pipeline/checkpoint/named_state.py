@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -129,7 +129,7 @@ class NamedState:
         for name, value in self._entries():
             key = f"model.{name}"
             if key not in stored:
-                raise ValueError(f"checkpoint: {name!r} is not in it; saved were {some(_of_model(stored))}")
+                raise ValueError(f"checkpoint: {name!r} is not in it; saved were {some(names_of_model(stored))}")
             is_tensor = isinstance(value, Tensor)
             if is_tensor and [*stored[key].size] != [*value.shape]:
                 raise ValueError(
@@ -295,11 +295,6 @@ def check_unique(names: Iterable[tuple[str, int, str]]) -> None:
             )
 
 
-def unused(stored: Iterable[str], names: Container[str]) -> list[str]:
-    """The names of the model's tensors that are stored and that no rank has."""
-    return [name for name in _of_model(stored) if name not in names]
-
-
 def pack(value: Any, what: str) -> Tensor:
     """Numbers, strings, tensors, and tuples, lists and dicts of them as a tensor of bytes, uint8 [n].
 
@@ -378,5 +373,6 @@ def is_of_model(key: str) -> bool:
     return _parse(key)[0] == "model"
 
 
-def _of_model(stored: Iterable[str]) -> list[str]:
+def names_of_model(stored: Iterable[str]) -> list[str]:
+    """The names of the model's tensors that are stored."""
     return [name for kind, name in map(_parse, stored) if kind == "model"]

@@ -27,10 +27,10 @@ from zbkern.pipeline.checkpoint.named_state import (
     Rename,
     check_unique,
     is_of_model,
+    names_of_model,
     pack,
     some,
     unpack,
-    unused,
 )
 from zbkern.pipeline.optimizer.post_validation import Optimizer
 from zbkern.pipeline.runtime.engine import Pipeline
@@ -162,7 +162,8 @@ def load(
             raise ValueError(f"checkpoint.load: {path} is another one on rank 0; {_ONE_PLACE}")
         stored = index.tensors
         wanted = state.targets(stored)
-        if state.rank == 0 and (without := unused(stored, everywhere)):
+        without = [name for name in names_of_model(stored) if name not in everywhere]
+        if state.rank == 0 and without:
             logger.warning("%s holds %d tensors that no rank's model has: %s", path, len(without), some(without))
         own_random = f"random.{state.rank}"
         for key in ("common", own_random):

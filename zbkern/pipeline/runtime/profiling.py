@@ -15,7 +15,7 @@ from zbkern.pipeline.runtime.sliced_batch import LossFn
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.transport.base import Transport
-from zbkern.pipeline.transport.connect import is_transport, or_alone
+from zbkern.pipeline.transport.connect import or_alone
 from zbkern.pipeline.transport.distributed import meet
 
 Group = dist.ProcessGroup | Transport | None
@@ -87,6 +87,6 @@ def profile_layers(
     group = or_alone(group)
     batch = inputs, targets, side
     steps = ProbeSteps("profile_layers", batch, microbatches, loss_fn, group, device, options or ProfileOptions())
-    counts = group.gather(len(layers)) if is_transport(group) else meet(group, len(layers))
+    counts = group.gather(len(layers)) if isinstance(group, Transport) else meet(group, len(layers))
     placement = tuple(rank for rank, count in enumerate(counts) for _ in range(count))
     return layer_costs(steps.run(layers.values(), placement, tuple(layers)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,12 +15,6 @@ from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.timeline import Event, Sample, Timeline, measured
 from zbkern.wgrad import WGradQueue
-
-
-class Holder(Protocol):
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it holds for microbatches now."""
 
 
 class Recorded(NamedTuple):
@@ -46,7 +40,7 @@ class Recorder:
         self.device = device
         self.queue = queue
         self._sample = sample
-        self._holders: Sequence[Holder] = ()
+        self._holders: Sequence[Any] = ()
         self._clock = EventClock(device)
         self.now = self._clock.now
         self.clear()
@@ -68,8 +62,8 @@ class Recorder:
             allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
             self._samples.append((end, self.queue.pending(), self.queue.bytes, allocated))
 
-    def watch(self, holders: Sequence[Holder]) -> None:
-        """From now on asks them after every action how many bytes they hold, for `peak_bytes`."""
+    def watch(self, holders: Sequence[Any]) -> None:
+        """From now on asks them after every action for `nbytes`, which they hold for microbatches, for `peak_bytes`."""
         self._holders = holders
 
     def held(self) -> None:
@@ -104,7 +98,7 @@ class Recorder:
         """A range with the action's name, as in CSV, where torch's profiler (or its NVTX form) is on."""
         if torch.autograd._profiler_enabled():
             return torch.profiler.record_function(str(action))
-        return _NOTHING
+        return contextlib.nullcontext()
 
     def events(self) -> list[Event]:
         """The marks as events; actions that ran as one launch share its time equally."""
@@ -122,6 +116,3 @@ class Recorder:
     def samples(self) -> list[Sample]:
         """What the queue held after every action; empty unless recording."""
         return [Sample(self._clock.seconds(end), *sizes) for end, *sizes in self._samples]
-
-
-_NOTHING = contextlib.nullcontext()

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,6 @@ from zbkern.pipeline.transport.distributed import DistributedTransport, meet
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.pipeline.transport.mailbox import PipelineError, described
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
-
-
-def is_transport(group: Any) -> TypeIs[Transport]:
-    return isinstance(group, Transport)
-
 
 def _runs() -> bool:
     return dist.is_available() and dist.is_initialized()
@@ -37,7 +30,7 @@ def _runs() -> bool:
 
 def place(group: Any) -> tuple[int, int]:
     """This rank and the number of ranks; raises ValueError where torch.distributed does not run."""
-    if is_transport(group):
+    if isinstance(group, Transport):
         return group.rank, group.size
     if not _runs():
         raise ValueError(
@@ -49,7 +42,7 @@ def place(group: Any) -> tuple[int, int]:
 
 def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable[str] = ()) -> Transport:
     """Connects this rank to those it exchanges activations, norms of gradients, or gradients of tied weights with."""
-    if is_transport(group):
+    if isinstance(group, Transport):
         return group
     rank = dist.get_rank(group)
     names = meet(group, sorted(tied))
@@ -102,7 +95,7 @@ def or_alone(group: Any) -> Any:
 def connect_peers(group: Any, device: torch.device, peers: Iterable[int] = ()) -> Transport:
     """Connects this rank to those before and after it, and to `peers`; a process without torch.distributed to none."""
     group = or_alone(group)
-    if is_transport(group):
+    if isinstance(group, Transport):
         return group
     place(group)
     return DistributedTransport(group, peers, device)
