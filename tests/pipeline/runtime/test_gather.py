@@ -56,7 +56,7 @@ def test_a_gather_that_has_everything_ends_well_beside_a_failure() -> None:
     gathered: list[Any] = []
     waiting = threading.Thread(target=lambda: gathered.append(first.gather("a")))
     waiting.start()
-    while first.activity.awaits is None:
+    while first.awaits is None:
         time.sleep(0.01)
     with first._mailbox._changed:  # held, so that the other thread sleeps until both have happened
         gathered.append(second.gather("b"))

@@ -392,26 +392,26 @@ class Pipeline:
 
     def _reduce(self) -> None:
         """Reduces the gradients of replicas, and of weights that several ranks hold, at the end of a step."""
-        self._transport.activity.begin("reduction over replicas")
+        self._transport.begin_action("reduction over replicas")
         self._replicas.finish()
-        self._transport.activity.begin("sum over tied weights")
+        self._transport.begin_action("sum over tied weights")
         self._tied.sum_gradients(self._step, self.timeout)
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
         """What raises inside is a PipelineError on all ranks; Ctrl-C and sys.exit stay what they are on this one."""
-        activity, outer, self._running = self._transport.activity, self._running, True
+        transport, outer, self._running = self._transport, self._running, True
         try:
             yield
-            activity.begin("none")
+            transport.begin_action("none")
         except PipelineError as error:
             self.abandon()
             self._transport.fail(str(error))  # no-op where the transport raised it
             raise
         except BaseException as error:
             more = oom_hint(error, self._max_in_flight, self._in_flight, self.queue, self.device)
-            more = more or input_of(error, activity.action, self.schedule.placement, self._forward_input)
-            reason = f"rank {self.rank}, action {activity.action}: {described(error)}{more}"
+            more = more or input_of(error, transport.action, self.schedule.placement, self._forward_input)
+            reason = f"rank {self.rank}, action {transport.action}: {described(error)}{more}"
             self.abandon()
             self._transport.fail(reason)
             if not isinstance(error, Exception):
@@ -422,16 +422,16 @@ class Pipeline:
             self._running = outer
 
     def _run(self, program: Iterable[tuple[Action, ...]]) -> None:
-        activity, recorder = self._transport.activity, self._recorder
+        transport, recorder = self._transport, self._recorder
         for group in program:
             action = group[0]
-            activity.begin(action)
+            transport.begin_action(action)
             with recorder.label(action):
                 self._HANDLERS[action.kind](self, *group)
         while self.queue.pending():  # eager: W that ran in no wait
             self._run_oldest()
         self.queue.join()
-        activity.begin("none")
+        transport.begin_action("none")
 
     def _forward(self, action: Action) -> None:
         _, chunk, microbatch, _ = action

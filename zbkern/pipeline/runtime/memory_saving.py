@@ -114,15 +114,14 @@ class MemorySavingStage(Stage):
         self._comparisons = math.inf if options.check_values else 2 * len(self._recomputed)
         self._streamed = {microbatch for each, microbatch in streamed(row) if each == chunk}
         self._offloaded = {each[::2] for each in offloaded_after(row) if each[1] == chunk}  # pass, microbatch
-        self._activations: dict[int, SavedTensors] = {}  # from F to B
-        self._waiting: dict[int, _WaitingTasks] = {}  # from B to W
+        self._kept: dict[int, Any] = {}  # SavedTensors from F to B, _WaitingTasks from B to W
         self._loads: dict[int, list[Copy]] = {}  # under way
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device of what microbatches hold here: activations from F to B, what W needs, every storage of a
         microbatch once, and what slices carry."""
-        return sum(storages.nbytes for storages in self._all_storages()) + self.carries.nbytes
+        return sum(kept.storages.nbytes for kept in self._kept.values()) + self.carries.nbytes
 
     def forward(
         self, microbatch: int, inputs: Any, target: Target | None = None, side: Mapping[str, Any] | None = None
@@ -130,7 +129,7 @@ class MemorySavingStage(Stage):
         if not torch.is_grad_enabled():
             return super().forward(microbatch, inputs, target, side)
         self._give_back()
-        tensors = self._activations[microbatch] = self._saver(microbatch, inputs, target, side)
+        tensors = self._kept[microbatch] = self._saver(microbatch, inputs, target, side)
         with tensors.saving():
             outputs = super().forward(microbatch, inputs, target, side)
             if isinstance(tensors, RecomputedTensors):
@@ -142,10 +141,10 @@ class MemorySavingStage(Stage):
         return outputs
 
     def backward_input(self, microbatch: int, gradients: Any, *, fused: bool = False) -> Any:
-        self._activations.pop(microbatch)  # only the graph keeps them now, and frees each once it has been used
+        del self._kept[microbatch]  # only the graph keeps them now, and frees each once it has been used
         found = super().backward_input(microbatch, gradients, fused=fused)
         self._end_loads(microbatch)  # of what no backward has asked for
-        self._waiting[microbatch] = self._tasks(microbatch, ("B", microbatch) in self._offloaded)
+        self._kept[microbatch] = self._tasks(microbatch, ("B", microbatch) in self._offloaded)
         return found
 
     def weight(self, *microbatches: int) -> None:
@@ -153,14 +152,14 @@ class MemorySavingStage(Stage):
             self._run_as_loaded(microbatches)
         super().weight(*microbatches)
         for microbatch in microbatches:
-            self._waiting.pop(microbatch, None)
+            self._kept.pop(microbatch, None)
 
     def weight_part(self, microbatch: int, index: int, count: int) -> None:
         self._end_load_of_tasks(microbatch)
         super().weight_part(microbatch, index, count)
-        self._waiting.pop(microbatch, None)
+        self._kept.pop(microbatch, None)
         if self.queue.pending((self.chunk, microbatch)):
-            self._waiting[microbatch] = self._tasks(microbatch, offload=False)
+            self._kept[microbatch] = self._tasks(microbatch, offload=False)
 
     def prepare(self, microbatch: int) -> None:
         self._give_back()
@@ -174,13 +173,13 @@ class MemorySavingStage(Stage):
 
     def reset(self) -> None:
         super().reset()
-        for storages in self._all_storages():
-            storages.abandon()
+        for kept in self._kept.values():
+            kept.storages.abandon()
         for copy in [copy for loads in self._loads.values() for copy in loads]:
             with suppress(Exception):
                 copy.wait()
-        for kept in (self._activations, self._waiting, self._loads):
-            kept.clear()
+        self._kept.clear()
+        self._loads.clear()
 
     def close(self) -> None:
         self._lanes.close()
@@ -202,7 +201,7 @@ class MemorySavingStage(Stage):
         self._comparisons -= 1
         tensors = RecomputedTensors(storages, self._parts, compares=self._comparisons >= 0)
         if not self._parts:
-            tensors.begin(self.module, self._outputs, inputs, target, side or {})
+            tensors.begin(self.module, self._outputs, (inputs, target, side or {}), {})
         return tensors
 
     def _resident(self, inputs: Any = None, target: Any = None, side: Any = None) -> Resident:
@@ -211,11 +210,9 @@ class MemorySavingStage(Stage):
         return Resident(self.module, tensors, (side or {}).get("carry", ()))
 
     def _recompute(self, microbatch: int) -> None:
-        tensors = self._activations[microbatch]
-        assert isinstance(tensors, RecomputedTensors)
         present = ForwardState([self.module], self._lanes.device)
         try:
-            tensors.recompute(partial(self.queue.defer, (self.chunk, microbatch)))
+            self._kept[microbatch].recompute(partial(self.queue.defer, (self.chunk, microbatch)))
         finally:
             present.restore()
 
@@ -234,27 +231,18 @@ class MemorySavingStage(Stage):
         return Offload(self._lanes, self._copy_size, began)
 
     def _offload(self, microbatch: int) -> None:
-        self._storages(microbatch).end_offload()
+        self._kept[microbatch].storages.end_offload()
 
     def _load(self, microbatch: int) -> None:
-        storages = self._storages(microbatch)
+        storages: Storages = self._kept[microbatch].storages
         storages.begin_load()
         self._loads[microbatch] = storages.loads
         self._recorder.transfers(Action("L", self.chunk, microbatch)).extend(storages.loads)
 
     def _give_back(self) -> None:
         """Frees what was offloaded, and held by others, too, until now."""
-        for storages in self._all_storages():
-            storages.give_back()
-
-    def _all_storages(self) -> list[Storages]:
-        activations = [each.storages for each in self._activations.values()]
-        return activations + [each.storages for each in self._waiting.values()]
-
-    def _storages(self, microbatch: int) -> Storages:
-        """Of what a microbatch holds now."""
-        kept = self._waiting if microbatch in self._waiting else self._activations
-        return kept[microbatch].storages
+        for kept in self._kept.values():
+            kept.storages.give_back()
 
     def _run_as_loaded(self, microbatches: Sequence[int]) -> None:
         """Runs W of one weight after the other, each as soon as what it needs has been loaded.
@@ -267,14 +255,14 @@ class MemorySavingStage(Stage):
                 break
             for task in waiting:
                 if task.weight == waiting[0].weight:
-                    self._waiting[task.key[1]].arrive(task)
+                    self._kept[task.key[1]].arrive(task)
             self.queue.run_one(keys)
         for microbatch in microbatches:
             self._end_load_of_tasks(microbatch)
 
     def _end_load_of_tasks(self, microbatch: int) -> None:
         if self._end_loads(microbatch):
-            self._waiting[microbatch].arrive_all()
+            self._kept[microbatch].arrive_all()
 
     def _end_loads(self, microbatch: int) -> bool:
         """Waits for the loads of a microbatch; whether there were any."""

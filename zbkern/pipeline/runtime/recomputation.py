@@ -113,9 +113,13 @@ class RecomputedTensors(SavedTensors):
             yield
         self._outputs.clear()
 
-    def begin(self, module: torch.nn.Module, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
-        """What comes, until `saving` ends, is call(*arguments, **keywords), in which `module` runs: all of it again."""
-        self._begin(module, call, arguments, keywords)
+    def begin(self, module: torch.nn.Module, call: Callable[..., Any], arguments: Any, keywords: Any) -> None:
+        """What comes, until `end`, is call(*arguments, **keywords), in which `module` runs: all of it again."""
+        tensors = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)]
+        self._given = [(tensor, tensor._version) for tensor in tensors]
+        given = pytree.tree_map_only(Tensor, lambda t: _Input(self._pack(t), t.requires_grad), (arguments, keywords))
+        self._runs.append(_Run(call, given, module, self.storages.device))
+        self._within = module
 
     def end(self, outputs: Any) -> None:
         """What `begin` began has given these outputs."""
@@ -158,14 +162,7 @@ class RecomputedTensors(SavedTensors):
 
     def _enter(self, part: torch.nn.Module, arguments: Any, keywords: Any) -> None:
         if self._within is None and self._saves():
-            self._begin(part, part, arguments, keywords)
-
-    def _begin(self, module: torch.nn.Module, call: Callable[..., Any], arguments: Any, keywords: Any) -> None:
-        tensors = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)]
-        self._given = [(tensor, tensor._version) for tensor in tensors]
-        given = pytree.tree_map_only(Tensor, lambda t: _Input(self._pack(t), t.requires_grad), (arguments, keywords))
-        self._runs.append(_Run(call, given, module, self.storages.device))
-        self._within = module
+            self.begin(part, part, arguments, keywords)
 
     def _saves(self) -> bool:
         """Whether what is saved now comes here: not within a checkpoint, which runs its layers again by itself, nor

@@ -17,24 +17,13 @@ LONGEST_TIMEOUT = 365 * 86400  # seconds; waits for a lock end in an OverflowErr
 _GRACE = 2.0  # seconds in which a rank that is asked why it sends nothing answers
 
 
-class Activity:
-    """What a rank is doing: `action` since `start`, or waiting for a message of rank `awaits`."""
-
-    def __init__(self) -> None:
-        self.awaits: int | None = None
-        self.begin("none")
-
-    def begin(self, action: object) -> None:
-        self.action = action
-        self.start = time.monotonic()
-
-
 class Transport(ABC):
     """What the engine needs of the connection of one rank to the others."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.activity = Activity()
+        self.awaits: int | None = None  # the rank a message of which is waited for
+        self.begin_action("none")
         self._join(Mailbox(rank))
 
     def _join(self, mailbox: Mailbox) -> None:
@@ -58,6 +47,11 @@ class Transport(ABC):
             self.fail(difference)
             raise PipelineError(difference)
 
+    def begin_action(self, action: object) -> None:
+        """What this rank does from now on, for messages."""
+        self.action = action
+        self._action_start = time.monotonic()
+
     @abstractmethod
     def send(self, peer: int, tag: Any, message: Any) -> None:
         """Starts sending a pytree of tensors, or of data, to `peer` and returns; the tensors must stay as they are.
@@ -76,7 +70,7 @@ class Transport(ABC):
 
     def receive(self, peer: int, tag: Any, timeout: float | None) -> Any:
         """The message from `peer`. Raises PipelineError when a rank has failed, or is stuck for `timeout` seconds."""
-        self.activity.awaits = peer
+        self.awaits = peer
         try:
             message, works = self._mailbox.take(peer, tag, timeout)
         except TimeoutError:
@@ -86,7 +80,7 @@ class Transport(ABC):
             self.fail(str(error))
             raise
         finally:
-            self.activity.awaits = None
+            self.awaits = None
         if works:
             self._settle(message, works)
         return message
@@ -148,7 +142,7 @@ class Transport(ABC):
             return
         if peer not in self._waiting or self._mailbox.wait_for_failure(_GRACE * self.size) is None:
             self._stop(
-                f"rank {self.rank}, action {self.activity.action}: waits for rank {peer}, which does not answer; "
+                f"rank {self.rank}, action {self.action}: waits for rank {peer}, which does not answer; "
                 f"{tag} was awaited for {waited:g} s"
             )
 
@@ -157,15 +151,14 @@ class Transport(ABC):
         if isinstance(message, StallAnswer):
             self._waiting.add(sender)
             return
-        peer, tag, waited = self.activity.awaits, message.tag, message.waited
+        peer, tag, waited = self.awaits, message.tag, message.waited
         if peer is not None:
             self._tell(sender, StallAnswer())
             threading.Thread(target=self._ask, args=(peer, tag, waited), name="zbkern-stall", daemon=True).start()
             return
-        seconds = time.monotonic() - self.activity.start
+        seconds = time.monotonic() - self._action_start
         self._stop(
-            f"rank {self.rank}, action {self.activity.action}: stuck for {seconds:.1f} s; {tag} was awaited for "
-            f"{waited:g} s"
+            f"rank {self.rank}, action {self.action}: stuck for {seconds:.1f} s; {tag} was awaited for {waited:g} s"
         )
 
     @abstractmethod
