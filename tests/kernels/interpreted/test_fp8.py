@@ -27,7 +27,7 @@ def hostile(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(1, 1), (33, 128), (40, 300)])
 def test_rows_are_quantised_as_in_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
     for tensor in (hostile(*shape, dtype), hostile(*shape[::-1], dtype).t()):
-        values, scales = triton_fp8._quantise_rows(tensor)
+        values, scales = triton_fp8._quantised(tensor)
         expected, expected_scales = reference_fp8.quantised(tensor, 1)
         assert torch.equal(values.float(), expected.float())
         assert torch.equal(scales, expected_scales.t())
@@ -37,7 +37,7 @@ def test_rows_are_quantised_as_in_the_reference(shape: tuple[int, int], dtype: t
 @pytest.mark.parametrize("shape", [(1, 1), (128, 256), (140, 300)])
 def test_weights_are_quantised_as_in_the_reference(shape: tuple[int, int], transpose: bool) -> None:
     weight = hostile(*shape, torch.bfloat16)
-    values, scales = triton_fp8._quantise_weight(weight, transpose)
+    values, scales = triton_fp8._quantised(weight, True, transpose)
     expected, expected_scales = reference_fp8.quantised(weight, 128)
     assert torch.equal(values.float(), (expected.t() if transpose else expected).float())
     assert torch.equal(scales, expected_scales if transpose else expected_scales.t())
@@ -68,7 +68,7 @@ def test_what_is_not_finite_or_very_small_is_quantised_as_in_the_reference(
     tensor[0, :128] = float(value)  # all of a row's block
     tensor[-1, -1] = float(value)
     by_rows, by_blocks = reference_fp8.quantised(tensor, 1), reference_fp8.quantised(tensor, 128)
-    found = [triton_fp8._quantise_rows(tensor), *(triton_fp8._quantise_weight(tensor, t) for t in (False, True))]
+    found = [triton_fp8._quantised(tensor), *(triton_fp8._quantised(tensor, True, t) for t in (False, True))]
     wanted = [(values, scales.t()) for values, scales in (by_rows, by_blocks)] + [(by_blocks[0].t(), by_blocks[1])]
     for got, expected in zip(found, wanted, strict=True):
         for mine, theirs in zip(got, expected, strict=True):

@@ -31,7 +31,7 @@ def fp8_linear_fwd(
     if not x.numel():
         y.zero_() if bias is None else y.copy_(bias.expand_as(y))
     elif y.numel():
-        _multiply(_quantise_rows(x), _quantise_weight(weight, False, kept), bias, y)
+        _multiply(_quantised(x), _quantise_weight(weight, False, kept), bias, y)
 
 
 def fp8_linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor, kept: dict[Any, Any] | None = None) -> None:
@@ -39,7 +39,7 @@ def fp8_linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor, kept: dict[Any, Any
     if not dy.numel():
         dx.zero_()
     elif dx.numel():
-        _multiply(_quantise_rows(dy), _quantise_weight(weight, True, kept), None, dx)
+        _multiply(_quantised(dy), _quantise_weight(weight, True, kept), None, dx)
 
 
 def fp8_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
@@ -52,46 +52,33 @@ def fp8_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> 
         if dbias is not None:
             sum_rows([(dy, None)], dbias, accumulate)
         if dweight is not None and x.shape[0] and dweight.numel():
-            _multiply(_quantise_rows(dy.t()), _quantise_rows(x.t()), None, dweight, accumulate)
+            _multiply(_quantised(dy.t()), _quantised(x.t()), None, dweight, accumulate)
         elif dweight is not None and not accumulate:
             dweight.zero_()
         accumulate = True
 
 
-def _quantise_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """(values [M, K], scales [K / 128, M]) with a scale for each 128 columns of a row."""
-    m, k = tensor.shape
-    values, scales = _empty_values(m, k, tensor), tensor.new_empty(triton.cdiv(k, 128), m, dtype=torch.float32)
-    _run_quantise(tensor, values, scales, (32, False, False), 4)
+def _quantise_weight(weight: Tensor, transpose: bool, kept: dict[Any, Any] | None) -> tuple[Tensor, Tensor]:
+    """`_quantised`, with a scale for each 128 x 128; from `kept` where it is there, else left there."""
+    kept = {} if kept is None else kept
+    if transpose not in kept:
+        kept[transpose] = _quantised(weight, True, transpose)
+    return kept[transpose]
+
+
+def _quantised(tensor: Tensor, whole: bool = False, transpose: bool = False) -> tuple[Tensor, Tensor]:
+    """(values [M, K], scales [K / 128, M]) with a scale for each 128 columns of a row, or if whole (values, scales
+    [K / 128, M / 128]) for each 128 x 128; M and K are those of the tensor, or if transpose of its transpose."""
+    rows, columns = tensor.shape
+    m, k = (columns, rows) if transpose else (rows, columns)
+    # rows of values are multiples of 16 bytes apart, so that bulk copies take tiles of them
+    values = tensor.new_empty(m, triton.cdiv(k, 16) * 16, dtype=torch.float8_e4m3fn)[:, :k]
+    scales = tensor.new_empty(triton.cdiv(k, 128), triton.cdiv(m, 128) if whole else m, dtype=torch.float32)
+    band, warps = (128, 8) if whole else (32, 4)
+    arguments = (tensor, values, scales, rows, columns, *tensor.stride(), values.stride(0))
+    programs = triton.cdiv(rows, band) * triton.cdiv(columns, 128)
+    _quantise(programs, arguments, (band, whole, transpose), warps, stages=1)
     return values, scales
-
-
-def _quantise_weight(weight: Tensor, transpose: bool, kept: dict[Any, Any] | None = None) -> tuple[Tensor, Tensor]:
-    """(values [N, K], scales [K / 128, N / 128]) with a scale for each 128 x 128; transposed (values [K, N], scales
-    [N / 128, K / 128])."""
-    if kept is not None and transpose in kept:
-        return kept[transpose]
-    n, k = weight.shape
-    rows, columns = (k, n) if transpose else (n, k)
-    values = _empty_values(rows, columns, weight)
-    scales = weight.new_empty(triton.cdiv(columns, 128), triton.cdiv(rows, 128), dtype=torch.float32)
-    _run_quantise(weight, values, scales, (128, True, transpose), 8)
-    if kept is not None:
-        kept[transpose] = values, scales
-    return values, scales
-
-
-def _run_quantise(
-    tensor: Tensor, values: Tensor, scales: Tensor, constants: tuple[int, bool, bool], warps: int
-) -> None:
-    m, k = tensor.shape
-    arguments = (tensor, values, scales, m, k, *tensor.stride(), values.stride(0))
-    _quantise(triton.cdiv(m, constants[0]) * triton.cdiv(k, 128), arguments, constants, warps, 1)
-
-
-def _empty_values(rows: int, columns: int, like: Tensor) -> Tensor:
-    """[rows, columns] of which bulk copies take tiles: its rows are multiples of 16 bytes apart."""
-    return like.new_empty(rows, triton.cdiv(columns, 16) * 16, dtype=torch.float8_e4m3fn)[:, :columns]
 
 
 @triton.jit

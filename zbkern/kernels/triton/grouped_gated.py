@@ -31,12 +31,7 @@ from zbkern.kernels.triton.grouped_tile import (
     ragged_argument,
     row_tiles,
 )
-from zbkern.kernels.triton.matmul_tile import (
-    has_bulk_copies,
-    precision,
-    store,
-    tile_index,
-)
+from zbkern.kernels.triton.matmul_tile import has_bulk_copies, precision, store, tile_index
 
 
 @Kernel

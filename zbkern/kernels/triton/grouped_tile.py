@@ -73,10 +73,8 @@ def matrix_of(
         else:
             return tl.reshape(source.load([group, row, column]), (ROWS, COLUMNS))
     else:
-        i = (row + tl.arange(0, ROWS))[:, None]
-        j = (column + tl.arange(0, COLUMNS))[None, :]
-        place = offset(i, 1) + offset(j, stride) if TRANSPOSED else offset(i, stride) + offset(j, 1)
-        return tl.load(source + offset(group, group_stride) + place, (i < rows) & (j < columns), 0.0)
+        matrix = source + offset(group, group_stride)
+        return operand(matrix, row, column, rows, columns, stride, TRANSPOSED, False, ROWS, COLUMNS)
 
 
 @triton.jit

@@ -19,16 +19,8 @@ from zbkern.kernels.triton.grouped_tile import (
     ragged_argument,
     row_counts,
 )
-from zbkern.kernels.triton.matmul_tile import (
-    Matrix,
-    has_bulk_copies,
-    load,
-    pieces,
-    precision,
-    store,
-    tile_index,
-)
-from zbkern.kernels.triton.multi_matmul import SLOTS, columns
+from zbkern.kernels.triton.matmul_tile import Matrix, has_bulk_copies, pieces, precision, tile_index
+from zbkern.kernels.triton.multi_matmul import SLOTS, columns, store_tile
 from zbkern.kernels.triton.wgrad import sum_rows
 
 
@@ -110,10 +102,7 @@ def _store_matrix(
                 value += widen(tl.reshape(out.load([group, p, q]), (M, N)))
             out.store([group, p, q], tl.reshape(value.to(out.dtype), (1, M, N)))
     else:
-        target = out + offset(group, o_group)
-        if ACCUMULATE:
-            value += widen(load(target, p, q, P, Q, o_stride, M, N, False))
-        store(target, value, p, q, P, Q, o_stride, M, N, False)
+        store_tile(value, p, q, out + offset(group, o_group), P, Q, o_stride, ACCUMULATE, False, False, M, N)
 
 
 def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
