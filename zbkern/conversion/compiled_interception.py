@@ -162,13 +162,13 @@ class _Traced:
         return compiled.product(kind, cast_product(kind.name, x, ()), view, options)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return compiled.linear(cast_product("linear", x, (weight, bias)), weight, bias, None, False)
+        return compiled.linear(weight, bias, cast_product("linear", x, (weight, bias)), None, False)
 
     def grouped_linear(self, x: Tensor, parameter: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-        return compiled.grouped_linear(x, parameter, None, ends, transposed)
+        return compiled.grouped_linear(parameter, None, x, ends, transposed)
 
     def embedding(self, indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
-        return compiled.embedding(indices, weight, padding_idx)
+        return compiled.embedding(weight, indices, padding_idx)
 
 
 @torch.compiler.allow_in_graph

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from zbkern.kernels import reference
 from zbkern.kernels.reference import grouped as grouped_reference
-from zbkern.kernels.spec import GateOptions
 from zbkern.ops import compiled_operators
 from zbkern.ops.functions import linear as linear_functions
 from zbkern.ops.functions import products, sharded
@@ -58,7 +57,7 @@ def _are_leaves(weights: Sequence[Tensor | None]) -> bool:
     return len(trainable) > 0 and all(w.is_leaf for w in trainable)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, transposed: bool) -> Tensor:
+def linear(weight: Tensor, bias: Tensor | None, x: Tensor, activation: str | None, transposed: bool) -> Tensor:
     """functional.linear: the matmul, its tap, then the activation."""
     detached = weight.detach().to(x.dtype)
     y = F.linear(x, detached.t() if transposed else detached, None if bias is None else bias.detach().to(x.dtype))
@@ -72,7 +71,7 @@ def can_defer_sharded(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 @torch.compiler.allow_in_graph
-def sharded_linear(x: Any, weight: Any, bias: Any, activation: str | None, transposed: bool) -> Any:
+def sharded_linear(weight: Any, bias: Any, x: Any, activation: str | None, transposed: bool) -> Any:
     """functional.linear of DTensors: torch's F and B, and a tap for W of this rank's part, where that is a product of
     local parts. One node until the compiler traces autograd, because the placements are known only there."""
     placements = sharded.placements_for_w(x, weight, bias)
@@ -85,14 +84,7 @@ def sharded_linear(x: Any, weight: Any, bias: Any, activation: str | None, trans
     return _Tap.apply(y, "linear", *own, ([], sums), placements, x.detach().to_local())
 
 
-def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *biases_and_activation: Any) -> Tensor:
-    """functional.gated_mlp."""
-    *biases, activation = biases_and_activation
-    h = linear(x, gate, biases[0], activation, False) * linear(x, up, biases[1], None, False)
-    return linear(h, down, biases[2], None, False)
-
-
-def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+def embedding(weight: Tensor, indices: Tensor, padding_idx: int | None) -> Tensor:
     """functional.embedding; rows of padding_idx get no gradient, so their dy becomes zero before W takes it."""
     y = F.embedding(indices, weight.detach(), padding_idx)
     y = _Tap.apply(y, "embedding", weight, None, _WHOLE, None, indices)
@@ -103,7 +95,7 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tenso
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, transposed: bool, every_row: bool = True
+    weight: Tensor, bias: Tensor | None, x: Tensor, ends: Tensor, transposed: bool, every_row: bool = True
 ) -> Tensor:
     """functional.grouped_linear; ends: the row at which every group ends. every_row: each belongs to a group."""
     matrices, kind = weight.detach().to(x.dtype), "grouped_linear transposed" if transposed else "grouped_linear"
@@ -111,22 +103,6 @@ def grouped_linear(
     if bias is not None:
         y = y + _of_rows(bias.detach().to(x.dtype), ends, x, every_row)
     return _Tap.apply(y, kind, weight, bias, _WHOLE, None, x.detach(), ends)
-
-
-def grouped_mlp(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    ends: Tensor,
-    options: GateOptions,
-    transposed: bool,
-    every_row: bool = True,
-) -> Tensor:
-    """functional.grouped_mlp."""
-    z = grouped_linear(x, gate_up, gate_up_bias, ends, transposed, every_row)
-    return grouped_linear(grouped_reference.gated(z, options), down, down_bias, ends, transposed, every_row)
 
 
 def product(kind: Kind, x: Tensor, view: ParameterView, options: tuple[Any, ...]) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,9 +51,9 @@ class Op:
     """name: what errors call it; kernels: its name in spec.OPS where that is another one.
 
     function: forward(ctx, call, x, *options, *edges). with_torch(*params, x, *options): the same in torch's own
-    operations; None where there is no such form. deferring(x, *params, *options): the same inside torch.compile, with a
-    tap at which W is deferred. of_dtensors(call, x, *options): where all are DTensors and
-    W may wait. cast: what autocast makes of x; raises TypeError for parameters of another dtype.
+    operations; None where there is no such form. deferring: the same inside torch.compile, with a tap at which W is
+    deferred. of_dtensors(call, x, *options): where all are DTensors and W may wait. cast: what autocast makes of x;
+    raises TypeError for parameters of another dtype.
     """
 
     name: str
@@ -70,14 +70,25 @@ LINEAR = Op(
     of_dtensors=sharded.linear,
 )
 FP8_LINEAR = Op("linear", linears.FP8Linear, None, kernels="fp8_linear")
-GATED_MLP = Op("gated_mlp", linears.GatedMLP, linears.gated_mlp_with_torch, compiled.gated_mlp)
-GROUPED_LINEAR = Op("grouped_linear", grouped.GroupedLinear, grouped.grouped_linear_with_torch, compiled.grouped_linear)
-GROUPED_MLP = Op("grouped_mlp", grouped.GroupedMLP, grouped.grouped_mlp_with_torch, compiled.grouped_mlp)
-# By offsets, after whose last there may be rows of no group
-GROUPED_LINEAR_BY_OFFSETS = replace(
-    GROUPED_LINEAR, deferring=functools.partial(compiled.grouped_linear, every_row=False)
+GATED_MLP = Op(
+    *("gated_mlp", linears.GatedMLP, linears.gated_mlp_with_torch),
+    functools.partial(linears.gated_mlp_with_torch, linear=compiled.linear),
 )
-GROUPED_MLP_BY_OFFSETS = replace(GROUPED_MLP, deferring=functools.partial(compiled.grouped_mlp, every_row=False))
+
+
+def _grouped(linear: Callable[..., Tensor]) -> tuple[Op, Op]:
+    """grouped_linear and grouped_mlp, by a linear for compilers."""
+    mlp = functools.partial(grouped.grouped_mlp_with_torch, linear=linear)
+    return (
+        Op("grouped_linear", grouped.GroupedLinear, grouped.grouped_linear_with_torch, linear),
+        Op("grouped_mlp", grouped.GroupedMLP, grouped.grouped_mlp_with_torch, mlp),
+    )
+
+
+GROUPED_LINEAR, GROUPED_MLP = _grouped(compiled.grouped_linear)
+# By offsets, after whose last there may be rows of no group
+_BY_OFFSETS = functools.partial(compiled.grouped_linear, every_row=False)
+GROUPED_LINEAR_BY_OFFSETS, GROUPED_MLP_BY_OFFSETS = _grouped(_BY_OFFSETS)
 EMBEDDING = Op(
     *("embedding", embeddings.Embedding, embeddings.embedding_with_torch, compiled.embedding),
     of_dtensors=functools.partial(autograd.apply, sharded.ShardedEmbedding),
@@ -131,9 +142,9 @@ def _run_elsewhere(op: Op, x: Tensor, params: Params, options: tuple[Any, ...], 
             f"{type(x).__name__} and {type(params[0]).__name__}; use torch.compiler.disable on the module, or no recipe"
         )
     if compiling and op.deferring is not None and compiled.can_defer(x, *params):
-        return op.deferring(op.cast(op.name, x, params), *params, *options)
+        return op.deferring(*params, op.cast(op.name, x, params), *options)
     if compiling and op is LINEAR and compiled.can_defer_sharded(x, *params):
-        return compiled.sharded_linear(op.cast(op.name, x, params), *params, *options)
+        return compiled.sharded_linear(*params, op.cast(op.name, x, params), *options)
     if op.of_dtensors is not None and defers_dtensors(x, *params):
         backend = dispatch.resolve(op.kernels or op.name, impl, params[0].device, params[0].dtype)
         return op.of_dtensors(autograd.OpCall(params, backend, name), x, *options)

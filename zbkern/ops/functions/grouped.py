@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -136,10 +137,11 @@ def grouped_mlp_with_torch(
     ends: Tensor,
     options: GateOptions,
     transposed: bool = False,
+    linear: Callable[..., Tensor] = grouped_linear_with_torch,
 ) -> Tensor:
-    """GroupedMLP in torch's own operations."""
-    z = grouped_linear_with_torch(gate_up, gate_up_bias, x, ends, transposed)
-    return grouped_linear_with_torch(down, down_bias, reference_grouped.gated(z, options), ends, transposed)
+    """GroupedMLP in torch's own operations, or in linears of another kind."""
+    z = linear(gate_up, gate_up_bias, x, ends, transposed)
+    return linear(down, down_bias, reference_grouped.gated(z, options), ends, transposed)
 
 
 def _library_takes(x: Tensor, weight: Tensor) -> bool:

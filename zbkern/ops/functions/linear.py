@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -241,7 +242,8 @@ def gated_mlp_with_torch(
     down_bias: Tensor | None,
     x: Tensor,
     activation: str,
+    linear: Callable[..., Tensor] = linear_with_torch,
 ) -> Tensor:
-    """GatedMLP in torch's own operations."""
-    h = linear_with_torch(gate, gate_bias, x, activation) * linear_with_torch(up, up_bias, x, None)
-    return linear_with_torch(down, down_bias, h, None)
+    """GatedMLP in torch's own operations, or in linears of another kind."""
+    h = linear(gate, gate_bias, x, activation, False) * linear(up, up_bias, x, None, False)
+    return linear(down, down_bias, h, None, False)
