@@ -94,6 +94,7 @@ def run_page(folder: str) -> tuple[str, bool, int]:
         return *told, min(int(name.split(".")[2]) for name in chunk.state_dict() if ".layers." in name)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_the_programs_run_as_they_stand(four_ranks: Any, tmp_path: Path) -> None:
     save_llama(tmp_path / "llama")

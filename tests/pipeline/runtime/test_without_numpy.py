@@ -32,6 +32,7 @@ with Pipeline(chunk, schedules.zb_h1(2, 4), torch.nn.functional.mse_loss, timeou
 """
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_step_and_a_checkpoint(tmp_path: Path) -> None:
     ranks = [
