@@ -50,14 +50,9 @@ class Rule(NamedTuple):
 
 def rules_to_try(problem: Problem, stride: int = 1) -> Iterator[Rule]:
     """Every `stride`-th of the rules that are tried, the same for all ranks."""
-
-    caps = {slope: forward_caps(problem, slope) for slope in _SLOPES}
     choices = islice(product(*_choices(problem)), 0, None, stride)
-    for priority, patience, slope, forward, backward, fuse, follow in choices:
-        priority, patience, forward, backward = (
-            (choice,) * problem.ranks for choice in (priority, patience, forward, backward)
-        )
-        yield Rule(priority, patience, forward, backward, caps[slope], fuse, follow)
+    for priority, patience, caps, forward, backward, fuse, follow in choices:
+        yield Rule(priority, patience, forward, backward, caps, fuse, follow)
 
 
 def count_rules(problem: Problem) -> int:
@@ -66,9 +61,10 @@ def count_rules(problem: Problem) -> int:
 
 
 def _choices(problem: Problem) -> tuple[Sequence[Any], ...]:
-    late = (1, 0) if problem.chunks > problem.ranks else (1,)
+    priority, patience = ([(choice,) * problem.ranks for choice in range(count)] for count in (3, 5))
+    late = [(choice,) * problem.ranks for choice in ((1, 0) if problem.chunks > problem.ranks else (1,))]
     fuse, follow = (False, True)[: 1 + problem.may_fuse], (False, True)[: 1 + _may_follow(problem)]
-    return range(3), range(5), _SLOPES, late, late, fuse, follow
+    return priority, patience, _forward_caps(problem), late, late, fuse, follow
 
 
 def _may_follow(problem: Problem) -> bool:
@@ -104,14 +100,12 @@ def refine(problem: Problem, rule: Rule, effort: Effort) -> tuple[Ordering, Rule
     return (orders, Rule(*changed)) if orders.rows else None
 
 
-def forward_caps(problem: Problem, slope: int) -> Each:
+def _forward_caps(problem: Problem) -> list[Each]:
     """How many forwards each chunk may be ahead of its backwards: more, the further it is from the last chunk.
 
-    slope: how fast they fall towards the last chunk, in percent of what fits the memory; 0 for no caps. With slices a
-    whole sequence is ahead even in the last chunk, before the first backward.
+    For each slope: how fast they fall towards the last chunk, in percent of what fits the memory; 0 for no caps. With
+    slices a whole sequence is ahead even in the last chunk, before the first backward.
     """
-    if slope == 0:
-        return (_FREE,) * problem.chunks
     tightest: tuple[int, int] | None = None  # of all ranks: what is spare, and what that is divided by
     for rank in range(problem.ranks):
         own_chunks = problem.chunks_of(rank)
@@ -120,8 +114,10 @@ def forward_caps(problem: Problem, slope: int) -> Each:
         spare = max(0, problem.limit[rank] - sum(taken.values()))
         if weighted and (tightest is None or spare * tightest[1] < tightest[0] * weighted):
             tightest = spare, weighted
+    none, slices = (_FREE,) * problem.chunks, len(problem.slices)
     if tightest is None:
-        return (_FREE,) * problem.chunks
+        return [none] * len(_SLOPES)
     spare, weighted = tightest
-    further, slices = range(problem.chunks - 1, -1, -1), len(problem.slices)
-    return tuple(min(_FREE, slices + slope * spare * each * slices // (100 * weighted)) for each in further)
+    further = [spare * each * slices for each in range(problem.chunks - 1, -1, -1)]
+    caps = [[min(_FREE, slices + slope * each // (100 * weighted)) for each in further] for slope in _SLOPES]
+    return [tuple(each) if slope else none for slope, each in zip(_SLOPES, caps, strict=True)]
