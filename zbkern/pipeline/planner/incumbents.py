@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from zbkern.pipeline.planner.annealing import measured, with_cost
+from zbkern.pipeline.planner.native import Effort
 from zbkern.pipeline.planner.problem import Ordering, Problem, grouped, within
 
 ROUNDING = 1e-9
@@ -36,22 +38,22 @@ class Incumbent:
     Their W are grouped as in the schedule that is made of them, so that orders are compared by what they will cost.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, budget: Budget | None = None) -> None:
+        self.problem, self.budget = problem, Budget(0) if budget is None else budget
         self.orders: Ordering | None = None
         self.near: list[Ordering] = []  # those within 0.3% of the best that were found, the best among them
         self.bound = 0
 
     def offer(self, orders: Ordering | None) -> None:
         """Groups their W and computes their cost: some searches count waits that their orders do not have."""
-        if orders is not None and self._problem.saves:
+        if orders is not None and self.problem.saves:
             orders = grouped(orders)
-        self._keep(orders and with_cost(self._problem, orders))
+        self._keep(orders and with_cost(self.problem, orders))
 
     def offer_fitting(self, orders: Ordering) -> None:
         """Orders with W grouped, which may exceed the memory: then nothing happens."""
-        found = measured(self._problem, orders)
-        if found is not None and within(found[1], self._problem.limit):
+        found = measured(self.problem, orders)
+        if found is not None and within(found[1], self.problem.limit):
             self._keep(found[0])
 
     def _keep(self, orders: Ordering | None) -> None:
@@ -66,5 +68,10 @@ class Incumbent:
             self.near = [near for near in (*self.near, orders) if near.cost <= most]
 
     @property
-    def optimal(self) -> bool:
-        return self.orders is not None and self.orders.cost <= self.bound
+    def over(self) -> bool:
+        """Whether nothing better is possible, or no time is left."""
+        return (self.orders is not None and self.orders.cost <= self.bound) or not self.budget.left
+
+    def effort(self, seed: int, temperatures: Sequence[int], work: int, spread: int = 1) -> Effort:
+        """Of a search that ends there."""
+        return Effort(seed, temperatures, work, spread, self.bound, self.budget.left)

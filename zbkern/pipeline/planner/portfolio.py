@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.annealing import anneal, search_blocks
 from zbkern.pipeline.planner.bounds import cost_bound, warm_up_forwards
-from zbkern.pipeline.planner.incumbents import Budget, Incumbent
+from zbkern.pipeline.planner.incumbents import Incumbent
 from zbkern.pipeline.planner.list_scheduler import Rule, best_rules, count_rules, list_schedule, refine, rules_to_try
 from zbkern.pipeline.planner.native import Effort
 from zbkern.pipeline.planner.pattern_search import Pattern, is_v, search_patterns, zb_v_patterns
@@ -19,13 +20,14 @@ from zbkern.pipeline.planner.settings import SearchSettings
 SETTINGS = SearchSettings()
 
 
-def add_serial(problem: Problem, best: Incumbent, budget: Budget) -> None:
+def add_serial(best: Incumbent) -> None:
     """Adds what fits whenever anything does: building blocks, or one microbatch after the other."""
+    problem = best.problem
     for fuse in (False, True)[: 1 + problem.may_fuse]:
         if native.core is None or len(problem.slices) > 1:  # blocks of slices hold two sequences at once
             best.offer_fitting(serial_ordering(problem, fuse))
         if native.core is not None:
-            best.offer(search_blocks(problem, fuse, Effort(seconds=budget.left)))
+            best.offer(search_blocks(problem, fuse, Effort(seconds=best.budget.left)))
 
 
 class TriedRule(NamedTuple):
@@ -36,35 +38,41 @@ class TriedRule(NamedTuple):
     problem: Problem
 
 
-def best_tried_rules(problem: Problem, best: Incumbent, budget: Budget, most: int) -> list[TriedRule]:
+def _trial(problem: Problem, tries: int, passes: int) -> tuple[Problem, int]:
+    """On what to try so many things: fewer microbatches where it would take more passes; and each how many of them."""
+    trial, slices = problem, len(problem.slices)
+    if problem.passes * tries > passes:
+        few = -(-2 * (problem.ranks + 1) // slices) * slices
+        trial = replace(problem, microbatches=min(problem.microbatches, few))
+    return trial, trial.passes * tries // passes | 1  # odd, so that both of every choice are among them
+
+
+def best_tried_rules(best: Incumbent, most: int) -> list[TriedRule]:
     """The best rules, of which the best one's orders are offered.
 
     most: passes that the rules are tried on. With more, some of the rules are tried on fewer microbatches.
     """
-    count = count_rules(problem)
-    trial, stride = problem, 1
-    if problem.passes * count > most:
-        trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
-        stride = trial.passes * count // most | 1  # odd, so that both of every choice are among them
+    trial, stride = _trial(best.problem, count_rules(best.problem), most)
     tried = list(rules_to_try(trial, stride))
-    found = best_rules(trial, tried, SETTINGS.refined_rules, budget.left)
+    found = best_rules(trial, tried, SETTINGS.refined_rules, best.budget.left)
     kept = [TriedRule(index, tried[index], trial) for _, index in found]
     for each in kept[:1]:
-        best.offer(list_schedule(problem, each.rule))
+        best.offer(list_schedule(best.problem, each.rule))
     return kept
 
 
-def warm_start(problem: Problem, budget: Budget) -> Ordering | None:
+def warm_start(best: Incumbent) -> Ordering | None:
     """With one chunk per rank: what the list scheduler makes from the warm-up that reaches the lower bound.
 
     With 16 stages it mostly is at the bound, which annealing from other starts reaches late or not at all.
     """
+    problem = best.problem
     one_chunk = problem.placement == tuple(range(problem.ranks)) and len(problem.slices) == 1
     if not one_chunk or problem.makespan or problem.fused_is_faster or problem.saves:
         return None
     caps = warm_up_forwards(problem, cost_bound(problem)) or ()
     tried = list({rule._replace(caps=tuple(caps)): None for rule in rules_to_try(problem) if caps})
-    found = best_rules(problem, tried, 1, budget.left)
+    found = best_rules(problem, tried, 1, best.budget.left)
     return list_schedule(problem, tried[found[0][1]]) if found else None
 
 
@@ -77,18 +85,14 @@ class Population:
     every other round it starts from the best pattern, whose steady state annealing from a rule's orders does not reach.
     """
 
-    def __init__(self, problem: Problem, best: Incumbent, budget: Budget, pattern_passes: int) -> None:
-        self.problem, self.best, self._budget = problem, best, budget
-        self._patterns = PatternSearch(problem, best, budget, pattern_passes)
+    def __init__(self, best: Incumbent, pattern_passes: int) -> None:
+        problem = self.problem = best.problem
+        self.best, self._patterns = best, PatternSearch(best, pattern_passes)
         self._members: list[Ordering] = []
         self._changed: dict[int, tuple[Rule, int]] = {}  # what became of a candidate's rule, after how many tries
-        best.offer(warm_start(problem, budget))
+        best.offer(warm_start(best))
         plenty = min(problem.limit) > SETTINGS.plenty * held_by_1f1b(problem)
         self._long = plenty or problem.chunks > 2 * problem.ranks
-
-    @property
-    def _over(self) -> bool:
-        return self.best.optimal or not self._budget.left
 
     def round(self, passes: int, seed: int, rules: Sequence[TriedRule]) -> None:
         """Runs about `passes` passes, and where there is a pattern a quarter as many in the search for a better one.
@@ -111,10 +115,10 @@ class Population:
         self._members = sorted(distinct, key=lambda orders: orders.cost)[:1]
 
     def _annealed(self, start: Ordering, passes: int, seed: int, cooling: tuple[float, int]) -> Ordering:
-        if self._over:
+        if self.best.over:
             return start
         hot, spread = cooling
-        effort = Effort(seed, temperatures(self.problem, hot), passes, spread, self.best.bound, self._budget.left)
+        effort = self.best.effort(seed, temperatures(self.problem, hot), passes, spread)
         found = anneal(self.problem, start, effort)
         self.best.offer(found)
         return found
@@ -124,7 +128,7 @@ class Population:
         best: Ordering | None = None
         for each in rules:
             tries = passes // (SETTINGS.rule_pass * self.problem.passes * SETTINGS.refined_rules)
-            if not tries or self._over:
+            if not tries or self.best.over:
                 break
             runs = max(1, tries // SETTINGS.rule_tries)
             for run in range(runs):
@@ -132,8 +136,7 @@ class Population:
                 if tried >= SETTINGS.rule_tries:
                     rule, tried = each.rule, 0
                 number = (seed << 8 | run) << 32 | each.number
-                effort = Effort(number, (0,), tries // runs, target=self.best.bound, seconds=self._budget.left)
-                found = refine(self.problem, rule, effort)
+                found = refine(self.problem, rule, self.best.effort(number, (0,), tries // runs))
                 if found is None:
                     break
                 self._changed[each.number] = found[1], tried + tries // runs
@@ -144,11 +147,9 @@ class Population:
 
     def _block(self, passes: int, seed: int) -> Ordering | None:
         moves = passes // (SETTINGS.temperatures * self.problem.passes)
-        if moves < 1 or self._over:
+        if moves < 1 or self.best.over:
             return None
-        effort = Effort(
-            seed, temperatures(self.problem, 1.0, 0.1), moves, target=self.best.bound, seconds=self._budget.left
-        )
+        effort = self.best.effort(seed, temperatures(self.problem, 1.0, 0.1), moves)
         found = search_blocks(self.problem, self.problem.may_fuse and seed % 2 == 1, effort)
         self.best.offer(found)
         return found
@@ -160,25 +161,22 @@ class PatternSearch:
     Does nothing where even the best pattern to start from is far from the best orders known, as with little memory.
     """
 
-    def __init__(self, problem: Problem, best: Incumbent, budget: Budget, passes: int) -> None:
+    def __init__(self, best: Incumbent, passes: int) -> None:
         """passes: patterns are tried as a start on at most so many."""
-        self.problem, self._best, self._budget = problem, best, budget
+        self.problem, self._best = best.problem, best
         self._found: tuple[Ordering, Pattern] | None = None
-        if is_v(problem):
+        if is_v(self.problem):
             self._begin(passes)
         self._start = self._found
 
     def _begin(self, passes: int) -> None:
-        problem, patterns = self.problem, list(zb_v_patterns(self.problem))
-        trial = problem
-        if problem.passes * len(patterns) > passes:
-            trial = problem.with_microbatches(min(problem.microbatches, 2 * problem.ranks + 2))
-        stride = trial.passes * len(patterns) // passes | 1
-        tried = takewhile(lambda pattern: self._budget.left > 0, patterns[::stride])
+        patterns = list(zb_v_patterns(self.problem))
+        trial, stride = _trial(self.problem, len(patterns), passes)
+        tried = takewhile(lambda pattern: self._best.budget.left > 0, patterns[::stride])
         found = [(each, search_patterns(trial, each)) for each in tried]
         costs = [(result[0].cost, index) for index, (_, result) in enumerate(found) if result is not None]
         for _, index in sorted(costs)[:2]:
-            self._add(search_patterns(problem, found[index][0]))
+            self._add(search_patterns(self.problem, found[index][0]))
         known = self._best.orders
         if self._found is not None and known is not None and self._found[0].cost > SETTINGS.pattern_cutoff * known.cost:
             self._found = None
@@ -197,12 +195,11 @@ class PatternSearch:
         attempts = max(1, moves // (SETTINGS.pattern_moves * problem.ranks))
         for attempt in range(attempts + 1):
             begin, some = (self._start, moves // attempts) if attempt < attempts else (self._found, moves)
-            if begin is None or some < 1 or self._best.optimal or not self._budget.left:
+            if begin is None or some < 1 or self._best.over:
                 break
             starts = SETTINGS.pattern_temperatures
             cooling = temperatures(problem, starts[(seed + attempt) % len(starts)])
-            limits = (self._best.bound, self._budget.left)
-            effort = Effort(seed << 16 | attempt, cooling, some, SETTINGS.pattern_spread, *limits)
+            effort = self._best.effort(seed << 16 | attempt, cooling, some, SETTINGS.pattern_spread)
             self._add(search_patterns(problem, begin[1], effort))
         return self._found and self._found[0]
 

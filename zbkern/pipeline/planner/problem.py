@@ -72,7 +72,9 @@ class Problem:
         count, chunks = len(slices), range(len(placement))
         by_slice = slice_costs(costs.per_chunk(len(placement)), slices)
         backwards = by_slice[::-1]
-        time_scale = _TIME_SCALE / serial if (serial := microbatches * sum(map(_serial, by_slice))) > 1e-200 else 1.0
+        # one pass and message of all microbatches after the other
+        parts = [sum(e.forward) + sum(e.backward) + sum(e.weight) + 2 * sum(e.communication) for e in by_slice]
+        time_scale = _TIME_SCALE / serial if (serial := microbatches * sum(parts)) > 1e-200 else 1.0
         unlimited = most_memory(by_slice, microbatches)
         memory_scale = _MEMORY_SCALE / unlimited if unlimited > 1e-200 else 1.0
 
@@ -86,8 +88,8 @@ class Problem:
             times([getattr(each, name) for each in backwards]) for name in ("backward", "weight", "fused")
         )
         # A split without overhead must stay so when all three are rounded, or fusing would seem to gain a little.
-        parts = zip(fused, backward, weight, strict=True)
-        fused = tuple(b + w if abs(both - b - w) <= 1 else both for both, b, w in parts)
+        both_and_parts = zip(fused, backward, weight, strict=True)
+        fused = tuple(b + w if abs(both - b - w) <= 1 else both for both, b, w in both_and_parts)
         apart = [here != there for here, there in pairwise(placement)]
         lags = [[lag * far for lag, far in zip(each.communication, apart, strict=True)] for each in by_slice]
         return cls(
@@ -172,16 +174,6 @@ class Problem:
                 least = min(self.sequences * (b + w - saved) + saved, self.sequences * both)
             total += self.sequences * sum(self.of(self.forward, chunk)) + least
         return total
-
-    def with_microbatches(self, microbatches: int) -> Problem:
-        """With about so many, of whole sequences."""
-        count = len(self.slices)
-        return replace(self, microbatches=min(self.microbatches, -(-microbatches // count) * count))
-
-
-def _serial(costs: ChunkCosts) -> float:
-    """The time of one microbatch, one pass and message after the other."""
-    return sum(costs.forward) + sum(costs.backward) + sum(costs.weight) + 2 * sum(costs.communication)
 
 
 def most_memory(by_slice: Sequence[ChunkCosts], sequences: int) -> float:

@@ -16,7 +16,6 @@ from zbkern.pipeline.planner.annealing import anneal
 from zbkern.pipeline.planner.arguments import PlanOptions
 from zbkern.pipeline.planner.bounds import cost_bound
 from zbkern.pipeline.planner.incumbents import NEAR, ROUNDING, Budget, Incumbent
-from zbkern.pipeline.planner.native import Effort
 from zbkern.pipeline.planner.portfolio import (
     SETTINGS,
     Population,
@@ -37,8 +36,7 @@ class Search:
 
     def __init__(self, problem: Problem, budget: Budget, seed: int, published: Published | None) -> None:
         """Begins with every published schedule that fits; None to begin with nothing."""
-        self.problem, self.best = problem, Incumbent(problem)
-        self._budget, self._seed = budget, seed
+        self.problem, self.best, self._seed = problem, Incumbent(problem, budget), seed
         self._population: Population | None = None
         self._rules: list[TriedRule] = []
         self._tried = 0  # passes on which rules were tried
@@ -71,16 +69,16 @@ class Search:
         """The constructive answer: the best of some rules, tried on at most so many passes. Again with more, or not."""
         if native.core is not None and passes > self._tried:
             self._tried = passes
-            found = best_tried_rules(self.problem, self.best, self._budget, passes)
+            found = best_tried_rules(self.best, passes)
             self._rules = [*found, *self._rules][: 2 * SETTINGS.refined_rules]
         if self.best.orders is None:
-            add_serial(self.problem, self.best, self._budget)
+            add_serial(self.best)
 
     def round(self, number: int, passes: int) -> None:
         passes = min(passes, SETTINGS.most_runs * self.problem.passes * 2**number)
         self.construct(passes // SETTINGS.rule_share)
         if self._population is None:
-            self._population = Population(self.problem, self.best, self._budget, passes // 8)
+            self._population = Population(self.best, passes // 8)
         self._population.round(passes, self._seed * 64 + number, self._rules)
 
     def finish(self, rounds: int, steady: bool) -> None:
@@ -92,9 +90,8 @@ class Search:
         passes = min(SETTINGS.first_round, SETTINGS.most_runs * self.problem.passes) * 2**rounds // 4
         cooling, speeds = temperatures(self.problem, *SETTINGS.finish), SETTINGS.samples
         for samples in ([], at_speeds(self.problem, speeds, 2 * self._seed))[: 1 + steady]:
-            if self.best.orders is not None and self._budget.left:
-                work = 2 * passes if samples else passes
-                effort = Effort(self._seed, cooling, work, 0, self.best.bound, self._budget.left)
+            if self.best.orders is not None and self.best.budget.left:
+                effort = self.best.effort(self._seed, cooling, 2 * passes if samples else passes, 0)
                 self.best.offer(anneal(self.problem, self.best.orders, effort, samples))
 
     @cached_property
