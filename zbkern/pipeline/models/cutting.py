@@ -192,14 +192,11 @@ def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
     for name, module in reversed([*model.named_modules(remove_duplicate=False)]):
         if name in numbers:
             first = min(first, numbers[name])
-        elif not any(name.startswith(f"{layer}.") for layer in names) and _has_own(module):
-            owners[name] = first
+        elif not any(name.startswith(f"{layer}.") for layer in names):
+            own = [parameter for parameter in module._parameters.values() if parameter is not None]
+            if own or set(module._buffers) - module._non_persistent_buffers_set:
+                owners[name] = first
     return owners
-
-
-def _has_own(module: nn.Module) -> bool:
-    saved = set(module._buffers) - module._non_persistent_buffers_set
-    return bool(saved) or any(parameter is not None for parameter in module._parameters.values())
 
 
 def _drop_own(module: nn.Module, prefix: str) -> list[str]:

@@ -122,12 +122,14 @@ def _first_holder(model: nn.Module, layers: Sequence[str], parameter: nn.Paramet
 
 def _check_values(chunk: Chunk, names: Sequence[str]) -> None:
     for name in names:
-        tensor = _get(chunk, name)
+        prefix, _, key = name.rpartition(".")
+        module = chunk.get_submodule(prefix)
+        tensor = getattr(module, key)
         as_made = not (tensor.is_floating_point() or tensor._version or tensor.any())
         if tensor.numel() and (as_made or tensor.flatten()[0].isnan()):
             raise ValueError(
                 f"cut: {name!r} must get its values from weights=, from init=, or from reset_parameters of "
-                f"{type(chunk.get_submodule(name.rpartition('.')[0])).__name__}; it has none. "
+                f"{type(module).__name__}; it has none. "
                 "Or cut a model that was made with its weights, and not on the meta device"
             )
 
@@ -157,11 +159,6 @@ def _seeded(seed: int, name: str, chunk: Chunk) -> Iterator[None]:
 
 def _within(name: str, layer: str) -> bool:
     return name == layer or name.startswith(f"{layer}.")
-
-
-def _get(chunk: Chunk, name: str) -> Tensor:
-    prefix, _, key = name.rpartition(".")
-    return getattr(chunk.get_submodule(prefix), key)
 
 
 # ---- from files

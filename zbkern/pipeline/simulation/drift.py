@@ -12,6 +12,7 @@ from typing import Any
 
 from zbkern.pipeline import draw
 from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.dependencies import result
 from zbkern.pipeline.schedules.units import TIME_UNITS, duration
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.simulator import simulate
@@ -106,12 +107,13 @@ def hops(timelines: Sequence[Timeline]) -> dict[int, float]:
     schedule = timelines[0].schedule
     found: dict[int, float] = {}
     for timeline in timelines:
-        passes = _passes(timeline)
+        ends = ends_of(timeline)
+        starts = {result(event.action): event.start for row in timeline.events for event in row}
         for low, high in pairwise(range(len(schedule.placement))):
             if schedule.placement[low] != schedule.placement[high]:
                 pairs = range(schedule.microbatches)
-                there = min(passes["F", high, m][0] - passes["F", low, m][1] for m in pairs)
-                back = min(_backward(passes, low, m)[0] - _backward(passes, high, m)[1] for m in pairs)
+                there = min(starts["F", high, m] - ends["F", low, m] for m in pairs)
+                back = min(starts["B", low, m] - ends["B", high, m] for m in pairs)
                 found[low] = min(found.get(low, math.inf), max(0.0, (there + back) / 2))
     return found
 
@@ -241,7 +243,3 @@ def _passes(timeline: Timeline) -> _Passes:
             start, end, busy = found.get(key, (event.start, event.end, 0.0))
             found[key] = min(start, event.start), max(end, event.end), busy + event.end - event.start
     return found
-
-
-def _backward(found: _Passes, chunk: int, microbatch: int) -> tuple[float, float, float]:
-    return found.get(("B", chunk, microbatch)) or found["BW", chunk, microbatch]

@@ -46,14 +46,14 @@ def _of_slice(costs: ChunkCosts, share: _Share) -> ChunkCosts:
     backward, weight = times(costs.backward, costs.attention_backward), times(costs.weight, none)
     activation = scaled([max(0.0, all_ - kept) for all_, kept in zip(costs.activation, costs.carried, strict=True)])
     parts = zip(costs.recompute, forward, costs.forward, strict=True)
+    # what B and W apart take longer than a BW: up to the overhead that is one of the two
+    apart = [b + w - both for b, w, both in zip(costs.backward, costs.weight, costs.fused, strict=True)]
+    both = zip(backward, weight, times(apart, none), strict=True)
     return costs._replace(
         forward=forward,
         backward=backward,
         weight=weight,
-        fused=tuple(
-            max(0.0, b + w - split)
-            for b, w, split in zip(backward, weight, times(_split_overheads(costs), none), strict=True)
-        ),
+        fused=tuple(max(0.0, b + w - split) for b, w, split in both),
         communication=scaled(costs.communication),
         activation=activation,
         held=scaled(costs.held),
@@ -62,11 +62,6 @@ def _of_slice(costs: ChunkCosts, share: _Share) -> ChunkCosts:
         checkpoint=None if costs.checkpoint is None else scaled(costs.checkpoint),
         streamed=tuple(map(min, costs.streamed, activation)),
     )
-
-
-def _split_overheads(costs: ChunkCosts) -> list[float]:
-    """What B and W apart take longer than a BW; up to the overhead that is one of the two."""
-    return [b + w - both for b, w, both in zip(costs.backward, costs.weight, costs.fused, strict=True)]
 
 
 def _time(whole: float, attention: float, overhead: float, share: _Share) -> float:
