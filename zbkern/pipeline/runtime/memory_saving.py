@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -115,7 +114,6 @@ class MemorySavingStage(Stage):
         self._streamed = {microbatch for each, microbatch in streamed(row) if each == chunk}
         self._offloaded = {each[::2] for each in offloaded_after(row) if each[1] == chunk}  # pass, microbatch
         self._kept: dict[int, Any] = {}  # SavedTensors from F to B, _WaitingTasks from B to W
-        self._loads: dict[int, list[Copy]] = {}  # under way
 
     @property
     def nbytes(self) -> int:
@@ -141,29 +139,31 @@ class MemorySavingStage(Stage):
         return outputs
 
     def backward_input(self, microbatch: int, gradients: Any, *, fused: bool = False) -> Any:
-        del self._kept[microbatch]  # only the graph keeps them now, and frees each once it has been used
-        found = super().backward_input(microbatch, gradients, fused=fused)
-        self._end_loads(microbatch)  # of what no backward has asked for
+        # only the graph keeps tensors now, and frees each once it has been used
+        loads = self._kept.pop(microbatch).storages.loads
+        try:
+            found = super().backward_input(microbatch, gradients, fused=fused)
+        finally:
+            for copy in loads:  # also of what no backward has asked for
+                copy.wait()
         self._kept[microbatch] = self._tasks(microbatch, ("B", microbatch) in self._offloaded)
         return found
 
     def weight(self, *microbatches: int) -> None:
-        if any(microbatch in self._loads for microbatch in microbatches):
+        if any(self._kept[microbatch].storages.loads for microbatch in microbatches):
             self._run_as_loaded(microbatches)
         super().weight(*microbatches)
         for microbatch in microbatches:
-            self._kept.pop(microbatch, None)
+            del self._kept[microbatch]
 
     def weight_part(self, microbatch: int, index: int, count: int) -> None:
-        self._end_load_of_tasks(microbatch)
+        self._kept[microbatch].end_loads()
         super().weight_part(microbatch, index, count)
-        self._kept.pop(microbatch, None)
-        if self.queue.pending((self.chunk, microbatch)):
-            self._kept[microbatch] = self._tasks(microbatch, offload=False)
+        self._kept[microbatch] = self._tasks(microbatch, offload=False)
 
     def prepare(self, microbatch: int) -> None:
         self._give_back()
-        for copy in self._loads.get(microbatch, [])[:1]:  # it waits for the others as it comes to their tensors
+        for copy in self._kept[microbatch].storages.loads[:1]:  # it waits for the others as it comes to their tensors
             copy.wait()
 
     def save_memory(self, action: Action) -> None:
@@ -175,11 +175,7 @@ class MemorySavingStage(Stage):
         super().reset()
         for kept in self._kept.values():
             kept.storages.abandon()
-        for copy in [copy for loads in self._loads.values() for copy in loads]:
-            with suppress(Exception):
-                copy.wait()
         self._kept.clear()
-        self._loads.clear()
 
     def close(self) -> None:
         self._lanes.close()
@@ -236,7 +232,6 @@ class MemorySavingStage(Stage):
     def _load(self, microbatch: int) -> None:
         storages: Storages = self._kept[microbatch].storages
         storages.begin_load()
-        self._loads[microbatch] = storages.loads
         self._recorder.transfers(Action("L", self.chunk, microbatch)).extend(storages.loads)
 
     def _give_back(self) -> None:
@@ -258,18 +253,7 @@ class MemorySavingStage(Stage):
                     self._kept[task.key[1]].arrive(task)
             self.queue.run_one(keys)
         for microbatch in microbatches:
-            self._end_load_of_tasks(microbatch)
-
-    def _end_load_of_tasks(self, microbatch: int) -> None:
-        if self._end_loads(microbatch):
-            self._kept[microbatch].arrive_all()
-
-    def _end_loads(self, microbatch: int) -> bool:
-        """Waits for the loads of a microbatch; whether there were any."""
-        loads = self._loads.pop(microbatch, [])
-        for copy in loads:
-            copy.wait()
-        return bool(loads)
+            self._kept[microbatch].end_loads()
 
 
 class _WaitingTasks:
@@ -287,9 +271,11 @@ class _WaitingTasks:
             storages.begin_if_full()
         storages.begin_offload()
 
-    def arrive_all(self) -> None:
-        """Waits for the load of what the tasks need that still wait."""
-        for task in self._queue.tasks():
+    def end_loads(self) -> None:
+        """Waits for the loads, if there are any, of what the tasks need that still wait."""
+        for copy in self.storages.loads:
+            copy.wait()
+        for task in self._queue.tasks() if self.storages.loads else ():
             self.arrive(task)
 
     def arrive(self, task: WGradTask) -> None:
