@@ -155,7 +155,6 @@ class DDPReducer:
             )
         self._claimed_later: list[Tensor] = []
         self._next = len(self._parameters)
-        self._prepared = False
 
     def claim(self, taken: set[int]) -> None:
         """Takes note of the parameters that later reducers have, by id in `taken`; adds its own."""
@@ -181,7 +180,7 @@ class DDPReducer:
                 f"Pipeline: DistributedDataParallel cannot reduce a parameter of shape {list(wrong.shape)} in chunk "
                 f"{self._chunk} that was frozen after it was wrapped, or has a main_grad; freeze before wrapping"
             )
-        self._next, self._prepared = 0, False
+        self._next = 0
 
     def launch_ready(self, waiting: PendingWGrads) -> bool:
         """Starts the reductions up to the first that waits; True when no other is held up."""
@@ -205,9 +204,8 @@ class DDPReducer:
     def _announce(self, start: int, end: int) -> None:
         if start == end:
             return
-        if not self._prepared:
+        if start == 0:
             self._ddp.reducer.prepare_for_backward([])
-            self._prepared = True
         aside = [(parameter, parameter.grad) for parameter in self._claimed_later]
         for parameter in self._claimed_later:
             parameter.grad = None

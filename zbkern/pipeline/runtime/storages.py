@@ -43,7 +43,6 @@ class Storages:
         self.device, self._resident = device, resident
         self._known: dict[int, Storage] = {}  # by key, which no other storage has while this one lives
         self._next: list[Storage] = []  # of the next transfer to the host
-        self._next_bytes = 0
         self._transfers = 0  # begun
         self._leaving: list[tuple[Sequence[Storage], Copy]] = []
         self._copied: list[Storage] = []  # and not given back, because others hold them, too
@@ -61,7 +60,7 @@ class Storages:
         if not self._transfers:
             self._known = {key: storage for key, storage in self._known.items() if storage.known_tensors()}
             self._next = [*self._known.values()]
-            self.nbytes = self._next_bytes = sum(self.sizes)
+            self.nbytes = sum(self.sizes)
 
     @property
     def sizes(self) -> list[int]:
@@ -70,7 +69,7 @@ class Storages:
 
     def begin_if_full(self) -> bool:
         """Begins a transfer to the host where enough waits for it; whether it has."""
-        full = self.offload is not None and self._next_bytes >= self.offload.copy_size
+        full = self.offload is not None and sum(each.nbytes for each in self._next) >= self.offload.copy_size
         if full:
             self.begin_offload()
         return full
@@ -79,7 +78,7 @@ class Storages:
         """Begins the transfer to the host of what others have not taken; no-op where storages are counted only."""
         if self.offload is None:
             return
-        group, self._next, self._next_bytes = self._next, [], 0
+        group, self._next = self._next, []
         copy = self.offload.lanes.out.begin([storage.to_host() for storage in group])
         self._transfers += 1
         self._leaving.append((group, copy))
@@ -127,16 +126,14 @@ class Storages:
         if storage is None:
             storage = self._known[key] = Storage(tensor)
             self.nbytes += storage.nbytes
-            self._append(storage)
+            self._next.append(storage)
         elif not storage.covers(tensor) and storage not in self._next:
-            self._append(storage)  # its copy has begun, which may have been too early for this part of it: once more
+            self._next.append(
+                storage
+            )  # its copy has begun, which may have been too early for this part of it: once more
         storage.tensors.append(weakref.ref(tensor))
         storage.transfer = self._transfers
         return storage
-
-    def _append(self, storage: Storage) -> None:
-        self._next.append(storage)
-        self._next_bytes += storage.nbytes
 
 
 class Storage:

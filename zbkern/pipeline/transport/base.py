@@ -54,7 +54,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, peer: int, tag: Any, message: Any) -> None:
-        """Starts sending a pytree of tensors, or of data, to `peer` and returns; the tensors must stay as they are.
+        """Starts sending a pytree of tensors and bytes to `peer` and returns; the tensors must stay as they are.
 
         Raises PipelineError when the peer is gone.
         """

@@ -100,14 +100,11 @@ class DistributedTransport(Transport):
         atexit.register(self.close)
 
     def send(self, peer: int, tag: Tag | Note | Values, message: Any) -> None:
-        leaves, spec = pytree.tree_flatten(message)
-        tensors = [leaf.detach().contiguous() if isinstance(leaf, Tensor) else None for leaf in leaves]
-        shapes = [
-            None if tensor is None else (str(tensor.dtype), tuple(tensor.shape), leaf.requires_grad)
-            for tensor, leaf in zip(tensors, leaves, strict=True)
-        ]
-        # not the spec itself: torch 2.13 warns when one is unpickled
-        skeleton = pytree.tree_unflatten([0 if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        leaves = [leaf for leaf in pytree.tree_leaves(message) if isinstance(leaf, Tensor)]
+        shapes = [(str(leaf.dtype), tuple(leaf.shape), leaf.requires_grad) for leaf in leaves]
+        tensors = [leaf.detach().contiguous() for leaf in leaves]
+        # not its spec: torch 2.13 warns when one is unpickled
+        skeleton = pytree.tree_map_only(Tensor, lambda _: 0, message)
         header = TensorHeader(*self._mailbox.call, tag, shapes, False, skeleton)
         sizes = header.sizes
         if self._on_cpu and sizes == self._usual_to.get(peer):
@@ -117,7 +114,7 @@ class DistributedTransport(Transport):
         with self._reaching(peer):
             works = self._start_send(peer, header)
             slot = _USUAL if header.usual else _OTHER
-            works += self._start_tensors(peer, [t for t in tensors if t is not None], slot)
+            works += self._start_tensors(peer, tensors, slot)
         self._sends.put((peer, works))
 
     def _settle(self, message: Any, works: Sequence[dist.Work]) -> None:
@@ -311,13 +308,9 @@ class DistributedTransport(Transport):
         if self._on_cpu:
             while works:
                 finish(works.pop(0), self.device)
-        found = iter(tensors)
-        others, spec = pytree.tree_flatten(skeleton)
-        leaves = [
-            other if shape is None else next(found).requires_grad_(shape[2])
-            for shape, other in zip(shapes, others, strict=True)
-        ]
-        difference = self._mailbox.put(header.tag, (pytree.tree_unflatten(leaves, spec), works), peer, header.call)
+        found = (tensor.requires_grad_(shape[2]) for tensor, shape in zip(tensors, shapes, strict=True))
+        tree = pytree.tree_map_only(int, lambda _: next(found), skeleton)
+        difference = self._mailbox.put(header.tag, (tree, works), peer, header.call)
         if difference is not None:
             self._fail_all(FinalMessage("failed", difference))
         if self._on_cpu and sizes and (usual or posted is None):

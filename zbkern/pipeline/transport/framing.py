@@ -24,17 +24,16 @@ Sizes = list[tuple[str, tuple[int, ...]]]  # the name of a dtype, which is faste
 
 
 class TensorHeader(NamedTuple):
-    """A pytree, whose tensors follow on the communicator of tensors.
+    """A pytree of tensors, bytes and None. The tensors follow on the communicator of tensors.
 
-    shapes: by leaf (dtype, shape, requires_grad), None for a leaf that is no tensor. usual: the tensors are of the
-    first message's sizes, for which the receiver has posted a receive. skeleton: the tree with 0 for every tensor.
-    turn, name: the Call that it is sent in.
+    shapes: (dtype, shape, requires_grad) of every tensor. usual: they are of the first message's sizes, for which the
+    receiver has posted a receive. skeleton: the tree with 0 for every tensor. turn, name: the Call that it is sent in.
     """
 
     turn: int
     name: str
     tag: Tag | Note | Values
-    shapes: Sequence[tuple[str, tuple[int, ...], bool] | None]
+    shapes: Sequence[tuple[str, tuple[int, ...], bool]]
     usual: bool
     skeleton: Any
 
@@ -44,7 +43,7 @@ class TensorHeader(NamedTuple):
 
     @property
     def sizes(self) -> Sizes:
-        return [shape[:2] for shape in self.shapes if shape is not None]
+        return [shape[:2] for shape in self.shapes]
 
 
 class StallQuery(NamedTuple):
