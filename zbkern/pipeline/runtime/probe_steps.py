@@ -22,7 +22,7 @@ from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.forward_state import left_as_they_were
 from zbkern.pipeline.runtime.links import measure_links
 from zbkern.pipeline.runtime.measured_costs import MeasuredChunk, Measurements, RecomputedParts, largest_message
-from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, make_stages
+from zbkern.pipeline.runtime.memory_saving import make_stages
 from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions, check_number
 from zbkern.pipeline.runtime.recomputation import parts_of
 from zbkern.pipeline.runtime.sliced_batch import LossFn, check_sliceable, length_of
@@ -86,7 +86,7 @@ class ProbeSteps:
             pipe = stack.enter_context(Pipeline(modules, apart, self.loss_fn, self.group, device, options=record))
             plain, counting = dict(pipe._stages), self._stages(pipe, apart, {}, counts=True)
             self._steps(pipe, apart, counting, 0)
-            held_bytes = {chunk: stage.kept_sizes for chunk, stage in _counting(counting).items()}
+            held_bytes = {chunk: stage.kept_sizes for chunk, stage in counting.items()}
             separate = self._steps(pipe, apart, plain)
             held = _held_bytes(pipe)
             merged, fused = self._steps(pipe, apart, merge=True), self._steps(pipe, _changed(apart, _fused))
@@ -171,8 +171,8 @@ class ProbeSteps:
         before = {Action("B", at, each): Action("R", at, each) for at in again for each in range(schedule.microbatches)}
         schedule = _changed(schedule, lambda each: [before[each], each] if each in before else [each])
         stages = self._stages(pipe, schedule, parts)
-        timelines, counting = self._steps(pipe, schedule, stages), _counting(stages)
-        kept = {at: RecomputedParts(sum(counting[at].kept_sizes), counting[at].output_again_bytes) for at in parts}
+        timelines = self._steps(pipe, schedule, stages)
+        kept = {at: RecomputedParts(sum(stages[at].kept_sizes), stages[at].output_again_bytes) for at in parts}
         return timelines, kept
 
     def _in_slices(self, pipe: Pipeline, placement: tuple[int, ...]) -> tuple[list[Timeline] | None, dict[int, int]]:
@@ -187,15 +187,10 @@ class ProbeSteps:
 
     def _stages(
         self, pipe: Pipeline, schedule: Schedule, parts: Mapping[int, Parts] | None = None, counts: bool = False
-    ) -> dict[int, Stage]:
+    ) -> dict[int, Any]:
         """Those of the pipeline's modules for another schedule, with R of these parts."""
         options = StepOptions(copy_size=self.options.copy_size)
         return make_stages(pipe.modules, schedule, self.loss_fn, pipe._recorder, options, parts, counts)
-
-
-def _counting(stages: Mapping[int, Stage]) -> dict[int, MemorySavingStage]:
-    """Those of the stages that count what their last F has left."""
-    return {chunk: stage for chunk, stage in stages.items() if isinstance(stage, MemorySavingStage)}
 
 
 class _ForwardWatch:

@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 
 from zbkern.pipeline.runtime.storages import wait_for
 from zbkern.pipeline.transport.base import Transport
-from zbkern.pipeline.transport.connect import mark_tied
 from zbkern.pipeline.transport.mailbox import Note
 from zbkern.wgrad import accumulation
 
@@ -48,7 +47,8 @@ class TiedWeights:
             ranks = [rank for rank, names in enumerate(named) if name in names]
             if len(ranks) == len(tied[name]) == 1:
                 continue
-            mark_tied(name, tied[name])
+            for parameter in tied[name]:
+                parameter.tied_name = name  # type: ignore[attr-defined]
             _check_trained(name, {rank: of_ranks[rank][name] for rank in ranks})
             copies = [named[rank][name] for rank in ranks]
             if transport.rank == ranks[0] and any(found != copies[0] for found in copies if found and copies[0]):

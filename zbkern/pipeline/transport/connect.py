@@ -108,12 +108,6 @@ def check_tied(caller: str, tied: Any) -> None:
         raise TypeError(f'{caller}: tied must be {{name: parameter}}, as in {{"embedding": weight}}; got {tied!r}')
 
 
-def mark_tied(name: str, copies: Iterable[Tensor]) -> None:
-    """Tells whoever adds up over parameters that these are copies of one, as others of that name are."""
-    for parameter in copies:
-        parameter.tied_name = name  # type: ignore[attr-defined]
-
-
 def tied_names(parameters: Iterable[Tensor], tied: Mapping[str, Tensor] | None) -> dict[int, str]:
     """{id: name} of those of the parameters that have copies: as `tied` says, or else as a Pipeline has marked them."""
     if tied is not None:

@@ -267,21 +267,23 @@ class DistributedTransport(Transport):
         posted: _Posted | None = None
         try:
             with self._stream_of_its_own():  # a receive begins at once, not after the work that is queued on another
-                while not isinstance(message := receive_message(group, peer), FinalMessage):
+                while True:
+                    message = receive_message(group, peer)
                     if self._outlived():
                         return
+                    if isinstance(message, FinalMessage):
+                        break
                     if isinstance(message, TensorHeader):
                         posted = self._receive_tree(peer, message, posted)
                     else:
                         self._hear(peer, message)
-            if self._outlived():
-                return
             if message.ending == "closed":
                 self._mailbox.closed(peer)
             else:
                 self._fail_all(message)
-            for work in posted[1] if posted else []:
-                finish(work, self.device)
+            with contextlib.suppress(RuntimeError):  # it has said its last, and may be gone
+                for work in posted[1] if posted else []:
+                    finish(work, self.device)
         except Exception as error:
             logger.debug("rank %d: receiving from rank %d: %s", self.rank, peer, error)
             if self._outlived():
