@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 
 from zbkern.pipeline.transport.local import LocalTransport
 
+Delay = Callable[[int, int, Any], float]
 KEEP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}  # mallopt(3)
 
 
@@ -31,6 +32,40 @@ def run(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
     results = mp.Manager().dict()
     mp.spawn(_rank, args=(size, port, function, arguments, results), nprocs=size)
     return results[0]
+
+
+class DelayedTransport(LocalTransport):
+    """Its messages arrive after delay(sender, receiver, tag) seconds, and may overtake others."""
+
+    delay: Delay
+
+    def __init__(self, rank: int, ring: Any) -> None:
+        super().__init__(rank, ring)
+        self._under_way: list[threading.Timer] = []
+
+    def send(self, peer: int, tag: Any, message: Any) -> None:
+        seconds = self.delay(self.rank, peer, tag)
+        if seconds <= 0:
+            super().send(peer, tag, message)
+            return
+        timer = threading.Timer(seconds, self.arrival(peer, tag, message))
+        timer.daemon = True
+        self._under_way = [other for other in self._under_way if other.is_alive()]
+        timer.start()
+        self._under_way.append(timer)
+
+    def close(self) -> None:
+        for timer in self._under_way:
+            timer.join()
+        super().close()
+
+
+def delayed_ring(size: int, delay: Delay) -> list[LocalTransport]:
+    """All ranks of a LocalTransport whose messages take this long."""
+    ring: Any = DelayedTransport.ring(size)
+    for transport in ring:
+        transport.delay = delay
+    return ring
 
 
 def run_in_threads(rings: Sequence[Sequence[LocalTransport]], function: Callable[[int], Any]) -> Any:

@@ -24,7 +24,6 @@ from bench import ranks
 from bench.report import add_out, write_json
 from zbkern import wgrad
 from zbkern.pipeline import Costs, Pipeline, Schedule, schedules, simulate
-from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.reporting import environment, machine_line, markdown_table
 
 FORWARD, BACKWARD, WEIGHT, COMMUNICATION = 1.0, 1.0, 0.75, 0.1  # in units of --unit seconds, of all chunks of a rank
@@ -82,7 +81,7 @@ def measure(
     seconds = [unit * share / schedule.chunks for share in (FORWARD, BACKWARD, WEIGHT)]
     travel = unit * COMMUNICATION
     count = schedule.microbatches
-    ring = LocalTransport.ring(schedule.stages, delay=lambda *_: travel)
+    ring = ranks.delayed_ring(schedule.stages, lambda *_: travel)
 
     def step(rank: int) -> float:
         modules = {chunk: Chunk(layers) for chunk in schedule.chunks_of(rank)}

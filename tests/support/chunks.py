@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import zbkern
+from bench.ranks import Delay, delayed_ring
 from zbkern.pipeline import Pipeline, Schedule, cut
 from zbkern.pipeline.transport.base import PipelineError
-from zbkern.pipeline.transport.local import Delay, LocalTransport
+from zbkern.pipeline.transport.local import LocalTransport
 
 WIDTH = 6
 
@@ -77,7 +78,7 @@ def on_threads(size: int, function: Any, delay: Delay | None = None) -> list[Any
         except BaseException as error:
             results[transport.rank] = error
 
-    ring = LocalTransport.ring(size, delay)
+    ring = LocalTransport.ring(size) if delay is None else delayed_ring(size, delay)
     threads = [threading.Thread(target=call, args=(transport,), daemon=True) for transport in ring]
     for thread in threads:
         thread.start()

@@ -148,8 +148,8 @@ def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) 
     transports: list[LocalTransport] = []
     ring = LocalTransport.ring
 
-    def keep(size: int, delay: Any = None) -> list[LocalTransport]:
-        transports[:] = ring(size, delay)
+    def keep(size: int) -> list[LocalTransport]:
+        transports[:] = ring(size)
         return transports
 
     with pytest.MonkeyPatch.context() as patch:

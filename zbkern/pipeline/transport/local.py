@@ -1,16 +1,14 @@
-"""LocalTransport: a Transport whose ranks are threads of one process; its messages arrive at once, or after a delay."""
+"""LocalTransport: a Transport whose ranks are threads of one process; its messages arrive at once."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from zbkern.pipeline.transport.base import Tag, Transport
+from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.framing import StallAnswer, StallQuery
 from zbkern.pipeline.transport.mailbox import Mailbox
-
-Delay = Callable[[int, int, Any], float]
 
 
 class LocalTransport(Transport):
@@ -23,27 +21,29 @@ class LocalTransport(Transport):
         self.reopen()
 
     @classmethod
-    def ring(cls, size: int, delay: Delay | None = None) -> list[LocalTransport]:
-        """All ranks. delay(sender, receiver, tag): seconds that a message travels; messages may overtake others."""
-        ring = _Ring(size, delay)
+    def ring(cls, size: int) -> list[LocalTransport]:
+        """All ranks."""
+        ring = _Ring(size)
         return [cls(rank, ring) for rank in range(size)]
 
-    def send(self, peer: int, tag: Tag, message: Any) -> None:
+    def send(self, peer: int, tag: Any, message: Any) -> None:
+        self.arrival(peer, tag, message)()
+
+    def arrival(self, peer: int, tag: Any, message: Any) -> Callable[[], None]:
+        """What files a message that is sent now, whenever it is called."""
         mailboxes, call = self._mailboxes, self._mailbox.call
 
         def arrive() -> None:
             difference = mailboxes[peer].put(tag, (message, ()), self.rank, call)
             if difference is not None:
-                _fail(mailboxes, difference)
+                for mailbox in mailboxes:
+                    mailbox.fail(difference)
 
-        seconds = self._ring.delay(self.rank, peer, tag) if self._ring.delay else 0.0
-        if seconds > 0:
-            self._ring.run_later(seconds, arrive)
-        else:
-            arrive()
+        return arrive
 
     def fail(self, reason: str) -> None:
-        _fail(self._mailboxes, reason)
+        for mailbox in self._mailboxes:
+            mailbox.fail(reason)
 
     def reopen(self) -> None:
         self._mailboxes = self._ring.mailboxes_of(self._openings)
@@ -51,8 +51,6 @@ class LocalTransport(Transport):
         self._join(self._mailboxes[self.rank])
 
     def close(self) -> None:
-        for timer in self._ring.under_way:
-            timer.join()
         for mailbox in self._mailboxes:
             mailbox.closed(self.rank)
 
@@ -63,10 +61,9 @@ class LocalTransport(Transport):
 class _Ring:
     """What the threads of a LocalTransport share."""
 
-    def __init__(self, size: int, delay: Delay | None) -> None:
-        self.size, self.delay = size, delay
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.members: list[LocalTransport] = []
-        self.under_way: list[threading.Timer] = []
         self._mailboxes: dict[int, list[Mailbox]] = {}
         self._lock = threading.Lock()
 
@@ -74,16 +71,3 @@ class _Ring:
         """Those of all members for their n-th opening: after a failure they go on with others."""
         with self._lock:
             return self._mailboxes.setdefault(opening, [Mailbox(rank) for rank in range(self.size)])
-
-    def run_later(self, seconds: float, arrive: Callable[[], None]) -> None:
-        timer = threading.Timer(seconds, arrive)
-        timer.daemon = True
-        self.under_way = [other for other in self.under_way if other.is_alive()]
-        timer.start()
-        self.under_way.append(timer)
-
-
-def _fail(mailboxes: Sequence[Mailbox], reason: str) -> None:
-    """Ends what every rank waits for."""
-    for mailbox in mailboxes:
-        mailbox.fail(reason)
