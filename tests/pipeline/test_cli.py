@@ -252,9 +252,7 @@ def test_errors_name_the_argument_and_the_remedy(fails, arguments: list[str], me
 
 def test_files_without_an_end_are_refused(fails) -> None:
     for option in ("--costs", "--config"):
-        assert f"argument {option}: /dev/zero: /dev/zero is larger than 16 MiB, or has no end" in fails(
-            option, "/dev/zero"
-        )
+        assert f"argument {option}: /dev/zero is larger than 16 MiB, or has no end" in fails(option, "/dev/zero")
 
 
 @pytest.mark.parametrize(

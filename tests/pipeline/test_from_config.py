@@ -182,7 +182,7 @@ def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path
         ),
         (["--hardware", "nothing.json"], "argument --hardware: cannot read nothing.json"),
         (["--hardware", "/dev/zero"], "argument --gpu, --hardware: /dev/zero is larger than 16 MiB, or has no end"),
-        (["--calibrate", "/dev/zero"], "argument --calibrate: /dev/zero: /dev/zero is larger than 16 MiB"),
+        (["--calibrate", "/dev/zero"], "argument --calibrate: /dev/zero is larger than 16 MiB"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:

@@ -301,16 +301,12 @@ def _chunks(arguments: argparse.Namespace) -> int:
 
 
 def _costs(path: str | None) -> Costs | ModelCosts:
-    if path is None:
-        return Costs()
-    try:
-        text = read_text(path)
-        return (ModelCosts if '"layers"' in text else Costs).from_json(text)
-    except OSError as error:
-        raise WrongArgument("--costs", f"cannot read {path}: {error.strerror}") from error
-    except (TypeError, ValueError) as error:
-        example = '{"forward": 1.0, "backward": 1.0, "weight": 1.0}'
-        raise WrongArgument("--costs", f"{path}: {error}; a whole file could be {example}") from error
+    costs: Costs | ModelCosts = Costs()
+    if path is not None:
+        with from_config.reading("--costs", path):
+            text = read_text(path)
+            costs = (ModelCosts if '"layers"' in text else Costs).from_json(text)
+    return costs
 
 
 def _with_copies(arguments: argparse.Namespace, costs: _Given, has_checkpoint: bool) -> _Given:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbkern.pipeline import report, schedules
@@ -82,6 +83,18 @@ class WrongArgument(ValueError):
 
     def __init__(self, argument: str, message: str) -> None:
         super().__init__(f"{argument}: {message}")
+
+
+@contextlib.contextmanager
+def reading(argument: str, path: str | Path | None, of_content: str = "") -> Iterator[None]:
+    """Raises WrongArgument for a file that cannot be read, and, of `of_content`, for one with something else in it."""
+    try:
+        yield
+    except OSError as error:
+        raise WrongArgument(argument, f"cannot read {error.filename}: {error.strerror}") from error
+    except (TypeError, ValueError) as error:
+        where = "" if path is None or str(path) in str(error) else f"{path}: "
+        raise WrongArgument(of_content or argument, f"{where}{error}") from error
 
 
 class Setting(NamedTuple):
@@ -244,18 +257,10 @@ def setting(arguments: argparse.Namespace) -> Setting:
 
 def model_and_gpu(arguments: argparse.Namespace) -> tuple[Architecture, Hardware]:
     """Those of --config, --gpu and --hardware. Raises WrongArgument."""
-    try:
+    with reading("--config", arguments.config):
         architecture = load_architecture(arguments.config)
-    except OSError as error:
-        raise WrongArgument("--config", f"cannot read {error.filename}: {error.strerror}") from error
-    except ValueError as error:
-        raise WrongArgument("--config", f"{arguments.config}: {error}") from error
-    try:
+    with reading("--hardware", arguments.hardware, "--gpu" if arguments.hardware is None else "--gpu, --hardware"):
         hardware = load_hardware("h100" if arguments.gpu is None else arguments.gpu, arguments.hardware)
-    except OSError as error:
-        raise WrongArgument("--hardware", f"cannot read {arguments.hardware}: {error.strerror}") from error
-    except (TypeError, ValueError) as error:
-        raise WrongArgument("--gpu" if arguments.hardware is None else "--gpu, --hardware", str(error)) from error
     if architecture.sequence:
         if arguments.sequence not in (None, architecture.sequence):
             raise WrongArgument("--sequence", f"its images are of {architecture.sequence} tokens each; leave it out")
@@ -264,14 +269,10 @@ def model_and_gpu(arguments: argparse.Namespace) -> tuple[Architecture, Hardware
         raise WrongArgument(
             "--fp8", f"{hardware.title} has no FP8, or its table no fp8_flops; leave it out, or add them"
         )
-    if arguments.calibrate is None:
-        return architecture, hardware
-    try:
-        return architecture, replace(hardware, calibration=_calibration(arguments, architecture, hardware))
-    except OSError as error:
-        raise WrongArgument("--calibrate", f"cannot read {arguments.calibrate}: {error.strerror}") from error
-    except (TypeError, ValueError) as error:
-        raise WrongArgument("--calibrate", f"{arguments.calibrate}: {error}") from error
+    if arguments.calibrate is not None:
+        with reading("--calibrate", arguments.calibrate):
+            hardware = replace(hardware, calibration=_calibration(arguments, architecture, hardware))
+    return architecture, hardware
 
 
 def _sizes(arguments: argparse.Namespace) -> dict[str, Any]:
