@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 from zbkern.pipeline import draw, from_config, launch, layouts, report, schedules
 from zbkern.pipeline.from_config import WrongArgument
 from zbkern.pipeline.planner import Plan, PlanOptions, plan
-from zbkern.pipeline.planner.arguments import PLACEMENTS, chunks_per_rank
+from zbkern.pipeline.planner.arguments import PLACEMENTS, Slices, chunks_per_rank
 from zbkern.pipeline.planner.plan import EFFORT, judged
-from zbkern.pipeline.planner.slicing import Slices
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import TIME_UNITS, amount, duration
 from zbkern.pipeline.simulation import comparison
@@ -394,8 +393,12 @@ def _savings(arguments: argparse.Namespace, costs: Costs | ModelCosts, limit: fl
 def _print_gains(arguments: argparse.Namespace, costs: Costs | ModelCosts, limit: float | None, found: Plan) -> None:
     """What saving memory would give, where passes wait for it, or for others that may have waited for it."""
     if arguments.schedule is None and found.idle.memory + found.idle.dependencies >= _WORTH_TRYING:
-        for line in report.gains(found, _savings(arguments, costs, limit), arguments.objective, _width()):
-            print(line)
+        for line, (option, other) in enumerate(_savings(arguments, costs, limit).items()):
+            time = report.reached(other.timeline, arguments.objective)
+            less = 1 - time / report.reached(found.timeline, arguments.objective)
+            said = f"{arguments.objective} {duration(time, other.timeline.unit)}, {less:.2%} less"
+            said = f"{option}: {said if less >= report.SHOWN else 'no gain'} (a quick search)"
+            print(report.figure("" if line else "try", said, _width()))
 
 
 def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: float | None) -> Plan:

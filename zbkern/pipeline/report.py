@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from zbkern.pipeline.planner import Plan
@@ -205,17 +205,6 @@ def _order(timeline: Timeline, objective: str, limit: float | None, tokens: int)
     speed = reached(timeline, objective) if tokens else round(idle(timeline, objective), 9)
     peak = max(timeline.peak_memory)
     return limit is not None and exceeds(peak, limit), speed, peak
-
-
-def gains(found: Plan, savings: Mapping[str, Plan], objective: str, width: int) -> list[str]:
-    """What options that save memory would give, in a line each."""
-    lines: list[str] = []
-    for option, other in savings.items():
-        time = reached(other.timeline, objective)
-        less = 1 - time / reached(found.timeline, objective)
-        said = f"{objective} {duration(time, other.timeline.unit)}, {less:.2%} less" if less >= SHOWN else "no gain"
-        lines.append(figure("" if lines else "try", f"{option}: {said} (a quick search)", width))
-    return lines
 
 
 def reached(timeline: Timeline, objective: str) -> float:

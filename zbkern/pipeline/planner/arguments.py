@@ -9,17 +9,22 @@ from numbers import Real
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.planner.problem import Problem, freed_memory, most_memory, taken_memory
-from zbkern.pipeline.planner.slicing import Slices, check_slices, slices_to_try
 from zbkern.pipeline.schedules.actions import ScheduleError, check_count
+from zbkern.pipeline.schedules.slices import slice_lengths
 from zbkern.pipeline.schedules.units import amount
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.memory import Limit, limits_of, static_of_ranks
-from zbkern.pipeline.simulation.slice_costs import SLICE_UNIT, slice_costs
+from zbkern.pipeline.simulation.slice_costs import SLICE_UNIT, equal_lengths, equal_times, slice_costs
 
 PLACEMENTS = ("linear", "loop", "v", "zigzag")
 OBJECTIVES = ("cost", "makespan")
+Slices = int | Sequence[int] | str  # lengths, a number, or "auto"
 
+_WHOLE: tuple[int, ...] = (1,)
+_NUMBERS = (2, 4, 8, 16, 32)  # of slices to choose from
+_MOST_PASSES = 400_000  # of one chunk per rank: making and measuring published schedules then takes seconds
+_LEAST_UNITS = 2  # of a slice's length, in the mean
 _SEEDS = 2**32  # each search makes seeds of its own of 64 bits from it
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 
@@ -87,8 +92,9 @@ class Request:
                 f"plan: placement must be one of {PLACEMENTS} or a list with the rank of every chunk; got "
                 f"{type(placement).__name__} {placement!r}"
             )
-        check_slices(slices)
-        count = slices if isinstance(slices, int) else 1 if isinstance(slices, str) else len(slices)
+        if isinstance(slices, str) and slices != "auto":
+            raise ValueError(f'plan: slices must be "auto", a number of slices, or the length of each; got {slices!r}')
+        count = 1 if isinstance(slices, str) else len(slice_lengths("plan", slices))
         chunks = 1 if self.chunks is None else self.chunks
         schedules.check_counts("plan", self.stages, self.microbatches, chunks, count)
         check_count("plan: effort", self.effort, 0)
@@ -101,14 +107,29 @@ class Request:
         return limits_of("plan", self.memory_limit, self.stages)
 
     def slices_to_try(self) -> list[tuple[int, ...]]:
-        """Lengths of slices, whole sequences among them where the number is to be chosen."""
-        costs = self.costs
+        """Lengths of slices: those that are given; of so many both equal lengths and equal times; or of several
+        numbers, whole sequences first.
+
+        Where the tokens of a sequence are known, lengths are multiples of a unit of them.
+        """
+        costs, slices, unit = self.costs, self.slices, self.options.slice_tokens
+        if slices == 1:
+            return [_WHOLE]
+        if not isinstance(slices, (int, str)):
+            return [slice_lengths("plan", slices)]
         if isinstance(costs, ModelCosts):
             whole = replace(costs, latency=0.0, bandwidth=math.inf).chunk_costs([0]).per_chunk(1)
         else:
             whole = costs.per_chunk(self.stages * self.chunks_per_rank)
-        unit = self.options.slice_tokens
-        return slices_to_try(self.slices, whole, costs.tokens, unit, self.stages, self.microbatches)
+        if isinstance(slices, int):
+            numbers, found = [slices], []
+        else:
+            room = _MOST_PASSES // (3 * self.stages * self.microbatches)
+            most = room if costs.tokens is None else min(room, costs.tokens // (_LEAST_UNITS * unit))
+            numbers, found = [number for number in _NUMBERS if number <= most], [_WHOLE]
+        for number in numbers:
+            found += [equal_times(whole, number, costs.tokens, unit), equal_lengths(number, costs.tokens, unit)]
+        return list(dict.fromkeys(found))
 
     @property
     def chunks_per_rank(self) -> int:

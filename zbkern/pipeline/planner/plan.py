@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.arguments import PlanOptions, Request, placement_of, problem_of
+from zbkern.pipeline.planner.arguments import PlanOptions, Request, Slices, placement_of, problem_of
 from zbkern.pipeline.planner.bounds import cost_bound
 from zbkern.pipeline.planner.idle_time import IdleTime, idle_time
 from zbkern.pipeline.planner.incumbents import ROUNDING, Budget
@@ -17,7 +17,6 @@ from zbkern.pipeline.planner.offload import MORE_MEMORY, fit, with_fused
 from zbkern.pipeline.planner.problem import schedule_of
 from zbkern.pipeline.planner.published import Published, published
 from zbkern.pipeline.planner.search import Candidate, Search, best_of
-from zbkern.pipeline.planner.slicing import Slices
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.costs import Costs
