@@ -35,7 +35,8 @@ class Replicas:
         self.modules = {c: self._reducers[c].module if c in self._reducers else m for c, m in modules.items()}
         taken: set[int] = set()
         for reducer in reversed(self._reducers.values()):
-            reducer.claim(taken)
+            if isinstance(reducer, DDPReducer):
+                reducer.claim(taken)
         self._queue = queue
         self._collective = any(map(is_collective, modules.values()))
         self._exchanges = any(map(_exchanges, modules.values()))
@@ -88,7 +89,9 @@ class Replicas:
     def discard(self) -> None:
         """After forwards whose backward will not run: weights are gathered anew, for they may have changed."""
         for reducer in self._reducers.values():
-            reducer.discard()
+            sharded: list[Any] = [part for part in reducer.module.modules() if is_sharded(part)]
+            for part in sharded:
+                part.reshard()
 
     def _accumulated(self, tasks: Sequence[WGradTask]) -> None:
         if not self._pending_wgrads:
@@ -157,7 +160,8 @@ class DDPReducer:
         self._next = len(self._parameters)
 
     def claim(self, taken: set[int]) -> None:
-        """Takes note of the parameters that later reducers have, by id in `taken`; adds its own."""
+        """Takes note of the parameters that later reducers have, by id in `taken`; adds its own. (fully_shard makes
+        parameters of their own for every chunk.)"""
         self._claimed_later = [parameter for parameter in self._parameters if id(parameter) in taken]
         taken.update(map(id, self._parameters))
 
@@ -197,9 +201,6 @@ class DDPReducer:
         """After the last W of a step: reduces what is left, and waits for all."""
         start, self._next = self._next, len(self._parameters)
         self._announce(start, self._next)
-
-    def discard(self) -> None:
-        """After forwards whose backward will not run: nothing was gathered for them."""
 
     def _announce(self, start: int, end: int) -> None:
         if start == end:
@@ -243,9 +244,6 @@ class FSDPReducer:
     def gathers_in_backward(self) -> bool:
         return any(group._reshard_after_forward for root in self._roots for group in parameter_groups(root))
 
-    def claim(self, taken: set[int]) -> None:
-        """fully_shard has made a parameter of its own for every chunk that holds one."""
-
     def begin(self) -> None:
         self._synchronise(False)
 
@@ -264,11 +262,6 @@ class FSDPReducer:
         self.launch_ready({})
         for root in self._roots:
             end_backward(root)
-
-    def discard(self) -> None:
-        sharded: list[Any] = [part for part in self.module.modules() if is_sharded(part)]
-        for part in sharded:
-            part.reshard()
 
     def _synchronise(self, last: bool) -> None:
         for root in self._roots:

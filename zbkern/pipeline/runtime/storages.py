@@ -203,9 +203,7 @@ class Resident:
     for that is not known.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, tensors: Iterable[Tensor] = (), carried: Container[object] = ()
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, tensors: Iterable[Tensor], carried: Container[object]) -> None:
         self._carried = carried
         self._keys = keys([*module.parameters(), *module.buffers(), *tensors])
         self._roots = list(sharded_roots(module))
