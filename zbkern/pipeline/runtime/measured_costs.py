@@ -20,13 +20,6 @@ _TIMES = (
 )
 
 
-class RecomputedParts(NamedTuple):
-    """Bytes that an F keeps with an R of named parts, and how much of the chunk's output that R computes again."""
-
-    kept: int
-    output: int
-
-
 class MeasuredChunk(NamedTuple):
     """What a chunk's rank knows of it: bytes, the name of a layer, and of what it shares with others; times."""
 
@@ -35,7 +28,9 @@ class MeasuredChunk(NamedTuple):
     static: float
     output: int
     transfer: float
-    parts: RecomputedParts | None  # None where it has none of those that an R runs again
+    recomputes: bool  # whether it has parts that an R runs again
+    kept: int  # by an F with such an R
+    output_again: int  # of the output, what that R computes again
     name: str
     tied: str | None
     within: float  # ms of a forward in its layers, and besides them
@@ -43,11 +38,6 @@ class MeasuredChunk(NamedTuple):
     kind: int  # the same for layers that do the same work
     carried: int  # bytes that a sequence keeps for its later slices; 0 where not asked for
     tokens: int | None  # of a sequence, where the rank knows
-
-    @property
-    def kept(self) -> int:
-        """By an F with an R of named parts."""
-        return self.activation if self.parts is None else min(self.activation, self.parts.kept)
 
 
 class Measurements(NamedTuple):
@@ -94,7 +84,7 @@ def chunk_costs(found: Measurements) -> Costs:
     lengths = drift.costs(found.recomputing).per_chunk(count).recompute
     return replace(
         costs,
-        recompute=[length if chunk.parts else 0.0 for length, chunk in zip(lengths, chunks, strict=True)],
+        recompute=[length if chunk.recomputes else 0.0 for length, chunk in zip(lengths, chunks, strict=True)],
         checkpoint=[chunk.kept for chunk in chunks],
     )
 
@@ -141,7 +131,7 @@ def layer_costs(found: Measurements) -> ModelCosts:
             tied=chunk.tied,
             recompute=flat.recompute[at] if found.recomputing else None,
             checkpoint=chunk.kept if found.recomputing else None,
-            output_again=chunk.parts.output if chunk.parts else 0,
+            output_again=chunk.output_again,
             attention_forward=min(flat.attention_forward[at], forward[at]),
             attention_backward=min(flat.attention_backward[at], flat.backward[at]),
             overhead=flat.overhead[at],

@@ -21,7 +21,7 @@ from zbkern.pipeline.runtime.clock import EventClock
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.forward_state import left_as_they_were
 from zbkern.pipeline.runtime.links import measure_links
-from zbkern.pipeline.runtime.measured_costs import MeasuredChunk, Measurements, RecomputedParts, largest_message
+from zbkern.pipeline.runtime.measured_costs import MeasuredChunk, Measurements, largest_message
 from zbkern.pipeline.runtime.memory_saving import make_stages
 from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions, check_number
 from zbkern.pipeline.runtime.recomputation import parts_of
@@ -99,13 +99,17 @@ class ProbeSteps:
             known: dict[int, MeasuredChunk] = {}
             for chunk, watch, tied in zip(pipe.modules, watches, _tied_names(modules, pipe.rank), strict=True):
                 within, besides = watch.times()
+                activation = sum(held_bytes[chunk])
+                kept, output_again = again.get(chunk, (activation, 0))
                 known[chunk] = MeasuredChunk(
-                    activation=sum(held_bytes[chunk]),
+                    activation=activation,
                     held=held[chunk],
                     static=_static_bytes(watch.module, self.options.bytes_per_parameter),
                     output=watch.output_bytes,
                     transfer=_transfer_bytes(held_bytes[chunk], self.options.copy_size),
-                    parts=again.get(chunk),
+                    recomputes=chunk in again,
+                    kept=min(activation, kept),
+                    output_again=output_again,
                     name=layers[len(known)] if layers else "",
                     tied=tied,
                     within=within,
@@ -152,8 +156,9 @@ class ProbeSteps:
 
     def _recompute(
         self, pipe: Pipeline, schedule: Schedule, layers: Sequence[str]
-    ) -> tuple[list[Timeline] | None, dict[int, RecomputedParts]]:
-        """Steps with an R in chunks that have named parts, and what these chunks keep; None where none are named."""
+    ) -> tuple[list[Timeline] | None, dict[int, tuple[int, int]]]:
+        """Steps with an R in chunks that have named parts, None where none are named; and the bytes that an F of these
+        chunks keeps, and those of its output that the R computes again."""
         named = self.options.recompute
         if not named:
             return None, {}
@@ -172,8 +177,7 @@ class ProbeSteps:
         schedule = _changed(schedule, lambda each: [before[each], each] if each in before else [each])
         stages = self._stages(pipe, schedule, parts)
         timelines = self._steps(pipe, schedule, stages)
-        kept = {at: RecomputedParts(sum(stages[at].kept_sizes), stages[at].output_again_bytes) for at in parts}
-        return timelines, kept
+        return timelines, {at: (sum(stages[at].kept_sizes), stages[at].output_again_bytes) for at in parts}
 
     def _in_slices(self, pipe: Pipeline, placement: tuple[int, ...]) -> tuple[list[Timeline] | None, dict[int, int]]:
         """Steps with every sequence in two slices, and the bytes that one leaves to the other; None where not asked."""
