@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +33,7 @@ from zbkern.pipeline.checkpoint.named_state import (
 )
 from zbkern.pipeline.optimizer.post_validation import Optimizer
 from zbkern.pipeline.runtime.engine import Pipeline
+from zbkern.pipeline.runtime.forward_state import random_state, set_random_state
 from zbkern.pipeline.runtime.options import check_number
 from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
 
@@ -85,7 +85,7 @@ def save(
         if stepping is not None:
             stepping.validate()  # before a weight is read
         tensors = state.tensors()
-        tensors[f"random.{state.rank}"] = pack(_random_state(state.device), "the random state")
+        tensors[f"random.{state.rank}"] = pack(random_state(state.device), "the random state")
         pack(extra, "extra")  # checked on every rank, although rank 0's is saved
         if state.rank == 0:
             tensors["common"] = pack({"step": step, "extra": extra}, "the state")
@@ -173,7 +173,7 @@ def load(
         dcp_format.read(path, index, {key: tensor for key, tensor in wanted.items() if key not in of_model})
         dcp_format.read(path, index, of_model, verify=True)  # read when all ranks have come this far
         common = unpack(wanted.pop("common"))
-        random_state = unpack(wanted.pop(own_random)) if own_random in wanted else None
+        stored_random = unpack(wanted.pop(own_random)) if own_random in wanted else None
         state.check(wanted, sum(key.startswith("random.") for key in stored))
         ranks.exchange("checkpoint verified")
         stepping = _stepping(modules, optimizer)
@@ -184,8 +184,8 @@ def load(
         with _warning_of_a_partial_load(path, state.rank):
             dcp_format.read(path, index, of_model)
             state.take(wanted)
-        if random_state is not None:
-            _set_random_state(random_state, state.device)
+        if stored_random is not None:
+            set_random_state(stored_random, state.device)
         else:
             logger.info("rank %d: %s has no random state for this rank, which keeps its own", state.rank, path)
         ranks.exchange("tensors read")
@@ -275,18 +275,3 @@ def _warning_of_a_partial_load(path: Path, rank: int) -> Iterator[None]:
             *(rank, path),
         )
         raise
-
-
-# ---- random numbers
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    state = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
-
-
-def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -18,8 +19,7 @@ class ForwardState:
         self._entries = [(part._buffers, dict(part._buffers)) for module in modules for part in module.modules()]
         buffers = [each for module in modules for each in module.buffers() if not (is_lazy(each) or _is_expanded(each))]
         self._copies = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
-        self._random = torch.get_rng_state(), random.getstate()
-        self._cuda = (torch.cuda.get_rng_state(device), device) if device.type == "cuda" else None
+        self._random, self._device = random_state(device), device
 
     def keep_written(self) -> None:
         """After the forward: gives up the copies of buffers that it has not written."""
@@ -34,10 +34,20 @@ class ForwardState:
                 # batch norm's kernels write running statistics, which its backward saves, and leave their version as
                 # it is: so must this
                 (buffer if buffer._version != version else buffer.data).copy_(copy)
-        torch.set_rng_state(self._random[0])
-        random.setstate(self._random[1])
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(*self._cuda)
+        set_random_state(self._random, self._device)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The random numbers that come next, by who draws them."""
+    state = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 @contextmanager
