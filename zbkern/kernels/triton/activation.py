@@ -104,11 +104,12 @@ def gated_bwd(dh: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tens
 
 def gate_of(z: Tensor, dh: Tensor | None, h: Tensor, dz: Tensor | None, options: GateOptions) -> None:
     """h [M, H] = gate(z) of z [M, 2 H], and where dh is given dz, the gradient of z."""
+    _launch((*halves(z, options), dh, h, *halves(dz, options)), h, True, options)
 
-    def halves(both: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (both, None) if both is None or options.interleaved else both.chunk(2, 1)
 
-    _launch((*halves(z), dh, h, *halves(dz)), h, True, options)
+def halves(both: Tensor | None, options: GateOptions) -> tuple[Tensor | None, ...]:
+    """(gate, up) of both; where they are interleaved, and where there are none, (both, None)."""
+    return (both, None) if both is None or options.interleaved else both.chunk(2, 1)
 
 
 def _launch(tensors: tuple[Tensor | None, ...], like: Tensor, gated: bool, options: GateOptions) -> None:

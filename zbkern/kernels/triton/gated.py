@@ -10,9 +10,18 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels import tiles
+from zbkern.kernels.spec import GateOptions
 from zbkern.kernels.triton.activation import gated_bwd, gated_fwd
 from zbkern.kernels.triton.common import Kernel, activate, dot, widen
-from zbkern.kernels.triton.gate_tile import gate_parts, prefetch_gate_to_l2, regular, write_gate_gradients
+from zbkern.kernels.triton.gate_tile import (
+    gate_constants,
+    gate_parts,
+    prefetch_gate_to_l2,
+    regular,
+    store_gate,
+    write_gate_gradients,
+)
+from zbkern.kernels.triton.grouped_tile import find_rows, group_end, load_rows, matrix_of, row_tiles
 from zbkern.kernels.triton.linear import linear_dgrad, linear_fwd
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
@@ -70,32 +79,52 @@ def _gated_fwd(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["P"])
-def _gated_dgrad(
-    dy, down, gate, up, dgate, dup, h, P, Q, R,
-    y_stride, w_stride, i_stride, o_stride,
-    Y_T: tl.constexpr, W_T: tl.constexpr, DESCRIPTORS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+@triton.jit(do_not_specialize=["rows"])
+def gated_dgrad(
+    dy, down, gate, up, dgate, dup, h, ends, rows, groups, H, R,
+    y_stride, w_group, w_stride, i_stride, o_stride, h_stride,
+    Y_T: tl.constexpr, W_T: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
+    GROUPS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """dh = dy down, dgate = dh up activation'(gate), dup = dh activation(gate), h = activation(gate) up.
+    """dh = dy down, the gradients of gate and up, and h = gate(gate, up), all [rows, H]; dh is never written.
 
-    dy [P, R], down [R, Q], the others [P, Q]; dh is never written. One program computes every num_programs-th tile.
+    With the ends of groups dh = dy down_e in rows of group e, and 0 in rows of none. One program computes every
+    num_programs-th tile [M, N], of groups as in grouped.py.
     """
-    count = tl.cdiv(P, M) * tl.cdiv(Q, N)
+    if ends is None:
+        total = tl.cdiv(rows, M)
+    else:
+        last = row_tiles(ends, groups, GROUPS, M)
+        total = tl.max(last, 0)
     steps = max(tl.cdiv(R, K), 1)  # known not to be 0: the compiler then writes the epilogue once
-    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
-        p, q = tile_index(tile, P, Q, M, N, GROUP)
+    for tile in tl.range(tl.program_id(0), total * tl.cdiv(H, N), tl.num_programs(0), flatten=True):
+        row, q = tile_index(tile, total * M, H, M, N, GROUP)
+        begin, end = 0, rows
+        if ends is not None:
+            group, begin, end, row = find_rows(row // M, last, ends, M)
         dh = tl.zeros((M, N), tl.float32)
         for step in range(steps):
-            prefetch_gate_to_l2(gate, up, p, q, P, Q, i_stride, step, steps, False, M, N, K)
-            dh, _ = multiply(
-                dh, dy, down, p, q, step * K, P, Q, R, y_stride, w_stride,
-                Y_T, W_T, DESCRIPTORS, PRECISION, M, N, K,
-            )  # fmt: skip
+            prefetch_gate_to_l2(gate, up, begin + row, q, end, H, i_stride, step, steps, INTERLEAVED, M, N, K)
+            if ends is None:
+                x = operand(dy, row, step * K, rows, R, y_stride, Y_T, DESCRIPTORS, M, K)
+                y = operand(down, step * K, q, R, H, w_stride, W_T, DESCRIPTORS, K, N)
+            else:
+                x = load_rows(dy, begin, end, row, step * K, R, y_stride, False, M, K, DESCRIPTORS)
+                y = matrix_of(down, group, step * K, q, R, H, w_group, w_stride, W_T, DESCRIPTORS, K, N)
+            dh = dot(x, y, dh, PRECISION)
         write_gate_gradients(
-            dh, gate, up, dgate, dup, h, p, q, P, Q, i_stride, o_stride, o_stride,
-            False, ACTIVATION, 0.0, 1.0, 0.0, M, N, PARTS,
+            dh, gate, up, dgate, dup, h, begin + row, q, end, H, i_stride, o_stride, h_stride,
+            INTERLEAVED, ACTIVATION, LIMIT, ALPHA, OFFSET, M, N, PARTS,
         )  # fmt: skip
+    if ends is not None:
+        begin = group_end(ends, groups - 1)
+        nothing = tl.zeros((M, N // PARTS), tl.float32)
+        count = tl.cdiv(rows - begin, M) * tl.cdiv(H, N // PARTS)
+        for tile in tl.range(tl.program_id(0), count, tl.num_programs(0)):
+            p, q = tile_index(tile, rows - begin, H, M, N // PARTS, GROUP)
+            store(h, nothing, begin + p, q, rows, H, h_stride, M, N // PARTS, False)
+            store_gate(dgate, dup, nothing, nothing, begin + p, q, rows, H, o_stride, INTERLEAVED, M, N // PARTS)
 
 
 @replayed
@@ -157,10 +186,12 @@ def gated_linear_dgrad(
     reads = has_bulk_copies(dy.device) and a.describable and b.describable
     tile, programs = plan("dgrad", p, q, r, dy.dtype, dy.device, reads)
     (left, y_stride), (right, w_stride) = a.argument(tile.m, tile.k, reads), b.argument(tile.k, tile.n, reads)
-    flags = (a.transposed, b.transposed, reads, activation, precision(dy.dtype))
-    _gated_dgrad(
+    strides = (y_stride, 0, w_stride, gate.stride(0), h.stride(0), h.stride(0))
+    gate_of = gate_constants(GateOptions(activation))
+    flags = (a.transposed, b.transposed, reads, precision(dy.dtype), *gate_of, 1)
+    gated_dgrad(
         programs,
-        (left, right, gate, up, *outputs, p, q, r, y_stride, w_stride, gate.stride(0), h.stride(0)),
+        (left, right, gate, up, *outputs, None, p, 1, q, r, *strides),
         (*flags, tile.m, tile.n, tile.k, tile.group, gate_parts(tile.n, dy.dtype)),
         tile.warps,
         tile.stages,
