@@ -17,7 +17,7 @@ from zbkern.pipeline.planner.incumbents import Budget
 from zbkern.pipeline.planner.partition import Partition, balanced_partitions, even_partitions, work_of
 from zbkern.pipeline.planner.portfolio import SETTINGS
 from zbkern.pipeline.planner.published import Published
-from zbkern.pipeline.planner.search import Candidate, Search
+from zbkern.pipeline.planner.search import Search
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import amount
 from zbkern.pipeline.simulation.layers import ModelCosts
@@ -34,9 +34,9 @@ class ModelSearch:
         self._balanced: dict[tuple[int, ...], list[Partition]] = {}  # partitions by placement
         self._refused: list[ScheduleError] = []
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[Search]:
         """The best by their constructive answers, fewest slices and chunks first. Raises ScheduleError for none."""
-        found: list[Candidate] = []
+        found: list[Search] = []
         numbers: set[int] = set()
         for slices in self._promising():
             numbers.add(len(slices))  # published schedules are made for whole sequences and one number of slices
@@ -60,7 +60,7 @@ class ModelSearch:
 
         def tried(slices: tuple[int, ...]) -> float:
             if found := self._candidates(slices, 1, bool(reached), None):
-                reached[slices] = min(map(_reached, found))
+                reached[slices] = min(each.reached for each in found)
             return reached.get(slices, math.inf)
 
         for others in by_number:
@@ -73,14 +73,14 @@ class ModelSearch:
 
     def _candidates(
         self, slices: tuple[int, ...], most: int, others: bool, published: Published | None
-    ) -> list[Candidate]:
+    ) -> list[Search]:
         """The best of all placements in these slices; of every placement those of `most` partitions, with slices.
 
         others: there are others, so that the search may end here where its time is over.
         """
-        candidates: list[Candidate] = []
+        candidates: list[Search] = []
         for name, owners in self._placements(len(slices)):
-            here: list[Candidate] = []
+            here: list[Search] = []
             partitions = self._partitions(owners)
             for partition in partitions if len(slices) == 1 else self._most_even(partitions, owners)[:most]:
                 costs = self._model.chunk_costs(partition, owners)
@@ -91,11 +91,11 @@ class ModelSearch:
                     continue
                 if (candidates or others) and not self._budget.left:
                     break
-                if all(each.search.problem != problem for each in here):  # equal layers divided in another order
-                    search = Search(problem, self._budget, self._request.options.seed, published)
-                    search.construct(SETTINGS.partition_passes)
-                    here.append(Candidate(name, search, partition))
-            candidates += sorted(here, key=_reached)[: SETTINGS.partitions]
+                if all(each.problem != problem for each in here):  # equal layers divided in another order
+                    seed = self._request.options.seed
+                    here.append(Search(problem, self._budget, seed, published, name, partition))
+                    here[-1].construct(SETTINGS.partition_passes)
+            candidates += sorted(here, key=lambda each: each.reached)[: SETTINGS.partitions]
         return candidates
 
     def _most_even(self, partitions: Sequence[Partition], owners: Sequence[int]) -> list[Partition]:
@@ -162,10 +162,6 @@ class ModelSearch:
             f"{need.describe(self._request.stages, unit)}, which is the smallest limit for one chunk per rank; raise "
             "it, take more stages or smaller microbatches, or offload or recompute"
         )
-
-
-def _reached(candidate: Candidate) -> float:
-    return candidate.search.reached
 
 
 _PLACEMENTS: dict[int, Sequence[str | Sequence[int]]] = {1: ["linear"], 2: ["v", "loop"], 3: ["zigzag", "loop"]}

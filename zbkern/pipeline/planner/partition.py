@@ -62,21 +62,9 @@ def balanced_partitions(
     placement: the rank of every chunk. limits: the memory of every rank, None for no limit.
     """
     start = balanced_chunks(tuple(map(work_of, model.layers)), len(placement))
-    found = [*_balanced(model, placement, microbatches, None, start)]
-    if limits is not None:
-        found += _balanced(model, placement, microbatches, limits, start)
+    tried = [(None, 0.0), *((limits, in_flight) for in_flight in (_IN_FLIGHT if limits is not None else ()))]
+    found = (tuple(_improved(_Ranks(model, placement, microbatches, *each), start)) for each in tried)
     return list(dict.fromkeys(found))
-
-
-def _balanced(
-    model: ModelCosts,
-    placement: Sequence[int],
-    microbatches: int,
-    limits: Sequence[float] | None,
-    start: Sequence[int],
-) -> Iterator[Partition]:
-    for in_flight in _IN_FLIGHT if limits is not None else (0.0,):
-        yield tuple(_improved(_Ranks(model, placement, microbatches, limits, in_flight), start))
 
 
 @lru_cache(maxsize=64)  # asked for again for every placement

@@ -16,7 +16,7 @@ from zbkern.pipeline.planner.model_search import ModelSearch
 from zbkern.pipeline.planner.offload import MORE_MEMORY, fit, with_fused
 from zbkern.pipeline.planner.problem import schedule_of
 from zbkern.pipeline.planner.published import Published, published
-from zbkern.pipeline.planner.search import Candidate, Search, best_of
+from zbkern.pipeline.planner.search import Search, best_of
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.costs import Costs
@@ -130,16 +130,16 @@ def _searched(request: Request) -> Plan:
         candidates = ModelSearch(request, costs, budget).candidates()
     else:
         layers, candidates = None, _candidates(request, costs, budget)
-    (name, found, partition), rounds = best_of(candidates, budget, options)
+    found, rounds = best_of(candidates, budget, options)
     assert found.best.orders is not None
-    schedule = schedule_of(found.best.orders, found.problem, f"plan-{name}")
+    schedule = schedule_of(found.best.orders, found.problem, f"plan-{found.name}")
     made = judged(schedule, found.problem.costs, request.memory_limit, options.objective)
     if native.core is None and not made.optimal:
         logger.warning(
             "plan: the compiled search is not here, so that this is only the best of the published schedules; install "
             "a C++ compiler, then install zbkern again"
         )
-    return replace(made, effort=rounds, partition=partition, layers=layers)
+    return replace(made, effort=rounds, partition=found.partition, layers=layers)
 
 
 def judged(schedule: Schedule, costs: Costs, limit: Limit, objective: str) -> Plan:
@@ -149,7 +149,7 @@ def judged(schedule: Schedule, costs: Costs, limit: Limit, objective: str) -> Pl
     return _compared(simulate(schedule, costs), costs, limit, objective, bound)
 
 
-def _candidates(request: Request, costs: Costs, budget: Budget) -> list[Candidate]:
+def _candidates(request: Request, costs: Costs, budget: Budget) -> list[Search]:
     """Of all slices to try that fit. Raises ScheduleError where none do."""
     name, owners = placement_of(request.placement, request.stages, request.chunks_per_rank)
     found, refused, published = [], [], Published()
@@ -159,7 +159,7 @@ def _candidates(request: Request, costs: Costs, budget: Budget) -> list[Candidat
         except ScheduleError as error:
             refused.append(error)
             continue
-        found.append(Candidate(name, Search(problem, budget, request.options.seed, published)))
+        found.append(Search(problem, budget, request.options.seed, published, name))
     if not found:
         raise refused[0]
     return found

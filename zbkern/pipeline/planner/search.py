@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.annealing import anneal
@@ -34,8 +33,20 @@ _FINALISTS = 32  # at most, so that to choose among them takes little time
 class Search:
     """The search for the best orders of one problem. What it finds depends on the problem, the work and the seed."""
 
-    def __init__(self, problem: Problem, budget: Budget, seed: int, published: Published | None) -> None:
-        """Begins with every published schedule that fits; None to begin with nothing."""
+    def __init__(
+        self,
+        problem: Problem,
+        budget: Budget,
+        seed: int,
+        published: Published | None,
+        name: str = "",
+        partition: tuple[int, ...] | None = None,
+    ) -> None:
+        """Begins with every published schedule that fits; None to begin with nothing.
+
+        name: of the placement. partition: of layers, if it is of any.
+        """
+        self.name, self.partition = name, partition
         self.problem, self.best, self._seed = problem, Incumbent(problem, budget), seed
         self._population: Population | None = None
         self._rules: list[TriedRule] = []
@@ -144,31 +155,20 @@ def search_slices(searches: Sequence[Search], budget: Budget, progress: Callable
     return rounds
 
 
-class Candidate(NamedTuple):
-    """A placement by its name, and what was found for it; partition: of layers, if of any."""
-
-    name: str
-    search: Search
-    partition: tuple[int, ...] | None = None
-
-
-def best_of(candidates: Sequence[Candidate], budget: Budget, options: PlanOptions) -> tuple[Candidate, int]:
+def best_of(searches: Sequence[Search], budget: Budget, options: PlanOptions) -> tuple[Search, int]:
     """The one with the best orders that are found, of equals the first, and how many rounds were completed."""
-    by_search = {each.search: each for each in candidates}
-    rounds = search_slices(
-        list(by_search), budget, lambda number, best: options.progress(_describe(by_search[best], number))
-    )
+    rounds = search_slices(searches, budget, lambda number, best: options.progress(_describe(best, number)))
     options.progress("")
-    return by_search[choose(list(by_search), options.steady, rounds)], rounds
+    return choose(searches, options.steady, rounds), rounds
 
 
-def _describe(candidate: Candidate, rounds: int) -> str:
+def _describe(search: Search, rounds: int) -> str:
     """A line of progress."""
-    problem, reached = candidate.search.problem, candidate.search.reached
+    problem, reached = search.problem, search.reached
     per_rank, slices = problem.chunks // problem.ranks, len(problem.slices)
     least = max(map(problem.work, range(problem.ranks))) / problem.time_scale  # of the busiest rank
     idle = 1 - least / reached if reached else 0.0
-    where = f"{per_rank} chunks per rank, {candidate.name}" + (f", {slices} slices" if slices > 1 else "")
+    where = f"{per_rank} chunks per rank, {search.name}" + (f", {slices} slices" if slices > 1 else "")
     return f"round {rounds + 1}: {where}: the busiest rank is idle for {idle:.2%}"
 
 
