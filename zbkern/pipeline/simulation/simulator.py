@@ -107,11 +107,12 @@ class _Run:
             if any(action.kind in COPIES for action in row)
         }
         self._previous: list[Action | None] = [None] * len(self._rows)
-        self._eager: list[_Pending] | None = None
+        self._eager: list[deque[Action]] | None = None  # the pending W of every rank, oldest first
 
     def fill_eagerly(self, parts: int, limits: Sequence[float]) -> None:
         self._rows = [[action for action in row if action.kind != "W"] for row in self._rows]
-        self._eager = [_Pending(parts, limit) for limit in limits]
+        self._eager, self._limits = [deque() for _ in limits], limits
+        self._parts = [None] if parts == 1 else [(index, parts) for index in range(parts)]
 
     def timeline(self) -> Timeline:
         for rank, action in order_of_running(self._rows, len(self._schedule.placement)):
@@ -121,8 +122,8 @@ class _Run:
             self._execute(rank, action, arrived)
         if self._eager is not None:
             for rank, pending in enumerate(self._eager):
-                while pending.queue:
-                    self._execute(rank, pending.queue.popleft())
+                while pending:
+                    self._execute(rank, pending.popleft())
         events = tuple(tuple(row) for row in self._events)
         peak = tuple(memory.peak for memory in self._memory)
         copies = [tuple(self._copies[rank].events) if rank in self._copies else () for rank in range(len(self._rows))]
@@ -146,7 +147,7 @@ class _Run:
         self._previous[rank] = action
         self._ends[result(action)] = end
         if self._eager is not None and action.kind == "B":
-            self._eager[rank].add(action)
+            self._eager[rank] += [action._replace(kind="W", part=part) for part in self._parts]
 
     def _length(self, rank: int, action: Action) -> float:
         kind, chunk, microbatch, part = action
@@ -166,27 +167,13 @@ class _Run:
     def _of(self, microbatch: int) -> ChunkCosts:
         return self._costs[microbatch % len(self._costs)]
 
-    def _fill(self, rank: int, pending: _Pending, action: Action, arrived: float) -> None:
+    def _fill(self, rank: int, pending: deque[Action], action: Action, arrived: float) -> None:
         """Runs pending W: as many as must free their memory for an F to fit, then until the input arrives."""
         memory, events = self._memory[rank], self._events[rank]
         taken = self._of(action.microbatch).activation[action.chunk]
-        limit = pending.limit - taken if action.kind == "F" else float("inf")
-        while pending.queue and (memory.now > limit or events[-1].end < arrived):
-            self._execute(rank, pending.queue.popleft())
-
-
-class _Pending:
-    """The pending W of one rank, oldest first."""
-
-    def __init__(self, parts: int, limit: float) -> None:
-        self.queue: deque[Action] = deque()
-        self.limit = limit
-        self._parts = parts
-
-    def add(self, action: Action) -> None:
-        for index in range(self._parts):
-            part = None if self._parts == 1 else (index, self._parts)
-            self.queue.append(Action("W", action.chunk, action.microbatch, part))
+        limit = self._limits[rank] - taken if action.kind == "F" else float("inf")
+        while pending and (memory.now > limit or events[-1].end < arrived):
+            self._execute(rank, pending.popleft())
 
 
 def _durations(
