@@ -9,19 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import gcd, sqrt
-from typing import NamedTuple
 
 from zbkern.pipeline.simulation.costs import ChunkCosts
 
 SLICE_UNIT = 128  # tokens: kernels work on multiples of as many rows
 _PARTS = 1024  # of a sequence, whose slices are multiples of one where the number of its tokens is not known
-
-
-class _Share(NamedTuple):
-    """Of the whole sequence, what a slice has of a cost that grows with its length, and of one that attention has."""
-
-    length: float
-    context: float
 
 
 def slice_costs(costs: ChunkCosts, slices: Sequence[int]) -> tuple[ChunkCosts, ...]:
@@ -32,15 +24,22 @@ def slice_costs(costs: ChunkCosts, slices: Sequence[int]) -> tuple[ChunkCosts, .
     if len(slices) == 1:
         return (costs,)
     ends = [end / sum(slices) for end in accumulate(slices, initial=0)]
-    return tuple(_of_slice(costs, _Share(b - a, b * b - a * a)) for a, b in pairwise(ends))
+    return tuple(_of_slice(costs, b - a, b * b - a * a) for a, b in pairwise(ends))
 
 
-def _of_slice(costs: ChunkCosts, share: _Share) -> ChunkCosts:
-    def times(whole: Sequence[float], attention: Sequence[float]) -> tuple[float, ...]:
-        return tuple(_time(*each, share) for each in zip(whole, attention, costs.overhead, strict=True))
+def _of_slice(costs: ChunkCosts, length: float, context: float) -> ChunkCosts:
+    """length, context: of the whole sequence, what it has of a cost that grows with its length, and of attention's."""
+
+    def times(wholes: Sequence[float], attention: Sequence[float]) -> tuple[float, ...]:
+        found = []
+        for whole, rising, overhead in zip(wholes, attention, costs.overhead, strict=True):
+            overhead = min(overhead, whole)
+            rising = min(rising, whole - overhead)
+            found.append(overhead + rising * context + (whole - rising - overhead) * length)
+        return tuple(found)
 
     def scaled(values: Sequence[float]) -> tuple[float, ...]:
-        return tuple(value * share.length for value in values)
+        return tuple(value * length for value in values)
 
     forward, none = times(costs.forward, costs.attention_forward), (0.0,) * len(costs.forward)
     backward, weight = times(costs.backward, costs.attention_backward), times(costs.weight, none)
@@ -58,16 +57,10 @@ def _of_slice(costs: ChunkCosts, share: _Share) -> ChunkCosts:
         activation=activation,
         held=scaled(costs.held),
         merge_saving=tuple(map(min, costs.merge_saving, weight)),
-        recompute=tuple(again * (of_slice / whole if whole else share.length) for again, of_slice, whole in parts),
+        recompute=tuple(again * (of_slice / whole if whole else length) for again, of_slice, whole in parts),
         checkpoint=None if costs.checkpoint is None else scaled(costs.checkpoint),
         streamed=tuple(map(min, costs.streamed, activation)),
     )
-
-
-def _time(whole: float, attention: float, overhead: float, share: _Share) -> float:
-    overhead = min(overhead, whole)
-    attention = min(attention, whole - overhead)
-    return overhead + attention * share.context + (whole - attention - overhead) * share.length
 
 
 def equal_lengths(slices: int, tokens: int | None = None, unit: int = SLICE_UNIT) -> tuple[int, ...]:
