@@ -115,7 +115,7 @@ def layers(blocks: int, head: float) -> ModelCosts:
 
 
 def advice(found: Plan, costs: ModelCosts, limit: float | None = None, chunks: bool = True) -> str:
-    return "\n".join(report.idle_lines(found, limit, report.Searched(costs, chunks), 200))
+    return "\n".join(report.idle_lines(found, limit, 200, costs, chunks))
 
 
 def test_a_cut_that_cannot_be_more_even_names_another_number_of_stages() -> None:

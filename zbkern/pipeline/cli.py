@@ -254,8 +254,8 @@ def _of_layers(
     if setting is not None:
         print(f"{from_config.title(arguments, setting)}\n")
     whole = 0.0 if any(layer.static for layer in costs.layers) else whole
-    searched = report.Searched(costs, arguments.chunks is None and arguments.placement is None)
-    print(report.describe(found, objective, limit, whole, width, searched))
+    searched = arguments.chunks is None and arguments.placement is None
+    print(report.describe(found, objective, limit, whole, width, costs, searched))
     _print_gains(arguments, costs, limit, found)
     if setting is None:
         print(report.cut(found, len(costs.layers), width))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from zbkern.pipeline.planner import Plan
 from zbkern.pipeline.schedules import grid as grids
@@ -23,27 +22,24 @@ _LEAST_BOUND = 5e-5  # printed as 0.00%, which says nothing
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 
 
-class Searched(NamedTuple):
-    """What a search decided besides the order: the cut of these layers, None where chunks were given; their number."""
-
-    layers: ModelCosts | None = None
-    chunks: bool = False
-
-
-_ORDER_ALONE = Searched()
-
-
 def describe(
-    plan: Plan, objective: str, limit: float | None, whole: float, width: int, searched: Searched = _ORDER_ALONE
+    plan: Plan,
+    objective: str,
+    limit: float | None,
+    whole: float,
+    width: int,
+    layers: ModelCosts | None = None,
+    chunks: bool = False,
 ) -> str:
     """Grid and figures.
 
     limit: per rank, in the unit of memory. whole: what one microbatch holds in the whole model, as a measure of memory
-    beside that unit; 0 for none, as where memory has model states in it.
+    beside that unit; 0 for none, as where memory has model states in it. layers, chunks: what a search decided besides
+    the order: the cut of these layers, None where chunks were given; and their number.
     """
     schedule, timeline = plan.schedule, plan.timeline
-    chunks = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
-    title = f"{schedule.name}: {schedule.stages} ranks, {chunks} each, {schedule.sequences} microbatches"
+    each = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
+    title = f"{schedule.name}: {schedule.stages} ranks, {each} each, {schedule.sequences} microbatches"
     if len(schedule.slices) > 1:
         title += f" in {len(schedule.slices)} slices each"
     which = "these chunks" if limit is None else "these chunks in this memory"
@@ -68,7 +64,7 @@ def describe(
     if len(schedule.slices) > 1:
         unit = "tokens" if plan.costs.tokens == sum(schedule.slices) else f"of {sum(schedule.slices)}"
         lines.append(figure("slices", f"{' '.join(map(str, schedule.slices))} {unit}, first to last", width))
-    lines += fused_lines(schedule) + idle_lines(plan, limit, searched, width)
+    lines += fused_lines(schedule) + idle_lines(plan, limit, width, layers, chunks)
     return "\n\n".join([title, grid(schedule, width), "\n".join(lines)])
 
 
@@ -99,16 +95,16 @@ def fused_lines(schedule: Schedule) -> list[str]:
     return [f"{'backward':<9} {fused} of {fused + kinds.count('B')} in one pass, BW, the others as B and W"]
 
 
-def idle_lines(plan: Plan, limit: float | None, searched: Searched, width: int) -> list[str]:
+def idle_lines(plan: Plan, limit: float | None, width: int, layers: ModelCosts | None, chunks: bool) -> list[str]:
     """What the idle time comes from and what would remove it besides what was searched for, the largest share first."""
     idle, schedule = plan.idle, plan.schedule
     saves_memory = any(offloads_or_recomputes(row) for row in schedule.actions)
     room = "a higher limit" if saves_memory else "a higher limit, offloading or recomputation"
-    fill = "more microbatches" if searched.chunks else "more microbatches, or more chunks per rank"
-    links = "faster links" if searched.chunks or schedule.chunks == 1 else "faster links, or fewer chunks per rank"
+    fill = "more microbatches" if chunks else "more microbatches, or more chunks per rank"
+    links = "faster links" if chunks or schedule.chunks == 1 else "faster links, or fewer chunks per rank"
     ways = [*(["more memory"] if limit is not None else []), *([] if plan.optimal else ["a longer search"])]
     causes = {
-        _about_load(plan, limit, searched.layers): idle.load,
+        _about_load(plan, limit, layers): idle.load,
         f"forwards wait for memory: {room}": idle.memory,
         f"messages are on their way: {links}": idle.messages,
         f"warm-up: {fill}": idle.warm_up,
