@@ -103,25 +103,22 @@ def search(
     effort, objective: as for `plan`, for the best few, for 20 seconds each at most, so that plans of large layouts may
     depend on the machine. progress: is called with a line about the search.
     """
-    estimates = [estimate(layout) for layout in layouts(wanted)]
-    fitting = [each for each in estimates if each is not None]
-    answers = _best(fitting, _SHOWN, effort, objective, progress)
+    estimates = [found for found in map(estimate, layouts(wanted)) if found is not None]
+
+    def best(estimates: list[Estimate], most: int) -> list[Answer]:
+        """So many at most, the fastest first."""
+        few = sorted(_quick(estimates, objective, progress), key=lambda pair: pair[0])[:most]
+        answers = []
+        for index, (_, each) in enumerate(few):
+            progress(f"plan {index + 1} of {len(few)}: {name(each.layout)}")
+            answers.append(planned(each, each.layout.microbatches, objective, effort, _SECONDS[1]))
+        return sorted((each for each in answers if each is not None), key=lambda each: each.seconds)
+
+    answers = best(estimates, _SHOWN)
     if own and not any(each.layout.has(own) for each in answers):
-        answers += _best([each for each in fitting if each.layout.has(own)], 1, effort, objective, progress)
+        answers += best([each for each in estimates if each.layout.has(own)], 1)
     progress("")
     return answers
-
-
-def _best(
-    estimates: list[Estimate], most: int, effort: int, objective: str, progress: Callable[[str], None]
-) -> list[Answer]:
-    """So many at most, the fastest first."""
-    few = sorted(_quick(estimates, objective, progress), key=lambda pair: pair[0])[:most]
-    answers = []
-    for index, (_, each) in enumerate(few):
-        progress(f"plan {index + 1} of {len(few)}: {name(each.layout)}")
-        answers.append(planned(each, each.layout.microbatches, objective, effort, _SECONDS[1]))
-    return sorted((each for each in answers if each is not None), key=lambda each: each.seconds)
 
 
 def why_not(wanted: Wanted, own: Mapping[str, int]) -> str:

@@ -116,7 +116,7 @@ def plan(
             plans.append(_searched(replace(shorter, memory_limit=more)))
         except ScheduleError as error:
             errors.append(error)
-    return _saving(plans, errors, limits, offload, recompute, options.objective)
+    return _saving(request, limits, plans, errors, offload=offload, recompute=recompute)
 
 
 def _searched(request: Request) -> Plan:
@@ -175,17 +175,13 @@ def _compared(timeline: Timeline, costs: Costs, limit: Limit, objective: str, bo
 
 
 def _saving(
-    plans: Sequence[Plan],
-    errors: list[ScheduleError],
-    limits: Sequence[float],
-    offload: bool,
-    recompute: bool,
-    objective: str,
+    request: Request, limits: Sequence[float], plans: Sequence[Plan], errors: list[ScheduleError], **added: bool
 ) -> Plan:
     """The best of these plans and of the published schedules with their placement, made to fit.
 
     Its lower bound is that of unlimited memory, which no offload and no recomputation can be below.
     """
+    objective = request.options.objective
     orders = [(plan, timeline) for plan in plans for timeline in with_fused(plan.schedule, plan.costs)]
     for plan in {(plan.schedule.placement, plan.schedule.slices): plan for plan in plans}.values():
         for schedule in published(plan.schedule.placement, plan.schedule.sequences, plan.schedule.slices):
@@ -195,9 +191,7 @@ def _saving(
         if best is not None and getattr(timeline, objective) >= getattr(best.timeline, objective):
             break
         try:
-            fitted = fit(
-                timeline.schedule, plan.costs, limits, offload=offload, recompute=recompute, objective=objective
-            )
+            fitted = fit(timeline.schedule, plan.costs, limits, **added, objective=objective)
         except ScheduleError as error:
             errors.append(error)
             continue

@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 _PERIOD = 6  # two chunks with F, B and W of one slot each
 _F0, _F1, _B1, _B0, _W = range(5)  # the phases of one microbatch, in the order in which a rank runs them
@@ -57,12 +56,12 @@ def _passes(row: list[list[int]]) -> list[tuple[int, int, int]]:
 
 def _all_passes(times: Times) -> list[tuple[int, int, int, int]]:
     """(slot, rank, phase, microbatch) of every pass of all ranks, by slot."""
-    in_slot: list[list[tuple[int, int, int, int]]] = [[] for _ in range(1 + _last_slot(times))]
-    for rank, row in enumerate(times):
-        for phase, slots in enumerate(row):
-            for index, slot in enumerate(slots):
-                in_slot[slot].append((slot, rank, phase, index))
-    return list(chain.from_iterable(in_slot))
+    return sorted(
+        (slot, rank, phase, index)
+        for rank, row in enumerate(times)
+        for phase, slots in enumerate(row)
+        for index, slot in enumerate(slots)
+    )
 
 
 def _last_slot(times: Times) -> int:
