@@ -153,7 +153,7 @@ def test_types_are_checked() -> None:
         Schedule.build([[Action("F", "0", 0)]], [0], 1)
     with pytest.raises(TypeError, match=r"part must be \(i, n\) or None; got 3"):
         Schedule.build([[Action("F", 0, 0), Action("B", 0, 0), Action("W", 0, 0, part=3)]], [0], 1)
-    with pytest.raises(TypeError, match="microbatches must be int; got float"):
+    with pytest.raises(TypeError, match="microbatches must be an int; got float"):
         Schedule.build([[Action("F", 0, 0)]], [0], 1.0)
     with pytest.raises(TypeError, match="expected the text itself"):
         Schedule.from_csv(Path("schedule.csv"))

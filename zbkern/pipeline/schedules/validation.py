@@ -8,7 +8,7 @@ from itertools import count
 from typing import NoReturn
 
 from zbkern.pipeline.schedules import grid
-from zbkern.pipeline.schedules.actions import COPIES, KINDS, Action, ScheduleError
+from zbkern.pipeline.schedules.actions import COPIES, KINDS, Action, ScheduleError, check_count
 from zbkern.pipeline.schedules.dependencies import Result, order_of_running, producer
 from zbkern.pipeline.schedules.slices import slice_lengths
 
@@ -29,13 +29,10 @@ def validate(rows: _Rows, placement: Sequence[int], microbatches: int, name: str
 
 
 def _check_frame(ranks: int, placement: Sequence[int], microbatches: int, name: str) -> None:
-    for what, value in (("microbatches", microbatches), *(("placement", rank) for rank in placement)):
-        if not isinstance(value, int):
-            raise TypeError(f"Schedule {name}: {what} must be int; got {type(value).__name__} {value!r}")
-    if ranks < 1 or microbatches < 1:
-        raise ScheduleError(
-            f"Schedule {name}: stages and microbatches must be at least 1; got {ranks} and {microbatches}"
-        )
+    for what, number in (("stages", ranks), ("microbatches", microbatches)):
+        check_count(f"Schedule {name}: {what}", number, error=ScheduleError)
+    for rank in placement:
+        check_count(f"Schedule {name}: placement", rank, 0, ScheduleError)
     if sorted(set(placement)) != list(range(ranks)):
         raise ScheduleError(
             f"Schedule {name}: placement must give every one of the {ranks} ranks at least one chunk, and no other "
