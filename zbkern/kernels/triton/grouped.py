@@ -10,7 +10,6 @@ from torch import Tensor
 from zbkern.kernels.triton.common import Kernel, dot, offset, rows_dense, widen
 from zbkern.kernels.triton.grouped_tile import (
     as_rows,
-    as_stack,
     find_rows,
     group_end,
     load_rows,
@@ -21,7 +20,7 @@ from zbkern.kernels.triton.grouped_tile import (
     row_tiles,
     store_rows,
 )
-from zbkern.kernels.triton.matmul_tile import Matrix, has_bulk_copies, pieces, precision, tile_index
+from zbkern.kernels.triton.matmul_tile import Matrix, as_operand, has_bulk_copies, pieces, precision, tile_index
 
 
 @Kernel
@@ -80,19 +79,19 @@ def _run_product(op: str, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None
     if groups == 0:
         out.zero_()
         return
-    left, right, target = as_rows(a), as_stack(b), Matrix(written := rows_dense(out, copy=False))
+    left, right, target = as_rows(a), as_operand(b), Matrix(written := rows_dense(out, copy=False))
     bulk = has_bulk_copies(a.device)
     reads, writes = bulk and left.describable and right.describable, bulk and target.describable
     tile, programs = plan_groups(op, groups, -(-rows // groups), q, r, a.dtype, a.device, reads and writes)
     parts = tile.epilogue_parts(writes)
     x, x_stride = ragged_argument(left, tile.m, tile.k, reads)
-    matrices, w_strides = right.argument(tile.k, tile.n, reads)
+    matrices, w_stride = right.argument(tile.k, tile.n, reads)
     result, o_stride = ragged_argument(target, tile.m, tile.n // parts, writes)
     bias = None if bias is None else bias.contiguous()
     flags = (right.transposed, reads, writes, precision(a.dtype), padded(groups))
     _grouped_product(
         programs,
-        (x, matrices, result, bias, ends, rows, groups, q, r, x_stride, *w_strides, o_stride),
+        (x, matrices, result, bias, ends, rows, groups, q, r, x_stride, right.group_stride, w_stride, o_stride),
         (*flags, tile.m, tile.n, tile.k, tile.group, parts),
         tile.warps,
         tile.stages,

@@ -10,8 +10,8 @@ from zbkern.kernels.triton.activation import gate_of, halves
 from zbkern.kernels.triton.gate_tile import gate_constants, gate_parts, regular
 from zbkern.kernels.triton.gated import gated_dgrad
 from zbkern.kernels.triton.grouped import grouped_linear_dgrad, grouped_linear_fwd
-from zbkern.kernels.triton.grouped_tile import as_rows, as_stack, padded, plan_groups, ragged_argument
-from zbkern.kernels.triton.matmul_tile import has_bulk_copies, precision
+from zbkern.kernels.triton.grouped_tile import as_rows, padded, plan_groups, ragged_argument
+from zbkern.kernels.triton.matmul_tile import as_operand, has_bulk_copies, precision
 
 
 def grouped_gated_fwd(
@@ -34,13 +34,13 @@ def grouped_gated_dgrad(
         grouped_linear_dgrad(dy, weight, ends, dh)
         gate_of(z, dh, h, dz, options)
         return
-    left, right = as_rows(dy), as_stack(weight)
+    left, right = as_rows(dy), as_operand(weight)
     reads = has_bulk_copies(dy.device) and left.describable and right.describable
     wide = reads and not options.interleaved  # a tile of 256 columns beside an interleaved z spills on sm_90
     tile, programs = plan_groups("dgrad", groups, -(-rows // groups), hidden, r, dy.dtype, dy.device, wide)
     x, x_stride = ragged_argument(left, tile.m, tile.k, reads)
-    matrices, w_strides = right.argument(tile.k, tile.n, reads)
-    strides = (x_stride, *w_strides, z.stride(0), dz.stride(0), h.stride(0))
+    matrices, w_stride = right.argument(tile.k, tile.n, reads)
+    strides = (x_stride, right.group_stride, w_stride, z.stride(0), dz.stride(0), h.stride(0))
     flags = (False, right.transposed, reads, precision(dy.dtype), *gate_constants(options), padded(groups))
     gated_dgrad(
         programs,

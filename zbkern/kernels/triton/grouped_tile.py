@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zbkern.kernels import tiles
 from zbkern.kernels.triton.common import offset, rows_dense
-from zbkern.kernels.triton.matmul_tile import Matrix, as_operand, has_bulk_copies, load, operand, plan, store
+from zbkern.kernels.triton.matmul_tile import Matrix, as_operand, load, operand, plan, store
 
 _BILLION = 1 << 30
 
@@ -98,44 +98,6 @@ def find_rows(tile, last, ends, M: tl.constexpr):
     group = tl.sum(before.to(tl.int32), 0)
     row = (tile - tl.max(tl.where(before, last, 0), 0)) * M
     return group, group_end(ends, group - 1), group_end(ends, group), row
-
-
-class Stack:
-    """A matrix per group as it lies in memory: whether transposed, its strides, how tiles are copied."""
-
-    __slots__ = ("describable", "group_stride", "stride", "tensor", "transposed")
-
-    def __init__(self, tensor: Tensor) -> None:
-        one = Matrix(tensor[0])
-        self.tensor, self.transposed, self.stride = tensor, one.transposed, one.stride
-        self.group_stride = tensor.stride(0)
-        self.describable = one.describable and self.group_stride * tensor.element_size() % 16 == 0
-
-    @property
-    def strides(self) -> tuple[int, int]:
-        return self.group_stride, self.stride
-
-    def descriptor(self, rows: int, columns: int) -> TensorDescriptor:
-        """For tiles of [rows, columns] of one matrix, which are [columns, rows] in memory if it is transposed."""
-        tensor = self.tensor.mT if self.transposed else self.tensor
-        block = [1, columns, rows] if self.transposed else [1, rows, columns]
-        return TensorDescriptor(tensor, list(tensor.shape), [*self.strides, 1], block)
-
-    def argument(self, rows: int, columns: int, bulk: bool) -> tuple[Tensor | TensorDescriptor, tuple[int, int]]:
-        """What a kernel is given of it, and as its strides: descriptors carry their own."""
-        return (self.descriptor(rows, columns), (1, 1)) if bulk else (self.tensor, self.strides)
-
-
-def as_stack(weight: Tensor) -> Stack:
-    """The weight, or a copy of which GPUs copy 16 bytes at a time (see `as_operand`)."""
-    stack = Stack(weight)
-    regular = stack.stride % 16 == stack.group_stride % 16 == 0
-    if stack.describable and (has_bulk_copies(weight.device) or regular):
-        return stack
-    matrices = weight.mT if stack.transposed else weight
-    columns = matrices.shape[2]
-    copied = matrices.new_empty(*matrices.shape[:2], triton.cdiv(columns, 16) * 16)[:, :, :columns].copy_(matrices)
-    return Stack(copied.mT if stack.transposed else copied)
 
 
 def as_rows(tensor: Tensor) -> Matrix:

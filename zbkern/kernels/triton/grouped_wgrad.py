@@ -10,7 +10,6 @@ from torch import Tensor
 from zbkern.kernels.spec import Outputs, Segments
 from zbkern.kernels.triton.common import INTERPRETED, Kernel, dot, offset, rows_dense, widen
 from zbkern.kernels.triton.grouped_tile import (
-    Stack,
     as_rows,
     group_end,
     load_rows,
@@ -115,7 +114,7 @@ def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool)
         sum_rows([(dy, ends) for _, dy, ends in segments], dbias, accumulate)
     if dweight is None or dweight.numel() == 0:
         return
-    if Stack(dweight).transposed:  # the same matmul with its operands exchanged
+    if Matrix(dweight).transposed:  # the same matmul with its operands exchanged
         dweight, pairs = dweight.mT, [(x, dy, ends) for x, dy, ends in segments]
     else:
         pairs = [(dy, x, ends) for x, dy, ends in segments]
@@ -135,7 +134,7 @@ def _run_sums(pairs: Sequence[tuple[Matrix, Matrix, Tensor]], out: Tensor, accum
     (groups, p, q), used = out.shape, len(pairs)
     segments = padded(used)
     left, right, _ = pairs[0]
-    dtype, device, target = left.tensor.dtype, out.device, Stack(out)
+    dtype, device, target = left.tensor.dtype, out.device, Matrix(out)
     bulk = has_bulk_copies(device)
     reads = bulk and all(a.describable and b.describable for a, b, _ in pairs)
     writes = bulk and target.describable
@@ -147,8 +146,8 @@ def _run_sums(pairs: Sequence[tuple[Matrix, Matrix, Tensor]], out: Tensor, accum
         for a, b, ends in pairs
     ]
     slots += slots[:1] * (segments - used)
-    result, o_strides = target.argument(tile.m, tile.n // parts, writes)
-    strides = (*((1, 1) if reads else (left.stride, right.stride)), *o_strides)
+    result, o_stride = target.argument(tile.m, tile.n // parts, writes)
+    strides = (*((1, 1) if reads else (left.stride, right.stride)), target.group_stride, o_stride)
     reduces = writes and accumulate and out.dtype == torch.float32 and not INTERPRETED
     flags = (segments, reads, writes, accumulate, reduces, precision(dtype), padded(groups))
     _grouped_sums(

@@ -128,17 +128,19 @@ def pieces(value, M: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):
 
 
 class Matrix:
-    """A matrix as it lies in memory: whether transposed, the stride of its rows (or columns), how tiles are copied."""
+    """A matrix, or one for every group, as it lies in memory: whether transposed, the stride of its rows (or columns),
+    that of groups, how tiles are copied."""
 
-    __slots__ = ("describable", "stride", "tensor", "transposed")
+    __slots__ = ("describable", "group_stride", "stride", "tensor", "transposed")
 
     def __init__(self, tensor: Tensor) -> None:
-        stride, inner = tensor.stride()
-        if tensor.shape[1] == 1:
+        *groups, stride, inner = tensor.stride()
+        if tensor.shape[-1] == 1:
             inner = 1  # whatever torch says
         self.tensor = tensor
+        self.group_stride = groups[0] if groups else 0
         self.transposed = stride == 1 and inner != 1
-        columns = tensor.shape[not self.transposed]
+        columns = tensor.shape[-2 if self.transposed else -1]
         if self.transposed:
             stride, inner = inner, stride
         self.stride = stride
@@ -146,7 +148,7 @@ class Matrix:
         self.describable = (
             inner == 1
             and stride >= columns
-            and stride * tensor.element_size() % 16 == 0
+            and (stride | self.group_stride) * tensor.element_size() % 16 == 0
             and tensor.data_ptr() % 16 == 0
             and tensor.numel() > 0
         )
@@ -157,11 +159,12 @@ class Matrix:
         return self.transposed, self.stride, self.describable
 
     def descriptor(self, rows: int, columns: int) -> TensorDescriptor:
-        """For tiles of [rows, columns] of the matrix, which are [columns, rows] in memory if it is transposed."""
-        m, n = self.tensor.shape
-        if self.transposed:
-            return described(self.tensor, [n, m], [self.stride, 1], [columns, rows])
-        return described(self.tensor, [m, n], [self.stride, 1], [rows, columns])
+        """For tiles of [rows, columns] of a matrix, which are [columns, rows] in memory if it is transposed."""
+        *groups, m, n = self.tensor.shape
+        shape, block = ([n, m], [columns, rows]) if self.transposed else ([m, n], [rows, columns])
+        if groups:
+            return described(self.tensor, [*groups, *shape], [self.group_stride, self.stride, 1], [1, *block])
+        return described(self.tensor, shape, [self.stride, 1], block)
 
     def argument(self, rows: int, columns: int, bulk: bool) -> tuple[Tensor | TensorDescriptor, int]:
         """What a kernel is given of it, and as its stride: descriptors carry their own."""
@@ -177,17 +180,19 @@ def described(base: Tensor, shape: list[int], strides: list[int], block: list[in
 
 
 def as_operand(tensor: Tensor) -> Matrix:
-    """A matrix that is multiplied: itself where GPUs copy 16 bytes of it at a time, else as a copy of which they do.
+    """A matrix that is multiplied, or one for every group: itself where GPUs copy 16 bytes of it at a time, else as a
+    copy of which they do.
 
     One element at a time nothing is copied ahead of the matmul, and registers spill: the copy costs less.
     """
     matrix = Matrix(tensor)
-    # Triton knows of a stride only whether it is a multiple of 16 elements
-    if tensor.numel() == 0 or (matrix.describable and (has_bulk_copies(tensor.device) or matrix.stride % 16 == 0)):
+    regular = (matrix.stride | matrix.group_stride) % 16 == 0  # all that Triton knows of a stride
+    if tensor.numel() == 0 or (matrix.describable and (regular or has_bulk_copies(tensor.device))):
         return matrix
-    rows = tensor.t() if matrix.transposed else tensor
-    copied = tensor.new_empty(rows.shape[0], triton.cdiv(rows.shape[1], 16) * 16)[:, : rows.shape[1]].copy_(rows)
-    return Matrix(copied.t() if matrix.transposed else copied)
+    rows = tensor.mT if matrix.transposed else tensor
+    columns = rows.shape[-1]
+    copied = tensor.new_empty(*rows.shape[:-1], triton.cdiv(columns, 16) * 16)[..., :columns].copy_(rows)
+    return Matrix(copied.mT if matrix.transposed else copied)
 
 
 def has_bulk_copies(device: torch.device) -> bool:
