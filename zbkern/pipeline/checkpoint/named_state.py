@@ -167,18 +167,15 @@ class NamedState:
 
         Raises ValueError where two tensors of a chunk have one name.
         """
-        found = []
-        for chunk, module in self._chunks.items():
-            keys: dict[str, str] = {}
-            for key in module.state_dict():
-                name = self._name(chunk, key)
-                if (other := keys.setdefault(name, key)) != key:
-                    raise ValueError(
-                        f"checkpoint: rename gives {other!r} and {key!r} of chunk {chunk} one name, {name!r}, and the "
-                        "whole model needs a name for each"
-                    )
-                found.append((name, chunk, self._labels.get(name, "")))
-        return found
+        keys: dict[tuple[int, str], str] = {}
+        for chunk, key in ((chunk, key) for chunk, module in self._chunks.items() for key in module.state_dict()):
+            name = self._name(chunk, key)
+            if (other := keys.setdefault((chunk, name), key)) != key:
+                raise ValueError(
+                    f"checkpoint: rename gives {other!r} and {key!r} of chunk {chunk} one name, {name!r}, and the "
+                    "whole model needs a name for each"
+                )
+        return [(name, chunk, self._labels.get(name, "")) for chunk, name in keys]
 
     def check(self, loaded: Mapping[str, Tensor], ranks: int) -> None:
         """Raises ValueError where the optimizer cannot take the state: of another kind, of other parameters or

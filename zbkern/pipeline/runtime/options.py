@@ -29,15 +29,11 @@ class StepOptions:
     graphs: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("record", "check_values", "graphs"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"StepOptions: {name} must be True or False; got {getattr(self, name)!r}")
+        _check(self, "record", "check_values", "graphs")
         if self.max_wgrad_bytes is not None:
             check_number("StepOptions", "max_wgrad_bytes", self.max_wgrad_bytes, 0)
         if self.check_values and self.graphs:
             raise ValueError("StepOptions: graphs must be False with check_values, which looks at values in every W")
-        check_number("StepOptions", "copy_size", self.copy_size, 1)
-        _check_recompute("StepOptions", self.recompute)
 
 
 @dataclass(frozen=True)
@@ -61,15 +57,12 @@ class ProfileOptions:
     slices: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.slices, bool):
-            raise TypeError(f"ProfileOptions: slices must be True or False; got {self.slices!r}")
+        _check(self, "slices")
         check_number("ProfileOptions", "repeats", self.repeats, 1)
         if self.bytes_per_parameter is not None and not isinstance(self.bytes_per_parameter, (int, float)):
             raise TypeError(
                 f"ProfileOptions: bytes_per_parameter must be a number or None; got {self.bytes_per_parameter!r}"
             )
-        check_number("ProfileOptions", "copy_size", self.copy_size, 1)
-        _check_recompute("ProfileOptions", self.recompute)
 
 
 def check_number(caller: str, name: str, value: object, least: int) -> None:
@@ -80,9 +73,14 @@ def check_number(caller: str, name: str, value: object, least: int) -> None:
         raise ValueError(f"{caller}: {name} must be at least {least}; got {value}")
 
 
-def _check_recompute(options: str, value: object) -> None:
+def _check(options: StepOptions | ProfileOptions, *flags: str) -> None:
+    owner, value = type(options).__name__, options.recompute
+    for name in flags:
+        if not isinstance(getattr(options, name), bool):
+            raise TypeError(f"{owner}: {name} must be True or False; got {getattr(options, name)!r}")
+    check_number(owner, "copy_size", options.copy_size, 1)
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(e, (str, type)) for e in value):
         raise TypeError(
-            f"{options}: recompute must be a list of names of parts, such as '*norm*', and of their classes; got "
+            f"{owner}: recompute must be a list of names of parts, such as '*norm*', and of their classes; got "
             f"{value!r}"
         )

@@ -55,9 +55,7 @@ class TiedWeights:
                 logger.warning(
                     "Pipeline: the copies of tied %r differ between ranks %s (shape and sum: %s); give them one value, "
                     "from one seed, by a copy or from a checkpoint, before the first step",
-                    name,
-                    ranks,
-                    copies,
+                    *(name, ranks, copies),
                 )
             self._shared.append((name, tied[name], ranks))
 

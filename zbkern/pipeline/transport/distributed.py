@@ -35,7 +35,7 @@ from zbkern.pipeline.transport.framing import (
     frame,
     receive_message,
 )
-from zbkern.pipeline.transport.mailbox import Mailbox, Note, PipelineError, Tag, Values
+from zbkern.pipeline.transport.mailbox import Mailbox, Note, PipelineError, Tag
 from zbkern.pipeline.transport.process_groups import (
     FOREVER,
     backend_of,
@@ -99,7 +99,7 @@ class DistributedTransport(Transport):
             thread.start()
         atexit.register(self.close)
 
-    def send(self, peer: int, tag: Tag | Note | Values, message: Any) -> None:
+    def send(self, peer: int, tag: Tag | Note, message: Any) -> None:
         leaves = [leaf for leaf in pytree.tree_leaves(message) if isinstance(leaf, Tensor)]
         shapes = [(str(leaf.dtype), tuple(leaf.shape), leaf.requires_grad) for leaf in leaves]
         tensors = [leaf.detach().contiguous() for leaf in leaves]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.transport.mailbox import Call, Note, Tag, Values
+from zbkern.pipeline.transport.mailbox import Call, Note, Tag
 from zbkern.pipeline.transport.process_groups import finish
 
 _HEADER_BYTES = 1024  # what a receive is posted for; few messages need a second part
@@ -32,7 +32,7 @@ class TensorHeader(NamedTuple):
 
     turn: int
     name: str
-    tag: Tag | Note | Values
+    tag: Tag | Note
     shapes: Sequence[tuple[str, tuple[int, ...], bool]]
     usual: bool
     skeleton: Any

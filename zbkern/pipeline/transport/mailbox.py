@@ -44,14 +44,8 @@ class Note(NamedTuple):
         return self.what
 
 
-class Values(NamedTuple):
-    """A tag: what ranks have given to the n-th gather, those before the receiver or all of them."""
-
-    number: int
-    whole: bool
-
-    def __str__(self) -> str:
-        return f"what {'all' if self.whole else 'earlier'} ranks give to gather {self.number}"
+class Values(Note):
+    """A tag: what ranks have given to the n-th gather."""
 
 
 class Call(NamedTuple):
