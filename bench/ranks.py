@@ -45,7 +45,7 @@ class DelayedTransport(LocalTransport):
 
     def send(self, peer: int, tag: Any, message: Any) -> None:
         seconds = self.delay(self.rank, peer, tag)
-        if seconds <= 0:
+        if seconds <= 0 or peer == self.rank:
             super().send(peer, tag, message)
             return
         timer = threading.Timer(seconds, self.arrival(peer, tag, message))

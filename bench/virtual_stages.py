@@ -45,10 +45,7 @@ class StreamTransport(LocalTransport):
     """Messages between streams of one device: the receiver's stream waits for the sender's, and no host does."""
 
     def send(self, peer: int, tag: Any, message: Any) -> None:
-        super().send(peer, tag, (message, _event()))
-
-    def deliver(self, tag: Any, message: Any) -> None:
-        super().deliver(tag, (message, None))
+        super().send(peer, tag, (message, None if peer == self.rank else _event()))
 
     def ready(self, tag: Any) -> bool:
         found = self._mailbox.peek(tag)

@@ -520,11 +520,7 @@ class Pipeline:
 
     def _send(self, chunk: int, kind: str, microbatch: int, message: Any) -> None:
         tag = Tag(self._step, kind, chunk, microbatch)
-        peer = self.schedule.placement[chunk]
-        if peer == self.rank:
-            self._transport.deliver(tag, message)
-        else:
-            self._transport.send(peer, tag, message)
+        self._transport.send(self.schedule.placement[chunk], tag, message)
 
     def _free_memory_for_forward(self) -> None:
         """Runs W until the next F holds no more microbatches, begun or waiting for W, than the plan's own peak."""

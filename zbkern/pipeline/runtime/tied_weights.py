@@ -155,9 +155,8 @@ def _matrices(modules: Mapping[int, torch.nn.Module], tied: Mapping[str, Sequenc
         for name, parameter in module.named_parameters():
             if id(parameter) in found or not parameter.requires_grad or is_lazy(parameter) or parameter.dim() != 2:
                 continue
-            digest = digest_of(parameter)
-            if digest is not None:
-                key = id(parameter)
+            key = id(parameter)
+            if (digest := digest_of(parameter)) is not None:
                 found[key] = Matrix(chunk, name, names.get(key), digest, key in tables)
     return [*found.values()]
 

@@ -56,12 +56,9 @@ class Transport(ABC):
     def send(self, peer: int, tag: Any, message: Any) -> None:
         """Starts sending a pytree of tensors and bytes to `peer` and returns; the tensors must stay as they are.
 
-        Raises PipelineError when the peer is gone.
+        peer: also this rank, whose neighbouring chunks hand tensors over directly. Raises PipelineError when the peer
+        is gone.
         """
-
-    def deliver(self, tag: Any, message: Any) -> None:
-        """Files a message of this rank for itself: neighbouring chunks on one rank hand tensors over directly."""
-        self._mailbox.put(tag, (message, ()), self.rank, self._mailbox.call)
 
     def ready(self, tag: Any) -> bool:
         """True when `receive` would return at once."""
