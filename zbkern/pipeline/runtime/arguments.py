@@ -14,14 +14,14 @@ from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.sliced_batch import LossFn, Target, check_sliceable, cut, edges, length_of, weigh
 from zbkern.pipeline.runtime.tied_weights import digest_of
 from zbkern.pipeline.schedules.actions import ScheduleError
-from zbkern.pipeline.schedules.program import FILLS
+from zbkern.pipeline.schedules.program import FILLS, offloads_or_recomputes
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.transport.base import check_timeout
 from zbkern.pipeline.transport.connect import check_tied
 
 
 def check(
-    schedule: Schedule, loss_fn: LossFn | None, fill: str, tied: Any, timeout: float, options: StepOptions | None
+    schedule: Schedule, loss_fn: LossFn | None, fill: str, tied: Any, timeout: float, options: StepOptions
 ) -> None:
     """Raises TypeError, ValueError or ScheduleError for what cannot be an argument of a Pipeline."""
     if not isinstance(schedule, Schedule):
@@ -32,12 +32,18 @@ def check(
         raise ValueError(f"Pipeline: fill must be one of {FILLS}; got {fill!r}")
     check_tied("Pipeline", tied)
     check_timeout("Pipeline", timeout)
-    if options is not None and not isinstance(options, StepOptions):
+    if not isinstance(options, StepOptions):
         raise TypeError(
             "Pipeline: options must be a zbkern.pipeline.StepOptions, as in StepOptions(record=True), or None; "
             f"got {options!r}"
         )
     schedule.validate()
+    counted = any(offloads_or_recomputes(row) for row in schedule.actions)
+    if counted and (fill != "planned" or options.max_wgrad_bytes is not None):
+        raise ValueError(
+            'Pipeline: fill must be "planned" and max_wgrad_bytes None with a schedule that offloads or recomputes '
+            f"(R, O, L), whose memory is counted in its own order; got {fill!r} and {options.max_wgrad_bytes}"
+        )
 
 
 def check_place(

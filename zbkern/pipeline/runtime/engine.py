@@ -33,7 +33,7 @@ from zbkern.pipeline.runtime.arguments import (
 from zbkern.pipeline.runtime.data_parallel import Replicas
 from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
 from zbkern.pipeline.runtime.forward_state import ForwardState
-from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, check_memory_saving, make_stages
+from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, make_stages
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recorder import Recorded, Recorder, timeline_of
 from zbkern.pipeline.runtime.run_ahead import StepValidator
@@ -86,8 +86,8 @@ class Pipeline:
         options: StepOptions | None = None,
     ) -> None:
         modules = module_list("Pipeline", modules)
+        options = StepOptions() if options is None else options
         check(schedule, loss_fn, fill, tied, timeout, options)
-        options = options or StepOptions()
         rank, size = place(group)
         check_place(schedule, rank, size, modules, loss_fn)
         self.fill = fill
@@ -98,7 +98,6 @@ class Pipeline:
         self._replicas = Replicas(dict(zip(schedule.chunks_of(rank), modules, strict=True)), self.queue)
         self._last = len(schedule.placement) - 1
         self._loss_fn = loss_fn
-        check_memory_saving(schedule, fill, options.max_wgrad_bytes)
         self._recorder = Recorder(rank, self.device, self.queue, options.record)
         self._stages = make_stages(self._replicas.modules, schedule, loss_fn, self._recorder, options)
         self._recorder.watch([stage for stage in self._stages.values() if isinstance(stage, MemorySavingStage)])

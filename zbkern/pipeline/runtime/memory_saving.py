@@ -28,16 +28,6 @@ from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.wgrad import WGradQueue, WGradTask
 
 
-def check_memory_saving(schedule: Schedule, fill: str, max_wgrad_bytes: int | None) -> None:
-    """Raises ValueError where a schedule with R, O or L meets what would change its order."""
-    counted = any(offloads_or_recomputes(row) for row in schedule.actions)
-    if counted and (fill != "planned" or max_wgrad_bytes is not None):
-        raise ValueError(
-            'Pipeline: fill must be "planned" and max_wgrad_bytes None with a schedule that offloads or recomputes '
-            f"(R, O, L), whose memory is counted in its own order; got {fill!r} and {max_wgrad_bytes}"
-        )
-
-
 def make_stages(
     modules: Mapping[int, torch.nn.Module],
     schedule: Schedule,

@@ -38,16 +38,12 @@ def parts_of(module: torch.nn.Module, named: Sequence[str | type], name: str = "
     for path, part in module.named_modules(prefix=name):
         within = any(path.startswith(f"{outer}.") for outer in found)
         here = path and not within and not getattr(type(part), "held_elsewhere", False)
-        if here and any(_is_named(path, part, each) for each in named):
+        if here and any(fnmatchcase(path, each) if isinstance(each, str) else isinstance(part, each) for each in named):
             found[path] = part
         if is_sharded(part):
             sharded.append((path, part))
     above = {path: [owner for outer, owner in sharded if not outer or path.startswith(f"{outer}.")] for path in found}
     return {part: above[path][-1] if above[path] and not is_sharded(part) else None for path, part in found.items()}
-
-
-def _is_named(name: str, part: torch.nn.Module, pattern: str | type) -> bool:
-    return fnmatchcase(name, pattern) if isinstance(pattern, str) else isinstance(part, pattern)
 
 
 class _Later(NamedTuple):

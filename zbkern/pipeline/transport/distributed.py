@@ -35,7 +35,7 @@ from zbkern.pipeline.transport.framing import (
     frame,
     receive_message,
 )
-from zbkern.pipeline.transport.mailbox import Mailbox, Note, PipelineError, Tag
+from zbkern.pipeline.transport.mailbox import Call, Mailbox, Note, PipelineError, Tag
 from zbkern.pipeline.transport.process_groups import (
     FOREVER,
     backend_of,
@@ -315,7 +315,7 @@ class DistributedTransport(Transport):
                 finish(works.pop(0), self.device)
         found = (tensor.requires_grad_(shape[2]) for tensor, shape in zip(tensors, shapes, strict=True))
         tree = pytree.tree_map_only(int, lambda _: next(found), skeleton)
-        difference = self._mailbox.put(header.tag, (tree, works), peer, header.call)
+        difference = self._mailbox.put(header.tag, (tree, works), peer, Call(header.turn, header.name))
         if difference is not None:
             self._fail_all(FinalMessage("failed", difference))
         if self._on_cpu and sizes and (usual or posted is None):

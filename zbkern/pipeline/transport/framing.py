@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.transport.mailbox import Call, Note, Tag
+from zbkern.pipeline.transport.mailbox import Note, Tag
 from zbkern.pipeline.transport.process_groups import finish
 
 _HEADER_BYTES = 1024  # what a receive is posted for; few messages need a second part
@@ -36,10 +36,6 @@ class TensorHeader(NamedTuple):
     shapes: Sequence[tuple[str, tuple[int, ...], bool]]
     usual: bool
     skeleton: Any
-
-    @property
-    def call(self) -> Call:
-        return Call(self.turn, self.name)
 
     @property
     def sizes(self) -> Sizes:
