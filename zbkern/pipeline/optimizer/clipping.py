@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from zbkern.pipeline.optimizer.params import local_part
 
@@ -52,8 +51,10 @@ def sum_of_squares(gradients: Sequence[Tensor], uncounted: Sequence[Tensor] = ()
     device = whole[0].device if whole else cut[0][0].device
     result = sum((value.to(device) for value in whole), torch.zeros((), dtype=torch.float64, device=device))
     found = _unless_finite(result)  # what the sums over shards bring to the other ranks
-    for part, where in cut:
-        result = result + _over_shards(part + found.to(part.device), *where).to(device)
+    for part, (mesh, placements) in cut:
+        sums = [placement if placement.is_replicate() else Partial() for placement in placements]  # replicas count once
+        shards = DTensor.from_local(part + found.to(part.device), mesh, sums, run_check=False)
+        result = result + shards.full_tensor().to(device)
     return result
 
 
@@ -74,12 +75,6 @@ def _squared_norm(gradients: Iterable[Tensor]) -> Tensor:
 def _unless_finite(value: Tensor) -> Tensor:
     """An infinite value or NaN, 0 for all others."""
     return torch.where(value.isfinite(), 0.0, value)
-
-
-def _over_shards(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """The sum over the shards of a mesh; replicas count once."""
-    sums = [placement if placement.is_replicate() else Partial() for placement in placements]
-    return DTensor.from_local(part, mesh, sums, run_check=False).full_tensor()
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:

@@ -144,7 +144,10 @@ class Pipeline:
                 self._run(self._program[begun:])
             finally:
                 self.queue.weight_copies = None
-            self._reduce()
+            self._transport.begin_action("reduction over replicas")
+            self._replicas.finish()
+            self._transport.begin_action("sum over tied weights")
+            self._tied.sum_gradients(self._step, self.timeout)
         return self._loss()
 
     def evaluate(self, inputs: Any = None, targets: Any = None, side: Any = None) -> Tensor | None:
@@ -388,13 +391,6 @@ class Pipeline:
         if rollbacks:
             self._transport.forget(self._step)
         return rollbacks > 0
-
-    def _reduce(self) -> None:
-        """Reduces the gradients of replicas, and of weights that several ranks hold, at the end of a step."""
-        self._transport.begin_action("reduction over replicas")
-        self._replicas.finish()
-        self._transport.begin_action("sum over tied weights")
-        self._tied.sum_gradients(self._step, self.timeout)
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:

@@ -87,7 +87,7 @@ def weigh(
             "slices: a loss of the whole sequence needs a schedule without slices"
         )
     parts = [cut(value, tokens, place) for place in places]
-    if is_sum(loss_fn):
+    if getattr(loss_fn, "reduction", "mean") == "sum":  # as those of torch say of themselves
         return [Target(part, 1 / sequences) for part in parts]
     shares: list[float | Tensor] = [(last - first) / tokens for first, last in places]
     if not labels[0].is_floating_point():
@@ -95,11 +95,6 @@ def weigh(
         total = counted.sum().clamp(min=1).double()
         shares = [counted[:, first:last].sum() / total for first, last in places]
     return [Target(part, share / sequences) for part, share in zip(parts, shares, strict=True)]
-
-
-def is_sum(loss_fn: Any) -> bool:
-    """Whether a loss is a sum over tokens, as those of torch say of themselves in `reduction`; else it is a mean."""
-    return getattr(loss_fn, "reduction", "mean") == "sum"
 
 
 def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:

@@ -93,7 +93,9 @@ class Stage:
                 ends, arrived = zip(*pairs, strict=True)
                 torch.autograd.backward(ends, arrived)
             if self.splits is None and not fused:
-                self.splits = self._splits(microbatch)
+                may_have_run = self.queue.max_bytes is not None
+                is_trained = any(parameter.requires_grad for parameter in self.module.parameters())
+                self.splits = may_have_run or self.queue.pending((self.chunk, microbatch)) > 0 or not is_trained
         self.carries.end_backward(microbatch)
         return pytree.tree_map(_take_gradient, inputs) if self.chunk > 0 else None
 
@@ -132,11 +134,6 @@ class Stage:
 
     def close(self) -> None:
         """Ends what runs beside the passes, in stages that have any; no-op the second time."""
-
-    def _splits(self, microbatch: int) -> bool:
-        if self.queue.max_bytes is not None or self.queue.pending((self.chunk, microbatch)):
-            return True  # under a limit W may have run already
-        return not any(parameter.requires_grad for parameter in self.module.parameters())
 
     def _root(self, output: Any) -> Tensor | GradientEdge | None:
         """Where this output's gradient enters the graph: the output itself need not live on to its B."""
