@@ -236,7 +236,7 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
                     self._update()
                 step.has_stepped, step.after = True, hyperparameters(self.optimizer)
             if step.has_stepped and self.max_norm is None and not self._undo.needs_gradients and not self._post_hooks:
-                step.drop_gradients()  # it will be kept or skipped, never done again
+                step.set_gradients([])  # it will be kept or skipped, never done again
             else:
                 main_grads = map(main_grad_of, self._model_parameters())
                 step.copy_gradients(main_grad for main_grad in main_grads if main_grad is not None)

@@ -150,9 +150,10 @@ class PendingStep:
         self.has_stepped = False
         self._weights: list[tuple[Tensor, int]] = []
         self._values: list[tuple[Tensor, int, list[Tensor]]] = []
-        self._set_gradients(gradients)
+        self.set_gradients(gradients)
 
-    def _set_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
+    def set_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
+        """These from now on; none of a step that will not be done again."""
         self.gradients = gradients
         self._versions = [gradient._version for _, gradient in gradients]
 
@@ -160,13 +161,9 @@ class PendingStep:
         """Keeps copies in the place of those gradients that are among these tensors, which others will write into."""
         shared = {id(tensor) for tensor in which}
         self._check_unchanged()
-        self._set_gradients(
+        self.set_gradients(
             [(p, gradient.clone() if id(gradient) in shared else gradient) for p, gradient in self.gradients]
         )
-
-    def drop_gradients(self) -> None:
-        """For a step that will not be done again."""
-        self._set_gradients([])
 
     def record_weights(self, weights: Iterable[Tensor], values: bool) -> None:
         """For `check_weights`: what they are now, when the step is left to be validated. values: for `check_values`,

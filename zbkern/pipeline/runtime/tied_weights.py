@@ -63,8 +63,7 @@ class TiedWeights:
         """Leaves what earlier steps have summed, the same in all copies, with one of them: it is summed once more."""
         for _, copies, ranks in self._shared:
             for parameter in copies[1:] if ranks[0] == self._transport.rank else copies:
-                gradient = accumulation.gradient_of(parameter)
-                if gradient is not None:
+                if (gradient := accumulation.gradient_of(parameter)) is not None:
                     gradient.zero_()
 
     @torch.no_grad()

@@ -99,10 +99,8 @@ class Transport(ABC):
         # from rank to rank and back, because a collective would wait for a frozen rank and never name it
         self.begin("gather")
         self._gathers += 1
-        number = self._gathers
-        earlier, everything = (
-            Values(number, f"what {which} ranks give to gather {number}") for which in ("earlier", "all")
-        )
+        n = self._gathers
+        earlier, everything = (Values(n, f"what {which} ranks give to gather {n}") for which in ("earlier", "all"))
         values = [encode(value)]
         decode(values[0])  # what others could not read is an error here
         if self.rank > 0:
