@@ -87,6 +87,21 @@ def test_a_hit_is_equal_to_a_miss(name: str, dtype: torch.dtype, worked_out: lis
     assert len(worked_out) == count
 
 
+def test_sums_by_group(worked_out: list[int]) -> None:
+    """Of five segments, in two launches: the last lies in memory in another way."""
+    rows = [torch.randn(8, 48).half() for _ in range(4)] + [torch.randn(48, 8).half().t()]
+    ends, sums = [torch.tensor([i, 8], dtype=torch.int32) for i in range(5)], torch.zeros(2, 48)
+
+    def call() -> None:
+        triton_wgrad.sum_rows(list(zip(rows, ends, strict=True)), sums, True)
+
+    expected = through_triton(call)
+    assert given(call) == expected
+    count = len(worked_out)
+    assert given(call) == expected
+    assert len(worked_out) == count == 4
+
+
 def test_one_address_and_other_strides_shapes_dtypes(worked_out: list[int]) -> None:
     memory, dy = torch.randn(32 * 32).half(), torch.randn(32, 16).half()
     for shape, stride in (((32, 16), (16, 1)), ((32, 16), (32, 1)), ((32, 16), (1, 32)), ((32, 32), (32, 1))):
