@@ -10,8 +10,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,15 +32,15 @@ class Route(enum.Enum):
 _DETACHED = Route.DETACHED  # looked up once: in its class a member takes 60 ns to find
 
 
-Backend = TypeVar("Backend", bound="ModuleType | type")  # a module of kernels (kernels/spec.py), or a SeparableFunction
+class OpCall:
+    """What a function needs besides tensors: whose gradients it computes, by which backend, for which layer.
 
-
-class OpCall(Generic[Backend]):
-    """What a function needs besides tensors: whose gradients it computes, by which backend, for which layer."""
+    backend: a module of kernels (kernels/spec.py), or a SeparableFunction.
+    """
 
     __slots__ = ("backend", "ddp_managed", "may_defer", "name", "params", "params_requiring_grad", "route")
 
-    def __init__(self, params: Params, backend: Backend, name: str) -> None:
+    def __init__(self, params: Params, backend: Any, name: str) -> None:
         self.params: tuple[Any, ...] = params  # which may be None, the function knows
         self.params_requiring_grad = params  # None for the others; meant for DETACHED, elsewhere the edges tell
         self.backend = backend

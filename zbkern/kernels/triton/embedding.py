@@ -76,6 +76,7 @@ def _sum_runs(
     COLUMNS columns of the run that begins at its own i, ROWS rows at a time, from the first to the last; where no run
     begins there is nothing to do.
     """
+    parts, ends = (part0, part1, part2, part3), (0, end0, end1, end2, count)
     first = tl.program_id(0)
     token = tl.load(tokens + first)
     before = tl.load(tokens + first - 1, first > 0, other=-1)
@@ -90,13 +91,9 @@ def _sum_runs(
             place = tl.load(order + i, mine, other=0)
             columns = offset(j, column)[None, :]
             # a part at a time: of pointers that are chosen by row Triton 3.9 does not see that they are aligned
-            total += _rows(part0, place, 0, mine & (place < end0), row, columns, inside)
-            if PARTS >= 2:
-                total += _rows(part1, place, end0, mine & (place >= end0) & (place < end1), row, columns, inside)
-            if PARTS >= 3:
-                total += _rows(part2, place, end1, mine & (place >= end1) & (place < end2), row, columns, inside)
-            if PARTS >= 4:
-                total += _rows(part3, place, end2, mine & (place >= end2), row, columns, inside)
+            for s in tl.static_range(PARTS):
+                here = mine & (place >= ends[s]) & (place < ends[s + 1])
+                total += _rows(parts[s], place, ends[s], here, row, columns, inside)
             first += ROWS
             going = tl.sum(mine.to(tl.int32), 0) == ROWS
         value = tl.sum(total, 0)

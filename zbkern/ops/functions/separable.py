@@ -90,7 +90,7 @@ class _Separable(torch.autograd.Function):
     """Any SeparableFunction: its class travels as the `backend` of the call."""
 
     @staticmethod
-    def forward(ctx: Any, call: OpCall[type[SeparableFunction]], x: Tensor, count: int, *rest: Any) -> Any:
+    def forward(ctx: Any, call: OpCall, x: Tensor, count: int, *rest: Any) -> Any:
         others = rest[: count - 1]  # what follows are edges
         ctx.call, ctx.count = call, count
         ctx.needs = (ctx.needs_input_grad[1], *ctx.needs_input_grad[3 : 2 + count])
