@@ -25,7 +25,7 @@ from zbkern.pipeline import (
     schedules,
     simulate,
 )
-from zbkern.pipeline.runtime.run_ahead import StepValidator
+from zbkern.pipeline.runtime.step_validator import StepValidator
 
 
 def layers(model: torch.nn.Sequential) -> None:

@@ -40,7 +40,7 @@ from zbkern.pipeline.optimizer.master_weights import (
 from zbkern.pipeline.optimizer.params import hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.undo import UNDO, PendingStep
 from zbkern.pipeline.runtime.engine import Pipeline
-from zbkern.pipeline.runtime.run_ahead import StepValidator
+from zbkern.pipeline.runtime.step_validator import StepValidator
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import Transport, check_timeout
 from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_peers, tied_names

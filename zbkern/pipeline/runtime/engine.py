@@ -36,9 +36,9 @@ from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, make_stages
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recorder import Recorded, Recorder, timeline_of
-from zbkern.pipeline.runtime.run_ahead import StepValidator
 from zbkern.pipeline.runtime.sliced_batch import LossFn
 from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
+from zbkern.pipeline.runtime.step_validator import StepValidator
 from zbkern.pipeline.runtime.tied_weights import TiedWeights, all_ties
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.dependencies import producer
