@@ -267,11 +267,8 @@ def schedule_of(orders: Ordering, problem: Problem, name: str) -> Schedule:
             kind, rest = divmod(number, half)
             chunk, place = divmod(rest, problem.microbatches)
             microbatch = place if kind == FORWARD else order[place]
-            if kind != WEIGHT:
-                actions.append(
-                    Action("F" if kind == FORWARD else "BW" if orders.fused[rest] else "B", chunk, microbatch)
-                )
-            elif not orders.fused[rest]:
-                actions.append(Action("W", chunk, microbatch))
+            fused = kind != FORWARD and orders.fused[rest]
+            if not fused or kind == BACKWARD:
+                actions.append(Action("BW" if fused else "FBW"[kind], chunk, microbatch))
         rows.append(actions)
     return Schedule.build(rows, problem.placement, problem.microbatches, name, problem.slices)

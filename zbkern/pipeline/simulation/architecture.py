@@ -159,11 +159,7 @@ class _Numbers:
     def __init__(self, config: Mapping[str, Any], partial: bool) -> None:
         self.config, self.partial = dict(config), partial
         for name, value in config.items():
-            if (
-                isinstance(value, int)
-                and not isinstance(value, bool)
-                and name.startswith(("num_", "n_", "hidden_size"))
-            ):
+            if type(value) is int and name.startswith(("num_", "n_", "hidden_size")):
                 self._check(name, value, 0)
         self.library: Any = None
 
