@@ -57,12 +57,9 @@ def drawn(given: Mapping[str, str]) -> dict[str, str]:
     names = given.get("schedules", "").split(",")
     stages, limit = sizes["stages"], numbers["memory"] * sizes["stages"]
     share, times = numbers["attention"], {name: numbers[name] for name in _NUMBERS[:4]}
-    costs = Costs(
-        **times,
-        attention_forward=share * times["forward"],
-        attention_backward=share * times["backward"],
-    )
-    timelines = _published(names, costs, sizes)
+    costs = Costs(**times, attention_forward=share * times["forward"], attention_backward=share * times["backward"])
+    published, _ = comparison.timelines(costs, stages, sizes["microbatches"], 1, sizes["slices"])
+    timelines = [each for name, each in zip(schedules.NAMES, published, strict=True) if name in names]
     if PLAN in names:
         timelines += _planned(costs, sizes, limit)
     if not timelines:
@@ -70,11 +67,6 @@ def drawn(given: Mapping[str, str]) -> dict[str, str]:
     each = [comparison.rechunk(costs, stages, len(timeline.schedule.placement)) for timeline in timelines]
     table = report.table(timelines, "cost", limit, float(stages))
     return {"svg": draw.svg(timelines, costs=each, limit=limit), "table": table}
-
-
-def _published(names: list[str], costs: Costs, sizes: Mapping[str, int]) -> list[Timeline]:
-    known, _ = comparison.timelines(costs, sizes["stages"], sizes["microbatches"], 1, sizes["slices"])
-    return [timeline for name, timeline in zip(schedules.NAMES, known, strict=True) if name in names]
 
 
 def _planned(costs: Costs, sizes: Mapping[str, int], limit: float) -> list[Timeline]:

@@ -20,11 +20,7 @@ class TokenTargets(NamedTuple):
 
 
 def token_targets(
-    labels: Tensor | Sequence[Tensor],
-    microbatches: int,
-    *,
-    shift: bool = True,
-    tokens: float | Tensor | None = None,
+    labels: Tensor | Sequence[Tensor], microbatches: int, *, shift: bool = True, tokens: float | Tensor | None = None
 ) -> list[TokenTargets]:
     """`targets` of `Pipeline.step` for `token_loss`: the loss of the step is then the mean over its labelled tokens.
 

@@ -181,8 +181,6 @@ class _Row:
         carried = self._carried(index)
         if kind != "F" or not self._preference.offload or streamed == activation:
             return False
-        if activation + carried <= self._limit - self._now:
-            return False
         if self._free_memory(index, activation + carried, ending):
             return False
         if not self._free_memory(index, streamed + carried, ending):

@@ -15,7 +15,7 @@ from zbkern.pipeline.planner.incumbents import ROUNDING, Budget
 from zbkern.pipeline.planner.model_search import ModelSearch
 from zbkern.pipeline.planner.offload import MORE_MEMORY, fit, with_fused
 from zbkern.pipeline.planner.problem import schedule_of
-from zbkern.pipeline.planner.published import Published, published
+from zbkern.pipeline.planner.published import Published, generators_of
 from zbkern.pipeline.planner.search import Search, best_of
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
@@ -184,7 +184,8 @@ def _saving(
     objective = request.options.objective
     orders = [(plan, timeline) for plan in plans for timeline in with_fused(plan.schedule, plan.costs)]
     for plan in {(plan.schedule.placement, plan.schedule.slices): plan for plan in plans}.values():
-        for schedule in published(plan.schedule.placement, plan.schedule.sequences, plan.schedule.slices):
+        for make in generators_of(plan.schedule.placement):
+            schedule = make(len(limits), plan.schedule.sequences, slices=plan.schedule.slices)
             orders += [(plan, timeline) for timeline in with_fused(schedule, plan.costs)]
     best: Plan | None = None
     for plan, timeline in sorted(orders, key=lambda order: getattr(order[1], objective)):

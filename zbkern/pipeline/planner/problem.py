@@ -216,14 +216,12 @@ def serial_ordering(problem: Problem, fuse: bool) -> Ordering:
     """One sequence after the other, each W right after its B: fits whenever anything does. Its cost is not known."""
     chunks, microbatches, slices = problem.chunks, problem.microbatches, len(problem.slices)
     rows: Rows = [[] for _ in range(problem.ranks)]
+    forwards = [(chunk, (FORWARD,)) for chunk in range(chunks)]
+    backwards = [(chunk, (BACKWARD, WEIGHT)) for chunk in reversed(range(chunks))]
     for first in range(0, microbatches, slices):
-        for chunk in range(chunks):
+        for chunk, kinds in (*forwards, *backwards):
             for number in range(first, first + slices):
-                rows[problem.placement[chunk]].append((FORWARD * chunks + chunk) * microbatches + number)
-        for chunk in reversed(range(chunks)):
-            for number in range(first, first + slices):
-                for kind in (BACKWARD, WEIGHT):
-                    rows[problem.placement[chunk]].append((kind * chunks + chunk) * microbatches + number)
+                rows[problem.placement[chunk]] += [(kind * chunks + chunk) * microbatches + number for kind in kinds]
     return Ordering(0, rows, [int(fuse)] * (chunks * microbatches))
 
 

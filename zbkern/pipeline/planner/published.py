@@ -22,16 +22,10 @@ class Published:
         sequences, slices: microbatches of whole sequences, and how many slices each has.
         """
         made = self._made.setdefault((placement, sequences, slices), [])
-        for index, make in enumerate(_generators(placement)):
+        for index, make in enumerate(generators_of(placement)):
             if index == len(made):
                 made.append(grouped(ordering_of(make(max(placement) + 1, sequences, slices=slices))))
             yield made[index]
-
-
-def published(placement: tuple[int, ...], sequences: int, slices: Sequence[int] = (1,)) -> Iterator[Schedule]:
-    """Every published schedule with this placement, the rank of every chunk, of sequences in these slices."""
-    for make in _generators(placement):
-        yield make(max(placement) + 1, sequences, slices=slices)
 
 
 _ONE_CHUNK = (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h2)
@@ -39,7 +33,8 @@ _V = (schedules.zb_v, schedules.dualpipe_v, schedules.one_f_one_b_v, schedules.v
 _INTERLEAVED = (schedules.interleaved, schedules.interleaved_zero_bubble)
 
 
-def _generators(placement: tuple[int, ...]) -> Sequence[Callable[..., Schedule]]:
+def generators_of(placement: tuple[int, ...]) -> Sequence[Callable[..., Schedule]]:
+    """Of every published schedule with this placement, the rank of every chunk."""
     down = tuple(range(max(placement) + 1))
     chunks = len(placement) // len(down)
     if placement == down:
