@@ -346,7 +346,7 @@ def _plan(
         reason = why_not or str(error)
         for option, other in _savings(arguments, costs, limit).items():
             reason += f"; it fits with {option}, {arguments.objective} "
-            reason += duration(report.reached(other.timeline, arguments.objective), other.timeline.unit)
+            reason += duration(getattr(other.timeline, arguments.objective), other.timeline.unit)
         raise WrongArgument("--memory", reason) from error
     except ValueError as error:  # everything else has been checked
         named = [f"--{name}" for name in ("placement", "chunks") if getattr(arguments, name) is not None]
@@ -383,7 +383,7 @@ def _savings(arguments: argparse.Namespace, costs: Costs | ModelCosts, limit: fl
         "--offload": costs.offload_bandwidth is not None and costs.reload_bandwidth is not None,
     }
     found = {}
-    for option in (option for option, costs_know in known.items() if costs_know):
+    for option in filter(known.get, known):
         changes = {option.removeprefix("--"): True, "effort": min(arguments.effort, _QUICK)}
         with contextlib.suppress(ScheduleError):
             found[option] = _search(argparse.Namespace(**{**vars(arguments), **changes}), costs, limit)
@@ -394,8 +394,8 @@ def _print_gains(arguments: argparse.Namespace, costs: Costs | ModelCosts, limit
     """What saving memory would give, where passes wait for it, or for others that may have waited for it."""
     if arguments.schedule is None and found.idle.memory + found.idle.dependencies >= _WORTH_TRYING:
         for line, (option, other) in enumerate(_savings(arguments, costs, limit).items()):
-            time = report.reached(other.timeline, arguments.objective)
-            less = 1 - time / report.reached(found.timeline, arguments.objective)
+            time = getattr(other.timeline, arguments.objective)
+            less = 1 - time / getattr(found.timeline, arguments.objective)
             said = f"{arguments.objective} {duration(time, other.timeline.unit)}, {less:.2%} less"
             said = f"{option}: {said if less >= report.SHOWN else 'no gain'} (a quick search)"
             print(report.figure("" if line else "try", said, _width()))

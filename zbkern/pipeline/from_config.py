@@ -326,7 +326,7 @@ def step(found: Plan, setting: Setting, objective: str, width: int) -> str:
     """The costs of a layer, the cut, and how long a step takes."""
     chunks = report.cut(found, len(setting.costs.layers), width, f": {_counted(setting.architecture)}")
     beside = outside(*setting, found.schedule.stages)
-    seconds = report.reached(found.timeline, objective) / 1e3 + beside
+    seconds = getattr(found.timeline, objective) / 1e3 + beside
     rate = setting.tokens(found.schedule.sequences) / seconds
     gpus = setting.job.gpus(found.schedule.stages)
     peak = gpus * setting.hardware.matmul_flops

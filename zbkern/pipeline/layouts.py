@@ -56,10 +56,6 @@ class Layout(NamedTuple):
     microbatches: int
 
     @property
-    def gpus(self) -> int:
-        return self.setting.job.gpus(self.stages)
-
-    @property
     def sizes(self) -> dict[str, int]:
         """By the arguments of `zbkern plan` that give them."""
         sizes = {name: getattr(self.setting.job, name) for name in (*SIZES, *FLAGS)}
@@ -236,7 +232,7 @@ def _parts(layout: Layout, costs: ModelCosts, found: Plan, objective: str) -> di
         "computing": computing,
         "messages of tensor and expert parallelism, and of weights that are sharded": work - computing,
         "uneven stages, passes of more chunks, and recomputation": busy - work,
-        "idle time": report.reached(found.timeline, objective) / 1e3 - busy,
+        "idle time": getattr(found.timeline, objective) / 1e3 - busy,
         "the optimizer and traffic between pipelines": outside(*setting, layout.stages),
     }
 
@@ -289,7 +285,7 @@ def _recomputes(found: Plan) -> bool:
 def _figures(answer: Answer) -> list[str]:
     layout, found = answer.layout, answer.plan
     setting = layout.setting
-    tokens = setting.tokens(layout.microbatches) / answer.seconds / layout.gpus
+    tokens = setting.tokens(layout.microbatches) / answer.seconds / setting.job.gpus(layout.stages)
     used = tokens * flops(setting.architecture, setting.job.sequence) / setting.hardware.matmul_flops
     schedule = f"{found.schedule.name} x{found.schedule.chunks}"
     if _recomputes(found) and "saving" not in schedule:

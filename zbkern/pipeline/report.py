@@ -176,7 +176,7 @@ def table(
     ends = ["step", "tokens/s", "bubble", "memory"] if tokens else ["bubble", "makespan", "memory", "of 1x"]
     rows = [["schedule", "chunks", *ends, ""]]
     for timeline in sorted(timelines, key=lambda each: _order(each, objective, limit if cuts else None, tokens)):
-        peak, seconds = max(timeline.peak_memory), reached(timeline, objective) / 1e3
+        peak, seconds = max(timeline.peak_memory), getattr(timeline, objective) / 1e3
         name, chunks = timeline.schedule.name, str(timeline.schedule.chunks)
         if len(timeline.schedule.slices) > 1:
             name += f", {len(timeline.schedule.slices)} slices"
@@ -198,14 +198,9 @@ def table(
 
 
 def _order(timeline: Timeline, objective: str, limit: float | None, tokens: int) -> tuple[bool, float, float]:
-    speed = reached(timeline, objective) if tokens else round(idle(timeline, objective), 9)
+    speed = getattr(timeline, objective) if tokens else round(idle(timeline, objective), 9)
     peak = max(timeline.peak_memory)
     return limit is not None and exceeds(peak, limit), speed, peak
-
-
-def reached(timeline: Timeline, objective: str) -> float:
-    """What the objective is of this timeline."""
-    return timeline.cost if objective == "cost" else timeline.makespan
 
 
 def idle(timeline: Timeline, objective: str) -> float:

@@ -160,20 +160,15 @@ class _Ranks:
             return
         self._once[rank] += sign * held
         self._flying[rank] += sign * held * self._in_flight[chunk]
-        if self._has_its_own_weights(layer, rank, sign):
+        tied, others = self.layers[layer].tied, 0  # layers of the rank that have the same weights
+        if tied is not None:
+            present = self._tied[rank].get(tied, 0)
+            self._tied[rank][tied], others = present + sign, present + min(sign, 0)
+        if not others:
             self._static[rank] += sign * self.layers[layer].static
         once, flying = self._once[rank], self._flying[rank]
         missing = self._static[rank] + (once if once > flying else flying) - self._limits[rank]
         self._missing[rank] = missing if missing > 0 else 0.0
-
-    def _has_its_own_weights(self, layer: int, rank: int, sign: int) -> bool:
-        """Whether no other layer of the rank has the same; `change` says what sign is."""
-        tied = self.layers[layer].tied
-        if tied is None:
-            return True
-        present = self._tied[rank].get(tied, 0)
-        self._tied[rank][tied] = present + sign
-        return not present + min(sign, 0)
 
     def cost(self) -> _Cost:
         """The memory that is missing, the most work of a rank, and how uneven the work is; less is better."""

@@ -14,7 +14,7 @@ from zbkern.pipeline.schedules.dependencies import Result, producer, result
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import duration
 from zbkern.pipeline.simulation.costs import Costs
-from zbkern.pipeline.simulation.memory import Memory, static_of_ranks
+from zbkern.pipeline.simulation.memory import Memory
 from zbkern.pipeline.simulation.slice_costs import slice_costs
 
 _TAKING = ("F", "R", "L")  # what takes memory when it starts
@@ -93,11 +93,6 @@ class Timeline:
                 curve.append((time, memory.now))
             curves.append(curve)
         return curves
-
-    def static_memory(self, costs: Costs) -> list[float]:
-        """What each rank holds all the time: the model states of its chunks."""
-        placement = self.schedule.placement
-        return static_of_ranks(costs.per_chunk(len(placement)), placement)
 
     def save(self, path: str | Path) -> Path:
         """Writes the picture or trace that the suffix names: .svg, .html, or .json (Perfetto)."""
