@@ -73,16 +73,14 @@ def _materialise(chunk: Chunk, made: dict[int, nn.Parameter], device: torch.devi
     for name, tensor in [*chunk.named_parameters(remove_duplicate=False), *chunk.named_buffers()]:
         if not tensor.is_meta:
             continue
-        if id(tensor) not in made:
-            value = torch.nan if tensor.is_floating_point() else 0
-            filled = torch.full_like(tensor, value, device=device)
-            if not isinstance(tensor, nn.Parameter):
-                _set(chunk, name, filled)
-                empty.append(name)
-                continue
-            made[id(tensor)] = nn.Parameter(filled, tensor.requires_grad)
-            empty.append(name)
-        _set(chunk, name, made[id(tensor)])
+        if id(tensor) in made:
+            _set(chunk, name, made[id(tensor)])
+            continue
+        filled = torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, device=device)
+        if isinstance(tensor, nn.Parameter):
+            filled = made[id(tensor)] = nn.Parameter(filled, tensor.requires_grad)
+        _set(chunk, name, filled)
+        empty.append(name)
     return empty
 
 

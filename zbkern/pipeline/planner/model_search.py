@@ -142,15 +142,15 @@ class ModelSearch:
         # with more chunks in a line, a rank's would follow each other: that is for whoever asks for it
         return {"linear": 1, "v": 2}.get(placement)
 
-    def _partitions(self, owners: Sequence[int]) -> list[Partition]:
+    def _partitions(self, owners: tuple[int, ...]) -> list[Partition]:
         """The one that is given; or even ones, and those that are balanced within the limits."""
         if self._request.options.partition is not None:
             return [tuple(self._request.options.partition)]
-        if (known := self._balanced.get(tuple(owners))) is None:
+        if owners not in self._balanced:
             balanced = balanced_partitions(self._model, owners, self._request.microbatches, self._limits)
-            known = list(dict.fromkeys([*even_partitions(len(self._model.layers), len(owners)), *balanced]))
-            self._balanced[tuple(owners)] = known
-        return known
+            even = even_partitions(len(self._model.layers), len(owners))
+            self._balanced[owners] = list(dict.fromkeys([*even, *balanced]))
+        return self._balanced[owners]
 
     def _nothing_fits(self, of_one_partition: ScheduleError) -> ScheduleError:
         """Names what the best of all partitions needs, where that is the reason."""

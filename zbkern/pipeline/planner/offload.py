@@ -210,10 +210,10 @@ class _Row:
         self._now += self._carried(index)
         if ending is not None:
             self._here.pop(ending, None)
-            if kind != "W" or part is None:
-                self._now -= ending.size
         if kind == "W" and part is not None:
             self._now -= self._of(microbatch).held[chunk] / part[1]
+        elif ending is not None:
+            self._now -= ending.size
         if index in self._begun:
             self._now += self._begun[index].size
             self._here[self._begun[index]] = None

@@ -157,10 +157,8 @@ class Problem:
 
     @cached_property
     def _chunks_by_rank(self) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in range(self.ranks)]
-        for chunk, rank in enumerate(self.placement):
-            found[rank].append(chunk)
-        return found
+        owned = [*enumerate(self.placement)]
+        return [[chunk for chunk, owner in owned if owner == rank] for rank in range(self.ranks)]
 
     def work(self, rank: int) -> int:
         """The least time that `rank` can spend in passes."""

@@ -78,8 +78,7 @@ def simulate(
     run = _Run(schedule, flat, _durations(schedule, flat, jitter, seed), costs)
     if fill == "eager":
         run.fill_eagerly(parts, _limits(schedule, flat, memory_limit))
-    unit, memory_unit = costs.time_unit or "", costs.memory_unit or ""
-    return replace(run.timeline(), unit=unit, memory_unit=memory_unit)
+    return replace(run.timeline(), unit=costs.time_unit or "", memory_unit=costs.memory_unit or "")
 
 
 class _Run:
