@@ -82,7 +82,9 @@ class ModelSearch:
         for name, owners in self._placements(len(slices)):
             here: list[Search] = []
             partitions = self._partitions(owners)
-            for partition in partitions if len(slices) == 1 else self._most_even(partitions, owners)[:most]:
+            if len(slices) > 1:
+                partitions = sorted(partitions, key=lambda each: self._busiest(each, owners))[:most]
+            for partition in partitions:
                 costs = self._model.chunk_costs(partition, owners)
                 try:
                     problem = self._request.problem(costs, owners, slices)
@@ -98,16 +100,12 @@ class ModelSearch:
             candidates += sorted(here, key=lambda each: each.reached)[: SETTINGS.partitions]
         return candidates
 
-    def _most_even(self, partitions: Sequence[Partition], owners: Sequence[int]) -> list[Partition]:
-        """Those whose busiest rank has least to do first."""
-
-        def busiest(partition: Partition) -> float:
-            work = [0.0] * self._request.stages
-            for owner, (begin, end) in zip(owners, pairwise([*partition, len(self._model.layers)]), strict=True):
-                work[owner] += sum(map(work_of, self._model.layers[begin:end]))
-            return max(work)
-
-        return sorted(partitions, key=busiest)
+    def _busiest(self, partition: Partition, owners: Sequence[int]) -> float:
+        """How long the rank takes for a microbatch that has most to do."""
+        work = [0.0] * self._request.stages
+        for owner, (begin, end) in zip(owners, pairwise([*partition, len(self._model.layers)]), strict=True):
+            work[owner] += sum(map(work_of, self._model.layers[begin:end]))
+        return max(work)
 
     def _placements(self, slices: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every placement that is asked for, or that may be good where it is not given: its name, and the rank of every
