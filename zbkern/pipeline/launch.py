@@ -174,8 +174,7 @@ _FP8 = """\
 def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
     """The program, and the schedule beside it. Raises OSError, or ValueError where `cut` has no program for it."""
     architecture, hardware, job = setting
-    experts = architecture.experts is not None
-    if job.expert_parallel > 1 or (experts and job.tensor_parallel > 1):
+    if job.expert_parallel > 1 or (architecture.experts is not None and job.tensor_parallel > 1):
         raise ValueError(
             "chunks of the transformers library keep the experts of a layer on one GPU: plan without expert and tensor "
             "parallelism, or write the program by hand (docs/integrations.md)"

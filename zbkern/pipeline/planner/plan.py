@@ -122,9 +122,7 @@ def plan(
 def _searched(request: Request) -> Plan:
     """The plan of an order that fits as it is."""
     costs, options = request.costs, request.options
-    budget = Budget(request.effort, math.inf if options.time_limit is None else options.time_limit)
-    if options.time_limit == 0:
-        budget = Budget(0)
+    budget = Budget(0 if options.time_limit == 0 else request.effort, options.time_limit or math.inf)
     if isinstance(costs, ModelCosts):
         layers = tuple(layer.name for layer in costs.layers)
         candidates = ModelSearch(request, costs, budget).candidates()
