@@ -79,7 +79,7 @@ def test_the_bound_is_at_most_the_optimum_and_often_the_optimum() -> None:
         assert bound <= optimum + 1e-6, (costs, ranks, microbatches, chunks, memory)
         assert bound >= 0.85 * optimum, (costs, ranks, microbatches, chunks, memory)
         reached += bound >= optimum - 1e-6
-    assert reached >= len(OPTIMA) // 3
+    assert reached >= len(OPTIMA) // 2
 
 
 @compiled
@@ -104,9 +104,11 @@ def bound_of(costs: Costs, ranks: int, microbatches: int, chunks: int, memory: f
     ("ranks", "microbatches", "chunks", "memory", "least"),
     [
         # In a V the first rank waits for the last, which has memory for three microbatches; 600 is the work.
-        (3, 6, 2, 1.0, 638),
+        (3, 6, 2, 1.0, 648),
         (3, 6, 2, 0.75, 742),
-        (8, 16, 2, 1.0, 1758),
+        (8, 16, 2, 1.0, 1778),
+        # At the last B in a chunk no other microbatch waits for its own there.
+        (3, 6, 2, 1.5, 624),
         # More chunks: what is left is little.
         (4, 16, 4, 0.75, 3400),
         # One chunk in half the memory: a round trip of all that fits at once, again and again; 400 is the work.

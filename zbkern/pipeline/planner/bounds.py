@@ -248,7 +248,8 @@ def _last_passes(problem: Problem, rank: int) -> list[_Event]:
     """The last F of every chunk, with the most work after its end, and the last B, with the most from its start on.
 
     A microbatch is somewhere between that F, or B, and its last W, holds memory, and has work left. Only the most work
-    per memory matters; the last microbatch itself holds what it held in the chunks up to this, and has all left.
+    per memory matters; the last microbatch itself holds what it held in the chunks up to this, and has all left. At the
+    last B of a chunk the others are behind it.
     """
     own_chunks, limit = problem.chunks_of(rank), problem.limit[rank]
     states = []  # (memory, work left): forwarded so far, not yet back
@@ -267,7 +268,7 @@ def _last_passes(problem: Problem, rank: int) -> list[_Event]:
         events.append(_Event(FORWARD, chunk, left + most))
         memory, left = behind[position][0][0], behind[position][1][0]
         weights = _weights(problem, own_chunks, others, position)
-        most = _most_of_slices(problem, behind[: position + 1], limit - memory, others, weights)
+        most = _most_of_slices(problem, behind[:position], limit - memory, others, weights)
         events.append(_Event(BACKWARD, chunk, left + most))
     return events
 
