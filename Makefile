@@ -11,8 +11,9 @@ OUT   ?= .cache/bench
 SHARDS  ?= $(shell nproc 2>/dev/null || echo 4)
 TEST_SECONDS ?= 540
 # Of tests that need no GPU: as many processes as there are cores, eight at most; 0 runs them in one, for a debugger.
+# Those of one file may run in several: in test_fault_matrix.py they wait for minutes.
 WORKERS ?= auto
-PYTEST  = -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --hypothesis-profile ci
+PYTEST  = -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal --hypothesis-profile ci
 # `make test-torch` keeps an environment of every torch here, and runs these in it; no kernels under Triton's
 # interpreter, for torch 2.8 brings a Triton whose interpreter is faulty.
 TORCHES ?= .cache/torch
@@ -87,9 +88,8 @@ demo: $(READY_FOR_DEMO) ## compare schedules on this machine, then train with th
 test: $(READY) ## the tests that need no GPU, without the slow ones
 	$(PYTHON) $(PYTEST)
 
-# The slow tests of one file may run in several processes: those of test_fault_matrix.py wait for minutes.
 test-all: test ## and the slow ones, and properties on more examples
-	$(PYTHON) $(PYTEST) --slow -m "slow or more_examples" --hypothesis-profile thorough --dist worksteal
+	$(PYTHON) $(PYTEST) --slow -m "slow or more_examples" --hypothesis-profile thorough
 
 test-torch: ## the main tests with another torch, in an environment of its own: make test-torch TORCH=torch==2.8.0
 	@test -x '$(TORCHES)/$(TORCH)/bin/python' || python3 -m venv '$(TORCHES)/$(TORCH)'

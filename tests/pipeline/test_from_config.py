@@ -289,23 +289,25 @@ def test_the_table_of_hardware_says_how_fast_copies_to_the_host_are(capsys: pyte
     assert all(entry["host_bandwidth"] > 0 for entry in json.loads(TABLE.read_text()).values())
 
 
-def test_a_measured_step_is_what_it_took(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_options", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_measured_step_is_what_it_took(with_options: bool, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     """1F1B then takes as long as it was measured to take, with the same options or with those in the file."""
     log = tmp_path / "log.json"
     options = [*LLAMA, "--tensor-parallel", "2", *QUICK, "--calibrate", str(log)]
     run = {"schedule": "one_f_one_b", "stages": 4, "microbatches": 8, "tensor_parallel": 2}
-    for beside, more in (({}, options), (run, [*options[:3], "--gpus", "4", "--batch", "4", *options[-2:]])):
-        log.write_text(json.dumps({"seconds": 2.5, **beside}))
-        assert __main__.main(more) == 0
-        text = " ".join(capsys.readouterr().out.split())
-        (factor,) = re.findall(r"corrected by log.json: F ([\d.]+), B \1 and W \1 times as long as computed", text)
-        assert 3 < float(factor) < 6
-        if not beside:
-            seconds = float(re.search(r" one_f_one_b 1 ([\d.]+) s", text)[1]) + float(
-                re.search(r"; ([\d.]+) s of it are the optimizer's", text)[1]
-            )
-            assert seconds == pytest.approx(2.5, rel=0.03)  # the table has spans of ranks, the log has all of a step
-            assert "corrected by log.json: what follows is what it computes before" in text
+    if with_options:
+        options = [*options[:3], "--gpus", "4", "--batch", "4", *options[-2:]]
+    log.write_text(json.dumps({"seconds": 2.5, **(run if with_options else {})}))
+    assert __main__.main(options) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    (factor,) = re.findall(r"corrected by log.json: F ([\d.]+), B \1 and W \1 times as long as computed", text)
+    assert 3 < float(factor) < 6
+    if not with_options:
+        seconds = float(re.search(r" one_f_one_b 1 ([\d.]+) s", text)[1]) + float(
+            re.search(r"; ([\d.]+) s of it are the optimizer's", text)[1]
+        )
+        assert seconds == pytest.approx(2.5, rel=0.03)  # the table has spans of ranks, the log has all of a step
+        assert "corrected by log.json: what follows is what it computes before" in text
 
 
 def test_a_measured_block_is_what_it_took(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

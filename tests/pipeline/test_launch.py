@@ -71,6 +71,7 @@ def test_the_program_trains_as_planned(two_ranks: Any, four_ranks: Any, tmp_path
     assert found["replicas"][0] == pytest.approx(found["plain"][0], abs=2e-3)  # then from other gradients
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo")
 def test_the_program_shards_all_that_replicas_have(two_ranks: Any, four_ranks: Any, tmp_path: Path) -> None:

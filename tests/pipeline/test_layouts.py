@@ -107,6 +107,7 @@ def test_the_printed_options_plan_the_same_step(run_plan) -> None:
     assert step[1] == first[1]
 
 
+@pytest.mark.slow
 def test_weights_are_sharded_where_they_would_not_fit(run_plan) -> None:
     """Llama 3 8B on 16 GPUs, as published with FSDP alone: 54 GB of weights, gradients and states each without."""
     path, sizes = str(CONFIGURATIONS / "llama-3-8b.json"), ["--batch", "128", "--sequence", "8192", "--effort", "0"]
@@ -134,6 +135,7 @@ def test_one_stage_recomputes_where_it_must() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_layout_to_compare_with_says_why_it_loses(run_plan) -> None:
     path = str(CONFIGURATIONS / "llama-3-8b.json")
     sizes = ["--config", path, "--gpus", "8", "--batch", "16", "--sequence", "4096", "--effort", "0"]

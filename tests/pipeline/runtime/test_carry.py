@@ -335,6 +335,7 @@ class Slow(nn.Module):
         return self.linear(x) + 0 * seen.sum()
 
 
+@pytest.mark.slow
 def test_what_slices_take_is_measured() -> None:
     inputs, labels, _ = batch(2)
     costs = profile([Slow()], [0], loss_fn, inputs, labels, 2, options=ProfileOptions(slices=True))

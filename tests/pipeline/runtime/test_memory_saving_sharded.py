@@ -119,13 +119,14 @@ def test_stages_under_fsdp(four_ranks: Any, name: str, how: tuple[str | None, ..
     check(four_ranks, of_replicas, name, how, reshard)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "how", "sequence"),
     [
         ("zb_h1", ("recomputed", "copied", None), True),
-        pytest.param("zb_v", ("recomputed", "copied"), False, marks=pytest.mark.slow),
-        pytest.param("one_f_one_b", ("copied",), True, marks=pytest.mark.slow),
-        pytest.param("zb_v", ("recomputed",), True, marks=pytest.mark.slow),
+        ("zb_v", ("recomputed", "copied"), False),
+        ("one_f_one_b", ("copied",), True),
+        ("zb_v", ("recomputed",), True),
     ],
 )
 def test_tensor_parallel_stages(four_ranks: Any, name: str, how: tuple[str | None, ...], sequence: bool) -> None:

@@ -48,7 +48,8 @@ def planned_and_held(name: str) -> tuple[float, float]:
     return simulate(schedule, costs, fill="planned").peak_memory[rank], resident.peak
 
 
-@pytest.mark.parametrize("name", ["zb_h1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zb_h2", "zb_v"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zb_h1", "zb_h2", "zb_v"])
 def test_the_peak_is_the_planned_one(fresh_ranks: Any, name: str) -> None:
     for planned, held in fresh_ranks.run(planned_and_held, name):
         assert planned == pytest.approx(held, rel=0.1)
