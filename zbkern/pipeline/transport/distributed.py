@@ -106,8 +106,8 @@ class DistributedTransport(Transport):
         leaves = [leaf for leaf in pytree.tree_leaves(message) if isinstance(leaf, Tensor)]
         shapes = [(str(leaf.dtype), tuple(leaf.shape), leaf.requires_grad) for leaf in leaves]
         tensors = [leaf.detach().contiguous() for leaf in leaves]
-        # not its spec: torch 2.13 warns when one is unpickled
-        skeleton = pytree.tree_map_only(Tensor, lambda _: 0, message)
+        # not its spec: torch 2.13 warns when one is unpickled; a single tensor, as most are, need not be walked
+        skeleton = 0 if isinstance(message, Tensor) else pytree.tree_map_only(Tensor, lambda _: 0, message)
         header = TensorHeader(*self._mailbox.call, tag, shapes, False, skeleton)
         sizes = header.sizes
         if self._on_cpu and sizes == self._usual_to.get(peer):
@@ -314,7 +314,7 @@ class DistributedTransport(Transport):
             while works:
                 finish(works.pop(0), self.device)
         found = (tensor.requires_grad_(shape[2]) for tensor, shape in zip(tensors, shapes, strict=True))
-        tree = pytree.tree_map_only(int, lambda _: next(found), skeleton)
+        tree = next(found) if skeleton == 0 else pytree.tree_map_only(int, lambda _: next(found), skeleton)
         difference = self._mailbox.put(header.tag, (tree, works), peer, Call(header.turn, header.name))
         if difference is not None:
             self._fail_all(FinalMessage("failed", difference))
