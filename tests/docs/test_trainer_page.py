@@ -111,6 +111,7 @@ def by_trainer(model: Path, lines: list[str], out: Path) -> tuple[list[float], l
     return losses, [line["eval_loss"] for line in log if "eval_loss" in line], trainer.model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_the_program_does_what_trainer_does(two_ranks: Any, tmp_path: Path) -> None:
     model, text, out = tmp_path / "model", tmp_path / "text", tmp_path / "out"

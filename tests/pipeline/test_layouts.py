@@ -94,6 +94,7 @@ def test_the_parts_of_a_step_are_the_step() -> None:
     assert "no part differs" in layouts.why(answer, answer)
 
 
+@pytest.mark.slow
 def test_the_printed_options_plan_the_same_step(run_plan) -> None:
     path = str(CONFIGURATIONS / "llama-3-8b.json")
     printed = run_plan("--config", path, "--gpus", "4", "--batch", "16")

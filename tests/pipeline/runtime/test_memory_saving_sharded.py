@@ -133,7 +133,8 @@ def test_tensor_parallel_stages(four_ranks: Any, name: str, how: tuple[str | Non
     check(four_ranks, of_tensor_parallel, name, how, sequence)
 
 
-@pytest.mark.parametrize("function", [of_replicas, pytest.param(of_tensor_parallel, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [of_replicas, of_tensor_parallel])
 def test_parts_of_sharded_stages(four_ranks: Any, function: Any) -> None:
     """A norm, whose weights FSDP2 gathers with those of the block around it, and which tensor parallelism may cut."""
     check(four_ranks, function, "zb_h1", ("recomputed", "copied"), True, ("*norm",))

@@ -101,6 +101,7 @@ def measured(tensor: int) -> tuple[Any, ...]:
     return costs.activation, costs.held, costs.weight
 
 
+@pytest.mark.slow
 def test_measured_memory_is_that_of_this_ranks_part(four_ranks: Any) -> None:
     plain = four_ranks.run(measured, 1)[0]
     for activation, held, weight in four_ranks.run(measured, 2):

@@ -268,6 +268,7 @@ def hanging_holder() -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_holder_that_hangs_is_named_though_it_is_no_neighbour(four_ranks: Any) -> None:
     messages = four_ranks.run(hanging_holder, timeout=30)
