@@ -95,7 +95,7 @@ def measure(cell: Cell, seconds: float | None, effort: int | None) -> dict[str, 
         effort = EFFORT if seconds is None else 30
     memory = None if limit is None else limit * stages * chunks * costs.activation
     begin = time.process_time()
-    options = PlanOptions(time_limit=seconds)
+    options = PlanOptions(time_limit=seconds, steady=False)
     found = plan(costs, stages, microbatches, chunks, memory_limit=memory, effort=effort, options=options)
     spent = time.process_time() - begin
     assert memory is None or max(found.timeline.peak_memory) <= memory * (1 + 1e-9)
