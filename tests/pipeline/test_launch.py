@@ -54,6 +54,7 @@ def losses(program: Path) -> list[float]:
     return [float(re.fullmatch(r"step \d: loss ([\d.]+)", line)[1]) for line in found]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo")
 def test_the_program_trains_as_planned(two_ranks: Any, four_ranks: Any, tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def test_no_layout_is_faster_than_the_first(name: str, gpus: int, batch: int) ->
         assert planned is None or planned.seconds >= best[0].seconds * 0.995, sizes_of(layout)
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_step_are_the_step() -> None:
     for answer in layouts.search(layouts.Wanted(model("llama-3-8b"), H100, 4, 8, 4096), effort=0):
         setting, stages = answer.layout.setting, answer.layout.stages
