@@ -20,19 +20,19 @@ from zbkern.pipeline.planner.steadiness import at_speeds, delayed
 COSTS = Costs(2, 2.2, 1, communication=0.3)
 
 
-def with_speeds(schedule: Schedule, speeds: list[float]) -> Costs:
+def with_speeds(schedule: Schedule, speeds: list[float], costs: Costs = COSTS) -> Costs:
     """Costs of its chunks where the passes of each rank take so many times as long."""
     of_chunks = [speeds[rank] for rank in schedule.placement]
-    passes = {name: [getattr(COSTS, name) * each for each in of_chunks] for name in ("forward", "backward", "weight")}
-    return replace(COSTS, **passes)
+    passes = {name: [getattr(costs, name) * each for each in of_chunks] for name in ("forward", "backward", "weight")}
+    return replace(costs, **passes)
 
 
-def noisy_cost(schedule: Schedule) -> float:
+def noisy_cost(schedule: Schedule, costs: Costs = COSTS) -> float:
     """The mean of 32 steps with 10% noise of every pass, and ranks up to 20% slower or faster."""
     found = []
     for seed in range(32):
         speeds = [random.Random(100 * seed + rank).uniform(0.8, 1.2) for rank in range(schedule.stages)]
-        found.append(simulate(schedule, with_speeds(schedule, speeds), jitter=0.1, seed=seed).cost)
+        found.append(simulate(schedule, with_speeds(schedule, speeds, costs), jitter=0.1, seed=seed).cost)
     return fmean(found)
 
 
@@ -60,6 +60,18 @@ def test_of_plans_that_are_about_as_good_the_steadiest_is_chosen() -> None:
     assert noisy_cost(steady.schedule) < 0.99 * noisy_cost(best.schedule)
     assert steady.schedule == again.schedule
     assert steady.timeline.cost <= min(simulate(make(6, 12), COSTS).cost for make in (schedules.zb_v, schedules.v_half))
+
+
+@pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
+def test_what_is_proven_optimal_stays_so_and_bears_delays() -> None:
+    costs = Costs(9.25, 9.05, 4.65, 0.6, 0.5, 0.575)
+    best, steady = (
+        plan(costs, 4, 8, 2, memory_limit=6, options=PlanOptions(steady=choice)) for choice in (False, True)
+    )
+    assert best.optimal
+    assert steady.optimal
+    assert steady.timeline.cost == pytest.approx(best.timeline.cost)
+    assert noisy_cost(steady.schedule, costs) < 0.995 * noisy_cost(best.schedule, costs)
 
 
 @pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")

@@ -103,6 +103,7 @@ class Search:
         for samples in ([], at_speeds(self.problem, speeds, 2 * self._seed))[: 1 + steady]:
             if self.best.orders is not None and self.best.budget.left:
                 effort = self.best.effort(self._seed, cooling, 2 * passes if samples else passes, 0)
+                effort = effort._replace(target=0) if samples else effort  # orders that cost no more may bear delays
                 self.best.offer(anneal(self.problem, self.best.orders, effort, samples))
 
     @cached_property
@@ -181,14 +182,15 @@ def choose(searches: Sequence[Search], steady: bool, rounds: int) -> Search:
     """
     reached = min(each.reached for each in searches)
     first = next(each for each in searches if each.reached <= reached * (1 + ROUNDING))
-    if native.core is None or first.bound >= reached * (1 - ROUNDING):
+    published = min(each.published for each in searches)
+    optimal = first.bound >= reached * (1 - ROUNDING)
+    if native.core is None or (optimal and (not steady or reached >= published * (1 - ROUNDING))):
         return first
     if rounds:
-        first.finish(rounds, steady)
-    published = min(each.published for each in searches)
+        first.finish(first.best.budget.rounds if optimal else rounds, steady)
     if not steady or first.reached >= published * (1 - ROUNDING):
         return first
-    most = min(first.reached * (1 + NEAR), published) * (1 + ROUNDING)
+    most = min(first.reached * (1 if optimal else 1 + NEAR), published) * (1 + ROUNDING)
     found = [(orders.cost / each.problem.time_scale, each, orders) for each in searches for orders in each.best.near]
     finalists = sorted((one for one in found if one[0] <= most), key=lambda one: one[0])[:_FINALISTS]
     _, search, search.best.orders = min(finalists, key=lambda one: one[1].with_delays(one[2]))
