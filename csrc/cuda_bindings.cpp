@@ -15,6 +15,8 @@ T* address(const py::handle& value) {
   return reinterpret_cast<T*>(value.cast<std::uintptr_t>());
 }
 
+cudaStream_t stream_of(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
 Segment segment_from(const py::handle& source) {
   const auto fields = py::cast<py::tuple>(source);
   return {address(fields[0]), address(fields[1]), fields[2].cast<std::int64_t>(), fields[3].cast<std::int64_t>(),
@@ -48,6 +50,11 @@ class OnDevice {
   int device_ = 0;
 };
 
+Kind kind_of(int number) {
+  if (number < 0 || number > 2) throw std::invalid_argument("zbkern: a dtype is 0 (float32), 1 (bfloat16) or 2 (float16)");
+  return static_cast<Kind>(number);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cuda, module) {
@@ -73,7 +80,8 @@ PYBIND11_MODULE(_cuda, module) {
       "wgrad",
       [](const py::sequence& products, int input, int dweight, int dbias, bool accumulate, int places, int max_tiles,
          int device, std::uintptr_t stream, bool reduce) {
-        Wgrad task{{}, Kind(input), Kind(dweight), Kind(dbias), accumulate, reduce, device, reinterpret_cast<cudaStream_t>(stream)};
+        Wgrad task{{},         kind_of(input), kind_of(dweight), kind_of(dbias),
+                   accumulate, reduce,         device,           stream_of(stream)};
         for (const py::handle& product : products) task.products.push_back(product_from(product));
         validate(task);
         choose_grid(task, places, max_tiles);

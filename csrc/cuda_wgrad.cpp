@@ -13,6 +13,26 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument("zbkern: wgrad: " + message); }
 
+void check_matrix(const char* name, const void* data, std::int64_t stride, int element_size) {
+  if ((reinterpret_cast<std::uintptr_t>(data) | stride * element_size) % 16 != 0) {
+    refuse(std::string(name) + " must begin, and each of its rows, at a multiple of 16 bytes; use impl='triton'");
+  }
+}
+
+void check_product(const Wgrad& task, const Product& product) {
+  if (product.n <= 0 || product.k <= 0 || (product.n | product.k) % 8 != 0) {
+    refuse("dweight must be [N, K] with N and K multiples of 8; got [" + std::to_string(product.n) + ", " +
+           std::to_string(product.k) + "]; use impl='triton'");
+  }
+  if (product.segments.empty()) refuse("a product needs a segment with rows");
+  check_matrix("dweight", product.dweight, product.dweight_stride, size_of(task.dweight));
+  for (const Segment& segment : product.segments) {
+    if (segment.rows <= 0) refuse("a segment must have rows");
+    check_matrix("x", segment.x, segment.x_stride, size_of(task.input));
+    check_matrix("dy", segment.dy, segment.dy_stride, size_of(task.input));
+  }
+}
+
 // The driver's function, found at run time, for a module that is linked to the driver loads nowhere else. CUTLASS would
 // look it up for each descriptor, of which a launch has 4 to 40, and would go on with an empty one where it fails.
 PFN_cuTensorMapEncodeTiled_v12000 encode_tiled() {
@@ -61,15 +81,18 @@ void choose_grid(Wgrad& task, int places, int max_tiles) {
 }
 
 void validate(const Wgrad& task) {
-  for (const Product& product : task.products) {
-    if ((product.n | product.k) % 8 != 0) {
-      refuse("dweight must be [N, K] with N and K multiples of 8; got [" + std::to_string(product.n) + ", " +
-             std::to_string(product.k) + "]; use impl='triton'");
-    }
-    if ((reinterpret_cast<std::uintptr_t>(product.dweight) | product.dweight_stride * size_of(task.dweight)) % 16 != 0) {
-      refuse("dweight must begin, and each of its rows, at a multiple of 16 bytes; use impl='triton'");
-    }
+  if (task.input == Kind::float32) refuse("x and dy must be bfloat16 or float16");
+  if (task.dweight != task.input && task.dweight != Kind::float32) refuse("dweight must be float32 or of x's type");
+  if (task.dbias != task.input && task.dbias != Kind::float32) refuse("dbias must be float32 or of x's type");
+  if (task.products.empty() || task.products.size() > kMaxProducts) {
+    refuse("a launch takes 1 to " + std::to_string(kMaxProducts) + " weights");
   }
+  std::size_t segments = 0;
+  for (const Product& product : task.products) {
+    check_product(task, product);
+    segments += product.segments.size();
+  }
+  if (segments > kMaxSegments) refuse("a launch takes at most " + std::to_string(kMaxSegments) + " segments");
 }
 
 void wgrad(const Wgrad& task) {

@@ -85,8 +85,7 @@ ZBKERN_HOST_DEVICE inline TilePlace tile_place(int index, int rows, int columns,
   return {above + within % height, within / height};
 }
 
-// Throws std::invalid_argument for a dweight that wgrad cannot write, which nobody can copy; wgrad.py sees to all else.
-// Needs no GPU.
+// Throws std::invalid_argument where wgrad cannot run the task; needs no GPU.
 void validate(const Wgrad& task);
 
 // Sets tile_k and blocks; places and max_tiles as for choose_blocks.

@@ -91,30 +91,48 @@ def test_every_tile_is_computed_once_and_in_bands(extension: ModuleType, rows: i
 
 
 # what wgrad takes; a test changes one thing
-def product(**change: int) -> list[tuple]:
-    values = {"dweight": 1024, "n": 64, "k": 64, "stride": 64} | change
-    segment = (2048, 4096, 32, values["k"], values["n"])
-    return [(values["dweight"], 0, values["n"], values["k"], values["stride"], [segment])]
+def product(extension: ModuleType, **change: object) -> tuple[list[tuple], list[int]]:
+    values = {"dweight": 1024, "n": 64, "k": 64, "stride": 64, "x": 2048, "dy": 4096, "rows": 32, "count": 1} | change
+    segment = (values["x"], values["dy"], values["rows"], values["k"], values["n"])
+    item = (values["dweight"], 0, values["n"], values["k"], values["stride"], [segment] * values["count"])
+    return [item] * change.get("products", 1)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"n": 60}, "multiples of 8"),
-        ({"k": 68}, r"multiples of 8; got \[64, 68\]"),
+        ({"n": 0}, r"multiples of 8; got \[0, 64\]"),
+        ({"x": 2056}, "x must begin"),
+        ({"dy": 4098}, "dy must begin"),
         ({"stride": 65}, "dweight must begin"),
-        ({"dweight": 1032}, "dweight must begin"),
+        ({"rows": 0}, "must have rows"),
+        ({"count": 0}, "needs a segment"),
+        ({"count": 17}, "at most 16 segments"),
+        ({"products": 5}, "1 to 4 weights"),
+        ({"products": 0}, "1 to 4 weights"),
     ],
 )
 def test_wgrad_refuses_what_it_cannot_run(extension: ModuleType, change: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        extension.wgrad(product(**change), 1, 0, 0, True, 132, 0, 0, 0, False)
+        extension.wgrad(product(extension, **change), 1, 0, 0, True, 132, 0, 0, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [(1, 0, "bfloat16 or float16"), (1, 3, "a dtype is 0"), (2, 2, "dweight must be"), (3, 2, "dbias must be")],
+)
+def test_wgrad_refuses_dtypes(extension: ModuleType, place: int, value: int, words: str) -> None:
+    arguments = [product(extension), 1, 0, 0, True, 132, 0, 0, 0, False]
+    arguments[place] = value
+    with pytest.raises(ValueError, match=words):
+        extension.wgrad(*arguments)
 
 
 @needs_no_gpu
 def test_a_launch_without_a_gpu_is_an_error_not_a_crash(extension: ModuleType) -> None:
     with pytest.raises(RuntimeError, match="zbkern: asking for the device"):
-        extension.wgrad(product(), 1, 0, 0, True, 0, 0, 0, 0, True)
+        extension.wgrad(product(extension), 1, 0, 0, True, 0, 0, 0, 0, True)
 
 
 # ---- the machine code ----
