@@ -103,7 +103,8 @@ class Search:
         for samples in ([], at_speeds(self.problem, speeds, 2 * self._seed))[: 1 + steady]:
             if self.best.orders is not None and self.best.budget.left:
                 effort = self.best.effort(self._seed, cooling, 2 * passes if samples else passes, 0)
-                effort = effort._replace(target=0) if samples else effort  # orders that cost no more may bear delays
+                if samples:  # orders that cost no less may bear delays better
+                    effort = effort._replace(target=0)
                 self.best.offer(anneal(self.problem, self.best.orders, effort, samples))
 
     @cached_property
@@ -186,7 +187,7 @@ def choose(searches: Sequence[Search], steady: bool, rounds: int) -> Search:
     optimal = first.bound >= reached * (1 - ROUNDING)
     if native.core is None or (optimal and (not steady or reached >= published * (1 - ROUNDING))):
         return first
-    if rounds:
+    if rounds:  # what was optimal after few is made to bear delays for as long as all others
         first.finish(first.best.budget.rounds if optimal else rounds, steady)
     if not steady or first.reached >= published * (1 - ROUNDING):
         return first
