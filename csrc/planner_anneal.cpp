@@ -17,28 +17,39 @@ struct Shift {
   int rank, from, to;
 };
 
+// A pass and when it ends. A run has few branches, which a processor cannot foretell: what waits for nothing waits for
+// a pass before all others, and what nobody waits for is waited for by a rank beside the others.
+struct Timed {
+  Time end = 0, trial_end = 0, lag = 0;  // lag: of the message that it waits for
+  int input, consumer;                   // the pass whose output it waits for; the rank that waits for its output
+  int rank = 0, position = -1;           // its own, and where it is in that rank's row
+};
+
 class Annealer {
  public:
   Annealer(const Problem& problem, const Ordering& start, Time spread)
       : p_(problem), n_(problem.chunks), m_(problem.microbatches), fused_(start.fused), passes_(problem, start.fused), rows_(start.rows), spread_(spread) {
     const int passes = p_.passes();
-    before_.assign(passes, -1), consumer_.assign(passes, -1);
-    for (int pass = 0; pass < passes; pass++) group_.push_back(pass / m_), rank_of_.push_back(p_.placement[group_[pass] % n_]);
-    for (int pass = 0; pass < passes; pass++)
-      if (passes_.input[pass] >= 0) consumer_[passes_.input[pass]] = rank_of_[pass];
+    before_.assign(passes, -1), timed_.assign(passes + 1, {0, 0, 0, passes, p_.ranks});
+    timed_[passes].trial_end = -kForever;
+    for (int pass = 0; pass < passes; pass++) {
+      group_.push_back(pass / m_);
+      Timed& each = timed_[pass];
+      each.lag = passes_.lag[pass], each.rank = p_.placement[group_[pass] % n_];
+      if (passes_.input[pass] >= 0) each.input = passes_.input[pass], timed_[each.input].consumer = each.rank;
+    }
     for (int c = 0; c < n_; c++)
       for (int j = 0; j < m_; j++) {
         if (j % p_.slices == 0) before_[id(kForward, c, p_.forwards_before(j) - 1)] = id(kBackward, c, j);
         before_[id(kBackward, c, j)] = id(kWeight, c, j);
       }
     const int ranks = p_.ranks;
-    starts_.resize(ranks), trial_starts_.resize(ranks), memory_.resize(ranks), rest_.resize(ranks), span_.assign(ranks, 0);
+    starts_.resize(ranks), memory_.resize(ranks), rest_.resize(ranks), span_.assign(ranks, 0);
     trial_span_ = span_;
-    first_.assign(ranks, 0), reached_.assign(ranks, 0), waits_for_.assign(ranks, -1), clock_.assign(ranks, 0);
-    ends_.assign(passes, 0), trial_ends_.assign(passes, 0), stamp_.assign(passes, 0), position_.assign(passes, -1);
+    first_.assign(ranks, 0), reached_.assign(ranks, 0), waits_for_.assign(ranks + 1, -1), clock_.assign(ranks, 0);
     for (int rank = 0; rank < ranks; rank++) {
       const std::size_t size = rows_[rank].size();
-      starts_[rank].assign(size, 0), trial_starts_[rank].assign(size, 0), memory_[rank].assign(size, 0);
+      starts_[rank].assign(size, 0), memory_[rank].assign(size, 0);
       rest_[rank].assign(size + 1, 0), lengths_.emplace_back(size, 0);
       refresh(rank, 0, static_cast<int>(size) - 1);
     }
@@ -72,13 +83,12 @@ class Annealer {
   std::vector<char> fused_;
   Passes passes_;
   std::vector<int> before_;                                   // [pass] the first one of its chunk of the next kind that needs it, or -1
-  // [pass] kind * chunks + chunk; its rank; the rank that waits for its output, or -1. Divisions would take half the time.
-  std::vector<int> group_, rank_of_, consumer_;
+  std::vector<int> group_;                                    // [pass] kind * chunks + chunk: divisions would take half the time
+  std::vector<Timed> timed_;                                  // [pass]
   Rows rows_;
-  std::vector<std::vector<Time>> starts_, trial_starts_, memory_, rest_, lengths_;  // [rank][position]
-  std::vector<Time> ends_, trial_ends_, span_, trial_span_, clock_;
-  std::vector<int> stamp_, position_, first_, reached_, waits_for_, runnable_;
-  int epoch_ = 0;
+  std::vector<std::vector<Time>> starts_, memory_, rest_, lengths_;  // [rank][position]
+  std::vector<Time> span_, trial_span_, clock_;
+  std::vector<int> first_, reached_, waits_for_, runnable_;
   std::int64_t work_ = 0;
   std::vector<std::pair<int, int>> critical_;
   std::vector<Shift> done_;
@@ -94,7 +104,7 @@ void Annealer::refresh(int rank, int low, int high) {
   for (int k = low; k <= high; k++) {
     memory += passes_.memory[row[k]];
     memory_[rank][k] = memory;
-    position_[row[k]] = k;
+    timed_[row[k]].position = k;
   }
   const int last = std::min(high + 1, static_cast<int>(row.size()) - 1);
   for (int k = last; k >= low; k--) {
@@ -113,7 +123,6 @@ void Annealer::refresh(int rank, int low, int high) {
 // Runs every pass that a move can change, until it is certain that the energy grows by more than this: each span is at least
 // what its rank has waited and worked so far and its work that is left. False then, or in a deadlock.
 bool Annealer::run(Time more) {
-  epoch_++;
   runnable_.clear();
   int remaining = 0;
   Time largest = 0, sum = 0;
@@ -121,52 +130,44 @@ bool Annealer::run(Time more) {
     const auto& starts = starts_[rank];
     const int k = static_cast<int>(std::lower_bound(starts.begin(), starts.end(), from_) - starts.begin());
     first_[rank] = reached_[rank] = k;
-    clock_[rank] = k ? ends_[rows_[rank][k - 1]] : 0;
+    clock_[rank] = k ? timed_[rows_[rank][k - 1]].end : 0;
     waits_for_[rank] = -1;
     trial_span_[rank] = clock_[rank] + rest_[rank][k] - (k && !p_.makespan ? starts[0] : 0);
     largest = std::max(largest, trial_span_[rank]), sum += trial_span_[rank];
     remaining += static_cast<int>(starts.size()) - k;
     if (k < static_cast<int>(starts.size())) runnable_.push_back(rank);
   }
+  // What the loop reads and writes has names of its own, for the compiler cannot tell that no two of them are the same.
+  Timed* const passes = timed_.data();
+  int *const reached = reached_.data(), *const waits_for = waits_for_.data();
+  const Time ranks = p_.ranks, spread = spread_, most = energy_ + more;
+  const bool makespan = p_.makespan;
   while (!runnable_.empty()) {
-    const int rank = runnable_.back();
+    const int rank = runnable_.back(), begin = reached[rank], size = static_cast<int>(rows_[rank].size());
     runnable_.pop_back();
-    const Row& row = rows_[rank];
-    const int size = static_cast<int>(row.size());
-    int k = reached_[rank];
-    Time now = clock_[rank];
-    for (; k < size; k++, work_++) {
-      const int pass = row[k], input = passes_.input[pass];
-      if (input >= 0) {
-        Time at;
-        if (stamp_[input] == epoch_) at = trial_ends_[input];
-        else if (position_[input] < first_[rank_of_[input]]) at = ends_[input];
-        else {
-          waits_for_[rank] = input;
-          break;
-        }
-        const Time wait = at + passes_.lag[pass] - now;
-        if (wait > 0) {
-          now += wait;
-          if (k || p_.makespan) {
-            largest = std::max(largest, trial_span_[rank] += wait), sum += wait;
-            if (p_.ranks * largest + spread_ * sum - energy_ > more) return false;
-          }
-        }
+    const int* const row = rows_[rank].data();
+    const Time* const lengths = lengths_[rank].data();
+    Time now = clock_[rank], span = trial_span_[rank];
+    int k = begin;
+    for (; k < size; k++) {
+      Timed& pass = passes[row[k]];
+      const Timed& input = passes[pass.input];
+      if (input.position >= reached[input.rank]) {
+        waits_for[rank] = pass.input;
+        break;
       }
-      trial_starts_[rank][k] = now;
-      now += lengths_[rank][k];
-      trial_ends_[pass] = now;
-      stamp_[pass] = epoch_;
-      const int peer = consumer_[pass];
-      if (peer >= 0 && waits_for_[peer] == pass) {
-        waits_for_[peer] = -1;
-        runnable_.push_back(peer);
-      }
+      const Time wait = std::max<Time>(input.trial_end + pass.lag - now, 0), counted = k || makespan ? wait : 0;
+      span += counted, sum += counted, largest = std::max(largest, span);
+      if (ranks * largest + spread * sum > most) break;
+      now += wait + lengths[k];
+      pass.trial_end = now;
+      reached[rank] = k + 1;
+      int& waited_for = waits_for[pass.consumer];
+      if (waited_for == row[k]) waited_for = -1, runnable_.push_back(pass.consumer);
     }
-    remaining -= k - reached_[rank];
-    reached_[rank] = k;
-    clock_[rank] = now;
+    remaining -= k - begin, work_ += k - begin;
+    if (ranks * largest + spread * sum > most) return false;
+    clock_[rank] = now, trial_span_[rank] = span;
   }
   trial_energy_ = p_.ranks * largest + spread_ * sum;
   return remaining == 0 && trial_energy_ - energy_ <= more;
@@ -175,15 +176,16 @@ bool Annealer::run(Time more) {
 void Annealer::commit() {
   for (int rank = 0; rank < p_.ranks; rank++)
     for (std::size_t k = first_[rank]; k < rows_[rank].size(); k++, work_++) {
-      starts_[rank][k] = trial_starts_[rank][k];
-      ends_[rows_[rank][k]] = trial_ends_[rows_[rank][k]];
+      Timed& each = timed_[rows_[rank][k]];
+      each.end = each.trial_end;
+      starts_[rank][k] = each.end - lengths_[rank][k];
     }
   span_ = trial_span_, energy_ = trial_energy_;
   critical_.clear();
 }
 
 bool Annealer::must_precede(int before, int after) const {
-  return group_[before] == group_[after] || passes_.input[after] == before || before_[before] == after;  // microbatches pass in order
+  return group_[before] == group_[after] || timed_[after].input == before || before_[before] == after;  // microbatches pass in order
 }
 
 // The farthest position towards `to` that the pass at `from` can move to: order and memory of its own rank allow it.
@@ -217,7 +219,7 @@ void Annealer::toggle(int c, int j) {
   const int at = c * m_ + j;
   fused_[at] = !fused_[at];
   passes_.fuse(p_, at, fused_[at]);
-  refresh(p_.placement[c], position_[id(kBackward, c, j)], position_[id(kWeight, c, j)]);
+  refresh(p_.placement[c], timed_[id(kBackward, c, j)].position, timed_[id(kWeight, c, j)].position);
 }
 
 // The passes, as (rank, position), that decide when the rank with the largest span ends.
@@ -226,14 +228,14 @@ void Annealer::critical_path() {
   for (int k = static_cast<int>(rows_[rank].size()) - 1; k >= 0;) {
     critical_.emplace_back(rank, k);
     const int pass = rows_[rank][k];
-    if (k > 0 && ends_[rows_[rank][k - 1]] == starts_[rank][k]) {
+    if (k > 0 && timed_[rows_[rank][k - 1]].end == starts_[rank][k]) {
       k--;
       continue;
     }
-    const int input = passes_.input[pass];
-    if (input < 0) break;
-    rank = rank_of_[input];
-    k = position_[input];
+    const int input = timed_[pass].input;
+    if (input == p_.passes()) break;
+    rank = timed_[input].rank;
+    k = timed_[input].position;
   }
 }
 
@@ -244,7 +246,7 @@ bool Annealer::propose(Random& random, bool may_fuse) {
   from_ = kForever;
   if (may_fuse && random.percent(10)) {
     const int c = random.below(n_), j = random.below(m_), rank = p_.placement[c];
-    const int low = position_[id(kBackward, c, j)], high = position_[id(kWeight, c, j)];
+    const int low = timed_[id(kBackward, c, j)].position, high = timed_[id(kWeight, c, j)].position;
     toggle(c, j);
     toggled_ = c * m_ + j;
     from_ = starts_[rank][low];
@@ -282,7 +284,7 @@ bool Annealer::propose(Random& random, bool may_fuse) {
   }
   int c = chunk_of(pass), j = pass % m_;
   for (int i = 0; i < count && c >= 0 && c < n_ && j >= 0 && j < m_; i++, c += chunk_step, j += microbatch_step) {
-    const int owner = p_.placement[c], at = position_[id(kind, c, j)], last = static_cast<int>(rows_[owner].size()) - 1;
+    const int owner = p_.placement[c], at = timed_[id(kind, c, j)].position, last = static_cast<int>(rows_[owner].size()) - 1;
     const int to = reach(owner, at, later ? std::min(at + distance, last) : std::max(at - distance, 0));
     if (to == at) continue;
     from_ = std::min(from_, starts_[owner][std::min(at, to)]);
@@ -293,6 +295,8 @@ bool Annealer::propose(Random& random, bool may_fuse) {
 }
 
 void Annealer::undo() {
+  for (int rank = 0; rank < p_.ranks; rank++)
+    for (int k = first_[rank]; k < reached_[rank]; k++) timed_[rows_[rank][k]].trial_end = timed_[rows_[rank][k]].end;
   if (toggled_ >= 0) toggle(toggled_ / m_, toggled_ % m_);
   for (auto each = done_.rbegin(); each != done_.rend(); ++each) shift(each->rank, each->to, each->from);
 }
@@ -302,7 +306,7 @@ void Annealer::follow(const Annealer& other) {
   done_ = other.done_, toggled_ = other.toggled_, from_ = kForever;
   if (toggled_ >= 0) {
     const int c = toggled_ / m_, j = toggled_ % m_;
-    from_ = starts_[p_.placement[c]][position_[id(kBackward, c, j)]];
+    from_ = starts_[p_.placement[c]][timed_[id(kBackward, c, j)].position];
     toggle(c, j);
   }
   for (const Shift& each : done_) {
