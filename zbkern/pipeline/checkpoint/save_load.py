@@ -34,7 +34,7 @@ from zbkern.pipeline.checkpoint.named_state import (
 from zbkern.pipeline.optimizer.post_validation import Optimizer
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.forward_state import random_state, set_random_state
-from zbkern.pipeline.runtime.options import check_number
+from zbkern.pipeline.schedules.actions import check_count
 from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
 
 logger = logging.getLogger("zbkern")
@@ -77,8 +77,8 @@ def save(
     """
     with RankExchange("checkpoint.save", group, _timeout(timeout, modules)) as ranks:
         folder = _path(folder)
-        check_number("checkpoint", "step", step, 0)
-        check_number("checkpoint", "keep", keep, 1)
+        check_count("checkpoint: step", step, 0)
+        check_count("checkpoint: keep", keep)
         state = NamedState(modules, optimizer, rename, ranks.rank, ranks.size)
         ranks.exchange("arguments checked", (step, state.names()), _check_agreement)
         stepping = _stepping(modules, optimizer)
@@ -134,7 +134,7 @@ def load(
     with RankExchange("checkpoint.load", group, _timeout(timeout, modules)) as ranks:
         folder = _path(folder)
         if step is not None:
-            check_number("checkpoint", "step", step, 0)
+            check_count("checkpoint: step", step, 0)
         state = NamedState(modules, optimizer, rename, ranks.rank, ranks.size)
         everywhere: set[str] = set()  # on rank 0
 

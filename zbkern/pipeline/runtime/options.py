@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zbkern.pipeline.schedules.actions import check_count
 from zbkern.pipeline.simulation.costs import COPY_SIZE
 
 
@@ -31,7 +32,7 @@ class StepOptions:
     def __post_init__(self) -> None:
         _check(self, "record", "check_values", "graphs")
         if self.max_wgrad_bytes is not None:
-            check_number("StepOptions", "max_wgrad_bytes", self.max_wgrad_bytes, 0)
+            check_count("StepOptions: max_wgrad_bytes", self.max_wgrad_bytes, 0)
         if self.check_values and self.graphs:
             raise ValueError("StepOptions: graphs must be False with check_values, which looks at values in every W")
 
@@ -58,19 +59,11 @@ class ProfileOptions:
 
     def __post_init__(self) -> None:
         _check(self, "slices")
-        check_number("ProfileOptions", "repeats", self.repeats, 1)
+        check_count("ProfileOptions: repeats", self.repeats)
         if self.bytes_per_parameter is not None and not isinstance(self.bytes_per_parameter, (int, float)):
             raise TypeError(
                 f"ProfileOptions: bytes_per_parameter must be a number or None; got {self.bytes_per_parameter!r}"
             )
-
-
-def check_number(caller: str, name: str, value: object, least: int) -> None:
-    """Raises TypeError for what is no int, and ValueError for one that is below `least`."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{caller}: {name} must be an int; got {value!r}")
-    if value < least:
-        raise ValueError(f"{caller}: {name} must be at least {least}; got {value}")
 
 
 def _check(options: StepOptions | ProfileOptions, *flags: str) -> None:
@@ -78,7 +71,7 @@ def _check(options: StepOptions | ProfileOptions, *flags: str) -> None:
     for name in flags:
         if not isinstance(getattr(options, name), bool):
             raise TypeError(f"{owner}: {name} must be True or False; got {getattr(options, name)!r}")
-    check_number(owner, "copy_size", options.copy_size, 1)
+    check_count(f"{owner}: copy_size", options.copy_size)
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(e, (str, type)) for e in value):
         raise TypeError(
             f"{owner}: recompute must be a list of names of parts, such as '*norm*', and of their classes; got "

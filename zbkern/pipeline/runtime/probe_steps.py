@@ -23,11 +23,11 @@ from zbkern.pipeline.runtime.forward_state import left_as_they_were
 from zbkern.pipeline.runtime.links import measure_links
 from zbkern.pipeline.runtime.measured_costs import MeasuredChunk, Measurements, largest_message
 from zbkern.pipeline.runtime.memory_saving import make_stages
-from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions, check_number
+from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions
 from zbkern.pipeline.runtime.recomputation import parts_of
 from zbkern.pipeline.runtime.sliced_batch import LossFn, check_sliceable, length_of
 from zbkern.pipeline.runtime.stage import Stage
-from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.actions import Action, check_count
 from zbkern.pipeline.schedules.program import merge_neighbours
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.slices import order_of_backward
@@ -60,7 +60,7 @@ class ProbeSteps:
     options: ProfileOptions
 
     def __post_init__(self) -> None:
-        check_number(self.function, "microbatches", self.microbatches, 1)
+        check_count(f"{self.function}: microbatches", self.microbatches)
         if not isinstance(self.options, ProfileOptions):
             raise TypeError(
                 f"{self.function}: options must be a zbkern.pipeline.ProfileOptions, as in ProfileOptions(repeats=5), "
