@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zbkern
-from tests.support import recorded_graphs
 from tests.support.chunks import gradients_of, one_rank, results_on_threads
+from tests.support.recorded_graphs import RecordedGraphs
 from tests.support.small_models import batch, make, transformers
 from zbkern.pipeline import (
     ModelCosts,
@@ -171,10 +171,9 @@ def test_a_chunk_compiles_its_layers_one_by_one() -> None:
         one_rank([torch.compile(chunk) for chunk in chunks], schedule, token_loss)
 
 
-def test_passes_of_a_cut_model_are_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_passes_of_a_cut_model_are_captured(recorded: type[RecordedGraphs], caplog: pytest.LogCaptureFixture) -> None:
     tokens, mask, labels = batch()
     model, schedule = make("llama"), schedules.zb_v(stages=2, microbatches=4)
-    recorded = recorded_graphs.install(monkeypatch)
 
     def of_rank(transport: LocalTransport, graphs: bool) -> Any:
         chunks = [zbkern.convert(chunk) for chunk in cut(copy.deepcopy(model), schedule, rank=transport.rank)]

@@ -24,9 +24,7 @@ from zbkern.pipeline import PipelineError, StepOptions, schedules
 from zbkern.pipeline.runtime import graphs
 
 
-@pytest.fixture(autouse=True)
-def recorded(monkeypatch: pytest.MonkeyPatch) -> type[RecordedGraphs]:
-    return recorded_graphs.install(monkeypatch)
+pytestmark = pytest.mark.usefixtures("recorded")
 
 
 class Waits(Wrapped):

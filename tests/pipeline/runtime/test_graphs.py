@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbkern
-from tests.support import recorded_graphs
 from tests.support.chunks import WIDTH, make_model, needed, one_rank, run_pipelines
 from tests.support.graph_training import GRAPHS, Wrapped, assert_told, batches, check, check_one
 from tests.support.recorded_graphs import RecordedGraphs
@@ -22,9 +21,7 @@ from tests.support.tied import Tied
 from zbkern.pipeline import Optimizer, Pipeline, schedules
 
 
-@pytest.fixture(autouse=True)
-def recorded(monkeypatch: pytest.MonkeyPatch) -> type[RecordedGraphs]:
-    return recorded_graphs.install(monkeypatch)
+pytestmark = pytest.mark.usefixtures("recorded")
 
 
 @pytest.mark.parametrize("fill", ["planned", "eager"])
