@@ -23,7 +23,6 @@ from tests.support.saving import schedule_of
 from zbkern.pipeline import PipelineError, StepOptions, schedules
 from zbkern.pipeline.runtime import graphs
 
-
 pytestmark = pytest.mark.usefixtures("recorded")
 
 

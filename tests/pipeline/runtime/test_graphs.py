@@ -20,7 +20,6 @@ from tests.support.same import assert_same
 from tests.support.tied import Tied
 from zbkern.pipeline import Optimizer, Pipeline, schedules
 
-
 pytestmark = pytest.mark.usefixtures("recorded")
 
 
