@@ -30,6 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from zbkern.pipeline.transport.tensors import local_part
+
 INDEX = "zbkern.json"
 _VERSION = 2  # 1 had one tensor for every other entry of an optimizer's state
 
@@ -223,7 +225,7 @@ def _overlap(piece: Piece, offset: list[int], size: list[int]) -> list[tuple[int
 
 def _copy(data: bytes, piece: Piece, target: Tensor, offset: list[int], size: list[int]) -> None:
     stored = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    target = (target.to_local() if isinstance(target, DTensor) else target).detach()
+    target = local_part(target).detach()
     for dimension, (start, stop) in enumerate(_overlap(piece, offset, size) or ()):
         stored = stored.narrow(dimension, start - piece.offset[dimension], stop - start)
         target = target.narrow(dimension, start - offset[dimension], stop - start)
@@ -243,7 +245,7 @@ def _read(file: BinaryIO, path: Path, piece: Piece, key: str) -> bytes:
 
 def _compact(tensor: Tensor) -> Tensor:
     """This rank's part on the CPU, without what else its storage holds: torch.save writes whole storages."""
-    tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+    tensor = local_part(tensor).detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

@@ -14,6 +14,7 @@ from zbkern.pipeline.checkpoint.dcp_format import Stored
 from zbkern.pipeline.optimizer.params import equal, hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.post_validation import Optimizer
 from zbkern.pipeline.runtime.engine import Pipeline
+from zbkern.pipeline.transport.tensors import tensors_in
 
 Modules = Pipeline | Mapping[int, nn.Module] | nn.Module
 Rename = Callable[[int, str], str]
@@ -110,7 +111,7 @@ class NamedState:
         """Raises ValueError for a tensor that is in the optimizer's state twice: it would be loaded as two."""
         seen: set[int] = set()
         for key, entries in state.items():
-            for leaf in (leaf for leaf in pytree.tree_leaves(entries) if isinstance(leaf, Tensor)):
+            for leaf in tensors_in(entries):
                 if id(leaf) in seen:
                     raise ValueError(
                         f"checkpoint.save: the state of {self._names.get(id(key), [key])[0]!r} has a tensor of shape "

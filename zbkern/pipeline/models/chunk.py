@@ -26,6 +26,7 @@ from zbkern.pipeline.models.arguments import (
 )
 from zbkern.pipeline.models.layers import encoder_of, is_transformer
 from zbkern.pipeline.models.placeholders import Placeholder, PlaceholderUsed, placeholder, refuse_placeholders
+from zbkern.pipeline.transport.tensors import tensors_in
 
 _SETTING = bool | int | float | str
 
@@ -65,8 +66,7 @@ class Flow:
 
     def tensor_like_received(self, name: str) -> Placeholder:
         """A placeholder in the shape of the first tensor that was received; a single number where nothing was."""
-        received = (leaf for leaf in pytree.tree_leaves(self.received) if isinstance(leaf, Tensor))
-        return placeholder(next(received, torch.empty(())), name)
+        return placeholder(next(iter(tensors_in(self.received)), torch.empty(())), name)
 
     def enter(self, name: str) -> Any:
         if self.entered:
@@ -121,9 +121,8 @@ class _Absent(nn.Module):
     def _like(self, inputs: Any, keywords: Any) -> Tensor:
         """In the shape of the first tensor given, or of its embeddings; of positions where it gets any."""
         positions = keywords.get("position_ids")  # a mask is longer, in slices
-        given = (leaf for leaf in pytree.tree_leaves((positions, inputs, keywords)) if isinstance(leaf, Tensor))
         received = self._flow.tensor_like_received(self._name)
-        first = next(given, None)
+        first = next(iter(tensors_in((positions, inputs, keywords))), None)
         if first is None:  # sinusoids, which take a shape
             return received
         shape = (*first.shape, self.embedding_dim) if "embedding_dim" in vars(self) else first.shape
@@ -424,11 +423,9 @@ class Chunk(nn.Module):
 
     def _check(self, received: Any, output: Any) -> None:
         """Raises ValueError where values of other chunks came by, past torch's functions: they are NaN."""
-        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.numel()]
-        given = [leaf for leaf in pytree.tree_leaves(received) if isinstance(leaf, Tensor)]
-        if any(leaf.isnan().any() for leaf in given):
+        if any(tensor.isnan().any() for tensor in tensors_in(received)):
             return
-        if any(leaf.isnan().all() for leaf in tensors):
+        if any(tensor.isnan().all() for tensor in tensors_in(output) if tensor.numel()):
             raise ValueError(
                 f"cut: the layers {self.layer_names[0]!r} to {self.layer_names[-1]!r} give NaN only: their weights are "
                 "not numbers, or the model uses something there that it computes in layers of other chunks, besides "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from zbkern.pipeline.optimizer.params import local_part
+from zbkern.pipeline.transport.tensors import local_part
 
 
 def check_max_norm(caller: str, max_norm: Any) -> None:

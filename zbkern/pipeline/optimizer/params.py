@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-
-def local_part(tensor: Any) -> Any:
-    """What this rank holds of a DTensor; of other tensors all."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+from zbkern.pipeline.transport.tensors import local_part
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

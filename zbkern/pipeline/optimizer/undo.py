@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from zbkern.pipeline.optimizer.master_weights import MASTERS
-from zbkern.pipeline.optimizer.params import copied, copy_, equal, hyperparameters, local_part, parameters
+from zbkern.pipeline.optimizer.params import copied, copy_, equal, hyperparameters, parameters
+from zbkern.pipeline.transport.tensors import local_part
 from zbkern.wgrad.accumulation import gradient_of
 from zbkern.wgrad.checksums import are_same, sums_of
 

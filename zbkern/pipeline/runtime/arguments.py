@@ -18,6 +18,7 @@ from zbkern.pipeline.schedules.program import FILLS, offloads_or_recomputes
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.transport.base import check_timeout
 from zbkern.pipeline.transport.connect import check_tied
+from zbkern.pipeline.transport.tensors import tensors_in
 
 
 def check(
@@ -166,7 +167,7 @@ def _as_dict(value: Any) -> Any:
 
 def _check_rows(call: str, inputs: Sequence[Any], sides: Sequence[Mapping[str, Any]]) -> None:
     """Raises ValueError for side inputs of one row where the microbatch has several: they would go for all of them."""
-    rows = max((len(x) for x in pytree.tree_leaves(inputs[:1]) if isinstance(x, Tensor) and x.dim()), default=1)
+    rows = max((len(x) for x in tensors_in(inputs[:1]) if x.dim()), default=1)
     single = [name for name, x in sides[0].items() if isinstance(x, Tensor) and x.dim() and len(x) == 1]
     if rows > 1 and single:
         raise ValueError(
@@ -177,8 +178,7 @@ def _check_rows(call: str, inputs: Sequence[Any], sides: Sequence[Mapping[str, A
 
 def _versions(side: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
     """The tensors, with a number that grows when one is modified."""
-    tensors = [leaf for leaf in pytree.tree_leaves(dict(side)) if isinstance(leaf, Tensor)] if side else []
-    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+    return [(tensor, tensor._version) for tensor in tensors_in(dict(side)) if not tensor.is_inference()]
 
 
 def share_inputs(
@@ -207,7 +207,7 @@ def share_inputs(
 
 def identity(value: Any) -> bytes:
     """A number for what a rank was given, equal for equal tensors; empty where there is nothing to compare."""
-    tensors = [leaf for leaf in pytree.tree_leaves(_as_dict(value)) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(_as_dict(value))
     return b"".join(digest_of(leaf) or b"" for leaf in tensors if leaf.layout is torch.strided)
 
 

@@ -14,6 +14,7 @@ from zbkern.pipeline.runtime.forward_state import left_as_they_were
 from zbkern.pipeline.runtime.sliced_batch import check_sliceable, cut, edges, length_of
 from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
 from zbkern.pipeline.schedules.slices import slice_lengths
+from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.wgrad import WGradQueue
 
 _EXACT = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative; of others, 16 bits, 5e-2
@@ -65,7 +66,7 @@ def _outputs(
         carry = stage.carries.begin(number, place[1] - place[0], inputs)
         given = cut(inputs, tokens, place)
         outputs.append(stage.forward(number, given, None, {**cut(dict(side), tokens, place), **carry}))
-    leaves = [[leaf.detach() for leaf in pytree.tree_leaves(each) if isinstance(leaf, Tensor)] for each in outputs]
+    leaves = [[leaf.detach() for leaf in tensors_in(each)] for each in outputs]
     together = [torch.cat(parts, 1) if parts[0].dim() > 1 else parts[0] for parts in zip(*leaves, strict=True)]
     cotangents = cotangents or [torch.randn_like(each) for each in together]
     spec = pytree.tree_structure(outputs[0])

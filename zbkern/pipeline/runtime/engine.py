@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zbkern.pipeline.runtime.arguments import (
@@ -51,6 +50,7 @@ from zbkern.pipeline.simulation.timeline import Sample, Timeline
 from zbkern.pipeline.transport.base import PipelineError, Tag, Transport
 from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place
 from zbkern.pipeline.transport.mailbox import described
+from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.wgrad import WGradQueue
 
 
@@ -220,7 +220,7 @@ class Pipeline:
         """
         self._check_open("gather")
         with self._failing_together():
-            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+            if tensors_in(value):
                 raise TypeError(
                     "Pipeline.gather: value must be numbers, not tensors; call .item() or .tolist() on them"
                 )

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.transport.mailbox import PipelineError, described
+from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.wgrad import WGradQueue
 
 
@@ -37,8 +37,7 @@ def input_of(error: BaseException, action: object, placement: Sequence[int], arr
         return ""
     if action.kind != "F" or action.chunk == 0:
         return ""
-    tensors = [leaf for leaf in pytree.tree_leaves(arrived) if isinstance(leaf, torch.Tensor)]
-    kinds = ", ".join(f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in tensors)
+    kinds = ", ".join(f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in tensors_in(arrived))
     return f"; its input, of chunk {action.chunk - 1} on rank {placement[action.chunk - 1]}, was {kinds}"
 
 

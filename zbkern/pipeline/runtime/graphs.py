@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from zbkern import wgrad
 from zbkern.pipeline.runtime.data_parallel import is_collective
 from zbkern.pipeline.runtime.stage import Stage
+from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.wgrad import WGradQueue, accumulation
 
 logger = logging.getLogger("zbkern")
@@ -129,7 +130,7 @@ class GraphedStage(Stage):
         if slot is None:
             return self._watched(super()._call(inputs, side))
         self._slot_of[microbatch] = slot
-        outputs = iter(_Replayed.apply(slot, _anchor, *_tensors(arguments)))
+        outputs = iter(_Replayed.apply(slot, _anchor, *tensors_in(arguments)))
         return pytree.tree_map(lambda leaf: next(outputs) if leaf is Tensor else leaf, slot.tree)
 
     def _tell(self, what: str, why: Exception) -> None:
@@ -140,7 +141,7 @@ class GraphedStage(Stage):
 
     def _watched(self, outputs: Any) -> Any:
         """The outputs. Which of them get a gradient must be known when B is captured, before any has come."""
-        for index, leaf in enumerate(_tensors(outputs)):
+        for index, leaf in enumerate(tensors_in(outputs)):
             if leaf.requires_grad and self.queue.check_values:
                 leaf.register_hook(lambda _, index=index: self.arrive.add(index))
         return outputs
@@ -254,12 +255,12 @@ class _Slot:
     def __init__(self, stage: GraphedStage, call: Callable[..., Any], arguments: Any) -> None:
         capture, self.pool, queue = stage.graphs.capture, stage.graphs.new_pool(), WGradQueue()
         copies = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), arguments)
-        self.inputs = _tensors(copies)
+        self.inputs = tensors_in(copies)
         try:
             with queue.defer():
                 outputs, self.forward = capture(lambda: call(*copies), self.pool)
                 _form_of(outputs, stage.device)
-                roots, self.tree = _tensors(outputs), pytree.tree_map_only(Tensor, lambda _: Tensor, outputs)
+                roots, self.tree = tensors_in(outputs), pytree.tree_map_only(Tensor, lambda _: Tensor, outputs)
                 self.outputs = [(root.detach(), root.requires_grad) for root in roots]
                 gets = [index for index, root in enumerate(roots) if root.requires_grad and index in stage.arrive]
                 self.arriving = {index: torch.zeros_like(self.outputs[index][0]) for index in gets}
@@ -308,10 +309,6 @@ class _Replayed(torch.autograd.Function):
         return (None, None, *(None if memory is None else memory.clone() for memory in slot.leaving))
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def _form_of(arguments: Any, device: torch.device) -> Any:
     """Equal for what one graph can be replayed with. Raises _NotCaptured for what none can be."""
     leaves, tree = pytree.tree_flatten(arguments)
@@ -319,7 +316,7 @@ def _form_of(arguments: Any, device: torch.device) -> Any:
         if type(leaf) not in (Tensor, *_PLAIN) or (type(leaf) is Tensor and leaf.device.type != device.type):
             what = f"a tensor on {leaf.device}" if type(leaf) is Tensor else f"a {type(leaf).__name__}"
             raise _NotCaptured(f"what it takes or returns is not only numbers and tensors on its device: {what}")
-    tensors = [(leaf.layout, leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in _tensors(leaves)]
+    tensors = [(leaf.layout, leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in tensors_in(leaves)]
     return tree, tensors, [(type(leaf), leaf) for leaf in leaves if type(leaf) is not Tensor]
 
 

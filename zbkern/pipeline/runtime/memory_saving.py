@@ -25,6 +25,7 @@ from zbkern.pipeline.runtime.storages import Offload, Resident, Storage, Storage
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import offloaded_after, offloads_or_recomputes, recomputed, streamed
 from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.wgrad import WGradQueue, WGradTask
 
 
@@ -179,9 +180,8 @@ class MemorySavingStage(Stage):
         """What a forward saves its tensors in."""
         offload = self._offload_of(microbatch) if ("F", microbatch) in self._offloaded else None
         storages = Storages(self._lanes.device, self._resident(inputs, target, side), offload)
-        for leaf in pytree.tree_leaves(inputs):
-            if isinstance(leaf, Tensor):
-                storages.add(leaf)
+        for tensor in tensors_in(inputs):
+            storages.add(tensor)
         if offload is not None or microbatch not in self._recomputed:
             return SavedTensors(storages, microbatch in self._streamed)
         self._comparisons -= 1
@@ -192,8 +192,7 @@ class MemorySavingStage(Stage):
 
     def _resident(self, inputs: Any = None, target: Any = None, side: Any = None) -> Resident:
         batch = (target, side, inputs if self.chunk == 0 else None)
-        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        return Resident(self.module, tensors, (side or {}).get("carry", ()))
+        return Resident(self.module, tensors_in(batch), (side or {}).get("carry", ()))
 
     def _recompute(self, microbatch: int) -> None:
         present = ForwardState([self.module], self._lanes.device)

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.arguments import device_of, module_list
 from zbkern.pipeline.runtime.clock import EventClock
@@ -34,6 +32,7 @@ from zbkern.pipeline.schedules.slices import order_of_backward
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.simulation.timeline import Timeline
 from zbkern.pipeline.transport.base import Transport
+from zbkern.pipeline.transport.tensors import tensors_in
 
 logger = logging.getLogger("zbkern")
 
@@ -233,8 +232,7 @@ class _ForwardWatch:
 
     def _end(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         self._mark()
-        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-        self.output_bytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        self.output_bytes = sum(leaf.numel() * leaf.element_size() for leaf in tensors_in(output))
 
 
 def _kind(module: torch.nn.Module) -> int:

@@ -22,6 +22,7 @@ from zbkern.pipeline.runtime.data_parallel import gathered, is_sharded
 from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.saved_tensors import Saved, SavedTensors
 from zbkern.pipeline.runtime.storages import Storages, keys, parts, wait_for
+from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.wgrad.checksums import are_same, sums_of
 from zbkern.wgrad.storages import storage_key
 
@@ -111,8 +112,7 @@ class RecomputedTensors(SavedTensors):
 
     def begin(self, module: torch.nn.Module, call: Callable[..., Any], arguments: Any, keywords: Any) -> None:
         """What comes, until `end`, is call(*arguments, **keywords), in which `module` runs: all of it again."""
-        tensors = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)]
-        self._given = [(tensor, tensor._version) for tensor in tensors]
+        self._given = [(tensor, tensor._version) for tensor in tensors_in((arguments, keywords))]
         given = pytree.tree_map_only(Tensor, lambda t: _Input(self._pack(t), t.requires_grad), (arguments, keywords))
         self._runs.append(_Run(call, given, module, self.storages.device))
         self._within = module
@@ -126,11 +126,8 @@ class RecomputedTensors(SavedTensors):
 
     def computed_again(self, outputs: Any) -> int:
         """Bytes of the tensors among these that are outputs of parts, for inside `saving`."""
-        tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        again = {
-            storage_key(each): each.untyped_storage().nbytes() for each in tensors if self._output(each) is not None
-        }
-        return sum(again.values())
+        again = [tensor for tensor in tensors_in(outputs) if self._output(tensor) is not None]
+        return sum({storage_key(each): each.untyped_storage().nbytes() for each in again}.values())
 
     def recompute(self, defer: Callable[[], AbstractContextManager[Any]]) -> None:
         """Runs what is to run again, in the order in which it ran; defer: what a forward of the chunk runs in."""
@@ -221,5 +218,4 @@ def _check_repeated(run: _Run, saved: int, outputs: Sequence[Any]) -> None:
 
 def _sums(outputs: Any) -> list[Tensor]:
     """Those of every tensor."""
-    tensors = (leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
-    return sums_of(part for tensor in tensors for part in parts(wait_for(tensor.detach())))
+    return sums_of(part for tensor in tensors_in(outputs) for part in parts(wait_for(tensor.detach())))

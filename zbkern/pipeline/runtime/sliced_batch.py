@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zbkern.pipeline.transport.tensors import tensors_in
+
 _CHECKED_TOKENS = 16  # of a slice, on which a loss shows whether slices of it add up
 _TOLERANCE = 1e-2  # relative, for losses in bfloat16
 _WHOLE = (  # these mix the tokens of what they are given, and take nothing from slices before
@@ -62,8 +64,7 @@ def edges(call: str, tokens: int, slices: Sequence[int]) -> list[tuple[int, int]
 
 def length_of(*values: Any) -> int | None:
     """The size of dimension 1, the sequence's, of the first tensor that has one; None where there is no such."""
-    tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim() > 1)
-    return next((tensor.shape[1] for tensor in tensors), None)
+    return next((tensor.shape[1] for tensor in tensors_in(values) if tensor.dim() > 1), None)
 
 
 def cut(value: Any, tokens: int, place: tuple[int, int]) -> Any:
@@ -79,8 +80,7 @@ def weigh(
     call: str, value: Any, tokens: int, places: Sequence[tuple[int, int]], loss_fn: Any, sequences: int
 ) -> list[Target]:
     """The targets of a sequence's slices. A loss that is a mean over tokens counts by the tokens that have a label."""
-    labels = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim() > 1]
-    labels = [leaf for leaf in labels if leaf.shape[1] == tokens]
+    labels = [leaf for leaf in tensors_in(value) if leaf.dim() > 1 and leaf.shape[1] == tokens]
     if not labels:
         raise ValueError(
             f"Pipeline.{call}: targets must have the {tokens} tokens of a sequence as dimension 1 to be cut into "

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from zbkern.pipeline.runtime.carry import Carries
 from zbkern.pipeline.runtime.sliced_batch import LossFn, Target, check_loss, weighted
 from zbkern.pipeline.runtime.storages import wait_for
+from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.wgrad import WGradQueue
 
 logger = logging.getLogger("zbkern")
@@ -175,9 +176,7 @@ class Stage:
             else:
                 got = f"{type(loss).__name__}; return the loss alone, and put the rest into a list of yours"
             raise TypeError(f"Pipeline: loss_fn must return a tensor of one number; got {got}")
-        if not loss.requires_grad and any(
-            isinstance(o, Tensor) and o.requires_grad for o in pytree.tree_leaves(outputs)
-        ):
+        if not loss.requires_grad and any(output.requires_grad for output in tensors_in(outputs)):
             raise TypeError(
                 "Pipeline: loss_fn must return a loss that depends on the output's graph; got one that is detached; "
                 "leave out .item(), .detach() and torch.no_grad()"

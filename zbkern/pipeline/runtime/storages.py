@@ -128,9 +128,8 @@ class Storages:
             self.nbytes += storage.nbytes
             self._next.append(storage)
         elif not storage.covers(tensor) and storage not in self._next:
-            self._next.append(
-                storage
-            )  # its copy has begun, which may have been too early for this part of it: once more
+            # its copy has begun, which may have been too early for this part of it: once more
+            self._next.append(storage)
         storage.tensors.append(weakref.ref(tensor))
         storage.transfer = self._transfers
         return storage

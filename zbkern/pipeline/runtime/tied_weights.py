@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from zbkern.pipeline.runtime.storages import wait_for
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.mailbox import Note
+from zbkern.pipeline.transport.tensors import local_part
 from zbkern.wgrad import accumulation
 
 logger = logging.getLogger("zbkern")
@@ -124,15 +124,14 @@ def _local_gradient(parameter: Tensor) -> Tensor:
         gradient = accumulation.empty_gradient(parameter).zero_()
         if parameter.requires_grad:  # a frozen one only takes part: an optimizer decays what has a gradient
             parameter.grad = gradient
-    return wait_for(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+    return wait_for(local_part(gradient))
 
 
 def _fingerprint(parameter: Tensor) -> tuple[list[int], float] | None:
     """Shape and sum of all values, the same for the same values; None for a parameter without memory."""
     if parameter.is_meta:
         return None
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return list(parameter.shape), local.detach().sum(dtype=torch.float64).item()
+    return list(parameter.shape), local_part(parameter).detach().sum(dtype=torch.float64).item()
 
 
 class Matrix(NamedTuple):
@@ -211,7 +210,7 @@ def untied_copies(matrices: Sequence[Sequence[Matrix]]) -> list[str]:
 
 def digest_of(parameter: Tensor) -> bytes | None:
     """Equal for equal values, from some of them; None where there are none, or they do not differ."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_part(parameter)
     if local.is_meta or not local.numel():
         return None
     values = local.detach().flatten()[:: max(1, local.numel() // SAMPLE)][:SAMPLE].cpu().contiguous()

@@ -45,6 +45,7 @@ from zbkern.pipeline.transport.process_groups import (
     rendezvous_timeout,
 )
 from zbkern.pipeline.transport.rank_exchange import RankExchange
+from zbkern.pipeline.transport.tensors import tensors_in
 
 logger = logging.getLogger("zbkern")
 
@@ -103,7 +104,7 @@ class DistributedTransport(Transport):
         if peer == self.rank:
             self._mailbox.put(tag, (message, ()), peer, self._mailbox.call)
             return
-        leaves = [leaf for leaf in pytree.tree_leaves(message) if isinstance(leaf, Tensor)]
+        leaves = tensors_in(message)
         shapes = [(str(leaf.dtype), tuple(leaf.shape), leaf.requires_grad) for leaf in leaves]
         tensors = [leaf.detach().contiguous() for leaf in leaves]
         # not its spec: torch 2.13 warns when one is unpickled; a single tensor, as most are, need not be walked
@@ -126,9 +127,8 @@ class DistributedTransport(Transport):
             work.wait()
         if works:
             stream = torch.cuda.current_stream(self.device)
-            for leaf in pytree.tree_leaves(message):
-                if isinstance(leaf, Tensor):
-                    leaf.record_stream(stream)
+            for tensor in tensors_in(message):
+                tensor.record_stream(stream)
 
     def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
         return super().gather(value, rendezvous_timeout() if timeout is None else timeout)

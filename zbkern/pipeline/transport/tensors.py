@@ -1,0 +1,18 @@
+"""The tensors in messages, batches and outputs, which are trees of them; and of a tensor what this rank holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Those among the leaves of nested tuples, lists and dicts, in their order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def local_part(tensor: Any) -> Any:
+    """What this rank holds of a DTensor; of other tensors all."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
