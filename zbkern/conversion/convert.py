@@ -95,13 +95,13 @@ def restore(model: Model, filter: Filter | None = None) -> Model:
     """Gives converted modules the behaviour back that they had; returns `model`, changed in place."""
     _check("restore", model, filter)
     for name, module in model.named_modules():
-        original = _original(type(module))
-        if original is not None and (filter is None or filter(name, module)):
+        if filter is not None and not filter(name, module):
+            continue
+        if (original := _original(type(module))) is not None:
             module.__class__ = original
             for own in ("zbkern_name", "zbkern_impl", "zbkern_recipe"):
                 module.__dict__.pop(own, None)
-        if filter is None or filter(name, module):
-            _set_defer(module, True)
+        _set_defer(module, True)
     return model
 
 
@@ -216,11 +216,10 @@ def _twin(module: Module) -> type[Module] | str:
         return "its forward was replaced, on this object alone"
     if isinstance(module, torch.jit.ScriptModule):
         return "it is compiled by torch.jit, which nothing can intercept"
-    if kind not in _TWINS:
-        if (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D"):
-            return _subclass(nn.TransposedLinear, kind)
-        if is_rms_norm(module):
-            return _subclass(nn.ForeignRMSNorm, kind)
+    if (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D"):
+        return _subclass(nn.TransposedLinear, kind)
+    if kind not in _TWINS and is_rms_norm(module):
+        return _subclass(nn.ForeignRMSNorm, kind)
     if isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
         return "it computes a parameter of another module, whose forward follows that"
     base = _inherits_forward(kind)

@@ -212,7 +212,9 @@ class WGradQueue:
         """Drops the W of one key, of a list, or all: their gradients are lost. Returns how many."""
         with self._lock:
             dropped = self._select("discard", key)
-            self._remove(dropped)
+            for task in dropped:
+                del self._tasks[task]
+            self._release(dropped)
         return len(dropped)
 
     def pending(self, key: Hashable | list[Hashable] = None) -> int:
@@ -341,11 +343,6 @@ class WGradQueue:
                 self._run([([[task]], False)], task)
         if self._held.nbytes > self.max_bytes:
             self.join()
-
-    def _remove(self, tasks: Iterable[WGradTask]) -> None:
-        for task in tasks:
-            del self._tasks[task]
-        self._release(tasks)
 
     def _hold(self, task: WGradTask) -> None:
         task.storages = self._held.add(task.tensors)

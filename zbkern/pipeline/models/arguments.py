@@ -14,12 +14,8 @@ from zbkern.pipeline.models.layers import is_transformer
 # Beginnings of arguments' names in the library: of images, videos and sound; and of all that the first chunk takes.
 _OF_ENCODERS = ("pixel_values", "input_features", "input_values")
 _EMBEDDED = ("inputs_embeds", *_OF_ENCODERS)
-_ENCODERS_BEFORE_BLOCKS = (
-    "llava",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "gemma3",
-)  # kinds of models that use what an encoder gives in no other place
+# Kinds of models that use what an encoder gives in no other place
+_ENCODERS_BEFORE_BLOCKS = ("llava", "qwen2_vl", "qwen2_5_vl", "gemma3")
 
 
 class ArgumentElsewhere:

@@ -24,11 +24,12 @@ from zbkern.pipeline.models.arguments import (
     split_batch,
     without_images,
 )
-from zbkern.pipeline.models.layers import encoder_of, is_transformer
+from zbkern.pipeline.models.layers import encoder_of, is_transformer, is_within
 from zbkern.pipeline.models.placeholders import Placeholder, PlaceholderUsed, placeholder, refuse_placeholders
 from zbkern.pipeline.transport.tensors import tensors_in
 
 _SETTING = bool | int | float | str
+_GIVE_TOKENS = "give them as a side input, side={'input_ids': tokens}, on every rank"
 
 
 class _Reached(Exception):
@@ -115,7 +116,7 @@ class _Absent(nn.Module):
             return value
         raise AttributeError(
             f"cut: the model's forward uses {name!r} of {self.__dict__.get('_name')!r}, which another chunk holds; if "
-            "it does so for want of token ids, give them as a side input, side={'input_ids': tokens}, on every rank"
+            f"it does so for want of token ids, {_GIVE_TOKENS}"
         )
 
     def _like(self, inputs: Any, keywords: Any) -> Tensor:
@@ -353,7 +354,7 @@ class Chunk(nn.Module):
         if self._last == len(self.all_layers) and pools_by_padding(self.whole):
             raise ValueError(
                 f"cut: {type(self.whole).__name__} pools by its padding, which token ids show, and would take the last "
-                "token of each row without them: give them as a side input, side={'input_ids': tokens}, on every rank"
+                f"token of each row without them: {_GIVE_TOKENS}"
             )
         if self._first == 1:  # the embedding is all that other chunks have done
             return self.whole(inputs_embeds=self._flow.enter(self.all_layers[0]), **side)
@@ -378,11 +379,10 @@ class Chunk(nn.Module):
 
     def _of_another(self, error: PlaceholderUsed, side: dict[str, Any]) -> ValueError:
         """Of a forward that uses what other chunks hold."""
-        layers = f"the layers {self.layer_names[0]!r} to {self.layer_names[-1]!r}"
         beside = sorted(error.origins & self._elsewhere.keys())
         if beside:
             return ValueError(
-                f"cut: {layers} use {beside[0]!r}, which stands beside the layers and is in the chunk of "
+                f"cut: {self._words()} use {beside[0]!r}, which stands beside the layers and is in the chunk of "
                 f"{self._elsewhere[beside[0]]!r} alone: put it into each layer that uses it (one in several layers is "
                 "a tied weight), or cut so that one chunk has all these layers"
             )
@@ -392,18 +392,22 @@ class Chunk(nn.Module):
                 f"cut: layer {origin!r} runs more than once in a forward, or more than the next layer uses what it "
                 "gives; a pipeline passes each layer once: name what runs once as layers"
             )
-        user = f"{layers} use" if error.user is None else f"layer {error.user!r} uses"
-        tokens = "; if that comes of token ids, give them as a side input, side={'input_ids': tokens}, on every rank"
+        user = f"{self._words()} use" if error.user is None else f"layer {error.user!r} uses"
+        remedy = "cut elsewhere, or make that computation a part of a layer"
+        if is_transformer(self.whole) and "input_ids" not in side:
+            remedy += f"; if that comes of token ids, {_GIVE_TOKENS}"
         return ValueError(
             f"cut: {user} what is computed from that of {origin!r}, which another chunk holds, besides the output of "
-            "the layer before: cut elsewhere, or make that computation a part of a layer"
-            + tokens
-            * (is_transformer(self.whole) and "input_ids" not in side)
+            f"the layer before: {remedy}"
         )
+
+    def _words(self) -> str:
+        """What errors call this chunk."""
+        return f"the layers {self.layer_names[0]!r} to {self.layer_names[-1]!r}"
 
     def _layer_of(self, name: str) -> int:
         """The number of the layer in which it is."""
-        found = (i for i, layer in enumerate(self.all_layers) if name == layer or name.startswith(f"{layer}."))
+        found = (number for number, layer in enumerate(self.all_layers) if is_within(name, layer))
         return next(found, len(self.all_layers))
 
     def _unreachable(self, error: Exception) -> ValueError:
@@ -416,9 +420,8 @@ class Chunk(nn.Module):
 
     def _without_tokens(self, error: Exception) -> ValueError:
         return ValueError(
-            f"cut: {type(error).__name__} in the layers {self.layer_names[0]!r} to {self.layer_names[-1]!r}: {error}. "
-            "They have no token ids; if the model uses these there, give them as a side input, "
-            "side={'input_ids': tokens}, on every rank"
+            f"cut: {type(error).__name__} in {self._words()}: {error}. "
+            f"They have no token ids; if the model uses these there, {_GIVE_TOKENS}"
         )
 
     def _check(self, received: Any, output: Any) -> None:
@@ -427,9 +430,9 @@ class Chunk(nn.Module):
             return
         if any(tensor.isnan().all() for tensor in tensors_in(output) if tensor.numel()):
             raise ValueError(
-                f"cut: the layers {self.layer_names[0]!r} to {self.layer_names[-1]!r} give NaN only: their weights are "
-                "not numbers, or the model uses something there that it computes in layers of other chunks, besides "
-                "the output of the layer before: cut elsewhere, or make that computation a part of a layer"
+                f"cut: {self._words()} give NaN only: their weights are not numbers, or the model uses something there "
+                "that it computes in layers of other chunks, besides the output of the layer before: cut elsewhere, or "
+                "make that computation a part of a layer"
             )
 
 

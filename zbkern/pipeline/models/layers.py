@@ -115,10 +115,9 @@ def _named_layers(model: nn.Module, layers: Sequence[str] | Mapping[str, str]) -
     for name, kind in kinds.items():
         if kind not in KINDS:
             raise ValueError(f"layers_of: the kind of layer {name!r} must be one of {list(KINDS)}; got {kind!r}")
-        parent = str(name).removesuffix(".*").removesuffix("*")
-        children = [f"{parent}.{child}".lstrip(".") for child, _ in known[parent].named_children()] if (
-            str(name).endswith("*") and parent in known
-        ) else [name]  # fmt: skip
+        parent, children = str(name).removesuffix(".*").removesuffix("*"), [name]
+        if str(name).endswith("*") and parent in known:
+            children = _children(model, parent)
         missing = [child for child in children if child not in known]
         if missing or not children:
             some = [child for child, _ in model.named_children()]
@@ -181,12 +180,9 @@ def _of_stack(model: Any, stack: str, outermost: str) -> dict[str, str]:
     head = _name_in(model, model.get_output_embeddings())
     path = blocks[0].split(".")
     early, late = [], {}
-    for depth in range(
-        len(path) - 1, outermost.count(".") + bool(outermost) - 1, -1
-    ):  # from beside the blocks outwards
+    for depth in reversed(range(outermost.count(".") + bool(outermost), len(path))):  # from beside the blocks outwards
         parent = ".".join(path[:depth])
-        names = [f"{parent}.{child}".lstrip(".") for child, _ in model.get_submodule(parent).named_children()]
-        names = [name for name in names if any(True for _ in model.get_submodule(name).parameters())]
+        names = [name for name in _children(model, parent) if any(True for _ in model.get_submodule(name).parameters())]
         place = names.index(".".join(path[: depth + 1]))
         before, after = names[:place], names[place + 1 :]
         if config.model_type != _NORM_AT_THE_END:
@@ -195,6 +191,16 @@ def _of_stack(model: Any, stack: str, outermost: str) -> dict[str, str]:
         late.update({name: "head" if name == head or not parent else "norm" for name in after})
     of_blocks = dict.fromkeys((f"{blocks[0]}.{index}" for index in range(len(lists[blocks[0]]))), "block")
     return {embedding: "embedding", **dict.fromkeys(early, "norm"), **of_blocks, **late}
+
+
+def _children(model: nn.Module, parent: str) -> list[str]:
+    """The names in the model of a module's children."""
+    return [f"{parent}.{child}".lstrip(".") for child, _ in model.get_submodule(parent).named_children()]
+
+
+def is_within(name: str, module: str) -> bool:
+    """Whether a name is that of a module, or of something in it."""
+    return name == module or name.startswith(f"{module}.")
 
 
 def _name_in(model: nn.Module, module: Any) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zbkern.pipeline.models.chunk import Chunk
-from zbkern.pipeline.models.layers import is_transformer
+from zbkern.pipeline.models.layers import is_transformer, is_within
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Initialiser = Callable[[nn.Module], None]
@@ -90,7 +90,7 @@ def _materialise(chunk: Chunk, made: dict[int, nn.Parameter], device: torch.devi
 def _draw(model: nn.Module, chunk: Chunk, empty: Sequence[str], init: Initialiser | None, seed: int) -> None:
     """Values for `empty`, layer by layer: those of a layer depend on the seed and its name, not on the partition."""
     parts = {name.rpartition(".")[0] for name in empty}
-    inside = {part: next((layer for layer in chunk.layer_names if _within(part, layer)), part) for part in parts}
+    inside = {part: next((layer for layer in chunk.layer_names if is_within(part, layer)), part) for part in parts}
     for owner in sorted(set(inside.values())):
         layer, initialise = chunk.whole.get_submodule(owner), _initialiser(chunk, owner, init)
         with _seeded(seed, owner, chunk):
@@ -153,10 +153,6 @@ def _seeded(seed: int, name: str, chunk: Chunk) -> Iterator[None]:
     with torch.random.fork_rng([*gpus]):
         torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # of a seed torch uses 32 bits
         yield
-
-
-def _within(name: str, layer: str) -> bool:
-    return name == layer or name.startswith(f"{layer}.")
 
 
 # ---- from files

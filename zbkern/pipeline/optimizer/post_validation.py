@@ -304,9 +304,11 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
         As with torch, tensors are those that later steps change: copy what is to stay.
         """
         self.validate()
-        masters = [master for _, master in self.masters]
-        inner = {"optimizer": self.optimizer.state_dict(), "kinds": kinds_of(self.optimizer)}
-        return {**inner, "masters": masters}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "kinds": kinds_of(self.optimizer),
+            "masters": [master for _, master in self.masters],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what `state_dict` gave, with the same parameters on this rank; on all ranks.
@@ -321,10 +323,11 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
                 f"got {got}; a torch optimizer's own state goes into Optimizer.optimizer.load_state_dict()"
             )
         saved = [list(master.shape) for master in state["masters"]]
-        if not same_kind(self.optimizer, state["kinds"]) or saved != [list(m.shape) for _, m in self.masters]:
+        own = [list(master.shape) for _, master in self.masters]
+        if not same_kind(self.optimizer, state["kinds"]) or saved != own:
             raise ValueError(
                 f"Optimizer.load_state_dict: state must be that of {type(self.optimizer).__name__} with master weights "
-                f"of shapes {[list(m.shape) for _, m in self.masters]}; got that of {state['kinds'][0]} with {saved}; "
+                f"of shapes {own}; got that of {state['kinds'][0]} with {saved}; "
                 "load it into the kind of optimizer that saved it, with its master_weights= and its parameters"
             )
         self.optimizer.load_state_dict(state["optimizer"])
