@@ -38,7 +38,8 @@ from zbkern.pipeline.optimizer.master_weights import (
     take_changes_,
 )
 from zbkern.pipeline.optimizer.params import hyperparameters, kinds_of, parameters, same_kind
-from zbkern.pipeline.optimizer.undo import UNDO, PendingStep
+from zbkern.pipeline.optimizer.pending_step import PendingStep
+from zbkern.pipeline.optimizer.undo import UNDO
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.step_validator import StepValidator
 from zbkern.pipeline.schedules.warmup import rank_order
