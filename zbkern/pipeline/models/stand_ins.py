@@ -1,0 +1,168 @@
+"""Modules in the place of layers that other chunks hold: what the model's forward finds there, and what it gives it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from zbkern.pipeline.models.placeholders import Placeholder, placeholder
+from zbkern.pipeline.transport.tensors import tensors_in
+
+_SETTING = bool | int | float | str
+GIVE_TOKENS = "give them as a side input, side={'input_ids': tokens}, on every rank"
+
+
+class Reached(Exception):
+    """The layer after the chunk's last was called."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "cut: the model goes on in another chunk: call the chunk, and not its whole; to generate, let one process "
+            "read what export writes"
+        )
+
+
+def not_in_replays(hook: Any) -> Any:
+    """Of a module in a CUDA graph: what this hook notes or refuses is the same in every replay."""
+    hook.needed_in_replays = False
+    return hook
+
+
+class Flow:
+    """What goes into and out of the layers of a chunk in the forward that runs."""
+
+    def __init__(self) -> None:
+        self.kind: type[nn.Module] | None = None  # of the layer whose output is received
+        self.last = ""  # the chunk's last layer
+        self.runs = False  # else a layer runs alone, again in an R, and gives what it gives
+        self.begin(None)
+
+    def begin(self, received: Any, encoded: Any = None) -> None:
+        self.received, self.sent, self.encoded = received, None, encoded
+        self.entered = self.left = False
+
+    def like_received(self, name: str) -> Any:
+        """Placeholders for what a layer gives that is of the class of the one whose output is received."""
+        return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, name), self.received)
+
+    def tensor_like_received(self, name: str) -> Placeholder:
+        """A placeholder in the shape of the first tensor that was received; a single number where nothing was."""
+        return placeholder(next(iter(tensors_in(self.received)), torch.empty(())), name)
+
+    def enter(self, name: str) -> Any:
+        if self.entered:
+            raise ValueError(
+                f"cut: layer {name!r} runs more than once in a forward; a pipeline passes each layer once: name what "
+                "runs once as layers"
+            )
+        self.entered = True
+        return self.received
+
+    @not_in_replays
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Hook of the chunk's last layer. What the forward goes on with cannot change what is sent."""
+        if not self.runs:
+            return output
+        self.sent, self.left = result_of(output), True
+        return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, self.last), output)
+
+    @not_in_replays
+    def encode(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Hook of an encoder, in the chunk of its last layer: all layers of the decoder take what it gives."""
+        self.encoded = output[0]
+
+
+class _Absent(nn.Module):
+    """A module that another rank holds. It has the settings of the original, such as a block's kind of attention."""
+
+    held_elsewhere = True  # there is nothing in it that could be recomputed
+
+    def __init__(self, original: nn.Module, name: str, flow: Flow) -> None:
+        super().__init__()
+        self.__dict__.update({key: value for key, value in vars(original).items() if isinstance(value, _SETTING)})
+        self._name, self._flow = name, flow
+        self._kind = type(original)
+        # by name, and not as modules, which would be in all names: such as the dtype of a weight in them
+        self.__dict__["_inside"] = {
+            **{key: Outside(child, f"{name}.{key}", flow) for key, child in original.named_children()},
+            **{key: like_parameter(value, name) for key, value in original.named_parameters(recurse=False)},
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_inside", ()):
+            return self._inside[name]
+        value = getattr(self.__dict__.get("_kind"), name, None)
+        if isinstance(value, _SETTING) and not name.startswith("__"):
+            return value
+        raise AttributeError(
+            f"cut: the model's forward uses {name!r} of {self.__dict__.get('_name')!r}, which another chunk holds; if "
+            f"it does so for want of token ids, {GIVE_TOKENS}"
+        )
+
+    def _like(self, inputs: Any, keywords: Any) -> Tensor:
+        """In the shape of the first tensor given, or of its embeddings; of positions where it gets any."""
+        positions = keywords.get("position_ids")  # a mask is longer, in slices
+        received = self._flow.tensor_like_received(self._name)
+        first = next(iter(tensors_in((positions, inputs, keywords))), None)
+        if first is None:  # sinusoids, which take a shape
+            return received
+        shape = (*first.shape, self.embedding_dim) if "embedding_dim" in vars(self) else first.shape
+        dtype = first.dtype if first.is_floating_point() else received.dtype
+        return placeholder(torch.empty((), dtype=dtype, device=first.device).expand(shape), self._name)
+
+
+class Before(_Absent):
+    """A layer before the chunk's first. One of the same class gives a tuple where that one does."""
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        if "embedding_dim" in vars(self):
+            return self._like(inputs, keywords)
+        same = self._kind is self._flow.kind
+        return self._flow.like_received(self._name) if same else self._flow.tensor_like_received(self._name)
+
+
+class Entry(_Absent):
+    """The layer before the chunk's first: gives what that one gave on its rank."""
+
+    def __init__(self, original: nn.Module, name: str, flow: Flow) -> None:
+        super().__init__(original, name, flow)
+        flow.kind = type(original)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        return self._flow.enter(self._name)
+
+
+class After(_Absent):
+    """A layer after the chunk's last."""
+
+    def __getattr__(self, name: str) -> Any:
+        if "_flow" in self.__dict__ and self._flow.left:
+            raise Reached  # such as the dtype of the head's weight, to which its input is to be cast
+        return super().__getattr__(name)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        raise Reached
+
+
+class Outside(_Absent):
+    """A module with parameters that belongs to a layer of another chunk, GPT-2's positions, say."""
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        return self._like(inputs, keywords)
+
+
+def like_parameter(parameter: Tensor, owner: str) -> Placeholder:
+    """In the place of a parameter; a placeholder has its value, so that it is never on the meta device."""
+    device = "cpu" if parameter.is_meta else parameter.device
+    return placeholder(torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape), owner)
+
+
+def result_of(output: Any) -> Any:
+    """Of an output of the transformers library what a loss takes; others as they are."""
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(getattr(output, name, None), Tensor):
+            return getattr(output, name)
+    return output
