@@ -170,17 +170,17 @@ def _convolution(name: str, transposed: bool) -> Kind:
     ) -> Tensor:
         return torch.convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)
 
-    def backward(dy: Tensor, x: Tensor, w: Tensor, options: Sequence[Any], mask: list[bool]) -> tuple[Any, ...]:
+    def gradient(of: int, dy: Tensor, x: Tensor, w: Tensor, options: Sequence[Any]) -> Tensor:
+        """Of x, 0, or w, 1."""
         *places, output_padding, groups = options
-        return torch.ops.aten.convolution_backward(dy, x, w, None, *places, transposed, output_padding, groups, mask)
+        others = transposed, output_padding, groups, [of == 0, of == 1, False]
+        return torch.ops.aten.convolution_backward(dy, x, w, None, *places, *others)[of]
 
     return Kind(
         name,
         forward,
-        lambda dy, x, w, *options: backward(dy, x, w, options, [True, False, False])[0],
-        lambda x, dy, w, *options: backward(dy, x, torch.empty_like(w, device=x.device), options, [False, True, False])[
-            1
-        ],
+        lambda dy, x, w, *options: gradient(0, dy, x, w, options),
+        lambda x, dy, w, *options: gradient(1, dy, x, torch.empty_like(w, device=x.device), options),
     )
 
 
