@@ -2,13 +2,10 @@
 
 The norm of all gradients and the check for non-finite values need every stage, and an all-reduce before the step would
 make every stage wait for the slowest. Instead each rank receives the sum of squares of the ranks before it, adds its
-own and sends it on; if the sum so far requires neither clipping nor skipping, the rank steps at once. The last rank
+own and sends it on (norm_chain.py); if the sum so far requires neither clipping nor skipping, the rank steps at once. The last rank
 knows the total and sends it back while the forwards of the next step begin. If the total requires clipping or skipping,
 the ranks that have stepped roll the step back, and step again with scaled gradients, or not at all. The result is that
 of a synchronous step.
-
-Where some ranks have shards (DTensor) and the last has none, the sum ends at the last rank that has: all pipelines of
-its mesh then skip the same steps. The ranks after it send their sums back to it, and wait for the total.
 
 Post-validation: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 4. A sum of squares only grows
 from rank to rank, so a rank whose partial sum requires clipping is right; only one whose partial sum does not may have
@@ -37,6 +34,7 @@ from zbkern.pipeline.optimizer.master_weights import (
     masters_of,
     take_changes_,
 )
+from zbkern.pipeline.optimizer.norm_chain import NormChain
 from zbkern.pipeline.optimizer.params import hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.pending_step import PendingStep
 from zbkern.pipeline.optimizer.undo import UNDO
@@ -45,7 +43,7 @@ from zbkern.pipeline.runtime.step_validator import StepValidator
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import Transport, check_timeout
 from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_peers, tied_names
-from zbkern.pipeline.transport.mailbox import Note, PipelineError, described
+from zbkern.pipeline.transport.mailbox import PipelineError, described
 from zbkern.wgrad.accumulation import gradient_of, main_grad_of
 
 logger = logging.getLogger("zbkern")
@@ -158,7 +156,10 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
         self._pending: PendingStep | None = None
         self._cautious = False
         with closing_on_error(self._transport, self._owned is not None, "its Optimizer"):
-            self._connect_ranks(shared)
+            ranks = [*range(self._transport.size)] if pipeline is None else rank_order(pipeline.schedule)
+            cut = any(isinstance(p, DTensor) and p.requires_grad for p in self._model_parameters())
+            self._chain = NormChain(self._transport, ranks, cut, shared.values(), self.timeout)
+            self._uncounted = self._counted_elsewhere(shared)
             if pipeline is not None:
                 pipeline.attach(self)
                 self._warn_of_missing(pipeline)
@@ -226,9 +227,9 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
             gradients = self._collect()
             total = self._pass_on(gradients)
             step = PendingStep(gradients, hyperparameters(self.optimizer))
-            if self._next is None:
+            if self._chain.ends_here:
                 self._pending = step
-                self._pass_back(total)
+                self._chain.pass_back(self._number, total)
                 self._conclude(total)
                 return loss
             if self._may_step(total):
@@ -254,15 +255,14 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
         if self._pending is None:
             return
         with self._failing_together():
-            assert self._next is not None  # where the sum ends, step() validates
-            total = self._transport.receive(self._next, self._tag("all"), self.timeout)
-            self._pass_back(total)
+            total = self._chain.receive_total(self._number)  # where the chain ends, step() validates
+            self._chain.pass_back(self._number, total)
             self._pending.check_values()
             self._conclude(total)
 
     def try_validate(self) -> bool:
         """Validates if that is possible without waiting; True when no step is pending."""
-        if self._pending is not None and self._transport.ready(self._tag("all")):
+        if self._pending is not None and self._chain.total_is_here(self._number):
             self.validate()
         return self._pending is None
 
@@ -382,55 +382,31 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
                 "all chunks as they are now, as in torch.nn.ModuleList(chunks).parameters(), or freeze the others"
             )
 
-    def _connect_ranks(self, shared: Mapping[int, str]) -> None:
-        """Finds the ranks that sums come from and go to, and the parameters that are counted elsewhere; collective.
+    def _counted_elsewhere(self, shared: Mapping[int, str]) -> set[int]:
+        """By id, the parameters of which another copy is in the norm, and their masters.
 
-        shared: {id: name} of parameters that have copies.
+        shared: {id: name} of parameters that have copies, also of those that come with a later group.
         """
-        ranks = [*range(self._transport.size)] if self._pipe is None else rank_order(self._pipe.schedule)
-        cut = any(isinstance(p, DTensor) and p.requires_grad for p in self._model_parameters())
-        names, with_shards = zip(*self._transport.gather((sorted(shared.values()), cut)), strict=True)
-        place = ranks.index(self._transport.rank)
-        end = max((at for at, rank in enumerate(ranks) if with_shards[rank]), default=len(ranks) - 1)
-        before, after = ranks[:place][-1:], ranks[place + 1 :][:1]
-        self._is_after_end = place > end
-        self._next = None if place == end else after[0] if place < end else before[0]
-        self._sources = [(rank, "previous") for rank in before if place <= end]
-        self._sources += [(rank, "later") for rank in after if place >= end]
-        counted = {name for rank in ranks[:place] for name in names[rank]}
-        self._uncounted: set[int] = set()
-        for key, name in shared.items():  # also of parameters that come with a later group
+        counted, found = {*self._chain.counted}, set()
+        for key, name in shared.items():
             if name in counted:
-                self._uncounted.add(key)
+                found.add(key)
             counted.add(name)
-        self._uncounted |= {id(master) for parameter, master in self.masters if id(parameter) in self._uncounted}
+        return found | {id(master) for parameter, master in self.masters if id(parameter) in found}
 
     def _pass_on(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """The sum of squares of this rank and of those whose sums it receives, fp64 []; sent to the next rank."""
         counted = [gradient for parameter, gradient in gradients if id(parameter) not in self._uncounted]
         uncounted = [gradient for parameter, gradient in gradients if id(parameter) in self._uncounted]
         received: list[Tensor] = []
-        if self._next is None and any(isinstance(gradient, DTensor) for _, gradient in gradients):
+        if self._chain.ends_here and any(isinstance(gradient, DTensor) for _, gradient in gradients):
             # with this rank's shards, other pipelines of its mesh learn what ranks without shards have found
-            received = self._receive_sums()
+            received = self._chain.receive_sums(self._number)
             uncounted += received
         total = sum_of_squares(counted, uncounted).to(self._device)
-        total = sum(received or self._receive_sums(), total)
-        if self._next is not None:
-            what = "later" if self._is_after_end else "previous"
-            self._transport.send(self._next, self._tag(what), total)
+        total = sum(received or self._chain.receive_sums(self._number), total)
+        self._chain.send_sum(self._number, total)
         return total
-
-    def _receive_sums(self) -> list[Tensor]:
-        return [self._transport.receive(rank, self._tag(what), self.timeout) for rank, what in self._sources]
-
-    def _pass_back(self, total: Tensor) -> None:
-        for rank, _ in self._sources:
-            self._transport.send(rank, self._tag("all"), total)
-
-    def _tag(self, what: str) -> Note:
-        """Of a message with the sum of squares of the previous or later ranks, or of all, which answers both."""
-        return Note(self._number, f"the squared gradient norm of {what} stages, optimizer step {self._number}")
 
     def _may_step(self, total: Tensor) -> bool:
         """Whether to step before validation, given the sum of squares of this rank and those before it.
@@ -439,7 +415,7 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
         of the total after the one before it must not begin forwards, whose inputs that one might not send.
         """
         cautious = self.adaptive and self._cautious
-        if cautious or self._undo is None or self._is_after_end or self.optimizer._optimizer_step_pre_hooks:
+        if cautious or self._undo is None or self._chain.is_after_end or self.optimizer._optimizer_step_pre_hooks:
             return False
         norm = math.sqrt(total.item())
         return math.isfinite(norm) and clip_coefficient(norm, self.max_norm) == 1

@@ -1,0 +1,69 @@
+"""The chain of ranks along which squares of gradients are added up to the norm over all stages, and its way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from zbkern.pipeline.transport.base import Transport
+from zbkern.pipeline.transport.mailbox import Note
+
+
+class NormChain:
+    """This rank's place in the chain: whose sums it receives, who gets its own. The total comes back the same way.
+
+    Where some ranks have shards (DTensor) and the last has none, the sum ends at the last rank that has: all pipelines
+    of its mesh then skip the same steps. The ranks after it send their sums back to it, and wait for the total.
+
+    ranks: in the order in which the model uses them. has_shards: whether this rank has any. shared: the names of its
+    parameters that other ranks have copies of. timeout: seconds to wait for a message. Collective.
+    """
+
+    def __init__(
+        self, transport: Transport, ranks: Sequence[int], has_shards: bool, shared: Iterable[str], timeout: float
+    ) -> None:
+        names, with_shards = zip(*transport.gather((sorted(shared), has_shards)), strict=True)
+        place = ranks.index(transport.rank)
+        end = max((at for at, rank in enumerate(ranks) if with_shards[rank]), default=len(ranks) - 1)
+        before, after = ranks[:place][-1:], ranks[place + 1 :][:1]
+        self._transport, self._timeout = transport, timeout
+        self._next = None if place == end else after[0] if place < end else before[0]
+        self._sources = [(rank, "previous") for rank in before if place <= end]
+        self._sources += [(rank, "later") for rank in after if place >= end]
+        self.is_after_end = place > end
+        self.counted = {name for rank in ranks[:place] for name in names[rank]}
+        """The names of shared parameters that a rank before this one counts."""
+
+    @property
+    def ends_here(self) -> bool:
+        """Whether this rank knows the total first."""
+        return self._next is None
+
+    def receive_sums(self, step: int) -> list[Tensor]:
+        """The sums of the ranks that send theirs to this one, of the optimizer's n-th step."""
+        return [self._transport.receive(rank, _tag(what, step), self._timeout) for rank, what in self._sources]
+
+    def send_sum(self, step: int, total: Tensor) -> None:
+        """Sends the sum of this rank and those before it to the next; no-op where the chain ends."""
+        if self._next is not None:
+            self._transport.send(self._next, _tag("later" if self.is_after_end else "previous", step), total)
+
+    def total_is_here(self, step: int) -> bool:
+        """Whether `receive_total` would return at once."""
+        return self._transport.ready(_tag("all", step))
+
+    def receive_total(self, step: int) -> Tensor:
+        """The sum of all ranks, from the next one; not where the chain ends."""
+        assert self._next is not None
+        return self._transport.receive(self._next, _tag("all", step), self._timeout)
+
+    def pass_back(self, step: int, total: Tensor) -> None:
+        """Sends the sum of all ranks to those that have sent theirs."""
+        for rank, _ in self._sources:
+            self._transport.send(rank, _tag("all", step), total)
+
+
+def _tag(what: str, step: int) -> Note:
+    """Of a message with the sum of squares of the previous or later ranks, or of all, which answers both."""
+    return Note(step, f"the squared gradient norm of {what} stages, optimizer step {step}")
