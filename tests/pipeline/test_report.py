@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from zbkern.pipeline import Costs, LayerCosts, ModelCosts, draw, plan, report, schedules, simulate
+from zbkern.pipeline import Costs, LayerCosts, ModelCosts, PlanOptions, draw, plan, report, schedules, simulate
 from zbkern.pipeline.draw import style
 from zbkern.pipeline.planner import Plan
 
@@ -128,6 +128,22 @@ def test_a_cut_that_cannot_be_more_even_names_another_number_of_stages() -> None
     followed = plan(costs, 3, 16, effort=0)
     assert followed.idle.load < 0.01
     assert "has the most work" not in advice(followed, costs)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_what_the_split_and_more_chunks_cost_is_in_any_cut(chunks: int) -> None:
+    costs = replace(layers(14, 1), pass_overhead=0.05)
+    found = plan(costs, 4, 16, chunks, effort=0)
+    assert any(action.kind == "W" for action in found.schedule.actions[found.idle.busiest])
+    assert "has the most work, and no cut of these layers into 4 is more even; into 3 it may be: 0.00%" in advice(
+        found, costs
+    )
+
+
+def test_a_cut_that_could_be_more_even_says_what_may_find_one() -> None:
+    costs = replace(layers(16, 1), pass_overhead=0.05)
+    found = plan(costs, 4, 16, 1, effort=0, options=PlanOptions(partition=[0, 4, 8, 11]))
+    assert "rank 3 has the most work: more memory, or a longer search, may find" in advice(found, costs, 100)
 
 
 def test_a_layer_that_takes_too_long_for_any_number_of_stages() -> None:

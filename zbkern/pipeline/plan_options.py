@@ -81,7 +81,7 @@ _HELP = {
     "costs without units); with --config the number can be left out, and is that of the table of hardware",
     "--recompute": "activations may be recomputed; --costs of chunks must have the checkpoint, what an F keeps then",
     "--slices": "sequences go through the pipeline in slices: as many as are best (auto), a number, whose lengths are "
-    "chosen, or the length of each, in any unit; for causal models, see docs/long_context.md",
+    "chosen, or lengths such as 3,2,2, in any unit; for causal models, see docs/long_context.md",
     "--schedule": f"this schedule instead of a search: {', '.join(schedules.NAMES)}",
     "--compare": "also a table of all published schedules and the plan",
     "--out": "files to write, by suffix: .svg .html (pictures), .json (a trace for Perfetto), .csv, .torch.csv "

@@ -11,7 +11,7 @@ from zbkern.pipeline.schedules.program import offloads_or_recomputes
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, duration, number
 from zbkern.pipeline.simulation.layers import ModelCosts
-from zbkern.pipeline.simulation.needs import least_uneven, least_work
+from zbkern.pipeline.simulation.needs import least_uneven, least_work, most_work
 from zbkern.pipeline.simulation.timeline import Timeline
 
 _MARGIN = 10  # columns of the names of figures
@@ -129,10 +129,12 @@ def _about_load(plan: Plan, limit: float | None, layers: ModelCosts | None) -> s
 
 
 def _as_even_as_can_be(plan: Plan, layers: ModelCosts, stages: int) -> bool:
-    busy = plan.timeline.busy
-    if len(plan.schedule.slices) > 1:  # every rank has the overhead of their passes
-        return 1 - sum(busy) / (len(busy) * max(busy)) <= least_uneven(layers, stages) + _AS_EVEN
-    return max(busy) <= plan.schedule.microbatches * least_work(layers, stages) * (1 + _AS_EVEN)
+    """By the layers alone: what passes cost besides, split, in slices or of several chunks, is in any cut."""
+    if any(action.kind == "R" for row in plan.schedule.actions for action in row):
+        return False  # a rank that recomputes more has more work
+    assert plan.partition is not None  # of layers
+    work = most_work(layers, plan.partition, plan.schedule.placement)
+    return work <= least_work(layers, stages) * (1 + _AS_EVEN)
 
 
 def _more_even_stages(layers: ModelCosts, stages: int) -> int | None:
