@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -40,5 +41,10 @@ def found(path: str) -> Any:
 @pytest.mark.parametrize(("path", "arguments"), CALLS, ids=[path for path, _ in CALLS])
 def test_arguments(path: str, arguments: str) -> None:
     known = inspect.signature(found(path)).parameters
-    for keyword in re.findall(r"(\w+)=", re.sub(r"\([^()]*\)|lambda.*", "", arguments)):
-        assert keyword in known or any(each.kind is each.VAR_KEYWORD for each in known.values())
+    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        return
+    positional, _, named = re.sub(r"lambda.*|\{.*?\}", "", arguments).partition("*, ")
+    for part, kinds in (positional, {"POSITIONAL_OR_KEYWORD"}), (named, {"KEYWORD_ONLY"}):
+        for keyword, default in re.findall(r"(\w+)=([^,]+)", part):
+            assert known[keyword].kind.name in kinds
+            assert default in ("...", "64 MiB") or known[keyword].default == ast.literal_eval(default)

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from zbkern import __main__
 from zbkern.pipeline import Schedule
@@ -89,6 +90,33 @@ def test_the_program_shards_all_that_replicas_have(two_ranks: Any, four_ranks: A
     assert tied == whole
     assert divided == pytest.approx(shared, abs=2e-3)  # bf16
     assert shared[0] != whole[0]
+
+
+def dtypes(program: Path) -> set[torch.dtype]:
+    """Of the parameters of this rank."""
+    from transformers import AutoConfig
+
+    names = runpy.run_path(str(program))
+    mesh = init_device_mesh(
+        "cpu",
+        tuple(names[size] for size in ("REPLICAS", "STAGES", "TENSOR_PARALLEL")),
+        mesh_dim_names=("replica", "stage", "tensor"),
+    )
+    chunks = names["chunks_of"](AutoConfig.from_pretrained(names["CONFIG"]), mesh, torch.device("cpu"))
+    return {parameter.dtype for chunk in chunks for parameter in chunk.parameters()}
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform == "win32", reason="gloo")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_replicas_of_a_model_in_bfloat16_share_masters_in_float32(
+    two_ranks: Any, tmp_path: Path, replicas: int
+) -> None:
+    """As published configurations are: one replica has its masters in the Optimizer."""
+    pytest.importorskip("transformers")
+    with mock.patch.dict(TINY, dtype="bfloat16"):
+        program = planned(tmp_path, "--stages", str(2 // replicas), "--data-parallel", str(replicas))
+    assert two_ranks.run(dtypes, program) == [{torch.bfloat16 if replicas == 1 else torch.float32}] * 2
 
 
 @pytest.mark.parametrize(

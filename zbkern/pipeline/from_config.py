@@ -192,6 +192,7 @@ def assumptions(
         "after every W, behind the passes of their own layer; those of two layers are whole at a time"
         if job.fully_shard
         else "",
+        "" if job.fully_shard else "what Optimizer(undo='snapshot') copies of that is not counted",
         "layers are zbkern's own, for which the split into B and W costs nothing (converted ones of the transformers "
         "library keep more from F to B)",
         "an activation that is recomputed costs its chunk's forward once more" if recompute else "",

@@ -111,7 +111,8 @@ def chunks_of(config: object, mesh: DeviceMesh, device: torch.device) -> list[to
     stage = mesh["stage"].get_local_rank()
     chunks = cut(config, SCHEDULE, PARTITION, weights=WEIGHTS, rank=stage, device=device)
     for chunk in chunks:
-        convert(chunk if REPLICAS > 1 else chunk.bfloat16(), config, mesh)  # fully_shard has the masters, or Optimizer
+        chunk = chunk.float() if REPLICAS > 1 else chunk.bfloat16()  # fully_shard has the masters, or Optimizer
+        convert(chunk, config, mesh)
         if REPLICAS == 1:
             for parameter in chunk.parameters():
                 parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
@@ -120,7 +121,8 @@ def chunks_of(config: object, mesh: DeviceMesh, device: torch.device) -> list[to
     return chunks""",
     "optimizer": """\
     pipe = Pipeline(chunks, SCHEDULE, token_loss, mesh.get_group("stage"), device)
-    optimizer = Optimizer(adam, pipe, max_norm=1.0, master_weights=REPLICAS == 1)""",
+    # "snapshot" would be exact, and needs 12 bytes more for each parameter, which the plan has not counted
+    optimizer = Optimizer(adam, pipe, max_norm=1.0, master_weights=REPLICAS == 1, undo="inverse")""",
     "step": "        loss = pipe.step(tokens, targets)",
     "end": "pipe.close()",
 }
