@@ -2,10 +2,10 @@
 
 The norm of all gradients and the check for non-finite values need every stage, and an all-reduce before the step would
 make every stage wait for the slowest. Instead each rank receives the sum of squares of the ranks before it, adds its
-own and sends it on (norm_chain.py); if the sum so far requires neither clipping nor skipping, the rank steps at once. The last rank
-knows the total and sends it back while the forwards of the next step begin. If the total requires clipping or skipping,
-the ranks that have stepped roll the step back, and step again with scaled gradients, or not at all. The result is that
-of a synchronous step.
+own and sends it on (norm_chain.py); if the sum so far requires neither clipping nor skipping, the rank steps at once.
+The last rank knows the total and sends it back while the forwards of the next step begin. If the total requires
+clipping or skipping, the ranks that have stepped roll the step back, and step again with scaled gradients, or not at
+all. The result is that of a synchronous step.
 
 Post-validation: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 4. A sum of squares only grows
 from rank to rank, so a rank whose partial sum requires clipping is right; only one whose partial sum does not may have
