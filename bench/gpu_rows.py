@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from bench import gpu_rows_memory as memory
 from bench.gpu_case import Bench, Case, Row, Run
 from bench.gpu_rows_memory import backward_of
 from zbkern import testing
-from zbkern.kernels import spec
+from zbkern.kernels import dispatch, spec
 
 
 def ceilings(bench: Bench) -> Iterator[Case]:
@@ -121,15 +122,22 @@ def _wgrad(bench: Bench, tokens: int, count: int, n: int, k: int, goals: tuple[f
 
 def fp8(bench: Bench, product: str) -> Iterator[Case]:
     """product: "fwd", "dgrad" (both of a weight that is quantised already) or "wgrad"; beside ours without FP8."""
-    narrow, plain = bench.backend("fp8_linear"), bench.backend("linear")
+    plain, backends = bench.backend("linear"), {"ours": bench.backend("fp8_linear")}
+    if dispatch.why_not("fp8_linear", "cuda", bench.device, bench.dtype) is None:
+        backends["our CUDA"] = dispatch.resolve("fp8_linear", "cuda", bench.device, bench.dtype)
     m, (n, k) = bench.sizes.tokens[-1], bench.sizes.layers[0]
     x, dy, weight, kept = bench.random(m, k), bench.random(m, n), bench.random(n, k), {}
     out, other = (bench.empty(*{"fwd": (m, n), "dgrad": (m, k), "wgrad": (n, k)}[product]) for _ in range(2))
-    ours: dict[str, Run] = {
-        "fwd": lambda: narrow.fp8_linear_fwd(x, weight, None, out, kept),
-        "dgrad": lambda: narrow.fp8_linear_dgrad(dy, weight, out, kept),
-        "wgrad": lambda: narrow.fp8_linear_wgrad([(x, dy)], (out, None), False),
-    }
+
+    def run(narrow: ModuleType) -> None:
+        if product == "fwd":
+            narrow.fp8_linear_fwd(x, weight, None, out, kept)
+        elif product == "dgrad":
+            narrow.fp8_linear_dgrad(dy, weight, out, kept)
+        else:
+            narrow.fp8_linear_wgrad([(x, dy)], (out, None), False)
+
+    runs: dict[str, Run] = {name: partial(run, narrow) for name, narrow in backends.items()}
     theirs: dict[str, Run] = {
         "fwd": lambda: plain.linear_fwd(x, weight, None, other),
         "dgrad": lambda: plain.linear_dgrad(dy, weight, other),
@@ -137,16 +145,17 @@ def fp8(bench: Bench, product: str) -> Iterator[Case]:
     }
 
     def check() -> None:
-        ours[product](), theirs[product]()
-        testing.assert_close(out, other, product, tolerance=0.08)  # two roundings to 8 bits make half of it
+        theirs[product]()
+        for name, ours in runs.items():
+            out.fill_(torch.nan)
+            ours()
+            # two roundings to 8 bits make half of it
+            testing.assert_close(out, other, f"{product}, {name}", tolerance=0.08)
 
     moved = m * (n + k) * out.element_size() + 2 * n * k
     flops = testing.linear_flops(m, k, n)
-    yield Case(
-        *(f"M={m} N={n} K={k}", ours[product], {"not in FP8": theirs[product]}, check, flops, moved),
-        floor=1.0,
-        target=1.5,
-    )
+    peers = {"not in FP8": theirs[product], **{name: runs[name] for name in list(runs)[1:]}}
+    yield Case(f"M={m} N={n} K={k}", runs["ours"], peers, check, flops, moved, floor=1.0, target=1.5)
 
 
 def weight_gradient(bench: Bench) -> Iterator[Case]:

@@ -20,7 +20,7 @@
 // 2048 x 2048 of dweight at a time, whose rows and columns of dy and x fit L2 together.
 #pragma once
 
-#define CUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL  // of the cuTensorMapEncodeTiled in cuda_wgrad.cpp
+#define CUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL  // of the cuTensorMapEncodeTiled in cuda_tma.cpp
 #include <cute/tensor.hpp>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/cutlass.h>
@@ -419,18 +419,7 @@ void launch(const Wgrad& task) {
   auto* kernel = reinterpret_cast<const void*>(&wgrad_kernel<C>);
   static std::atomic<std::uint64_t> allowed{0};
   allow_shared_memory(kernel, bytes, task.device, allowed);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3((task.blocks + 1) / 2 * 2);
-  config.blockDim = dim3(C::kThreads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = task.stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {2, 1, 1};
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  void* arguments[] = {&params};
-  check(cudaLaunchKernelExC(&config, kernel, arguments), "wgrad: launch");
+  launch_pairs(kernel, dim3((task.blocks + 1) / 2 * 2), C::kThreads, bytes, task.stream, &params, "wgrad: launch");
 }
 
 template <class Element, class ElementOut, bool Reduce>

@@ -1,11 +1,12 @@
 """Which backend runs an op: a named one runs or raises, "auto" takes the first that can.
 
 A backend is a module that has the kernels of `spec.py` as functions. It is imported when first asked for. The CUDA
-extension has only the kernels that it is meant to do better than Triton; the others of an op come from there.
+extension has only the kernels that it is meant to do better than Triton; the others of an op come from there. Those of
+FP8 are Triton's with the extension's product.
 
 On a GPU "auto" takes Triton's kernels, but cuBLAS for a matmul with nothing to fuse, which is known to be near the
-ceiling. No measurement says otherwise yet: W of the CUDA extension runs where impl="cuda" asks for it, and
-`python -m bench.gpu --rows W` compares it with Triton's.
+ceiling. No measurement says otherwise yet: W and FP8 products of the CUDA extension run where impl="cuda" asks for
+them, and `python -m bench.gpu --rows W FP8` compares them with Triton's.
 """
 
 from __future__ import annotations
@@ -81,7 +82,11 @@ def _backend(impl: str) -> ModuleType:
     module = importlib.import_module(_MODULES[impl])
     if impl not in _FALLBACK_BACKEND:
         return module
-    return _joined(f"{module.__name__} and {_FALLBACK_BACKEND[impl]}", _backend(_FALLBACK_BACKEND[impl]), module)
+    joined = _joined(f"{module.__name__} and {_FALLBACK_BACKEND[impl]}", _backend(_FALLBACK_BACKEND[impl]), module)
+    product = importlib.import_module("zbkern.kernels.cuda.fp8").product
+    for kernel in (name for name in spec.KERNELS if name.startswith("fp8_")):
+        setattr(joined, kernel, functools.partial(getattr(joined, kernel), product=product))
+    return joined
 
 
 def _joined(name: str, *owners: ModuleType) -> ModuleType:
