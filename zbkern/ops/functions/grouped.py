@@ -15,7 +15,7 @@ from zbkern.kernels.reference import grouped as reference_grouped
 from zbkern.kernels.spec import GateOptions
 from zbkern.ops.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.ops.functions.linear import linear_flops
-from zbkern.ops.functions.sharded import is_sharded, local
+from zbkern.ops.functions.sharded import is_sharded, local, own_part
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -108,7 +108,7 @@ def grouped_linear_with_torch(
     weight: Tensor, bias: Tensor | None, x: Tensor, ends: Tensor, transposed: bool = False
 ) -> Tensor:
     """GroupedLinear in torch's own operations, differentiable any number of times."""
-    weight, bias = _local(weight), None if bias is None else _local(bias).to(x.dtype)
+    weight, bias = own_part(weight), None if bias is None else own_part(bias).to(x.dtype)
     weight = (weight.mT if transposed else weight).to(x.dtype)
     biases = [None] * weight.shape[0] if bias is None else bias.unbind()
     if reference_grouped.readable(ends):
@@ -152,8 +152,4 @@ def _library_takes(x: Tensor, weight: Tensor) -> bool:
 
 def _as_input(call: OpCall, x: Tensor) -> list[Any]:
     """The parameters, of DTensors this rank's part, in x's dtype, which under autocast is another one."""
-    return [p if p is None else _local(p).to(x.dtype) for p in call.params]
-
-
-def _local(parameter: Any) -> Tensor:
-    return parameter.to_local() if is_sharded(parameter) else parameter
+    return [p if p is None else own_part(p).to(x.dtype) for p in call.params]

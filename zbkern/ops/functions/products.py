@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zbkern.ops.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.ops.functions._shapes import as_rows
-from zbkern.ops.functions.sharded import is_sharded, local_part
+from zbkern.ops.functions.sharded import local_part, own_part
 from zbkern.wgrad import Segment, WGradKernel
 
 
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
     def values(self, parameter: Any, rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The view's values, with their graph. rows: the one index, if it has rows."""
-        whole = parameter.to_local() if is_sharded(parameter) else parameter
+        whole = own_part(parameter)
         return self.within(whole[rows[0]] if rows else whole).to(dtype)
 
     def add(self, gradient: Tensor, value: Tensor, rows: Sequence[Tensor] = ()) -> None:

@@ -39,6 +39,11 @@ def is_sharded(*tensors: Tensor | None) -> bool:
     return module is not None and all(tensor is None or isinstance(tensor, module.DTensor) for tensor in tensors)
 
 
+def own_part(parameter: Any) -> Tensor:
+    """This rank's part of a parameter that is a DTensor, in its graph; any other as it is."""
+    return parameter.to_local() if is_sharded(parameter) else parameter
+
+
 class ShardedLinear(torch.autograd.Function):
     """y = x weight^T + bias, all of them DTensors, x [..., K]. B: dx. W: dweight and dbias of this rank's part."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from zbkern.pipeline.checkpoint.dcp_format import Stored
 from zbkern.pipeline.optimizer.params import equal, hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.post_validation import Optimizer
 from zbkern.pipeline.runtime.engine import Pipeline
+from zbkern.pipeline.schedules.units import some
 from zbkern.pipeline.transport.tensors import tensors_in
 
 Modules = Pipeline | Mapping[int, nn.Module] | nn.Module
@@ -79,7 +80,7 @@ class NamedState:
     def tensors(self) -> dict[str, Tensor]:
         """Everything of this rank; parameters and states are the tensors themselves, not copies."""
         entries = self._entries()
-        found = {f"model.{name}": each if isinstance(each, Tensor) else pack(each, name) for name, each in entries}
+        found = {f"model.{name}": v if isinstance(v, Tensor) else pack(v, name) for _, _, name, v in entries}
         if self._inner is None:
             return found
         self._check_unshared(self._inner.state)
@@ -127,7 +128,7 @@ class NamedState:
         that is not stored so.
         """
         found: dict[str, Tensor] = {}
-        for name, value in self._entries():
+        for _, _, name, value in self._entries():
             key = f"model.{name}"
             if key not in stored:
                 raise ValueError(f"checkpoint: {name!r} is not in it; saved were {some(names_of_model(stored))}")
@@ -169,8 +170,7 @@ class NamedState:
         Raises ValueError where two tensors of a chunk have one name.
         """
         keys: dict[tuple[int, str], str] = {}
-        for chunk, key in ((chunk, key) for chunk, module in self._chunks.items() for key in module.state_dict()):
-            name = self._name(chunk, key)
+        for chunk, key, name, _ in self._entries():
             if (other := keys.setdefault((chunk, name), key)) != key:
                 raise ValueError(
                     f"checkpoint: rename gives {other!r} and {key!r} of chunk {chunk} one name, {name!r}, and the "
@@ -276,11 +276,11 @@ class NamedState:
             raise TypeError(f"checkpoint: rename must return a string, a name in the whole model; got {name!r}")
         return name
 
-    def _entries(self) -> Iterator[tuple[str, Any]]:
-        """(name in the whole model, value) of all that the modules' state dicts have."""
+    def _entries(self) -> Iterator[tuple[int, str, str, Any]]:
+        """(chunk, key, name in the whole model, value) of all that the modules' state dicts have."""
         for chunk, module in self._chunks.items():
             for key, value in module.state_dict().items():
-                yield self._name(chunk, key), value
+                yield chunk, key, self._name(chunk, key), value
 
 
 def check_unique(names: Iterable[tuple[str, int, str]]) -> None:
@@ -364,11 +364,6 @@ def _parse(key: str) -> tuple[str, str]:
     """(kind, NAME) of a key; NAME is empty for kinds that have none."""
     kind, _, rest = key.partition(".")
     return kind, rest if kind in ("model", "master", "values") else rest.partition(".")[2]
-
-
-def some(names: Sequence[str]) -> str:
-    """The first few of them, quoted, and how many more there are."""
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def is_of_model(key: str) -> bool:

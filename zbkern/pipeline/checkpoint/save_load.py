@@ -28,13 +28,13 @@ from zbkern.pipeline.checkpoint.named_state import (
     is_of_model,
     names_of_model,
     pack,
-    some,
     unpack,
 )
 from zbkern.pipeline.optimizer.post_validation import Optimizer
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.forward_state import random_state, set_random_state
 from zbkern.pipeline.schedules.actions import check_count
+from zbkern.pipeline.schedules.units import some
 from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
 
 logger = logging.getLogger("zbkern")

@@ -18,6 +18,7 @@ from zbkern.pipeline.models.layers import Layer, built, layers_of, shared_parame
 from zbkern.pipeline.models.stand_ins import After, Before, Entry, Flow, Outside, like_parameter
 from zbkern.pipeline.schedules.layout import check_partition, layout_to_partition
 from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.transport.process_groups import place_in
 
 
 def cut(
@@ -85,8 +86,8 @@ def layer_chunks(
     For measuring: what the model computes besides its layers (masks, rotary embeddings) is in the time of each of
     these, but once in that of a chunk with several layers.
     """
-    if rank is None and dist.is_available() and dist.is_initialized():
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if rank is None and (place := place_in(group)) is not None:
+        rank, ranks = place
     rank, ranks = rank or 0, ranks or 1
     model = built("layer_chunks", model)
     names = [layer.name for layer in layers_of(model, layers)]
@@ -143,8 +144,8 @@ def _check_names(planned: Sequence[str], partition: Sequence[int], names: Sequen
 def _rank(rank: int | None, group: dist.ProcessGroup | None, schedule: Schedule) -> int:
     if rank is not None:
         return rank
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(group)
+    if (place := place_in(group)) is not None:
+        return place[0]
     if schedule.stages > 1:
         raise ValueError(
             f"cut: rank must be given where torch.distributed is not initialised; the schedule has {schedule.stages}"

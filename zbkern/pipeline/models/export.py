@@ -31,6 +31,7 @@ from zbkern.pipeline.models.adapters import (
 from zbkern.pipeline.models.chunk import Chunk
 from zbkern.pipeline.models.layers import is_transformer
 from zbkern.pipeline.models.weights import INDEX, SINGLE, library_converts, safetensors
+from zbkern.pipeline.schedules.units import some
 from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
 
 _OURS = re.compile(r"model(-\d{5}-of-\d{5}(\.\d+)?)?\.safetensors")
@@ -178,14 +179,14 @@ def _check_names(chunk: Chunk) -> None:
     missing = sorted(chunk.tensor_names - names)
     if others or missing:
         raise ValueError(
-            f"export: chunks must have the tensors of the model that was cut, by its names; got {_few(others)}, which "
-            f"it does not have, and lack {_few(missing)}: merge adapters into their layers, or take wrappers and "
-            "parametrizations off, before you export; checkpoint.save writes the chunks as they are"
+            f"export: chunks must have the tensors of the model that was cut, by its names; got {some(others, 3)}, "
+            f"which it does not have, and lack {some(missing, 3)}: merge adapters into their layers, or take wrappers "
+            "and parametrizations off, before you export; checkpoint.save writes the chunks as they are"
         )
     foreign = sorted(names - _names_of_the_class(chunk.whole)) if is_transformer(chunk.whole) else []
     if foreign:
         raise ValueError(
-            f"export: chunks must have the tensors that from_pretrained looks for; got {_few(foreign)}, which a "
+            f"export: chunks must have the tensors that from_pretrained looks for; got {some(foreign, 3)}, which a "
             f"{type(chunk.whole).__name__} of its configuration does not have: merge adapters into their layers "
             "(merge_and_unload) before you cut the model; checkpoint.save writes the chunks as they are"
         )
@@ -196,10 +197,6 @@ def _names_of_the_class(whole: Any) -> set[str]:
     with contextlib.suppress(Exception), torch.device("meta"):
         return set(type(whole)(whole.config).state_dict())
     return set(whole.state_dict())
-
-
-def _few(names: list[str]) -> str:
-    return (", ".join(map(repr, names[:3])) or "none") + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _first_holders(held: list[list[list[str]]]) -> list[list[str]]:

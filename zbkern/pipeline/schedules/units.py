@@ -1,6 +1,8 @@
-"""Units of time and memory, and numbers as people read them: in tables, pictures and error messages."""
+"""Units of time and memory, numbers and names as people read them: in tables, pictures and error messages."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 TIME_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
 """The units of time that costs and timelines may name, and how many of each make a second."""
@@ -16,6 +18,16 @@ def number(value: float) -> str:
     ('3.142', '123457')
     """
     return f"{value:.0f}" if 1e4 <= abs(value) < 1e8 else f"{value:.4g}"
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """The first few of them, quoted, and how many more there are.
+
+    >>> some(["a", "b", "c"], 2), some([])
+    ("'a', 'b' and 1 more", 'none')
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(map(repr, names[:most])) or "none") + more
 
 
 def duration(time: float, unit: str | None) -> str:

@@ -299,8 +299,8 @@ def _attention(numbers: _Numbers, kind: str, features: int, window: int | None, 
 def _mlp(numbers: _Numbers, kind: str, index: int, features: int) -> tuple[Part, ...]:
     """Of one layer: an MLP, or experts and the MLP that all tokens take beside them."""
     if kind in _DENSE or not _has_experts(numbers, kind, index):
-        name = {"falcon": "ffn_hidden_size", "llama4_text": "intermediate_size_mlp", "gpt2": "n_inner"}.get(kind)
-        hidden = numbers[name or "intermediate_size"] if kind != "gpt2" else numbers.get("n_inner", 4 * features)
+        name = {"falcon": "ffn_hidden_size", "llama4_text": "intermediate_size_mlp"}.get(kind, "intermediate_size")
+        hidden = numbers.get("n_inner", 4 * features) if kind == "gpt2" else numbers[name]
         return (kinds.mlp(features, hidden, kind not in _UNGATED),)
     hidden = numbers.first("moe_intermediate_size", "intermediate_size")
     count = numbers.first("n_routed_experts", "num_experts", "num_local_experts")

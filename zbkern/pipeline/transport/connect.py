@@ -22,22 +22,19 @@ from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.distributed import DistributedTransport, meet
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.pipeline.transport.mailbox import PipelineError, described
-
-
-def _runs() -> bool:
-    return dist.is_available() and dist.is_initialized()
+from zbkern.pipeline.transport.process_groups import place_in
 
 
 def place(group: Any) -> tuple[int, int]:
     """This rank and the number of ranks; raises ValueError where torch.distributed does not run."""
     if isinstance(group, Transport):
         return group.rank, group.size
-    if not _runs():
+    if (found := place_in(group)) is None:
         raise ValueError(
             "Pipeline: torch.distributed is not initialised; call torch.distributed.init_process_group() "
             "in a script that torchrun starts"
         )
-    return dist.get_rank(group), dist.get_world_size(group)
+    return found
 
 
 def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable[str] = ()) -> Transport:
@@ -88,7 +85,7 @@ def _checksum(schedule: Schedule) -> int:
 
 def or_alone(group: Any) -> Any:
     """The group; of one process without torch.distributed a Transport of its own."""
-    alone = group is None and not _runs() and os.environ.get("WORLD_SIZE", "1") == "1"
+    alone = group is None and place_in(None) is None and os.environ.get("WORLD_SIZE", "1") == "1"
     return LocalTransport.ring(1)[0] if alone else group
 
 

@@ -317,7 +317,7 @@ class DistributedTransport(Transport):
         tree = next(found) if skeleton == 0 else pytree.tree_map_only(int, lambda _: next(found), skeleton)
         difference = self._mailbox.put(header.tag, (tree, works), peer, Call(header.turn, header.name))
         if difference is not None:
-            self._fail_all(FinalMessage("failed", difference))
+            self._stop(difference)
         if self._on_cpu and sizes and (usual or posted is None):
             return self._receive_tensors(peer, sizes, _USUAL)
         return posted

@@ -22,6 +22,13 @@ FOREVER = timedelta(days=365)
 _calls: collections.Counter[str] = collections.Counter()
 
 
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int] | None:
+    """This rank in a group, None for all ranks, and their number; None where torch.distributed does not run."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
 def new_communicator(ranks: Sequence[int], backend: str) -> Any:
     """A communicator of these global ranks; collective among them. Has send and recv; `finish` waits for their works.
 

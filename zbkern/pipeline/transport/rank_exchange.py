@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from zbkern.pipeline.transport.base import check_timeout
 from zbkern.pipeline.transport.mailbox import PipelineError, described
-from zbkern.pipeline.transport.process_groups import place_in_store
+from zbkern.pipeline.transport.process_groups import place_in, place_in_store
 
 TIMEOUT = 1800.0
 _GRACE = 10.0  # seconds beyond a time-out after which the store itself is taken for stuck
@@ -39,11 +39,11 @@ class RankExchange:
 
     def __init__(self, call: str, group: dist.ProcessGroup | None, timeout: float, hint: str = "") -> None:
         self.call = call
-        self.rank, self.size = 0, 1
         self._timeout, self._hint = timeout, hint
-        if dist.is_available() and dist.is_initialized():
+        found = place_in(group)
+        self.rank, self.size = found or (0, 1)
+        if found is not None:
             ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-            self.rank, self.size = dist.get_rank(group), len(ranks)
             if self.rank < 0:
                 raise ValueError(f"{call}: group must hold this rank; got ranks {ranks}")
             self._store = place_in_store(ranks, "exchange")
