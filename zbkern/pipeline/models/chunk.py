@@ -142,16 +142,9 @@ class Chunk(nn.Module):
             output = self._run(inputs, side)
         except Reached:
             output = None
-        except PlaceholderUsed as error:
-            raise self._of_another(error, side) from error
         except Exception as error:
-            if isinstance(error, AttributeError) and str(error).startswith("cut: "):
-                raise ValueError(str(error)) from error  # of a layer elsewhere
-            if self._first > 0 and not str(error).startswith("cut: "):
-                if not self._flow.entered:
-                    raise self._unreachable(error) from error
-                if "NoneType" in str(error) and "input_ids" not in side and is_transformer(self.whole):
-                    raise self._without_tokens(error) from error
+            if (explained := self._explained(error, side)) is not None:
+                raise explained from error
             raise
         finally:
             sent, left, entered = self._flow.sent, self._flow.left, self._flow.entered
@@ -234,6 +227,19 @@ class Chunk(nn.Module):
         hidden_size = self.whole.config.get_text_config().hidden_size
         like = torch.empty((), dtype=given.dtype, device=given.device).expand(*given.shape[:2], hidden_size)
         return placeholder(like, self.all_layers[0])
+
+    def _explained(self, error: Exception, side: dict[str, Any]) -> ValueError | None:
+        """What to say of an error that comes of layers elsewhere; None for the model's own, and for what says it."""
+        if isinstance(error, PlaceholderUsed):
+            return self._of_another(error, side)
+        if str(error).startswith("cut: "):
+            return ValueError(str(error)) if isinstance(error, AttributeError) else None  # of a stand-in
+        if self._first == 0:
+            return None
+        if not self._flow.entered:
+            return self._unreachable(error)
+        lacks_tokens = "NoneType" in str(error) and "input_ids" not in side and is_transformer(self.whole)
+        return self._without_tokens(error) if lacks_tokens else None
 
     def _of_another(self, error: PlaceholderUsed, side: dict[str, Any]) -> ValueError:
         """Of a forward that uses what other chunks hold."""

@@ -301,7 +301,8 @@ class Pipeline:
         if self._closed:
             raise RuntimeError(f"Pipeline.{call}: this pipeline was closed; construct another, on every rank")
 
-    def _begin(self, call: str, inputs: Any, targets: Any, side: Any) -> None:
+    def _check_idle(self, call: str) -> None:
+        """Raises RuntimeError or ValueError where no step can begin on this rank, whatever it is given."""
         self._check_open(call)
         if self._running:
             raise RuntimeError(
@@ -318,6 +319,9 @@ class Pipeline:
                 f'Pipeline.{call}: with fill="eager" ranks run W in different orders, and with queue.regather_inputs '
                 'W communicates; use fill="planned", or set pipe.queue.regather_inputs = False'
             )
+
+    def _begin(self, call: str, inputs: Any, targets: Any, side: Any) -> None:
+        self._check_idle(call)
         wrong = None
         try:
             given = (inputs, targets, side)
