@@ -1,10 +1,10 @@
-"""Numbers as people read them, with the units that are known."""
+"""Numbers and names as people read them, with the units that are known."""
 
 from __future__ import annotations
 
 import pytest
 
-from zbkern.pipeline.schedules.units import amount, duration, number
+from zbkern.pipeline.schedules.units import amount, duration, number, some
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,9 @@ def test_without_a_unit_there_is_a_number_alone(unit: str | None) -> None:
 
 def test_numbers_have_four_digits_or_are_whole() -> None:
     assert [number(value) for value in (0.5, 3.14159, 9999.4, 123456.7)] == ["0.5", "3.142", "9999", "123457"]
+
+
+def test_of_many_names_the_first_few_are_said() -> None:
+    assert some([]) == "none"
+    assert some(["a", "b"], 2) == "'a', 'b'"
+    assert some([*"abcdefg"]) == "'a', 'b', 'c', 'd', 'e' and 2 more"
