@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.support.pages import blocks
 from tests.support.two_by_two import (
@@ -202,6 +203,21 @@ def test_what_cannot_be_is_refused(four_ranks: Any) -> None:
         assert "find_unused_parameters=True" in unused
         assert "has DistributedDataParallel inside; wrap the whole module in it" in inside
         assert "with mixed_precision, which works by hooks" in mixed
+
+
+def share_with_other_stages() -> None:
+    stage = mesh().get_group("stage")
+    (other,) = {*dist.get_process_group_ranks(stage)} - {dist.get_rank()}
+    for wrapped in nn.parallel.DistributedDataParallel(make_model(1)[0]), fully_shard(make_model(1)[0]):
+        with pytest.raises(
+            ValueError, match=rf"chunk \d are shared with ranks \[{other}\], which hold other chunks of"
+        ):
+            Pipeline(wrapped, schedules.zb_h1(2, 2), mean_square, stage)
+
+
+def test_the_default_group_of_the_wrappers_has_other_stages(four_ranks: Any) -> None:
+    """Where chunks are alike it would average gradients of different layers, and gather them in vain."""
+    four_ranks.run(share_with_other_stages)
 
 
 def change_after_wrapping() -> None:

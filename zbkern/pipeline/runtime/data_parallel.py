@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbkern.data_parallel import end_backward, parameter_groups, unsharded
+from zbkern.pipeline.transport.base import Transport
 from zbkern.wgrad import WGradQueue, WGradTask, accumulation
 
 PendingWGrads = Mapping[int, int]  # id of a parameter -> how many of its W are still to run
@@ -108,6 +110,30 @@ class Replicas:
             collectives_come = (reducer.gathers_in_backward or self._exchanges) and any(self._backwards_left.values())
             if self._backwards_left[chunk] or collectives_come or not reducer.launch_ready(self._pending_wgrads):
                 return
+
+
+def check_apart(modules: Mapping[int, nn.Module], group: Any) -> None:
+    """Raises ValueError where ranks of this pipeline, which hold other chunks, share the weights of one: they would
+    average gradients of different layers, or wait for each other."""
+    if isinstance(group, Transport):
+        return
+    others = {*dist.get_process_group_ranks(group or dist.group.WORLD)} - {dist.get_rank()}
+    for chunk, module in modules.items():
+        for ranks in _ranks_that_share(module):
+            if others & {*ranks}:
+                raise ValueError(
+                    f"Pipeline: the weights of chunk {chunk} are shared with ranks {sorted(others & {*ranks})}, which "
+                    "hold other chunks of this pipeline; wrap it over the ranks that hold the same chunk alone: "
+                    "DistributedDataParallel with process_group=, fully_shard and others with mesh= "
+                    "(docs/data_parallel.md)"
+                )
+
+
+def _ranks_that_share(module: nn.Module) -> Iterator[Sequence[int]]:
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        yield dist.get_process_group_ranks(module.process_group)
+    for mesh in {parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)}:
+        yield mesh.mesh.flatten().tolist()
 
 
 def is_collective(module: nn.Module) -> bool:

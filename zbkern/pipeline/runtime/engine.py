@@ -29,7 +29,7 @@ from zbkern.pipeline.runtime.arguments import (
     name_with_side,
     split_batch,
 )
-from zbkern.pipeline.runtime.data_parallel import Replicas
+from zbkern.pipeline.runtime.data_parallel import Replicas, check_apart
 from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
 from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, make_stages
@@ -95,7 +95,9 @@ class Pipeline:
         self._checked_steps = math.inf if options.check_values else 2  # to come
         self.device = device_of(device, modules)
         self.queue = WGradQueue(max_bytes=options.max_wgrad_bytes)
-        self._replicas = Replicas(dict(zip(schedule.chunks_of(rank), modules, strict=True)), self.queue)
+        by_chunk = dict(zip(schedule.chunks_of(rank), modules, strict=True))
+        check_apart(by_chunk, group)
+        self._replicas = Replicas(by_chunk, self.queue)
         self._last = len(schedule.placement) - 1
         self._loss_fn = loss_fn
         self._recorder = Recorder(rank, self.device, self.queue, options.record)
