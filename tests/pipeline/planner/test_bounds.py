@@ -65,9 +65,14 @@ LONGER_W = [
     (3, 4, 2, 1, 230), (3, 4, 2, 1.5, 222), (3, 4, 4, 1, 434), (3, 6, 2, 0.75, 380), (3, 6, 2, 1.5, 314),
     (4, 4, 2, 0.75, 296), (4, 4, 2, 1, 244), (4, 4, 2, 1.5, 244), (4, 6, 2, 1.5, 328),
 ]  # fmt: skip
+LATE_MESSAGES = [(2, 3, 4, 0.75, 358), (2, 3, 4, 1, 304)]  # 9 for F and B, 4 for a message
 OPTIMA = [
     (costs, *case)
-    for costs, cases in ((Costs(10, 10, 5, 1, 1, 1.15), SHORT_W), (Costs(10, 10, 6, 1, 1, 0.5), LONGER_W))
+    for costs, cases in (
+        (Costs(10, 10, 5, 1, 1, 1.15), SHORT_W),
+        (Costs(10, 10, 6, 1, 1, 0.5), LONGER_W),
+        (Costs(9, 9, 5, 4, 1, 1.15), LATE_MESSAGES),
+    )
     for case in cases
 ]
 
