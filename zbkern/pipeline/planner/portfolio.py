@@ -111,7 +111,7 @@ class Population:
             distinct[index] = self._annealed(start, short, seed * 16 + index, cooling)
         if self._long and self.best.orders is not None:
             start = self.best.orders if pattern is None or seed % 2 else distinct[0]
-            small = passes > SETTINGS.hot_runs * self.problem.passes
+            small = self.problem.passes <= SETTINGS.small
             cooling = SETTINGS.hot_cooling if small else SETTINGS.long_cooling
             distinct.append(self._annealed(start, passes, seed * 16 + 15, cooling))
         self._members = sorted(distinct, key=lambda orders: orders.cost)[:1]

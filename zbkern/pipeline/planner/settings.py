@@ -49,10 +49,10 @@ class SearchSettings:
     long_cooling: tuple[float, int] = (0.6, 10)
     """The cooling of the long annealing."""
     hot_cooling: tuple[float, int] = (2.0, 1)
-    """The same in small problems, which leave local optima only so (p=2, m=3, four chunks, memory of 1F1B: 9.5% idle,
+    """The same in small problems, which leave local optima only so (p=2, m=3, four chunks, memory of 1F1B: 9.2% idle,
     the least possible, instead of 11.5%, which no more rounds change)."""
-    hot_runs: int = 40_000
-    """Small are those of whose passes the long annealing has more than so many runs."""
+    small: int = 400
+    """Small are those with at most so many passes: four ranks, four chunks on each, and eight microbatches, say."""
     plenty: float = 0.75
     """Times what 1F1B holds: with more memory there is a long annealing."""
     end_temperature: float = 0.02
