@@ -20,7 +20,7 @@ from zbkern.pipeline.planner import Plan, PlanOptions, plan
 from zbkern.pipeline.planner.arguments import chunks_per_rank
 from zbkern.pipeline.planner.plan import EFFORT, judged
 from zbkern.pipeline.schedules.actions import ScheduleError
-from zbkern.pipeline.schedules.units import TIME_UNITS, amount, duration
+from zbkern.pipeline.schedules.units import TIME_UNITS, amount, duration, enough
 from zbkern.pipeline.simulation import comparison
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.json_file import read_text
@@ -285,7 +285,7 @@ def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: floa
     if limit is not None and report.exceeds(peak, limit):
         raise WrongArgument(
             "--memory",
-            f"{schedule.name} holds {amount(peak, costs.memory_unit)} on one rank, more than "
+            f"{schedule.name} holds {enough(peak, costs.memory_unit)} on one rank, more than "
             f"{amount(limit, costs.memory_unit)}; raise the limit, or leave --schedule out for a plan within it",
         )
     return judged(schedule, costs, limit, arguments.objective)

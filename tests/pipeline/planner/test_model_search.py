@@ -130,6 +130,23 @@ def test_the_memory_counts_what_is_always_there() -> None:
     assert 9 < min(found.timeline.peak_memory) <= max(found.timeline.peak_memory) <= 20
 
 
+def test_slices_take_any_cut_that_fits() -> None:
+    """However uneven it is."""
+    model = ModelCosts([LayerCosts(str(n), 1, 1, 1, 1, static=6.0 if n == 3 else 0.0) for n in range(8)])
+    for slices in (1, 2):
+        assert max(plan(model, 3, 2, memory_limit=7, effort=0, slices=slices).timeline.peak_memory) <= 7
+
+
+def test_the_least_that_fits_is_told_of_the_best_cut() -> None:
+    """Where the limit is enough for one chunk per rank, and not for the two that are asked for."""
+    works, activations = (1, 1, 3, 2, 3), (1, 1, 2, 3, 1)
+    layers = enumerate(zip(works, activations, strict=True))
+    model = ModelCosts([LayerCosts(str(n), w, w, w, a, static=0.0 if n else 6.0) for n, (w, a) in layers])
+    with pytest.raises(ScheduleError, match="smallest limit that any schedule fits is 8"):
+        plan(model, 2, 2, 2, memory_limit=7, effort=0)
+    assert plan(model, 2, 2, 2, memory_limit=8, effort=0)
+
+
 def test_wrong_questions_are_refused() -> None:
     model = llama(6)
     with pytest.raises(ValueError, match="9 stages with 1 chunks each need as many layers, and costs has 8"):

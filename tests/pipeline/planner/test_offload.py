@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from zbkern.pipeline import Action, Costs, Schedule, ScheduleError, plan, schedules, simulate
+from zbkern.pipeline import Action, Costs, LayerCosts, ModelCosts, Schedule, ScheduleError, plan, schedules, simulate
 from zbkern.pipeline.planner.idle_time import idle_time
 from zbkern.pipeline.planner.offload import fit
 
@@ -101,6 +101,22 @@ def test_plans_that_offload_are_faster_in_the_same_memory(chunks: int, memory: f
     assert saving.timeline.cost < (1 - gain) * without.timeline.cost
     assert saving.lower_bound <= saving.bubble_rate
     assert saving.schedule == plan(costs, 4, 8, chunks=chunks, memory_limit=memory, effort=0, offload=True).schedule
+
+
+def test_the_bound_is_that_of_the_chunks_of_the_plan() -> None:
+    """And not of those that are best where memory is unlimited."""
+    model = ModelCosts([LayerCosts(str(n), time, time, time, 1) for n, time in enumerate((3, 2, 1, 3))], latency=0.1)
+    saving = plan(model, 2, 2, memory_limit=3, effort=0, recompute=True)
+    unlimited = plan(saving.costs, 2, 2, placement=saving.schedule.placement, effort=0)
+    least = [sum(each.timeline.busy) / 2 / (1 - each.lower_bound) for each in (saving, unlimited)]
+    assert least[0] == pytest.approx(least[1])
+
+
+def test_the_least_that_fits_is_told_as_that_without_saving() -> None:
+    costs = Costs(held=0.5, checkpoint=0.1)
+    assert plan(costs, 2, 4, chunks=2, memory_limit=1.1, effort=0, recompute=True)
+    with pytest.raises(ScheduleError, match=r"no recompute makes .* fit .*; without, .* smallest limit .* is 2"):
+        plan(costs, 2, 4, chunks=2, memory_limit=0.9, effort=0, recompute=True)
 
 
 def test_memory_that_suffices_is_not_saved() -> None:

@@ -308,6 +308,13 @@ def test_errors_name_what_is_wrong(arguments: tuple, options: dict, error: type[
         plan(*arguments, **options)
 
 
+def test_the_smallest_limit_that_an_error_names_is_enough() -> None:
+    costs = Costs(activation=4 / 3)
+    with pytest.raises(ScheduleError, match=r"smallest limit that any schedule fits is 1\.334$"):
+        plan(costs, 2, 4, memory_limit=1.333, effort=0)
+    assert plan(costs, 2, 4, memory_limit=1.334, effort=0)
+
+
 def test_other_sizes_and_objectives_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must be at most 10000000 passes; .*: lower stages, "):
         schedules.zb_v(8, 10**20)

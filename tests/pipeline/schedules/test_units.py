@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zbkern.pipeline.schedules.units import amount, duration, number, some
+from zbkern.pipeline.schedules.units import amount, duration, enough, number, some
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,13 @@ from zbkern.pipeline.schedules.units import amount, duration, number, some
 )  # fmt: skip
 def test_bytes_have_the_largest_unit_that_they_fill(memory: float, said: str) -> None:
     assert amount(memory, "bytes") == said
+
+
+@pytest.mark.parametrize("memory", [0.0, 1e-320, 1 / 3, 4 / 3, 2.0, 9999.1, 12345.4, 24.561e9, 999.96e9, 3e100])
+@pytest.mark.parametrize("unit", [None, "bytes"])
+def test_an_amount_that_is_enough_is_not_rounded_down(memory: float, unit: str | None) -> None:
+    shown, prefix = [*enough(memory, unit).split(), ""][:2]
+    assert memory <= float(shown) * {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}.get(prefix, 1) <= memory * 1.001
 
 
 @pytest.mark.parametrize("unit", [None, ""])

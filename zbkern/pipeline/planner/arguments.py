@@ -11,7 +11,7 @@ from zbkern.pipeline import schedules
 from zbkern.pipeline.planner.problem import Problem, freed_memory, most_memory, taken_memory
 from zbkern.pipeline.schedules.actions import ScheduleError, check_count
 from zbkern.pipeline.schedules.slices import slice_lengths
-from zbkern.pipeline.schedules.units import amount
+from zbkern.pipeline.schedules.units import amount, enough
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.memory import Limit, limits_of, static_of_ranks
@@ -137,14 +137,22 @@ class Request:
         return chunks_per_rank(self.placement, self.stages) if self.chunks is None else self.chunks
 
     def problem(self, costs: Costs, owners: Sequence[int], slices: Sequence[int]) -> Problem:
-        """That of chunks with these costs on the ranks of `owners`. Raises ScheduleError when nothing fits."""
+        """That of chunks with these costs on the ranks of `owners`. Raises DoesNotFit when nothing fits."""
         return problem_of(costs, owners, self.microbatches, self.memory_limit, self.options.objective, slices)
+
+
+class DoesNotFit(ScheduleError):
+    """least: the smallest limit that an order of these chunks fits."""
+
+    def __init__(self, message: str, least: float) -> None:
+        super().__init__(message)
+        self.least = least
 
 
 def problem_of(
     costs: Costs, owners: Sequence[int], microbatches: int, limit: Limit, objective: str, slices: Sequence[int] = (1,)
 ) -> Problem:
-    """The problem of the chunks of `costs` on the ranks of `owners`. Raises ScheduleError when nothing fits."""
+    """The problem of the chunks of `costs` on the ranks of `owners`. Raises DoesNotFit when nothing fits."""
     flat = costs.per_chunk(len(owners))
     by_slice = slice_costs(flat, slices)
     static = static_of_ranks(flat, owners)
@@ -208,8 +216,9 @@ def _check_one_microbatch_fits(
     for rank, (need, limit, always) in enumerate(zip(needs, limits, static, strict=True)):
         if need > limit * (1 + _ROUNDING):
             besides = f" beside the {amount(always, unit)} that are there all the time" if always else ""
-            raise ScheduleError(
+            raise DoesNotFit(
                 f"plan: no schedule fits memory_limit={amount(limit + always, unit)} on rank {rank}: one microbatch in "
                 f"all chunks of a rank holds {amount(need, unit)}{besides}; the smallest limit that any schedule fits "
-                f"is {amount(least, unit)}"
+                f"is {enough(least, unit)}",
+                least,
             )

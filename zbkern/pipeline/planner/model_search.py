@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 
 from zbkern.pipeline import schedules
-from zbkern.pipeline.planner.arguments import Request, placement_of
+from zbkern.pipeline.planner.arguments import DoesNotFit, Request, placement_of
 from zbkern.pipeline.planner.incumbents import Budget
 from zbkern.pipeline.planner.partition import Partition, balanced_partitions, even_partitions, work_of
 from zbkern.pipeline.planner.portfolio import SETTINGS
+from zbkern.pipeline.planner.problem import Problem
 from zbkern.pipeline.planner.published import Published
 from zbkern.pipeline.planner.search import Search
 from zbkern.pipeline.schedules.actions import ScheduleError
@@ -32,7 +33,7 @@ class ModelSearch:
         self._slices, self._limits = request.slices_to_try(), request.limits
         self._published = Published()
         self._balanced: dict[tuple[int, ...], list[Partition]] = {}  # partitions by placement
-        self._refused: list[ScheduleError] = []
+        self._refused: list[DoesNotFit] = []
 
     def candidates(self) -> list[Search]:
         """The best by their constructive answers, fewest slices and chunks first. Raises ScheduleError for none."""
@@ -44,7 +45,8 @@ class ModelSearch:
             found += self._candidates(slices, SETTINGS.partitions_of_slices, bool(found), published)
         if not found:
             given = self._request.options.partition is not None
-            raise self._refused[0] if given else self._nothing_fits(self._refused[0])
+            least = min(self._refused, key=lambda error: error.least)
+            raise least if given else self._nothing_fits(least)
         return found
 
     def _promising(self) -> list[tuple[int, ...]]:
@@ -81,16 +83,7 @@ class ModelSearch:
         candidates: list[Search] = []
         for name, owners in self._placements(len(slices)):
             here: list[Search] = []
-            partitions = self._partitions(owners)
-            if len(slices) > 1:
-                partitions = sorted(partitions, key=lambda each: self._busiest(each, owners))[:most]
-            for partition in partitions:
-                costs = self._model.chunk_costs(partition, owners)
-                try:
-                    problem = self._request.problem(costs, owners, slices)
-                except ScheduleError as error:
-                    self._refused.append(error)
-                    continue
+            for partition, problem in islice(self._fitting(owners, slices), most if len(slices) > 1 else None):
                 if (candidates or others) and not self._budget.left:
                     break
                 if all(each.problem != problem for each in here):  # equal layers divided in another order
@@ -99,6 +92,17 @@ class ModelSearch:
                     here[-1].construct(SETTINGS.partition_passes)
             candidates += sorted(here, key=lambda each: each.reached)[: SETTINGS.partitions]
         return candidates
+
+    def _fitting(self, owners: tuple[int, ...], slices: tuple[int, ...]) -> Iterator[tuple[Partition, Problem]]:
+        """The partitions of which one microbatch fits, with slices the most even first."""
+        partitions = self._partitions(owners)
+        if len(slices) > 1:
+            partitions = sorted(partitions, key=lambda each: self._busiest(each, owners))
+        for partition in partitions:
+            try:
+                yield partition, self._request.problem(self._model.chunk_costs(partition, owners), owners, slices)
+            except DoesNotFit as error:
+                self._refused.append(error)
 
     def _busiest(self, partition: Partition, owners: Sequence[int]) -> float:
         """How long the rank takes for a microbatch that has most to do."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbkern.pipeline.planner import native
-from zbkern.pipeline.planner.arguments import PlanOptions, Request, Slices, placement_of, problem_of
+from zbkern.pipeline.planner.arguments import DoesNotFit, PlanOptions, Request, Slices, placement_of, problem_of
 from zbkern.pipeline.planner.bounds import cost_bound
 from zbkern.pipeline.planner.idle_time import IdleTime, idle_time
 from zbkern.pipeline.planner.incumbents import ROUNDING, Budget
@@ -142,24 +142,31 @@ def _searched(request: Request) -> Plan:
 
 def judged(schedule: Schedule, costs: Costs, limit: Limit, objective: str) -> Plan:
     """A schedule as a plan: beside it the lower bound for any order of its chunks within the limit, if there is one."""
-    problem = problem_of(costs, schedule.placement, schedule.sequences, limit, objective, schedule.slices)
-    bound = cost_bound(problem) / problem.time_scale
+    bound = _bound(schedule, costs, limit, objective)
     return _compared(simulate(schedule, costs), costs, limit, objective, bound)
+
+
+def _bound(schedule: Schedule, costs: Costs, limit: Limit, objective: str) -> float:
+    """What no order of the schedule's chunks within the limit is below."""
+    problem = problem_of(costs, schedule.placement, schedule.sequences, limit, objective, schedule.slices)
+    return cost_bound(problem) / problem.time_scale
 
 
 def _candidates(request: Request, costs: Costs, budget: Budget) -> list[Search]:
     """Of all slices to try that fit. Raises ScheduleError where none do."""
     name, owners = placement_of(request.placement, request.stages, request.chunks_per_rank)
-    found, refused, published = [], [], Published()
+    found: list[Search] = []
+    refused: list[DoesNotFit] = []
+    published = Published()
     for slices in request.slices_to_try():
         try:
             problem = request.problem(costs, owners, slices)
-        except ScheduleError as error:
+        except DoesNotFit as error:
             refused.append(error)
             continue
         found.append(Search(problem, budget, request.options.seed, published, name))
     if not found:
-        raise refused[0]
+        raise min(refused, key=lambda error: error.least)
     return found
 
 
@@ -197,8 +204,7 @@ def _saving(
         if best is None or getattr(fitted, objective) < getattr(best.timeline, objective):
             best = replace(plan, schedule=fitted.schedule, timeline=fitted)
     if best is None:
-        raise errors[0]
-    unlimited = plans[-1]
-    bound = sum(unlimited.timeline.busy) / (len(limits) * (1.0 - unlimited.lower_bound))
+        raise ScheduleError(f"{errors[-1]}; without, {errors[0]}")
+    bound = _bound(best.schedule, best.costs, None, objective)
     found = _compared(best.timeline, best.costs, limits, objective, bound)
     return replace(found, effort=best.effort, partition=best.partition, layers=best.layers)

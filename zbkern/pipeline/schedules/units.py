@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 TIME_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
 """The units of time that costs and timelines may name, and how many of each make a second."""
+
+_ROUNDING = 1e-6  # of the last digit that is shown, which may be too small by so much
 
 MEMORY_UNITS = ("bytes",)
 """The units of memory that costs and timelines may name."""
@@ -51,3 +54,15 @@ def amount(memory: float, unit: str | None) -> str:
         if abs(memory) >= size:
             return f"{number(memory / size)} {prefix}B"
     return f"{number(memory)} bytes"
+
+
+def enough(memory: float, unit: str | None) -> str:
+    """An amount of memory, rounded up: whoever takes it for a limit has enough.
+
+    >>> enough(4 / 3, None), enough(24.561e9, "bytes"), enough(24.5e9, "bytes")
+    ('1.334', '24.57 GB', '24.5 GB')
+    """
+    if not 1e-300 < memory < math.inf:
+        return amount(memory, unit)
+    digit = 10.0 ** (math.floor(math.log10(memory)) - 3)  # the last that is shown
+    return amount(max(memory, math.ceil(memory / digit - _ROUNDING) * digit), unit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zbkern.pipeline.schedules.units import amount
+from zbkern.pipeline.schedules.units import amount, enough
 from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
 
 _ROUNDS = 50  # of bisection: the least need is found to rounding
@@ -26,7 +26,7 @@ class Need(NamedTuple):
         return (
             f"in the best cut into {stages} stages of one chunk the fullest rank holds {amount(self.static, unit)} of "
             f"weights, gradients and optimizer states and {amount(self.activation, unit)} for one microbatch, "
-            f"{amount(self.total, unit)} in all"
+            f"{enough(self.total, unit)} in all"
         )
 
 
