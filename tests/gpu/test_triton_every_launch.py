@@ -29,30 +29,9 @@ def case_of(launches: ModuleType, name: str, dtype: torch.dtype) -> every_launch
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_bits_in_every_run(launches: ModuleType, name: str, dtype: torch.dtype) -> None:
-    case = case_of(launches, name, dtype)
-    first = case.results()
-    assert all(result.isfinite().all() for result in first)
-    for _ in range(3):
-        assert all(torch.equal(one, two) for one, two in zip(case.results(), first, strict=True))
+    case_of(launches, name, dtype).check_repeats()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_graph_replays_on_new_inputs(launches: ModuleType, name: str) -> None:
-    case = case_of(launches, name, torch.bfloat16)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        case.results()  # compiles
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        case.run()
-    for factor in (1.0, -0.5):
-        for tensor in case.inputs:
-            tensor.mul_(factor)
-        expected = case.results()
-        for output in case.outputs:
-            output.fill_(case.start)
-        graph.replay()
-        assert all(torch.equal(got, wanted) for got, wanted in zip(case.outputs, expected, strict=True))
+    case_of(launches, name, torch.bfloat16).check_graph()

@@ -109,6 +109,14 @@ def test_a_plan_says_when_the_model_is_cut_badly() -> None:
     assert "has the most work" not in report.describe(plan(Costs(), 4, 16, effort=1), "cost", None, 4, 80)
 
 
+def test_a_rank_that_recomputes_needs_memory_and_no_other_cut() -> None:
+    costs = Costs(1, 1, 1, activation=1, recompute=1, checkpoint=0.1)
+    found = plan(costs, 4, 16, memory_limit=2.5, recompute=True, effort=1)
+    assert any(action.kind == "R" for action in found.schedule.actions[found.idle.busiest])
+    text = report.describe(found, "cost", 2.5, 4, 80)
+    assert f"rank {found.idle.busiest} has the most work, R included: a higher limit" in text
+
+
 def layers(blocks: int, head: float) -> ModelCosts:
     each = [LayerCosts(f"block {number}", 1, 1, 1, 1) for number in range(blocks)]
     return ModelCosts((*each, LayerCosts("head", head, head, head, 1)))

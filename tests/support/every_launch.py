@@ -27,6 +27,33 @@ class Case(NamedTuple):
         self.run()
         return [output.clone() for output in self.outputs]
 
+    def check_repeats(self) -> None:
+        """The same bits in every run."""
+        first = self.results()
+        assert all(result.isfinite().all() for result in first)
+        for _ in range(3):
+            assert all(torch.equal(one, two) for one, two in zip(self.results(), first, strict=True))
+
+    def check_graph(self) -> None:
+        """A CUDA graph of it works on what its inputs hold when it is replayed."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.results()  # compiles
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run()
+        for factor in (1.0, -0.5):
+            for tensor in self.inputs:
+                tensor.mul_(factor)
+            expected = self.results()
+            for output in self.outputs:
+                output.fill_(self.start)
+            graph.replay()
+            assert all(torch.equal(got, wanted) for got, wanted in zip(self.outputs, expected, strict=True))
+
 
 def cases(
     launches: ModuleType, random: Random, m: int, n: int, k: int, indices: torch.dtype = torch.int64

@@ -119,7 +119,8 @@ def idle_lines(plan: Plan, limit: float | None, width: int, layers: ModelCosts |
 def _about_load(plan: Plan, limit: float | None, layers: ModelCosts | None) -> str:
     cause, stages = f"rank {plan.idle.busiest} has the most work", plan.schedule.stages
     if layers is None:
-        return f"{cause}: divide the model more evenly"
+        recomputes = any(action.kind == "R" for action in plan.schedule.actions[plan.idle.busiest])
+        return f"{cause}, R included: a higher limit" if recomputes else f"{cause}: divide the model more evenly"
     if not _as_even_as_can_be(plan, layers, stages):
         ways = [*(["more memory"] if limit is not None else []), "a longer search"]
         return f"{cause}: {', or '.join(ways)}, may find a more even cut"

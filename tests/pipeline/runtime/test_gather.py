@@ -50,6 +50,12 @@ def test_a_value_that_cannot_be_sent_is_known_to_all_at_once(two_ranks: Any) -> 
         assert seconds < 10
 
 
+def test_what_cannot_be_pickled_is_a_type_error() -> None:
+    for value in (lambda: 0, threading.Lock()):
+        with pytest.raises(TypeError, match="cannot pickle"):
+            LocalTransport.ring(1)[0].gather(value)
+
+
 def test_a_gather_that_has_everything_ends_well_beside_a_failure() -> None:
     """One rank goes on and fails before the other one wakes up: that is not a failure of the gather."""
     first, second = LocalTransport.ring(2)

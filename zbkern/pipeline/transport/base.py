@@ -6,6 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pickle import PicklingError
 from typing import Any
 
 from zbkern.pipeline.transport.framing import StallAnswer, StallQuery, decode, encode
@@ -101,7 +102,10 @@ class Transport(ABC):
         self._gathers += 1
         n = self._gathers
         earlier, everything = (Values(n, f"what {which} ranks give to gather {n}") for which in ("earlier", "all"))
-        values = [encode(value)]
+        try:
+            values = [encode(value)]
+        except (AttributeError, PicklingError) as error:  # of functions that are no module's
+            raise TypeError(f"cannot pickle {value!r}: {error}") from None
         decode(values[0])  # what others could not read is an error here
         if self.rank > 0:
             values = self.receive(self.rank - 1, earlier, timeout) + values
