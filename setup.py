@@ -28,7 +28,7 @@ def extension(part: str, platform: str) -> Extension:
     """What setuptools compiles for a part. Its headers come with the build environment, no torch among them."""
     import pybind11
 
-    flags = ["/O2", "/std:c++17"] if platform == "win32" else ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden"]
+    flags = ["/O2", "/std:c++17"] if platform == "win32" else ["-O2", "-g0", "-std=c++17", "-fvisibility=hidden"]
     root = Path(__file__).parent
     sources, headers = (
         sorted(path.relative_to(root).as_posix() for path in (root / "csrc").glob(f"{part}{each}"))

@@ -81,8 +81,12 @@ void ListScheduler::reset(const Rule& rule) {
 bool ListScheduler::run(const Rule& rule, Time cutoff) {
   reset(rule);
   for (int left = p_.passes(); left > 0;) {
-    const int rank = static_cast<int>(std::min_element(turns_.begin(), turns_.end()) - turns_.begin());  // of equals the first
-    const Time now = turns_[rank];
+    int rank = 0;  // whose turn is the first, of equals the first
+    Time now = turns_[0];
+    for (int each = 1; each < p_.ranks; each++) {
+      const Time turn = turns_[each];
+      rank = turn < now ? each : rank, now = std::min(now, turn);
+    }
     if (now >= kNever) return false;
     const Step step = choose(rule, rank, now);
     RankState& state = ranks_[rank];

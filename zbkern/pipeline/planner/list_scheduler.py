@@ -50,9 +50,10 @@ class Rule(NamedTuple):
 
 def rules_to_try(problem: Problem, stride: int = 1) -> Iterator[Rule]:
     """Every `stride`-th of the rules that are tried, the same for all ranks."""
+    caps = _forward_caps(problem)
     choices = islice(product(*_choices(problem)), 0, None, stride)
-    for priority, patience, caps, forward, backward, fuse, follow in choices:
-        yield Rule(priority, patience, forward, backward, caps, fuse, follow)
+    for priority, patience, slope, forward, backward, fuse, follow in choices:
+        yield Rule(priority, patience, forward, backward, caps[slope], fuse, follow)
 
 
 def count_rules(problem: Problem) -> int:
@@ -64,7 +65,7 @@ def _choices(problem: Problem) -> tuple[Sequence[Any], ...]:
     priority, patience = ([(choice,) * problem.ranks for choice in range(count)] for count in (3, 5))
     late = [(choice,) * problem.ranks for choice in ((1, 0) if problem.chunks > problem.ranks else (1,))]
     fuse, follow = (False, True)[: 1 + problem.may_fuse], (False, True)[: 1 + _may_follow(problem)]
-    return priority, patience, _forward_caps(problem), late, late, fuse, follow
+    return priority, patience, range(len(_SLOPES)), late, late, fuse, follow
 
 
 def _may_follow(problem: Problem) -> bool:
