@@ -6,7 +6,7 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
@@ -31,6 +31,7 @@ times = st.floats(0.2, 3.0)
     objective=st.sampled_from(["cost", "makespan"]),
     seed=st.integers(0, 3),
 )
+@example((2, 2, "v"), 10, (1.25, 1.125, 2.0), 0.25, 1.125, "saving", 1.0, "cost", 1)
 def test_more_effort_is_never_worse(
     shape: tuple[int, int, str],
     microbatches: int,

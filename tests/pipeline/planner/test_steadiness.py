@@ -78,10 +78,12 @@ def test_what_is_proven_optimal_stays_so_and_bears_delays() -> None:
 def test_orders_that_bear_delays_are_searched_for() -> None:
     problem = problem_of(COSTS, placement_of("v", 6, 2)[1], 12, [9.0] * 6, "cost")
     chosen = []
-    for rounds, steady in ((0, False), (2, False), (2, True)):
+    for finished, steady in ((False, False), (True, False), (True, True)):
         search = Search(problem, Budget(1), 0, Published())
         search.round(0, 1_000_000)
-        assert choose([search], steady, rounds) is search
+        if finished:
+            search.finish(2)
+        assert choose([search], steady, 2) is search
         chosen.append(search.best.orders)
     samples = at_speeds(problem, 64, 5)
     assert chosen[2].cost <= 1.003 * chosen[1].cost < 0.998 * chosen[0].cost

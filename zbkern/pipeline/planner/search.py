@@ -92,20 +92,25 @@ class Search:
             self._population = Population(self.best, passes // 8)
         self._population.round(passes, self._seed * 64 + number, self._rules)
 
-    def finish(self, rounds: int, steady: bool) -> None:
-        """Anneals the best orders once more, at low temperatures; steady: and then where ranks are slower or faster.
+    def finish(self, rounds: int) -> None:
+        """Anneals the best orders once more, at low temperatures, for a quarter of what the next round would take.
 
-        They take a quarter and a half as long as the next round would. Rounds end hot, and with a spread that fills
-        every gap: the first takes 0.1 to 0.8% from their cost, and the second makes gaps where they are of use.
+        Rounds end hot, and with a spread that fills every gap: this takes 0.1 to 0.8% from their cost.
         """
-        passes = min(SETTINGS.first_round, SETTINGS.most_runs * self.problem.passes) * 2**rounds // 4
-        cooling, speeds = temperatures(self.problem, *SETTINGS.finish), SETTINGS.samples
-        for samples in ([], at_speeds(self.problem, speeds, 2 * self._seed))[: 1 + steady]:
-            if self.best.orders is not None and self.best.budget.left:
-                effort = self.best.effort(self._seed, cooling, 2 * passes if samples else passes, 0)
-                if samples:  # orders that cost no less may bear delays better
-                    effort = effort._replace(target=0)
-                self.best.offer(anneal(self.problem, self.best.orders, effort, samples))
+        self._anneal(SETTINGS.finish_share, rounds)
+
+    def make_steady(self, rounds: int) -> None:
+        """The same where ranks are slower or faster, twice as long: it makes gaps where they are of use."""
+        self._anneal(2 * SETTINGS.finish_share, rounds, at_speeds(self.problem, SETTINGS.samples, 2 * self._seed))
+
+    def _anneal(self, share: float, rounds: int, samples: Sequence[Problem] = ()) -> None:
+        if self.best.orders is None or not self.best.budget.left:
+            return
+        passes = min(SETTINGS.first_round, SETTINGS.most_runs * self.problem.passes) * 2**rounds
+        effort = self.best.effort(self._seed, temperatures(self.problem, *SETTINGS.finish), int(share * passes), 0)
+        if samples:  # orders that cost no less may bear delays better
+            effort = effort._replace(target=0)
+        self.best.offer(anneal(self.problem, self.best.orders, effort, samples))
 
     @cached_property
     def _samples(self) -> list[Problem]:
@@ -139,6 +144,7 @@ def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[i
             if budget.left:
                 each.round(rounds, first_round * 2**rounds // len(going_on))
         rounds += budget.left > 0
+        min(searches, key=lambda each: each.reached).finish(rounds)  # after each, so that more are never worse
     return rounds
 
 
@@ -187,9 +193,11 @@ def choose(searches: Sequence[Search], steady: bool, rounds: int) -> Search:
     optimal = first.bound >= reached * (1 - ROUNDING)
     if native.core is None or (optimal and (not steady or reached >= published * (1 - ROUNDING))):
         return first
+    if not steady:
+        return first
     if rounds:  # what was optimal after few is made to bear delays for as long as all others
-        first.finish(first.best.budget.rounds if optimal else rounds, steady)
-    if not steady or first.reached >= published * (1 - ROUNDING):
+        first.make_steady(first.best.budget.rounds if optimal else rounds)
+    if first.reached >= published * (1 - ROUNDING):
         return first
     most = min(first.reached * (1 if optimal else 1 + NEAR), published) * (1 + ROUNDING)
     found = [(orders.cost / each.problem.time_scale, each, orders) for each in searches for orders in each.best.near]

@@ -72,7 +72,9 @@ class SearchSettings:
     """Patterns are dropped where the best to start from costs this many times the best known."""
 
     finish: tuple[float, float] = (0.01, 0.001)
-    """The first and the last temperature after the last round."""
+    """The first and the last temperature after every round."""
+    finish_share: float = 0.25
+    """Of the next round, which that takes, and half of what it takes where ranks are slower or faster."""
     samples: int = 16
     """Of the ranks' speeds there. With 8 what is found suits these speeds alone."""
     samples_to_choose: int = 32
