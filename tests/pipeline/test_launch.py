@@ -142,6 +142,17 @@ def test_the_program_says_how_it_is_started(options: list[str], capsys: pytest.C
     assert len(json.loads(re.search(r"PARTITION = (.*)", text)[1])) == len(schedule.placement)
 
 
+@pytest.mark.parametrize(("stages", "tensor", "nodes", "per_node"), [(3, 4, 3, 4), (3, 2, 1, 6), (5, 2, 5, 2)])
+def test_it_is_started_on_as_many_gpus_as_were_planned(
+    stages: int, tensor: int, nodes: int, per_node: int, tmp_path: Path
+) -> None:
+    sizes = ["--stages", str(stages), "--tensor-parallel", str(tensor), "--microbatches", "4", "--effort", "0"]
+    path = tmp_path / "launch.py"
+    config = ["--config", str(CONFIGURATIONS / "llama-3-8b.json")]
+    assert __main__.main(["plan", *config, *sizes, "--out", str(path)]) == 0
+    assert f"torchrun --nnodes {nodes} --nproc-per-node {per_node} " in path.read_text()
+
+
 def test_layers_that_one_microbatch_recomputes_are_recomputed(tmp_path: Path) -> None:
     sizes = ["--stages", "1", "--microbatches", "2", "--microbatch-size", "2", "--sequence", "8192", "--effort", "0"]
     options = ["--data-parallel", "16", "--fully-shard", "--recompute", "--chunks", "8"]
@@ -162,6 +173,10 @@ def test_layers_that_one_microbatch_recomputes_are_recomputed(tmp_path: Path) ->
         (
             ["--config", str(CONFIGURATIONS / "gpt-oss-120b.json"), "--expert-parallel", "16"],
             "keep the experts of a layer on one GPU",
+        ),
+        (
+            ["--config", str(CONFIGURATIONS / "deepseek-v3.json"), "--memory", "1e14"],
+            "plan with num_nextn_predict_layers 0 in config.json",
         ),
         ([], "a program trains a model; give it with --config"),
     ],

@@ -185,10 +185,15 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
         raise ValueError(f"the program trains models that predict the next token, and {architecture.kind} does not")
     if job.context_parallel > 1:
         raise ValueError("zbkern has no context parallelism of its own: plan without it, or write the program by hand")
+    if architecture.predictors:
+        raise ValueError(
+            "models of the transformers library do not have the layers that predict further tokens: plan with "
+            "num_nextn_predict_layers 0 in config.json"
+        )
     stages, schedule = found.schedule.stages, path.with_suffix(".schedule.csv")
     gpus = job.gpus(stages)
-    per_node = int(min(gpus, hardware.gpus_per_node))
-    nodes = -(-gpus // per_node)
+    per_node = _per_node(gpus, job.tensor_parallel, int(hardware.gpus_per_node))
+    nodes = gpus // per_node
     replicas = "replicas, fully sharded" if job.fully_shard else "replicas"
     sizes = {replicas: job.data_parallel, "stages": stages, "GPUs of tensor parallelism": job.tensor_parallel}
     if not job.fully_shard:
@@ -212,6 +217,12 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
         recomputed=_recomputed(found),
     )
     path.write_text(program, encoding="utf-8")
+
+
+def _per_node(gpus: int, tensor: int, most: int) -> int:
+    """As many for every node, so that those of tensor parallelism are in one where they can be."""
+    alike = (each for each in range(1, min(gpus, most) + 1) if gpus % each == 0)
+    return max(alike, key=lambda each: (each % tensor == 0, each))
 
 
 def _recomputed(found: Plan) -> list[int]:
