@@ -92,7 +92,7 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         *sizes,
         blocks,
         numbers.get("num_nextn_predict_layers", numbers.get("num_mtp_layers", 0)),
-        bool(whole["tie_word_embeddings"] if "tie_word_embeddings" in whole else numbers.value("tie_word_embeddings")),
+        bool(whole["tie_word_embeddings"] if "tie_word_embeddings" in whole else numbers.known("tie_word_embeddings")),
         _NAMES.get(kind, Architecture.names),
         tuple(name for name in left_out if name not in ("text_config", "quantization_config")),
     )
@@ -171,6 +171,16 @@ class _Numbers:
             self.library = _of_library(self.config)
         return getattr(self.library, name, None)
 
+    def known(self, name: str) -> Any:
+        """The same, of what may not be taken for false or empty where neither says it."""
+        value = self.value(name)
+        if value is None and self.library is False:
+            raise ValueError(
+                f"architecture: {name} is not in the file, which leaves out defaults: write it, or install "
+                "transformers, whose configuration knows"
+            )
+        return value
+
     def __getitem__(self, name: str) -> int:
         return self._check(name, self.value(name), 1)
 
@@ -189,7 +199,7 @@ class _Numbers:
 
     def list(self, name: str) -> Sequence[Any]:
         """Nothing where the name is missing or null."""
-        value = self.value(name) or []
+        value = self.known(name) or []
         if not isinstance(value, list):
             raise ValueError(f"architecture: {name} must be a list; got {value!r}")
         return value
@@ -223,7 +233,7 @@ def _blocks(numbers: _Numbers, kind: str) -> list[Block]:
         return [Block((mixer,), 1) for mixer in mixers]
     norms = _NORMS.get(kind, 2)
     if kind == "falcon":
-        norms = 1 if numbers.value("parallel_attn") and not numbers.value("new_decoder_architecture") else 2
+        norms = 1 if numbers.known("parallel_attn") and not numbers.known("new_decoder_architecture") else 2
     blocks = [Block((mixer, *_mlp(numbers, kind, index, features)), norms) for index, mixer in enumerate(mixers)]
     positions = {"gpt2": ("n_positions",), "bert": ("max_position_embeddings", "type_vocab_size")}.get(kind, ())
     if tables := sum(numbers.get(name, 0) for name in positions):
@@ -240,7 +250,7 @@ def _mixers(numbers: _Numbers, kind: str, features: int, count: int) -> list[Par
         sizes = numbers.each("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel", "chunk_size")
         return [kinds.state_space(features, *sizes)] * count
     if kind == "jamba":
-        period, offset = numbers["attn_layer_period"], numbers.value("attn_layer_offset")
+        period, offset = numbers["attn_layer_period"], numbers.known("attn_layer_offset")
         inner = numbers["mamba_expand"] * features
         scan = kinds.selective_scan(features, inner, *numbers.each("mamba_d_state", "mamba_dt_rank", "mamba_d_conv"))
         attention = _attention(numbers, kind, features, None, False)
@@ -257,13 +267,7 @@ def _layer_types(numbers: _Numbers, kind: str, count: int) -> list[str]:
     windowed = windowed and (given or numbers.value("use_sliding_window") is not False)
     if not (windowed or kind in _MIXED):
         return ["full_attention"] * count
-    types = numbers.list("layer_types")
-    if not types and numbers.library is False:
-        raise ValueError(
-            "architecture: layer_types must name the kind of every layer; write them, or install transformers, whose "
-            "configuration knows"
-        )
-    types = types or ["sliding_attention"] * count
+    types = numbers.list("layer_types") or ["sliding_attention"] * count
     if len(types) != count:
         raise ValueError(f"architecture: layer_types must name {count} layers, num_hidden_layers; got {len(types)}")
     return list(types)
@@ -289,8 +293,8 @@ def _attention(numbers: _Numbers, kind: str, features: int, window: int | None, 
     size = numbers.get("head_dim", features // heads)
     keys = numbers.get("num_key_value_heads", heads)
     if kind == "falcon":
-        keys = heads if not numbers.value("multi_query") else 1
-        keys = numbers["num_kv_heads"] if numbers.value("new_decoder_architecture") else keys
+        keys = heads if not numbers.known("multi_query") else 1
+        keys = numbers["num_kv_heads"] if numbers.known("new_decoder_architecture") else keys
     gate = heads * size if kind in ("qwen3_next", "qwen3_5_text") else 0
     causal = kind not in ("bert", *_IMAGES) or bool(numbers.config.get("is_decoder"))
     return kinds.attention(features, heads, keys, size, window, chunked, gate, causal)
@@ -318,7 +322,7 @@ def _mlp(numbers: _Numbers, kind: str, index: int, features: int) -> tuple[Part,
 
 def _has_experts(numbers: _Numbers, kind: str, index: int) -> bool:
     if kind == "jamba":
-        return index % numbers["expert_layer_period"] == numbers.value("expert_layer_offset")
+        return index % numbers["expert_layer_period"] == numbers.known("expert_layer_offset")
     if kind == "llama4_text":
         return index in numbers.list("moe_layers")
     listed = numbers.list("mlp_only_layers") if "mlp_only_layers" in numbers.config else ()
