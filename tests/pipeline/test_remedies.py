@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from zbkern import __main__
 from zbkern.pipeline import LayerCosts, ModelCosts, ScheduleError, plan
 from zbkern.pipeline.remedies import remedies
 from zbkern.pipeline.simulation.architecture import load_architecture
@@ -59,6 +61,22 @@ def test_each_option_makes_it_fit(name: str, stages: int, given: dict[str, int])
         assert fits(name, **{"stages": stages, **sizes, **changes}), option
         if "stages" in changes:
             assert not fits(name, changes["stages"] - 1, **sizes)
+
+
+def test_options_leave_the_memory_limit_and_the_chunks_as_they_were_given(capsys: pytest.CaptureFixture) -> None:
+    """A limit of 2x counts what a microbatch holds, which tensor parallelism divides as it divides weights."""
+    config = ["plan", "--config", str(CONFIGURATIONS / "llama-3-8b.json"), "--microbatches", "8", "--effort", "0"]
+
+    def named(*options: str) -> list[str]:
+        assert __main__.main([*config, "--stages", "4", *options]) == 2
+        return re.search(r"it fits with (--.*)\n", capsys.readouterr().err)[1].split(" or ")
+
+    limit = ["--memory", "2x"]
+    for option in named(*limit):
+        assert __main__.main([*config, "--stages", "4", *limit, *option.split()]) == 0
+    limit = ["--memory", "32e9"]
+    assert "--stages 6" in named(*limit, "--chunks", "5")
+    assert not any("--stages" in option for option in named(*limit, "--chunks", "6"))  # 36 of 34 layers
 
 
 def test_the_least_need_is_that_of_the_best_cut() -> None:

@@ -146,9 +146,10 @@ def why_not(arguments: argparse.Namespace, setting: Setting, limit: float) -> st
     saving = arguments.recompute or arguments.offload is not None
     if need.total <= limit or (saving and may_fit_with_saving(costs, stages, limit)):
         return None
-    options = remedies(setting.architecture, setting.hardware, stages, _sizes(arguments), limit)
+    given, relative = arguments.memory or (limit, False)
+    options = remedies(*setting[:2], stages, _sizes(arguments), given, relative=relative, chunks=arguments.chunks or 1)
     what = f"it fits with {' or '.join(options)}" if options else "no one of the options for sizes makes it fit"
-    if 0 < limit < _LEAST_LIMIT and arguments.memory is not None and not arguments.memory[1]:
+    if 0 < limit < _LEAST_LIMIT and not relative:
         what = f"a limit is in bytes: --memory {number(limit)}e9 for as many GB"
     return f"nothing fits in {amount(limit, 'bytes')}: {need.describe(stages, 'bytes')}; {what}"
 

@@ -25,19 +25,29 @@ def may_fit_with_saving(costs: ModelCosts, stages: int, limit: float) -> bool:
 
 
 def remedies(
-    architecture: Architecture, hardware: Hardware, stages: int, sizes: Mapping[str, Any], limit: float
+    architecture: Architecture,
+    hardware: Hardware,
+    stages: int,
+    sizes: Mapping[str, Any],
+    limit: float,
+    *,
+    relative: bool = False,
+    chunks: int = 1,
 ) -> list[str]:
     """Options with the least change of their numbers, each of which makes the model fit.
 
     sizes: arguments of the `Job`, as they were given: what follows from the others follows from those that are tried.
+    relative: the limit counts what one microbatch holds in the whole model. chunks: per rank, at least.
     """
     found, given = [], {"stages": stages, **sizes}
+    most = _layers(architecture) // chunks
     for name in (
         *("stages", "tensor_parallel", "expert_parallel", "data_parallel"),
         *("fully_shard", "microbatch_size", "sequence"),
     ):
         for value in _values(name, given, architecture):
-            if _fits(architecture, hardware, limit, **{**given, name: value}):
+            tried = {**given, name: value}
+            if tried["stages"] <= most and _fits(architecture, hardware, limit, relative, **tried):
                 found.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
                 break
     return found
@@ -62,14 +72,15 @@ def _values(name: str, given: Mapping[str, Any], architecture: Architecture) -> 
             yield value
 
 
-def _fits(architecture: Architecture, hardware: Hardware, limit: float, stages: int, **sizes: Any) -> bool:
-    if stages > _layers(architecture):
-        return False
+def _fits(
+    architecture: Architecture, hardware: Hardware, limit: float, relative: bool, stages: int, **sizes: Any
+) -> bool:
     try:
         costs = model_costs(architecture, hardware, Job(**sizes))
     except ValueError:  # heads or experts that cannot be divided so
         return False
-    return fits(costs, stages, limit)
+    whole = sum(layer.activation for layer in costs.layers)
+    return fits(costs, stages, limit * whole if relative else limit)
 
 
 def _layers(architecture: Architecture) -> int:
