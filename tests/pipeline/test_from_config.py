@@ -52,6 +52,8 @@ def test_a_model_is_planned_and_compared(capsys: pytest.CaptureFixture, tmp_path
     names, steps = [name for name, _ in rows], [float(step) for _, step in rows]
     assert {"one_f_one_b", "zb_v", "interleaved", "gpipe"} < set(names)
     assert steps == sorted(steps)
+    (planned,) = [each for name, each in rows if name.startswith("plan-")]
+    assert float(planned) == seconds  # with what is beside the passes
     shares = "It assumes that programs get 70% of the GPU's peak in W's large matrix products, 51% in those of F and B"
     assert f"no measurement. {shares}" in " ".join(text.split())
     assert "Peaks: NVIDIA H100 datasheet, SXM" in text

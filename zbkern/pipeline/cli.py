@@ -141,7 +141,8 @@ def _of_layers(
         if len(slices := found.schedule.slices) > 1:
             published += from_config.published_timelines(costs, arguments.stages, arguments.microbatches, limit, slices)
         tokens = 0 if setting is None else setting.tokens(arguments.microbatches)
-        print("\n" + report.table([*published, found.timeline], objective, limit, whole, tokens, cuts=True))
+        beside = 0.0 if setting is None else setting.beside(arguments.stages)
+        print("\n" + report.table([*published, found.timeline], objective, limit, whole, tokens, beside, cuts=True))
     if setting is not None:
         saving = arguments.offload is not None, arguments.recompute
         print("\n" + from_config.assumptions(setting, costs, *saving, width))

@@ -112,6 +112,10 @@ class Setting(NamedTuple):
         """Of a step, of all pipelines."""
         return microbatches * self.job.tokens * self.job.data_parallel
 
+    def beside(self, stages: int) -> float:
+        """Seconds of a step that no pass has."""
+        return outside(*self, stages)
+
     @property
     def limit(self) -> float:
         """Bytes that a rank may hold."""
@@ -303,7 +307,7 @@ def _calibration(
     schedule = comparison.build(run.schedule, run.stages, run.microbatches, run.chunks)
     setting = Setting(architecture, hardware, Job(**_sizes(run)))
     passes = _on_its_best_cut(schedule, setting.costs, None).makespan / 1e3
-    return calibration.of_step(passes + outside(*setting, run.stages), run.seconds, source)
+    return calibration.of_step(passes + setting.beside(run.stages), run.seconds, source)
 
 
 def title(arguments: argparse.Namespace, setting: Setting) -> str:
@@ -327,7 +331,7 @@ def title(arguments: argparse.Namespace, setting: Setting) -> str:
 def step(found: Plan, setting: Setting, objective: str, width: int) -> str:
     """The costs of a layer, the cut, and how long a step takes."""
     chunks = report.cut(found, len(setting.costs.layers), width, f": {_counted(setting.architecture)}")
-    beside = outside(*setting, found.schedule.stages)
+    beside = setting.beside(found.schedule.stages)
     seconds = getattr(found.timeline, objective) / 1e3 + beside
     rate = setting.tokens(found.schedule.sequences) / seconds
     gpus = setting.job.gpus(found.schedule.stages)

@@ -169,17 +169,19 @@ def table(
     limit: float | None,
     whole: float = 0.0,
     tokens: int = 0,
+    beside: float = 0.0,
     cuts: bool = False,
 ) -> str:
     """A line per timeline, with the memory of the rank that holds most; whole: as for `describe`.
 
-    The least idle first; with the tokens of a step, for times in ms, the fastest. cuts: every one has a cut of its own,
+    The least idle first; with the tokens of a step, for times in ms, the fastest. beside: seconds of a step that no
+    pass has. cuts: every one has a cut of its own,
     that which holds least where none fits: it says nothing about how fast the others are, and has no times.
     """
     ends = ["step", "tokens/s", "bubble", "memory"] if tokens else ["bubble", "makespan", "memory", "of 1x"]
     rows = [["schedule", "chunks", *ends, ""]]
     for timeline in sorted(timelines, key=lambda each: _order(each, objective, limit if cuts else None, tokens)):
-        peak, seconds = max(timeline.peak_memory), getattr(timeline, objective) / 1e3
+        peak, seconds = max(timeline.peak_memory), getattr(timeline, objective) / 1e3 + beside
         name, chunks = timeline.schedule.name, str(timeline.schedule.chunks)
         if len(timeline.schedule.slices) > 1:
             name += f", {len(timeline.schedule.slices)} slices"
