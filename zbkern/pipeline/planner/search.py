@@ -191,9 +191,7 @@ def choose(searches: Sequence[Search], steady: bool, rounds: int) -> Search:
     first = next(each for each in searches if each.reached <= reached * (1 + ROUNDING))
     published = min(each.published for each in searches)
     optimal = first.bound >= reached * (1 - ROUNDING)
-    if native.core is None or (optimal and (not steady or reached >= published * (1 - ROUNDING))):
-        return first
-    if not steady:
+    if native.core is None or not steady or (optimal and reached >= published * (1 - ROUNDING)):
         return first
     if rounds:  # what was optimal after few is made to bear delays for as long as all others
         first.make_steady(first.best.budget.rounds if optimal else rounds)
