@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -121,3 +124,32 @@ def construct_in_vain(construct: Callable[[], None]) -> list[tuple[int, int]]:
 def test_a_constructor_that_fails_leaves_no_connection_and_no_thread(two_ranks: Any, construct: Any) -> None:
     for first, last in two_ranks.run(construct_in_vain, construct):
         assert max(last[0] - first[0], last[1] - first[1]) <= 0
+
+
+LEAVES_FIRST = """
+import builtins, os, sys, time
+import torch, torch.distributed as dist
+from zbkern.pipeline.transport import distributed
+
+class Last:
+    def __del__(self, mkdir=os.mkdir, ends=sys.argv[2] + "/ends", sleep=time.sleep):  # while Python ends
+        mkdir(ends)
+        sleep(1)
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
+distributed._TOGETHER = 0.1
+transport = distributed.DistributedTransport(None, [1 - rank], torch.device("cpu"))
+if rank == 0:
+    builtins.last = Last()
+else:
+    while not os.path.exists(folder + "/ends"):
+        time.sleep(0.01)
+    os._exit(0)  # closes the connections
+"""
+
+
+def test_a_process_that_ends_long_before_its_peer_does_not_abort(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEAVES_FIRST]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)]) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -49,9 +50,11 @@ from zbkern.pipeline.transport.tensors import tensors_in
 
 logger = logging.getLogger("zbkern")
 
-_USUAL, _OTHER = 1, 2  # tags of tensors; 0 is that of headers
+_USUAL, _OTHER, _NEVER = 1, 2, 3  # tags of tensors, and of none; 0 is that of headers
 _PAUSE = 0.002  # seconds between looks at what has been sent
 _LAST = timedelta(seconds=1)  # for the last message to a peer that is there
+_NOW = timedelta(milliseconds=1)
+_TOGETHER = 5.0  # seconds in which the others close, too
 _TOLD = 10.0  # seconds in which a rank whose connection broke is told why, however busy the machine
 
 
@@ -98,6 +101,9 @@ class DistributedTransport(Transport):
         self._sender = threading.Thread(target=self._finish_sends, args=own, name="zbkern-send", daemon=True)
         for thread in (self._sender, *self._receivers.values()):
             thread.start()
+        communicators = self._headers_up, self._headers_down
+        self._end_threads = functools.partial(_end_threads, self._receivers, self._sender, communicators)
+        atexit.register(self._end_threads)  # runs after what is registered later
         atexit.register(self.close)
 
     def send(self, peer: int, tag: Tag | Note, message: Any) -> None:
@@ -149,9 +155,9 @@ class DistributedTransport(Transport):
         if os.getpid() != self._process:
             return
         self._end(FinalMessage("closed", ""))
-        deadline = time.monotonic() + (5 if self._mailbox.failure is None else 2)  # a frozen rank never answers
-        for thread in (*self._receivers.values(), self._sender):
-            thread.join(max(0.0, deadline - time.monotonic()))
+        wait = _TOGETHER if self._mailbox.failure is None else 2  # a frozen rank never answers
+        if not _alive((*self._receivers.values(), self._sender), wait):
+            atexit.unregister(self._end_threads)
         self._receivers = {}  # those that did not end in time have no say in connections opened later
         close_groups([self._up, self._down])
         self._headers_up = self._headers_down = self._up = self._down = None
@@ -331,6 +337,24 @@ class DistributedTransport(Transport):
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield stream
+
+
+def _alive(threads: Iterable[threading.Thread], wait: float) -> list[threading.Thread]:
+    """Those that have not ended in so many seconds."""
+    deadline = time.monotonic() + wait
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [thread for thread in threads if thread.is_alive()]
+
+
+def _end_threads(receivers: dict[int, threading.Thread], sender: threading.Thread, communicators: Sequence[Any]) -> None:
+    """At the exit of this process: a thread that is in gloo until its peer exits, too, would abort it if it woke up
+    while Python ends. One wait for a peer that runs out of time ends all others."""
+    for peer, thread in receivers.items():
+        for communicator in communicators if thread.is_alive() else ():
+            with contextlib.suppress(RuntimeError):
+                communicator.recv([torch.empty(1)], peer, _NEVER).wait(_NOW)
+    _alive((*receivers.values(), sender), _LAST.total_seconds())
 
 
 def meet(group: dist.ProcessGroup | None, value: Any = None) -> list[Any]:
