@@ -171,6 +171,12 @@ def test_a_chunk_compiles_its_layers_one_by_one() -> None:
         one_rank([torch.compile(chunk) for chunk in chunks], schedule, token_loss)
 
 
+def test_a_chunk_that_is_compiled_as_a_whole_says_how_to_compile_it() -> None:
+    chunk, tokens = cut(make("llama"), schedules.zb_v(stages=1, microbatches=2), rank=0)[0], batch()[0]
+    with pytest.raises(TypeError, match=r"^cut: a chunk compiles its layers one by one.* call compile\(\)"):
+        torch.compile(chunk, backend="eager")(tokens)
+
+
 def test_passes_of_a_cut_model_are_captured(recorded: type[RecordedGraphs], caplog: pytest.LogCaptureFixture) -> None:
     tokens, mask, labels = batch()
     model, schedule = make("llama"), schedules.zb_v(stages=2, microbatches=4)

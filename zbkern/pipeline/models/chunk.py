@@ -120,6 +120,8 @@ class Chunk(nn.Module):
         return super().train(mode)
 
     def forward(self, *inputs: Any, passed: Any = None, encoded: Any = None, **side: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _refuse_to_compile()
         received = passed if passed is not None else inputs[0] if inputs else None
         encoded = received if self._first == self._encoder_layers > 0 else encoded
         output, encoded = self._own_output(received, encoded, inputs, side)
@@ -298,6 +300,15 @@ class Chunk(nn.Module):
                 "that it computes in layers of other chunks, besides the output of the layer before: cut elsewhere, or "
                 "make that computation a part of a layer"
             )
+
+
+@torch.compiler.disable(reason="a chunk of cut compiles its layers one by one, by chunk.compile()")
+def _refuse_to_compile() -> None:
+    """Called in what was compiled: a compiler takes an error in what it follows for its own to handle."""
+    raise TypeError(
+        "cut: a chunk compiles its layers one by one, and not as a part of torch.compile(...): call compile() of the "
+        "chunk that `cut` made"
+    )
 
 
 def sliced_cache() -> Any:
