@@ -172,6 +172,20 @@ def test_grad_dtype_under_bf16_weights(asked: torch.dtype | None, hooked: bool) 
     assert seen == [asked or torch.bfloat16] * (4 if hooked else 0)
 
 
+def test_gradients_are_compared_where_a_model_keeps_them() -> None:
+    got, expected = nn.Linear(3, 2), nn.Linear(3, 2)
+    for module in (got, expected):
+        module.bias.requires_grad_(False)  # has no main_grad
+    expected.weight.grad = torch.ones(2, 3)
+    got.weight.main_grad = torch.ones(2, 3)
+    testing.assert_same_gradients(got, expected, attribute="main_grad")
+    got.weight.main_grad[0, 0] = 2
+    with pytest.raises(AssertionError, match="gradient of weight: differs by"):
+        testing.assert_same_gradients(got, expected, attribute="main_grad")
+    with pytest.raises(AssertionError, match="weight: gradient is None, expected a tensor"):
+        testing.assert_same_gradients(got, expected)
+
+
 @pytest.mark.parametrize("hooked", [False, True])
 def test_main_grad_protocol(hooked: bool) -> None:
     layer = zbkern.nn.Linear(4, 3)

@@ -75,7 +75,8 @@ def assert_same_gradients(
     """Holds the gradient of every parameter of one model against that of the same-named one of another.
 
     Errors count against the largest value of that gradient, or a thousandth of the largest in the model: some gradients
-    (the bias of an attention's keys) are zero but for rounding. attribute: where `got` keeps its gradients.
+    (the bias of an attention's keys) are zero but for rounding. attribute: where `got` keeps its gradients; a parameter
+    without it has none.
     """
     for argument, model in (("got", got), ("expected", expected)):
         if not isinstance(model, torch.nn.Module):
@@ -87,7 +88,7 @@ def assert_same_gradients(
     sizes = [p.grad.abs().max().item() for p in others.values() if p.grad is not None and p.grad.numel()]
     scale = 1e-3 * max(sizes, default=0.0)
     for name, parameter in mine.items():
-        gradient, wanted = getattr(parameter, attribute), others[name].grad
+        gradient, wanted = getattr(parameter, attribute, None), others[name].grad
         if (gradient is None) != (wanted is None):
             raise AssertionError(f"{name}: gradient is {_presence(gradient)}, expected {_presence(wanted)}")
         if gradient is not None and wanted is not None:

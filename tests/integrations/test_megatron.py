@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 import zbkern
 from tests.support.frameworks import installed
 from tests.support.pages import block
-from zbkern.pipeline import schedules
+from zbkern.pipeline import StepOptions, schedules
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 VOCABULARY, LENGTH, BATCH, LAYERS, MICROBATCHES = 64, 16, 2, 4, 4
@@ -247,6 +247,30 @@ def test_a_schedule_gives_megatrons_gradients(
     fresh_ranks: Any, package: str, name: str, sizes: dict[str, int], options: dict[str, Any]
 ) -> None:
     fresh_ranks.run(step_by_schedule, package, name, sizes, options, timeout=240)
+
+
+def step_eagerly(folder: str) -> int:
+    with megatron(folder, pipeline_model_parallel_size=2):
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from zbkern.integrations.megatron import ForwardBackward, convert
+
+        plain, model = build(), convert(build())
+        schedule, options = schedules.zb_h1(stages=2, microbatches=MICROBATCHES), StepOptions(record=True)
+        eagerly = ForwardBackward(schedule, fill="eager", options=options)
+        for chunk in plain + model:
+            chunk.zero_grad_buffer()
+        get_forward_backward_func()(**arguments(plain))
+        eagerly(**arguments(model))
+        compare(model, plain)
+        samples = eagerly.pipeline.samples
+        eagerly.close()
+        return len(samples)
+
+
+def test_w_run_as_fill_and_options_say(fresh_ranks: Any, package: str) -> None:
+    actions = 3 * MICROBATCHES
+    assert min(fresh_ranks.run(step_eagerly, package, timeout=240)) > actions  # a W in several parts
 
 
 def every_weight_waits(folder: str, options: dict[str, Any]) -> None:

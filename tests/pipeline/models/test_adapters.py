@@ -12,7 +12,17 @@ import torch
 
 import zbkern
 from tests.support.ranks import Ranks
-from zbkern.pipeline import Optimizer, Pipeline, cut, export, export_adapter, schedules, token_loss, token_targets
+from zbkern.pipeline import (
+    Optimizer,
+    Pipeline,
+    PipelineError,
+    cut,
+    export,
+    export_adapter,
+    schedules,
+    token_loss,
+    token_targets,
+)
 
 transformers = pytest.importorskip("transformers", reason="needs the transformers library: pip install zbkern[test]")
 peft = pytest.importorskip("peft", reason="needs the peft library: pip install zbkern[test]")
@@ -132,6 +142,31 @@ def test_they_train_and_are_written_as_in_one_process(two_ranks: Ranks, tmp_path
     assert not info["unexpected_keys"]
     expected = back.merge_and_unload().state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in merged.state_dict().items())
+
+
+def write_one_of_two(folder: Path) -> None:
+    """Rank 0 alone, as its group says; then in vain with rank 1, which comes late."""
+    rank = torch.distributed.get_rank()
+    groups = [torch.distributed.new_group([each]) for each in range(2)]
+    chunks = cut(base_model(), ALONE, rank=0)
+    for name, target in (("default", "q_proj"), ("other", "down_proj")):
+        peft.inject_adapter_in_model(lora(target_modules=[target]), chunks[0].whole, adapter_name=name)
+    if rank == 0:
+        export_adapter(folder, chunks, name="other", group=groups[0], timeout=30)
+    else:
+        torch.distributed.barrier()
+    with pytest.raises(PipelineError, match=r"^export_adapter: rank 1 did not come to 'adapters listed' in 0\.2 s"):
+        export_adapter(folder, chunks, timeout=0.2)
+    if rank == 0:
+        torch.distributed.barrier()
+
+
+@pytest.mark.dist
+def test_an_adapter_is_written_by_its_name_and_the_ranks_of_a_group(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(write_one_of_two, tmp_path, timeout=60)
+    back = peft.PeftModel.from_pretrained(base_model(), tmp_path)
+    assert back.active_peft_config.target_modules == {"down_proj"}
+    assert all("down_proj" in name for name in peft.get_peft_model_state_dict(back))
 
 
 def test_a_copy_of_a_tied_head_that_is_trained_is_tied_to_nothing() -> None:

@@ -16,7 +16,7 @@ import zbkern
 from tests.support.resident import Resident
 from tests.support.same import assert_same
 from tests.support.small_models import BERT, KINDS, config_of, make, transformers
-from zbkern.pipeline import Optimizer, Pipeline, cut, export, schedules, token_loss, token_targets
+from zbkern.pipeline import Optimizer, Pipeline, PipelineError, cut, export, schedules, token_loss, token_targets
 from zbkern.pipeline.models import weights as loading
 
 safetensors = pytest.importorskip("safetensors", reason="needs safetensors: pip install safetensors")
@@ -217,6 +217,25 @@ def test_an_export_right_after_a_step_has_its_validated_weights(two_ranks: Any, 
     first, second = two_ranks.run(step_and_export, str(tmp_path))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(value, {**first, **second}[name]) for name, value in model.state_dict().items())
+
+
+def export_with_one_rank(folder: Path) -> None:
+    rank = torch.distributed.get_rank()
+    groups = [torch.distributed.new_group([each]) for each in range(2)]
+    if rank == 0:
+        export(folder, cut(small(), ALONE, [0], rank=0), group=groups[0], timeout=30)
+    else:
+        torch.distributed.barrier()
+    with pytest.raises(PipelineError, match=r"^export: rank 1 did not come to 'chunks listed' in 0\.2 s"):
+        export(folder, cut(small(), ALONE, [0], rank=0), timeout=0.2)
+    if rank == 0:
+        torch.distributed.barrier()
+
+
+@pytest.mark.dist
+def test_an_export_waits_for_the_ranks_of_its_group_so_long(two_ranks: Any, tmp_path: Path) -> None:
+    two_ranks.run(export_with_one_rank, tmp_path, timeout=60)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_export_refuses_other_modules(tmp_path: Path) -> None:

@@ -59,6 +59,10 @@ def test_a_slow_pass_is_found_and_the_ranks_behind_it_are_late() -> None:
         assert loss.cost == pytest.approx(loss.compute + loss.late + loss.host, abs=0.6)
         assert loss.host == pytest.approx(0, abs=0.5)
     assert "furthest from the plan: 2B" in found.to_text()
+    assert [found.to_text(worst).count("2B") for worst in (0, 1, 2)] == [0, 1, 2]
+    assert found.to_text(0) == found.to_text(1).rpartition("\n")[0]
+    with pytest.raises(ValueError, match="worst must be the number of passes to list, at least 0; got -1"):
+        found.to_text(-1)
 
 
 def test_an_idle_share_is_that_of_the_ranks_that_are_known() -> None:

@@ -90,8 +90,8 @@ def check_sliceable(model: Any) -> None:
             raise _whole(f"{part} of {name} begins each forward with a new state")
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError(
-            f"cut: {name} reads no cache with gradient checkpointing: call model.gradient_checkpointing_disable(), from "
-            "transformers 5.24 on activation_checkpointing_disable(), and recompute by the schedule "
+            f"cut: {name} reads no cache with gradient checkpointing: call model.gradient_checkpointing_disable() (as "
+            "of transformers 5.24 activation_checkpointing_disable()), and recompute by the schedule "
             "(StepOptions(recompute=...))"
         )
     for number, layer in enumerate(cache_utils.DynamicCache(config=config).layers):

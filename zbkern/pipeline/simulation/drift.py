@@ -196,7 +196,9 @@ class Drift:
         return sorted(found, key=lambda pair: -pair[1])
 
     def to_text(self, worst: int = 5) -> str:
-        """A table of the time lost in percent of the planned cost, and the passes that exceed the plan most."""
+        """A table of the time lost in percent of the planned cost, and the `worst` passes that exceed the plan most."""
+        if worst < 0:
+            raise ValueError(f"Drift.to_text: worst must be the number of passes to list, at least 0; got {worst}")
         whole = self.planned.cost
         lines = [
             f"measured {self.measured.cost:.4g}, planned {duration(whole, self.measured.unit)}: "
@@ -208,7 +210,7 @@ class Drift:
             shares = (lost.cost, lost.compute, lost.late, lost.host)
             lines.append(f"{lost.rank:>4}" + "".join(f"{share / whole:>+9.1%}" for share in shares))
         slow = ", ".join(f"{action} {extra / whole:+.1%}" for action, extra in self.actions()[:worst])
-        return "\n".join([*lines, f"furthest from the plan: {slow}"])
+        return "\n".join([*lines, f"furthest from the plan: {slow}"] if slow else lines)
 
     def save(self, path: str | Path) -> Path:
         """Both timelines in one picture or trace, by the suffix: .svg, .html, or .json (Perfetto)."""

@@ -347,7 +347,7 @@ def _alive(threads: Iterable[threading.Thread], wait: float) -> list[threading.T
     return [thread for thread in threads if thread.is_alive()]
 
 
-def _end_threads(receivers: dict[int, threading.Thread], sender: threading.Thread, communicators: Sequence[Any]) -> None:
+def _end_threads(receivers: _Threads, sender: threading.Thread, communicators: Sequence[Any]) -> None:
     """At the exit of this process: a thread that is in gloo until its peer exits, too, would abort it if it woke up
     while Python ends. One wait for a peer that runs out of time ends all others."""
     for peer, thread in receivers.items():
@@ -367,5 +367,6 @@ def meet(group: dist.ProcessGroup | None, value: Any = None) -> list[Any]:
         return ranks.exchange("connect", value, lambda values: [values] * ranks.size)
 
 
+_Threads = dict[int, threading.Thread]  # by peer
 _Works = list[tuple["dist.Work", Tensor]]
 _Posted = tuple[list[Tensor], list["dist.Work"]]
