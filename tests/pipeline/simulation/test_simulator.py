@@ -165,6 +165,11 @@ def test_parts_win_under_jitter_and_whole_weights_do_not() -> None:
     assert simulate(schedule, costs).bubble_rate < sliced  # jitter costs something, whatever one does
 
 
+def test_the_first_forward_of_a_sequence_needs_room_for_all_keys_and_values() -> None:
+    costs, schedule = Costs(carried=0.8), schedules.zb_h2(3, 6, slices=2)
+    assert max(simulate(schedule, costs, fill="eager", memory_limit=5).peak_memory) <= 5
+
+
 # ---- arguments
 
 

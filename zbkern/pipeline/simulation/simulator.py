@@ -18,7 +18,7 @@ from zbkern.pipeline.schedules.program import FILLS, offloads_or_recomputes, rec
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.copies import Copies
 from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
-from zbkern.pipeline.simulation.memory import Limit, Memory, limits_of, static_of_ranks
+from zbkern.pipeline.simulation.memory import Limit, Memory, carried_change, limits_of, static_of_ranks
 from zbkern.pipeline.simulation.slice_costs import slice_costs
 from zbkern.pipeline.simulation.timeline import Event, Timeline, arrival
 
@@ -169,7 +169,9 @@ class _Run:
     def _fill(self, rank: int, pending: deque[Action], action: Action, arrived: float) -> None:
         """Runs pending W: as many as must free their memory for an F to fit, then until the input arrives."""
         memory, events = self._memory[rank], self._events[rank]
-        taken = self._of(action.microbatch).activation[action.chunk]
+        costs, slices = self._of(action.microbatch), len(self._costs)
+        taken = costs.activation[action.chunk]
+        taken += carried_change(costs, action.kind, action.chunk, action.microbatch % slices, slices)
         limit = self._limits[rank] - taken if action.kind == "F" else float("inf")
         while pending and (memory.now > limit or events[-1].end < arrived):
             self._execute(rank, pending.popleft())
