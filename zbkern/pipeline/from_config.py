@@ -55,6 +55,8 @@ FLAGS = ("fp8", "fully_shard")
 
 _STEP = '{"seconds": 12.3, "schedule": "one_f_one_b", "stages": 8, "microbatches": 32, "tensor_parallel": 8}'
 
+_LONGEST = 1e6  # seconds of a step
+
 _DECIDED = (
     *("context_parallel", "costs", "memory", "chunks", "placement"),
     *("schedule", "slices", "offload", "recompute", "compare", "time_limit"),
@@ -115,6 +117,11 @@ class Setting(NamedTuple):
     def beside(self, stages: int) -> float:
         """Seconds of a step that no pass has."""
         return outside(*self, stages)
+
+    def of_peak(self, stages: int, rate: float) -> float:
+        """The share of the peak flops, in bf16, that so many tokens per second take."""
+        peak = self.job.gpus(stages) * self.hardware.matmul_flops
+        return rate * flops(self.architecture, self.job.sequence) / peak
 
     @property
     def limit(self) -> float:
@@ -300,14 +307,21 @@ def _calibration(
     if unknown := sorted({*given} - {"seconds", "schedule", *CHOSEN, "sequence", "chunks"}):
         raise ValueError(f"unknown fields {unknown}; expected the seconds of a step, and how it ran: {_STEP}")
     run = argparse.Namespace(**{**vars(arguments), "schedule": "one_f_one_b", "chunks": None, **given})
-    if not isinstance(given.get("seconds"), (int, float)) or not given["seconds"] > 0:
-        raise ValueError(f"it must have the seconds of a step, above 0, as in {_STEP}")
+    seconds = given.get("seconds")
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds < _LONGEST:
+        raise ValueError(f"it must have the seconds of a step, above 0 and below {_LONGEST:.0e}, as in {_STEP}")
     if None in (run.stages, run.microbatches) or run.schedule not in schedules.NAMES:
         raise ValueError(f"it must have stages, microbatches and a schedule of {', '.join(schedules.NAMES)}: {_STEP}")
     schedule = comparison.build(run.schedule, run.stages, run.microbatches, run.chunks)
     setting = Setting(architecture, hardware, Job(**_sizes(run)))
+    used = setting.of_peak(run.stages, setting.tokens(run.microbatches) / seconds)
+    if used > ((hardware.fp8_flops or 0.0) / hardware.matmul_flops if run.fp8 else 1.0):
+        raise ValueError(
+            f"a step of {number(seconds)} s would use {used:.0%} of the peak flops: give all sizes of the run, as in "
+            + _STEP
+        )
     passes = _on_its_best_cut(schedule, setting.costs, None).makespan / 1e3
-    return calibration.of_step(passes + setting.beside(run.stages), run.seconds, source)
+    return calibration.of_step(passes + setting.beside(run.stages), seconds, source)
 
 
 def title(arguments: argparse.Namespace, setting: Setting) -> str:
@@ -335,8 +349,7 @@ def step(found: Plan, setting: Setting, objective: str, width: int) -> str:
     seconds = getattr(found.timeline, objective) / 1e3 + beside
     rate = setting.tokens(found.schedule.sequences) / seconds
     gpus = setting.job.gpus(found.schedule.stages)
-    peak = gpus * setting.hardware.matmul_flops
-    used = rate * flops(setting.architecture, setting.job.sequence) / peak
+    used = setting.of_peak(found.schedule.stages, rate)
     placement = found.schedule.placement
     static = amount(max(static_of_ranks(found.costs.per_chunk(len(placement)), placement)), "bytes")
     lines = [
