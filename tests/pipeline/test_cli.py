@@ -83,6 +83,15 @@ def test_what_saves_memory_is_tried_where_passes_wait_for_it(run, fails, tmp_pat
     )
 
 
+def test_what_was_asked_for_and_does_not_help_is_not_advised(run, tmp_path: Path) -> None:
+    path = str(Costs(checkpoint=0.9, offload_bandwidth=0.01, reload_bandwidth=0.01).save(tmp_path / "costs.json"))
+    short = ["--costs", path, "--memory", "1", *SIZES]
+    assert "forwards wait for memory: a higher limit, offloading or recomputation" in run(*short)
+    text = run(*short, "--recompute", "--offload", "0.01")
+    assert "saving" not in text
+    assert "forwards wait for memory: a higher limit\n" in text
+
+
 def test_costs_of_layers_may_have_one_number_per_link(run, fails, tmp_path: Path) -> None:
     costs = ModelCosts([LayerCosts(f"{n}", 1, 1, 1, output=0.1) for n in range(6)], [0.1, 0.5, 0.1], [math.inf, 4, 8])
     path = costs.save(tmp_path / "layers.json")

@@ -30,12 +30,14 @@ def describe(
     width: int,
     layers: ModelCosts | None = None,
     chunks: bool = False,
+    saving: bool = False,
 ) -> str:
     """Grid and figures.
 
     limit: per rank, in the unit of memory. whole: what one microbatch holds in the whole model, as a measure of memory
     beside that unit; 0 for none, as where memory has model states in it. layers, chunks: what a search decided besides
-    the order: the cut of these layers, None where chunks were given; and their number.
+    the order: the cut of these layers, None where chunks were given; and their number. saving: whether it was free to
+    offload or recompute.
     """
     schedule, timeline = plan.schedule, plan.timeline
     each = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
@@ -64,7 +66,7 @@ def describe(
     if len(schedule.slices) > 1:
         unit = "tokens" if plan.costs.tokens == sum(schedule.slices) else f"of {sum(schedule.slices)}"
         lines.append(figure("slices", f"{' '.join(map(str, schedule.slices))} {unit}, first to last", width))
-    lines += fused_lines(schedule) + idle_lines(plan, limit, width, layers, chunks)
+    lines += fused_lines(schedule) + idle_lines(plan, limit, width, layers, chunks, saving)
     return "\n\n".join([title, grid(schedule, width), "\n".join(lines)])
 
 
@@ -95,11 +97,13 @@ def fused_lines(schedule: Schedule) -> list[str]:
     return [f"{'backward':<9} {fused} of {fused + kinds.count('B')} in one pass, BW, the others as B and W"]
 
 
-def idle_lines(plan: Plan, limit: float | None, width: int, layers: ModelCosts | None, chunks: bool) -> list[str]:
+def idle_lines(
+    plan: Plan, limit: float | None, width: int, layers: ModelCosts | None, chunks: bool, saving: bool = False
+) -> list[str]:
     """What the idle time comes from and what would remove it besides what was searched for, the largest share first."""
     idle, schedule = plan.idle, plan.schedule
-    saves_memory = any(offloads_or_recomputes(row) for row in schedule.actions)
-    room = "a higher limit" if saves_memory else "a higher limit, offloading or recomputation"
+    saving = saving or any(offloads_or_recomputes(row) for row in schedule.actions)
+    room = "a higher limit" if saving else "a higher limit, offloading or recomputation"
     fill = "more microbatches" if chunks else "more microbatches, or more chunks per rank"
     links = "faster links" if chunks or schedule.chunks == 1 else "faster links, or fewer chunks per rank"
     ways = [*(["more memory"] if limit is not None else []), *([] if plan.optimal else ["a longer search"])]
