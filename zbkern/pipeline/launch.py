@@ -192,7 +192,7 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
         )
     stages, schedule = found.schedule.stages, path.with_suffix(".schedule.csv")
     gpus = job.gpus(stages)
-    per_node = _per_node(gpus, job.tensor_parallel, int(hardware.gpus_per_node))
+    per_node = _per_node(gpus, job.tensor_parallel, hardware.gpus_per_node)
     nodes = gpus // per_node
     replicas = "replicas, fully sharded" if job.fully_shard else "replicas"
     sizes = {replicas: job.data_parallel, "stages": stages, "GPUs of tensor parallelism": job.tensor_parallel}

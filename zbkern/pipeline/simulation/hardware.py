@@ -101,6 +101,7 @@ class Hardware:
                 raise ValueError(f"Hardware: {name} must be above 0 and at most {most:g}; got {value!r}")
             if name in _UNITS and value < _LEAST:
                 raise ValueError(f"Hardware: {name} must be {_UNITS[name]}; got {value!r}")
+        object.__setattr__(self, "gpus_per_node", int(self.gpus_per_node))  # 8.0 in a table
 
 
 def load_hardware(name: str, path: str | Path | None = None) -> Hardware:

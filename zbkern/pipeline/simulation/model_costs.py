@@ -325,7 +325,7 @@ class _Layer:
         goes to its own node or GPU takes no time.
         """
         ranks, size = self.job.expert_parallel, _WIDTH * tokens * self.features
-        inside, here = int(min(ranks, self.hardware.gpus_per_node)), experts.count // ranks
+        inside, here = min(ranks, self.hardware.gpus_per_node), experts.count // ranks
         gpus = sum(reached(experts, (here,) * ranks))
         places = [here * min(inside, ranks - first) for first in range(0, ranks, inside)]
         nodes = sum(
