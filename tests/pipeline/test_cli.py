@@ -188,6 +188,14 @@ def test_sequences_in_slices(run, tmp_path: Path) -> None:
     assert re.search(r"^one_f_one_b +1 ", text, re.MULTILINE)
 
 
+def test_there_are_no_more_slices_than_tokens(run, fails, tmp_path: Path) -> None:
+    costs = Costs(tokens=2).save(tmp_path / "costs.json")
+    message = "argument --slices, --stages: plan: slices must be at most as many as the 2 tokens of a sequence; got 3"
+    for slices in ("3", "1,1,1"):
+        assert message in fails("--costs", costs, "--slices", slices)
+    assert "2 slices each" in run("--costs", costs, "--slices", "2", *SECOND)
+
+
 def test_a_named_schedule_in_slices(run) -> None:
     text = run("--schedule", "one_f_one_b", "--slices", "3,2,1")
     assert "one_f_one_b: 3 ranks, 1 chunk each, 5 microbatches in 3 slices each" in text

@@ -229,7 +229,8 @@ def _plan(
             reason += duration(getattr(other.timeline, arguments.objective), other.timeline.unit)
         raise WrongArgument("--memory", reason) from error
     except ValueError as error:  # everything else has been checked
-        named = [f"--{name}" for name in ("placement", "chunks") if getattr(arguments, name) is not None]
+        given = {"placement": None, "chunks": None, "slices": 1}
+        named = [f"--{name}" for name, default in given.items() if getattr(arguments, name) != default]
         raise WrongArgument(", ".join([*named, "--stages"]), str(error)) from error
 
 

@@ -125,6 +125,7 @@ def test_what_sizes_cannot_be_are_still_slices() -> None:
         found = equal_times(SOME.per_chunk(1), slices, 8)
         assert (len(found), sum(found), min(found)) == (slices, 8, 1)
     assert sum(equal_times(SOME.per_chunk(1), 32, 4096)) == 4096
+    assert equal_times(SOME.per_chunk(1), 1500) == (1,) * 1500  # without tokens
 
 
 def test_a_model_from_its_configuration_has_costs_of_slices() -> None:

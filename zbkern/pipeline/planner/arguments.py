@@ -95,6 +95,10 @@ class Request:
         if isinstance(slices, str) and slices != "auto":
             raise ValueError(f'plan: slices must be "auto", a number of slices, or the length of each; got {slices!r}')
         count = 1 if isinstance(slices, str) else len(slice_lengths("plan", slices))
+        if costs.tokens is not None and count > costs.tokens:
+            raise ValueError(
+                f"plan: slices must be at most as many as the {costs.tokens} tokens of a sequence; got {count}"
+            )
         chunks = 1 if self.chunks is None else self.chunks
         schedules.check_counts("plan", self.stages, self.microbatches, chunks, count)
         check_count("plan: effort", self.effort, 0)

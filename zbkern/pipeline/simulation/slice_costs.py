@@ -13,7 +13,7 @@ from math import gcd, sqrt
 from zbkern.pipeline.simulation.costs import ChunkCosts
 
 SLICE_UNIT = 128  # tokens: kernels work on multiples of as many rows
-_PARTS = 1024  # of a sequence, whose slices are multiples of one where the number of its tokens is not known
+_PARTS = 1024  # of a sequence, at least, whose slices are multiples of one where its tokens are not known
 
 
 def slice_costs(costs: ChunkCosts, slices: Sequence[int]) -> tuple[ChunkCosts, ...]:
@@ -90,7 +90,7 @@ def equal_times(costs: ChunkCosts, slices: int, tokens: int | None = None, unit:
 
 def _rounded(ends: Sequence[float], tokens: int | None, unit: int) -> tuple[int, ...]:
     """Lengths between these ends in tokens, or in parts of a sequence; in single ones where there are too few units."""
-    slices, whole = len(ends) - 1, _PARTS if tokens is None else tokens
+    slices, whole = len(ends) - 1, max(_PARTS, len(ends) - 1) if tokens is None else tokens
     step = 1 if tokens is None or tokens % unit or tokens < unit * slices else unit
     count = whole // step
     places = [round(end * count) for end in ends]
