@@ -281,6 +281,8 @@ def test_published_schedules_get_the_fastest_cut_that_fits(limit: float | None) 
         fitting = [each.cost for each in others if limit is None or max(each.peak_memory) <= limit]
         assert bool(fitting) == (limit is None or max(found.peak_memory) <= limit)
         assert found.cost == pytest.approx(min(fitting or [found.cost]), rel=1e-9)
+        if not fitting:
+            assert max(found.peak_memory) == pytest.approx(min(max(each.peak_memory) for each in others))
 
 
 def test_the_table_of_hardware_says_how_fast_copies_to_the_host_are(capsys: pytest.CaptureFixture) -> None:

@@ -22,13 +22,15 @@ from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, number
 from zbkern.pipeline.simulation import calibration, comparison
 from zbkern.pipeline.simulation.architecture import Architecture, load_architecture
+from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.hardware import Hardware, load_hardware
 from zbkern.pipeline.simulation.json_file import parse_object, read_text
 from zbkern.pipeline.simulation.layers import ModelCosts
-from zbkern.pipeline.simulation.memory import static_of_ranks
+from zbkern.pipeline.simulation.memory import Memory, static_of_ranks
 from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, outside, parameters, predictors
 from zbkern.pipeline.simulation.needs import least_need
 from zbkern.pipeline.simulation.simulator import simulate
+from zbkern.pipeline.simulation.slice_costs import slice_costs
 from zbkern.pipeline.simulation.timeline import Timeline
 
 USABLE = 0.9
@@ -247,7 +249,18 @@ def _on_its_best_cut(schedule: Schedule, costs: ModelCosts, limit: float | None)
                 fitting.append((found[0].cost / problem.time_scale, cut))
     if fitting:
         return simulate(schedule, min(fitting, key=lambda one: one[0])[1])
-    return min((simulate(schedule, cut) for cut in cuts[:4]), key=lambda each: max(each.peak_memory))
+    return simulate(schedule, min(cuts, key=lambda cut: _most_held(schedule, cut)))
+
+
+def _most_held(schedule: Schedule, costs: Costs) -> float:
+    """By a rank, in a schedule without copies and recomputation."""
+    flat = costs.per_chunk(len(schedule.placement))
+    by_slice, always = slice_costs(flat, schedule.slices), static_of_ranks(flat, schedule.placement)
+    memory = [Memory(by_slice, static) for static in always]
+    for held, row in zip(memory, schedule.actions, strict=True):
+        for action in row:
+            held.account(action)
+    return max(held.peak for held in memory)
 
 
 def setting(arguments: argparse.Namespace) -> Setting:
