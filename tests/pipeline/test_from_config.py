@@ -236,6 +236,14 @@ def test_it_says_what_it_assumes(job: dict[str, int], offload: bool, recompute: 
     assert not re.search(not_said, text)
 
 
+def test_weights_in_fp8_are_beside_those_in_bf16() -> None:
+    model, job = load_architecture(CONFIGURATIONS / "llama-3-8b.json"), Job(4096)
+    narrow, wide = (Setting(model, load_hardware("h100"), each) for each in (dataclasses.replace(job, fp8=True), job))
+    more = [a.static - b.static for a, b in zip(narrow.costs.layers, wide.costs.layers, strict=True)]
+    assert more == pytest.approx([0, *[2 * each.static / 18 for each in wide.costs.layers[1:-1]], 0], rel=1e-3)
+    assert "are in FP8 (2 bytes more for a weight), but" in " ".join(assumptions(narrow, narrow.costs).split())
+
+
 def test_a_placement_says_how_many_chunks_there_are(capsys: pytest.CaptureFixture) -> None:
     assert __main__.main([*LLAMA, *QUICK, "--placement", "0,1,2,3,3,2,1,0"]) == 0
     assert "4 ranks, 2 chunks each" in capsys.readouterr().out

@@ -196,7 +196,7 @@ def assumptions(
         if job.context_parallel > 1
         else "",
         (
-            "products of F and B are in FP8, but those of head and experts, W is in bf16"
+            "products of F and B are in FP8 (2 bytes more for a weight), but those of head and experts, W is in bf16"
             if job.fp8
             else "products are in bf16, none in FP8"
         )
