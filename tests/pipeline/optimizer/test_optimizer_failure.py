@@ -22,8 +22,9 @@ from tests.support.ahead import (
     make_optimizer,
     plain_loop,
 )
-from tests.support.chunks import results_on_threads
+from tests.support.chunks import on_threads, results_on_threads
 from zbkern.pipeline import Optimizer, Pipeline, schedules
+from zbkern.pipeline.transport import base
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -163,6 +164,38 @@ def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) 
             "rank 0, action 0F0: ArithmeticError: a broken forward",
         ]
     assert_trained(model)
+
+
+def test_a_max_norm_that_is_not_that_of_all_ranks_is_refused() -> None:
+    def make(transport: LocalTransport) -> None:
+        weight = nn.Parameter(torch.ones(1))
+        Optimizer(torch.optim.SGD([weight]), transport, max_norm=[1, None][transport.rank], timeout=20)
+
+    for error in on_threads(2, make):
+        assert "max_norm must be the same on all ranks; got [1.0, None] (by rank)" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (0, "which waits, too: all ranks must make the same calls, optimizer.step() also"),
+        (1, "step after 2 optimizer steps on rank 0 and step after 1 optimizer steps on rank 1; make the same calls"),
+    ],
+)
+def test_a_rank_that_leaves_out_a_step_is_told(rank: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_GRACE", 0.1)
+
+    def rank_loop(transport: LocalTransport) -> None:
+        module = zbkern.convert(nn.Linear(3, 3))
+        with Pipeline(module, schedules.zb_h1(2, 2), nn.functional.mse_loss, transport, timeout=2) as pipe:
+            optimizer = Optimizer(torch.optim.SGD(module.parameters()), pipe)
+            for step in range(3):
+                pipe.step(torch.ones(2, 3), torch.ones(2, 3))
+                if (transport.rank, step) != (rank, 1):
+                    optimizer.step()
+
+    for error in on_threads(2, rank_loop):
+        assert said in str(error)
 
 
 class Wordless(Exception):

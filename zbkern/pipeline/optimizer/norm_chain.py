@@ -17,13 +17,23 @@ class NormChain:
     of its mesh then skip the same steps. The ranks after it send their sums back to it, and wait for the total.
 
     ranks: in the order in which the model uses them. has_shards: whether this rank has any. shared: the names of its
-    parameters that other ranks have copies of. timeout: seconds to wait for a message. Collective.
+    parameters that other ranks have copies of. timeout: seconds to wait for a message. Collective. Raises ValueError
+    where max_norm is not the same on all ranks, which would not clip the same steps.
     """
 
     def __init__(
-        self, transport: Transport, ranks: Sequence[int], has_shards: bool, shared: Iterable[str], timeout: float
+        self,
+        transport: Transport,
+        ranks: Sequence[int],
+        has_shards: bool,
+        shared: Iterable[str],
+        max_norm: float | None,
+        timeout: float,
     ) -> None:
-        names, with_shards = zip(*transport.gather((sorted(shared), has_shards)), strict=True)
+        own = sorted(shared), has_shards, None if max_norm is None else float(max_norm)
+        names, with_shards, norms = zip(*transport.gather(own), strict=True)
+        if len({*norms}) > 1:
+            raise ValueError(f"Optimizer: max_norm must be the same on all ranks; got {[*norms]} (by rank)")
         place = ranks.index(transport.rank)
         end = max((at for at, rank in enumerate(ranks) if with_shards[rank]), default=len(ranks) - 1)
         before, after = ranks[:place][-1:], ranks[place + 1 :][:1]

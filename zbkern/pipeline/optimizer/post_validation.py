@@ -158,7 +158,7 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
         with closing_on_error(self._transport, self._owned is not None, "its Optimizer"):
             ranks = [*range(self._transport.size)] if pipeline is None else rank_order(pipeline.schedule)
             cut = any(isinstance(p, DTensor) and p.requires_grad for p in self._model_parameters())
-            self._chain = NormChain(self._transport, ranks, cut, shared.values(), self.timeout)
+            self._chain = NormChain(self._transport, ranks, cut, shared.values(), max_norm, self.timeout)
             self._uncounted = self._counted_elsewhere(shared)
             if pipeline is not None:
                 pipeline.attach(self)
@@ -270,6 +270,11 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
     def pending(self) -> bool:
         """True until the last step is validated."""
         return self._pending is not None
+
+    @property
+    def steps_begun(self) -> int:
+        """How many steps were called, the same number on all ranks."""
+        return self._number
 
     def take_rollbacks(self) -> int:
         """How many steps since the last call were clipped or skipped, the same number on all ranks.

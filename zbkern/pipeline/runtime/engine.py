@@ -338,6 +338,8 @@ class Pipeline:
             batches = self.gather((identity(inputs), identity(targets)))
             if self.rank == 0:
                 check_same_batch(batches)
+        if steps := self._validator.steps_begun:  # a rank that left one out would go on with other ranks' norms
+            announced += f" after {steps} optimizer steps"
         try:
             self._transport.begin(announced)
         except PipelineError:  # a rank has failed that this one's last call needed nothing from

@@ -142,10 +142,12 @@ class Transport(ABC):
         self._tell(peer, StallQuery(tag, waited))
         if self._mailbox.wait_for_failure(_GRACE) is not None:
             return
-        if peer not in self._waiting or self._mailbox.wait_for_failure(_GRACE * self.size) is None:
+        waits = peer in self._waiting
+        if not waits or self._mailbox.wait_for_failure(_GRACE * self.size) is None:
+            both = "waits, too: all ranks must make the same calls, optimizer.step() also"
             self._stop(
-                f"rank {self.rank}, action {self.action}: waits for rank {peer}, which does not answer; "
-                f"{tag} was awaited for {waited:g} s"
+                f"rank {self.rank}, action {self.action}: waits for rank {peer}, which "
+                f"{both if waits else 'does not answer'}; {tag} was awaited for {waited:g} s"
             )
 
     def _hear(self, sender: int, message: StallQuery | StallAnswer) -> None:
