@@ -387,6 +387,32 @@ def test_head_whose_labels_are_all_ignored(reduction: str, queued: bool) -> None
         assert torch.equal(mine.grad, other.grad)
 
 
+@pytest.mark.parametrize("queued", [False, True])
+def test_head_whose_ignored_labels_have_infinite_gradients(queued: bool) -> None:
+    """The square root of a loss of 0 has one; as in torch, the row gets zeros."""
+    ours = [torch.randn(shape).double().requires_grad_() for shape in ((3, 5), (9, 5), (9,))]
+    theirs, target = twins(ours), torch.tensor([1, -100, 8])
+    with deferral(queued):
+        Z.linear_cross_entropy(ours[0], ours[1], target, ours[2], "none").sqrt().sum().backward()
+    F.cross_entropy(F.linear(*theirs), target, reduction="none").sqrt().sum().backward()
+    for mine, other in zip(ours, theirs, strict=True):
+        testing.assert_close(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_head_with_labels_of_any_integers(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(3, 5).double().requires_grad_(), torch.randn(9, 5).double().requires_grad_()
+    target = torch.tensor([1, 8, 0])
+
+    def gradients(loss: Tensor) -> list[Tensor]:
+        first = torch.autograd.grad(loss, (x, weight), create_graph=True)
+        return [loss, *first, *torch.autograd.grad(first[0].square().sum(), (x, weight))]
+
+    expected = gradients(F.cross_entropy(F.linear(x, weight), target))
+    for mine, other in zip(gradients(Z.linear_cross_entropy(x, weight, target.to(dtype))), expected, strict=True):
+        testing.assert_close(mine, other)
+
+
 def packed(w: Tensor, ends: Tensor) -> Tensor:
     q = torch.ones(4, 1, 1)
     return Z.attention(q, q, q, True, cu_seqlens=ends, impl="torch", sinks=w)

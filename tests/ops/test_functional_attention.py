@@ -69,6 +69,22 @@ def test_attention(heads: int, causal: bool, window: int | None, form: str) -> N
     check(causal, Z.AttentionOptions(window), heads, False, form, 6)
 
 
+@pytest.mark.parametrize("strided", [0, 1, 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_inputs_whose_features_are_apart_in_memory(causal: bool, strided: int) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(5, heads, 6, dtype=torch.float64) for heads in (4, 2, 2)]
+    inputs[strided] = inputs[strided].mT.contiguous().mT
+    inputs = [t.requires_grad_() for t in inputs]
+    y = Z.attention(*inputs, causal, cu_seqlens=[0, 2, 5])
+    expected = by_formula(*inputs, causal, Z.AttentionOptions(), None, [0, 2, 5])
+    testing.assert_close(y, expected)
+    dy = torch.randn_like(y)
+    wanted = torch.autograd.grad(expected, inputs, dy)
+    for got, right in zip(torch.autograd.grad(y, inputs, dy), wanted, strict=True):
+        testing.assert_close(got, right)
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.3])
 @pytest.mark.parametrize("heads", [4, 2])
 def test_any_scale(heads: int, scale: float) -> None:

@@ -33,7 +33,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, y: Tensor, lse: Tensor) -> None:
     """y and lse as in spec.py; before, they are 0 and -inf, or sinks."""
     for heads, seen, causal in _products(q, k, options):
-        rows, keys, values = _rows(q, heads, k), _heads(k[seen]), _heads(v[seen])
+        rows, keys, values = _rows(q, heads, k), _dense(_heads(k[seen])), _dense(_heads(v[seen]))
         part, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             rows, keys, values, 0.0, causal, scale=options.scale
         )
@@ -53,7 +53,8 @@ def attention_dgrad(
         above, asked, out = (_rows(t, heads, k) for t in (dy, q, y))
         sums = lse[heads].reshape(1, k.shape[1], -1)
         found, *found_of_keys = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(above, asked, _heads(k[seen]), _heads(v[seen]), out, sums, 0.0, causal), scale=options.scale
+            *(above, asked, _dense(_heads(k[seen])), _dense(_heads(v[seen])), out, sums, 0.0, causal),
+            scale=options.scale,
         )
         gradient = dq.transpose(0, 1)[heads]
         gradient += found.reshape(gradient.shape)
@@ -74,9 +75,14 @@ def _products(q: Tensor, k: Tensor, options: AttentionOptions) -> Iterator[tuple
 
 def _rows(t: Tensor, heads: slice, k: Tensor) -> Tensor:
     """[T, Hq, D] as [1, Hk, rows, D]: what these heads ask of each head of k, together."""
-    return t.transpose(0, 1)[heads].reshape(1, k.shape[1], -1, t.shape[2])
+    return _dense(t.transpose(0, 1)[heads].reshape(1, k.shape[1], -1, t.shape[2]))
 
 
 def _heads(t: Tensor) -> Tensor:
     """[T, H, D] as [1, H, T, D]."""
     return t.transpose(0, 1).unsqueeze(0)
+
+
+def _dense(t: Tensor) -> Tensor:
+    """torch's kernel reads the last dimension as if its numbers lay side by side."""
+    return t if t.stride(-1) == 1 else t.contiguous()

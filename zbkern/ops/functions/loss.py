@@ -50,7 +50,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return differentiable_backward(call, linear_cross_entropy_with_torch, (x, target, options, False), dloss)
         if dx is not None:
-            dx = _scaled(dx, dloss.unsqueeze(1))
+            # As in W: an ignored row has no gradient, also where that of its loss is infinite
+            dx = _scaled(dx, torch.where(target != options.ignore_index, dloss, 0).unsqueeze(1))
         if ctx.unscaled is not None:
             return None, dx, None, None, None, *(None if g is None else _scaled(g, dloss[:1]) for g in ctx.unscaled)
         kernel = WGradKernel(HeadW(call, weight.detach(), None if bias is None else bias.detach(), options))
