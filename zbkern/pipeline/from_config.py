@@ -15,22 +15,19 @@ from zbkern.pipeline.planner import Plan
 from zbkern.pipeline.planner.annealing import measured
 from zbkern.pipeline.planner.arguments import problem_of
 from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
-from zbkern.pipeline.planner.problem import ordering_of, within
+from zbkern.pipeline.planner.problem import ordering_of
 from zbkern.pipeline.remedies import may_fit_with_saving, remedies
-from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, number
 from zbkern.pipeline.simulation import calibration, comparison
 from zbkern.pipeline.simulation.architecture import Architecture, load_architecture
-from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.hardware import Hardware, load_hardware
 from zbkern.pipeline.simulation.json_file import parse_object, read_text
 from zbkern.pipeline.simulation.layers import ModelCosts
-from zbkern.pipeline.simulation.memory import Memory, static_of_ranks
+from zbkern.pipeline.simulation.memory import static_of_ranks
 from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, outside, parameters, predictors
 from zbkern.pipeline.simulation.needs import least_need
 from zbkern.pipeline.simulation.simulator import simulate
-from zbkern.pipeline.simulation.slice_costs import slice_costs
 from zbkern.pipeline.simulation.timeline import Timeline
 
 USABLE = 0.9
@@ -240,27 +237,16 @@ def _on_its_best_cut(schedule: Schedule, costs: ModelCosts, limit: float | None)
     balanced = balanced_partitions(costs, schedule.placement, microbatches, limits)
     even = even_partitions(len(costs.layers), len(schedule.placement))
     cuts = [costs.chunk_costs(each, schedule.placement) for each in dict.fromkeys([*balanced, *even])]
-    orders, fitting = ordering_of(schedule), []
+    orders, tried = ordering_of(schedule), []
     for cut in cuts:
-        with contextlib.suppress(ScheduleError):  # not one microbatch fits
-            problem = problem_of(cut, schedule.placement, microbatches, limit, "cost", schedule.slices)
-            found = measured(problem, orders)
-            if found is not None and within(found[1], problem.limit):
-                fitting.append((found[0].cost / problem.time_scale, cut))
-    if fitting:
-        return simulate(schedule, min(fitting, key=lambda one: one[0])[1])
-    return simulate(schedule, min(cuts, key=lambda cut: _most_held(schedule, cut)))
-
-
-def _most_held(schedule: Schedule, costs: Costs) -> float:
-    """By a rank, in a schedule without copies and recomputation."""
-    flat = costs.per_chunk(len(schedule.placement))
-    by_slice, always = slice_costs(flat, schedule.slices), static_of_ranks(flat, schedule.placement)
-    memory = [Memory(by_slice, static) for static in always]
-    for held, row in zip(memory, schedule.actions, strict=True):
-        for action in row:
-            held.account(action)
-    return max(held.peak for held in memory)
+        problem = problem_of(cut, schedule.placement, microbatches, None, "cost", schedule.slices)
+        found = measured(problem, orders)
+        assert found is not None  # published schedules pass microbatches in order
+        static = static_of_ranks(cut.per_chunk(problem.chunks), schedule.placement)
+        held = max(peak / problem.memory_scale + always for peak, always in zip(found[1], static, strict=True))
+        fits = limit is None or not report.exceeds(held, limit)
+        tried.append((not fits, found[0].cost / problem.time_scale if fits else held, cut))
+    return simulate(schedule, min(tried, key=lambda one: one[:2])[2])
 
 
 def setting(arguments: argparse.Namespace) -> Setting:
