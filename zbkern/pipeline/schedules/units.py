@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from decimal import ROUND_CEILING, Context
 
 TIME_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
 """The units of time that costs and timelines may name, and how many of each make a second."""
-
-_ROUNDING = 1e-6  # of the last digit that is shown, which may be too small by so much
 
 MEMORY_UNITS = ("bytes",)
 """The units of memory that costs and timelines may name."""
@@ -62,7 +60,5 @@ def enough(memory: float, unit: str | None) -> str:
     >>> enough(4 / 3, None), enough(24.561e9, "bytes"), enough(24.5e9, "bytes")
     ('1.334', '24.57 GB', '24.5 GB')
     """
-    if not 1e-300 < memory < math.inf:
-        return amount(memory, unit)
-    digit = 10.0 ** (math.floor(math.log10(memory)) - 3)  # the last that is shown
-    return amount(max(memory, math.ceil(memory / digit - _ROUNDING) * digit), unit)
+    digits = Context(prec=4, rounding=ROUND_CEILING).create_decimal(f"{memory:.10g}")  # but for rounding errors
+    return amount(float(digits), unit)
