@@ -97,7 +97,7 @@ def _of_chunks(arguments: argparse.Namespace, given: Costs) -> tuple[Plan, float
     limit = _limit(arguments, whole)
     found = _named(arguments, chunks, costs, limit) if arguments.schedule else _plan(arguments, costs, limit)
     whole = 0.0 if any(flat.static) else whole
-    print(report.describe(found, objective, limit, whole, _width(), saving=_saving(arguments)))
+    print(report.describe(found, objective, limit, whole, _width(), saving=from_config.saves_memory(arguments)))
     _print_gains(arguments, costs, limit, found)
     if arguments.compare:
         published, unknown = comparison.timelines(costs, stages, arguments.microbatches, chunks)
@@ -130,7 +130,7 @@ def _of_layers(
         print(f"{from_config.title(arguments, setting)}\n")
     whole = 0.0 if any(layer.static for layer in costs.layers) else whole
     searched = arguments.chunks is None and arguments.placement is None
-    print(report.describe(found, objective, limit, whole, width, costs, searched, _saving(arguments)))
+    print(report.describe(found, objective, limit, whole, width, costs, searched, from_config.saves_memory(arguments)))
     _print_gains(arguments, costs, limit, found)
     if setting is None:
         print(report.cut(found, len(costs.layers), width))
@@ -147,10 +147,6 @@ def _of_layers(
         saving = arguments.offload is not None, arguments.recompute
         print("\n" + from_config.assumptions(setting, costs, *saving, width))
     return found, limit
-
-
-def _saving(arguments: argparse.Namespace) -> bool:
-    return arguments.recompute or arguments.offload is not None
 
 
 def _width() -> int:
@@ -191,7 +187,7 @@ def _costs(path: str | None) -> Costs | ModelCosts:
 def _with_copies(arguments: argparse.Namespace, costs: _Given, has_checkpoint: bool) -> _Given:
     """The costs with the bandwidth of --offload, in their own units; without a number that of the table of hardware."""
     saving = "--offload" if arguments.offload is not None else "--recompute"
-    if not _saving(arguments):
+    if not from_config.saves_memory(arguments):
         return costs
     if arguments.schedule is not None:
         raise WrongArgument(saving, f"{arguments.schedule} is as published; leave --schedule or {saving} out")
@@ -257,7 +253,7 @@ def _search(
 
 def _savings(arguments: argparse.Namespace, costs: Costs | ModelCosts, limit: float | None) -> dict[str, Plan]:
     """Plans with --recompute or --offload that fit, where neither was asked for and the costs say what they cost."""
-    if limit is None or _saving(arguments):
+    if limit is None or from_config.saves_memory(arguments):
         return {}
     known = {
         "--recompute": isinstance(costs, ModelCosts) or costs.checkpoint is not None,

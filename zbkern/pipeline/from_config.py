@@ -117,10 +117,9 @@ class Setting(NamedTuple):
         """Seconds of a step that no pass has."""
         return outside(*self, stages)
 
-    def of_peak(self, stages: int, rate: float) -> float:
-        """The share of the peak flops, in bf16, that so many tokens per second take."""
-        peak = self.job.gpus(stages) * self.hardware.matmul_flops
-        return rate * flops(self.architecture, self.job.sequence) / peak
+    def of_peak(self, rate: float) -> float:
+        """The share of a GPU's peak flops, in bf16, that so many tokens per second take on it."""
+        return rate * flops(self.architecture, self.job.sequence) / self.hardware.matmul_flops
 
     @property
     def limit(self) -> float:
@@ -149,12 +148,16 @@ def check_whether_given(arguments: argparse.Namespace) -> None:
                 raise WrongArgument(option(name), why)
 
 
+def saves_memory(arguments: argparse.Namespace) -> bool:
+    """Whether the plan may offload or recompute."""
+    return arguments.recompute or arguments.offload is not None
+
+
 def why_not(arguments: argparse.Namespace, setting: Setting, limit: float) -> str | None:
     """What does not fit, and what would; None where it does fit, but for a placement or chunks that were given."""
     costs, stages = setting.costs, arguments.stages
     need = least_need(costs, stages)
-    saving = arguments.recompute or arguments.offload is not None
-    if need.total <= limit or (saving and may_fit_with_saving(costs, stages, limit)):
+    if need.total <= limit or (saves_memory(arguments) and may_fit_with_saving(costs, stages, limit)):
         return None
     given, relative = arguments.memory or (limit, False)
     options = remedies(*setting[:2], stages, _sizes(arguments), given, relative=relative, chunks=arguments.chunks or 1)
@@ -313,7 +316,7 @@ def _calibration(
         raise ValueError(f"it must have stages, microbatches and a schedule of {', '.join(schedules.NAMES)}: {_STEP}")
     schedule = comparison.build(run.schedule, run.stages, run.microbatches, run.chunks)
     setting = Setting(architecture, hardware, Job(**_sizes(run)))
-    used = setting.of_peak(run.stages, setting.tokens(run.microbatches) / seconds)
+    used = setting.of_peak(setting.tokens(run.microbatches) / seconds / setting.job.gpus(run.stages))
     if used > ((hardware.fp8_flops or 0.0) / hardware.matmul_flops if run.fp8 else 1.0):
         raise ValueError(
             f"a step of {number(seconds)} s would use {used:.0%} of the peak flops: give all sizes of the run, as in "
@@ -347,8 +350,7 @@ def step(found: Plan, setting: Setting, objective: str, width: int) -> str:
     beside = setting.beside(found.schedule.stages)
     seconds = getattr(found.timeline, objective) / 1e3 + beside
     rate = setting.tokens(found.schedule.sequences) / seconds
-    gpus = setting.job.gpus(found.schedule.stages)
-    used = setting.of_peak(found.schedule.stages, rate)
+    each = rate / setting.job.gpus(found.schedule.stages)
     placement = found.schedule.placement
     static = amount(max(static_of_ranks(found.costs.per_chunk(len(placement)), placement)), "bytes")
     lines = [
@@ -357,7 +359,8 @@ def step(found: Plan, setting: Setting, objective: str, width: int) -> str:
         report.figure("static", f"{static} at most by rank: weights, gradients, optimizer states", width),
         report.figure(
             "step",
-            f"{number(seconds)} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} per GPU, {used:.1%} of the peak flops; "
+            f"{number(seconds)} s, {rate:,.0f} tokens/s, {each:,.0f} per GPU, {setting.of_peak(each):.1%} of the peak "
+            "flops; "
             f"{number(beside)} s of it are the optimizer's step and what is not hidden of traffic between pipelines; "
             f"{how_exact(setting.architecture, setting.hardware)}",
             width,

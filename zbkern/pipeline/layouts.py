@@ -21,7 +21,7 @@ from zbkern.pipeline.schedules.units import amount, number
 from zbkern.pipeline.simulation.architecture import Architecture
 from zbkern.pipeline.simulation.hardware import Hardware
 from zbkern.pipeline.simulation.layers import ModelCosts
-from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, outside
+from zbkern.pipeline.simulation.model_costs import Job, model_costs
 from zbkern.pipeline.simulation.needs import fits, least_need, least_work
 
 EFFORT = 2
@@ -199,7 +199,7 @@ def estimate(layout: Layout) -> Estimate | None:
     again = missing * microbatches * sum(layer.forward for layer in costs.layers) / stages
     through = sum(layer.forward + layer.backward for layer in costs.layers)  # a microbatch, and back
     step = max(microbatches * work, through) + (min(waiting, again) if whole else again)
-    return Estimate(step / 1e3 + outside(*setting, stages), layout, not whole or missing > 1 - _ROOMY)
+    return Estimate(step / 1e3 + setting.beside(stages), layout, not whole or missing > 1 - _ROOMY)
 
 
 def planned(estimated: Estimate, microbatches: int, objective: str, effort: int, seconds: float) -> Answer | None:
@@ -233,7 +233,7 @@ def _parts(layout: Layout, costs: ModelCosts, found: Plan, objective: str) -> di
         "messages of tensor and expert parallelism, and of weights that are sharded": work - computing,
         "uneven stages, passes of more chunks, and recomputation": busy - work,
         "idle time": getattr(found.timeline, objective) / 1e3 - busy,
-        "the optimizer and traffic between pipelines": outside(*setting, layout.stages),
+        "the optimizer and traffic between pipelines": setting.beside(layout.stages),
     }
 
 
@@ -286,12 +286,11 @@ def _figures(answer: Answer) -> list[str]:
     layout, found = answer.layout, answer.plan
     setting = layout.setting
     tokens = setting.tokens(layout.microbatches) / answer.seconds / setting.job.gpus(layout.stages)
-    used = tokens * flops(setting.architecture, setting.job.sequence) / setting.hardware.matmul_flops
     schedule = f"{found.schedule.name} x{found.schedule.chunks}"
     if _recomputes(found) and "saving" not in schedule:
         schedule += ", recomputes"
     memory = amount(max(found.timeline.peak_memory), "bytes")
-    return [schedule, f"{number(answer.seconds)} s", f"{tokens:,.0f}", f"{used:.1%}", memory]
+    return [schedule, f"{number(answer.seconds)} s", f"{tokens:,.0f}", f"{setting.of_peak(tokens):.1%}", memory]
 
 
 def _divisors(count: int) -> list[int]:

@@ -179,8 +179,8 @@ def table(
     """A line per timeline, with the memory of the rank that holds most; whole: as for `describe`.
 
     The least idle first; with the tokens of a step, for times in ms, the fastest. beside: seconds of a step that no
-    pass has. cuts: every one has a cut of its own,
-    that which holds least where none fits: it says nothing about how fast the others are, and has no times.
+    pass has. cuts: every one has a cut of its own, that which holds least where none fits: it says nothing about how
+    fast the others are, and has no times.
     """
     ends = ["step", "tokens/s", "bubble", "memory"] if tokens else ["bubble", "makespan", "memory", "of 1x"]
     rows = [["schedule", "chunks", *ends, ""]]

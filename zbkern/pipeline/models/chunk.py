@@ -304,7 +304,7 @@ class Chunk(nn.Module):
 
 @torch.compiler.disable(reason="a chunk of cut compiles its layers one by one, by chunk.compile()")
 def _refuse_to_compile() -> None:
-    """Called in what was compiled: a compiler takes an error in what it follows for its own to handle."""
+    """Not compiled itself: an error that dynamo meets while it traces is reported as its own."""
     raise TypeError(
         "cut: a chunk compiles its layers one by one, and not as a part of torch.compile(...): call compile() of the "
         "chunk that `cut` made"

@@ -114,7 +114,7 @@ class Search:
 
     @cached_property
     def _samples(self) -> list[Problem]:
-        """Others than `finish` takes, which what it finds suits too well."""
+        """Others than `make_steady` takes, which what it finds suits too well."""
         return at_speeds(self.problem, SETTINGS.samples_to_choose, 2 * self._seed + 1)
 
     def with_delays(self, orders: Ordering) -> float:

@@ -74,9 +74,9 @@ class SearchSettings:
     finish: tuple[float, float] = (0.01, 0.001)
     """The first and the last temperature after every round."""
     finish_share: float = 0.25
-    """Of the next round, which that takes, and half of what it takes where ranks are slower or faster."""
+    """How long that takes, in units of the next round; where ranks are slower or faster, twice as long."""
     samples: int = 16
-    """Of the ranks' speeds there. With 8 what is found suits these speeds alone."""
+    """Of the ranks' speeds, where they are slower or faster. With 8 what is found suits these speeds alone."""
     samples_to_choose: int = 32
     """Of the ranks' speeds, to choose among what is found."""
 

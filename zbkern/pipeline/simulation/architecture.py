@@ -198,7 +198,7 @@ class _Numbers:
         return self[next(given, None) or next((name for name in names if self.value(name)), names[0])]
 
     def list(self, name: str) -> Sequence[Any]:
-        """Nothing where the name is missing or null."""
+        """Empty where it is null, or where neither the file nor the library has it."""
         value = self.known(name) or []
         if not isinstance(value, list):
             raise ValueError(f"architecture: {name} must be a list; got {value!r}")

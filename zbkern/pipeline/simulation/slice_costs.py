@@ -90,7 +90,8 @@ def equal_times(costs: ChunkCosts, slices: int, tokens: int | None = None, unit:
 
 def _rounded(ends: Sequence[float], tokens: int | None, unit: int) -> tuple[int, ...]:
     """Lengths between these ends in tokens, or in parts of a sequence; in single ones where there are too few units."""
-    slices, whole = len(ends) - 1, max(_PARTS, len(ends) - 1) if tokens is None else tokens
+    slices = len(ends) - 1
+    whole = max(_PARTS, slices) if tokens is None else tokens
     step = 1 if tokens is None or tokens % unit or tokens < unit * slices else unit
     count = whole // step
     places = [round(end * count) for end in ends]

@@ -104,7 +104,7 @@ class Transport(ABC):
         earlier, everything = (Values(n, f"what {which} ranks give to gather {n}") for which in ("earlier", "all"))
         try:
             values = [encode(value)]
-        except (AttributeError, PicklingError) as error:  # of functions that are no module's
+        except (AttributeError, PicklingError) as error:  # of a lambda, or of another function that is not a module's
             raise TypeError(f"cannot pickle {value!r}: {error}") from None
         decode(values[0])  # what others could not read is an error here
         if self.rank > 0:

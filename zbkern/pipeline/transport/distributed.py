@@ -156,7 +156,7 @@ class DistributedTransport(Transport):
             return
         self._end(FinalMessage("closed", ""))
         wait = _TOGETHER if self._mailbox.failure is None else 2  # a frozen rank never answers
-        if not _alive((*self._receivers.values(), self._sender), wait):
+        if _ended((*self._receivers.values(), self._sender), wait):
             atexit.unregister(self._end_threads)
         self._receivers = {}  # those that did not end in time have no say in connections opened later
         close_groups([self._up, self._down])
@@ -339,22 +339,22 @@ class DistributedTransport(Transport):
             yield stream
 
 
-def _alive(threads: Iterable[threading.Thread], wait: float) -> list[threading.Thread]:
-    """Those that have not ended in so many seconds."""
+def _ended(threads: Sequence[threading.Thread], wait: float) -> bool:
+    """Whether all of them have ended, in at most so many seconds."""
     deadline = time.monotonic() + wait
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return [thread for thread in threads if thread.is_alive()]
+    return not any(thread.is_alive() for thread in threads)
 
 
 def _end_threads(receivers: _Threads, sender: threading.Thread, communicators: Sequence[Any]) -> None:
-    """At the exit of this process: a thread that is in gloo until its peer exits, too, would abort it if it woke up
-    while Python ends. One wait for a peer that runs out of time ends all others."""
+    """At the exit of this process, which would abort if a thread that waits in gloo for its peer woke up while Python
+    ends, as it does when the peer exits. One wait for a peer that runs out of time ends all others."""
     for peer, thread in receivers.items():
         for communicator in communicators if thread.is_alive() else ():
             with contextlib.suppress(RuntimeError):
                 communicator.recv([torch.empty(1)], peer, _NEVER).wait(_NOW)
-    _alive((*receivers.values(), sender), _LAST.total_seconds())
+    _ended((*receivers.values(), sender), _LAST.total_seconds())
 
 
 def meet(group: dist.ProcessGroup | None, value: Any = None) -> list[Any]:
