@@ -264,6 +264,19 @@ def test_autocast() -> None:
     assert all(p.grad.dtype == torch.float32 for p in twin.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_has_a_bias_is_of_autocasts_dtype(dtype: torch.dtype) -> None:
+    def compute(p: dict[str, nn.Parameter], x: Tensor) -> Tensor:
+        found = F.linear(x, p["w"], p["w"][0]), torch.addmm(x, x, p["w"]), torch.baddbmm(x, x[None], p["w"][None])[0]
+        assert {y.dtype for y in found} == {torch.bfloat16}
+        return sum(found)
+
+    module, twin = pair(SQUARE, compute, torch.float32)
+    around = torch.autocast("cpu", torch.bfloat16)
+    deferred(around(module), around(twin), [torch.randn(8, 8, dtype=dtype)], 3e-2).run()
+    testing.assert_same_gradients(twin, module, tolerance=3e-2)
+
+
 @pytest.mark.parametrize("name", ["experts in a loop", "1 + weight", "conv1d", "einsum", "normalised weight"])
 def test_checkpointing(name: str) -> None:
     module, twin = pair(*CASES[name], torch.float64)

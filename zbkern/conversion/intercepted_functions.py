@@ -52,7 +52,7 @@ def _linear(own: Interceptor, input: Tensor, weight: Tensor, bias: Tensor | None
     if view.is_parameter and (bias is None or _is_parameter(own.view(bias))):
         return own.linear(input, weight, bias)
     y = own.product(products.LINEAR, input, view)
-    return y if bias is None else y + own.value(bias)
+    return y if bias is None else y + own.value(bias).to(y.dtype)
 
 
 def _matmul(own: Interceptor, left: Tensor, right: Tensor) -> Tensor | None:
@@ -73,7 +73,7 @@ def _addmm(
     own: Interceptor, bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor | None:
     y = _matmul(own, left, right) if beta == 1 and alpha == 1 else None
-    return None if y is None else y + own.value(bias)
+    return None if y is None else y + own.value(bias).to(y.dtype)
 
 
 def _einsum(own: Interceptor, equation: Any, *operands: Any) -> Tensor | None:
