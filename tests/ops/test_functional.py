@@ -413,6 +413,22 @@ def test_head_with_labels_of_any_integers(dtype: torch.dtype) -> None:
         testing.assert_close(mine, other)
 
 
+def test_the_default_device_changes_nothing() -> None:
+    x, weight = torch.randn(251, 5).double(), torch.randn(2, 3, 5).double()
+    ours = [weight.clone().requires_grad_(), torch.zeros(2, 3).double().requires_grad_()]
+    theirs = twins(ours)
+    with torch.device("meta"):
+        for _ in range(2):  # the second adds to gradients
+            with deferral(True):
+                Z.grouped_linear(x, ours[0], [0, 251], ours[1]).square().sum().backward()
+        with pytest.raises(ValueError, match=r"add up to 251 rows; got \[0, 250\]"):
+            Z.grouped_linear(x, weight, [0, 250])
+    for _ in range(2):
+        F.linear(x, theirs[0][1], theirs[1][1]).square().sum().backward()
+    for mine, other in zip(ours, theirs, strict=True):
+        testing.assert_close(mine.grad, other.grad)
+
+
 def packed(w: Tensor, ends: Tensor) -> Tensor:
     q = torch.ones(4, 1, 1)
     return Z.attention(q, q, q, True, cu_seqlens=ends, impl="torch", sinks=w)

@@ -217,7 +217,8 @@ def _integers(op: str, argument: str, values: Sequence[int] | Tensor | None) -> 
     sized = isinstance(values, torch.Tensor) or hasattr(values, "__len__")  # torch 2.8's compiler sees none of a tensor
     if isinstance(values, str) or not sized:
         raise TypeError(f"{op}: {argument} must be a list or a tensor of integers; got {values!r}")
-    tensor = values if isinstance(values, Tensor) else torch.tensor(values)  # a copy of what counts no versions
+    # A copy of what counts no versions, where its numbers can be read, whatever torch.set_default_device says
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
         found = tensor.tolist() if tensor.is_cpu else tensor.dtype
         raise TypeError(f"{op}: {argument} must be integers; got {found}")

@@ -110,7 +110,7 @@ _WIDE = {torch.float32, torch.float64}
 
 @functools.lru_cache(maxsize=16)
 def _ones(count: int, dtype: torch.dtype) -> Tensor:
-    return torch.ones(count, dtype=dtype)
+    return torch.ones(count, dtype=dtype, device="cpu")  # whatever torch.set_default_device says
 
 
 def _join_small(segments: Segments) -> Sequence[tuple[Tensor, ...]]:
