@@ -52,7 +52,7 @@ def test_all_layouts_that_divide_are_there_once() -> None:
 
 
 def test_a_table_may_have_the_gpus_of_a_node_as_a_float() -> None:
-    wanted = [layouts.Wanted(model("llama-3-8b"), replace(H100, gpus_per_node=each), 4, 8, 4096) for each in (4, 4.0)]
+    wanted = [layouts.Wanted(model("llama-3-8b"), replace(H100, gpus_per_node=each), 8, 8, 4096) for each in (4, 4.0)]
     both = [[sizes_of(each) for each in layouts.layouts(one)] for one in wanted]
     assert both[0] == both[1] != []
 
