@@ -12,9 +12,10 @@ from zbkern.pipeline import Costs, PlanOptions, Schedule, plan, schedules, simul
 from zbkern.pipeline.planner import native
 from zbkern.pipeline.planner.arguments import placement_of, problem_of
 from zbkern.pipeline.planner.incumbents import Budget, Incumbent
+from zbkern.pipeline.planner.portfolio import SETTINGS
 from zbkern.pipeline.planner.problem import Ordering, ordering_of
 from zbkern.pipeline.planner.published import Published
-from zbkern.pipeline.planner.search import Search, choose
+from zbkern.pipeline.planner.search import Search, choose, search_all
 from zbkern.pipeline.planner.steadiness import at_speeds, delayed
 
 COSTS = Costs(2, 2.2, 1, communication=0.3)
@@ -72,6 +73,16 @@ def test_what_is_proven_optimal_stays_so_and_bears_delays() -> None:
     assert steady.optimal
     assert steady.timeline.cost == pytest.approx(best.timeline.cost)
     assert noisy_cost(steady.schedule, costs) < 0.995 * noisy_cost(best.schedule, costs)
+
+
+@pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
+def test_a_round_ends_cold() -> None:
+    problem = problem_of(COSTS, placement_of("v", 6, 2)[1], 18, [9.0] * 6, "cost")
+    hot, cold = (Search(problem, Budget(1), 0, Published()) for _ in range(2))
+    hot.construct(SETTINGS.rule_passes)
+    hot.round(0, SETTINGS.first_round)
+    search_all([cold], Budget(1), lambda *_: None)
+    assert cold.reached < hot.reached
 
 
 @pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
