@@ -205,6 +205,13 @@ def test_values_and_gradients_are_torchs(name: str) -> None:
         testing.assert_close(mine.grad, other.grad)
 
 
+@pytest.mark.parametrize("name", [name for name in MAIN if "padding" not in name])  # a row without its gradient
+def test_forward_mode_derivatives(name: str) -> None:
+    case = CASES[name]
+    inputs, parameters = make(case)
+    assert torch.autograd.gradcheck(case.ours, (*inputs, *parameters), check_forward_ad=True, fast_mode=True)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_deferred_gradients_are_torchs(name: str) -> None:
     """Three microbatches whose W merge; the graph of the last has no edges to the weights."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from zbkern.kernels import reference
 from zbkern.kernels.reference import grouped as grouped_reference
@@ -38,8 +39,9 @@ def may_defer() -> bool:
 
 @torch.compiler.assume_constant_result
 def within_transform() -> bool:
-    """Whether torch.vmap, torch.func.grad or their like are around this; they see through torch's operations only."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether torch.vmap, torch.func.grad or their like, or torch.autograd.forward_ad, are around this; they see
+    through torch's operations only."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def can_defer(x: Tensor, *weights: Tensor | None) -> bool:
