@@ -81,7 +81,7 @@ void ListScheduler::reset(const Rule& rule) {
 bool ListScheduler::run(const Rule& rule, Time cutoff) {
   reset(rule);
   for (int left = p_.passes(); left > 0;) {
-    int rank = 0;  // whose turn is the first, of equals the first
+    int rank = 0;  // whose turn is the first, of equals the first, without the branches of std::min_element
     Time now = turns_[0];
     for (int each = 1; each < p_.ranks; each++) {
       const Time turn = turns_[each];

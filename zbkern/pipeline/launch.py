@@ -220,7 +220,7 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
 
 
 def _per_node(gpus: int, tensor: int, most: int) -> int:
-    """As many for every node, so that those of tensor parallelism are in one where they can be."""
+    """GPUs of a node, the same number for all: whole groups of tensor parallelism, where that can be."""
     alike = (each for each in range(1, min(gpus, most) + 1) if gpus % each == 0)
     return max(alike, key=lambda each: (each % tensor == 0, each))
 
