@@ -157,6 +157,13 @@ def coverage(model: Module, loss: Callable[[], Tensor]) -> Coverage:
             parameter.grad = None
         with torch.random.fork_rng(list(devices)), torch.enable_grad(), queue.defer():
             value = loss()
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise TypeError(f"coverage: loss must return a tensor of one element; got {got}")
+            if not value.requires_grad:
+                raise ValueError(
+                    "coverage: loss must depend on parameters of model that require a gradient; it does not"
+                )
             multiplied = _multiplied(value.grad_fn)
             value.backward()
         tasks = queue.tasks()

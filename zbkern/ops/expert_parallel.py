@@ -71,6 +71,11 @@ class ExpertParallel(torch.nn.Module):
         local = self.experts.num_experts
         assert isinstance(local, int)
         sent = torch.bincount(to_expert, minlength=ranks * local)
+        if len(sent) > ranks * local:
+            raise ValueError(
+                f"ExpertParallel: routing must choose experts 0 to {ranks * local - 1}, of {ranks} ranks with {local} "
+                f"each; got {len(sent) - 1}"
+            )
         received = sent if ranks == 1 else torch.empty_like(sent)
         if ranks > 1:
             dist.all_to_all_single(received, sent, group=self.group)
@@ -97,8 +102,14 @@ class ExpertParallel(torch.nn.Module):
             raise ValueError(
                 "ExpertParallel: a block without a router takes the routing: forward(x, (experts, weights))"
             )
-        scores, chosen = self.router(rows).topk(self.top_k)
-        return chosen, torch.softmax(scores, -1)
+        scores, total = self.router(rows), self._ranks() * self.experts.num_experts  # type: ignore[operator]
+        if scores.shape != (len(rows), total) or self.top_k > total:
+            raise ValueError(
+                f"ExpertParallel: router must give one score per expert of the model, {[len(rows), total]}, and top_k "
+                f"be at most as many; got {list(scores.shape)} and top_k={self.top_k}"
+            )
+        best, chosen = scores.topk(self.top_k)
+        return chosen, torch.softmax(best, -1)
 
     def _check(self, x: Tensor, routing: Routing) -> Routing:
         chosen, weights = routing
