@@ -107,8 +107,7 @@ def ddp_steps(kind: str, mode: str, options: dict[str, Any]) -> None:
     ("kind", "mode"),
     [
         *itertools.product(["plain", "reused"], ["one key", "no_sync", "not deferred"]),
-        ("plain", "compiled"),
-        pytest.param("reused", "compiled", marks=pytest.mark.slow),
+        *(pytest.param(kind, "compiled", marks=pytest.mark.slow) for kind in ("plain", "reused")),
     ],
 )
 def test_ddp(two_ranks: Any, kind: str, mode: str) -> None:

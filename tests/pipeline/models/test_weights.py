@@ -391,6 +391,7 @@ def test_at_any_time_the_folder_has_a_whole_model(
     assert len(list(tmp_path.iterdir())) == (1 if after > 50 else 4)
 
 
+@pytest.mark.slow
 def test_an_export_imports_what_it_needs(tmp_path: Path) -> None:
     program = f"""
 from torch import nn

@@ -149,6 +149,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_long_before_its_peer_does_not_abort(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LEAVES_FIRST]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)]) for rank in range(2)]
