@@ -108,7 +108,7 @@ def test_the_programs_run_as_they_stand(four_ranks: Any, tmp_path: Path) -> None
 
 
 COMMANDS = [
-    (page, line)
+    pytest.param(page, line, marks=pytest.mark.slow if "--gpus" in line else ())
     for page in sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
     for code in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     for line in code.split("\n")

@@ -14,6 +14,7 @@ import pytest
 FOLDER = Path(__file__).with_name("compiled")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the driver is compiled from C, and there is no gcc")
 def test_compiled() -> None:
