@@ -17,6 +17,7 @@ from zbkern.pipeline.from_config import FLAGS, SIZES, Setting, how_exact, spelt
 from zbkern.pipeline.planner import Plan, PlanOptions, plan
 from zbkern.pipeline.remedies import SAVING_CHUNKS, may_fit_with_saving
 from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.program import recomputed
 from zbkern.pipeline.schedules.units import amount, number
 from zbkern.pipeline.simulation.architecture import Architecture
 from zbkern.pipeline.simulation.hardware import Hardware
@@ -279,7 +280,7 @@ def _options(answer: Answer) -> str:
 
 
 def _recomputes(found: Plan) -> bool:
-    return any(action.kind == "R" for row in found.schedule.actions for action in row)
+    return any(map(recomputed, found.schedule.actions))
 
 
 def _figures(answer: Answer) -> list[str]:

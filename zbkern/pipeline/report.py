@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from zbkern.pipeline.planner import Plan
 from zbkern.pipeline.schedules import grid as grids
-from zbkern.pipeline.schedules.program import offloads_or_recomputes
+from zbkern.pipeline.schedules.program import offloads_or_recomputes, recomputed
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, duration, number
 from zbkern.pipeline.simulation.layers import ModelCosts
@@ -123,7 +123,7 @@ def idle_lines(
 def _about_load(plan: Plan, limit: float | None, layers: ModelCosts | None) -> str:
     cause, stages = f"rank {plan.idle.busiest} has the most work", plan.schedule.stages
     if layers is None:
-        recomputes = any(action.kind == "R" for action in plan.schedule.actions[plan.idle.busiest])
+        recomputes = recomputed(plan.schedule.actions[plan.idle.busiest])
         return f"{cause}, R included: a higher limit" if recomputes else f"{cause}: divide the model more evenly"
     if not _as_even_as_can_be(plan, layers, stages):
         ways = [*(["more memory"] if limit is not None else []), "a longer search"]
@@ -135,7 +135,7 @@ def _about_load(plan: Plan, limit: float | None, layers: ModelCosts | None) -> s
 
 def _as_even_as_can_be(plan: Plan, layers: ModelCosts, stages: int) -> bool:
     """By the layers alone: what passes cost besides, split, in slices or of several chunks, is in any cut."""
-    if any(action.kind == "R" for row in plan.schedule.actions for action in row):
+    if any(map(recomputed, plan.schedule.actions)):
         return False  # a rank that recomputes more has more work
     assert plan.partition is not None  # of layers
     work = most_work(layers, plan.partition, plan.schedule.placement)
