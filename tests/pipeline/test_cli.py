@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import re
 import subprocess
 import sys
@@ -90,15 +89,6 @@ def test_what_was_asked_for_and_does_not_help_is_not_advised(run, tmp_path: Path
     text = run(*short, "--recompute", "--offload", "0.01")
     assert "saving" not in text
     assert "forwards wait for memory: a higher limit\n" in text
-
-
-def test_costs_of_layers_may_have_one_number_per_link(run, fails, tmp_path: Path) -> None:
-    costs = ModelCosts([LayerCosts(f"{n}", 1, 1, 1, output=0.1) for n in range(6)], [0.1, 0.5, 0.1], [math.inf, 4, 8])
-    path = costs.save(tmp_path / "layers.json")
-    assert "interleaved" in run("--costs", path, "--compare", *SECOND)  # which uses all links
-    text = fails("--costs", path, "--stages", 2)
-    assert "argument --stages: ModelCosts: latency and bandwidth are those of the links of 3 ranks" in text
-    assert "latency=0.5 and bandwidth=4" in text
 
 
 def test_a_named_schedule_is_printed_with_its_figures(run) -> None:

@@ -4,7 +4,6 @@ import math
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from zbkern.pipeline import (
     simulate,
 )
 from zbkern.pipeline.runtime.clock import EventClock
-from zbkern.pipeline.runtime.links import Link, latency_and_bandwidth
+from zbkern.pipeline.runtime.links import Link, slowest
 from zbkern.pipeline.runtime.measured_costs import communication
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
@@ -149,8 +148,8 @@ def test_layers_are_measured_one_by_one_on_any_cut() -> None:
         assert all(layer.forward > 0 and layer.backward > 0 and layer.weight > 0 for layer in costs.layers)
         assert (costs.time_unit, costs.memory_unit) == ("ms", "bytes")
     assert (whole.latency, whole.bandwidth) == (0, math.inf)
-    assert 0 < np.min(parts[0].latency) <= np.max(parts[0].latency) < 50  # on a busy machine one per link
-    assert 0 < np.min(parts[0].bandwidth) <= np.max(parts[0].bandwidth) < math.inf
+    assert 0 < parts[0].latency < 50
+    assert 0 < parts[0].bandwidth < math.inf
     assert plan(whole, 2, 4, memory_limit=1e6, effort=0).partition is not None
 
 
@@ -168,11 +167,7 @@ def test_every_link_is_measured_and_that_of_the_last_rank_to_the_first() -> None
 
     found = results_on_threads(3, lambda transport: layer_of_rank(transport.rank, transport), delay)
     assert found[0] == found[1] == found[2]
-    first, second, back = found[0].latency
-    assert (first >= 4, second < 4, back >= 8) == (True, True, True)
-    assert len(found[0].bandwidth) == 3
-    loop = found[0].chunk_costs([0, 1, 2], [0, 1, 2])
-    assert plan(found[0], 3, 4, effort=0).costs.communication == loop.communication
+    assert 8 <= found[0].latency < 50
 
 
 def layer_of_this_process() -> ModelCosts:
@@ -183,16 +178,13 @@ def layer_of_this_process() -> ModelCosts:
 def test_processes_measure_the_link_of_the_last_rank_to_the_first(four_ranks: Any) -> None:
     found = four_ranks.run(layer_of_this_process)
     assert all(each == found[0] for each in found)
-    for each in (found[0].latency, found[0].bandwidth):
-        assert np.size(each) in (1, 4)  # on a busy machine one per link
-        assert 0 < np.min(each) <= np.max(each) < math.inf
+    assert 0 < found[0].latency < math.inf
+    assert 0 < found[0].bandwidth < math.inf
 
 
-def test_links_that_are_alike_are_one_number() -> None:
-    assert latency_and_bandwidth([], 8) == (0, math.inf)
-    assert latency_and_bandwidth([Link(1, 4.0), Link(2, 8.0)], 8) == (2, 4.0)  # 3 ms each
-    assert latency_and_bandwidth([Link(1, 4.0), Link(2, 8.0)], 0) == (2, 4.0)  # twice as long, and no longer
-    assert latency_and_bandwidth([Link(1, 4.0), Link(2, 1.0)], 8) == ((1, 2), (4.0, 1.0))
+def test_messages_are_planned_as_on_the_slowest_link() -> None:
+    assert slowest([]) == (0, math.inf)
+    assert slowest([Link(1, 4.0), Link(2, 8.0)]) == (2, 4.0)
 
 
 class Part(nn.Module):

@@ -302,8 +302,9 @@ def test_what_a_file_leaves_out_is_the_librarys_default() -> None:
 def test_without_the_library_nothing_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert architecture({**SMALL, "tie_word_embeddings": True}).tied
-    with pytest.raises(ValueError, match=r"layer_types is not in the file, .* install transformers"):
-        architecture({**SMALL, "sliding_window": 8})
+    for types in ({}, {"layer_types": None}):
+        with pytest.raises(ValueError, match=r"layer_types is not in the file, .* install transformers"):
+            architecture({**SMALL, "sliding_window": 8, **types})
     with pytest.raises(ValueError, match="vocab_size must be a whole number"):
         architecture({name: value for name, value in SMALL.items() if name != "vocab_size"})
     with pytest.raises(ValueError, match=r"tie_word_embeddings is not in the file, .* install transformers"):

@@ -15,7 +15,7 @@ from zbkern.pipeline.planner.offload import fit
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.simulation.architecture import load_architecture
 from zbkern.pipeline.simulation.hardware import load_hardware
-from zbkern.pipeline.simulation.model_costs import Job
+from zbkern.pipeline.simulation.model_costs import Job, rising_share
 from zbkern.pipeline.simulation.slice_costs import equal_lengths, equal_times, slice_costs
 
 CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
@@ -71,10 +71,10 @@ def test_memory_counts_keys_and_values_until_the_last_backward() -> None:
 
 def test_a_layer_with_a_window_is_between_a_constant_and_a_rising_context() -> None:
     def layer(window: float) -> LayerCosts:
-        return LayerCosts("one", 8.0, 8.0, 1.0, attention_forward=6.0, window=window)
+        return LayerCosts("one", 8.0, 8.0, 1.0, attention_forward=6.0 * rising_share(window))
 
-    assert layer(1.0).context("attention_forward") == pytest.approx(6.0)
-    assert layer(1e-6).context("attention_forward") < 1e-4
+    assert rising_share(1.0) == 1.0
+    assert rising_share(1e-6) < 1e-5
     for window, slices in ((1 / 16, 4), (1 / 2, 4), (1 / 64, 8)):
         costs = ModelCosts((layer(window),)).chunk_costs([0])
         found = [each.forward[0] - 2 / slices for each in slice_costs(costs.per_chunk(1), (1,) * slices)]
@@ -93,15 +93,11 @@ def test_costs_that_cannot_be_parts() -> None:
         Costs(carried=2.0).per_chunk(1)
     with pytest.raises(ValueError, match="tokens must be those of a sequence"):
         Costs(tokens=0)
-    with pytest.raises(ValueError, match="window must be a share of the sequence"):
-        LayerCosts("one", 1.0, 1.0, 1.0, window=2.0)
 
 
 def test_costs_of_slices_come_back_from_their_file() -> None:
     assert Costs.from_json(SOME.to_json()) == SOME
-    model = ModelCosts(
-        (LayerCosts("one", 8.0, 8.0, 1.0, 2.0, attention_forward=6.0, window=0.5, carried=1.0),), tokens=9
-    )
+    model = ModelCosts((LayerCosts("one", 8.0, 8.0, 1.0, 2.0, attention_forward=6.0, carried=1.0),), tokens=9)
     assert ModelCosts.from_json(model.to_json()) == model
 
 
@@ -148,8 +144,10 @@ def test_a_model_from_its_configuration_has_costs_of_slices() -> None:
 
 def test_windows_of_a_configuration() -> None:
     setting = Setting(load_architecture(CONFIGURATIONS / "gpt-oss-120b.json"), load_hardware("h100"), Job(131072, 1, 8))
-    windows = {layer.window for layer in setting.costs.layers}
-    assert windows == {1.0, 128 / 131072}
+    windowed, whole = setting.costs.layers[1:3]
+    flops = [block.parts[0].core.flops(131072) for block in setting.architecture.blocks[:2]]
+    rising = rising_share(128 / 131072) * flops[0] / flops[1]
+    assert windowed.attention_forward == pytest.approx(rising * whole.attention_forward)
 
 
 def test_measured_slices_give_the_costs_of_the_sequence() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 
 from zbkern.pipeline import schedules
@@ -122,7 +121,7 @@ class Request:
         if not isinstance(slices, (int, str)):
             return [slice_lengths("plan", slices)]
         if isinstance(costs, ModelCosts):
-            whole = replace(costs, latency=0.0, bandwidth=math.inf).chunk_costs([0]).per_chunk(1)
+            whole = costs.chunk_costs([0]).per_chunk(1)
         else:
             whole = costs.per_chunk(self.stages * self.chunks_per_rank)
         if isinstance(slices, int):

@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbkern.pipeline.simulation.layers import PerLink
 from zbkern.pipeline.transport.base import Tag, Transport
 from zbkern.pipeline.transport.connect import connect_peers, place
 
 _TURNS = 10
 _AFTER_ALL_STEPS = 2**31  # in the tags of messages
-_ALIKE = 2.0  # times as long as another link takes, up to which the difference may be noise
 
 
 class Link(NamedTuple):
@@ -57,15 +55,10 @@ def measure_links(
             transport.close()
 
 
-def latency_and_bandwidth(links: Sequence[Link], size: float) -> tuple[PerLink, PerLink]:
-    """Those of the slowest link where messages of this size take about as long on all; else one per link."""
-    if not links:
-        return 0.0, math.inf
-    times = [link.latency + size / link.bandwidth for link in links]
-    latencies, bandwidths = zip(*links, strict=True)
-    if max(times) <= _ALIKE * min(times):
-        return max(latencies), min(bandwidths)
-    return latencies, bandwidths
+def slowest(links: Sequence[Link]) -> Link:
+    """The longest latency and the least bandwidth of all; where there is no link, messages take no time."""
+    latencies, bandwidths = zip(*links, strict=True) if links else ((0.0,), (math.inf,))
+    return Link(max(latencies), min(bandwidths))
 
 
 def _half_of_there_and_back(transport: Transport, link: tuple[int, int], message: Tensor, timeout: float) -> float:

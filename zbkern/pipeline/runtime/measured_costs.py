@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
-from zbkern.pipeline.runtime.links import Link, latency_and_bandwidth
+from zbkern.pipeline.runtime.links import Link, slowest
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
@@ -109,7 +109,6 @@ def _with_slices(costs: Costs, sliced: Costs, chunks: Sequence[MeasuredChunk]) -
 def layer_costs(found: Measurements) -> ModelCosts:
     """What `profile_layers` returns: every chunk is a layer, and those of one kind get the medians of their times."""
     assert found.links is not None
-    latency, bandwidth = latency_and_bandwidth(found.links, largest_message(found.chunks))
     costs = chunk_costs(found)
     alike = _alike(found.chunks)
     flat = costs.per_chunk(len(found.chunks))
@@ -142,8 +141,7 @@ def layer_costs(found: Measurements) -> ModelCosts:
     overhead = median(chunk.besides for chunk in found.chunks)
     return ModelCosts(
         tuple(layers),
-        latency,
-        bandwidth,
+        *slowest(found.links),
         "ms",
         "bytes",
         copy_size=costs.copy_size,

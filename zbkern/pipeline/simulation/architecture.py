@@ -158,6 +158,8 @@ class _Numbers:
 
     def __init__(self, config: Mapping[str, Any], partial: bool) -> None:
         self.config, self.partial = dict(config), partial
+        if self.config.get("layer_types", ()) is None:  # which says that the library works them out
+            del self.config["layer_types"]
         for name, value in config.items():
             if type(value) is int and name.startswith(("num_", "n_", "hidden_size")):
                 self._check(name, value, 0)

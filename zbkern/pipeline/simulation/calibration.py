@@ -37,8 +37,8 @@ class Calibration:
         return replace(
             costs,
             layers=tuple(map(self._corrected, costs.layers)),
-            latency=costs.latency * self.rest,  # type: ignore[operator]  # computed costs have one for all links
-            bandwidth=costs.bandwidth / self.rest,  # type: ignore[operator]
+            latency=costs.latency * self.rest,
+            bandwidth=costs.bandwidth / self.rest,
             pass_overhead=costs.pass_overhead * self.forward,
         )
 

@@ -164,25 +164,25 @@ def check_copies_and_units(costs: Any) -> None:
         raise ValueError(f"{owner}: tokens must be those of a sequence, a whole number, or None; got {costs.tokens!r}")
 
 
-def checked(owner: str, name: str, value: Any, per: str = "chunk", most: float = LARGEST) -> float | tuple[float, ...]:
-    """A cost, or one per chunk or link. Raises TypeError or ValueError in the name of `owner`."""
+def checked(owner: str, name: str, value: Any) -> float | tuple[float, ...]:
+    """A cost, or one per chunk. Raises TypeError or ValueError in the name of `owner`."""
     if hasattr(value, "tolist"):  # an array or a tensor
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(
             entry
-            if type(entry) is float and 0 <= entry <= most
-            else checked_number(owner, f"{name}[{index}]", entry, per, most)
+            if type(entry) is float and 0 <= entry <= LARGEST
+            else checked_number(owner, f"{name}[{index}]", entry)
             for index, entry in enumerate(value)
         )
-    return checked_number(owner, name, value, per, most)
+    return checked_number(owner, name, value)
 
 
-def checked_number(owner: str, name: str, value: Any, per: str = "chunk", most: float = LARGEST) -> float:
+def checked_number(owner: str, name: str, value: Any, most: float = LARGEST) -> float:
     """The same of one number."""
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-        got = f"{type(value).__name__} {value!r}"
-        raise TypeError(f"{owner}: {name} must be a number or one number per {per}; got {got}")
+        got, per_chunk = f"{type(value).__name__} {value!r}", " or one number per chunk" if owner == "Costs" else ""
+        raise TypeError(f"{owner}: {name} must be a number{per_chunk}; got {got}")
     try:
         number = float(value)
     except OverflowError:  # an int beyond 1e308

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from zbkern.pipeline.simulation.costs import COPY_FIELDS, Costs, check_copies_and_units, checked, checked_number
+from zbkern.pipeline.simulation.costs import COPY_FIELDS, LARGEST, Costs, check_copies_and_units, checked_number
 from zbkern.pipeline.simulation.json_file import JsonFile, check_fields, parse_object
 
 _SUMMED = (
     *("forward", "backward", "weight", "activation", "held"),
-    *("split_overhead", "merge_saving", "overhead", "carried"),
+    *("split_overhead", "merge_saving", "attention_forward", "attention_backward", "overhead", "carried"),
 )
 _OF_PARTS = ("recompute", "checkpoint")
-_OF_ATTENTION = ("attention_forward", "attention_backward")
 _AS_IN_COSTS = (*COPY_FIELDS, "time_unit", "memory_unit", "tokens")
-PerLink = float | Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,6 @@ class LayerCosts:
     again, which a next layer in the same chunk does not keep as its input.
 
     attention_forward, attention_backward, overhead, carried: what matters to slices of a sequence, as in `Costs`.
-    window: of the layer's attention, as a share of the sequence; the mean context is then that of the window.
 
     Raises TypeError or ValueError for numbers that `Costs` would not take.
     """
@@ -58,7 +55,6 @@ class LayerCosts:
     output_again: float = 0.0
     attention_forward: float = 0.0
     attention_backward: float = 0.0
-    window: float = 1.0
     overhead: float = 0.0
     carried: float = 0.0
 
@@ -67,43 +63,27 @@ class LayerCosts:
             raise TypeError(f"LayerCosts: name must be a str, tied a str or None; got {self.name!r} and {self.tied!r}")
         if self.held is None:
             object.__setattr__(self, "held", self.activation)
-        for name in (*_SUMMED, *_OF_PARTS, *_OF_ATTENTION, "static", "output", "output_again"):
+        for name in (*_SUMMED, *_OF_PARTS, "static", "output", "output_again"):
             if name not in _OF_PARTS or getattr(self, name) is not None:
                 checked_number(f"LayerCosts: of layer {self.name!r}", name, getattr(self, name))
-        if not 0 < checked_number(f"LayerCosts: of layer {self.name!r}", "window", self.window) <= 1:
-            raise ValueError(
-                f"LayerCosts: of layer {self.name!r}: window must be a share of the sequence, above 0 and at most 1; "
-                f"got {self.window:g}"
-            )
-
-    def context(self, name: str) -> float:
-        """Of attention_forward or attention_backward, the part that grows with the length times all that came before.
-
-        A window w of the sequence gives a query the context min(x, w) at x. That is taken for a constant, which makes
-        the time grow with the length, and a part that rises with x: the one with the least squares of the difference.
-        """
-        rising: float = getattr(self, name) * self.window * (3 - 2 * self.window) / (2 - self.window)
-        return rising
 
 
 @dataclass(frozen=True)
 class ModelCosts(JsonFile):
     """Layers in model order, and the links between ranks: a message takes latency + its size / bandwidth.
 
-    latency is in the unit of the layers' times, bandwidth in their memory per their time: one number for all links,
-    or one per rank, for its link to the next rank, the last rank's to the first (which a loop has; two ranks have one
-    link, the first entry). With one per rank every plan must have as many ranks, and chunks that follow each other must
-    be on one rank or on neighbours. forward_overhead: what every forward of a chunk takes besides its layers (masks,
-    rotary embeddings), a time, too. pass_overhead: what every F, B and W of a chunk takes besides (launches, the
-    engine), and a fused backward once. tokens, the units, and the bandwidths, copy_slowdown and copy_size that
-    schedules with offloading need, are as in `Costs`.
+    latency is in the unit of the layers' times, bandwidth in their memory per their time: those of the slowest link.
+    forward_overhead: what every forward of a chunk takes besides its layers (masks, rotary embeddings), a time, too.
+    pass_overhead: what every F, B and W of a chunk takes besides (launches, the engine), and a fused backward once.
+    tokens, the units, and the bandwidths, copy_slowdown and copy_size that schedules with offloading need, are as in
+    `Costs`.
 
     Raises TypeError or ValueError for numbers that `Costs` would not take.
     """
 
     layers: tuple[LayerCosts, ...]
-    latency: PerLink = 0.0
-    bandwidth: PerLink = math.inf
+    latency: float = 0.0
+    bandwidth: float = math.inf
     time_unit: str | None = None
     memory_unit: str | None = None
     offload_bandwidth: float | None = None
@@ -125,19 +105,11 @@ class ModelCosts(JsonFile):
                 "ModelCosts: recompute and checkpoint must both be given for all layers, or for none; got them for "
                 f"some and not for {without!r}: a layer without named parts has 0 and its activation"
             )
-        object.__setattr__(self, "latency", checked("ModelCosts", "latency", self.latency, "link"))
-        bandwidth = checked("ModelCosts", "bandwidth", self.bandwidth, "link, inf for no limit", math.inf)
-        object.__setattr__(self, "bandwidth", bandwidth)
-        if 0.0 in (bandwidth if isinstance(bandwidth, tuple) else [bandwidth]):
+        for name in ("latency", "bandwidth", "forward_overhead", "pass_overhead"):
+            most = math.inf if name == "bandwidth" else LARGEST
+            object.__setattr__(self, name, checked_number("ModelCosts", name, getattr(self, name), most))
+        if self.bandwidth == 0:
             raise ValueError("ModelCosts: bandwidth must be above 0, inf for no limit; got 0")
-        lengths = [len(each) for each in (self.latency, self.bandwidth) if isinstance(each, tuple)]
-        if 0 in lengths or len(set(lengths)) > 1:
-            raise ValueError(
-                "ModelCosts: latency and bandwidth must each be one number, or one per rank, for its link to the next; "
-                f"got lists of {' and '.join(map(str, lengths))} entries"
-            )
-        for name in ("forward_overhead", "pass_overhead"):
-            checked_number("ModelCosts", name, getattr(self, name))
         check_copies_and_units(self)
 
     def chunk_costs(self, partition: Sequence[int], placement: Sequence[int] | None = None) -> Costs:
@@ -145,7 +117,7 @@ class ModelCosts(JsonFile):
 
         partition: the first layer of every chunk in model order, 0 first, each larger than the one before. placement:
         the rank of every chunk, by default each on its own; what tied layers share is in their rank's first chunk.
-        Raises ValueError for another partition or placement, and for one with other links than the costs have.
+        Raises ValueError for another partition or placement.
         """
         starts, count = list(partition), len(self.layers)
         if starts[:1] != [0] or any(a >= b for a, b in pairwise([*starts, count])):
@@ -163,47 +135,13 @@ class ModelCosts(JsonFile):
         summed["forward"] = [time + self.forward_overhead for time in summed["forward"]]
         for name in ("forward", "backward", "weight", "split_overhead", "overhead"):
             summed[name] = [time + self.pass_overhead for time in summed[name]]
-        for name in _OF_ATTENTION:
-            summed[name] = [sum(layer.context(name) for layer in chunk) for chunk in chunks]
         return Costs(
             **summed,
             **self._of_recomputation(chunks),
-            communication=self._message_times([chunk[-1].output for chunk in chunks[:-1]], ranks),
+            communication=[self.latency + chunk[-1].output / self.bandwidth for chunk in chunks[:-1]],
             static=self._static(chunks, ranks),
             **{name: getattr(self, name) for name in _AS_IN_COSTS},
         )
-
-    def _message_times(self, sizes: Sequence[float], ranks: Sequence[int]) -> list[float]:
-        """Of a message of each of these sizes, from each of the ranks to the one after it in the list."""
-        latency: Any = self.latency
-        bandwidth: Any = self.bandwidth
-        given = [len(each) for each in (latency, bandwidth) if isinstance(each, tuple)]
-        if not given:
-            return [latency + size / bandwidth for size in sizes]
-        stages = max(ranks) + 1
-        if given[0] != stages:
-            raise ValueError(
-                f"ModelCosts: latency and bandwidth are those of the links of {given[0]} ranks, and the chunks are on "
-                f"{stages}: give {stages} numbers, for every rank that of its link to the next, or "
-                f"{self._for_all_links()}"
-            )
-        latencies, bandwidths = (each if isinstance(each, tuple) else (each,) * stages for each in (latency, bandwidth))
-        found = []
-        for size, low, high in zip(sizes, ranks, ranks[1:], strict=False):
-            link = _link(low, high, stages)
-            if link is None:
-                raise ValueError(
-                    f"ModelCosts: latency and bandwidth have one number for every link between neighbouring ranks, and "
-                    f"rank {low} sends to rank {high} of {stages} in placement {list(ranks)}: give another placement, "
-                    f"or {self._for_all_links()}"
-                )
-            found.append(latencies[link] + size / bandwidths[link] if low != high else 0.0)
-        return found
-
-    def _for_all_links(self) -> str:
-        worst = ((max, self.latency, "latency"), (min, self.bandwidth, "bandwidth"))
-        given = [f"{name}={pick(each):g}" for pick, each, name in worst if isinstance(each, tuple)]
-        return f"one number for all links, such as that of the slowest, {' and '.join(given)}"
 
     def _of_recomputation(self, chunks: Sequence[Sequence[LayerCosts]]) -> dict[str, Any]:
         if self.layers[0].checkpoint is None:
@@ -229,9 +167,8 @@ class ModelCosts(JsonFile):
 
     def to_json(self) -> str:
         """The JSON object with the fields' names; an unlimited bandwidth is null."""
-        data = asdict(self)
-        bandwidth = _each(lambda number: number if math.isfinite(number) else None, self.bandwidth)
-        return json.dumps(data | {"bandwidth": bandwidth}, indent=1)
+        bandwidth = self.bandwidth if math.isfinite(self.bandwidth) else None
+        return json.dumps(asdict(self) | {"bandwidth": bandwidth}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ModelCosts:
@@ -243,18 +180,5 @@ class ModelCosts(JsonFile):
         for layer in data["layers"]:
             check_fields("ModelCosts.from_json: of a layer", LayerCosts, layer)
         layers = tuple(LayerCosts(**layer) for layer in data["layers"])
-        bandwidth = _each(lambda number: math.inf if number is None else number, data.get("bandwidth"))
+        bandwidth = math.inf if data.get("bandwidth") is None else data["bandwidth"]
         return cls(**{**data, "layers": layers, "bandwidth": bandwidth})
-
-
-def _link(low: int, high: int, stages: int) -> int | None:
-    """The place of the link between two ranks in a list of one per rank; None where they are no neighbours."""
-    distance = abs(low - high)
-    if distance <= 1:
-        return min(low, high)
-    return stages - 1 if distance == stages - 1 else None
-
-
-def _each(change: Callable[[Any], Any], given: Any) -> Any:
-    """Of a number, or of every number of a list."""
-    return [change(each) for each in given] if isinstance(given, (list, tuple)) else change(given)

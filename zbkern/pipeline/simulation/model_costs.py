@@ -127,7 +127,12 @@ def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> Mod
 def outside(architecture: Architecture, hardware: Hardware, job: Job, stages: int) -> float:
     """Seconds of a step that no pass has, on a rank with its share of the layers: what is not hidden of the traffic
     between pipelines, weights gathered and gradients reduced behind one microbatch's passes, and the optimizer's step.
+    Raises ValueError as `model_costs`, and for several stages that are fully sharded.
     """
+    if job.fully_shard and stages > 1:
+        raise ValueError(
+            "stages hold weights and gradients from pass to pass; leave fully_shard out, or have one stage"
+        )
     layers = _layers(architecture, hardware, job)
     behind = hardware.overlap_share * sum(layer.forward + layer.backward + layer.weight for layer in layers)
     traffic = 0.0 if job.fully_shard else sum(layer.gathered + layer.reduced for layer in layers)
@@ -190,7 +195,6 @@ class _Layer:
         self.gathered = self.reduced = self.stepped = self.whole = 0.0
         self.activation = self.held = self.static = 0.0
         self.attention_forward = self.attention_backward = self.overhead = self.carried = 0.0
-        self.window = 1.0
 
     def linear(
         self, rows: float, inputs: float, outputs: float, matrices: float = 1, replicas: float = 0, peak: float = 0
@@ -231,11 +235,11 @@ class _Layer:
         gpu, job = self.hardware, self.job
         flops = job.rows * core.flops(job.sequence) / job.tensor_parallel / gpu.matmul_flops
         more = 1 + gpu.attention_ramp / job.sequence
-        self.attention_forward += flops / gpu.attention_forward_share
-        self.attention_backward += 2.5 * flops / gpu.attention_backward_share
+        rising = rising_share(1.0 if core.window is None else min(1.0, core.window / job.sequence))
+        self.attention_forward += rising * flops / gpu.attention_forward_share
+        self.attention_backward += rising * 2.5 * flops / gpu.attention_backward_share
         self.forward += more * flops / gpu.attention_forward_share
         self.backward += more * 2.5 * flops / gpu.attention_backward_share
-        self.window = 1.0 if core.window is None else min(1.0, core.window / job.sequence)
 
     def part(self, part: Part) -> None:
         """Attention, an MLP or experts: products, core and the rest, for this GPU's share of them."""
@@ -346,7 +350,7 @@ class _Layer:
         output = _WIDTH * self.job.rows * self.features / self.job.tensor_parallel
         same = ("forward", "backward", "weight", "attention_forward", "attention_backward", "overhead")
         times = {name: _MS * getattr(self, name) for name in same}
-        rest = {name: getattr(self, name) for name in ("activation", "held", "static", "carried", "window")}
+        rest = {name: getattr(self, name) for name in ("activation", "held", "static", "carried")}
         return LayerCosts(self.name, **times, **rest, merge_saving=_MS * self.saving, output=output, tied=self.tied)
 
     def _bandwidth(self, ranks: int) -> float:
@@ -359,6 +363,15 @@ class _Layer:
         exposed = (time / self.hardware.network_share + 2 * self.hardware.latency) * self.hardware.exposed_share
         self.forward += exposed
         self.backward += exposed
+
+
+def rising_share(window: float) -> float:
+    """The share of attention's time that grows with the length times all that came before, in slices of a sequence.
+
+    A window w of the sequence gives a query the context min(x, w) at x. That is taken for a constant, which makes the
+    time grow with the length, and a part that rises with x: the one with the least squares of the difference.
+    """
+    return window * (3 - 2 * window) / (2 - window)
 
 
 def _embedding(architecture: Architecture, hardware: Hardware, job: Job) -> _Layer:
