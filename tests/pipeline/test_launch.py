@@ -142,15 +142,21 @@ def test_the_program_says_how_it_is_started(options: list[str], capsys: pytest.C
     assert len(json.loads(re.search(r"PARTITION = (.*)", text)[1])) == len(schedule.placement)
 
 
-@pytest.mark.parametrize(("stages", "tensor", "nodes", "per_node"), [(3, 4, 3, 4), (3, 2, 1, 6), (5, 2, 5, 2)])
+@pytest.mark.parametrize(
+    ("stages", "tensor", "nodes", "per_node", "last"),
+    [(3, 4, 2, 8, 4), (3, 2, 1, 6, 0), (5, 2, 2, 8, 2), (11, 1, 2, 8, 3), (2, 16, 4, 8, 0)],
+)
 def test_it_is_started_on_as_many_gpus_as_were_planned(
-    stages: int, tensor: int, nodes: int, per_node: int, tmp_path: Path
+    stages: int, tensor: int, nodes: int, per_node: int, last: int, tmp_path: Path
 ) -> None:
+    """Nodes of 8 GPUs are full, but for the last one, and a group of tensor parallelism is within one."""
     sizes = ["--stages", str(stages), "--tensor-parallel", str(tensor), "--microbatches", "4", "--effort", "0"]
     path = tmp_path / "launch.py"
     config = ["--config", str(CONFIGURATIONS / "llama-3-8b.json")]
     assert __main__.main(["plan", *config, *sizes, "--out", str(path)]) == 0
-    assert f"torchrun --nnodes {nodes} --nproc-per-node {per_node} " in path.read_text()
+    text = path.read_text()
+    assert f"torchrun --nnodes {nodes} --nproc-per-node {per_node} " in text
+    assert re.findall(r"The last node starts it with --nproc-per-node (\d+)", text) == ([str(last)] if last else [])
 
 
 def test_layers_that_one_microbatch_recomputes_are_recomputed(tmp_path: Path) -> None:

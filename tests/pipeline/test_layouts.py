@@ -126,7 +126,6 @@ def test_weights_are_sharded_where_they_would_not_fit(run_plan) -> None:
     assert options
     again = run_plan("--config", path, "--effort", "0", *options[0].split())
     assert re.search(r"(?m)^step +(\d[\d.]*) s,", again)[1] in row
-    assert "weights are gathered for every F and B" in " ".join(again.split())
 
 
 def test_one_stage_recomputes_where_it_must() -> None:

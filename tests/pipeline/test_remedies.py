@@ -77,7 +77,18 @@ def test_options_leave_the_memory_limit_and_the_chunks_as_they_were_given(capsys
         assert __main__.main([*config, "--stages", "4", *limit, *option.split()]) == 0
     limit = ["--memory", "32e9"]
     assert "--stages 6" in named(*limit, "--chunks", "5")
-    assert not any("--stages" in option for option in named(*limit, "--chunks", "6"))  # 36 of 34 layers
+    for chunks in (["--chunks", "6"], ["--placement", ",".join("0123" * 6)]):  # 36 of 34 layers
+        assert not any("--stages" in option for option in named(*limit, *chunks))
+
+
+def test_a_placement_that_is_spelt_out_is_for_its_number_of_stages(capsys: pytest.CaptureFixture) -> None:
+    config = ["plan", "--config", str(CONFIGURATIONS / "llama-3-8b.json"), "--microbatches", "8", "--effort", "0"]
+    short = [*config, "--stages", "4", "--memory", "32e9"]
+    found = {}
+    for placement in ("linear", "0,1,2,3", "v", "0,1,2,3,3,2,1,0"):
+        assert __main__.main([*short, "--placement", placement]) == 2
+        found[placement] = "--stages" in capsys.readouterr().err.partition("it fits with")[2]
+    assert found == {"linear": True, "0,1,2,3": False, "v": True, "0,1,2,3,3,2,1,0": False}
 
 
 def test_the_least_need_is_that_of_the_best_cut() -> None:

@@ -144,8 +144,7 @@ def _of_layers(
         beside = 0.0 if setting is None else setting.beside(arguments.stages)
         print("\n" + report.table([*published, found.timeline], objective, limit, whole, tokens, beside, cuts=True))
     if setting is not None:
-        saving = arguments.offload is not None, arguments.recompute
-        print("\n" + from_config.assumptions(setting, costs, *saving, width))
+        print("\n" + from_config.assumptions(setting.hardware, width))
     return found, limit
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from zbkern.pipeline import report, schedules
 from zbkern.pipeline.planner import Plan
 from zbkern.pipeline.planner.annealing import measured
-from zbkern.pipeline.planner.arguments import problem_of
+from zbkern.pipeline.planner.arguments import chunks_per_rank, problem_of
 from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
 from zbkern.pipeline.planner.problem import ordering_of
 from zbkern.pipeline.remedies import may_fit_with_saving, remedies
@@ -32,9 +32,6 @@ from zbkern.pipeline.simulation.timeline import Timeline
 
 USABLE = 0.9
 """Of a GPU's memory: the rest is for what the model of costs leaves out, and for fragmentation."""
-
-_WHAT_IT_IS = "A model of flops and bytes, fitted to published runs, and no measurement."
-_CORRECTED = "A model of flops and bytes, corrected by {}: what follows is what it computes before."
 
 _LEAST_LIMIT = 1e6
 """Bytes: a limit below is taken for one in GB."""
@@ -160,67 +157,28 @@ def why_not(arguments: argparse.Namespace, setting: Setting, limit: float) -> st
     if need.total <= limit or (saves_memory(arguments) and may_fit_with_saving(costs, stages, limit)):
         return None
     given, relative = arguments.memory or (limit, False)
-    options = remedies(*setting[:2], stages, _sizes(arguments), given, relative=relative, chunks=arguments.chunks or 1)
+    placement = arguments.placement
+    chunks = arguments.chunks or (2 if placement == "v" else chunks_per_rank(placement, stages))
+    options = remedies(*setting[:2], stages, _sizes(arguments), given, relative=relative, chunks=chunks)
+    if isinstance(placement, tuple):  # the rank of every chunk of so many stages
+        options = [each for each in options if not each.startswith("--stages")]
     what = f"it fits with {' or '.join(options)}" if options else "no one of the options for sizes makes it fit"
     if 0 < limit < _LEAST_LIMIT and not relative:
         what = f"a limit is in bytes: --memory {number(limit)}e9 for as many GB"
     return f"nothing fits in {amount(limit, 'bytes')}: {need.describe(stages, 'bytes')}; {what}"
 
 
-def assumptions(
-    setting: Setting, costs: ModelCosts, offload: bool = False, recompute: bool = False, width: int = 118
-) -> str:
-    """What no datasheet says, with its figures, and what is left out; then where the peaks are from."""
-    gpu, job = setting.hardware, setting.job
-    experts = setting.architecture.experts is not None
-    rate = f"{number((costs.offload_bandwidth or 0.0) / 1e6)} GB/s"
-    facts = [
-        f"programs get {gpu.matmul_share:.0%} of the GPU's peak in W's large matrix products, "
-        f"{gpu.matmul_share * gpu.forward_backward_share:.0%} in those of F and B, "
-        f"{gpu.attention_forward_share:.0%} in attention forward and {gpu.attention_backward_share:.0%} backward, "
-        f"{gpu.memory_share:.0%} of the memory's bandwidth and {gpu.network_share:.0%} of the links'",
-        f"each F, B and W takes {gpu.pass_time * 1e3:g} ms besides, and {gpu.layer_time * 1e3:g} ms in each layer"
-        + (f", {gpu.expert_time * 1e3:g} more with experts" if experts else ""),
-        f"a message between stages goes from node to node and takes {gpu.latency * 1e6:g} us besides its bytes",
-        f"{gpu.exposed_share:.0%} of the time of messages of tensor, expert and context parallelism is not hidden"
-        if max(job.tensor_parallel, job.expert_parallel, job.context_parallel) > 1
-        else "",
-        "what tensor parallelism does not split is split by sequence, and sizes that it does not divide are padded"
-        if job.tensor_parallel > 1
-        else "",
-        "every expert gets as many tokens as the others" if experts else "",
-        "a token is sent once to every GPU that has some of its experts (zbkern.nn.ExpertParallel: once per expert)"
-        if job.expert_parallel > 1
-        else "",
-        "keys and values travel around the GPUs of a sequence, whose parts take equally long"
-        if job.context_parallel > 1
-        else "",
-        (
-            "products of F and B are in FP8 (2 bytes more for a weight), but those of head and experts, W is in bf16"
-            if job.fp8
-            else "products are in bf16, none in FP8"
-        )
-        + "; a parameter takes 18 bytes: weight, fp32 gradient and AdamW's fp32 state"
-        + (", of which every pipeline holds its part" if job.replicas > 1 and not job.fully_shard else ""),
-        "every pipeline holds a part of all that; weights are gathered for every F and B, gradients reduced in fp32 "
-        "after every W, behind the passes of their own layer; those of two layers are whole at a time"
-        if job.fully_shard
-        else "",
-        "" if job.fully_shard else "what Optimizer(undo='snapshot') copies of that is not counted",
-        "layers are zbkern's own, for which the split into B and W costs nothing (converted ones of the transformers "
-        "library keep more from F to B)",
-        "an activation that is recomputed costs its chunk's forward once more" if recompute else "",
-        f"copies run at {rate} in each direction and slow down no pass" if offload else "",
-        "" if recompute else "no activation is recomputed that zbkern's layers keep",
-        "" if offload else "nothing is offloaded",
-    ]
+def assumptions(gpu: Hardware, width: int) -> str:
+    """What programs get of a GPU, which no datasheet says; where the rest is told; and where the peaks are from."""
+    corrected = f", then corrected by {gpu.calibration.source}" if gpu.calibration.source else ""
     text = (
-        f"{_WHAT_IT_IS if not gpu.calibration.source else _CORRECTED.format(gpu.calibration.source)} It assumes that "
-        f"{'; '.join(filter(None, facts))}. Reading data, padding, and memory besides weights, gradients, optimizer "
-        "states and activations are not in it. Measure with zbkern.pipeline.profile_layers when there is a machine."
+        f"Computed from flops and bytes with shares fitted to published runs{corrected}, and not measured: programs "
+        f"get {gpu.matmul_share:.0%} of the GPU's peak in W's large products, "
+        f"{gpu.matmul_share * gpu.forward_backward_share:.0%} in those of F and B, {gpu.memory_share:.0%} of its "
+        f"memory's bandwidth and {gpu.network_share:.0%} of the links'. docs/models.md says what else is assumed."
     )
     source = f"Peaks: {gpu.source or 'of a table that names no source'}."
-    return "\n".join(textwrap.fill(each, min(width, 118)) for each in (text, source))
+    return "\n".join(textwrap.fill(each, width) for each in (text, source))
 
 
 def published_timelines(
@@ -257,15 +215,11 @@ def setting(arguments: argparse.Namespace) -> Setting:
     model, gpu = model_and_gpu(arguments)
     if arguments.slices != 1 and not model.causal:
         raise WrongArgument("--slices", f"a token of {model.kind} sees later ones; leave it out")
-    if arguments.fully_shard and arguments.stages > 1:
-        raise WrongArgument(
-            "--fully-shard", "stages hold weights and gradients from pass to pass; leave it out, or give --stages 1"
-        )
     try:
         found = Setting(model, gpu, Job(**_sizes(arguments)))
-        model_costs(*found)
+        found.beside(arguments.stages)
     except ValueError as error:
-        named = [name for name in SIZES if name in str(error)]
+        named = [name for name in (*SIZES, *FLAGS) if name in str(error)]
         raise WrongArgument(", ".join(map(option, named)), str(error)) from error
     return found
 
@@ -315,6 +269,8 @@ def _calibration(
     if None in (run.stages, run.microbatches) or run.schedule not in schedules.NAMES:
         raise ValueError(f"it must have stages, microbatches and a schedule of {', '.join(schedules.NAMES)}: {_STEP}")
     schedule = comparison.build(run.schedule, run.stages, run.microbatches, run.chunks)
+    if run.chunks not in (None, schedule.chunks):
+        raise ValueError(f"chunks: {run.schedule} has {schedule.chunks} per rank; leave chunks out")
     setting = Setting(architecture, hardware, Job(**_sizes(run)))
     used = setting.of_peak(setting.tokens(run.microbatches) / seconds / setting.job.gpus(run.stages))
     if used > ((hardware.fp8_flops or 0.0) / hardware.matmul_flops if run.fp8 else 1.0):

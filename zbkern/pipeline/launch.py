@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from string import Template
 
@@ -11,7 +12,7 @@ from zbkern.pipeline.planner import Plan
 _PROGRAM = Template('''\
 """Trains $model as `zbkern plan` has planned it: $layout.
 
-    torchrun --nnodes $nodes --nproc-per-node $per_node$rendezvous $name
+    torchrun --nnodes $nodes --nproc-per-node $per_node$rendezvous $name$last
 
 $beside
 Put your data into `batch`, and weights to start from into WEIGHTS. The plan counts what zbkern's own layers keep; those
@@ -192,8 +193,8 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
         )
     stages, schedule = found.schedule.stages, path.with_suffix(".schedule.csv")
     gpus = job.gpus(stages)
-    per_node = _per_node(gpus, job.tensor_parallel, hardware.gpus_per_node)
-    nodes = gpus // per_node
+    per_node = min(gpus, hardware.gpus_per_node // job.tensor_parallel * job.tensor_parallel or hardware.gpus_per_node)
+    nodes, rest = math.ceil(gpus / per_node), gpus % per_node
     replicas = "replicas, fully sharded" if job.fully_shard else "replicas"
     sizes = {replicas: job.data_parallel, "stages": stages, "GPUs of tensor parallelism": job.tensor_parallel}
     if not job.fully_shard:
@@ -206,6 +207,7 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
         per_node=per_node,
         rendezvous=" --rdzv-backend c10d --rdzv-endpoint HOST:29400" if nodes > 1 else "",
         name=path.name,
+        last=f"\n\nThe last node starts it with --nproc-per-node {rest}." if rest else "",
         schedule=schedule.name,
         config=repr(str(config.resolve())),
         sizes=", ".join(map(str, sizes.values())),
@@ -217,12 +219,6 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
         recomputed=_recomputed(found),
     )
     path.write_text(program, encoding="utf-8")
-
-
-def _per_node(gpus: int, tensor: int, most: int) -> int:
-    """GPUs of a node, the same number for all: whole groups of tensor parallelism, where that can be."""
-    alike = (each for each in range(1, min(gpus, most) + 1) if gpus % each == 0)
-    return max(alike, key=lambda each: (each % tensor == 0, each))
 
 
 def _recomputed(found: Plan) -> list[int]:

@@ -77,7 +77,7 @@ def test_wrong_numbers_name_the_layer() -> None:
         model(copy_slowdown=-1)
     with pytest.raises(TypeError, match="ModelCosts: bandwidth must be a number"):
         model(bandwidth="fast")
-    with pytest.raises(TypeError, match=r"ModelCosts: bandwidth must be a number .*; got list \[1, 2\]"):
+    with pytest.raises(TypeError, match=r"ModelCosts: bandwidth must be a number; got list \[1, 2\]"):
         model(bandwidth=[1, 2])
     with pytest.raises(ValueError, match="bandwidth must be above 0"):
         model(bandwidth=0)
