@@ -54,12 +54,6 @@ class Stored(NamedTuple):
     size: Sequence[int]
     pieces: Sequence[Piece]
 
-    def same_as(self, other: Stored) -> bool:
-        """Whether both are equal, as far as their checksums say; also where they were cut in different ways."""
-        parts = [[(p.offset, p.size) for p in stored.pieces] for stored in (self, other)]
-        sums = [[p.crc32 for p in stored.pieces] for stored in (self, other)]
-        return parts[0] != parts[1] or sums[0] == sums[1]
-
     def empty(self) -> Tensor:
         return torch.empty(list(self.size), dtype=getattr(torch, self.dtype))
 
