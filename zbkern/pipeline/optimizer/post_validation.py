@@ -237,7 +237,7 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
                     self._undo.save(self.optimizer)
                     self._update()
                 step.has_stepped, step.after = True, hyperparameters(self.optimizer)
-            if step.has_stepped and self.max_norm is None and not self._undo.needs_gradients and not self._post_hooks:
+            if step.has_stepped and self.max_norm is None and not self._undo.needs_gradients:
                 step.set_gradients([])  # it will be kept or skipped, never done again
             else:
                 main_grads = map(main_grad_of, self._model_parameters())
@@ -416,11 +416,13 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
     def _may_step(self, total: Tensor) -> bool:
         """Whether to step before validation, given the sum of squares of this rank and those before it.
 
-        A hook that runs before steps may change gradients or weights, which could not be rolled back. A rank that hears
-        of the total after the one before it must not begin forwards, whose inputs that one might not send.
+        A hook on the step may change gradients or weights, which could not be rolled back, and sees each step once. A
+        rank that hears of the total after the one before it must not begin forwards, whose inputs that one might not
+        send.
         """
         cautious = self.adaptive and self._cautious
-        if cautious or self._undo is None or self._chain.is_after_end or self.optimizer._optimizer_step_pre_hooks:
+        hooks = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
+        if cautious or self._undo is None or self._chain.is_after_end or hooks:
             return False
         norm = math.sqrt(total.item())
         return math.isfinite(norm) and clip_coefficient(norm, self.max_norm) == 1
@@ -443,46 +445,21 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
                 if finite:
                     scale_gradients_([gradient for _, gradient in step.gradients], factor)
                     self._update()
-                    self._run_post_hooks()
-        elif self._post_hooks:
-            with step.in_place(self.optimizer, step.after):
-                self._run_post_hooks(read_only=True)
         self.skipped += not finite
         self.clipped += factor < 1
         self._settled = self._number
 
     def _update(self) -> None:
-        """The torch optimizer's step, but for hooks that run after it."""
-        hooks, self.optimizer._optimizer_step_post_hooks = self._post_hooks, OrderedDict()
+        """The torch optimizer's step; hooks that run after it see, and may change, masters and parameters alike."""
+        hooks, self.optimizer._optimizer_step_post_hooks = self.optimizer._optimizer_step_post_hooks, OrderedDict()
         try:
             self.optimizer.step()
         finally:
             self.optimizer._optimizer_step_post_hooks = hooks
         copy_masters_to_params(self.masters)
-
-    @property
-    def _post_hooks(self) -> Any:
-        return self.optimizer._optimizer_step_post_hooks
-
-    def _run_post_hooks(self, read_only: bool = False) -> None:
-        """Once per step that counts, with its final weights.
-
-        read_only: forwards may have begun with these weights, and would not see what a hook writes into them.
-        """
-        if not self._post_hooks:
-            return
-        weights = [*parameters(self.optimizer), *self._model_parameters()]
-        before = [weight._version for weight in weights]
-        for hook in list(self._post_hooks.values()):
+        for hook in list(hooks.values()):
             hook(self.optimizer, (self.optimizer,), {})
-        if [weight._version for weight in weights] == before:
-            return
-        if read_only:
-            raise RuntimeError(
-                "Optimizer: a hook that was registered by register_step_post_hook has changed weights with which "
-                "forwards may have begun; construct the Optimizer with undo=None, which steps after validation"
-            )
-        copy_masters_to_params(self.masters)
+            copy_masters_to_params(self.masters)
 
     # ---- gradients
 
