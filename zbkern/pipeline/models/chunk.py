@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from zbkern.pipeline.models.adapters import plain_names
 from zbkern.pipeline.models.arguments import (
     ArgumentElsewhere,
-    known_arguments,
     pools_by_padding,
-    refuse_unknown,
     split_batch,
     without_images,
 )
@@ -63,7 +61,6 @@ class Chunk(nn.Module):
         self._ddp_params_and_buffers_to_ignore = list(elsewhere)
         self.tensor_names = plain_names(self)  # what is wrapped later has others
         self._checked = False
-        self._known_arguments = known_arguments(whole)  # before layers are converted
         for name in self.layer_names:
             whole.get_submodule(name).register_forward_pre_hook(_refusal_of(name), with_kwargs=True)
         encoder = encoder_of(whole)
@@ -187,7 +184,6 @@ class Chunk(nn.Module):
         if transformer:
             carry = side.get("carry")
             side = {name: value for name, value in side.items() if name != "carry"}
-            refuse_unknown(self.whole, self._known_arguments, side)
             side = {"use_cache": False, **side}
             if carry is not None:
                 side = sliced_cache().arguments_of_slice(self.whole, side, carry)
