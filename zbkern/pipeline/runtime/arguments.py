@@ -139,8 +139,6 @@ def split_batch(
         firsts: list[Any] = [()] * count
     else:
         firsts = split(call, "inputs", inputs, count) if 0 in modules else [None] * count
-    if not isinstance(inputs, list) and not isinstance(given[2], list):
-        _check_rows(call, firsts, sides)
     targets = split(call, "targets", given[1], count) if last in modules else [None] * count
     if len(schedule.slices) == 1:
         weighed = [Target(target, 1 / count) for target in targets] if last in modules else targets
@@ -163,17 +161,6 @@ def _as_dict(value: Any) -> Any:
     if isinstance(value, list):
         return [_as_dict(part) for part in value]
     return dict(value) if isinstance(value, Mapping) else value
-
-
-def _check_rows(call: str, inputs: Sequence[Any], sides: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError for side inputs of one row where the microbatch has several: they would go for all of them."""
-    rows = max((len(x) for x in tensors_in(inputs[:1]) if x.dim()), default=1)
-    single = [name for name, x in sides[0].items() if isinstance(x, Tensor) and x.dim() and len(x) == 1]
-    if rows > 1 and single:
-        raise ValueError(
-            f"Pipeline.{call}: {single} of side must have as many rows as inputs, or be a list of microbatches; "
-            f"got one row for the {rows} of a microbatch"
-        )
 
 
 def _versions(side: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
@@ -287,27 +274,14 @@ def split_side(call: str, side: Any, count: int) -> list[dict[str, Any]]:
     return [dict(part) for part in parts]
 
 
-def name_with_side(call: str, side: Any, count: str = "rows") -> str:
-    """The call, with names and rows of its side inputs: ranks that were given others make another call.
-
-    None is an input left out. Rows that differ between microbatches, as those of a list may, are named one by one.
-    count: "elements" for slices, of which ranks could have cut others.
-    """
-    parts = [part if isinstance(part, Mapping) else {} for part in (side if isinstance(side, list) else [side])]
+def name_with_side(call: str, side: Any) -> str:
+    """The call, with names and sizes of its side inputs: ranks that were given others make another call. None is an
+    input left out."""
+    parts = [part for part in (side if isinstance(side, list) else [side]) if isinstance(part, Mapping)]
     named = []
     for name in sorted({name for part in parts for name in part}, key=str):
-        sizes = [_size(part.get(name), count) for part in parts]
-        if any(size is not None for size in sizes):
-            counts = [size or 0 for size in sizes]
-            text = str(sum(counts)) if len({*counts}) == 1 else "+".join(map(str, counts))
-            named.append(f"{name} ({text} {count})")
+        leaves = [leaf for part in parts for leaf in pytree.tree_leaves(part.get(name)) if leaf is not None]
+        if leaves:
+            elements = sum(leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in leaves)
+            named.append(f"{name} ({elements} elements)")
     return f"{call} with side {', '.join(named)}" if named else call
-
-
-def _size(value: Any, count: str) -> int | None:
-    """Rows or elements of the tensors in a value, 1 for whatever else is in it; None where nothing is."""
-    leaves = [leaf for leaf in pytree.tree_leaves(value) if leaf is not None]
-    if not leaves:
-        return None
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-    return len(leaves) - len(tensors) + sum(len(each) if count == "rows" else each.numel() for each in tensors)

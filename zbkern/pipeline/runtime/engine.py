@@ -328,8 +328,7 @@ class Pipeline:
         try:
             given = (inputs, targets, side)
             self._batch = split_batch(call, given, self.schedule, self.modules, self._loss_fn)
-            count = "rows" if len(self.schedule.slices) == 1 else "elements"
-            announced = name_with_side(call, [microbatch.side for microbatch in self._batch], count)
+            announced = name_with_side(call, [microbatch.side for microbatch in self._batch])
         except Exception as error:  # the other ranks will have begun: they are told why this one has not
             wrong, announced = error, name_with_side(call, side)
         if self._failed:
