@@ -157,7 +157,6 @@ def test_what_could_not_go_on_is_refused_when_it_is_saved(tmp_path: Path, kind: 
             "no state of an optimizer for '2.weight', '2.bias'; .* add others after",
         ),
         (KINDS["groups"], T.AdamW, "'0.weight' and '0.bias' are in one parameter group, and were saved with different"),
-        (KINDS["LBFGS"], lambda p, lr: T.LBFGS(p[:2]), "LBFGS keeps one vector of all its parameters"),
     ],
 )
 def test_what_an_optimizer_cannot_take_is_refused(tmp_path: Path, saved: Any, loaded: Any, message: str) -> None:

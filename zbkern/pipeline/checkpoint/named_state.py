@@ -188,11 +188,6 @@ class NamedState:
                     f"checkpoint.load: it holds the state of {group['kinds'][0]}, and the optimizer is "
                     f"{type(self._inner).__name__}; load it with that kind, or without optimizer= for the model alone"
                 )
-        if isinstance(self._inner, torch.optim.LBFGS) and [*self._own] not in [group["names"] for group in groups]:
-            raise ValueError(
-                "checkpoint.load: LBFGS keeps one vector of all its parameters, and others were saved; load it with "
-                "the same parameters on each rank, or without optimizer= for the model alone"
-            )
         self._settings = self._settings_in(groups)
 
     def take(self, loaded: Mapping[str, Tensor]) -> None:

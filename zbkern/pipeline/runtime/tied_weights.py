@@ -190,20 +190,11 @@ def untied_copies(matrices: Sequence[Sequence[Matrix]]) -> list[str]:
         together = len(declared) == 1 and None not in declared
         if len(holders) == 1 or together or not any(matrix.embedding for _, matrix in holders):
             continue
-        label = next((matrix.tied for _, matrix in holders if matrix.tied), holders[0][1].name)
         places = " and ".join(f"{matrix.name!r} of chunk {matrix.chunk} on rank {rank}" for rank, matrix in holders)
-        by_rank = dict(reversed([(rank, matrix) for rank, matrix in holders]))
-        remedies = [
-            f"tied={{{label!r}: chunk.get_parameter({matrix.name!r})}} on rank {rank}"
-            for rank, matrix in sorted(by_rank.items())
-        ]
-        if len(by_rank) == 1:
-            remedies = ["one Parameter for both modules"]
-        elif len(by_rank) < len(holders):
-            remedies.append("one Parameter for the modules of one rank")
         warnings.append(
             f"Pipeline: {places} hold the same values, and each is trained by its own gradient alone. If they are one "
-            f"weight of the model, say so with {', '.join(remedies)}; if not, start them from different seeds"
+            "weight of the model, say so with tied={name: parameter}, one name on all ranks, or with one Parameter for "
+            "the modules of one rank; if not, start them from different seeds"
         )
     return warnings
 
