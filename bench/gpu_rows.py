@@ -81,12 +81,12 @@ def terms(bench: Bench, tokens: int) -> int:
 
 
 def _of_the_extension() -> dict[str, Callable[..., None]]:
-    """W of the CUDA extension, where there is one; "added in L2" should gain at 2048 tokens and fewer."""
+    """W of the CUDA extension, where there is one."""
     from zbkern.kernels.cuda import wgrad
 
     if wgrad.why_not() is not None:
         return {}
-    return {"our CUDA": wgrad.linear_wgrad, "our CUDA, added in L2": partial(wgrad.linear_wgrad, reduce=True)}
+    return {"our CUDA": wgrad.linear_wgrad}
 
 
 def _wgrad(bench: Bench, tokens: int, count: int, n: int, k: int, goals: tuple[float, float]) -> Case:

@@ -85,9 +85,8 @@ PYBIND11_MODULE(_cuda, module) {
   module.def(
       "wgrad",
       [](const py::sequence& products, int input, int dweight, int dbias, bool accumulate, int places, int max_tiles,
-         int device, std::uintptr_t stream, bool reduce) {
-        Wgrad task{{},         kind_of(input), kind_of(dweight), kind_of(dbias),
-                   accumulate, reduce,         device,           stream_of(stream)};
+         int device, std::uintptr_t stream) {
+        Wgrad task{{}, kind_of(input), kind_of(dweight), kind_of(dbias), accumulate, device, stream_of(stream)};
         for (const py::handle& product : products) task.products.push_back(product_from(product));
         validate(task);
         choose_grid(task, places, max_tiles);
@@ -95,7 +94,7 @@ PYBIND11_MODULE(_cuda, module) {
         wgrad(task);
       },
       py::arg("products"), py::arg("input"), py::arg("dweight"), py::arg("dbias"), py::arg("accumulate"),
-      py::arg("places"), py::arg("max_tiles"), py::arg("device"), py::arg("stream"), py::arg("reduce"));
+      py::arg("places"), py::arg("max_tiles"), py::arg("device"), py::arg("stream"));
   // a, b: (values, scales, row stride); sizes: (P, Q, R, row stride of out)
   module.def(
       "fp8_product",

@@ -10,9 +10,7 @@
 // that multiply see one long sum; rows past a segment's end arrive as zeros. The order of the sum is that of the list,
 // whatever the grid, so a result never depends on the machine's load. dweight is read and written once.
 //
-// Adding to dweight: warp 2 loads it piece by piece, and the epilogue adds; or, with `Reduce`, in float32 only, the stores
-// themselves add in L2 (a tile has one writer, so the order of the sum stays that of the list), and dweight is on its way
-// to L2 from when the tile's operands are loaded. At 512 tokens a launch then waits for memory alone.
+// Adding to dweight: warp 2 loads it piece by piece, and the epilogue adds.
 //
 // Bias: a block of the first column of tiles multiplies its A by a column of ones as well, 8/TileK of its work.
 //
@@ -36,42 +34,17 @@ using namespace cute;
 
 constexpr int kBand = 8;
 
-// An epilogue whose stores add, with room for `Stages` of its pieces on their way to memory.
-template <class Epilogue, int Stages>
-struct Reducing;
-
-template <int StagesC, int StagesD, int Fragment, bool Reuse, bool Delay, class Tile, class Piece, class ElementC,
-          class StrideC, class ElementD, class StrideD, class Operation, class Load, class SharedC, class FromShared,
-          class Store, class SharedD, class... Rest, int Stages>
-struct Reducing<cutlass::epilogue::collective::CollectiveEpilogue<
-                    cutlass::epilogue::Sm90TmaWarpSpecialized<StagesC, StagesD, Fragment, Reuse, Delay>, Tile, Piece, ElementC,
-                    StrideC, ElementD, StrideD,
-                    cutlass::epilogue::fusion::FusionCallbacks<
-                        cutlass::epilogue::Sm90TmaWarpSpecialized<StagesC, StagesD, Fragment, Reuse, Delay>, Operation,
-                        Tile, Piece>,
-                    Load, SharedC, FromShared, Store, SharedD, Rest...>,
-                Stages> {
-  using Policy = cutlass::epilogue::Sm90TmaWarpSpecialized<StagesC, Stages, Fragment, Reuse, Delay>;
-  using type = cutlass::epilogue::collective::CollectiveEpilogue<
-      Policy, Tile, Piece, ElementC, StrideC, ElementD, StrideD,
-      cutlass::epilogue::fusion::FusionCallbacks<Policy, Operation, Tile, Piece>, Load, SharedC, FromShared,
-      SM90_TMA_REDUCE_ADD, SharedD, Rest...>;
-};
-
-template <class Element_, class ElementOut_, int TileK, bool Reduce>
+template <class Element_, class ElementOut_, int TileK>
 struct Config {
   using Element = Element_;
   using ElementOut = ElementOut_;
   using Tile = Shape<Int<kTileN>, Int<TileK>, _64>;
   using Cluster = Shape<_2, _1, _1>;
-  static constexpr bool kReduce = Reduce;
-  template <class Source>
-  using EpilogueFrom = typename cutlass::epilogue::collective::CollectiveBuilder<
+  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
-      cutlass::epilogue::collective::EpilogueTileAuto, float, float, Source, cutlass::layout::RowMajor,
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float, ElementOut, cutlass::layout::RowMajor,
       16 / sizeof(ElementOut), ElementOut, cutlass::layout::RowMajor, 16 / sizeof(ElementOut),
       cutlass::epilogue::TmaWarpSpecializedCooperative>::CollectiveOp;
-  using Epilogue = typename conditional_t<Reduce, Reducing<EpilogueFrom<void>, 4>, std::enable_if<true, EpilogueFrom<ElementOut>>>::type;
   using OnesLayout = decltype(tile_to_shape(GMMA::Layout_K_INTER_Atom<Element>{}, Shape<_8, _64>{}));
   static constexpr int kReserved = sizeof(typename Epilogue::SharedStorage) + 8 * 64 * sizeof(Element) + 256;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
@@ -130,24 +103,6 @@ template <class Output>
 CUTLASS_DEVICE auto tile_coordinates(const Output& output, int cluster_tile, int rank) {
   const TilePlace place = tile_place(cluster_tile, output.cluster_rows, output.tile_columns, kBand);
   return make_coord(place.row * 2 + rank, place.column, _, 0);
-}
-
-// Asks for the dweight of a tile to be in L2 when the stores add to it.
-template <class C, class Output, class Where>
-CUTLASS_DEVICE void fetch_dweight(const Output& output, const Where& where) {
-  using Piece = typename C::Epilogue::EpilogueTile;
-  const auto& store = output.epilogue.tma_store_d;
-  const Tensor dweight = store.get_tma_tensor(make_shape(output.n, output.k, 1));
-  const Tensor tile = local_tile(dweight, take<0, 2>(typename C::Tile{}), take<0, 2>(where))(_, _, 0);
-  const Tensor pieces = flat_divide(tile, Piece{});  // (row, column of a piece, pieces down, right)
-  CUTLASS_PRAGMA_UNROLL
-  for (int down = 0; down < size<2>(pieces); ++down) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int right = 0; right < size<3>(pieces); ++right) {
-      const auto at = pieces(_0{}, _0{}, down, right);
-      SM90_TMA_LOAD_3D::PREFETCH::copy(store.get_tma_descriptor(), get<0>(at), get<1>(at), get<2>(at));
-    }
-  }
 }
 
 // Sums `steps` tiles of 64 tokens as the loading warp delivers them; with them the bias, where this tile has one.
@@ -303,9 +258,6 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgrad_kernel(const __grid_cons
         const int tiles = output.cluster_rows * output.tile_columns;
         for (; tile < tiles; tile += clusters) {
           const auto where = tile_coordinates(output, tile, rank);
-          if constexpr (C::kReduce) {
-            if (elect_one_sync()) fetch_dweight<C>(output, where);
-          }
           for (int s = output.first_piece; s < output.last_piece; ++s) {
             const auto& piece = params.pieces[s];
             const auto inputs = mainloop.load_init(problem_of(output, piece.rows), piece.loads);
@@ -321,7 +273,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgrad_kernel(const __grid_cons
         tile -= tiles;
       }
       mainloop.load_tail(pipeline, write);
-    } else if (warp == 2 && params.accumulate && !C::kReduce) {
+    } else if (warp == 2 && params.accumulate) {
       auto write = cutlass::make_producer_start_state<EpilogueLoads>();
       bool first = true;
       for (int p = 0; p < params.products; ++p) {
@@ -410,7 +362,7 @@ void launch(const Wgrad& task) {
     typename Epilogue::Arguments arguments{{}, dweight, {product.dweight_stride, _1{}, 0},
                                            dweight, {product.dweight_stride, _1{}, 0}};
     arguments.thread.alpha = 1.0f;
-    arguments.thread.beta = task.accumulate && !C::kReduce ? 1.0f : 0.0f;
+    arguments.thread.beta = task.accumulate ? 1.0f : 0.0f;
     output.epilogue = Epilogue::to_underlying_arguments(make_shape(output.n, output.k, 1, 1), arguments, nullptr);
   }
 
@@ -422,16 +374,14 @@ void launch(const Wgrad& task) {
   launch_pairs(kernel, dim3((task.blocks + 1) / 2 * 2), C::kThreads, bytes, task.stream, &params, "wgrad: launch");
 }
 
-template <class Element, class ElementOut, bool Reduce>
+template <class Element, class ElementOut>
 void launch_tile(const Wgrad& task) {
-  task.tile_k == 256 ? launch<Config<Element, ElementOut, 256, Reduce>>(task)
-                     : launch<Config<Element, ElementOut, 128, Reduce>>(task);
+  task.tile_k == 256 ? launch<Config<Element, ElementOut, 256>>(task) : launch<Config<Element, ElementOut, 128>>(task);
 }
 
 template <class Element>
 void choose(const Wgrad& task) {
-  if (task.dweight != Kind::float32) return launch_tile<Element, Element, false>(task);
-  task.accumulate && task.reduce ? launch_tile<Element, float, true>(task) : launch_tile<Element, float, false>(task);
+  task.dweight == Kind::float32 ? launch_tile<Element, float>(task) : launch_tile<Element, Element>(task);
 }
 
 }  // namespace zbkern::sm90

@@ -37,7 +37,6 @@ struct Wgrad {
   Kind dweight;             // input or float32
   Kind dbias;               // input or float32
   bool accumulate;          // add to the outputs, or overwrite them
-  bool reduce;              // stores that add to a float32 dweight do so in L2; else without effect
   int device;
   cudaStream_t stream;
   int tile_k = 0;           // columns of a tile of dweight: 128 or 256

@@ -31,7 +31,7 @@ def wide(segments: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.stack(products).sum(0), torch.stack([dy.double().sum(0) for _, dy in segments]).sum(0)
 
 
-@pytest.mark.parametrize(("accumulate", "reduce"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtypes", [(BF16, FP32, FP32), (BF16, BF16, BF16), (FP16, FP32, FP16), (FP16, FP16, FP32)])
 @pytest.mark.parametrize(
     ("n", "k", "rows"),
@@ -45,7 +45,7 @@ def wide(segments: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         (256, 256, [32] * 21),  # more segments than a launch takes
     ],
 )
-def test_against_float64(n: int, k: int, rows: list[int], dtypes: tuple, accumulate: bool, reduce: bool) -> None:
+def test_against_float64(n: int, k: int, rows: list[int], dtypes: tuple, accumulate: bool) -> None:
     segments = segments_of(rows, n, k, dtypes[0], padding=8)
     dweight, dbias = random(n, k, dtypes[1], padding=16), random(1, n, dtypes[2])[0]
     expected = wide(segments)
@@ -53,41 +53,28 @@ def test_against_float64(n: int, k: int, rows: list[int], dtypes: tuple, accumul
         expected = expected[0] + dweight.double(), expected[1] + dbias.double()
     else:
         dweight.fill_(float("nan")), dbias.fill_(float("nan"))
-    cuda_wgrad.linear_wgrad(segments, (dweight, dbias), accumulate, reduce=reduce)
+    cuda_wgrad.linear_wgrad(segments, (dweight, dbias), accumulate)
     testing.assert_close(dweight, expected[0], "dweight", terms=sum(rows))
     testing.assert_close(dbias, expected[1], "dbias")
     assert dweight._base[:, k:].isnan().all(), "wrote beside dweight"
 
 
-@pytest.mark.parametrize("reduce", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_same_bits_whatever_the_grid(bias: bool, reduce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bits_whatever_the_grid(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     n, k = 2048, 1536
     segments = segments_of([700, 64, 1300], n, k, BF16)
     results = []
     for places, max_tiles in ((132, 0), (132, 0), (2, 0), (33, 0), (132, 1)):
         monkeypatch.setattr(cuda_wgrad, "_processors", lambda device, places=places: places)
         outputs = torch.zeros(n, k, device=DEVICE), torch.zeros(n, device=DEVICE) if bias else None
-        cuda_wgrad.linear_wgrads([(segments, outputs)], True, reduce=reduce, max_tiles=max_tiles)
+        cuda_wgrad.linear_wgrads([(segments, outputs)], True, max_tiles=max_tiles)
         results.append(outputs)
     for dweight, dbias in results[1:]:
         assert torch.equal(dweight, results[0][0])
         assert not bias or torch.equal(dbias, results[0][1])
 
 
-def test_stores_that_add_give_the_bits_of_an_epilogue_that_adds() -> None:
-    segments = segments_of([512], 1000, 1032, BF16)
-    start = random(1000, 1032, FP32, padding=8)
-    results = []
-    for reduce in (False, True):
-        dweight = start.clone()
-        cuda_wgrad.linear_wgrad(segments, (dweight, None), True, reduce=reduce)
-        results.append(dweight)
-    assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("reduce", [False, True])
-def test_several_weights_in_one_launch(reduce: bool) -> None:
+def test_several_weights_in_one_launch() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs compute capability 9.0")
     shapes = [(1024, 512), (136, 264), (2048, 768)]
@@ -96,7 +83,7 @@ def test_several_weights_in_one_launch(reduce: bool) -> None:
         outputs = random(n, k, FP32), torch.zeros(n, device=DEVICE)
         products.append((segments_of([300, 77, 128], n, k, BF16), outputs))
     expected = [(wide(segments)[0] + outputs[0].double(), wide(segments)[1]) for segments, outputs in products]
-    cuda_wgrad.linear_wgrads(products, True, reduce=reduce)
+    cuda_wgrad.linear_wgrads(products, True)
     for (_, outputs), (dweight, dbias) in zip(products, expected, strict=True):
         testing.assert_close(outputs[0], dweight, "dweight")
         testing.assert_close(outputs[1], dbias, "dbias")

@@ -27,8 +27,8 @@ def tensor_at(address: int, kind: int, shape: tuple[int, ...], stride: int | Non
 
 
 class HostExtension:
-    """launches: the number of weights and of segments of each launch. grids: its places and max_tiles. reduced: whether
-    stores may add. products: P, Q and R of each FP8 product.
+    """launches: the number of weights and of segments of each launch. grids: its places and max_tiles. products: P, Q
+    and R of each FP8 product.
     """
 
     MAX_SEGMENTS = 16
@@ -37,7 +37,6 @@ class HostExtension:
     def __init__(self) -> None:
         self.launches: list[tuple[int, int]] = []
         self.grids: list[tuple[int, int]] = []
-        self.reduced: list[bool] = []
         self.products: list[tuple[int, ...]] = []
 
     def wgrad(
@@ -47,7 +46,6 @@ class HostExtension:
         self.launches.append((len(products), sum(len(product[-1]) for product in products)))
         assert self.launches[-1][1] <= self.MAX_SEGMENTS
         self.grids.append(rest[:2])
-        self.reduced.append(rest[4])
         for dweight_at, dbias_at, n, k, stride, segments in products:
             dweight = tensor_at(dweight_at, dweight_kind, (n, k), stride)
             self._aligned(dweight_at, stride * dweight.itemsize)

@@ -49,26 +49,22 @@ def unfit(torch_cuda: str | None, built_with: int, capability: tuple[int, int]) 
     return None
 
 
-def linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool, *, reduce: bool = False) -> None:
+def linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
     """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N]).
 
-    x, dy: both bf16 or both fp16, N and K multiples of 8. Outputs: float32 or of x's dtype. reduce: where a launch adds
-    to a float32 dweight, the L2 cache adds, and no multiprocessor reads dweight: for few tokens, where memory is what W
-    waits for. As repeatable as without. Raises ValueError.
+    x, dy: both bf16 or both fp16, N and K multiples of 8. Outputs: float32 or of x's dtype. Raises
+    ValueError.
     """
-    linear_wgrads(((segments, outputs),), accumulate, reduce=reduce)
+    linear_wgrads(((segments, outputs),), accumulate)
 
 
-def linear_wgrads(
-    layers: Sequence[tuple[Segments, Outputs]], accumulate: bool, *, max_tiles: int = 0, reduce: bool = False
-) -> None:
+def linear_wgrads(layers: Sequence[tuple[Segments, Outputs]], accumulate: bool, *, max_tiles: int = 0) -> None:
     """linear_wgrad of several weights, each dweight and dbias in memory of its own, in as few launches as possible.
 
     max_tiles: a block ends after so many tiles of dweight, so that others get its multiprocessor, 0 for no bound. One
     launch takes neighbours of the same dtypes, up to MAX_PRODUCTS weights with together MAX_SEGMENTS segments: no
     multiprocessor idles between two of them.
     """
-    limits = max_tiles, reduce
     batch: list[tuple] = []  # of one launch, as the extension takes it
     like: tuple = ()  # what they have in common
     left = 0  # segments that it still takes
@@ -97,22 +93,22 @@ def linear_wgrads(
         if len(parts) > _cuda.MAX_SEGMENTS:
             for first in range(0, len(parts), _cuda.MAX_SEGMENTS):
                 some = parts[first : first + _cuda.MAX_SEGMENTS]
-                _launch([(*target, some)], same, accumulate or first > 0, *limits)
+                _launch([(*target, some)], same, accumulate or first > 0, max_tiles)
             continue
         if batch and (same != like or len(parts) > left or len(batch) == _cuda.MAX_PRODUCTS):
-            _launch(batch, like, accumulate, *limits)
+            _launch(batch, like, accumulate, max_tiles)
             batch = []
         if not batch:
             like, left = same, _cuda.MAX_SEGMENTS
         batch.append((*target, parts))
         left -= len(parts)
     if batch:
-        _launch(batch, like, accumulate, *limits)
+        _launch(batch, like, accumulate, max_tiles)
 
 
-def _launch(layers: list[tuple], like: tuple, accumulate: bool, max_tiles: int, reduce: bool) -> None:
+def _launch(layers: list[tuple], like: tuple, accumulate: bool, max_tiles: int) -> None:
     kinds, device = like
-    _cuda.wgrad(layers, *kinds, accumulate, _processors(device), max_tiles, device, raw_stream(device), reduce)
+    _cuda.wgrad(layers, *kinds, accumulate, _processors(device), max_tiles, device, raw_stream(device))
 
 
 def _addresses(
