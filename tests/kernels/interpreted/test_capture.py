@@ -27,7 +27,7 @@ def test_lengths_of_the_host_are_refused_and_those_of_the_device_are_not(capturi
     q = torch.randn(10, 2, 16)
     known = AttentionOptions(1.0, True, None, (0, 3, 10), (0, 3, 10))
     with pytest.raises(RuntimeError, match=r"attention: .* need cu_seqlens that are tensors on q's device"):
-        triton_attention_tiles.place_tiles(known, "queries", 16, SimpleNamespace(is_cuda=True), q)  # type: ignore[arg-type]
+        triton_attention_tiles.place_tiles(known, "queries", 16, SimpleNamespace(device=torch.device("cuda")), q)  # type: ignore[arg-type]
     ends = torch.tensor(known.queries)
     _, tiles, _ = triton_attention_tiles.place_tiles(replace(known, queries=ends, keys=ends), "queries", 16, q, q)
     assert tiles == 3

@@ -1,8 +1,7 @@
 """Where attention's tiles are, one per program. Sequences of one length are found by arithmetic, others in a table,
-which the host writes, or where their ends are on the device, a kernel."""
+which a kernel writes: the host knows no lengths that are on the device."""
 
 import functools
-from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -24,37 +23,21 @@ def place_tiles(options: AttentionOptions, side: str, block: int, q: Tensor, k: 
 
     side: whether tiles are blocks of "queries" or of "keys". q, k: [T, ...] and [T', ...].
     """
-    if isinstance(options.queries, Tensor):
-        table = _table_there(options, side, block, q.shape[0], k.shape[0])
-        return (table, 0, 0, 1), table.shape[0], 1
     uniform = one_length(options)
     if uniform is None:
-        # Each replay of a graph would copy the table again, which may be gone by then.
-        if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "attention: sequences of different lengths inside a CUDA graph capture need cu_seqlens that are "
-                "tensors on q's device; got numbers of the host"
-            )
-        table = _table(options, side, block, q.is_cuda)
-        return (table.to(q.device, non_blocking=True), 0, 0, 1), table.shape[0], 1
+        table = _table(options, side, block, q, k)
+        return (table, 0, 0, 1), table.shape[0], 1
     sequences, queries, keys = uniform
     blocks = triton.cdiv(queries if side == "queries" else keys, block)
     return (None, queries, keys, max(blocks, 1)), sequences * blocks, sequences
 
 
 def line_length(queries: tuple[int, ...] | Tensor, tokens: int) -> int:
-    """Numbers in a line that has one for each query, when every sequence begins at a multiple of LINE.
+    """Numbers in a line that has one for each query, when every sequence begins where `line_of` says.
 
-    Where only the device knows the lengths it is what they need at most, and LINE more for programs without a tile.
+    Queries after the last sequence are one more, and LINE numbers are for programs without a tile.
     """
-    if isinstance(queries, Tensor):
-        return (tokens // LINE + len(queries) + 1) * LINE
-    return _line_length(queries)
-
-
-@functools.lru_cache(maxsize=256)
-def _line_length(queries: tuple[int, ...]) -> int:
-    return sum(triton.cdiv(end - start, LINE) * LINE for start, end in pairwise(queries))
+    return (tokens // LINE + len(queries) + 1) * LINE
 
 
 def one_length(options: AttentionOptions) -> tuple[int, int, int] | None:
@@ -70,44 +53,34 @@ def _one_length(queries: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, i
     return (len(queries) - 1, *lengths.pop()) if len(lengths) == 1 else None
 
 
-@functools.lru_cache(maxsize=64)
-def _table(options: AttentionOptions, side: str, block: int, pinned: bool) -> Tensor:
-    """[tiles, 6] int32 on the CPU, what `place` returns of each tile; most work first, so that none ends long after."""
-    rows = sorted(_tiles(options, side, block), reverse=True)
-    table = torch.tensor([row[1:] for row in rows], dtype=torch.int32).view(-1, 6)
-    return table.pin_memory() if pinned else table
-
-
-def _tiles(options: AttentionOptions, side: str, block: int) -> Iterator[tuple[int, ...]]:
-    """(how much it must look at, and the columns of the table) of each tile."""
-    line = 0
-    assert isinstance(options.queries, tuple)
-    assert isinstance(options.keys, tuple)
-    for (q0, q1), (k0, k1) in zip(pairwise(options.queries), pairwise(options.keys), strict=True):
-        queries, keys = q1 - q0, k1 - k0
-        shift, span = keys - queries, keys + queries if options.window is None else options.window
-        mine, others = (queries, keys) if side == "queries" else (keys, queries)
-        for first in range(0, mine, block):
-            last = min(first + block, mine) - 1
-            start, stop = 0, others
-            if options.causal and side == "queries":
-                start, stop = max(0, first + shift - span + 1), min(keys, last + shift + 1)
-            elif options.causal:
-                start, stop = max(0, first - shift), min(queries, last - shift + span)
-            yield max(stop - start, 0), q0, queries, k0, keys, first, line
-        line += triton.cdiv(queries, LINE) * LINE
-
-
-def _table_there(options: AttentionOptions, side: str, block: int, queries: int, keys: int) -> Tensor:
-    """[tiles, 6] int32 as `_table` has it, with as many tiles as sequences of any lengths can have, in their order."""
-    assert isinstance(options.queries, Tensor)
-    sequences = len(options.queries) - 1
-    tiles = (queries if side == "queries" else keys) // block + sequences + 1
-    table = torch.empty(tiles, 6, dtype=torch.int32, device=options.queries.device)
-    arguments = (options.queries, options.keys, table, sequences, queries, keys)
+def _table(options: AttentionOptions, side: str, block: int, q: Tensor, k: Tensor) -> Tensor:
+    """[tiles, 6] int32, what `place` returns of each tile: as many as sequences of any lengths can have."""
+    queries, keys = _there(options.queries, q.device), _there(options.keys, q.device)
+    sequences = len(queries) - 1
+    tiles = (q if side == "queries" else k).shape[0] // block + sequences + 1
+    table = torch.empty(tiles, 6, dtype=torch.int32, device=q.device)
+    arguments = (queries, keys, table, sequences, q.shape[0], k.shape[0])
     constants = (triton.next_power_of_2(sequences + 1), block, side == "queries", options.causal)
     _tabulate(tiles, arguments, constants, warps=4, stages=1)
     return table
+
+
+def _there(ends: tuple[int, ...] | Tensor, device: torch.device) -> Tensor:
+    """The ends on the device. Raises RuntimeError for numbers of the host where a graph is captured."""
+    if isinstance(ends, Tensor):
+        return ends
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # Each replay would copy them again, which may be gone by then.
+        raise RuntimeError(
+            "attention: sequences of different lengths inside a CUDA graph capture need cu_seqlens that are tensors on "
+            "q's device; got numbers of the host"
+        )
+    return _on_host(ends, device.type == "cuda").to(device, non_blocking=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_host(ends: tuple[int, ...], pinned: bool) -> Tensor:
+    return torch.tensor(ends, dtype=torch.int32, device="cpu", pin_memory=pinned)
 
 
 @Kernel
@@ -134,8 +107,7 @@ def _tabulate(
         k_length = tl.where(beyond, 0, k_length)
     else:
         q_length = tl.where(beyond, 0, q_length)
-    padded = tl.cdiv(q_length, _LINE) * _LINE
-    before, line = tl.cumsum(blocks, 0) - blocks, tl.cumsum(padded, 0) - padded
+    before = tl.cumsum(blocks, 0) - blocks
     block = tile - before
     here = (block >= 0) & (block < blocks)
     if LAST_FIRST and OF_QUERIES:  # it sees the most keys
@@ -147,7 +119,8 @@ def _tabulate(
     tl.store(row + 3, tl.sum(tl.where(here, k_length, 0), 0))
     tl.store(row + 4, tl.sum(tl.where(here, block * BLOCK, 0), 0))
     found = tl.sum(here.to(tl.int32), 0) > 0
-    tl.store(row + 5, tl.where(found, tl.sum(tl.where(here, line, 0), 0), tl.sum(padded, 0)))
+    line = tl.sum(tl.where(here, line_of(q_first.to(tl.int32), i), 0), 0)
+    tl.store(row + 5, tl.where(found, line, line_of(tokens, sequences + 1)))
 
 
 @triton.jit
@@ -167,4 +140,10 @@ def place(table, queries, keys, blocks, BLOCK: tl.constexpr, LAST_FIRST: tl.cons
         sequence, block = program // blocks, program % blocks
         if LAST_FIRST:
             block = blocks - 1 - block
-        return sequence, 0, queries, 0, keys, block * BLOCK, sequence * tl.cdiv(queries, _LINE) * _LINE
+        return sequence, 0, queries, 0, keys, block * BLOCK, line_of(sequence * queries, sequence)
+
+
+@triton.jit
+def line_of(first, sequence):
+    """Where a sequence whose first query this is begins in a line: a multiple of LINE, after all before it."""
+    return (first // _LINE + sequence) * _LINE
