@@ -118,8 +118,7 @@ def grouped_linear(
     Weights that are DTensors are cut by groups, Shard(0); x and counts are then this rank's. Raises as `linear` does.
     """
     wanted = checks.GROUPED_LINEAR_TRANSPOSED if transposed else checks.GROUPED_LINEAR
-    op = table.GROUPED_LINEAR if offsets is None else table.GROUPED_LINEAR_BY_OFFSETS
-    return _grouped(op, wanted, x, (weight, bias), counts, offsets, transposed, impl=impl, name=name)
+    return _grouped(table.GROUPED_LINEAR, wanted, x, (weight, bias), counts, offsets, transposed, impl=impl, name=name)
 
 
 def grouped_mlp(
@@ -145,8 +144,7 @@ def grouped_mlp(
     checks.check_gate(gate)
     params = (gate_up, down, *biases)
     wanted = checks.GROUPED_MLP_TRANSPOSED if transposed else checks.GROUPED_MLP
-    op = table.GROUPED_MLP if offsets is None else table.GROUPED_MLP_BY_OFFSETS
-    return _grouped(op, wanted, x, params, counts, offsets, gate, transposed, impl=impl, name=name)
+    return _grouped(table.GROUPED_MLP, wanted, x, params, counts, offsets, gate, transposed, impl=impl, name=name)
 
 
 def _grouped(

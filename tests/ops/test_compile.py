@@ -383,7 +383,8 @@ def test_the_operators_pass_torchs_check(kind: str) -> None:
     torch.library.opcheck(torch.ops.zbkern.weight_gradient.default, (kind, tensors, weight, bias, *told, True))
     if kind == "grouped_linear":
         x, ends, _ = tensors
-        torch.library.opcheck(torch.ops.zbkern.grouped_product.default, (x, weight.mT, ends))
+        for vectors in (None, torch.randn(3, 5)):
+            torch.library.opcheck(torch.ops.zbkern.grouped_linear.default, (x, weight, vectors, ends))
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from zbkern.kernels import reference
-from zbkern.kernels.reference import grouped as grouped_reference
 from zbkern.ops import compiled_operators
 from zbkern.ops.functions import linear as linear_functions
 from zbkern.ops.functions import products, sharded
@@ -96,14 +95,11 @@ def embedding(weight: Tensor, indices: Tensor, padding_idx: int | None) -> Tenso
     return torch.where(padding, y.detach(), y)
 
 
-def grouped_linear(
-    weight: Tensor, bias: Tensor | None, x: Tensor, ends: Tensor, transposed: bool, every_row: bool = True
-) -> Tensor:
-    """functional.grouped_linear; ends: the row at which every group ends. every_row: each belongs to a group."""
-    matrices, kind = weight.detach().to(x.dtype), "grouped_linear transposed" if transposed else "grouped_linear"
-    y = _grouped(x, matrices if transposed else matrices.mT, ends, every_row)
-    if bias is not None:
-        y = y + _of_rows(bias.detach().to(x.dtype), ends, x, every_row)
+def grouped_linear(weight: Tensor, bias: Tensor | None, x: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    """functional.grouped_linear; ends: the row at which every group ends."""
+    detached, kind = weight.detach().to(x.dtype), "grouped_linear transposed" if transposed else "grouped_linear"
+    matrices, biases = detached.mT if transposed else detached, None if bias is None else bias.detach().to(x.dtype)
+    y = torch.ops.zbkern.grouped_linear(x, matrices, biases, ends)
     return _Tap.apply(y, kind, weight, bias, _WHOLE, None, x.detach(), ends)
 
 
@@ -111,31 +107,12 @@ def product(kind: Kind, x: Tensor, view: ParameterView, options: tuple[Any, ...]
     """kind.forward(x, view.value, *options); options: numbers, or for products.GROUPED the row at which groups end."""
     ends = options[0] if kind is products.GROUPED else None
     values = view.value.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else view.value
-    y = kind.forward(x, values, *options) if ends is None else _grouped(x, values, ends)
+    y = kind.forward(x, values, *options) if ends is None else torch.ops.zbkern.grouped_linear(x, values.mT, None, ends)
     part = view.part
     place = [] if part.is_whole else [*part.size, *part.stride, part.offset]
     numbers = [] if ends is not None else [float(number) for number in products.numbers_of(options)]
     segment = (x.detach(),) if ends is None else (x.detach(), ends)
     return _Tap.apply(y, f"product {kind.name}", view.parameter, None, (place, numbers), None, *segment)
-
-
-def _grouped(x: Tensor, weight: Tensor, ends: Tensor, every_row: bool = True) -> Tensor:
-    """Rows of group e times weight[e], [K, N]: by torch where a compiler knows how, else by an operator of ours."""
-    if x.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm") or weight.shape[1] % 8 or weight.shape[2] % 8:
-        return torch.ops.zbkern.grouped_product(x, weight, ends)
-    if every_row:
-        return F.grouped_mm(x, weight, offs=ends)
-    in_group = grouped_reference.group_of_rows(ends, x) < weight.shape[0]  # torch leaves the others as they are
-    return torch.where(in_group, F.grouped_mm(torch.where(in_group, x, 0), weight, offs=ends), 0)
-
-
-def _of_rows(bias: Tensor, ends: Tensor, x: Tensor, every_row: bool) -> Tensor:
-    """[M, N]: of every row of x the bias of its group, 0 where it has none."""
-    groups = grouped_reference.group_of_rows(ends, x)
-    if every_row:
-        return bias[groups[:, 0]]
-    last = bias.shape[0] - 1
-    return torch.where(groups > last, 0, bias[groups[:, 0].clamp(max=last)])
 
 
 class _Tap(torch.autograd.Function):

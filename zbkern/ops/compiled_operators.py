@@ -1,4 +1,4 @@
-"""The operators that compilers call without looking inside: W, deferred or run; a product that torch lacks.
+"""The operators that compilers call without looking inside: W, deferred or run; the product of experts.
 
 What a compiled graph cannot name, the parameters themselves, W's operators find as the edges of the autograd node that
 runs the compiled backward.
@@ -30,29 +30,30 @@ from zbkern.ops.functions._shapes import as_rows
 from zbkern.wgrad import accumulation
 
 
-@torch.library.custom_op("zbkern::grouped_product", mutates_args=())
-def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows of group e of x [M, K], which end at ends[e], times weight[e] [K, N]; zeros in rows of no group."""
-    y = x.new_empty(x.shape[0], weight.shape[2])
-    dispatch.resolve("grouped_linear", "auto", x.device, x.dtype).grouped_linear_fwd(x, weight.mT, None, ends, y)
+@torch.library.custom_op("zbkern::grouped_linear", mutates_args=())
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    """x weight[e]^T + bias[e] of rows of group e, which ends at ends[e]; zeros in rows of no group. B: dx alone."""
+    y = x.new_empty(x.shape[0], weight.shape[1])
+    dispatch.resolve("grouped_linear", "auto", x.device, x.dtype).grouped_linear_fwd(x, weight, bias, ends, y)
     return y
 
 
-@grouped_product.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
+@grouped_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
 
 
 def _grouped_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
+    _, weight, _, ends = inputs
+    ctx.save_for_backward(weight, ends)
 
 
 def _grouped_dgrad(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     weight, ends = ctx.saved_tensors
-    return torch.ops.zbkern.grouped_product(dy, weight.mT, ends), None, None
+    return torch.ops.zbkern.grouped_linear(dy, weight.mT, None, ends), None, None, None
 
 
-grouped_product.register_autograd(_grouped_dgrad, setup_context=_grouped_context)
+grouped_linear.register_autograd(_grouped_dgrad, setup_context=_grouped_context)
 
 
 @torch.library.custom_op("zbkern::weight_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))

@@ -76,19 +76,13 @@ GATED_MLP = Op(
 )
 
 
-def _grouped(linear: Callable[..., Tensor]) -> tuple[Op, Op]:
-    """grouped_linear and grouped_mlp, by a linear for compilers."""
-    mlp = functools.partial(grouped.grouped_mlp_with_torch, linear=linear)
-    return (
-        Op("grouped_linear", grouped.GroupedLinear, grouped.grouped_linear_with_torch, linear),
-        Op("grouped_mlp", grouped.GroupedMLP, grouped.grouped_mlp_with_torch, mlp),
-    )
-
-
-GROUPED_LINEAR, GROUPED_MLP = _grouped(compiled.grouped_linear)
-# By offsets, after whose last there may be rows of no group
-_BY_OFFSETS = functools.partial(compiled.grouped_linear, every_row=False)
-GROUPED_LINEAR_BY_OFFSETS, GROUPED_MLP_BY_OFFSETS = _grouped(_BY_OFFSETS)
+GROUPED_LINEAR = Op(
+    *("grouped_linear", grouped.GroupedLinear, grouped.grouped_linear_with_torch, compiled.grouped_linear),
+)
+GROUPED_MLP = Op(
+    *("grouped_mlp", grouped.GroupedMLP, grouped.grouped_mlp_with_torch),
+    functools.partial(grouped.grouped_mlp_with_torch, linear=compiled.grouped_linear),
+)
 EMBEDDING = Op(
     *("embedding", embeddings.Embedding, embeddings.embedding_with_torch, compiled.embedding),
     of_dtensors=functools.partial(autograd.apply, sharded.ShardedEmbedding),
