@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,14 +58,6 @@ def test_a_measured_table_is_preferred(tmp_path: Path, monkeypatch: pytest.Monke
         assert tiles.choose("wgrad", 9000, 5000, 4096, "bfloat16", 90, 132).m == 128
     finally:
         tiles.table.cache_clear()
-
-
-def test_the_choice_prints() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "zbkern.kernels.tiles", "4096", "11008", "4096"], capture_output=True, text=True
-    )
-    assert done.returncode == 0
-    assert "sm_90 bfloat16 wgrad Tile(m=128, n=256, k=64, warps=8, stages=3, group=8, parts=0)" in done.stdout
 
 
 @pytest.mark.parametrize("capability", [*tiles.SHARED_MEMORY, 110])

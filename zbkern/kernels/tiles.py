@@ -1,15 +1,12 @@
 """How a matrix product or attention is cut into tiles: pure functions of shape, dtype and GPU.
 
-`python -m zbkern.kernels.tiles M N K` prints the choice for the three products of a linear layer, and for attention.
 `bench/tune.py` measures on a GPU and writes `tiles.json` beside this file, which is preferred to the rules here.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -247,23 +244,3 @@ def table() -> dict[str, Tile | AttentionTile]:
         return {}
     stored = json.loads(TABLE.read_text())
     return {key: AttentionTile(*v) if " attention " in key else Tile(*v) for key, v in stored.items()}
-
-
-def main() -> int:
-    """Prints the tiles of a linear layer with M rows, N outputs and K inputs, and those of attention."""
-    if len(sys.argv) != 4 or not all(argument.isdigit() for argument in sys.argv[1:]):
-        print("usage: python -m zbkern.kernels.tiles M N K", file=sys.stderr)
-        return 2
-    m, n, k = map(int, sys.argv[1:])
-    for capability, num_sms in ((80, 108), (90, 132), (100, 148)):
-        for dtype in ("bfloat16", "float32"):
-            for op, sizes in {"fwd": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}.items():
-                print(f"sm_{capability} {dtype:<8} {op:<5} {choose(op, *sizes, dtype, capability, num_sms)}")
-            for launch, size in itertools.product(("fwd", "dq", "dkdv"), _HEADS):
-                tile = attention(launch, size, dtype, capability)
-                print(f"sm_{capability} {dtype:<8} attention {launch:<4} {size:>3} {tile}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
