@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType
 
 import pytest
@@ -84,8 +85,9 @@ def test_cross_entropy(options: spec.CrossEntropyOptions, dtype: torch.dtype) ->
         checks.cross_entropy(launches, random, rows, vocabulary, features, options, bias, accumulate=bias)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [*itertools.product((64, 96, 128), DTYPES), (256, torch.bfloat16), (256, torch.float16)]
+)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -125,8 +125,7 @@ class AttentionTile:
     """queries x keys that one program multiplies at a time: it holds one side and streams the other.
 
     stages: blocks in flight of what is streamed. split: dk and dv are launches of their own, where both accumulators
-    together do not fit into registers; the scores are then computed once more. piece: columns of a head that a product
-    of rows reads at a time, both sides of it anew, where one of them does not fit into registers; 0 for all.
+    together do not fit into registers; the scores are then computed once more.
     """
 
     queries: int
@@ -134,13 +133,12 @@ class AttentionTile:
     warps: int
     stages: int
     split: bool = False
-    piece: int = 0
 
 
 # By what multiplies matrices: mma.sync before 9.0 (and from 12.0 on), wgmma on 9.0, tcgen05 on 10.x; float32 is three
 # products of tf32 parts on all of them. Within each, for heads of up to 64, 128 and 256: the largest of a dozen tries
 # that does not spill, with any mask. An accumulator of 128 x 256 is 128 of the 255 registers of a thread: dkdv, which
-# has two, is split there where they hold accumulators.
+# has two, is split there where they hold accumulators. Of float32, three parts of a row of 256 do not fit.
 _HEADS = (64, 128, 256)
 _Row = tuple[Any, ...]  # an AttentionTile
 _ATTENTION: dict[tuple[str, str], tuple[_Row, ...]] = {
@@ -153,9 +151,9 @@ _ATTENTION: dict[tuple[str, str], tuple[_Row, ...]] = {
     ("tcgen05", "fwd"): ((128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
     ("tcgen05", "dq"): ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2)),
     ("tcgen05", "dkdv"): ((64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2)),
-    ("tf32x3", "fwd"): ((32, 16, 4, 2), (32, 16, 4, 2), (32, 16, 8, 2, False, 32)),
-    ("tf32x3", "dq"): ((64, 16, 8, 2), (32, 16, 8, 2, False, 32), (32, 16, 8, 2, False, 32)),
-    ("tf32x3", "dkdv"): ((16, 16, 4, 2, True), (32, 16, 4, 2, True), (16, 32, 8, 2, True, 32)),
+    ("tf32x3", "fwd"): ((32, 16, 4, 2), (32, 16, 4, 2)),
+    ("tf32x3", "dq"): ((64, 16, 8, 2), (16, 16, 8, 2)),
+    ("tf32x3", "dkdv"): ((16, 16, 4, 2, True), (16, 16, 8, 2, True)),
 }
 # Where that is not so, the last that applies. "packed": from 9.0 on, where descriptors read on into the next sequence,
 # sequences of different lengths have code for the end of each, and fewer registers left. With Triton 3.9 a forward of
@@ -175,10 +173,7 @@ _ATTENTION_EXCEPT: dict[tuple[str, str, int, str], _Row] = {
     ("tcgen05", "fwd", 128, "packed"): (128, 64, 8, 3),
     ("tcgen05", "dq", 64, "packed"): (128, 32, 8, 3),
     ("tcgen05", "dkdv", 256, "packed"): (32, 64, 8, 2, True),
-    ("tf32x3", "fwd", 64, "packed"): (64, 16, 4, 2),
-    ("tf32x3", "dq", 64, "packed"): (32, 16, 8, 2, False, 32),
-    ("tf32x3", "dkdv", 64, "packed"): (32, 32, 8, 2, True, 32),
-    ("tf32x3", "dkdv", 128, "packed"): (16, 32, 8, 2, True, 32),
+    ("tf32x3", "dq", 64, "packed"): (32, 16, 8, 2),
 }
 
 
@@ -191,7 +186,7 @@ def attention(
     capped: bool = False,
     compiler: tuple[int, int] = (3, 6),
 ) -> AttentionTile:
-    """The tile of a launch, "fwd", "dq" or "dkdv", for heads of `size` <= 256.
+    """The tile of a launch, "fwd", "dq" or "dkdv", for heads of `size` <= 256, of float32 <= 128.
 
     packed: sequences of different lengths. capped: with soft-capping. compiler: Triton's version. Other arguments as
     `choose`.

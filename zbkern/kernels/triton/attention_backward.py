@@ -18,7 +18,6 @@ from zbkern.kernels.triton.attention_forward import (
     head_constants,
     key_ranges,
     load_rows,
-    multiply_rows,
     positive,
     regular,
     rows_of,
@@ -67,21 +66,21 @@ def attention_dgrad(
     assert tile.queries % tile_after.queries == 0, "dkdv would read statistics that dq has not written"
     places, grid, sequences = place_tiles(options, "queries", tile.queries, q, k)
     factor, exponent, bend = positive(q, options)
-    streamed = describe((k, v), sequences, tile.keys, tile.piece)
+    streamed = describe((k, v), sequences, tile.keys)
     described = streamed[0] is not k
     numbers = (options.window, options.scale, exponent, bend)
     arguments = (factor, dy, *streamed, y, out_q, lse, lines, delta, *places, *numbers)
     _dq(
         (grid, heads),
         (*arguments, tokens, line, group, *factor.stride()[:2], *strides[2:], *y.stride()[:2], *out_q.stride()[:2]),
-        (*constants, tile.queries, tile.keys, tile.piece, precision(q.dtype), described),
+        (*constants, tile.queries, tile.keys, precision(q.dtype), described),
         warps=tile.warps,
         stages=tile.stages,
     )
     tile = tile_after
     places, grid, sequences = place_tiles(options, "keys", tile.keys, q, k)
     factor, *_ = positive(k, options)
-    streamed = describe((q, dy), sequences, tile.queries, tile.piece)
+    streamed = describe((q, dy), sequences, tile.queries)
     described = streamed[0] is not q
     if described:
         lines = TensorDescriptor(lines, [2 * heads, line], [line, 1], [1, tile.queries])
@@ -91,7 +90,7 @@ def attention_dgrad(
         _dkdv(
             (grid, k.shape[1]),
             (*arguments, line, group, *strides),
-            (*constants, tile.queries, tile.keys, tile.piece, precision(q.dtype), described),
+            (*constants, tile.queries, tile.keys, precision(q.dtype), described),
             warps=tile.warps,
             stages=tile.stages,
         )
@@ -107,14 +106,14 @@ def _dq(
     tokens, length, group,
     q_row, q_head, dy_row, dy_head, k_row, k_head, v_row, v_head, y_row, y_head, dq_row, dq_head,
     CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, V_D: tl.constexpr, V_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dq = scale ds k; q, dq [T, Hq, D], dy, y [T, Hq, V_D], k [T', Hk, D], v [T', Hk, V_D], lse [Hq, T],
     lines [2, Hq, length], delta [Hq, T] or None.
 
     lines: for the next launch -lse in base 2 and sum(dy y), of queries that do not exist -inf and 0. One program:
-    QUERIES rows of one head against all keys they see, in the order of the forward and for its reason; PIECE and BRANCH
-    are as there.
+    QUERIES rows of one head against all keys they see, in the order of the forward and for its reason; BRANCH is as
+    there.
     """
     sequence, q_first, queries, k_first, keys, first, line = place(table, queries, keys, blocks, QUERIES, CAUSAL)
     head = tl.program_id(1)
@@ -128,8 +127,6 @@ def _dq(
     above = load_rows(dy, sequence, q_first, head, first, queries, dy_row, QUERIES, V_D, V_SIZE, False, False)
     out = load_rows(y, sequence, q_first, head, first, queries, y_row, QUERIES, V_D, V_SIZE, False, False)
     sums = tl.sum(above.to(tl.float32) * out.to(tl.float32), 1)
-    if PIECE:
-        mine, above = q + tl.cast(first, tl.int64) * q_row, dy + tl.cast(first, tl.int64) * dy_row
     query = first + tl.arange(0, QUERIES)
     places = tl.cast(head, tl.int64) * tokens + sequence * queries + q_first + query
     if delta is not None:
@@ -149,18 +146,9 @@ def _dq(
         for block in tl.range(begin, end, KEYS):
             CLEAN: tl.constexpr = TAIL == 1
             some_k = load_rows(k, sequence, k_first, head // group, block, keys, k_row, KEYS, D, SIZE, CLEAN, TMA)
-            if PIECE:
-                k_one, v_one = k + tl.cast(block, tl.int64) * k_row, v + tl.cast(block, tl.int64) * v_row
-                left, right = queries - first, keys - block
-                scores = multiply_rows(mine, q_row, left, k_one, k_row, right, QUERIES, KEYS, D, PIECE, PRECISION)
-                slopes = multiply_rows(above, dy_row, left, v_one, v_row, right, QUERIES, KEYS, V_D, PIECE, PRECISION)
-            else:
-                some_v = load_rows(
-                    v, sequence, k_first, head // group, block, keys, v_row, KEYS, V_D, V_SIZE, CLEAN, TMA
-                )
-                scores = dot(mine, tl.trans(some_k), tl.zeros([QUERIES, KEYS], tl.float32), PRECISION)
-                slopes = dot(above, tl.trans(some_v), tl.zeros([QUERIES, KEYS], tl.float32), PRECISION)
-            scores = capped(scores, bend)
+            some_v = load_rows(v, sequence, k_first, head // group, block, keys, v_row, KEYS, V_D, V_SIZE, CLEAN, TMA)
+            scores = capped(dot(mine, tl.trans(some_k), tl.zeros([QUERIES, KEYS], tl.float32), PRECISION), bend)
+            slopes = dot(above, tl.trans(some_v), tl.zeros([QUERIES, KEYS], tl.float32), PRECISION)
             ds = tl.exp2(scores * exponent - level[:, None]) * (slopes - sums[:, None])
             if bend is not None:
                 ds = ds * (1.0 - scores * scores)
@@ -204,7 +192,7 @@ def _dkdv(
     q, dy, k, v, dk, dv, lines, table, queries, keys, blocks, window, scale, exponent, bend, length, group,
     q_row, q_head, dy_row, dy_head, k_row, k_head, v_row, v_head, dk_row, dk_head, dv_row, dv_head,
     CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, V_D: tl.constexpr, V_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dv = p^T dy and dk = scale ds^T q, summed over the query heads of a group; q [T, Hq, D], dy [T, Hq, V_D],
     k, dk [T', Hk, D], v, dv [T', Hk, V_D].
@@ -221,11 +209,8 @@ def _dkdv(
     head = tl.program_id(1)
     k = rows_of(k, sequence, k_first, keys, head, k_row, k_head, False)
     v = rows_of(v, sequence, k_first, keys, head, v_row, v_head, False)
-    if PIECE:
-        mine, values = k + tl.cast(first, tl.int64) * k_row, v + tl.cast(first, tl.int64) * v_row
-    else:
-        mine = load_rows(k, sequence, k_first, head, first, keys, k_row, KEYS, D, SIZE, False, False)
-        values = load_rows(v, sequence, k_first, head, first, keys, v_row, KEYS, V_D, V_SIZE, False, False)
+    mine = load_rows(k, sequence, k_first, head, first, keys, k_row, KEYS, D, SIZE, False, False)
+    values = load_rows(v, sequence, k_first, head, first, keys, v_row, KEYS, V_D, V_SIZE, False, False)
     key = first + tl.arange(0, KEYS)
     dk_sum = tl.zeros([KEYS, SIZE], tl.float32)
     dv_sum = tl.zeros([KEYS, V_SIZE], tl.float32)
@@ -243,19 +228,10 @@ def _dkdv(
             CLEAN: tl.constexpr = TAIL == 1
             one = head * group + step // blocks_of_one
             block = begin + step % blocks_of_one * QUERIES
-            left = queries - block
             q_one = rows_of(q, sequence, q_first, queries, one, q_row, q_head, TMA)
             dy_one = rows_of(dy, sequence, q_first, queries, one, dy_row, dy_head, TMA)
-            if not PIECE or DK:
-                some_q = load_rows(q_one, sequence, q_first, one, block, queries, q_row, QUERIES, D, SIZE, CLEAN, TMA)
-            if PIECE:
-                q_part, dy_part = q_one + tl.cast(block, tl.int64) * q_row, dy_one + tl.cast(block, tl.int64) * dy_row
-                scores = multiply_rows(
-                    mine, k_row, keys - first, q_part, q_row, left, KEYS, QUERIES, D, PIECE, PRECISION
-                )
-            else:
-                scores = dot(mine, tl.trans(some_q), zeros, PRECISION)
-            scores = capped(scores, bend)
+            some_q = load_rows(q_one, sequence, q_first, one, block, queries, q_row, QUERIES, D, SIZE, CLEAN, TMA)
+            scores = capped(dot(mine, tl.trans(some_q), zeros, PRECISION), bend)
             line_of_one = _load_line(lines, one, line + block, length, QUERIES, TMA)
             weights = tl.exp2(scores * exponent + line_of_one[None, :])
             if CAUSAL:
@@ -263,20 +239,12 @@ def _dkdv(
                     query = block + tl.arange(0, QUERIES)
                     seen = sees(query[None, :], key[:, None], queries, keys, window, CAUSAL)
                     weights = tl.where(seen, weights, 0.0)
-            if not PIECE or DV:
-                above = load_rows(
-                    dy_one, sequence, q_first, one, block, queries, dy_row, QUERIES, V_D, V_SIZE, CLEAN, TMA
-                )
+            above = load_rows(dy_one, sequence, q_first, one, block, queries, dy_row, QUERIES, V_D, V_SIZE, CLEAN, TMA)
             if DV:
                 dv_sum = dot(weights.to(above.dtype), above, dv_sum, PRECISION)
             if DK:
                 # The sums are subtracted: an addition would become the product's accumulator, and not be fetched ahead.
-                if PIECE:
-                    slopes = multiply_rows(
-                        values, v_row, keys - first, dy_part, dy_row, left, KEYS, QUERIES, V_D, PIECE, PRECISION
-                    )
-                else:
-                    slopes = dot(values, tl.trans(above), zeros, PRECISION)
+                slopes = dot(values, tl.trans(above), zeros, PRECISION)
                 ds = weights * (slopes - _load_line(lines, heads + one, line + block, length, QUERIES, TMA)[None, :])
                 if bend is not None:
                     ds = ds * (1.0 - scores * scores)

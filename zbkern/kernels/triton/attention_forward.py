@@ -7,6 +7,7 @@ whole and needs no mask.
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -50,10 +51,10 @@ def attention_fwd(
     tile = tile_of("fwd", q, v, options)
     places, grid, sequences = place_tiles(options, "queries", tile.queries, q, k)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
-    streamed = describe((k, v), sequences, tile.keys, tile.piece)
+    streamed = describe((k, v), sequences, tile.keys)
     numbers = (options.window, exponent, bend, tokens, heads // k.shape[1])
     arguments = (q, *streamed, out, lse, sinks, *places, *numbers, *strides)
-    sizes = (options.causal, *head_constants(size, v.shape[2]), tile.queries, tile.keys, tile.piece)
+    sizes = (options.causal, *head_constants(size, v.shape[2]), tile.queries, tile.keys)
     constants = (*sizes, precision(q.dtype), streamed[0] is not k)
     _forward((grid, heads), arguments, constants, warps=tile.warps, stages=tile.stages)
     if out is not y:
@@ -84,9 +85,11 @@ def tile_of(launch: str, q: Tensor, v: Tensor, options: AttentionOptions) -> til
 
 def check_head_sizes(q: Tensor, v: Tensor) -> None:
     """Larger heads do not fit the registers of one program."""
-    size = max(q.shape[2], v.shape[2])
-    if size > 256:
-        raise ValueError(f"attention: the Triton kernels take heads of up to 256; got {size}; use impl='torch'")
+    size, most = max(q.shape[2], v.shape[2]), 128 if q.dtype == torch.float32 else 256
+    if size > most:
+        raise ValueError(
+            f"attention: the Triton kernels take heads of up to {most} in {q.dtype}; got {size}; use impl='torch'"
+        )
 
 
 def head_constants(size: int, value_size: int) -> tuple[int, int, int, int]:
@@ -112,15 +115,12 @@ def regular(tensor: Tensor, copy: bool = True) -> Tensor:
     return new.copy_(tensor) if copy else new
 
 
-def describe(
-    tensors: tuple[Tensor, ...], sequences: int, rows: int, piece: int
-) -> tuple[Tensor | TensorDescriptor, ...]:
-    """Descriptors that load blocks of so many rows of one head by TMA; the tensors themselves before 9.0, or where a
-    block is read in pieces.
+def describe(tensors: tuple[Tensor, ...], sequences: int, rows: int) -> tuple[Tensor | TensorDescriptor, ...]:
+    """Descriptors that load blocks of so many rows of one head by TMA; the tensors themselves before 9.0.
 
     Of [sequences, length, heads, D]: where all have one length, no block reads into the next sequence.
     """
-    if piece or capability_of(tensors[0].device) < 90:
+    if capability_of(tensors[0].device) < 90:
         return tensors
     found = []
     for tensor in tensors:
@@ -158,24 +158,6 @@ def load_rows(
         pointers = base + tl.cast(start, tl.int64) * stride + row * stride + column
         mask = row < length - start
         return tl.load(pointers, mask & (column < D) if D < SIZE else mask, other=0)
-
-
-@triton.jit
-def multiply_rows(
-    a, a_stride, a_rows, b, b_stride, b_rows,
-    A: tl.constexpr, B: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """a b^T [A, B] of rows [D] that begin at a and b, a_rows and b_rows of which exist; PIECE columns at a time.
-
-    Three products of tf32 parts would hold a row of 256 in 256 registers, for a loop that has no more of them.
-    """
-    i, j, total = tl.arange(0, A)[:, None], tl.arange(0, B)[None, :], tl.zeros([A, B], tl.float32)
-    for start in range(0, D, PIECE):
-        column = start + tl.arange(0, PIECE)
-        left = tl.load(a + i * a_stride + column[None, :], (i < a_rows) & (column < D)[None, :], other=0)
-        right = tl.load(b + j * b_stride + column[:, None], (j < b_rows) & (column < D)[:, None], other=0)
-        total = dot(left, right, total, PRECISION)
-    return total
 
 
 @triton.jit
@@ -231,16 +213,16 @@ def _forward(
     q, k, v, y, lse, sinks, table, queries, keys, blocks, window, exponent, bend, tokens, group,
     q_row, q_head, k_row, k_head, v_row, v_head, y_row, y_head,
     CAUSAL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, V_D: tl.constexpr, V_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """y = softmax(cap(scale q k^T) + mask) v and lse; q [T, Hq, D], k [T', Hk, D], v [T', Hk, V_D], y [T, Hq, V_D],
     lse [Hq, T]; sinks [Hq] or None: one more score, of a value that is 0.
 
     One program: QUERIES rows of one head against all keys they see. Programs of one head follow each other, so that
-    its keys and values stay in the L2 cache. With a PIECE the rows are read again for each block of keys. One loop over
-    blocks, in which a BRANCH masks what needs a mask: one after the other for whole and partial blocks would keep the
-    accumulators of each apart, and spill. Around large heads' scores it makes ptxas wait for every product (the report
-    looks): there, except in packed sequences, all blocks are masked.
+    its keys and values stay in the L2 cache. One loop over blocks, in which a BRANCH masks what needs a mask: one after
+    the other for whole and partial blocks would keep the accumulators of each apart, and spill. Around large heads'
+    scores it makes ptxas wait for every product (the report looks): there, except in packed sequences, all blocks are
+    masked.
     """
     sequence, q_first, queries, k_first, keys, first, _ = place(table, queries, keys, blocks, QUERIES, CAUSAL)
     head = tl.program_id(1)
@@ -248,10 +230,7 @@ def _forward(
     y = rows_of(y, sequence, q_first, queries, head, y_row, y_head, False)
     k = rows_of(k, sequence, k_first, keys, head // group, k_row, k_head, TMA)
     v = rows_of(v, sequence, k_first, keys, head // group, v_row, v_head, TMA)
-    if PIECE:
-        mine = q + tl.cast(first, tl.int64) * q_row
-    else:
-        mine = load_rows(q, sequence, q_first, head, first, queries, q_row, QUERIES, D, SIZE, False, False)
+    mine = load_rows(q, sequence, q_first, head, first, queries, q_row, QUERIES, D, SIZE, False, False)
     query = first + tl.arange(0, QUERIES)
     total = tl.zeros([QUERIES, V_SIZE], tl.float32)
     sums = tl.zeros([QUERIES], tl.float32)
@@ -263,15 +242,8 @@ def _forward(
     for TAIL in tl.static_range(2 if APART else 1):
         begin, end = (tl.maximum(start, until), stop) if TAIL else (start, until)
         for block in tl.range(begin, end, KEYS):
-            if PIECE:
-                some_k = k + tl.cast(block, tl.int64) * k_row
-                scores = multiply_rows(
-                    mine, q_row, queries - first, some_k, k_row, keys - block, QUERIES, KEYS, D, PIECE, PRECISION
-                )
-            else:
-                some_k = load_rows(k, sequence, k_first, head // group, block, keys, k_row, KEYS, D, SIZE, False, TMA)
-                scores = dot(mine, tl.trans(some_k), tl.zeros([QUERIES, KEYS], tl.float32), PRECISION)
-            scores = capped(scores, bend)
+            some_k = load_rows(k, sequence, k_first, head // group, block, keys, k_row, KEYS, D, SIZE, False, TMA)
+            scores = capped(dot(mine, tl.trans(some_k), tl.zeros([QUERIES, KEYS], tl.float32), PRECISION), bend)
             if not BRANCH or (block < whole) | (block + KEYS > partial):
                 key = (block + tl.arange(0, KEYS))[None, :]
                 scores = tl.where(sees(query[:, None], key, queries, keys, window, CAUSAL), scores, float("-inf"))
