@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zbkern
+from tests.support.meshes import cpu_mesh
 from tests.support.pages import block, blocks
-from tests.support.sharded_model import cpu_mesh
 from zbkern import testing
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import zbkern
+from tests.support.meshes import cpu_mesh
 from tests.support.sharded_model import (
     MICROBATCHES,
     batches,
-    cpu_mesh,
     differences,
     linear_rank,
     loss_of,

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import zbkern
 from tests.support import tensor_parallel
+from tests.support.meshes import named_mesh
 from tests.support.tensor_parallel import Trained, make_optimizer
 from zbkern.pipeline import Optimizer, Pipeline, schedules
 
@@ -71,7 +72,7 @@ class Stages(Trained):
     """This rank's chunks under a Pipeline and its Optimizer: `stages` x `experts` ranks, each with its own tokens."""
 
     def __init__(self, stages: int, experts: int, schedule: str, fill: str = "planned") -> None:
-        mesh = init_device_mesh("cpu", (stages, experts), mesh_dim_names=("stage", "expert"))
+        mesh = named_mesh(stage=stages, expert=experts)
         plan = getattr(schedules, schedule)(stages, MICROBATCHES)
         self.ranks, self.rank = experts, mesh["expert"].get_local_rank()
         chunks = plan.chunks_of(mesh["stage"].get_local_rank())

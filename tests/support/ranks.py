@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 import traceback
 from collections.abc import Callable
@@ -94,6 +95,7 @@ def _serve(rank: int, size: int, port: int, end: Any) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     while (task := end.recv()) is not None:
+        gc.collect()  # communicators of an earlier pipeline, whose threads wake up all the time
         function, arguments = task
         try:
             end.send((True, function(*arguments)))

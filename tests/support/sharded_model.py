@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
+from tests.support.meshes import cpu_mesh
 
 WIDTH, VOCABULARY, TOKENS = 16, 8, 4
 MICROBATCHES = 2
@@ -40,13 +41,6 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-def cpu_mesh() -> Any:
-    """Of all ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 
 
 def make() -> nn.Module:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import zbkern
+from tests.support.meshes import named_mesh
 from zbkern.pipeline import Optimizer, Pipeline, Schedule, schedules
 
 WIDTH, HEADS, TOKENS, VOCABULARY, BLOCKS = 16, 4, 4, 12, 2
@@ -159,7 +160,7 @@ class Stages(TrainedStages):
         saving: Callable[[Schedule], Schedule] = lambda schedule: schedule,
         **more: Any,
     ) -> None:
-        mesh = init_device_mesh("cpu", (stages, tensor), mesh_dim_names=("stage", "tensor"))
+        mesh = named_mesh(stage=stages, tensor=tensor)
         self.schedule = saving(getattr(schedules, schedule)(stages, MICROBATCHES))
         count = len(self.schedule.placement)
         self.mine = {index: chunk(index, count) for index in self.schedule.chunks_of(mesh["stage"].get_local_rank())}

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import zbkern
+from tests.support.meshes import named_mesh
 from tests.support.optimizer_cases import clip_in_float64
 from zbkern.pipeline import Pipeline, schedules
 
@@ -73,9 +74,7 @@ def backward_of_both(model: list[nn.Sequential], step: int) -> None:
 
 
 def mesh() -> DeviceMesh:
-    if not hasattr(mesh, "found"):
-        mesh.found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
-    return mesh.found
+    return named_mesh(replica=2, stage=2)
 
 
 def wrap(kind: str, module: nn.Sequential, **options: Any) -> nn.Module:

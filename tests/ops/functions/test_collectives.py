@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import zbkern
 from bench.tensor_parallel import sequence_styles
-from tests.support.sharded_model import TOKENS, WIDTH, cpu_mesh, whole
+from tests.support.meshes import cpu_mesh
+from tests.support.sharded_model import TOKENS, WIDTH, whole
 
 
 def sequence_linear(mesh: Any) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:

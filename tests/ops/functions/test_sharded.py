@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
+from tests.support.meshes import cpu_mesh
 from tests.support.sharded_model import (
     MICROBATCHES,
     TOKENS,
     WIDTH,
     batches,
-    cpu_mesh,
     differences,
     linear_rank,
     loss_of,

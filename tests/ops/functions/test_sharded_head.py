@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import zbkern
+from tests.support.meshes import cpu_mesh
 from tests.support.sharded_model import (
     TOKENS,
     VOCABULARY,
     WIDTH,
     batches,
-    cpu_mesh,
     differences,
     make,
     parallelize,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.chunks import results_on_threads
+from tests.support.meshes import cpu_mesh, named_mesh
 from zbkern.pipeline.optimizer import Optimizer, clipping
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -60,10 +61,9 @@ def mixed_gradients(inf: bool) -> dict[str, Any]:
 
     Returns norms, and how far gradients and weights are from what one process makes of the whole.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-    world = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("stage", "replica", "tensor"))
+    world = named_mesh(stage=2, replica=1, tensor=2)
     stage, _, place = world.get_coordinate()
     tensor, both = world["tensor"], world["replica", "tensor"]
 
@@ -128,10 +128,9 @@ def test_stages_of_tensor_parallel_ranks(four_ranks: Any, inf: bool) -> None:
 def tied_beside_shards() -> tuple[float | None, bool]:
     """The norm, and whether the Optimizer stepped, where one tensor-parallel rank has a NaN that the others lack
     in a weight that both stages hold; the last stage has shards."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
+    mesh = named_mesh(stage=2, tensor=2)
     stage, place = mesh.get_coordinate()
     whole = nn.Parameter(torch.zeros(2))
     whole.grad = torch.full((2,), math.nan if place == 1 else 1.0)
@@ -158,10 +157,9 @@ def stages_around_shards(bad: int | None, max_norm: float) -> list[tuple[Any, ..
 
     bad: a stage where one tensor-parallel rank alone has an infinite gradient.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh()
 
     def stage(transport: LocalTransport) -> tuple[Any, ...]:
         whole = nn.Parameter(torch.zeros(2))

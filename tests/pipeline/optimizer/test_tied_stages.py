@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zbkern
 from tests.support import tensor_parallel
+from tests.support.meshes import named_mesh
 from tests.support.tensor_parallel import (
     BLOCKS,
     MAX_NORM,
@@ -49,10 +50,9 @@ class Stages(TrainedStages):
     """Two stages of two ranks each, tensor-parallel or replicas of one batch, whose first and last weight are tied."""
 
     def __init__(self, schedule: str, kind: str, **options: Any) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "other"))
+        mesh = named_mesh(stage=2, other=2)
         self.group, other = mesh.get_group("stage"), mesh["other"]
         plan = getattr(schedules, schedule)(2, 4)
         count = len(plan.placement)

@@ -12,6 +12,7 @@ from torch import Tensor
 import zbkern
 from tests.support import expert_parallel
 from tests.support.expert_parallel import one_process_of, stages_of
+from tests.support.meshes import named_mesh
 from tests.support.tensor_parallel import (
     MAX_NORM,
     MICROBATCHES,
@@ -79,9 +80,7 @@ def test_steps_equal_one_process(four_ranks: Any, kind: str, schedule: str, fill
 
 def measured(tensor: int) -> tuple[Any, ...]:
     """Costs of this rank's pipeline, and whether gradients and weights are as before."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
+    mesh = named_mesh(stage=2, tensor=2)
     stage = mesh["stage"].get_local_rank()
     module = zbkern.convert(chunk(stage, 2))
     if tensor > 1:
