@@ -234,10 +234,8 @@ class Chunk(nn.Module):
             return ValueError(str(error)) if isinstance(error, AttributeError) else None  # of a stand-in
         if self._first == 0:
             return None
-        if not self._flow.entered:
-            return self._unreachable(error)
         lacks_tokens = "NoneType" in str(error) and "input_ids" not in side and is_transformer(self.whole)
-        return self._without_tokens(error) if lacks_tokens else None
+        return self._without_batch(error) if lacks_tokens or not self._flow.entered else None
 
     def _of_another(self, error: PlaceholderUsed, side: dict[str, Any]) -> ValueError:
         """Of a forward that uses what other chunks hold."""
@@ -272,18 +270,12 @@ class Chunk(nn.Module):
         found = (number for number, layer in enumerate(self.all_layers) if is_within(name, layer))
         return next(found, len(self.all_layers))
 
-    def _unreachable(self, error: Exception) -> ValueError:
+    def _without_batch(self, error: Exception) -> ValueError:
+        where = self._words() if self._flow.entered else f"what is before {self.all_layers[self._first]!r}"
         return ValueError(
-            f"cut: the model's forward fails before {self.all_layers[self._first]!r}, the chunk's first layer: "
-            f"{type(error).__name__}: {error}. What it needs there of the batch must be a side input, "
-            "pipe.step(inputs, targets, side={name: tensor}), by the name that the forward has for it; what it "
-            "computes from layers of other chunks must be in a layer, or the cut elsewhere"
-        )
-
-    def _without_tokens(self, error: Exception) -> ValueError:
-        return ValueError(
-            f"cut: {type(error).__name__} in {self._words()}: {error}. "
-            f"They have no token ids; if the model uses these there, {GIVE_TOKENS}"
+            f"cut: the model's forward fails in {where}: {type(error).__name__}: {error}. What it needs there of the "
+            f"batch, such as token ids, must be a side input by the name that the forward has for it: {GIVE_TOKENS}; "
+            "what it computes from layers of other chunks must be in a layer, or the cut elsewhere"
         )
 
     def _check(self, received: Any, output: Any) -> None:

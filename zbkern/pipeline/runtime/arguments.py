@@ -77,11 +77,6 @@ def module_list(caller: str, modules: torch.nn.Module | Iterable[torch.nn.Module
             raise TypeError(
                 f"{caller}: modules must be this rank's chunks, each a torch.nn.Module; got {type(module).__name__}"
             )
-        if "compile" in vars(type(module._modules.get("_orig_mod"))):  # of torch.compile(module)
-            raise TypeError(
-                f"{caller}: {type(module._orig_mod).__name__} compiles its layers one by one: call compile() of the "
-                "chunk itself, and give the chunk"
-            )
     return found
 
 
@@ -231,17 +226,13 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
         return value
     leaves, spec = pytree.tree_flatten(value)
     tensors = [leaf for leaf in leaves if leaf is not None]
-    if not leaves or any(not isinstance(x, Tensor) or x.dim() == 0 for x in tensors):
+    if not leaves or not all(map(_is_batch, tensors)):
         raise TypeError(
-            f"Pipeline.{call}: {name} must hold tensors with a batch dimension, as a tokenizer's return_tensors='pt' "
-            f"gives them; got {_not_a_batch(name, value)}; a list with one entry per microbatch may hold anything"
+            f"Pipeline.{call}: {name} must hold tensors with a batch dimension, dense ones, as a tokenizer's "
+            f"return_tensors='pt' gives them; got {_not_a_batch(name, value)}; a list with one entry per microbatch "
+            "may hold anything"
         )
     for tensor in tensors:
-        if tensor.layout is not torch.strided:
-            raise TypeError(
-                f"Pipeline.{call}: {name} must hold dense tensors to be split; got {tensor.layout}; pass a list with "
-                "one entry per microbatch"
-            )
         if tensor.shape[0] % count:
             raise ValueError(
                 f"Pipeline.{call}: dimension 0 of {name} must be a multiple of the {count} microbatches; got "
@@ -254,10 +245,16 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
 def _not_a_batch(name: str, value: Any) -> str:
     """What stands first in a value, and where, that has no batch dimension."""
     for path, leaf in pytree.tree_leaves_with_path(value):
-        if leaf is not None and not (isinstance(leaf, Tensor) and leaf.dim()):
-            kind = "a scalar" if isinstance(leaf, Tensor) else type(leaf).__name__
+        if leaf is not None and not _is_batch(leaf):
+            kind = type(leaf).__name__
+            if isinstance(leaf, Tensor):
+                kind = f"a {leaf.layout}" if leaf.dim() else "a scalar"
             return f"{kind} in {name}{pytree.keystr(path)}"
     return repr(value)
+
+
+def _is_batch(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.layout is torch.strided
 
 
 def split_side(call: str, side: Any, count: int) -> list[dict[str, Any]]:

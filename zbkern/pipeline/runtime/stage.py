@@ -148,15 +148,11 @@ class Stage:
 
     def _check_outputs(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
-            if leaf is not None and not isinstance(leaf, Tensor):
+            if leaf is not None and (not isinstance(leaf, Tensor) or leaf.layout is not torch.strided):
                 raise TypeError(
-                    f"Pipeline: chunk {self.chunk} must return tensors (or None) for the next chunk, in tuples, lists "
-                    f"or dicts; got {leaf!r} among them: make it a tensor, or compute it in the chunk that needs it"
-                )
-            if leaf is not None and leaf.layout is not torch.strided:
-                raise TypeError(
-                    f"Pipeline: chunk {self.chunk} must return dense tensors for the next chunk; got {leaf.layout}: "
-                    "call .to_dense() on it"
+                    f"Pipeline: chunk {self.chunk} must return dense tensors (or None) for the next chunk, in tuples, "
+                    f"lists or dicts; got {leaf.layout if isinstance(leaf, Tensor) else repr(leaf)} among them: make "
+                    "it such a tensor, or compute it in the chunk that needs it"
                 )
         if all(leaf is None for leaf in leaves):
             raise TypeError(f"Pipeline: chunk {self.chunk} must return at least one tensor; got none{_FORGOTTEN}")
@@ -169,17 +165,15 @@ class Stage:
             self._loss_is_checked = check_loss(self.loss_fn, outputs, target.value)
         loss = self.loss_fn(outputs, target.value)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            if isinstance(loss, Tensor):
-                got = f"shape {list(loss.shape)}; reduce it, with .mean()"
-            elif isinstance(loss, (int, float)):
-                got = f"{loss!r}; leave out .item()"
-            else:
-                got = f"{type(loss).__name__}; return the loss alone, and put the rest into a list of yours"
-            raise TypeError(f"Pipeline: loss_fn must return a tensor of one number; got {got}")
+            got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(
+                f"Pipeline: loss_fn must return the loss alone, a tensor of one number; got {got}: reduce it, as by "
+                ".mean(), leave out .item(), and put what else there is into a list of yours"
+            )
         if not loss.requires_grad and any(output.requires_grad for output in tensors_in(outputs)):
             raise TypeError(
                 "Pipeline: loss_fn must return a loss that depends on the output's graph; got one that is detached; "
-                "leave out .item(), .detach() and torch.no_grad()"
+                "leave out .detach() and torch.no_grad()"
             )
         return weighted(loss, target.weight)
 
