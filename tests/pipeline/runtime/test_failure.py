@@ -295,18 +295,6 @@ def test_a_rank_that_closes_early_is_named_by_those_that_are_no_neighbours() -> 
         assert "rank 3 closed its pipeline" in str(error)
 
 
-def test_a_chunk_of_another_width_says_what_arrived_and_from_where() -> None:
-    modules = [nn.Linear(6, 5), nn.Linear(6, 3)]
-
-    def rank_steps(transport: LocalTransport) -> None:
-        with Pipeline(modules[transport.rank], schedules.zb_h1(2, 2), nn.functional.mse_loss, transport) as pipe:
-            pipe.step(torch.ones(4, 6), torch.ones(4, 3))
-
-    for error in on_threads(2, rank_steps):
-        assert "rank 1, action 1F0: RuntimeError: " in str(error)
-        assert str(error).endswith("; its input, of chunk 0 on rank 0, was float32 [2, 5]")
-
-
 def step_beside_a_forked_child() -> int:
     """The exit functions of a process that was forked between steps, and a failure in it, tell the others nothing."""
     rank, (inputs, targets) = torch.distributed.get_rank(), make_data(4)

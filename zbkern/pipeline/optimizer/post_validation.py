@@ -14,7 +14,6 @@ to roll back.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections import OrderedDict
@@ -42,7 +41,7 @@ from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.step_validator import StepValidator
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import Transport, check_timeout
-from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_peers, tied_names
+from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_neighbours, tied_names
 from zbkern.pipeline.transport.mailbox import PipelineError, described
 from zbkern.wgrad.accumulation import gradient_of, main_grad_of
 
@@ -107,12 +106,6 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
                 "Optimizer: optimizer must be a torch.optim.Optimizer, not one within an Optimizer already; got "
                 f"{type(optimizer).__name__}"
             )
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise TypeError(
-                f"Optimizer: {type(optimizer).__name__}.step() computes losses by a closure, and one rank's is not "
-                "the model's; use an optimizer that steps with the gradients that are there"
-            )
         if max_norm is not None:
             check_max_norm("Optimizer", max_norm)
         if not master_weights and masters_of(optimizer):
@@ -149,7 +142,7 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
             install_masters(optimizer)
         self._undo: Any = UNDO[undo](optimizer) if undo is not None else None
         self._pipe = pipeline
-        self._transport = connect_peers(pipe, self._device) if pipeline is None else pipeline.transport
+        self._transport = connect_neighbours(pipe, self._device) if pipeline is None else pipeline.transport
         self._owned = self._transport if pipeline is None and self._transport is not pipe else None
         self._number = self._settled = self._taken = 0
         self._total: Tensor | None = None

@@ -30,7 +30,7 @@ from zbkern.pipeline.runtime.arguments import (
     split_batch,
 )
 from zbkern.pipeline.runtime.data_parallel import Replicas, check_apart
-from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
+from zbkern.pipeline.runtime.failure import check_same_step, oom_hint
 from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, make_stages
 from zbkern.pipeline.runtime.options import StepOptions
@@ -114,7 +114,6 @@ class Pipeline:
         self._use_schedule(schedule)
         self._batch: list[Microbatch] = []
         self._losses: list[Tensor] = []
-        self._forward_input: Any = None  # the input of the forward that runs
         self._step = 0  # in the tags of its messages
         self._in_flight = 0  # microbatches that were begun, and are not through their B
         self.completed = 0  # calls of step and evaluate, for ranks to compare after a failure
@@ -411,9 +410,8 @@ class Pipeline:
             self._transport.fail(str(error))  # no-op where the transport raised it
             raise
         except BaseException as error:
-            more = oom_hint(error, self._max_in_flight, self._in_flight, self.queue, self.device)
-            more = more or input_of(error, transport.action, self.schedule.placement, self._forward_input)
-            reason = f"rank {self.rank}, action {transport.action}: {described(error)}{more}"
+            hint = oom_hint(error, self._max_in_flight, self._in_flight, self.queue, self.device)
+            reason = f"rank {self.rank}, action {transport.action}: {described(error)}{hint}"
             self.abandon()
             self._transport.fail(reason)
             if not isinstance(error, Exception):
@@ -440,7 +438,7 @@ class Pipeline:
         if self.fill == "eager":
             self._free_memory_for_forward()
         stage, given = self._stages[chunk], self._batch[microbatch]
-        inputs = self._forward_input = given.inputs if chunk == 0 else self._await("F", action)
+        inputs = given.inputs if chunk == 0 else self._await("F", action)
         start = self._recorder.now()
         target = given.target if chunk == self._last else None
         side = {**given.checked_side(microbatch), **stage.carries.begin(microbatch, given.tokens, inputs)}
@@ -450,7 +448,6 @@ class Pipeline:
             self._losses.append(outputs.detach())
         else:
             self._send(chunk + 1, "F", microbatch, outputs)
-        self._forward_input = None
         self._recorder.done((action,), start)
 
     def _backward(self, action: Action) -> None:
@@ -544,7 +541,7 @@ class Pipeline:
 
     def _forget(self) -> None:
         """Drops what was begun."""
-        self._forward_input, self._in_flight = None, 0
+        self._in_flight = 0
         self.queue.discard()
         self._replicas.discard()
         for stage in self._stages.values():

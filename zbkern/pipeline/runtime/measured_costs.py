@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
-from zbkern.pipeline.runtime.links import Link, slowest
+from zbkern.pipeline.runtime.links import Link
 from zbkern.pipeline.simulation import drift
 from zbkern.pipeline.simulation.costs import Costs
 from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
@@ -49,7 +49,7 @@ class Measurements(NamedTuple):
     fused: list[Timeline]  # with BW
     recomputing: list[Timeline] | None  # with an R of named parts; None where none were asked for
     sliced: list[Timeline] | None  # with every sequence in two slices; None where not asked for
-    links: list[Link] | None  # None where not asked for
+    link: Link | None  # None where not asked for
 
 
 def largest_message(chunks: Sequence[MeasuredChunk]) -> int:
@@ -108,7 +108,7 @@ def _with_slices(costs: Costs, sliced: Costs, chunks: Sequence[MeasuredChunk]) -
 
 def layer_costs(found: Measurements) -> ModelCosts:
     """What `profile_layers` returns: every chunk is a layer, and those of one kind get the medians of their times."""
-    assert found.links is not None
+    assert found.link is not None
     costs = chunk_costs(found)
     alike = _alike(found.chunks)
     flat = costs.per_chunk(len(found.chunks))
@@ -141,7 +141,7 @@ def layer_costs(found: Measurements) -> ModelCosts:
     overhead = median(chunk.besides for chunk in found.chunks)
     return ModelCosts(
         tuple(layers),
-        *slowest(found.links),
+        *found.link,
         "ms",
         "bytes",
         copy_size=costs.copy_size,

@@ -18,7 +18,7 @@ from zbkern.pipeline.runtime.arguments import device_of, module_list
 from zbkern.pipeline.runtime.clock import EventClock
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.forward_state import left_as_they_were
-from zbkern.pipeline.runtime.links import measure_links
+from zbkern.pipeline.runtime.links import slowest_link
 from zbkern.pipeline.runtime.measured_costs import MeasuredChunk, Measurements, largest_message
 from zbkern.pipeline.runtime.memory_saving import make_stages
 from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions
@@ -71,7 +71,7 @@ class ProbeSteps:
     ) -> Measurements:
         """Measures this rank's modules with those of the other ranks; collective. Leaves gradients as they were.
 
-        layers: the names of the modules where these are layers, whose links are measured, too.
+        layers: the names of the modules where these are layers, between which messages are measured, too.
         """
         modules = module_list(self.function, modules)
         device = device_of(self.device, modules)
@@ -119,8 +119,8 @@ class ProbeSteps:
                 )
             everywhere = {chunk: each for found in pipe.gather(known) for chunk, each in found.items()}
             chunks = [everywhere[chunk] for chunk in range(len(placement))]
-            links = measure_links(self.group, device, pipe.timeout, largest_message(chunks)) if layers else None
-        return Measurements(chunks, separate, merged, fused, recomputing, sliced, links)
+            link = slowest_link(pipe.transport, device, pipe.timeout, largest_message(chunks)) if layers else None
+        return Measurements(chunks, separate, merged, fused, recomputing, sliced, link)
 
     def _steps(
         self,

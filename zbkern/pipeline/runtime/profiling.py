@@ -67,9 +67,9 @@ def profile_layers(
 
     layers: this rank's, by name, converted: each takes what the one before returns, across ranks, too, so that ranks
     hold any cut of the model; with one rank, all layers. The others are as for `profile`, targets and loss_fn for the
-    rank of the last layer. latency and bandwidth are measured between every rank and the next, and the last and the
-    first, with messages of one number and of the most that a layer sends, and are those of the slowest link. Without a
-    second rank there is no link, and messages take no time. forward_overhead is what a forward of one of `layer_chunks`
+    rank of the last layer. latency and bandwidth are measured between every rank and the next, with
+    messages of one number and of the most that a layer sends, and are those of the slowest link. Without a second rank
+    there is no link, and messages take no time. forward_overhead is what a forward of one of `layer_chunks`
     takes besides its layer; the layers' times do not have it. Layers with the same classes, settings, parameters and
     size of output take equally long, the median of their times; the first and the last, which gives no gradient of its
     input and which computes the loss, are apart. Layers are tied (`LayerCosts.tied`) that declare a shared parameter,

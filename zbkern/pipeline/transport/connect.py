@@ -89,13 +89,13 @@ def or_alone(group: Any) -> Any:
     return LocalTransport.ring(1)[0] if alone else group
 
 
-def connect_peers(group: Any, device: torch.device, peers: Iterable[int] = ()) -> Transport:
-    """Connects this rank to those before and after it, and to `peers`; a process without torch.distributed to none."""
+def connect_neighbours(group: Any, device: torch.device) -> Transport:
+    """Connects this rank to those before and after it; a process without torch.distributed to none."""
     group = or_alone(group)
     if isinstance(group, Transport):
         return group
     place(group)
-    return DistributedTransport(group, peers, device)
+    return DistributedTransport(group, (), device)
 
 
 def check_tied(caller: str, tied: Any) -> None:
