@@ -290,7 +290,7 @@ class Mixed(nn.Module):
         (Mixed(nn.MultiheadAttention(4, 2)), loss_fn, 3, TOKENS, "part is a MultiheadAttention"),
         (Forgetful(""), loss_fn, 25, TOKENS, "long enough for 25 slices"),
         (Forgetful(""), loss_fn, 3, 1, "targets must have the 24 tokens of a sequence as dimension 1"),
-        (Forgetful(""), sum_of, 3, TOKENS, "looks like a sum: say so by loss_fn.reduction"),
+        (Forgetful(""), sum_of, 3, TOKENS, "or a sum that says so by loss_fn.reduction"),
         (Forgetful(""), shifting, 3, TOKENS, "shifted before they are cut"),
         (Forgetful("appends once"), loss_fn, 3, TOKENS, "every slice must append to 'keys'; slice 0 has not"),
         (Forgetful("one key"), loss_fn, 3, TOKENS, "got 'keys' twice in a slice"),

@@ -158,15 +158,12 @@ def _write_metadata(folder: Path, tensors: Mapping[str, Stored]) -> None:
 def read_index(folder: Path) -> Index:
     """Raises ValueError where it is damaged, of another version, or where there is none."""
     path = folder / INDEX
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        if not folder.exists():
-            raise _deleted(path) from None
+    if folder.is_dir() and not path.exists():
         raise ValueError(
             f"checkpoint.load: {folder} has no {INDEX}, which checkpoint.save writes last and which has the checksums; "
             "load it with torch.distributed.checkpoint, if you trust it, and save it again"
-        ) from None
+        )
+    data = path.read_bytes()
     try:
         whole = json.loads(data)
         content, checksum = whole["content"], whole["crc32"]
@@ -192,22 +189,12 @@ def read(folder: Path, index: Index, targets: Mapping[str, Tensor], verify: bool
         if _overlap(piece, *places[key]) is not None
     ]
     found.sort(key=lambda pair: (pair[0].file, pair[0].start))
-    try:
-        for name, of_file in groupby(found, key=lambda pair: pair[0].file):
-            with open(folder / name, "rb") as file:
-                for piece, key in of_file:
-                    data = _read(file, folder / name, piece, key)
-                    if not verify:
-                        _copy(data, piece, targets[key], *places[key])
-    except FileNotFoundError as error:
-        raise _deleted(error.filename) from None
-
-
-def _deleted(path: Any) -> ValueError:
-    return ValueError(
-        f"checkpoint.load: {path} was deleted while it was read, or is lost; load again, and where another job saves "
-        "into this folder, have its saves keep more checkpoints: keep="
-    )
+    for name, of_file in groupby(found, key=lambda pair: pair[0].file):
+        with open(folder / name, "rb") as file:
+            for piece, key in of_file:
+                data = _read(file, folder / name, piece, key)
+                if not verify:
+                    _copy(data, piece, targets[key], *places[key])
 
 
 def _overlap(piece: Piece, offset: list[int], size: list[int]) -> list[tuple[int, int]] | None:
