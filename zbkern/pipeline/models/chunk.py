@@ -90,20 +90,18 @@ class Chunk(nn.Module):
         """Of a batch by the names of the model's arguments, what the first chunk alone takes, and what all take."""
         return split_batch(self.whole, self._encoder_layers > 0, batch)
 
-    def check_sliceable(self) -> None:
-        """Raises TypeError or ValueError where sequences cannot come in slices, as in a schedule that has them."""
-        if is_transformer(self.whole):
-            if pools_by_padding(self.whole):
-                raise ValueError(
-                    f"cut: {type(self.whole).__name__} looks for the last token of whole sequences: use a schedule "
-                    "without slices"
-                )
-            sliced_cache().check_sliceable(self.whole)
-        elif "carry" not in inspect.signature(self.whole.forward).parameters:
-            raise TypeError(
-                f"cut: {type(self.whole).__name__} must take the keyword argument carry to run sequences in slices, "
-                "and hand it to its layers; or use a schedule without slices"
+    def check_sliceable(self) -> nn.Module:
+        """Raises ValueError where sequences cannot come in slices, as in a schedule that has them; returns what is to
+        take their `carry`."""
+        if not is_transformer(self.whole):
+            return self.whole
+        if pools_by_padding(self.whole):
+            raise ValueError(
+                f"cut: {type(self.whole).__name__} looks for the last token of whole sequences: use a schedule without "
+                "slices"
             )
+        sliced_cache().check_sliceable(self.whole)
+        return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`torch.nn.Module.compile` of its layers one by one: placeholders for the others end a forward in ways that a

@@ -207,8 +207,6 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
                 "bfloat16, which needs no loss scale, with master_weights=True or torch.autocast, and call "
                 "optimizer.step()"
             )
-        if closure is not None and not callable(closure):
-            raise TypeError(f"Optimizer.step: closure must be callable, or None; got {closure!r}")
         self.validate()
         loss = None
         if closure is not None:

@@ -50,7 +50,6 @@ from zbkern.pipeline.simulation.timeline import Sample, Timeline
 from zbkern.pipeline.transport.base import PipelineError, Tag, Transport
 from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place
 from zbkern.pipeline.transport.mailbox import described
-from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.wgrad import WGradQueue
 
 
@@ -221,10 +220,6 @@ class Pipeline:
         """
         self._check_open("gather")
         with self._failing_together():
-            if tensors_in(value):
-                raise TypeError(
-                    "Pipeline.gather: value must be numbers, not tensors; call .item() or .tolist() on them"
-                )
             return self._transport.gather(value, self.timeout)
 
     def gather_timeline(self) -> Timeline:

@@ -36,7 +36,7 @@ def check_sliceable(modules: Iterable[torch.nn.Module], slices: Sequence[int]) -
     for module in modules if len(slices) > 1 else ():
         whole: Any = getattr(module, "_orig_mod", getattr(module, "module", module))  # compiled, or in data parallelism
         if hasattr(whole, "check_sliceable"):  # a chunk of `cut`
-            whole.check_sliceable()
+            whole = whole.check_sliceable()
         parameters = inspect.signature(whole.forward).parameters
         if "carry" not in parameters and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
             raise TypeError(

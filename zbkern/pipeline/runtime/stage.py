@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -195,18 +194,7 @@ class Stage:
             if twice := inputs.keys() & side.keys():
                 raise TypeError(f"Pipeline: chunk {self.chunk} gets {sorted(twice)} twice; leave it out of side")
             arguments, keywords = (), {**inputs, **side}
-        try:
-            return self.module(*arguments, **keywords)
-        except TypeError as error:
-            misfit = _misfit(self.module, arguments, keywords)
-            if misfit is None:
-                raise
-            source = "inputs give" if self.chunk == 0 else f"chunk {self.chunk - 1} returns"
-            source += " and side gives" if side else ""
-            raise TypeError(
-                f"Pipeline: chunk {self.chunk} must take what {source} it, a tuple as positional arguments and a dict "
-                f"as keyword arguments; {misfit}"
-            ) from error
+        return self.module(*arguments, **keywords)
 
 
 @contextmanager
@@ -259,16 +247,3 @@ def _take_gradient(leaf: Any) -> Tensor | None:
         return None
     gradient, leaf.grad = leaf.grad, None
     return None if gradient is None else _resolved(gradient)
-
-
-def _misfit(module: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str | None:
-    """Why the module's forward cannot be called with these arguments; None where it can."""
-    try:
-        signature = inspect.signature(module.forward)
-    except ValueError:  # compiled to something that has none
-        return None
-    try:
-        signature.bind(*arguments, **keywords)
-    except TypeError as error:
-        return f"its forward{signature} does not: {error}"
-    return None
