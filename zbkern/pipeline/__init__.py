@@ -23,6 +23,7 @@ _HOME = {
     "PlanOptions": "planner",
     "ProfileOptions": "runtime.options",
     "StepOptions": "runtime.options",
+    "check_slices": "runtime.check_slices",
     "checkpoint": "checkpoint",
     "cut": "models",
     "draw": "draw",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline.planner.arguments import PlanOptions as PlanOptions
     from zbkern.pipeline.planner.plan import plan as plan
     from zbkern.pipeline.runtime.carry import Carry as Carry
+    from zbkern.pipeline.runtime.check_slices import check_slices as check_slices
     from zbkern.pipeline.runtime.engine import Pipeline as Pipeline
     from zbkern.pipeline.runtime.options import ProfileOptions as ProfileOptions
     from zbkern.pipeline.runtime.options import StepOptions as StepOptions

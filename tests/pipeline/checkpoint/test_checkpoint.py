@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import io
+import logging
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
@@ -23,7 +26,7 @@ from tests.support.checkpointed import (
     state_by_name,
     train,
 )
-from zbkern.pipeline import checkpoint
+from zbkern.pipeline import Pipeline, checkpoint, schedules
 
 # ---- one process
 
@@ -186,6 +189,32 @@ def test_a_weight_under_two_names_loads_where_it_is_two(tmp_path: Path) -> None:
             assert torch.equal(other.state[weight]["exp_avg"], optimizer.state[module[0].weight]["exp_avg"])
 
 
+class Tied(nn.Module):
+    def __init__(self, values: tuple[float, float] | None = None) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        if values is None:
+            self.head.weight = self.embedding.weight
+        else:
+            nn.init.constant_(self.embedding.weight, values[0])
+            nn.init.constant_(self.head.weight, values[1])
+
+
+@pytest.mark.parametrize("head", [3.0, 1.0])
+def test_two_tensors_for_one_parameter_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, head: float) -> None:
+    untied, tied = Tied((1.0, head)), Tied()
+    optimizers = [torch.optim.AdamW(module.parameters()) for module in (untied, tied)]
+    (untied.embedding.weight * 2 + untied.head.weight * head).sum().backward()
+    optimizers[0].step()
+    checkpoint.save(tmp_path, 1, untied, optimizers[0])
+    checkpoint.load(tmp_path, tied, optimizers[1])
+    assert torch.equal(tied.head.weight, untied.embedding.weight)
+    first = optimizers[0].state[untied.embedding.weight]["exp_avg"]
+    assert torch.equal(optimizers[1].state[tied.head.weight]["exp_avg"], first), "moments of the other tensor"
+    told = "'head.weight' differs from 'embedding.weight'" in caplog.text
+    assert told == (head == 3.0), caplog.text
+
+
 KINDS: dict[str, Any] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
     "Adamax": torch.optim.Adamax,
@@ -228,6 +257,32 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path, saved
 
 
 # ---- two processes
+
+
+def tied_on_two(folder: Path, head: float) -> tuple[float, str]:
+    """The embedding on rank 0, the head on rank 1, tied; the whole model was saved without that."""
+    rank, records = dist.get_rank(), io.StringIO()
+    whole = Tied((1.0, head))
+    chunk = nn.Sequential(OrderedDict([("embedding", whole.embedding)] if rank == 0 else [("head", whole.head)]))
+    weight = next(chunk.parameters())
+    nn.init.zeros_(weight)
+    handler = logging.StreamHandler(records)
+    logging.getLogger("zbkern").addHandler(handler)
+    try:
+        with Pipeline(chunk, schedules.zb_h1(2, 2), nn.functional.mse_loss, tied={"weight": weight}) as pipe:
+            checkpoint.load(folder, pipe)
+    finally:
+        logging.getLogger("zbkern").removeHandler(handler)
+    return weight[0, 0].item(), records.getvalue()
+
+
+@pytest.mark.dist
+def test_copies_on_two_ranks_that_differ_are_told(two_ranks: Any, tmp_path: Path) -> None:
+    for step, head in enumerate((1.0, 3.0)):
+        checkpoint.save(tmp_path, step, Tied((1.0, head)))
+        (_, records), (value, _) = two_ranks.run(tied_on_two, tmp_path, head)
+        assert value == head
+        assert ("'head.weight' differs from 'embedding.weight'" in records) == (head == 3.0), records
 
 
 def save_on_two(folder: Path, name: str) -> dict[str, Any]:

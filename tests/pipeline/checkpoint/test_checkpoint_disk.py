@@ -181,8 +181,8 @@ def test_a_save_that_fails_at_any_operation_loses_nothing(
         assert len(places) > failures + 4, "what only deletes is no failure of a save"
 
 
-def test_a_load_that_fails_at_any_operation_can_be_done_again(tmp_path: Path) -> None:
-    """It has changed nothing, but where the second reading fails."""
+def test_a_load_that_fails_at_any_operation_can_be_done_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It has changed nothing, or says that it may have."""
     checkpoint.save(tmp_path, 1, make(1.0))
     random_state = torch.get_rng_state()
     before = sorted(path.name for path in tmp_path.rglob("*"))
@@ -191,13 +191,17 @@ def test_a_load_that_fails_at_any_operation_can_be_done_again(tmp_path: Path) ->
         at += 1
         disk, module, message = Disk(at, errno.EIO), make(-1.0), f"operation {at}:"
         torch.manual_seed(at)
+        caplog.clear()
         try:
             with disk.mounted():
                 checkpoint.load(tmp_path, module)
         except OSError as error:
             message, failures = str(error), failures + 1
-            partly += module.weight.item() != -1.0
-            assert not torch.equal(torch.get_rng_state(), random_state)
+            if "are partly loaded" in caplog.text:
+                partly += 1
+            else:
+                assert module.weight.item() == -1.0
+                assert not torch.equal(torch.get_rng_state(), random_state)
             checkpoint.load(tmp_path, module)
         assert f"operation {at}:" in message
         assert module.weight.item() == 1.0
@@ -205,5 +209,5 @@ def test_a_load_that_fails_at_any_operation_can_be_done_again(tmp_path: Path) ->
         assert sorted(path.name for path in tmp_path.rglob("*")) == before
         if not disk.failed:
             break
-    assert partly <= 2  # its file is opened, and its one tensor read
+    assert partly <= 2  # of the second reading: its file is opened, and its one tensor read
     assert failures == at - 1 > 8  # no error is taken for a file that is not there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from zbkern.pipeline import checkpoint, schedules
-from zbkern.pipeline.checkpoint import directory, save_load
+from zbkern.pipeline.checkpoint import dcp_format, directory, save_load
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -142,6 +143,28 @@ def test_a_checkpoint_that_has_lost_its_files_is_named(tmp_path: Path) -> None:
             checkpoint.load(tmp_path, make(), step=step)
     checkpoint.save(tmp_path, 2, make(2.0))
     assert loaded(tmp_path) == (2, 2.0)
+
+
+@pytest.mark.parametrize("name", ["", "__0_0.distcp"])
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """By a save with keep=1, of another job."""
+    module = make(1.0)
+    checkpoint.save(tmp_path, 1, module)
+    real = dcp_format.read_index
+
+    def read_index(path: Path) -> Any:
+        if not name:
+            shutil.rmtree(path)
+        index = real(path)
+        (path / name).unlink(missing_ok=True)
+        return index
+
+    monkeypatch.setattr(dcp_format, "read_index", read_index)
+    with pytest.raises(ValueError, match=r" was deleted.*load again.*keep=") as caught:
+        checkpoint.load(tmp_path, module)
+    assert f"step-00000001/{name}" in str(caught.value)
 
 
 def test_a_save_says_what_is_in_its_way(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbkern.pipeline import checkpoint
@@ -61,6 +62,18 @@ class Narrow(Homemade):
         parameter.sub_((state["q"] / 3 + state["signs"] + rows + sum(state["many"])) / state["step"], alpha=0.01)
 
 
+class OfNoParameter(Homemade):
+    """A count beside the parameters' state."""
+
+    def step(self, closure: Any = None) -> None:
+        shared = self.state.setdefault("shared", {"steps": 0})
+        shared["steps"] += 1
+        super().step()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(1 - 0.01 * shared["steps"])
+
+
 def with_entry(entry: Any) -> type[Homemade]:
     return type("Homemade", (Homemade,), {"entry": entry})
 
@@ -69,7 +82,7 @@ T = torch.optim
 KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     **{name: lambda p, name=name: getattr(T, name)(p, lr=0.01) for name in ("Adagrad", "Adafactor", "LBFGS", "NAdam")},
     **{str(entry): with_entry(entry) for entry in ("m", "exp.avg", 0, "master", ("m", 1), "")},
-    **{kind.__name__: kind for kind in (Nested, Narrow)},
+    **{kind.__name__: kind for kind in (Nested, Narrow, OfNoParameter)},
     "SGD": lambda p: T.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
     "RMSprop": lambda p: T.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
     "amsgrad": lambda p: T.AdamW(p, lr=0.01, amsgrad=True, foreach=True),
@@ -120,11 +133,6 @@ class Shared(Homemade):
         state["scale"] += 1
 
 
-class OfNoParameter(Homemade):
-    def update(self, parameter: Tensor, state: dict[Any, Any]) -> None:
-        self.state["shared"] = {"steps": 1}
-
-
 class Opaque(Homemade):
     def update(self, parameter: Tensor, state: dict[Any, Any]) -> None:
         state["who"] = Path("somewhere")
@@ -134,7 +142,6 @@ class Opaque(Homemade):
     ("kind", "message"),
     [
         (Shared, r"the state of '0.bias' has a tensor of shape \[\] that the state has elsewhere, too"),
-        (OfNoParameter, "state of OfNoParameter must be of its parameters; got 'shared', which is none"),
         (Opaque, r"the optimizer's state of '0.weight'\['who'\] must be a number, .*; got PosixPath"),
     ],
 )
@@ -157,6 +164,7 @@ def test_what_could_not_go_on_is_refused_when_it_is_saved(tmp_path: Path, kind: 
             "no state of an optimizer for '2.weight', '2.bias'; .* add others after",
         ),
         (KINDS["groups"], T.AdamW, "'0.weight' and '0.bias' are in one parameter group, and were saved with different"),
+        (KINDS["LBFGS"], lambda p, lr: T.LBFGS(p[:2]), "LBFGS keeps one vector of all its parameters"),
     ],
 )
 def test_what_an_optimizer_cannot_take_is_refused(tmp_path: Path, saved: Any, loaded: Any, message: str) -> None:
@@ -169,3 +177,32 @@ def test_what_an_optimizer_cannot_take_is_refused(tmp_path: Path, saved: Any, lo
         checkpoint.load(tmp_path, again, other)
     assert not other.state
     torch.testing.assert_close(again.state_dict(), model().state_dict(), rtol=0, atol=0)  # nothing is loaded
+
+
+def saved_on_two(folder: Path, alike: bool) -> dict[str, int]:
+    """Saves with a count beside the parameters on each rank; the count after it was changed, and loaded again."""
+    rank = dist.get_rank()
+    module = nn.Sequential()
+    module.add_module(f"layer{rank}", nn.Linear(2, 2))
+    optimizer = OfNoParameter(module.parameters())
+    optimizer.state["shared"] = {"steps": 5 if alike else 5 + rank}
+    checkpoint.save(folder, 1, {rank: module}, optimizer)
+    optimizer.state["shared"] = {"steps": 0}
+    checkpoint.load(folder, {rank: module}, optimizer)
+    return optimizer.state["shared"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("alike", [True, False])
+def test_state_of_no_parameter_comes_back_to_its_rank_or_to_all(two_ranks: Any, tmp_path: Path, alike: bool) -> None:
+    assert two_ranks.run(saved_on_two, tmp_path, alike) == [{"steps": 5}, {"steps": 5 if alike else 6}]
+    whole = nn.Sequential()
+    for rank in range(2):
+        whole.add_module(f"layer{rank}", nn.Linear(2, 2))
+    optimizer = OfNoParameter(whole.parameters())
+    if alike:
+        checkpoint.load(tmp_path, whole, optimizer)
+        assert optimizer.state["shared"] == {"steps": 5}
+    else:
+        with pytest.raises(ValueError, match=r"each of the 2 ranks that saved it has its own state .*; got 1"):
+            checkpoint.load(tmp_path, whole, optimizer)

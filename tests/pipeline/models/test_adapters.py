@@ -249,4 +249,4 @@ def test_what_cannot_be_cut_or_written_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"adapter of 'model\.embed_tokens' cannot be merged into a weight that is tied"
     ):
         export(tmp_path / "tied", tied)
-    assert [path.name for path in (tmp_path / "tied").glob("**/*")] == [".export"]
+    assert not [*(tmp_path / "tied").glob("*")]

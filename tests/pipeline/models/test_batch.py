@@ -95,10 +95,10 @@ def test_a_batch_by_names_is_all_that_a_step_needs(
     [
         (
             lambda batch: None,
-            r"step with side attention_mask \(\d+ elements\), position_ids \(\d+ elements\) on rank 0 and step on",
+            r"step with side attention_mask \(8 rows\), position_ids \(8 rows\) on rank 0 and step on",
         ),
         (lambda batch: batch["input_ids"], "ranks make different calls"),
-        (lambda batch: without("attention_mask", batch), r"step with side position_ids \(\d+ elements\) on rank 1"),
+        (lambda batch: without("attention_mask", batch), r"step with side position_ids \(8 rows\) on rank 1"),
     ],
 )
 def test_a_rank_without_what_every_chunk_needs_is_told(given: Any, message: str) -> None:

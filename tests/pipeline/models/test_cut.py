@@ -546,6 +546,20 @@ def test_few_blocks_need_a_partition() -> None:
         cut(make("llama"), schedules.zb_h1(8, 2), rank=0)
 
 
+# ---- what a batch brings
+
+
+def test_an_argument_that_the_model_would_ignore_is_refused() -> None:
+    """transformers' own forward takes it without a word, and computes as without a mask."""
+    tokens, mask, _ = batch()
+    (chunk,) = cut(make("llama"), schedules.zb_h1(1, 2), rank=0)
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM has no argument 'atention_mask' and .* as 'attention_mask'"
+    ):
+        chunk(tokens, atention_mask=mask)
+    chunk(tokens, attention_mask=mask, num_items_in_batch=4)  # what the library hands on to all models
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_checkpointing_repeats_dropout_and_evaluation_has_none(dtype: torch.dtype) -> None:
     def run(checkpointing: bool) -> tuple[Any, ...]:

@@ -167,6 +167,8 @@ def test_a_chunk_compiles_its_layers_one_by_one() -> None:
     assert chunks[0].whole.model.layers[0]._compiled_call_impl is not None
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], msg=name)
+    with pytest.raises(TypeError, match="Chunk compiles its layers one by one: call compile"):
+        one_rank([torch.compile(chunk) for chunk in chunks], schedule, token_loss)
 
 
 def test_a_chunk_that_is_compiled_as_a_whole_says_how_to_compile_it() -> None:

@@ -208,6 +208,8 @@ def test_a_closure_is_called_once_with_gradients_and_its_loss_returned() -> None
         assert optimizer.step(closure).item() == 2
     assert optimizer.step() is None
     assert (len(calls), weight.item()) == (1, 0.0)
+    with pytest.raises(TypeError, match=r"Optimizer.step: closure must be callable, or None; got 3"):
+        optimizer.step(3)
 
 
 def test_ranks_without_gradients_take_part() -> None:
@@ -233,6 +235,7 @@ def test_ranks_without_gradients_take_part() -> None:
             {"optimizer": Optimizer(torch.optim.SGD([torch.ones(1)]), LocalTransport.ring(1)[0])},
             "already; got Optimizer",
         ),
+        ({"optimizer": torch.optim.LBFGS([torch.ones(1)])}, r"LBFGS.step\(\) computes losses by a closure"),
         ({"max_norm": 0}, "max_norm must be above 0; got 0"),
         ({"max_norm": math.nan}, "max_norm must be above 0; got nan"),
         ({"max_norm": "1"}, "Optimizer: max_norm must be a number above 0; got '1'"),

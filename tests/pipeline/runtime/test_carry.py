@@ -22,6 +22,7 @@ from zbkern.pipeline import (
     ProfileOptions,
     Schedule,
     StepOptions,
+    check_slices,
     profile,
     schedules,
     token_loss,
@@ -290,7 +291,7 @@ class Mixed(nn.Module):
         (Mixed(nn.MultiheadAttention(4, 2)), loss_fn, 3, TOKENS, "part is a MultiheadAttention"),
         (Forgetful(""), loss_fn, 25, TOKENS, "long enough for 25 slices"),
         (Forgetful(""), loss_fn, 3, 1, "targets must have the 24 tokens of a sequence as dimension 1"),
-        (Forgetful(""), sum_of, 3, TOKENS, "or a sum that says so by loss_fn.reduction"),
+        (Forgetful(""), sum_of, 3, TOKENS, "looks like a sum: say so by loss_fn.reduction"),
         (Forgetful(""), shifting, 3, TOKENS, "shifted before they are cut"),
         (Forgetful("appends once"), loss_fn, 3, TOKENS, "every slice must append to 'keys'; slice 0 has not"),
         (Forgetful("one key"), loss_fn, 3, TOKENS, "got 'keys' twice in a slice"),
@@ -344,3 +345,41 @@ def test_what_slices_take_is_measured() -> None:
     assert forward == pytest.approx(2 + TOKENS + 0.5 * TOKENS**2, rel=0.1)
     assert TOKENS * 4 <= carried <= (TOKENS + 2) * 4
     assert costs.tokens == TOKENS
+
+
+class Looking(nn.Module):
+    """A module that looks at whole sequences, or loses a gradient, unless it is right."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, zbkern.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
+        y = self.linear(x)
+        if self.how == "mean":
+            return y - y.mean(1, keepdim=True)
+        state = None if carry is None else carry.state("sum")
+        sums = y.cumsum(1) + (0 if state is None else state)
+        if carry is not None:
+            carry.keep("sum", sums[:, -1:].detach() if self.how == "detached" else sums[:, -1:])
+        return sums
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("right", None),
+        ("mean", "Looking gives other outputs in slices, from token 0 on"),
+        ("detached", "the gradient of linear.weight in slices is off"),
+    ],
+)
+def test_check_slices(how: str, message: str | None) -> None:
+    module, x = Looking(how).double(), torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
+    module.linear.weight.grad = torch.ones_like(module.linear.weight)
+    if message is None:
+        check_slices(module, x, (5, 3, 16))
+        check_slices(make(1)[0], batch(2)[0], side={"positions": batch(2)[2]})
+    else:
+        with pytest.raises(ValueError, match=message):
+            check_slices(module, x)
+    torch.testing.assert_close(module.linear.weight.grad, torch.ones_like(module.linear.weight))

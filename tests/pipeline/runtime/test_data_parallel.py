@@ -199,10 +199,10 @@ def refuse() -> list[str]:
 
 def test_what_cannot_be_is_refused(four_ranks: Any) -> None:
     for static, unused, inside, mixed in four_ranks.run(refuse):
-        assert "static_graph, which is of no use here" in static
-        assert "find_unused_parameters, which is" in unused
+        assert "static_graph=True, which is of no use here" in static
+        assert "find_unused_parameters=True" in unused
         assert "has DistributedDataParallel inside; wrap the whole module in it" in inside
-        assert "with mixed_precision, which is of no use here" in mixed
+        assert "with mixed_precision, which works by hooks" in mixed
 
 
 def share_with_other_stages() -> None:

@@ -63,7 +63,7 @@ def check_failing_then_working(results: list[Any], first: str, last: str) -> Non
 
 SAID = "PipelineError: rank 1, action 1F2: "
 BATCH = "Pipeline.step: dimension 0 of targets must be a multiple of the 4 microbatches; got [7, 5, 3]"
-SPARSE = "Pipeline.step: targets must hold tensors with a batch dimension, dense ones"
+SPARSE = "Pipeline.step: targets must hold dense tensors to be split; got torch.sparse_coo; pass a list with one entry"
 
 
 @pytest.mark.parametrize(
@@ -293,6 +293,18 @@ def test_a_rank_that_closes_early_is_named_by_those_that_are_no_neighbours() -> 
     for error in on_threads(4, lambda t: calling(t, ("step",) if t.rank == 3 else ("step", "step")))[:3]:
         assert isinstance(error, PipelineError)
         assert "rank 3 closed its pipeline" in str(error)
+
+
+def test_a_chunk_of_another_width_says_what_arrived_and_from_where() -> None:
+    modules = [nn.Linear(6, 5), nn.Linear(6, 3)]
+
+    def rank_steps(transport: LocalTransport) -> None:
+        with Pipeline(modules[transport.rank], schedules.zb_h1(2, 2), nn.functional.mse_loss, transport) as pipe:
+            pipe.step(torch.ones(4, 6), torch.ones(4, 3))
+
+    for error in on_threads(2, rank_steps):
+        assert "rank 1, action 1F0: RuntimeError: " in str(error)
+        assert str(error).endswith("; its input, of chunk 0 on rank 0, was float32 [2, 5]")
 
 
 def step_beside_a_forked_child() -> int:

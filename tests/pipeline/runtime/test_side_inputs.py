@@ -62,23 +62,23 @@ def test_every_chunk_gets_its_microbatchs(name: str, fill: str) -> None:
 @pytest.mark.parametrize(
     ("change", "called"),
     [
-        (lambda side: {"mask": side["mask"]}, "step with side mask (8 elements)"),
-        (lambda side: {**side, "scale": None}, "step with side mask (8 elements)"),
+        (lambda side: {"mask": side["mask"]}, "step with side mask (8 rows)"),
+        (lambda side: {**side, "scale": None}, "step with side mask (8 rows)"),
         (lambda side: None, "step"),
         # of one row each, which every chunk takes as the same for all rows
         (
             lambda side: {name: value[:4] for name, value in side.items()},
-            "step with side mask (4 elements), scale (4 elements)",
+            "step with side mask (4 rows), scale (4 rows)",
         ),
         (
             lambda side: [{"mask": side["mask"][:2], "scale": side["scale"][:2]}] * 3 + [{"mask": side["mask"][:2]}],
-            "step with side mask (8 elements), scale (6 elements)",
+            "step with side mask (8 rows), scale (2+2+2+0 rows)",
         ),
     ],
 )
 def test_ranks_with_other_side_inputs_are_refused(change: Callable[[dict[str, Tensor]], Any], called: str) -> None:
     model, x, targets, side = model_and_batch()
-    plain = f"step with side mask (8 elements), scale (8 elements) on rank 0 and {called} on rank 1"
+    plain = f"step with side mask (8 rows), scale (8 rows) on rank 0 and {called} on rank 1"
 
     def step(pipe: Pipeline) -> Any:
         try:
@@ -98,9 +98,13 @@ def test_ranks_with_other_side_inputs_are_refused(change: Callable[[dict[str, Te
     [
         (torch.ones(8), "side must be {name: tensor}"),
         ({"mask": torch.ones(7)}, "dimension 0 of side must be a multiple of the 4"),
+        (
+            {"mask": torch.ones(4)},
+            r"\['mask'\] of side must have as many rows as inputs, or be a list of microbatches",
+        ),
         ([{}] * 3, "side is a list of 3 microbatches"),
         ([torch.ones(2)] * 4, "side must be {name: tensor}"),
-        ({"other": torch.ones(8)}, "unexpected keyword argument 'other'"),
+        ({"other": torch.ones(8)}, "inputs give and side gives it.*unexpected keyword argument 'other'|missing"),
     ],
 )
 def test_bad_side_inputs_name_the_argument(side: Any, message: str) -> None:

@@ -54,6 +54,12 @@ class Stored(NamedTuple):
     size: Sequence[int]
     pieces: Sequence[Piece]
 
+    def same_as(self, other: Stored) -> bool:
+        """Whether both are equal, as far as their checksums say; also where they were cut in different ways."""
+        parts = [[(p.offset, p.size) for p in stored.pieces] for stored in (self, other)]
+        sums = [[p.crc32 for p in stored.pieces] for stored in (self, other)]
+        return parts[0] != parts[1] or sums[0] == sums[1]
+
     def empty(self) -> Tensor:
         return torch.empty(list(self.size), dtype=getattr(torch, self.dtype))
 
@@ -158,12 +164,15 @@ def _write_metadata(folder: Path, tensors: Mapping[str, Stored]) -> None:
 def read_index(folder: Path) -> Index:
     """Raises ValueError where it is damaged, of another version, or where there is none."""
     path = folder / INDEX
-    if folder.is_dir() and not path.exists():
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        if not folder.exists():
+            raise _deleted(path) from None
         raise ValueError(
             f"checkpoint.load: {folder} has no {INDEX}, which checkpoint.save writes last and which has the checksums; "
             "load it with torch.distributed.checkpoint, if you trust it, and save it again"
-        )
-    data = path.read_bytes()
+        ) from None
     try:
         whole = json.loads(data)
         content, checksum = whole["content"], whole["crc32"]
@@ -189,12 +198,22 @@ def read(folder: Path, index: Index, targets: Mapping[str, Tensor], verify: bool
         if _overlap(piece, *places[key]) is not None
     ]
     found.sort(key=lambda pair: (pair[0].file, pair[0].start))
-    for name, of_file in groupby(found, key=lambda pair: pair[0].file):
-        with open(folder / name, "rb") as file:
-            for piece, key in of_file:
-                data = _read(file, folder / name, piece, key)
-                if not verify:
-                    _copy(data, piece, targets[key], *places[key])
+    try:
+        for name, of_file in groupby(found, key=lambda pair: pair[0].file):
+            with open(folder / name, "rb") as file:
+                for piece, key in of_file:
+                    data = _read(file, folder / name, piece, key)
+                    if not verify:
+                        _copy(data, piece, targets[key], *places[key])
+    except FileNotFoundError as error:
+        raise _deleted(error.filename) from None
+
+
+def _deleted(path: Any) -> ValueError:
+    return ValueError(
+        f"checkpoint.load: {path} was deleted while it was read, or is lost; load again, and where another job saves "
+        "into this folder, have its saves keep more checkpoints: keep="
+    )
 
 
 def _overlap(piece: Piece, offset: list[int], size: list[int]) -> list[tuple[int, int]] | None:

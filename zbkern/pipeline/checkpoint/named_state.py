@@ -28,17 +28,19 @@ class NamedState:
         master.NAME               fp32 master weights of an Optimizer
         optimizer.ENTRY.NAME      the optimizer's state of a parameter, where it is a tensor and ENTRY has no dot
         values.NAME               all other entries of a parameter, packed
+        others.RANK               the optimizer's state that is of no parameter
         group.RANK.INDEX          hyperparameters, the names of the parameters that have them, the kind of optimizer
 
     modules: a Pipeline, {chunk number: module}, or the whole model. optimizer: an Optimizer, a torch optimizer or None.
-    rename: (chunk number, key in its module) -> name in the whole model. rank: this one's. Raises TypeError for other
-    arguments, ValueError when two tensors of a chunk get one name, or a parameter of the optimizer is in no module.
+    rename: (chunk number, key in its module) -> name in the whole model. rank: this one's, of `size`. Raises TypeError
+    for other arguments, ValueError when two tensors of a chunk get one name, or a parameter of the optimizer is in no
+    module.
     """
 
     def __init__(
-        self, modules: Modules, optimizer: torch.optim.Optimizer | None, rename: Rename | None, rank: int
+        self, modules: Modules, optimizer: torch.optim.Optimizer | None, rename: Rename | None, rank: int, size: int
     ) -> None:
-        self.rank = rank
+        self.rank, self.size = rank, size
         self._chunks = _chunks(modules)
         if rename is not None and not callable(rename):
             raise TypeError(f"checkpoint: rename must be callable as rename(chunk, key), or None; got {rename!r}")
@@ -54,8 +56,10 @@ class NamedState:
         for chunk, module in self._chunks.items():
             for key, value in module.named_parameters(remove_duplicate=False):
                 names.setdefault(id(value), []).append(self._name(chunk, key))
-        tied = modules.tied.values() if isinstance(modules, Pipeline) else ()
-        self._tied = {name for parameter in tied for name in names.get(id(parameter), [])}
+        tied = modules.tied if isinstance(modules, Pipeline) else {}
+        labels = {key: found[0] for key, found in names.items() if len(found) > 1}
+        labels |= {id(parameter): f"tied {label}" for label, parameter in tied.items()}
+        self._labels = {name: label for key, label in labels.items() for name in names.get(key, [])}
         names.update({id(master): names[id(p)] for p, master in self._masters if id(p) in names})
         self._names = names
         self._as_saved: set[str] = set()  # whose optimizer state is of the dtypes that it had then
@@ -79,7 +83,7 @@ class NamedState:
         found = {f"model.{name}": v if isinstance(v, Tensor) else pack(v, name) for _, _, name, v in entries}
         if self._inner is None:
             return found
-        self._check_of_parameters(self._inner.state)
+        self._check_unshared(self._inner.state)
         for name, parameter in self._own.items():
             state = self._inner.state.get(parameter)
             if state is None:
@@ -92,6 +96,9 @@ class NamedState:
                     values[entry] = value
             if values or not state:
                 found[f"values.{name}"] = pack(values, f"the optimizer's state of {name!r}")
+        others = {key: value for key, value in self._inner.state.items() if not isinstance(key, Tensor)}
+        if others:
+            found[f"others.{self.rank}"] = pack(others, "the optimizer's state")
         found.update({f"master.{name}": master for _, master in self._masters for name in self._names[id(master)]})
         settings = zip(self._inner.param_groups, hyperparameters(self._inner), strict=True)
         for index, (group, values) in enumerate(settings):
@@ -101,15 +108,10 @@ class NamedState:
             )
         return found
 
-    def _check_of_parameters(self, state: Mapping[Any, Any]) -> None:
-        """Raises ValueError for state that is not of one parameter alone: others may hold the parameters at a load."""
+    def _check_unshared(self, state: Mapping[Any, Any]) -> None:
+        """Raises ValueError for a tensor that is in the optimizer's state twice: it would be loaded as two."""
         seen: set[int] = set()
         for key, entries in state.items():
-            if not isinstance(key, Tensor):
-                raise ValueError(
-                    f"checkpoint.save: the state of {type(self._inner).__name__} must be of its parameters; got "
-                    f"{key!r}, which is none: keep that in the param_groups"
-                )
             for leaf in tensors_in(entries):
                 if id(leaf) in seen:
                     raise ValueError(
@@ -149,7 +151,7 @@ class NamedState:
             if kind == "optimizer" and name in self._own and [*what.size] == [*self._own[name].shape]:
                 like = self._own[name]  # a shard where the parameter is one
                 found[key] = torch.empty_like(like, dtype=getattr(torch, what.dtype), requires_grad=False)
-            elif kind == "group" or (kind in ("optimizer", "values") and name in self._own):
+            elif kind in ("group", "others") or (kind in ("optimizer", "values") and name in self._own):
                 found[key] = what.empty()
         masters = {id(master) for _, master in self._masters}
         for name, parameter in self._own.items():
@@ -162,8 +164,8 @@ class NamedState:
                 found[key] = torch.empty_like(master)
         return found
 
-    def names(self) -> list[tuple[str, int, bool]]:
-        """(name, chunk, whether other ranks may have copies of it) of this rank's part of the model.
+    def names(self) -> list[tuple[str, int, str]]:
+        """(name, chunk, label) of this rank's part of the model; what is one parameter has one label, others have "".
 
         Raises ValueError where two tensors of a chunk have one name.
         """
@@ -174,11 +176,14 @@ class NamedState:
                     f"checkpoint: rename gives {other!r} and {key!r} of chunk {chunk} one name, {name!r}, and the "
                     "whole model needs a name for each"
                 )
-        return [(name, chunk, name in self._tied) for chunk, name in keys]
+        return [(name, chunk, self._labels.get(name, "")) for chunk, name in keys]
 
-    def check(self, loaded: Mapping[str, Tensor]) -> None:
+    def check(self, loaded: Mapping[str, Tensor], ranks: int) -> None:
         """Raises ValueError where the optimizer cannot take the state: of another kind, of other parameters or
-        groups."""
+        groups, or of as many others as ranks.
+
+        ranks: how many have saved.
+        """
         if self._inner is None:
             return
         groups = [unpack(value) for key, value in loaded.items() if _parse(key)[0] == "group"]
@@ -188,7 +193,13 @@ class NamedState:
                     f"checkpoint.load: it holds the state of {group['kinds'][0]}, and the optimizer is "
                     f"{type(self._inner).__name__}; load it with that kind, or without optimizer= for the model alone"
                 )
+        if isinstance(self._inner, torch.optim.LBFGS) and [*self._own] not in [group["names"] for group in groups]:
+            raise ValueError(
+                "checkpoint.load: LBFGS keeps one vector of all its parameters, and others were saved; load it with "
+                "the same parameters on each rank, or without optimizer= for the model alone"
+            )
         self._settings = self._settings_in(groups)
+        self._others = self._others_in(loaded, ranks)
 
     def take(self, loaded: Mapping[str, Tensor]) -> None:
         """Puts what `targets` made, and somebody has filled, into modules and torch optimizer."""
@@ -209,6 +220,7 @@ class NamedState:
                 entries[key.split(".")[1]] = value
             elif kind == "values":
                 entries.update(unpack(value))
+        state = {**state, **self._others}
         groups = self._inner.state_dict()["param_groups"]
         for group, described, settings in zip(self._inner.param_groups, groups, self._settings, strict=True):
             described.update({name: _where(group.get(name), value) for name, value in settings.items()})
@@ -241,6 +253,22 @@ class NamedState:
             found.append(settings[0] if settings else {})
         return found
 
+    def _others_in(self, loaded: Mapping[str, Tensor], ranks: int) -> dict[Any, Any]:
+        """The optimizer's state that is of no parameter: what all ranks have alike, or this rank's own."""
+        found = {key: value for key, value in loaded.items() if _parse(key)[0] == "others"}
+        first = next(iter(found.values()), None)
+        own = found.get(f"others.{self.rank}")
+        if first is None or (own is None and ranks == self.size):
+            return {}
+        if len(found) == ranks and all(torch.equal(value, first) for value in found.values()):
+            return unpack(first)
+        if own is None or ranks != self.size:
+            raise ValueError(
+                f"checkpoint.load: the {type(self._inner).__name__} of each of the {ranks} ranks that saved it has its "
+                f"own state that is of no parameter; load it with as many ranks; got {self.size}"
+            )
+        return unpack(own)
+
     def _name(self, chunk: int, key: str) -> str:
         """In the whole model."""
         name = key if self._rename is None else self._rename(chunk, key)
@@ -255,14 +283,14 @@ class NamedState:
                 yield chunk, key, self._name(chunk, key), value
 
 
-def check_unique(names: Iterable[tuple[str, int, bool]]) -> None:
+def check_unique(names: Iterable[tuple[str, int, str]]) -> None:
     """Raises ValueError where chunks share a name; names: `NamedState.names` of all ranks.
 
     Tensors of one name would become one in the checkpoint; for a tied parameter that is right.
     """
     seen: dict[str, int] = {}
-    for name, chunk, is_tied in names:
-        if seen.setdefault(name, chunk) != chunk and not is_tied:
+    for name, chunk, label in names:
+        if seen.setdefault(name, chunk) != chunk and not label.startswith("tied "):
             raise ValueError(
                 f"checkpoint: chunks {seen[name]} and {chunk} both have a tensor {name!r}, and the whole model "
                 "needs a name for each; pass rename=function(chunk, key), such as "

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zbkern.pipeline.checkpoint import dcp_format, directory
+from zbkern.pipeline.checkpoint.dcp_format import Index
 from zbkern.pipeline.checkpoint.named_state import (
     Modules,
     NamedState,
@@ -76,7 +79,7 @@ def save(
         folder = _path(folder)
         check_count("checkpoint: step", step, 0)
         check_count("checkpoint: keep", keep)
-        state = NamedState(modules, optimizer, rename, ranks.rank)
+        state = NamedState(modules, optimizer, rename, ranks.rank, ranks.size)
         ranks.exchange("arguments checked", (step, state.names()), _check_agreement)
         stepping = _stepping(modules, optimizer)
         if stepping is not None:
@@ -125,24 +128,27 @@ def load(
     Raises ValueError when there is no checkpoint of `step`, when it does not hold this model or the state of this kind
     of optimizer, when a checksum does not fit, or when it was written without checksums; on other ranks as `save`.
     Nothing has been changed then on any rank: the model's tensors are read twice, and verified on all ranks before one
-    is changed. What fails only in the second reading leaves model and optimizer partly loaded: load again. Warns where
-    it holds more than the model.
+    is changed. What fails only in the second reading leaves model and optimizer partly loaded, and a warning says so.
+    Warns where it holds more than the model, and where it holds different tensors for what is one parameter here.
     """
     with RankExchange("checkpoint.load", group, _timeout(timeout, modules)) as ranks:
         folder = _path(folder)
         if step is not None:
             check_count("checkpoint: step", step, 0)
-        state = NamedState(modules, optimizer, rename, ranks.rank)
+        state = NamedState(modules, optimizer, rename, ranks.rank, ranks.size)
         everywhere: set[str] = set()  # on rank 0
 
         def choose(values: list[Any]) -> list[tuple[str, int]] | None:
             _check_agreement([(step, names) for step, names, _ in values])
-            everywhere.update(name for _, of_rank, _ in values for name, _, _ in of_rank)
+            names = [found for _, of_rank, _ in values for found in of_rank]
+            everywhere.update(name for name, _, _ in names)
             path = directory.find(folder, step)
             if path is None:
                 _check_absent(folder, step, [seen for *_, seen in values])
                 return None
-            return [(path.name, dcp_format.read_index(path).checksum)] * ranks.size
+            index = dcp_format.read_index(path)
+            _warn_of_differing_copies(path, index, names)
+            return [(path.name, index.checksum)] * ranks.size
 
         seen = directory.find(folder, step)
         mine = (step, state.names(), None if seen is None else seen.name)
@@ -168,15 +174,16 @@ def load(
         dcp_format.read(path, index, of_model, verify=True)  # read when all ranks have come this far
         common = unpack(wanted.pop("common"))
         stored_random = unpack(wanted.pop(own_random)) if own_random in wanted else None
-        state.check(wanted)
+        state.check(wanted, sum(key.startswith("random.") for key in stored))
         ranks.exchange("checkpoint verified")
         stepping = _stepping(modules, optimizer)
         if stepping is not None:
             stepping.abandon()
         if isinstance(modules, Pipeline):  # from here its ranks are at the same step again
             modules.completed = 0
-        dcp_format.read(path, index, of_model)
-        state.take(wanted)
+        with _warning_of_a_partial_load(path, state.rank):
+            dcp_format.read(path, index, of_model)
+            state.take(wanted)
         if stored_random is not None:
             set_random_state(stored_random, state.device)
         else:
@@ -213,7 +220,7 @@ def _path(folder: str | os.PathLike) -> Path:
     return Path(folder)
 
 
-def _check_agreement(values: list[tuple[int | None, list[tuple[str, int, bool]]]]) -> None:
+def _check_agreement(values: list[tuple[int | None, list[tuple[str, int, str]]]]) -> None:
     """Raises ValueError where ranks have different steps, or chunks one name; by rank (step, `NamedState.names`)."""
     for rank, (step, _) in enumerate(values):
         if step != values[0][0]:
@@ -238,6 +245,33 @@ def _check_absent(folder: Path, step: int | None, seen: list[str | None]) -> Non
         raise ValueError(f"checkpoint.load: {folder} has no checkpoint of step {step}; there are {steps}")
 
 
+def _warn_of_differing_copies(path: Path, index: Index, names: list[tuple[str, int, str]]) -> None:
+    """Warns where there are different tensors for one parameter. names: `NamedState.names` of all ranks."""
+    first_of: dict[str, str] = {}
+    for name, _, label in names:
+        first = first_of.setdefault(label, name)
+        found = [index.tensors.get(f"model.{key}") for key in (first, name)]
+        if label and found[0] and found[1] and not found[0].same_as(found[1]):
+            logger.warning(
+                "%s: %r differs from %r, and this model has one tied parameter for both; a rank that holds both "
+                "takes the first, others their own: load it into a model that does not tie them",
+                *(path, name, first),
+            )
+
+
 def _check_shared(path: Path) -> None:
     if not path.is_dir():
         raise ValueError(f"checkpoint: rank 0 sees {path}, and this rank does not; {_ONE_PLACE}")
+
+
+@contextmanager
+def _warning_of_a_partial_load(path: Path, rank: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        logger.warning(
+            "checkpoint.load: rank %d: loading %s failed after it was verified; model and optimizer are partly loaded: "
+            "load again before they are used",
+            *(rank, path),
+        )
+        raise

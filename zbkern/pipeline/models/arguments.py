@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,6 +62,17 @@ def _shifted(whole: Any, labels: Tensor) -> Tensor:
     return whole.prepare_decoder_input_ids_from_labels(labels)
 
 
+def refuse_unknown(whole: Any, known: frozenset[str], side: dict[str, Any]) -> None:
+    """The library's models take any further argument, and do nothing with it."""
+    for name in side if known else ():
+        if name not in known:
+            like = difflib.get_close_matches(name, known, 1) or ["attention_mask"]
+            raise ValueError(
+                f"cut: {type(whole).__name__} has no argument {name!r} and would ignore it: leave it out of "
+                f"the batch and of side, or give it by the name that the model has for it, such as {like[0]!r}"
+            )
+
+
 def without_images(
     whole: Any, own: str | None, side: dict[str, Any], layers: Sequence[str], first: int, last: int
 ) -> dict[str, Any]:
@@ -85,6 +97,23 @@ def without_images(
             "side={'input_ids': tokens, ...}, on every rank"
         )
     return side if first == 0 else {name: value for name, value in side.items() if name not in encoded}
+
+
+def known_arguments(whole: Any) -> frozenset[str]:
+    """What a forward in a model of transformers takes or looks up by name, and what the library hands on; else none."""
+    if not is_transformer(whole):
+        return frozenset()
+    try:
+        from transformers.utils import TransformersKwargs
+    except ImportError:  # before 4.54
+        return frozenset()
+    known = {*TransformersKwargs.__annotations__}
+    for kind in {type(module) for module in whole.modules()}:
+        forward = inspect.unwrap(kind.forward)
+        known.update(inspect.signature(forward).parameters)
+        if hasattr(forward, "__code__"):
+            known.update(each for each in forward.__code__.co_consts if isinstance(each, str) and each.isidentifier())
+    return frozenset(known)
 
 
 def pools_by_padding(whole: Any) -> bool:

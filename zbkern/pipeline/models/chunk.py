@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from zbkern.pipeline.models.adapters import plain_names
 from zbkern.pipeline.models.arguments import (
     ArgumentElsewhere,
+    known_arguments,
     pools_by_padding,
+    refuse_unknown,
     split_batch,
     without_images,
 )
@@ -61,6 +63,7 @@ class Chunk(nn.Module):
         self._ddp_params_and_buffers_to_ignore = list(elsewhere)
         self.tensor_names = plain_names(self)  # what is wrapped later has others
         self._checked = False
+        self._known_arguments = known_arguments(whole)  # before layers are converted
         for name in self.layer_names:
             whole.get_submodule(name).register_forward_pre_hook(_refusal_of(name), with_kwargs=True)
         encoder = encoder_of(whole)
@@ -90,18 +93,20 @@ class Chunk(nn.Module):
         """Of a batch by the names of the model's arguments, what the first chunk alone takes, and what all take."""
         return split_batch(self.whole, self._encoder_layers > 0, batch)
 
-    def check_sliceable(self) -> nn.Module:
-        """Raises ValueError where sequences cannot come in slices, as in a schedule that has them; returns what is to
-        take their `carry`."""
-        if not is_transformer(self.whole):
-            return self.whole
-        if pools_by_padding(self.whole):
-            raise ValueError(
-                f"cut: {type(self.whole).__name__} looks for the last token of whole sequences: use a schedule without "
-                "slices"
+    def check_sliceable(self) -> None:
+        """Raises TypeError or ValueError where sequences cannot come in slices, as in a schedule that has them."""
+        if is_transformer(self.whole):
+            if pools_by_padding(self.whole):
+                raise ValueError(
+                    f"cut: {type(self.whole).__name__} looks for the last token of whole sequences: use a schedule "
+                    "without slices"
+                )
+            sliced_cache().check_sliceable(self.whole)
+        elif "carry" not in inspect.signature(self.whole.forward).parameters:
+            raise TypeError(
+                f"cut: {type(self.whole).__name__} must take the keyword argument carry to run sequences in slices, "
+                "and hand it to its layers; or use a schedule without slices"
             )
-        sliced_cache().check_sliceable(self.whole)
-        return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`torch.nn.Module.compile` of its layers one by one: placeholders for the others end a forward in ways that a
@@ -182,6 +187,7 @@ class Chunk(nn.Module):
         if transformer:
             carry = side.get("carry")
             side = {name: value for name, value in side.items() if name != "carry"}
+            refuse_unknown(self.whole, self._known_arguments, side)
             side = {"use_cache": False, **side}
             if carry is not None:
                 side = sliced_cache().arguments_of_slice(self.whole, side, carry)
@@ -232,8 +238,10 @@ class Chunk(nn.Module):
             return ValueError(str(error)) if isinstance(error, AttributeError) else None  # of a stand-in
         if self._first == 0:
             return None
+        if not self._flow.entered:
+            return self._unreachable(error)
         lacks_tokens = "NoneType" in str(error) and "input_ids" not in side and is_transformer(self.whole)
-        return self._without_batch(error) if lacks_tokens or not self._flow.entered else None
+        return self._without_tokens(error) if lacks_tokens else None
 
     def _of_another(self, error: PlaceholderUsed, side: dict[str, Any]) -> ValueError:
         """Of a forward that uses what other chunks hold."""
@@ -268,12 +276,18 @@ class Chunk(nn.Module):
         found = (number for number, layer in enumerate(self.all_layers) if is_within(name, layer))
         return next(found, len(self.all_layers))
 
-    def _without_batch(self, error: Exception) -> ValueError:
-        where = self._words() if self._flow.entered else f"what is before {self.all_layers[self._first]!r}"
+    def _unreachable(self, error: Exception) -> ValueError:
         return ValueError(
-            f"cut: the model's forward fails in {where}: {type(error).__name__}: {error}. What it needs there of the "
-            f"batch, such as token ids, must be a side input by the name that the forward has for it: {GIVE_TOKENS}; "
-            "what it computes from layers of other chunks must be in a layer, or the cut elsewhere"
+            f"cut: the model's forward fails before {self.all_layers[self._first]!r}, the chunk's first layer: "
+            f"{type(error).__name__}: {error}. What it needs there of the batch must be a side input, "
+            "pipe.step(inputs, targets, side={name: tensor}), by the name that the forward has for it; what it "
+            "computes from layers of other chunks must be in a layer, or the cut elsewhere"
+        )
+
+    def _without_tokens(self, error: Exception) -> ValueError:
+        return ValueError(
+            f"cut: {type(error).__name__} in {self._words()}: {error}. "
+            f"They have no token ids; if the model uses these there, {GIVE_TOKENS}"
         )
 
     def _check(self, received: Any, output: Any) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -32,7 +34,7 @@ from zbkern.pipeline.models.weights import INDEX, SINGLE, library_converts, safe
 from zbkern.pipeline.schedules.units import some
 from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
 
-_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_OURS = re.compile(r"model(-\d{5}-of-\d{5}(\.\d+)?)?\.safetensors")
 """The names that exports have; others in the folder stay."""
 
 
@@ -62,9 +64,8 @@ def export(
     library its configuration is written, too, with the names and layouts that the library saves, and adapters of the
     peft library are merged into what is written (`export_adapter` writes them alone). Raises ImportError
     without safetensors, TypeError for other chunks, ValueError for chunks whose tensors have other names than the model
-    that was cut (wrappers around layers, say), OSError; on the other ranks PipelineError. An older model then
-    stays, and what was written in `.export`, until the next export. Killed at any moment, it leaves the old model, the
-    new one, or none.
+    that was cut, or that the library would build (wrappers around layers, say), OSError; on the other ranks
+    PipelineError. Nothing is written then. Whenever it is killed, the folder has the old model or the new one.
     """
 
     def files_of(chunk: Chunk) -> Iterator[dict[str, Tensor]]:
@@ -121,14 +122,9 @@ def _write(
         save_file = safetensors(caller).torch.save_file
         mine = _chunks(caller, chunks)
         files = [files_of(chunk) for chunk in mine]  # which first looks at names
-        folder, scratch = Path(folder), Path(folder) / ".export"
-
-        def begin(held: list[list[list[str]]]) -> list[list[str]]:
-            shutil.rmtree(scratch, ignore_errors=True)  # of an export that has failed
-            return _first_holders(held)
-
-        writes = ranks.exchange("chunks listed", [chunk.layer_names for chunk in mine], begin)
-        scratch.mkdir(parents=True, exist_ok=True)
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        writes = ranks.exchange("chunks listed", [chunk.layer_names for chunk in mine], _first_holders)
         optimizer = getattr(chunks, "optimizer", None)
         if optimizer is not None:
             optimizer.validate()  # before a weight is read
@@ -136,18 +132,35 @@ def _write(
 
         def finish_all(found: list[list[Any]]) -> None:
             finish(folder, sorted(Shard(*shard) for of_rank in found for shard in of_rank), mine)
-            shutil.rmtree(scratch)
+            _delete_unfinished(folder, "*")  # of exports that were killed, too
 
-        for chunk, its_files in zip(mine, files, strict=True):
-            for number, tensors in enumerate(its_files):
-                if chunk.layer_names[0] not in writes:
-                    continue  # a shard of another rank's tensor took part in gathering it
-                path = scratch / f"{chunk.layer_names[0]}-{number}.safetensors"
-                save_file(tensors, path, metadata={"format": "pt"})
-                size = sum(tensor.nbytes for tensor in tensors.values())
-                order = chunk.all_layers.index(chunk.layer_names[0])
-                shards.append(Shard((order, number), str(path), sorted(tensors), size))
-        ranks.exchange("tensors written", shards, finish_all)
+        with _deleting_on_error(folder, ranks.rank):
+            for chunk, its_files in zip(mine, files, strict=True):
+                for number, tensors in enumerate(its_files):
+                    if chunk.layer_names[0] not in writes:
+                        continue  # a shard of another rank's tensor took part in gathering it
+                    path = folder / f".{chunk.layer_names[0]}-{number}-of-rank-{ranks.rank}.safetensors"
+                    save_file(tensors, path, metadata={"format": "pt"})
+                    size = sum(tensor.nbytes for tensor in tensors.values())
+                    order = chunk.all_layers.index(chunk.layer_names[0])
+                    shards.append(Shard((order, number), str(path), sorted(tensors), size))
+            ranks.exchange("tensors written", shards, finish_all)
+
+
+def _delete_unfinished(folder: Path, rank: int | str) -> None:
+    """What this rank was writing, or "*"."""
+    for path in folder.glob(f".*-of-rank-{rank}.safetensors"):
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _deleting_on_error(folder: Path, rank: int) -> Iterator[None]:
+    """A disk that is full would stay so."""
+    try:
+        yield
+    except BaseException:
+        _delete_unfinished(folder, rank)
+        raise
 
 
 def _chunks(caller: str, given: Any) -> list[Chunk]:
@@ -170,6 +183,20 @@ def _check_names(chunk: Chunk) -> None:
             f"which it does not have, and lack {some(missing, 3)}: merge adapters into their layers, or take wrappers "
             "and parametrizations off, before you export; checkpoint.save writes the chunks as they are"
         )
+    foreign = sorted(names - _names_of_the_class(chunk.whole)) if is_transformer(chunk.whole) else []
+    if foreign:
+        raise ValueError(
+            f"export: chunks must have the tensors that from_pretrained looks for; got {some(foreign, 3)}, which a "
+            f"{type(chunk.whole).__name__} of its configuration does not have: merge adapters into their layers "
+            "(merge_and_unload) before you cut the model; checkpoint.save writes the chunks as they are"
+        )
+
+
+def _names_of_the_class(whole: Any) -> set[str]:
+    """The names that a model of its class and configuration has; its own where none can be built."""
+    with contextlib.suppress(Exception), torch.device("meta"):
+        return set(type(whole)(whole.config).state_dict())
+    return set(whole.state_dict())
 
 
 def _first_holders(held: list[list[list[str]]]) -> list[list[str]]:
@@ -233,23 +260,23 @@ def _by_layer(chunk: Chunk) -> Iterator[dict[str, Tensor]]:
 def _finish(folder: Path, shards: list[Shard], chunks: list[Chunk]) -> None:
     """Gives the files their names, and writes what says where each tensor is; on rank 0.
 
-    Of many files the index, which comes last and goes first, makes a model.
+    What is there before is whole until the new model is, in one change: of the one file, or of the index. So new files
+    do not have names of older ones.
     """
-    (folder / INDEX).unlink(missing_ok=True)
-    for path in folder.glob("model*.safetensors"):
-        if _OURS.fullmatch(path.name) and (path.name != SINGLE or len(shards) > 1):
-            path.unlink()
-    if len(shards) == 1:
-        os.replace(shards[0].path, folder / SINGLE)
-    else:
-        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-        for shard, name in zip(shards, names, strict=True):
-            os.replace(shard.path, folder / name)
+    old = {path.name for path in folder.glob("model*.safetensors") if _OURS.fullmatch(path.name)}
+    names = _free_names(len(shards), old)
+    for shard, name in zip(shards, names, strict=True):
+        os.replace(shard.path, folder / name)
+    if len(shards) > 1:
         where = {tensor: name for shard, name in zip(shards, names, strict=True) for tensor in shard.names}
         index = {"metadata": {"total_size": sum(shard.size for shard in shards)}, "weight_map": where}
-        beside = Path(shards[0].path).with_name(INDEX)
+        beside = folder / f".{INDEX}"
         beside.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         os.replace(beside, folder / INDEX)
+    else:
+        (folder / INDEX).unlink(missing_ok=True)
+    for name in old.difference(names):
+        (folder / name).unlink(missing_ok=True)
     for chunk in chunks[:1]:
         for kind in ("config", "generation_config"):
             settings: Any = getattr(chunk.whole, kind, None)
@@ -265,6 +292,18 @@ def _finish_adapter(folder: Path, shards: list[Shard], config: dict[str, Any]) -
     files.save_file(together, beside, metadata={"format": "pt"})
     os.replace(beside, folder / ADAPTER)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _free_names(count: int, taken: set[str]) -> list[str]:
+    """Of so many files of a model, none of which is taken; one file alone may be replaced."""
+    if count == 1:
+        return [SINGLE]
+    for again in range(len(taken) + 1):
+        ending = f".{again}" * (again > 0)
+        names = [f"model-{number:05d}-of-{count:05d}{ending}.safetensors" for number in range(1, count + 1)]
+        if not taken.intersection(names):
+            break
+    return names
 
 
 def _of_the_files(settings: Any, chunk: Chunk) -> Any:

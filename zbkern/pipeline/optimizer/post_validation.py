@@ -14,6 +14,7 @@ to roll back.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections import OrderedDict
@@ -105,6 +106,12 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
             raise TypeError(
                 "Optimizer: optimizer must be a torch.optim.Optimizer, not one within an Optimizer already; got "
                 f"{type(optimizer).__name__}"
+            )
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise TypeError(
+                f"Optimizer: {type(optimizer).__name__}.step() computes losses by a closure, and one rank's is not "
+                "the model's; use an optimizer that steps with the gradients that are there"
             )
         if max_norm is not None:
             check_max_norm("Optimizer", max_norm)
@@ -207,6 +214,8 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
                 "bfloat16, which needs no loss scale, with master_weights=True or torch.autocast, and call "
                 "optimizer.step()"
             )
+        if closure is not None and not callable(closure):
+            raise TypeError(f"Optimizer.step: closure must be callable, or None; got {closure!r}")
         self.validate()
         loss = None
         if closure is not None:

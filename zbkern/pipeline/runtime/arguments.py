@@ -77,6 +77,11 @@ def module_list(caller: str, modules: torch.nn.Module | Iterable[torch.nn.Module
             raise TypeError(
                 f"{caller}: modules must be this rank's chunks, each a torch.nn.Module; got {type(module).__name__}"
             )
+        if "compile" in vars(type(module._modules.get("_orig_mod"))):  # of torch.compile(module)
+            raise TypeError(
+                f"{caller}: {type(module._orig_mod).__name__} compiles its layers one by one: call compile() of the "
+                "chunk itself, and give the chunk"
+            )
     return found
 
 
@@ -134,6 +139,8 @@ def split_batch(
         firsts: list[Any] = [()] * count
     else:
         firsts = split(call, "inputs", inputs, count) if 0 in modules else [None] * count
+    if not isinstance(inputs, list) and not isinstance(given[2], list):
+        _check_rows(call, firsts, sides)
     targets = split(call, "targets", given[1], count) if last in modules else [None] * count
     if len(schedule.slices) == 1:
         weighed = [Target(target, 1 / count) for target in targets] if last in modules else targets
@@ -156,6 +163,17 @@ def _as_dict(value: Any) -> Any:
     if isinstance(value, list):
         return [_as_dict(part) for part in value]
     return dict(value) if isinstance(value, Mapping) else value
+
+
+def _check_rows(call: str, inputs: Sequence[Any], sides: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for side inputs of one row where the microbatch has several: they would go for all of them."""
+    rows = max((len(x) for x in tensors_in(inputs[:1]) if x.dim()), default=1)
+    single = [name for name, x in sides[0].items() if isinstance(x, Tensor) and x.dim() and len(x) == 1]
+    if rows > 1 and single:
+        raise ValueError(
+            f"Pipeline.{call}: {single} of side must have as many rows as inputs, or be a list of microbatches; "
+            f"got one row for the {rows} of a microbatch"
+        )
 
 
 def _versions(side: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
@@ -226,13 +244,17 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
         return value
     leaves, spec = pytree.tree_flatten(value)
     tensors = [leaf for leaf in leaves if leaf is not None]
-    if not leaves or not all(map(_is_batch, tensors)):
+    if not leaves or any(not isinstance(x, Tensor) or x.dim() == 0 for x in tensors):
         raise TypeError(
-            f"Pipeline.{call}: {name} must hold tensors with a batch dimension, dense ones, as a tokenizer's "
-            f"return_tensors='pt' gives them; got {_not_a_batch(name, value)}; a list with one entry per microbatch "
-            "may hold anything"
+            f"Pipeline.{call}: {name} must hold tensors with a batch dimension, as a tokenizer's return_tensors='pt' "
+            f"gives them; got {_not_a_batch(name, value)}; a list with one entry per microbatch may hold anything"
         )
     for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"Pipeline.{call}: {name} must hold dense tensors to be split; got {tensor.layout}; pass a list with "
+                "one entry per microbatch"
+            )
         if tensor.shape[0] % count:
             raise ValueError(
                 f"Pipeline.{call}: dimension 0 of {name} must be a multiple of the {count} microbatches; got "
@@ -245,16 +267,10 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
 def _not_a_batch(name: str, value: Any) -> str:
     """What stands first in a value, and where, that has no batch dimension."""
     for path, leaf in pytree.tree_leaves_with_path(value):
-        if leaf is not None and not _is_batch(leaf):
-            kind = type(leaf).__name__
-            if isinstance(leaf, Tensor):
-                kind = f"a {leaf.layout}" if leaf.dim() else "a scalar"
+        if leaf is not None and not (isinstance(leaf, Tensor) and leaf.dim()):
+            kind = "a scalar" if isinstance(leaf, Tensor) else type(leaf).__name__
             return f"{kind} in {name}{pytree.keystr(path)}"
     return repr(value)
-
-
-def _is_batch(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.layout is torch.strided
 
 
 def split_side(call: str, side: Any, count: int) -> list[dict[str, Any]]:
@@ -271,14 +287,27 @@ def split_side(call: str, side: Any, count: int) -> list[dict[str, Any]]:
     return [dict(part) for part in parts]
 
 
-def name_with_side(call: str, side: Any) -> str:
-    """The call, with names and sizes of its side inputs: ranks that were given others make another call. None is an
-    input left out."""
-    parts = [part for part in (side if isinstance(side, list) else [side]) if isinstance(part, Mapping)]
+def name_with_side(call: str, side: Any, count: str = "rows") -> str:
+    """The call, with names and rows of its side inputs: ranks that were given others make another call.
+
+    None is an input left out. Rows that differ between microbatches, as those of a list may, are named one by one.
+    count: "elements" for slices, of which ranks could have cut others.
+    """
+    parts = [part if isinstance(part, Mapping) else {} for part in (side if isinstance(side, list) else [side])]
     named = []
     for name in sorted({name for part in parts for name in part}, key=str):
-        leaves = [leaf for part in parts for leaf in pytree.tree_leaves(part.get(name)) if leaf is not None]
-        if leaves:
-            elements = sum(leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in leaves)
-            named.append(f"{name} ({elements} elements)")
+        sizes = [_size(part.get(name), count) for part in parts]
+        if any(size is not None for size in sizes):
+            counts = [size or 0 for size in sizes]
+            text = str(sum(counts)) if len({*counts}) == 1 else "+".join(map(str, counts))
+            named.append(f"{name} ({text} {count})")
     return f"{call} with side {', '.join(named)}" if named else call
+
+
+def _size(value: Any, count: str) -> int | None:
+    """Rows or elements of the tensors in a value, 1 for whatever else is in it; None where nothing is."""
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if leaf is not None]
+    if not leaves:
+        return None
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    return len(leaves) - len(tensors) + sum(len(each) if count == "rows" else each.numel() for each in tensors)

@@ -159,13 +159,17 @@ class DDPReducer:
     gathers = gathers_in_backward = False  # whether forwards, and B, are collective
 
     def __init__(self, chunk: int, ddp: nn.parallel.DistributedDataParallel) -> None:
-        for option in ("find_unused_parameters", "static_graph", "mixed_precision"):
+        for option in ("find_unused_parameters", "static_graph"):
             if getattr(ddp, option):
                 raise ValueError(
-                    f"Pipeline: the module of chunk {chunk} is in DistributedDataParallel with {option}, which is of "
-                    "no use here: every parameter is reduced once a step, used or not, and no hook of its forward "
-                    "runs; leave it out (for another precision convert the module's dtype, or use autocast in it)"
+                    f"Pipeline: the module of chunk {chunk} is in DistributedDataParallel with {option}=True, which is "
+                    "of no use here: every parameter is reduced once a step, used or not; leave it out"
                 )
+        if ddp.mixed_precision is not None:
+            raise ValueError(
+                f"Pipeline: the module of chunk {chunk} is in DistributedDataParallel with mixed_precision, which "
+                "works by hooks on its forward; convert the module's dtype, or use autocast in it"
+            )
         self.module = ddp.module
         self._chunk = chunk
         self._ddp = ddp

@@ -30,7 +30,7 @@ from zbkern.pipeline.runtime.arguments import (
     split_batch,
 )
 from zbkern.pipeline.runtime.data_parallel import Replicas, check_apart
-from zbkern.pipeline.runtime.failure import check_same_step, oom_hint
+from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
 from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, make_stages
 from zbkern.pipeline.runtime.options import StepOptions
@@ -50,6 +50,7 @@ from zbkern.pipeline.simulation.timeline import Sample, Timeline
 from zbkern.pipeline.transport.base import PipelineError, Tag, Transport
 from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place
 from zbkern.pipeline.transport.mailbox import described
+from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.wgrad import WGradQueue
 
 
@@ -113,6 +114,7 @@ class Pipeline:
         self._use_schedule(schedule)
         self._batch: list[Microbatch] = []
         self._losses: list[Tensor] = []
+        self._forward_input: Any = None  # the input of the forward that runs
         self._step = 0  # in the tags of its messages
         self._in_flight = 0  # microbatches that were begun, and are not through their B
         self.completed = 0  # calls of step and evaluate, for ranks to compare after a failure
@@ -220,6 +222,10 @@ class Pipeline:
         """
         self._check_open("gather")
         with self._failing_together():
+            if tensors_in(value):
+                raise TypeError(
+                    "Pipeline.gather: value must be numbers, not tensors; call .item() or .tolist() on them"
+                )
             return self._transport.gather(value, self.timeout)
 
     def gather_timeline(self) -> Timeline:
@@ -322,7 +328,8 @@ class Pipeline:
         try:
             given = (inputs, targets, side)
             self._batch = split_batch(call, given, self.schedule, self.modules, self._loss_fn)
-            announced = name_with_side(call, [microbatch.side for microbatch in self._batch])
+            count = "rows" if len(self.schedule.slices) == 1 else "elements"
+            announced = name_with_side(call, [microbatch.side for microbatch in self._batch], count)
         except Exception as error:  # the other ranks will have begun: they are told why this one has not
             wrong, announced = error, name_with_side(call, side)
         if self._failed:
@@ -405,8 +412,9 @@ class Pipeline:
             self._transport.fail(str(error))  # no-op where the transport raised it
             raise
         except BaseException as error:
-            hint = oom_hint(error, self._max_in_flight, self._in_flight, self.queue, self.device)
-            reason = f"rank {self.rank}, action {transport.action}: {described(error)}{hint}"
+            more = oom_hint(error, self._max_in_flight, self._in_flight, self.queue, self.device)
+            more = more or input_of(error, transport.action, self.schedule.placement, self._forward_input)
+            reason = f"rank {self.rank}, action {transport.action}: {described(error)}{more}"
             self.abandon()
             self._transport.fail(reason)
             if not isinstance(error, Exception):
@@ -433,7 +441,7 @@ class Pipeline:
         if self.fill == "eager":
             self._free_memory_for_forward()
         stage, given = self._stages[chunk], self._batch[microbatch]
-        inputs = given.inputs if chunk == 0 else self._await("F", action)
+        inputs = self._forward_input = given.inputs if chunk == 0 else self._await("F", action)
         start = self._recorder.now()
         target = given.target if chunk == self._last else None
         side = {**given.checked_side(microbatch), **stage.carries.begin(microbatch, given.tokens, inputs)}
@@ -443,6 +451,7 @@ class Pipeline:
             self._losses.append(outputs.detach())
         else:
             self._send(chunk + 1, "F", microbatch, outputs)
+        self._forward_input = None
         self._recorder.done((action,), start)
 
     def _backward(self, action: Action) -> None:
@@ -536,7 +545,7 @@ class Pipeline:
 
     def _forget(self) -> None:
         """Drops what was begun."""
-        self._in_flight = 0
+        self._forward_input, self._in_flight = None, 0
         self.queue.discard()
         self._replicas.discard()
         for stage in self._stages.values():

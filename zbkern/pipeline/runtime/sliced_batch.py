@@ -36,7 +36,7 @@ def check_sliceable(modules: Iterable[torch.nn.Module], slices: Sequence[int]) -
     for module in modules if len(slices) > 1 else ():
         whole: Any = getattr(module, "_orig_mod", getattr(module, "module", module))  # compiled, or in data parallelism
         if hasattr(whole, "check_sliceable"):  # a chunk of `cut`
-            whole = whole.check_sliceable()
+            whole.check_sliceable()
         parameters = inspect.signature(whole.forward).parameters
         if "carry" not in parameters and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
             raise TypeError(
@@ -128,10 +128,15 @@ def check_loss(loss_fn: LossFn, outputs: Any, target: Any) -> bool:
             losses = [loss(*place) for place in places]
             both = float(sum(weighted(each, part.weight) for each, part in zip(losses, parts, strict=True)))
             if not math.isclose(both, whole, rel_tol=_TOLERANCE):
-                raise ValueError(
-                    "Pipeline: loss_fn must be a mean over the tokens of its targets, or a sum that says so by "
-                    "loss_fn.reduction = 'sum', to take sequences in slices; of "
-                    f"{few} tokens it gives {whole:.6g}, and {both:.6g} in two parts; zbkern.pipeline.token_loss is "
-                    "one; labels are to be shifted before they are cut, not in the loss"
-                )
+                raise _not_a_sum(few, whole, both, float(sum(losses)))
     return True
+
+
+def _not_a_sum(tokens: int, whole: float, both: float, added: float) -> ValueError:
+    remedy = "zbkern.pipeline.token_loss is one; labels are to be shifted before they are cut, not in the loss"
+    if math.isclose(added, whole, rel_tol=_TOLERANCE):
+        remedy = "it looks like a sum: say so by loss_fn.reduction = 'sum'"
+    return ValueError(
+        "Pipeline: loss_fn must be a mean over the tokens of its targets, or a sum, to take sequences in slices; of "
+        f"{tokens} tokens it gives {whole:.6g}, and {both:.6g} in two parts; {remedy}"
+    )

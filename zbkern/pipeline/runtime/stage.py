@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -147,11 +148,15 @@ class Stage:
 
     def _check_outputs(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
-            if leaf is not None and (not isinstance(leaf, Tensor) or leaf.layout is not torch.strided):
+            if leaf is not None and not isinstance(leaf, Tensor):
                 raise TypeError(
-                    f"Pipeline: chunk {self.chunk} must return dense tensors (or None) for the next chunk, in tuples, "
-                    f"lists or dicts; got {leaf.layout if isinstance(leaf, Tensor) else repr(leaf)} among them: make "
-                    "it such a tensor, or compute it in the chunk that needs it"
+                    f"Pipeline: chunk {self.chunk} must return tensors (or None) for the next chunk, in tuples, lists "
+                    f"or dicts; got {leaf!r} among them: make it a tensor, or compute it in the chunk that needs it"
+                )
+            if leaf is not None and leaf.layout is not torch.strided:
+                raise TypeError(
+                    f"Pipeline: chunk {self.chunk} must return dense tensors for the next chunk; got {leaf.layout}: "
+                    "call .to_dense() on it"
                 )
         if all(leaf is None for leaf in leaves):
             raise TypeError(f"Pipeline: chunk {self.chunk} must return at least one tensor; got none{_FORGOTTEN}")
@@ -164,15 +169,17 @@ class Stage:
             self._loss_is_checked = check_loss(self.loss_fn, outputs, target.value)
         loss = self.loss_fn(outputs, target.value)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise TypeError(
-                f"Pipeline: loss_fn must return the loss alone, a tensor of one number; got {got}: reduce it, as by "
-                ".mean(), leave out .item(), and put what else there is into a list of yours"
-            )
+            if isinstance(loss, Tensor):
+                got = f"shape {list(loss.shape)}; reduce it, with .mean()"
+            elif isinstance(loss, (int, float)):
+                got = f"{loss!r}; leave out .item()"
+            else:
+                got = f"{type(loss).__name__}; return the loss alone, and put the rest into a list of yours"
+            raise TypeError(f"Pipeline: loss_fn must return a tensor of one number; got {got}")
         if not loss.requires_grad and any(output.requires_grad for output in tensors_in(outputs)):
             raise TypeError(
                 "Pipeline: loss_fn must return a loss that depends on the output's graph; got one that is detached; "
-                "leave out .detach() and torch.no_grad()"
+                "leave out .item(), .detach() and torch.no_grad()"
             )
         return weighted(loss, target.weight)
 
@@ -194,7 +201,18 @@ class Stage:
             if twice := inputs.keys() & side.keys():
                 raise TypeError(f"Pipeline: chunk {self.chunk} gets {sorted(twice)} twice; leave it out of side")
             arguments, keywords = (), {**inputs, **side}
-        return self.module(*arguments, **keywords)
+        try:
+            return self.module(*arguments, **keywords)
+        except TypeError as error:
+            misfit = _misfit(self.module, arguments, keywords)
+            if misfit is None:
+                raise
+            source = "inputs give" if self.chunk == 0 else f"chunk {self.chunk - 1} returns"
+            source += " and side gives" if side else ""
+            raise TypeError(
+                f"Pipeline: chunk {self.chunk} must take what {source} it, a tuple as positional arguments and a dict "
+                f"as keyword arguments; {misfit}"
+            ) from error
 
 
 @contextmanager
@@ -247,3 +265,16 @@ def _take_gradient(leaf: Any) -> Tensor | None:
         return None
     gradient, leaf.grad = leaf.grad, None
     return None if gradient is None else _resolved(gradient)
+
+
+def _misfit(module: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str | None:
+    """Why the module's forward cannot be called with these arguments; None where it can."""
+    try:
+        signature = inspect.signature(module.forward)
+    except ValueError:  # compiled to something that has none
+        return None
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        return f"its forward{signature} does not: {error}"
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,8 +28,8 @@ class TiedWeights:
 
     tied: {name: this rank's copies}; modules: this rank's chunks by number. Marks the copies (`tied_names` reads it).
     Warns of copies that differ: they get equal gradients, and would differ for ever. No error, since a checkpoint that
-    makes them equal is often loaded later. Warns, too, of embeddings whose values another parameter has that `tied`
-    does not name, or not by one name. Raises ValueError where only some copies are frozen.
+    makes them equal is often loaded later. Warns, too, of names that only one rank gives, and of embeddings whose
+    values another parameter has and which `tied` does not name. Raises ValueError where only some copies are frozen.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class TiedWeights:
         trained = {name: any(copy.requires_grad for copy in copies) for name, copies in tied.items()}
         named, of_ranks, matrices = zip(*transport.gather((prints, trained, _matrices(modules, tied))), strict=True)
         if transport.rank == 0:
-            for warning in untied_copies(matrices):
+            for warning in (*unmatched_names(named), *untied_copies(matrices)):
                 logger.warning(warning)
         for name in sorted(tied):
             ranks = [rank for rank, names in enumerate(named) if name in names]
@@ -158,6 +159,22 @@ def _matrices(modules: Mapping[int, torch.nn.Module], tied: Mapping[str, Sequenc
     return [*found.values()]
 
 
+def unmatched_names(named: Sequence[Mapping[str, object]]) -> list[str]:
+    """What to say of names in `tied` that one rank alone gives, where another rank, too, gives one that only it has.
+
+    named: by rank. A single one is in order: where one rank holds both modules, as in a V.
+    """
+    times = Counter(name for names in named for name in names)
+    alone = {rank: sorted(name for name in names if times[name] == 1) for rank, names in enumerate(named)}
+    alone = {rank: names for rank, names in alone.items() if names}
+    if len(alone) < 2:
+        return []
+    return [
+        f"Pipeline: tied must have one name on all ranks that hold the weight; got names that one rank alone gives, "
+        f"whose gradients are not summed: {alone} (by rank)"
+    ]
+
+
 def untied_copies(matrices: Sequence[Sequence[Matrix]]) -> list[str]:
     """What to say of weights that look tied and are not: of embeddings whose values another parameter has, too.
 
@@ -173,11 +190,20 @@ def untied_copies(matrices: Sequence[Sequence[Matrix]]) -> list[str]:
         together = len(declared) == 1 and None not in declared
         if len(holders) == 1 or together or not any(matrix.embedding for _, matrix in holders):
             continue
+        label = next((matrix.tied for _, matrix in holders if matrix.tied), holders[0][1].name)
         places = " and ".join(f"{matrix.name!r} of chunk {matrix.chunk} on rank {rank}" for rank, matrix in holders)
+        by_rank = dict(reversed([(rank, matrix) for rank, matrix in holders]))
+        remedies = [
+            f"tied={{{label!r}: chunk.get_parameter({matrix.name!r})}} on rank {rank}"
+            for rank, matrix in sorted(by_rank.items())
+        ]
+        if len(by_rank) == 1:
+            remedies = ["one Parameter for both modules"]
+        elif len(by_rank) < len(holders):
+            remedies.append("one Parameter for the modules of one rank")
         warnings.append(
             f"Pipeline: {places} hold the same values, and each is trained by its own gradient alone. If they are one "
-            "weight of the model, say so with tied={name: parameter}, one name on all ranks, or with one Parameter for "
-            "the modules of one rank; if not, start them from different seeds"
+            f"weight of the model, say so with {', '.join(remedies)}; if not, start them from different seeds"
         )
     return warnings
 

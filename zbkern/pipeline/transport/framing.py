@@ -111,6 +111,5 @@ def _class_of_data(module: str, name: str) -> type:
         return found
     raise TypeError(
         f"cannot send a {module}.{name} to other ranks: only numbers, strings, and lists, tuples, sets and dicts of "
-        "them, NamedTuples and registered pytree nodes, which are read without running anybody's code; of tensors call "
-        ".item() or .tolist()"
+        "them, NamedTuples and registered pytree nodes, which are read without running anybody's code"
     )

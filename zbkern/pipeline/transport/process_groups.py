@@ -8,6 +8,7 @@ with what the store still has under it. These count their openings, and end with
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -43,8 +44,15 @@ def new_communicator(ranks: Sequence[int], backend: str) -> Any:
         return getattr(dist, kind)(*place, timedelta(seconds=rendezvous_timeout()))
     except RuntimeError as error:
         raise PipelineError(
-            f"Pipeline: a rank ended, or froze, while ranks connected; start all again ({str(error).splitlines()[0]})"
+            f"Pipeline: {_missing(error, ranks)} ended, or froze, while ranks connected; start all again "
+            f"({str(error).splitlines()[0]})"
         ) from error
+
+
+def _missing(error: RuntimeError, ranks: Sequence[int]) -> str:
+    """Whose address gloo waited for, by the key in the store that it names: "keys: /.../3"."""
+    key = re.search(r"keys: \S*/(\d+)$", str(error).splitlines()[0])
+    return f"global rank {ranks[int(key[1])]}" if key and int(key[1]) < len(ranks) else "a rank"
 
 
 def finish(work: dist.Work, device: torch.device, timeout: timedelta = FOREVER) -> None:
