@@ -198,13 +198,6 @@ def test_compare_says_what_it_did_not_cut(run, tmp_path: Path) -> None:
     assert "the same model cut evenly; what its first or last chunk has beyond others stays whole" in text
 
 
-def test_compare_leaves_out_what_the_costs_say_nothing_about(run, tmp_path: Path) -> None:
-    costs = Costs(communication=[0.1, 0.2]).save(tmp_path / "costs.json")
-    text = run("--compare", "--schedule", "zb_h1", "--costs", costs)
-    assert "not known: interleaved, interleaved_zero_bubble, zb_v," in text
-    assert "one_f_one_b  " in text
-
-
 def test_every_kind_of_file_is_written(run, tmp_path: Path) -> None:
     names = ["a.svg", "a.html", "a.json", "a.csv", "a.torch.csv", "a.txt"]
     text = run("--schedule", "zb_v", "--out", *(tmp_path / name for name in names))

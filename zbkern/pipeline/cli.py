@@ -5,14 +5,14 @@ An error is one line that names the argument and what to do about it, and exit s
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from zbkern.pipeline import draw, from_config, launch, layouts, plan_options, report, schedules
 from zbkern.pipeline.from_config import WrongArgument
@@ -28,7 +28,6 @@ from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.simulator import simulate
 
 SUFFIXES = (".svg", ".html", ".json", ".torch.csv", ".csv", ".txt", ".py")
-_Given = TypeVar("_Given", Costs, ModelCosts)
 _WORTH_TRYING = 0.01  # of the objective
 _QUICK = 2  # rounds of the searches that only tell what an option would give
 _RECHUNKED = (
@@ -41,7 +40,7 @@ def add_to(commands: Any) -> None:
     plan_options.add_to(commands).set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Does what the parsed arguments say, and returns the exit status."""
     try:
         _check(arguments)
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _of_gpus(arguments: argparse.Namespace) -> tuple[Plan, float, from_config.Setting]:
+def _of_gpus(arguments: Namespace) -> tuple[Plan, float, from_config.Setting]:
     """Searches layouts, prints the best, and returns the plan of the first."""
     model, gpu = from_config.model_and_gpu(arguments)
     sequence = arguments.sequence or from_config.SIZES["sequence"]
@@ -75,92 +74,82 @@ def _of_gpus(arguments: argparse.Namespace) -> tuple[Plan, float, from_config.Se
     return answers[0].plan, answers[0].layout.setting.limit, answers[0].layout.setting
 
 
-def _of_stages(arguments: argparse.Namespace) -> tuple[Plan, float | None, from_config.Setting | None]:
+class _Task(NamedTuple):
+    """What is planned: arguments, and what follows from them."""
+
+    arguments: Namespace
+    costs: Costs | ModelCosts
+    setting: from_config.Setting | None  # what the costs were computed from
+    limit: float | None
+    whole: float  # what one microbatch holds in the whole model; 0 for none, where memory has model states in it
+
+
+def _of_stages(arguments: Namespace) -> tuple[Plan, float | None, from_config.Setting | None]:
     """Plans for so many stages and microbatches, prints and compares."""
-    if arguments.config is not None:
-        setting = from_config.setting(arguments)
-        return *_of_layers(arguments, setting.costs, setting), setting
-    costs = _costs(arguments.costs)
-    return *(_of_layers(arguments, costs) if isinstance(costs, ModelCosts) else _of_chunks(arguments, costs)), None
-
-
-def _of_chunks(arguments: argparse.Namespace, given: Costs) -> tuple[Plan, float | None]:
-    """Plans, prints and compares, for costs of chunks."""
-    stages, objective = arguments.stages, arguments.objective
-    chunks = _chunks(arguments)
-    try:
-        flat = given.per_chunk(stages * chunks)
-    except ValueError as error:
-        raise WrongArgument("--costs", f"{arguments.costs}: {error}; --stages and --chunks say how many") from error
-    costs = _with_copies(arguments, given, flat.checkpoint is not None)
-    whole = sum(flat.activation)
-    limit = _limit(arguments, whole)
-    found = _named(arguments, chunks, costs, limit) if arguments.schedule else _plan(arguments, costs, limit)
-    whole = 0.0 if any(flat.static) else whole
-    print(report.describe(found, objective, limit, whole, _width(), saving=from_config.saves_memory(arguments)))
-    _print_gains(arguments, costs, limit, found)
-    if arguments.compare:
-        published, unknown = comparison.timelines(costs, stages, arguments.microbatches, chunks)
-        if len(slices := found.schedule.slices) > 1:
-            published += comparison.timelines(costs, stages, arguments.microbatches, chunks, slices)[0]
-        if not arguments.schedule:
-            published.append(found.timeline)
-        print("\n" + report.table(published, objective, limit, whole))
-        print(f"\n{_RECHUNKED}")
-        if unknown:
-            print(f"not known: {', '.join(unknown)}, whose chunks have other edges than --costs has latencies for")
-    return found, limit
-
-
-def _of_layers(
-    arguments: argparse.Namespace, given: ModelCosts, setting: from_config.Setting | None = None
-) -> tuple[Plan, float | None]:
-    """Plans, prints and compares, for costs of layers, which are cut, too; setting: what they were computed from."""
-    if arguments.schedule is not None:
-        why = "--costs has layers, which are cut differently for every schedule; --compare shows them all"
-        raise WrongArgument("--schedule", why)
-    objective, width = arguments.objective, _width()
-    costs = _with_copies(arguments, given, True)
-    whole = sum(layer.activation for layer in costs.layers)
-    limit = _limit(arguments, whole)
-    if setting is not None and limit is None:
-        limit = setting.limit
-    found = _plan(arguments, costs, limit, setting)
+    task, width = _task(arguments), _width()
+    setting, layers = task.setting, task.costs if isinstance(task.costs, ModelCosts) else None
+    found = _named(task) if arguments.schedule else _plan(task)
     if setting is not None:
         print(f"{from_config.title(arguments, setting)}\n")
-    whole = 0.0 if any(layer.static for layer in costs.layers) else whole
-    searched = arguments.chunks is None and arguments.placement is None
-    print(report.describe(found, objective, limit, whole, width, costs, searched, from_config.saves_memory(arguments)))
-    _print_gains(arguments, costs, limit, found)
-    if setting is None:
-        print(report.cut(found, len(costs.layers), width))
-    else:
-        print(from_config.step(found, setting, objective, width))
+    searched = layers is not None and arguments.chunks is None and arguments.placement is None
+    saving = from_config.saves_memory(arguments)
+    print(report.describe(found, arguments.objective, task.limit, task.whole, width, layers, searched, saving))
+    _print_gains(task, found)
+    if setting is not None:
+        print(from_config.step(found, setting, arguments.objective, width))
+    elif layers is not None:
+        print(report.cut(found, len(layers.layers), width))
     if arguments.compare or setting is not None:
-        published = from_config.published_timelines(costs, arguments.stages, arguments.microbatches, limit)
-        if len(slices := found.schedule.slices) > 1:
-            published += from_config.published_timelines(costs, arguments.stages, arguments.microbatches, limit, slices)
-        tokens = 0 if setting is None else setting.tokens(arguments.microbatches)
-        beside = 0.0 if setting is None else setting.beside(arguments.stages)
-        print("\n" + report.table([*published, found.timeline], objective, limit, whole, tokens, beside, cuts=True))
+        print("\n" + _comparison(task, found))
     if setting is not None:
         print("\n" + from_config.assumptions(setting.hardware, width))
-    return found, limit
+    return found, task.limit, setting
+
+
+def _task(arguments: Namespace) -> _Task:
+    setting = None if arguments.config is None else from_config.setting(arguments)
+    costs = _costs(arguments.costs) if setting is None else setting.costs
+    if isinstance(costs, Costs):
+        chunks = _chunks(arguments)
+        try:
+            flat = costs.per_chunk(arguments.stages * chunks)
+        except ValueError as error:
+            raise WrongArgument("--costs", f"{arguments.costs}: {error}; --stages and --chunks say how many") from error
+        whole, static, has_checkpoint = sum(flat.activation), any(flat.static), flat.checkpoint is not None
+    elif arguments.schedule is not None:
+        why = "--costs has layers, which are cut differently for every schedule; --compare shows them all"
+        raise WrongArgument("--schedule", why)
+    else:
+        whole, static = sum(each.activation for each in costs.layers), any(each.static for each in costs.layers)
+        has_checkpoint = True
+    limit = None if setting is None else setting.limit
+    if arguments.memory is not None:
+        value, relative = arguments.memory
+        limit = value * whole if relative else value
+    return _Task(arguments, _with_copies(arguments, costs, has_checkpoint), setting, limit, 0.0 if static else whole)
+
+
+def _comparison(task: _Task, found: Plan) -> str:
+    """A table of the published schedules, in whole sequences and in the plan's slices, and of the plan."""
+    arguments, costs, setting, limit, whole = task
+    stages, microbatches, published = arguments.stages, arguments.microbatches, []
+    for slices in dict.fromkeys([(1,), found.schedule.slices]):
+        if isinstance(costs, ModelCosts):
+            published += from_config.published_timelines(costs, stages, microbatches, limit, slices)
+        else:
+            published += comparison.timelines(costs, stages, microbatches, found.schedule.chunks, slices)
+    shown = published if arguments.schedule else [*published, found.timeline]
+    if isinstance(costs, Costs):
+        return f"{report.table(shown, arguments.objective, limit, whole)}\n\n{_RECHUNKED}"
+    tokens, beside = (0, 0.0) if setting is None else (setting.tokens(microbatches), setting.beside(stages))
+    return report.table(shown, arguments.objective, limit, whole, tokens, beside, cuts=True)
 
 
 def _width() -> int:
     return shutil.get_terminal_size((120, 24)).columns
 
 
-def _limit(arguments: argparse.Namespace, whole: float) -> float | None:
-    """What a rank may hold, where one microbatch holds `whole` in the model."""
-    if arguments.memory is None:
-        return None
-    value, relative = arguments.memory
-    return value * whole if relative else value
-
-
-def _chunks(arguments: argparse.Namespace) -> int:
+def _chunks(arguments: Namespace) -> int:
     """Chunks per rank, for costs of chunks."""
     name = arguments.schedule
     if name is None:
@@ -183,7 +172,7 @@ def _costs(path: str | None) -> Costs | ModelCosts:
     return costs
 
 
-def _with_copies(arguments: argparse.Namespace, costs: _Given, has_checkpoint: bool) -> _Given:
+def _with_copies(arguments: Namespace, costs: Costs | ModelCosts, has_checkpoint: bool) -> Costs | ModelCosts:
     """The costs with the bandwidth of --offload, in their own units; without a number that of the table of hardware."""
     saving = "--offload" if arguments.offload is not None else "--recompute"
     if not from_config.saves_memory(arguments):
@@ -207,19 +196,15 @@ def _with_copies(arguments: argparse.Namespace, costs: _Given, has_checkpoint: b
     return dataclasses.replace(costs, offload_bandwidth=rate, reload_bandwidth=rate)
 
 
-def _plan(
-    arguments: argparse.Namespace,
-    costs: Costs | ModelCosts,
-    limit: float | None,
-    setting: from_config.Setting | None = None,
-) -> Plan:
+def _plan(task: _Task) -> Plan:
     """Raises WrongArgument, with what would fit where nothing does."""
+    arguments = task.arguments
     try:
-        return _search(arguments, costs, limit, _progress())
+        return _search(task, _progress())
     except ScheduleError as error:
-        why_not = None if setting is None else from_config.why_not(arguments, setting, limit or 0.0)
+        why_not = None if task.setting is None else from_config.why_not(arguments, task.setting, task.limit or 0.0)
         reason = why_not or str(error)
-        for option, other in _savings(arguments, costs, limit).items():
+        for option, other in _savings(task).items():
             reason += f"; it fits with {option}, {arguments.objective} "
             reason += duration(getattr(other.timeline, arguments.objective), other.timeline.unit)
         raise WrongArgument("--memory", reason) from error
@@ -229,19 +214,15 @@ def _plan(
         raise WrongArgument(", ".join([*named, "--stages"]), str(error)) from error
 
 
-def _search(
-    arguments: argparse.Namespace,
-    costs: Costs | ModelCosts,
-    limit: float | None,
-    progress: Callable[[str], None] = lambda line: None,
-) -> Plan:
+def _search(task: _Task, progress: Callable[[str], None] = lambda line: None) -> Plan:
+    arguments = task.arguments
     return plan(
-        costs,
+        task.costs,
         arguments.stages,
         arguments.microbatches,
         arguments.chunks,
         arguments.placement,
-        limit,
+        task.limit,
         effort=arguments.effort,
         offload=arguments.offload is not None,
         recompute=arguments.recompute,
@@ -250,38 +231,43 @@ def _search(
     )
 
 
-def _savings(arguments: argparse.Namespace, costs: Costs | ModelCosts, limit: float | None) -> dict[str, Plan]:
+def _savings(task: _Task) -> dict[str, Plan]:
     """Plans with --recompute or --offload that fit, where neither was asked for and the costs say what they cost."""
-    if limit is None or from_config.saves_memory(arguments):
+    costs = task.costs
+    if task.limit is None or from_config.saves_memory(task.arguments):
         return {}
     known = {
-        "--recompute": isinstance(costs, ModelCosts) or costs.checkpoint is not None,
-        "--offload": costs.offload_bandwidth is not None and costs.reload_bandwidth is not None,
+        "recompute": isinstance(costs, ModelCosts) or costs.checkpoint is not None,
+        "offload": costs.offload_bandwidth is not None and costs.reload_bandwidth is not None,
     }
     found = {}
-    for option in filter(known.get, known):
-        changes = {option.removeprefix("--"): True, "effort": min(arguments.effort, _QUICK)}
+    for name in filter(known.get, known):
         with contextlib.suppress(ScheduleError):
-            found[option] = _search(argparse.Namespace(**{**vars(arguments), **changes}), costs, limit)
+            changes = {name: True, "effort": min(task.arguments.effort, _QUICK)}
+            found[f"--{name}"] = _search(task._replace(arguments=Namespace(**{**vars(task.arguments), **changes})))
     return found
 
 
-def _print_gains(arguments: argparse.Namespace, costs: Costs | ModelCosts, limit: float | None, found: Plan) -> None:
+def _print_gains(task: _Task, found: Plan) -> None:
     """What saving memory would give, where passes wait for it, or for others that may have waited for it."""
-    if arguments.schedule is None and found.idle.memory + found.idle.dependencies >= _WORTH_TRYING:
-        for line, (option, other) in enumerate(_savings(arguments, costs, limit).items()):
-            time = getattr(other.timeline, arguments.objective)
-            less = 1 - time / getattr(found.timeline, arguments.objective)
-            said = f"{arguments.objective} {duration(time, other.timeline.unit)}, {less:.2%} less"
+    objective = task.arguments.objective
+    if task.arguments.schedule is None and found.idle.memory + found.idle.dependencies >= _WORTH_TRYING:
+        for line, (option, other) in enumerate(_savings(task).items()):
+            time = getattr(other.timeline, objective)
+            less = 1 - time / getattr(found.timeline, objective)
+            said = f"{objective} {duration(time, other.timeline.unit)}, {less:.2%} less"
             said = f"{option}: {said if less >= report.SHOWN else 'no gain'} (a quick search)"
             print(report.figure("" if line else "try", said, _width()))
 
 
-def _named(arguments: argparse.Namespace, chunks: int, costs: Costs, limit: float | None) -> Plan:
+def _named(task: _Task) -> Plan:
     """The schedule of --schedule, with the lower bound for any order of its chunks in the limit, if there is one."""
+    arguments, costs, limit = task.arguments, task.costs, task.limit
+    assert isinstance(costs, Costs)
     if arguments.slices == "auto":
         raise WrongArgument("--slices", f"{arguments.schedule} is as it is told: give a number, or lengths")
-    schedule = comparison.build(arguments.schedule, arguments.stages, arguments.microbatches, chunks, arguments.slices)
+    sizes = arguments.stages, arguments.microbatches, arguments.chunks, arguments.slices
+    schedule = comparison.build(arguments.schedule, *sizes)
     peak = max(simulate(schedule, costs).peak_memory)
     if limit is not None and report.exceeds(peak, limit):
         raise WrongArgument(
@@ -301,7 +287,7 @@ def show_progress(line: str) -> None:
     print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: Namespace) -> None:
     """Before the search, so that an error comes at once."""
     for path in arguments.out:
         if not path.name.endswith(SUFFIXES):

@@ -58,7 +58,7 @@ def drawn(given: Mapping[str, str]) -> dict[str, str]:
     stages, limit = sizes["stages"], numbers["memory"] * sizes["stages"]
     share, times = numbers["attention"], {name: numbers[name] for name in _NUMBERS[:4]}
     costs = Costs(**times, attention_forward=share * times["forward"], attention_backward=share * times["backward"])
-    published, _ = comparison.timelines(costs, stages, sizes["microbatches"], 1, sizes["slices"])
+    published = comparison.timelines(costs, stages, sizes["microbatches"], 1, sizes["slices"])
     timelines = [each for name, each in zip(schedules.NAMES, published, strict=True) if name in names]
     if PLAN in names:
         timelines += _planned(costs, sizes, limit)

@@ -11,11 +11,10 @@ from zbkern.pipeline.schedules.program import offloads_or_recomputes, recomputed
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, duration, number
 from zbkern.pipeline.simulation.layers import ModelCosts
-from zbkern.pipeline.simulation.needs import least_uneven, least_work, most_work
+from zbkern.pipeline.simulation.needs import least_uneven
 from zbkern.pipeline.simulation.timeline import Timeline
 
 _MARGIN = 10  # columns of the names of figures
-_AS_EVEN = 1e-3  # relative: a rank with so much more work than the least is as good as one with the least
 _WORTH_STAGES = 0.01  # of the objective: for less nobody changes the number of stages
 SHOWN = 0.001  # of the objective: less idle time than that is not worth a line
 _LEAST_BOUND = 5e-5  # printed as 0.00%, which says nothing
@@ -108,7 +107,7 @@ def idle_lines(
     links = "faster links" if chunks or schedule.chunks == 1 else "faster links, or fewer chunks per rank"
     ways = [*(["more memory"] if limit is not None else []), *([] if plan.optimal else ["a longer search"])]
     causes = {
-        _about_load(plan, limit, layers): idle.load,
+        _about_load(plan, layers): idle.load,
         f"forwards wait for memory: {room}": idle.memory,
         f"messages are on their way: {links}": idle.messages,
         f"warm-up: {fill}": idle.warm_up,
@@ -120,26 +119,15 @@ def idle_lines(
     return [figure("" if line else "idle", f"{-share:.2%} {cause}", width) for line, (share, cause) in enumerate(shown)]
 
 
-def _about_load(plan: Plan, limit: float | None, layers: ModelCosts | None) -> str:
+def _about_load(plan: Plan, layers: ModelCosts | None) -> str:
+    """With layers, how little it could be by their work alone: in so many stages, and in a number that suits better."""
     cause, stages = f"rank {plan.idle.busiest} has the most work", plan.schedule.stages
     if layers is None:
         recomputes = recomputed(plan.schedule.actions[plan.idle.busiest])
         return f"{cause}, R included: a higher limit" if recomputes else f"{cause}: divide the model more evenly"
-    if not _as_even_as_can_be(plan, layers, stages):
-        ways = [*(["more memory"] if limit is not None else []), "a longer search"]
-        return f"{cause}: {', or '.join(ways)}, may find a more even cut"
-    text = f"{cause}, and no cut of these layers into {stages} is more even"
     better = _more_even_stages(layers, stages)
-    return text if better is None else f"{text}; into {better} it may be: {least_uneven(layers, better):.2%}"
-
-
-def _as_even_as_can_be(plan: Plan, layers: ModelCosts, stages: int) -> bool:
-    """By the layers alone: what passes cost besides, split, in slices or of several chunks, is in any cut."""
-    if any(map(recomputed, plan.schedule.actions)):
-        return False  # a rank that recomputes more has more work
-    assert plan.partition is not None  # of layers
-    work = most_work(layers, plan.partition, plan.schedule.placement)
-    return work <= least_work(layers, stages) * (1 + _AS_EVEN)
+    text = f"{cause}; the most even cut into {stages} has about {least_uneven(layers, stages):.0%}"
+    return text if better is None else f"{text}, into {better} {least_uneven(layers, better):.0%}"
 
 
 def _more_even_stages(layers: ModelCosts, stages: int) -> int | None:

@@ -32,40 +32,29 @@ def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
 
     What the first or the last chunk has beyond the others (beyond the median of those between, where there are any) is
     the embedding or the head, which cannot be cut: it stays whole, in the first or the last new chunk. That holds for
-    each cost by itself. A hop takes as long as before, however small the chunk. Raises ValueError when every edge has a
-    latency of its own, since other chunks have other edges.
+    each cost by itself. A hop takes as long as before, however small the chunk, or as the longest of several.
     """
     if chunks == wanted:
         return costs
-    if isinstance(costs.communication, tuple):
-        raise ValueError(
-            f"rechunk: costs.communication has one number per edge of {chunks} chunks, and {wanted} chunks have other "
-            "edges; give one number"
-        )
     given = {name: getattr(costs, name) for name in number_fields() if name != "communication"}
     cut = {name: _rechunk(value, chunks, wanted) for name, value in given.items() if value is not None}
     for name, wholes in PARTS.items():  # which may be cut in another way
         most = [sum(each) for each in zip(*(cut[whole] for whole in wholes), strict=True)]
         cut[name] = list(map(min, cut[name], most))
-    return replace(costs, **cut)  # type: ignore[arg-type]
+    hop = costs.communication if isinstance(costs.communication, float) else max(costs.communication, default=0.0)
+    return replace(costs, communication=hop, **cut)  # type: ignore[arg-type]
 
 
 def timelines(
     costs: Costs, stages: int, microbatches: int, chunks: int = 1, slices: int | Sequence[int] = 1
-) -> tuple[list[Timeline], list[str]]:
-    """Each published schedule's timeline, and the names of those for which the costs are not known.
+) -> list[Timeline]:
+    """Each published schedule's timeline.
 
     costs: of `chunks` chunks per rank; other schedules get the same model in their number of chunks (see `rechunk`).
     The interleaved ones have `chunks` chunks per rank, two at least.
     """
-    found, unknown = [], []
-    for name in schedules.NAMES:
-        schedule = build(name, stages, microbatches, max(2, chunks), slices)
-        try:
-            found.append(simulate(schedule, rechunk(costs, stages * chunks, len(schedule.placement))))
-        except ValueError:
-            unknown.append(name)
-    return found, unknown
+    made = [build(name, stages, microbatches, max(2, chunks), slices) for name in schedules.NAMES]
+    return [simulate(each, rechunk(costs, stages * chunks, len(each.placement))) for each in made]
 
 
 def _rechunk(value: float | tuple[float, ...], chunks: int, wanted: int) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from zbkern.pipeline.schedules.units import amount, enough
@@ -50,14 +49,6 @@ def least_work(costs: ModelCosts, stages: int) -> float:
     times = sorted(map(_shortest, costs.layers), reverse=True)
     packed = [sum(times[end - 1 - (end - 1) // stages : end]) for end in range(1, len(times) + 1, stages)]
     return max(sum(times) / stages, *packed) + _of_a_chunk(costs)
-
-
-def most_work(costs: ModelCosts, partition: Sequence[int], placement: Sequence[int]) -> float:
-    """How long the busiest rank computes at least for one microbatch in this cut: `least_work` of the best cut."""
-    work = dict.fromkeys(placement, _of_a_chunk(costs))
-    for first, end, rank in zip(partition, [*partition[1:], len(costs.layers)], placement, strict=True):
-        work[rank] += sum(map(_shortest, costs.layers[first:end]))
-    return max(work.values())
 
 
 def least_uneven(costs: ModelCosts, stages: int) -> float:
