@@ -196,7 +196,7 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"memory": "80 GB"}, "memory must be a number; got '80 GB'"),
+        ({"memory": "80 GB"}, "memory must be a number; got str '80 GB'"),
         ({"memory": 80}, "memory must be in bytes, such as 80e9 for 80 GB; got 80"),
         ({"network_bandwidth": 400}, "network_bandwidth must be in bytes per second, such as 50e9 .*; got 400"),
         ({"memroy": 80e9}, "'h100' of .*: unknown fields \\['memroy'\\]; expected an object with some of .*'memory',"),

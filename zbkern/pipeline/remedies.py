@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,8 @@ from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.model_costs import Job, model_costs
 from zbkern.pipeline.simulation.needs import fits
 
-_MOST = {"tensor_parallel": 64, "data_parallel": 512}  # that are worth naming
-_SHORTEST = 256  # tokens
+_TIMES = [2**power for power in range(1, 10)]  # as many, or as few
+_WIDEST, _SHORTEST = 64, 256  # tensor parallelism, and tokens, that are worth naming
 SAVING_CHUNKS = 8  # per rank, at most, in a search
 
 
@@ -40,36 +40,28 @@ def remedies(
     relative: the limit counts what one microbatch holds in the whole model. chunks: per rank, at least.
     """
     found, given = [], {"stages": stages, **sizes}
-    most = _layers(architecture) // chunks
-    for name in (
-        *("stages", "tensor_parallel", "expert_parallel", "data_parallel"),
-        *("fully_shard", "microbatch_size", "sequence"),
-    ):
-        for value in _values(name, given, architecture):
-            tried = {**given, name: value}
-            if tried["stages"] <= most and _fits(architecture, hardware, limit, relative, **tried):
+    for name, values in _to_try(given, architecture, chunks).items():
+        for value in values:
+            if _fits(architecture, hardware, limit, relative, **{**given, name: value}):
                 found.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
                 break
     return found
 
 
-def _values(name: str, given: Mapping[str, Any], architecture: Architecture) -> Iterator[int]:
-    """Of this option, in the order in which they are tried."""
-    value = given.get(name, False)
-    if name == "stages":
-        yield from () if given.get("fully_shard") else range(value + 1, _layers(architecture) + 1)
-    elif name == "fully_shard":
-        yield from () if value or given["stages"] > 1 else (True,)
-    elif name in ("microbatch_size", "sequence"):
-        least = max(_SHORTEST, architecture.sequence) if name == "sequence" else 1
-        while (value := value // 2) >= least:
-            yield value
-    else:
-        if name == "data_parallel":
-            value = Job(**{size: each for size, each in given.items() if size != "stages"}).data_parallel
-        experts = architecture.experts.count if architecture.experts else 0
-        while (value := 2 * value) <= _MOST.get(name, experts):
-            yield value
+def _to_try(given: Mapping[str, Any], architecture: Architecture, chunks: int) -> dict[str, Sequence[int]]:
+    """Values of every option, in the order in which they are tried."""
+    stages, sizes = given["stages"], {name: value for name, value in given.items() if name != "stages"}
+    job, layers = Job(**sizes), len(architecture.blocks) + 2 * (1 + architecture.predictors)
+    shortest = max(_SHORTEST, architecture.sequence)
+    return {
+        "stages": () if job.fully_shard else range(stages + 1, layers // chunks + 1),
+        "tensor_parallel": [value for by in _TIMES if (value := job.tensor_parallel * by) <= _WIDEST],
+        "expert_parallel": [job.expert_parallel * by for by in _TIMES],
+        "data_parallel": [job.data_parallel * by for by in _TIMES],
+        "fully_shard": () if job.fully_shard or stages > 1 else (True,),
+        "microbatch_size": [value for by in _TIMES if (value := job.microbatch_size // by) >= 1],
+        "sequence": [value for by in _TIMES if (value := job.sequence // by) >= shortest],
+    }
 
 
 def _fits(
@@ -81,7 +73,3 @@ def _fits(
         return False
     whole = sum(layer.activation for layer in costs.layers)
     return fits(costs, stages, limit * whole if relative else limit)
-
-
-def _layers(architecture: Architecture) -> int:
-    return len(architecture.blocks) + 2 * (1 + architecture.predictors)

@@ -177,7 +177,7 @@ def test_the_first_forward_of_a_sequence_needs_room_for_all_keys_and_values() ->
     ("keywords", "message"),
     [
         ({"fill": "lazy"}, "fill must be one of"),
-        ({"jitter": float("nan")}, "jitter at least 0; got 1 and nan"),
+        ({"jitter": float("nan")}, "jitter must be at least 0; got nan"),
         ({"fill": "eager", "memory_limit": [4, -1]}, "memory_limit must be at least 0"),
         ({"parts": 4}, 'belong to fill="eager"'),
         ({"fill": "eager", "memory_limit": [1, 2, 3]}, r"one number or one per rank \(2\); got 3"),

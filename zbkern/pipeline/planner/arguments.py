@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.planner.problem import Problem, freed_memory, most_memory, taken_memory
 from zbkern.pipeline.schedules.actions import ScheduleError, check_count
 from zbkern.pipeline.schedules.slices import slice_lengths
 from zbkern.pipeline.schedules.units import amount, enough
-from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
+from zbkern.pipeline.simulation.costs import ChunkCosts, Costs, checked_number
 from zbkern.pipeline.simulation.layers import ModelCosts
 from zbkern.pipeline.simulation.memory import Limit, limits_of, static_of_ranks
 from zbkern.pipeline.simulation.slice_costs import SLICE_UNIT, equal_lengths, equal_times, slice_costs
@@ -61,11 +61,8 @@ class PlanOptions:
             raise TypeError(f"PlanOptions: steady must be True or False; got {self.steady!r}")
         if self.seed >= _SEEDS:
             raise ValueError(f"PlanOptions: seed must be below {_SEEDS}; got {self.seed}")
-        limit = 0.0 if self.time_limit is None else self.time_limit
-        if not isinstance(limit, Real) or isinstance(limit, bool):
-            raise TypeError(f"PlanOptions: time_limit must be a number; got {type(limit).__name__} {limit!r}")
-        if not limit >= 0:
-            raise ValueError(f"PlanOptions: time_limit must be at least 0; got {limit}")
+        if self.time_limit is not None:
+            checked_number("PlanOptions", "time_limit", self.time_limit, math.inf)
 
 
 @dataclass(frozen=True)

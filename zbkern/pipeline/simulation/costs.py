@@ -13,6 +13,7 @@ from zbkern.pipeline.simulation.json_file import JsonFile
 
 PerChunk = float | Sequence[float]
 COPY_SIZE = 64 * 2**20  # bytes: a millisecond or two of a link to the host, and a small part of a chunk's activations
+_EXPECTED = "a number or one number per chunk"
 _ROUNDING = 1e-9  # relative: sums of parts and of wholes differ in the last digits
 LARGEST = 1e100  # of any cost: sums and ratios of costs then stay far from the ends of floating point
 
@@ -172,23 +173,23 @@ def checked(owner: str, name: str, value: Any) -> float | tuple[float, ...]:
         return tuple(
             entry
             if type(entry) is float and 0 <= entry <= LARGEST
-            else checked_number(owner, f"{name}[{index}]", entry)
+            else checked_number(owner, f"{name}[{index}]", entry, expected=_EXPECTED)
             for index, entry in enumerate(value)
         )
-    return checked_number(owner, name, value)
+    return checked_number(owner, name, value, expected=_EXPECTED)
 
 
-def checked_number(owner: str, name: str, value: Any, most: float = LARGEST) -> float:
-    """The same of one number."""
+def checked_number(owner: str, name: str, value: Any, most: float = LARGEST, expected: str = "a number") -> float:
+    """A number from 0 to `most`. Raises TypeError or ValueError in the name of `owner`."""
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-        got, per_chunk = f"{type(value).__name__} {value!r}", " or one number per chunk" if owner == "Costs" else ""
-        raise TypeError(f"{owner}: {name} must be a number{per_chunk}; got {got}")
+        raise TypeError(f"{owner}: {name} must be {expected}; got {type(value).__name__} {value!r}")
     try:
         number = float(value)
     except OverflowError:  # an int beyond 1e308
         number = math.inf if value > 0 else -math.inf
     if not 0 <= number <= most:
-        raise ValueError(f"{owner}: {name} must be from 0 to {most:g}, in whatever unit makes it so; got {number:g}")
+        bound = f"from 0 to {most:g}, in whatever unit makes it so" if most < math.inf else "at least 0"
+        raise ValueError(f"{owner}: {name} must be {bound}; got {number:g}")
     return number
 
 

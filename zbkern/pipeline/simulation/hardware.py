@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from zbkern.pipeline.simulation.calibration import NONE, Calibration
+from zbkern.pipeline.simulation.costs import checked_number
 from zbkern.pipeline.simulation.json_file import check_fields, parse_object, read_text
 
 TABLE = Path(__file__).parent / "hardware.json"
@@ -92,13 +93,11 @@ class Hardware:
                 continue
             if name in ("host_bandwidth", "fp8_flops") and value is None:
                 continue
-            if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-                raise TypeError(f"Hardware: {name} must be a number; got {value!r}")
-            if name == "gpus_per_node" and value % 1 != 0:  # infinity neither
+            checked_number("Hardware", name, value, most=1.0 if name.endswith("_share") else 1e30)
+            if name == "gpus_per_node" and value % 1 != 0:
                 raise ValueError(f"Hardware: {name} must be a whole number; got {value!r}")
-            most = 1.0 if name.endswith("_share") else 1e30
-            if not (0 <= value <= most and (value or name in _MAY_BE_ZERO)):  # NaN neither
-                raise ValueError(f"Hardware: {name} must be above 0 and at most {most:g}; got {value!r}")
+            if not (value or name in _MAY_BE_ZERO):
+                raise ValueError(f"Hardware: {name} must be above 0; got {value!r}")
             if name in _UNITS and value < _LEAST:
                 raise ValueError(f"Hardware: {name} must be {_UNITS[name]}; got {value!r}")
         object.__setattr__(self, "gpus_per_node", int(self.gpus_per_node))  # 8.0 in a table

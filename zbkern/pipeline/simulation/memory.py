@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from numbers import Real
 
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import recomputed, streamed
-from zbkern.pipeline.simulation.costs import ChunkCosts
+from zbkern.pipeline.simulation.costs import ChunkCosts, checked_number
 
 Limit = float | Sequence[float] | None  # one number, or one per rank
 
@@ -92,19 +92,6 @@ def limits_of(function: str, given: Limit, stages: int) -> list[float] | None:
     if given is None:
         return None
     each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * stages
-    for limit in each:
-        if not isinstance(limit, Real) or isinstance(limit, bool):
-            raise TypeError(
-                f"{function}: memory_limit must be one number or one per rank; got {type(limit).__name__} {limit!r}"
-            )
-    try:
-        limits = [float(limit) for limit in each]
-    except OverflowError:
-        raise ValueError(
-            f"{function}: memory_limit must be below 1e308, or None for no limit; got a larger int"
-        ) from None
-    if len(limits) != stages:
-        raise ValueError(f"{function}: memory_limit must be one number or one per rank ({stages}); got {len(limits)}")
-    if any(not limit >= 0 for limit in limits):
-        raise ValueError(f"{function}: memory_limit must be at least 0; got {given}")
-    return limits
+    if len(each) != stages:
+        raise ValueError(f"{function}: memory_limit must be one number or one per rank ({stages}); got {len(each)}")
+    return [checked_number(function, "memory_limit", limit, math.inf, "one number or one per rank") for limit in each]

@@ -7,17 +7,18 @@ Copies run beside the passes (`copies.py`): a pass waits for its load, and a ran
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbkern.pipeline.schedules.actions import COPIES, Action
+from zbkern.pipeline.schedules.actions import COPIES, Action, check_count
 from zbkern.pipeline.schedules.dependencies import Result, order_of_running, result
 from zbkern.pipeline.schedules.program import FILLS, offloads_or_recomputes, recomputed
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.simulation.copies import Copies
-from zbkern.pipeline.simulation.costs import ChunkCosts, Costs
+from zbkern.pipeline.simulation.costs import ChunkCosts, Costs, checked_number
 from zbkern.pipeline.simulation.memory import Limit, Memory, carried_change, limits_of, static_of_ranks
 from zbkern.pipeline.simulation.slice_costs import slice_costs
 from zbkern.pipeline.simulation.timeline import Event, Timeline, arrival
@@ -56,15 +57,11 @@ def simulate(
         raise TypeError(f"simulate: schedule must be a zbkern.pipeline.Schedule; got {type(schedule).__name__}")
     if costs is not None and not isinstance(costs, Costs):
         raise TypeError(f"simulate: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
-    for name, value in (("parts", parts), ("seed", seed)):
-        if not isinstance(value, int):
-            raise TypeError(f"simulate: {name} must be an int; got {type(value).__name__} {value!r}")
+    check_count("simulate: parts", parts)
+    check_count("simulate: seed", seed, 0)
+    checked_number("simulate", "jitter", jitter, math.inf)
     if fill not in FILLS:
         raise ValueError(f"simulate: fill must be one of {FILLS}; got {fill!r}")
-    if not isinstance(jitter, (int, float)):
-        raise TypeError(f"simulate: jitter must be a number; got {type(jitter).__name__} {jitter!r}")
-    if parts < 1 or not jitter >= 0:
-        raise ValueError(f"simulate: parts must be at least 1 and jitter at least 0; got {parts} and {jitter}")
     if fill == "planned" and (parts != 1 or memory_limit is not None):
         raise ValueError('simulate: parts and memory_limit belong to fill="eager"; with "planned" the schedule decides')
     schedule.validate()
