@@ -20,8 +20,6 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPE = (1000, 528, 784)
-"""M, N and K of tests/gpu/test_triton_every_launch.py."""
 
 Run = tuple[str, Callable[[], object]]
 
@@ -67,7 +65,7 @@ def runs() -> Iterator[Run]:
             return self.empty(*shape)
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for name, case in every_launch.cases(kernels, every_launch.Random(dtype, "cpu"), *SHAPE).items():
+        for name, case in every_launch.cases(kernels, every_launch.Random(dtype, "cpu")).items():
             yield f"{name} {str(dtype)[6:]}", case.run
     bench = Unwritten(torch.device("cpu"), torch.bfloat16, "triton", Sizes())
     rows = {*gpu_session.FIRST, *(name for names in gpu_session.ROWS.values() for name in names)}

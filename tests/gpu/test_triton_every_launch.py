@@ -23,7 +23,7 @@ def launches() -> ModuleType:
 
 
 def case_of(launches: ModuleType, name: str, dtype: torch.dtype) -> every_launch.Case:
-    return every_launch.cases(launches, Random(dtype, "cuda", scale=0.3), 1000, 528, 784)[name]
+    return every_launch.cases(launches, Random(dtype, "cuda", scale=0.3))[name]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

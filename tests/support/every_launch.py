@@ -56,9 +56,12 @@ class Case(NamedTuple):
 
 
 def cases(
-    launches: ModuleType, random: Random, m: int, n: int, k: int, indices: torch.dtype = torch.int64
+    launches: ModuleType, random: Random, m: int = 1000, n: int = 528, k: int = 784, indices: torch.dtype = torch.int64
 ) -> dict[str, Case]:
-    """By the name of the launch, all that Triton has: M=m, N=H=n, K=k; W of two segments, added to what is there."""
+    """By the name of the launch, all that Triton has: M=m, N=H=n, K=k; W of two segments, added to what is there.
+
+    Tests on a GPU run these sizes, whose kernels `python -m bench.gpu_session --prepare` compiles.
+    """
     found: dict[str, Case] = {}
     x, dx, dx_too = random(m, k), random(m, k), random(m, k)
     dy, z, y, gate, up, gated = (random(m, n) for _ in range(6))
