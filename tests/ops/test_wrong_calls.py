@@ -182,6 +182,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("Z.layer_norm(t(2, 5), residual=1.0)", TypeError, "layer_norm: residual must be a torch.Tensor; got float"),
     ("Z.attention(t(2, 5), t(2, 5), t(2, 5))", ValueError, "attention: q must be [batch, tokens, heads, D]; got"),
     ("Z.attention(t(1, 2, 3, 4), t(1, 2, 2, 4), t(1, 2, 2, 4))", ValueError, "heads that divides q's; got 2 and 3"),
+    ("Z.attention(t(1, 2, 3, 0), t(1, 2, 3, 0), t(1, 2, 3, 4))", ValueError, "attention: q and k must have a head"),
     ("Z.attention(Q, Q, Q, options=Z.AttentionOptions(window=2))", ValueError, "attention: window must be at"),
     ("Z.attention(Q, Q, Q, options=Z.AttentionOptions(scale='a'))", TypeError, "attention: scale must be a"),
     ("Z.attention(t(5, 3, 4), t(5, 3, 4), t(5, 3, 4), cu_seqlens=[0, 3])", ValueError, "attention: cu_seqlens must ri"),
@@ -248,6 +249,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("N.ExpertParallel(experts())(t(3, 4))", ValueError, "without a router"),
     ("N.ExpertParallel(experts())(t(3, 4), (t(2, 2).long(), t(2, 2)))", ValueError, "both [3, 'top_k']"),
     ("N.ExpertParallel(experts())(t(3, 4), (t(3, 2).long() + 9, t(3, 2)))", ValueError, "must choose experts 0 to"),
+    ("N.ExpertParallel(experts())(t(3, 4), (t(3, 2).long() - 1, t(3, 2)))", ValueError, "each; got -1 to -1"),
     ("N.ExpertParallel(experts(), nn.Linear(4, 3))(t(3, 4))", ValueError, "router must give one score per expert"),
     ("N.ExpertParallel(experts(), nn.Linear(4, 2), top_k=9)(t(3, 4))", ValueError, "top_k be at most as many"),
     # testing

@@ -240,6 +240,16 @@ def test_w_on_meta(autocast: bool) -> None:
     assert layer.weight.grad.shape == (3, 4)
 
 
+def test_gradients_of_inference_mode_are_gradients() -> None:
+    layer, queue = zbkern.nn.Linear(3, 4), zbkern.WGradQueue()
+    with queue.defer():
+        layer(torch.randn(2, 3)).sum().backward()
+    with torch.inference_mode():
+        queue.run()
+    assert not any(p.grad is None or p.grad.is_inference() for p in layer.parameters())
+    layer.weight.grad.square_()
+
+
 def test_a_queue_that_was_refused_leaves_the_others_as_they_are() -> None:
     """A layer with hooks asks whether some queue exists."""
     queue, layer, seen = zbkern.WGradQueue(), zbkern.nn.Linear(4, 3), []

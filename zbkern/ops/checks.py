@@ -251,6 +251,8 @@ def check_attention(
         raise ValueError(
             f"attention: k and v must have a number of heads that divides q's; got {key_heads} and {heads}"
         )
+    if not q.shape[-1] and options.scale is None:
+        raise ValueError("attention: q and k must have a head size D above 0, or options a scale; got D=0 and no scale")
     window, softcap = options.window, options.softcap
     if window is not None:
         check_integer("attention", "window", window)

@@ -70,11 +70,16 @@ class ExpertParallel(torch.nn.Module):
         ranks = self._ranks()
         local = self.experts.num_experts
         assert isinstance(local, int)
-        sent = torch.bincount(to_expert, minlength=ranks * local)
-        if len(sent) > ranks * local:
+        try:
+            sent = torch.bincount(to_expert, minlength=ranks * local)
+        except RuntimeError:
+            if int(to_expert.min()) >= 0:
+                raise
+            sent = to_expert[:0]  # negative ones cannot be counted
+        if len(sent) != ranks * local:
             raise ValueError(
                 f"ExpertParallel: routing must choose experts 0 to {ranks * local - 1}, of {ranks} ranks with {local} "
-                f"each; got {len(sent) - 1}"
+                f"each; got {int(to_expert.min())} to {int(to_expert.max())}"
             )
         received = sent if ranks == 1 else torch.empty_like(sent)
         if ranks > 1:

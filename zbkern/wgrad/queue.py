@@ -279,6 +279,9 @@ class WGradQueue:
             if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
                 with torch.autocast(device, enabled=False):
                     return self._run(batches, first)
+        if torch.is_inference_mode_enabled():  # whose tensors are no gradients
+            with torch.inference_mode(False):
+                return self._run(batches, first)
         with torch.set_grad_enabled(False):  # half the time of no_grad()
             for batch, hooked in batches:
                 self._run_batch(batch, hooked)

@@ -36,11 +36,6 @@ def activation_function(activation: str) -> Callable[[Tensor], Tensor]:
     return _FORWARD[activation]
 
 
-def activation_gradient(activation: str, dy: Tensor, z: Tensor | None) -> Tensor:
-    """dy activation'(z) in new memory."""
-    return _BACKWARD[activation](dy, z)
-
-
 def activation_fwd(z: Tensor, activation: str, y: Tensor) -> None:
     """y = activation(z)."""
     _INTO[activation](z, out=y)
