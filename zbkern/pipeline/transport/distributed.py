@@ -31,6 +31,7 @@ from zbkern.pipeline.transport.framing import (
     DTYPES,
     FinalMessage,
     Message,
+    Sizes,
     TensorHeader,
     frame,
     receive_message,
@@ -49,7 +50,7 @@ from zbkern.pipeline.transport.tensors import tensors_in
 
 logger = logging.getLogger("zbkern")
 
-_TENSORS, _NEVER = 1, 2  # tags of tensors, and of none; 0 is that of headers
+_USUAL, _OTHER, _NEVER = 1, 2, 3  # tags of tensors, and of none; 0 is that of headers
 _PAUSE = 0.002  # seconds between looks at what has been sent
 _LAST = timedelta(seconds=1)  # for the last message to a peer that is there
 _NOW = timedelta(milliseconds=1)
@@ -84,6 +85,7 @@ class DistributedTransport(Transport):
             self._up, self._down = (new_communicator(ranks, backend_of(self._group, self.device)) for _ in range(2))
         self._join(Mailbox(self.rank))
         self._lost = False
+        self._usual_to: dict[int, Sizes] = {}  # what each peer has posted a receive for, once something was sent to it
         self._ending = threading.Lock()
         self._final_message: FinalMessage | None = None
         self._uninformed = list(self._peers)  # peers that it was not sent to
@@ -113,10 +115,16 @@ class DistributedTransport(Transport):
         tensors = [leaf.detach().contiguous() for leaf in leaves]
         # not its spec: torch 2.13 warns when one is unpickled; a single tensor, as most are, need not be walked
         skeleton = 0 if isinstance(message, Tensor) else pytree.tree_map_only(Tensor, lambda _: 0, message)
-        group = self._up if peer > self.rank else self._down
+        header = TensorHeader(*self._mailbox.call, tag, shapes, False, skeleton)
+        sizes = header.sizes
+        if self._on_cpu and sizes == self._usual_to.get(peer):
+            header = header._replace(usual=True)
+        if sizes:
+            self._usual_to.setdefault(peer, sizes)
         with self._reaching(peer):
-            works = self._start_send(peer, TensorHeader(*self._mailbox.call, tag, shapes, skeleton))
-            works += [(group.send([tensor], peer, _TENSORS), tensor) for tensor in tensors if tensor.numel()]
+            works = self._start_send(peer, header)
+            slot = _USUAL if header.usual else _OTHER
+            works += self._start_tensors(peer, tensors, slot)
         self._sends.put((peer, works))
 
     def _settle(self, message: Any, works: Sequence[dist.Work]) -> None:
@@ -175,7 +183,11 @@ class DistributedTransport(Transport):
 
     def _send_final(self, peer: int, message: FinalMessage) -> None:
         try:
-            self._sends.put((peer, self._start_send(peer, message)))
+            works = self._start_send(peer, message)
+            if self._on_cpu:  # what the peer has posted a receive for
+                empty = [torch.empty(size, dtype=DTYPES[dtype]) for dtype, size in self._usual_to.get(peer, [])]
+                works += self._start_tensors(peer, empty, _USUAL)
+            self._sends.put((peer, works))
         except RuntimeError as error:  # that peer is gone; the others still want to know
             logger.debug("rank %d could not tell rank %d: %s", self.rank, peer, error)
 
@@ -207,6 +219,10 @@ class DistributedTransport(Transport):
         group = self._headers_up if peer > self.rank else self._headers_down
         with self._header_lock:  # both parts of one message before those of another thread's
             return [(group.send([part], peer, 0), part) for part in frame(message)]
+
+    def _start_tensors(self, peer: int, tensors: list[Tensor], slot: int) -> _Works:
+        group = self._up if peer > self.rank else self._down
+        return [(group.send([tensor], peer, slot), tensor) for tensor in tensors if tensor.numel()]
 
     def _finish_sends(
         self,
@@ -249,9 +265,15 @@ class DistributedTransport(Transport):
 
     # ---- receiving
 
+    def _receive_tensors(self, peer: int, sizes: Sizes, slot: int) -> _Posted:
+        group = self._up if peer < self.rank else self._down
+        tensors = [torch.empty(size, dtype=DTYPES[dtype], device=self.device) for dtype, size in sizes]
+        return tensors, [group.recv([tensor], peer, slot) for tensor in tensors if tensor.numel()]
+
     def _receive_from(self, peer: int) -> None:
         """Thread: files everything `peer` sends until it closes or fails."""
         group = self._headers_up if peer < self.rank else self._headers_down
+        posted: _Posted | None = None
         try:
             with self._stream_of_its_own():  # a receive begins at once, not after the work that is queued on another
                 while True:
@@ -261,13 +283,16 @@ class DistributedTransport(Transport):
                     if isinstance(message, FinalMessage):
                         break
                     if isinstance(message, TensorHeader):
-                        self._receive_tree(peer, message)
+                        posted = self._receive_tree(peer, message, posted)
                     else:
                         self._hear(peer, message)
             if message.ending == "closed":
                 self._mailbox.closed(peer)
             else:
                 self._fail_all(message)
+            with contextlib.suppress(RuntimeError):  # it has said its last, and may be gone
+                for work in posted[1] if posted else []:
+                    finish(work, self.device)
         except Exception as error:
             logger.debug("rank %d: receiving from rank %d: %s", self.rank, peer, error)
             if self._outlived():
@@ -282,20 +307,26 @@ class DistributedTransport(Transport):
         """Whether the connections of the calling thread, a receiver, were closed before it ended."""
         return threading.current_thread() not in self._receivers.values()
 
-    def _receive_tree(self, peer: int, header: TensorHeader) -> None:
-        """Files a message."""
-        group = self._up if peer < self.rank else self._down
-        tensors = [torch.empty(shape, dtype=DTYPES[dtype], device=self.device) for dtype, shape, _ in header.shapes]
-        works = [group.recv([tensor], peer, _TENSORS) for tensor in tensors if tensor.numel()]
+    def _receive_tree(self, peer: int, header: TensorHeader, posted: _Posted | None) -> _Posted | None:
+        """Files a message; returns the receive that is posted for the next one with tensors.
+
+        Where nobody waits for a receive to be posted, a message takes half the time: the sender's call sends it. So
+        one is there for the next message of the usual sizes, those of the first; only on a CPU, because NCCL's would
+        keep multiprocessors busy.
+        """
+        shapes, skeleton, usual, sizes = header.shapes, header.skeleton, header.usual, header.sizes
+        tensors, works = posted if usual and posted else self._receive_tensors(peer, sizes, _OTHER)
         if self._on_cpu:
             while works:
                 finish(works.pop(0), self.device)
-        found = (tensor.requires_grad_(shape[2]) for tensor, shape in zip(tensors, header.shapes, strict=True))
-        skeleton = header.skeleton
+        found = (tensor.requires_grad_(shape[2]) for tensor, shape in zip(tensors, shapes, strict=True))
         tree = next(found) if skeleton == 0 else pytree.tree_map_only(int, lambda _: next(found), skeleton)
         difference = self._mailbox.put(header.tag, (tree, works), peer, Call(header.turn, header.name))
         if difference is not None:
             self._stop(difference)
+        if self._on_cpu and sizes and (usual or posted is None):
+            return self._receive_tensors(peer, sizes, _USUAL)
+        return posted
 
     @contextlib.contextmanager
     def _stream_of_its_own(self) -> Iterator[torch.cuda.Stream | None]:
@@ -338,3 +369,4 @@ def meet(group: dist.ProcessGroup | None, value: Any = None) -> list[Any]:
 
 _Threads = dict[int, threading.Thread]  # by peer
 _Works = list[tuple["dist.Work", Tensor]]
+_Posted = tuple[list[Tensor], list["dist.Work"]]

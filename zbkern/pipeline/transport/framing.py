@@ -20,20 +20,26 @@ _HEADER_BYTES = 1024  # what a receive is posted for; few messages need a second
 _LENGTH_BYTES = 4
 
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+Sizes = list[tuple[str, tuple[int, ...]]]  # the name of a dtype, which is faster to send than itself; and a shape
 
 
 class TensorHeader(NamedTuple):
     """A pytree of tensors, bytes and None. The tensors follow on the communicator of tensors.
 
-    shapes: (dtype, shape, requires_grad) of every tensor, the dtype by name, which is faster to send than itself.
-    skeleton: the tree with 0 for every tensor. turn, name: the Call that it is sent in.
+    shapes: (dtype, shape, requires_grad) of every tensor. usual: they are of the first message's sizes, for which the
+    receiver has posted a receive. skeleton: the tree with 0 for every tensor. turn, name: the Call that it is sent in.
     """
 
     turn: int
     name: str
     tag: Tag | Note
     shapes: Sequence[tuple[str, tuple[int, ...], bool]]
+    usual: bool
     skeleton: Any
+
+    @property
+    def sizes(self) -> Sizes:
+        return [shape[:2] for shape in self.shapes]
 
 
 class StallQuery(NamedTuple):
