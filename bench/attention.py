@@ -88,7 +88,7 @@ def compare(shape: Sequence[int], causal: bool, rounds: int, device: str = "cuda
 
     few = [t[:1].detach().float().requires_grad_() for t in leaves]
     one = options_of((1, *shape[1:]), causal)
-    expected = attention_with_torch(*few, one)
+    expected = attention_with_torch(None, *few, one)
     gradients = torch.autograd.grad(expected, few, dy[:1].float())
     for name in list(names):
         try:

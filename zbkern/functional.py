@@ -282,7 +282,7 @@ def attention(
     cap = None if options.softcap is None else float(options.softcap)
     packed = spec.AttentionOptions(float(scale), causal, options.window, *ends, cap)
     if not table.is_plain(q, k if sinks is None else sinks):
-        return attention_functions.attention_with_torch(q, k, v, packed, sinks)
+        return attention_functions.attention_with_torch(sinks, q, k, v, packed)
     if impl == "auto" and q.is_cuda:
         runs = dispatch.why_not("attention", "triton", q.device, q.dtype) is None
         ours = dispatch.resolve("attention", "triton", q.device, q.dtype) if runs else None

@@ -81,7 +81,7 @@ def test_the_order_follows_the_gpu_and_what_is_installed(monkeypatch: pytest.Mon
 
 def attend(given: paths.Case) -> None:
     """fastest() on the CPU, as if it were an H100, gives what attention in torch gives."""
-    wide = attention_with_torch(*(t.double() for t in given[:3]), given.options)
+    wide = attention_with_torch(None, *(t.double() for t in given[:3]), given.options)
     testing.assert_close(paths.fastest(given), wide)
 
 
@@ -94,7 +94,7 @@ class FlashAttention(types.ModuleType):
         starts = [tuple(range(0, (t.shape[0] + 1) * t.shape[1], t.shape[1])) for t in (q, k)]
         window = None if window_size == (-1, -1) else window_size[0] + 1
         assert window_size[1] == (-1 if window is None else 0)
-        return attention_with_torch(q, k, v, AttentionOptions(softmax_scale, causal, window, *starts))
+        return attention_with_torch(None, q, k, v, AttentionOptions(softmax_scale, causal, window, *starts))
 
     def flash_attn_varlen_func(self, q, k, v, cu_q, cu_k, max_q, max_k, **arguments):
         assert cu_q.dtype == cu_k.dtype == torch.int32

@@ -69,14 +69,10 @@ def attention_dgrad(
     streamed = describe((k, v), sequences, tile.keys)
     described = streamed[0] is not k
     numbers = (options.window, options.scale, exponent, bend)
-    arguments = (factor, dy, *streamed, y, out_q, lse, lines, delta, *places, *numbers)
-    _dq(
-        (grid, heads),
-        (*arguments, tokens, line, group, *factor.stride()[:2], *strides[2:], *y.stride()[:2], *out_q.stride()[:2]),
-        (*constants, tile.queries, tile.keys, precision(q.dtype), described),
-        warps=tile.warps,
-        stages=tile.stages,
-    )
+    of_q = (*factor.stride()[:2], *strides[2:], *y.stride()[:2], *out_q.stride()[:2])
+    arguments = (factor, dy, *streamed, y, out_q, lse, lines, delta, *places, *numbers, tokens, line, group, *of_q)
+    sizes = (tile.queries, tile.keys, precision(q.dtype), described)
+    _dq((grid, heads), arguments, (*constants, *sizes), warps=tile.warps, stages=tile.stages)
     tile = tile_after
     places, grid, sequences = place_tiles(options, "keys", tile.keys, q, k)
     factor, *_ = positive(k, options)
@@ -84,16 +80,11 @@ def attention_dgrad(
     described = streamed[0] is not q
     if described:
         lines = TensorDescriptor(lines, [2 * heads, line], [line, 1], [1, tile.queries])
+    sizes = (tile.queries, tile.keys, precision(q.dtype), described)
     strides = (*strides[:4], *factor.stride()[:2], *strides[6:], *out_k.stride()[:2], *out_v.stride()[:2])
     for pair in ((out_k, None), (None, out_v)) if tile.split else ((out_k, out_v),):
-        arguments = (*streamed, factor, v, *pair, lines, *places, *numbers)
-        _dkdv(
-            (grid, k.shape[1]),
-            (*arguments, line, group, *strides),
-            (*constants, tile.queries, tile.keys, precision(q.dtype), described),
-            warps=tile.warps,
-            stages=tile.stages,
-        )
+        arguments = (*streamed, factor, v, *pair, lines, *places, *numbers, line, group, *strides)
+        _dkdv((grid, k.shape[1]), arguments, (*constants, *sizes), warps=tile.warps, stages=tile.stages)
     for given, out in outputs:
         if out is not given:
             given.copy_(out)

@@ -159,13 +159,10 @@ def gated_linear_fwd(
     targets = [Matrix(output).argument(tile.m, width, writes) for output in outputs]
     biases = [None if bias is None else bias.contiguous() for bias in (bias_gate, bias_up)]
     flags = (a.transposed, b.transposed, reads, writes, activation, precision(x.dtype))
-    _gated_fwd(
-        programs,
-        (left, first, second, *(target for target, _ in targets), *biases, p, q, r, x_stride, w_stride, targets[0][1]),
-        (*flags, tile.m, width, tile.k, tile.group, _flatten(capability_of(x.device))),
-        tile.warps,
-        tile.stages,
-    )
+    results, strides = (target for target, _ in targets), (x_stride, w_stride, targets[0][1])
+    arguments = (left, first, second, *results, *biases, p, q, r, *strides)
+    constants = (*flags, tile.m, width, tile.k, tile.group, _flatten(capability_of(x.device)))
+    _gated_fwd(programs, arguments, constants, tile.warps, tile.stages)
 
 
 @replayed
@@ -189,13 +186,9 @@ def gated_linear_dgrad(
     strides = (y_stride, 0, w_stride, gate.stride(0), h.stride(0), h.stride(0))
     gate_of = gate_constants(GateOptions(activation))
     flags = (a.transposed, b.transposed, reads, precision(dy.dtype), *gate_of, 1)
-    gated_dgrad(
-        programs,
-        (left, right, gate, up, *outputs, None, p, 1, q, r, *strides),
-        (*flags, tile.m, tile.n, tile.k, tile.group, gate_parts(tile.n, dy.dtype)),
-        tile.warps,
-        tile.stages,
-    )
+    arguments = (left, right, gate, up, *outputs, None, p, 1, q, r, *strides)
+    constants = (*flags, tile.m, tile.n, tile.k, tile.group, gate_parts(tile.n, dy.dtype))
+    gated_dgrad(programs, arguments, constants, tile.warps, tile.stages)
 
 
 def _flatten(capability: int) -> bool:

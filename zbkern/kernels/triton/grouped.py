@@ -88,13 +88,10 @@ def _run_product(op: str, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None
     matrices, w_stride = right.argument(tile.k, tile.n, reads)
     result, o_stride = ragged_argument(target, tile.m, tile.n // parts, writes)
     bias = None if bias is None else bias.contiguous()
+    strides = (x_stride, right.group_stride, w_stride, o_stride)
     flags = (right.transposed, reads, writes, precision(a.dtype), padded(groups))
-    _grouped_product(
-        programs,
-        (x, matrices, result, bias, ends, rows, groups, q, r, x_stride, right.group_stride, w_stride, o_stride),
-        (*flags, tile.m, tile.n, tile.k, tile.group, parts),
-        tile.warps,
-        tile.stages,
-    )
+    arguments = (x, matrices, result, bias, ends, rows, groups, q, r, *strides)
+    constants = (*flags, tile.m, tile.n, tile.k, tile.group, parts)
+    _grouped_product(programs, arguments, constants, tile.warps, tile.stages)
     if written is not out:
         out.copy_(written)

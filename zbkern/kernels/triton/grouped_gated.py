@@ -42,10 +42,6 @@ def grouped_gated_dgrad(
     matrices, w_stride = right.argument(tile.k, tile.n, reads)
     strides = (x_stride, right.group_stride, w_stride, z.stride(0), dz.stride(0), h.stride(0))
     flags = (False, right.transposed, reads, precision(dy.dtype), *gate_constants(options), padded(groups))
-    gated_dgrad(
-        programs,
-        (x, matrices, *halves(z, options), *halves(dz, options), h, ends, rows, groups, hidden, r, *strides),
-        (*flags, tile.m, tile.n, tile.k, tile.group, gate_parts(tile.n, dy.dtype, options.interleaved)),
-        tile.warps,
-        tile.stages,
-    )
+    arguments = (x, matrices, *halves(z, options), *halves(dz, options), h, ends, rows, groups, hidden, r, *strides)
+    sizes = (tile.m, tile.n, tile.k, tile.group, gate_parts(tile.n, dy.dtype, options.interleaved))
+    gated_dgrad(programs, arguments, (*flags, *sizes), tile.warps, tile.stages)

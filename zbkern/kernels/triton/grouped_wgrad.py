@@ -150,10 +150,6 @@ def _run_sums(pairs: Sequence[tuple[Matrix, Matrix, Tensor]], out: Tensor, accum
     strides = (*((1, 1) if reads else (left.stride, right.stride)), target.group_stride, o_stride)
     reduces = writes and accumulate and out.dtype == torch.float32 and not INTERPRETED
     flags = (segments, reads, writes, accumulate, reduces, precision(dtype), padded(groups))
-    _grouped_sums(
-        programs,
-        (*columns(slots), result, used, groups, p, q, *strides),
-        (*flags, tile.m, tile.n, tile.k, tile.group, parts),
-        tile.warps,
-        tile.stages,
-    )
+    arguments = (*columns(slots), result, used, groups, p, q, *strides)
+    constants = (*flags, tile.m, tile.n, tile.k, tile.group, parts)
+    _grouped_sums(programs, arguments, constants, tile.warps, tile.stages)

@@ -112,13 +112,8 @@ def _run_product(
     bias = None if bias is None else bias.contiguous()
     flags = (left.transposed, right.transposed, reads, writes, activation or "")
     sizes = (tile.m, tile.n, tile.k, tile.group, tile.epilogue_parts(writes))
-    _product(
-        programs,
-        (*given, bias, p, q, r, *strides),
-        (*flags, precision(a.dtype), *sizes),
-        tile.warps,
-        tile.stages,
-    )
+    constants = (*flags, precision(a.dtype), *sizes)
+    _product(programs, (*given, bias, p, q, r, *strides), constants, tile.warps, tile.stages)
     if rows is not out:
         out.copy_(rows)
     if z is not None and beside is not None and beside is not z:

@@ -272,14 +272,10 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], max_tiles: int) -> Non
     whole = parts[0].result
     added = (whole.tensor, whole.stride) if add and count == 1 else (None, 1)
     flags = (count, segments, left.transposed, right.transposed, reads, writes, add, reduces, dtypes[2] is not None)
+    arguments = (*columns(slots), *columns(targets), *strides, *added)
+    sizes = (tile.m, tile.n, tile.k, tile.group, tile.epilogue_parts(writes))
     kernel = _over_rows if op == "wgrad" else _of_rows
-    kernel(
-        programs,
-        (*columns(slots), *columns(targets), *strides, *added),
-        (*flags, precision(dtypes[0]), tile.m, tile.n, tile.k, tile.group, tile.epilogue_parts(writes)),
-        tile.warps,
-        tile.stages,
-    )
+    kernel(programs, arguments, (*flags, precision(dtypes[0]), *sizes), tile.warps, tile.stages)
 
 
 def columns(entries: Sequence[tuple]) -> list[Any]:

@@ -40,7 +40,7 @@ class Attention(torch.autograd.Function):
         call, options = ctx.call, ctx.options
         q, k, v, y, lse, sinks, *_ = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
-            return differentiable_backward(call, _with_sinks_first, (q, k, v, options), dy)
+            return differentiable_backward(call, attention_with_torch, (q, k, v, options), dy)
         dq, dk, dv = (torch.empty_like(t, requires_grad=False) for t in (q, k, v))
         delta = None if sinks is None else torch.empty_like(lse)
         call.backend.attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv, delta)
@@ -62,7 +62,7 @@ def attention(
 ) -> Tensor:
     """Batched q [batch, tokens, heads, D] or packed q [T, heads, D]; options describe the packed form of either."""
     if backend is reference and sinks is None and not _joins_products(q, k, v, options):
-        return attention_with_torch(q, k, v, options)  # which does not hold all scores
+        return attention_with_torch(None, q, k, v, options)  # which does not hold all scores
     call = OpCall((sinks,), backend, name)
     if q.dim() == 4:
         packed = autograd.apply(Attention, call, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), options)
@@ -70,9 +70,7 @@ def attention(
     return autograd.apply(Attention, call, q, k, v, options)
 
 
-def attention_with_torch(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sinks: Tensor | None = None
-) -> Tensor:
+def attention_with_torch(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """The core in torch's own operations, of batched or packed tensors."""
     if q.dim() == 4:
         return _one_shape(sinks, q, k, v, options)
@@ -92,10 +90,6 @@ def _joins_products(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
     grouped = q.shape[-2] != k.shape[-2]
     q, k, v = (t.flatten(0, -3) for t in (q, k, v))
     return (masked or grouped) and cpu_attention.takes(q, k, v, options)
-
-
-def _with_sinks_first(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    return attention_with_torch(q, k, v, options, sinks)
 
 
 def _one_shape(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:

@@ -123,7 +123,7 @@ def _of_torch(backend: SDPBackend, can_use: str, deterministic: bool) -> _Core:
 
     def run(case: Case) -> Tensor:
         with sdpa_kernel(backend):
-            return attention_with_torch(case.q, case.k, case.v, case.options)
+            return attention_with_torch(None, case.q, case.k, case.v, case.options)
 
     return _Core(takes, run)
 
@@ -168,7 +168,7 @@ def _ours(case: Case) -> Tensor:
 
 
 _CORES = {
-    "torch": _Core(lambda case: True, lambda case: attention_with_torch(case.q, case.k, case.v, case.options)),
+    "torch": _Core(lambda case: True, lambda case: attention_with_torch(None, case.q, case.k, case.v, case.options)),
     "torch cudnn": _of_torch(SDPBackend.CUDNN_ATTENTION, "can_use_cudnn_attention", deterministic=False),
     "torch flash": _of_torch(SDPBackend.FLASH_ATTENTION, "can_use_flash_attention", deterministic=True),
     "triton": _Core(_ours_takes, _ours),
