@@ -105,7 +105,11 @@ def test_torchs_own_product_of_groups_where_it_takes_the_shapes(biased: bool, mo
         y.backward(torch.ones_like(y))
         assert not y[5:].any()
         assert not tensors[0].grad[5:].any()
-        found.append([y, *(t.grad for t in tensors[: 2 + biased])])
+        launched = torch.full_like(y, float("nan"))
+        with torch.no_grad():
+            vectors = tensors[2] if biased else None
+            reference.grouped_linear_fwd(tensors[0], tensors[1], vectors, ends(0, 3, 5), launched)
+        found.append([y, launched, *(t.grad for t in tensors[: 2 + biased])])
     for got, expected in zip(*found, strict=True):
         testing.assert_close(got, expected)
 

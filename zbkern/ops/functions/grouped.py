@@ -115,13 +115,9 @@ def grouped_linear_with_torch(
         rows = [part for (part,) in reference_grouped.split(ends, x)]
         parts = [torch.nn.functional.linear(*operands) for operands in zip(rows, weight, biases, strict=True)]
         return torch.cat([*parts, x.new_zeros(reference_grouped.rest(ends, x).shape[0], weight.shape[1])])
+    if reference_grouped.library_takes(x, weight):
+        return reference_grouped.by_library(x, weight, bias, ends)
     groups = reference_grouped.group_of_rows(ends, x)
-    if _library_takes(x, weight):
-        mine = groups < weight.shape[0]
-        y = torch.nn.functional.grouped_mm(torch.where(mine, x, 0), weight.mT, offs=ends)
-        if bias is not None:
-            y = y + bias[groups[:, 0].clamp(max=weight.shape[0] - 1)]
-        return torch.where(mine, y, 0)
     y = x.new_zeros(x.shape[0], weight.shape[1])
     for group, (matrix, vector) in enumerate(zip(weight, biases, strict=True)):
         y = torch.where(groups == group, torch.nn.functional.linear(x, matrix, vector), y)
@@ -142,12 +138,6 @@ def grouped_mlp_with_torch(
     """GroupedMLP in torch's own operations, or in linears of another kind."""
     z = linear(gate_up, gate_up_bias, x, ends, transposed)
     return linear(down, down_bias, reference_grouped.gated(z, options), ends, transposed)
-
-
-def _library_takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch has a product of all groups that a compiler can trace: in bf16, of multiples of 16 bytes."""
-    sizes = x.dtype == torch.bfloat16 and weight.shape[0] > 0 and weight.shape[1] % 8 == weight.shape[2] % 8 == 0
-    return sizes and hasattr(torch.nn.functional, "grouped_mm")
 
 
 def _as_input(call: OpCall, x: Tensor) -> list[Any]:
