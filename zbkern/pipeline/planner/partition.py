@@ -30,19 +30,18 @@ def even_partitions(layers: int, chunks: int) -> list[Partition]:
     Also with the first layer and the last one or two (embedding, norm and head) beside an even division of the others,
     in the same chunks or the last ones in a chunk of their own.
     """
+    beside, alone = ((0, 0), (1, 1), (1, 2), (1, 0), (0, 1), (0, 2)), ((0, 1), (1, 1), (0, 2), (1, 2))
     found: list[Partition] = []
-    for before, after in ((0, 0), (1, 1), (1, 2), (1, 0), (0, 1), (0, 2)):
-        found += [(0, *starts[1:]) for starts in _even(before, layers - before - after, chunks)]
-    if chunks > 1:
-        for before, after in ((0, 1), (1, 1), (0, 2), (1, 2)):
-            alone = _even(before, layers - before - after, chunks - 1)
-            found += [(0, *starts[1:], layers - after) for starts in alone]
+    for own, ends in ((0, beside), (1, alone)):  # chunks of the last layers
+        for before, after in ends:
+            divided = _even(before, layers - before - after, chunks - own)
+            found += [(0, *starts[1:], *[layers - after] * own) for starts in divided]
     return list(dict.fromkeys(found))
 
 
 def _even(begin: int, layers: int, chunks: int) -> Iterator[list[int]]:
     """The first layer of every chunk, where so many layers from `begin` on are divided evenly."""
-    if layers < chunks:
+    if not 0 < chunks <= layers:
         return
     size, larger = divmod(layers, chunks)
     for shift in (
@@ -94,7 +93,6 @@ def balanced_chunks(work: tuple[float, ...], chunks: int) -> Partition:
 
 
 _Cost = tuple[float, float, float]
-_Saved = tuple[list[list[float]], list[dict[str, int]]]
 
 
 class _Ranks:
@@ -119,15 +117,6 @@ class _Ranks:
         self._once, self._flying, self._static = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
         self._missing = [0.0] * ranks
         self._tied: list[dict[str, int]] = [{} for _ in range(ranks)]
-
-    def saved(self) -> _Saved:
-        sums = [self.work[:], self._once[:], self._flying[:], self._static[:], self._missing[:]]
-        return sums, [dict(each) for each in self._tied]
-
-    def restore(self, saved: _Saved) -> None:
-        sums, tied = saved
-        self.work, self._once, self._flying, self._static, self._missing = (each[:] for each in sums)
-        self._tied = [dict(each) for each in tied]
 
     def fill(self, starts: Sequence[int]) -> None:
         """Starts anew with the layers of this partition."""
@@ -172,7 +161,6 @@ def _improved(ranks: _Ranks, starts: Sequence[int]) -> list[int]:
     ranks.fill(starts)
     best = ranks.cost()
     while True:
-        here = ranks.saved()
         found: list[int] | None = None
         worst = ranks.worst()
         for chunk, owner in enumerate(ranks.placement):
@@ -183,7 +171,7 @@ def _improved(ranks: _Ranks, starts: Sequence[int]) -> list[int]:
                     cost = ranks.cost()
                     if cost < best and any(new < old * (1 - 1e-9) for new, old in zip(cost, best, strict=True)):
                         best, found = cost, moved[:-1]
-                ranks.restore(here)
+                ranks.fill(starts)
         if found is None:
             return starts
         starts = found

@@ -64,10 +64,6 @@ def _all_passes(times: Times) -> list[tuple[int, int, int, int]]:
     )
 
 
-def _last_slot(times: Times) -> int:
-    return max(max(slots) for row in times for slots in row)
-
-
 def _steady_state(times: Times) -> tuple[tuple[int, int], tuple[int, int]]:
     """(slot, rank) from where rank 0 has its first B0 to after where the last forward enters the pipeline.
 
@@ -148,8 +144,9 @@ class _Ranks:
         self._lengths, self._fused = lengths, lengths[_B1] > 1
         self._fills = len(lengths) == _W and not self._fused
         self._cells, self._states = [], []
+        last = max(max(slots) for row in times for slots in row)
         for row in times:
-            cells, states = [_IDLE] * (2 + _last_slot(times)), [(0, 0)]
+            cells, states = [_IDLE] * (2 + last), [(0, 0)]
             for phase, starts in enumerate(row):
                 for start in starts:
                     self._put(cells, phase, start)

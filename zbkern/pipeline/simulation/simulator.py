@@ -23,6 +23,8 @@ from zbkern.pipeline.simulation.memory import Limit, Memory, carried_change, lim
 from zbkern.pipeline.simulation.slice_costs import slice_costs
 from zbkern.pipeline.simulation.timeline import Event, Timeline, arrival
 
+_ROUNDING = 1e-9  # relative, of a limit: sums of fractions of one number differ in the last digits
+
 
 def simulate(
     schedule: Schedule,
@@ -72,9 +74,11 @@ def simulate(
         )
     costs = costs or Costs()
     flat = slice_costs(costs.per_chunk(len(schedule.placement)), schedule.slices)
-    run = _Run(schedule, flat, _durations(schedule, flat, jitter, seed), costs)
+    durations = _durations(schedule, flat, jitter, seed)
+    run = _Run(schedule, flat, durations, costs)
     if fill == "eager":
-        run.fill_eagerly(parts, _limits(schedule, flat, memory_limit))
+        limits = limits_of("simulate", memory_limit, schedule.stages)
+        run.fill_eagerly(parts, limits or _Run(schedule, flat, durations, costs).timeline().peak_memory)
     return replace(run.timeline(), unit=costs.time_unit or "", memory_unit=costs.memory_unit or "")
 
 
@@ -107,7 +111,8 @@ class _Run:
 
     def fill_eagerly(self, parts: int, limits: Sequence[float]) -> None:
         self._rows = [[action for action in row if action.kind != "W"] for row in self._rows]
-        self._eager, self._limits = [deque() for _ in limits], limits
+        slack = _ROUNDING * max(limits)
+        self._eager, self._limits = [deque() for _ in limits], [limit + slack for limit in limits]
         self._parts = [None] if parts == 1 else [(index, parts) for index in range(parts)]
 
     def timeline(self) -> Timeline:
@@ -178,29 +183,18 @@ def _durations(
     schedule: Schedule, costs: Sequence[ChunkCosts], jitter: float, seed: int
 ) -> dict[tuple[str, int, int], float]:
     generator = random.Random(seed)
+
+    def factor() -> float:
+        return max(0.0, generator.gauss(1.0, jitter)) if jitter else 1.0
+
     by_slice = [{"F": each.forward, "B": each.backward, "W": each.weight, "BW": each.fused} for each in costs]
     durations = {}
     for microbatch in range(schedule.microbatches):
         lengths = by_slice[microbatch % len(costs)]
         for chunk in range(len(schedule.placement)):
             for kind, cost in lengths.items():
-                factor = max(0.0, generator.gauss(1.0, jitter)) if jitter else 1.0
-                durations[kind, chunk, microbatch] = cost[chunk] * factor
+                durations[kind, chunk, microbatch] = cost[chunk] * factor()
     for row in schedule.actions:  # drawn after the others, whose sample a recomputation must not change
         for chunk, microbatch in sorted(recomputed(row)):
-            factor = max(0.0, generator.gauss(1.0, jitter)) if jitter else 1.0
-            durations["R", chunk, microbatch] = costs[microbatch % len(costs)].recompute[chunk] * factor
+            durations["R", chunk, microbatch] = costs[microbatch % len(costs)].recompute[chunk] * factor()
     return durations
-
-
-def _limits(schedule: Schedule, costs: Sequence[ChunkCosts], given: Limit) -> list[float]:
-    limits = limits_of("simulate", given, schedule.stages)
-    if limits is None:
-        limits = []
-        for row, static in zip(schedule.actions, static_of_ranks(costs[0], schedule.placement), strict=True):
-            memory = Memory(costs, static)
-            for action in row:
-                memory.account(action)
-            limits.append(memory.peak)
-    slack = 1e-9 * max(limits, default=0.0)  # sums of fractions of one number differ in the last digits
-    return [limit + slack for limit in limits]
