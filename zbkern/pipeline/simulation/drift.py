@@ -85,7 +85,7 @@ def _lengths(timelines: Sequence[Timeline]) -> dict[tuple[str, int, int], list[f
     """(kind, chunk, slice) -> how long each of these passes took."""
     found: dict[tuple[str, int, int], list[float]] = {}
     for timeline in timelines:
-        for (kind, chunk, microbatch), (_, _, length) in _passes(timeline).items():
+        for (kind, chunk, microbatch), length in _passes(timeline).items():
             found.setdefault((kind, chunk, microbatch % len(timeline.schedule.slices)), []).append(length)
     return found
 
@@ -192,7 +192,7 @@ class Drift:
     def actions(self) -> list[tuple[Action, float]]:
         """Every pass with its measured minus its planned duration, largest first."""
         planned, measured = _passes(self.planned), _passes(self.measured)
-        found = [(Action(*key), busy - planned[key][2]) for key, (_, _, busy) in measured.items() if key in planned]
+        found = [(Action(*key), busy - planned[key]) for key, busy in measured.items() if key in planned]
         return sorted(found, key=lambda pair: -pair[1])
 
     def to_text(self, worst: int = 5) -> str:
@@ -233,15 +233,10 @@ class Drift:
         return TimeLost(rank, spans[0] - spans[1], busy, late - idle, host)
 
 
-_Passes = dict[tuple[str, int, int], tuple[float, float, float]]
-
-
-def _passes(timeline: Timeline) -> _Passes:
-    """(kind, chunk, microbatch) -> start of its first event, end of its last, and the sum of their lengths."""
-    found: _Passes = {}
-    for row in timeline.events:
-        for event in row:
-            key = event.action[:3]
-            start, end, busy = found.get(key, (event.start, event.end, 0.0))
-            found[key] = min(start, event.start), max(end, event.end), busy + event.end - event.start
+def _passes(timeline: Timeline) -> dict[tuple[str, int, int], float]:
+    """(kind, chunk, microbatch) -> how long its events took together."""
+    found: dict[tuple[str, int, int], float] = {}
+    for event in (event for row in timeline.events for event in row):
+        key = event.action[:3]
+        found[key] = found.get(key, 0.0) + event.end - event.start
     return found
