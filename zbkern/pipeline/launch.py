@@ -193,7 +193,8 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
         )
     stages, schedule = found.schedule.stages, path.with_suffix(".schedule.csv")
     gpus = job.gpus(stages)
-    per_node = min(gpus, hardware.gpus_per_node // job.tensor_parallel * job.tensor_parallel or hardware.gpus_per_node)
+    tensor, most = job.tensor_parallel, hardware.gpus_per_node
+    per_node = min(gpus, most // tensor * tensor or most)  # whole groups of tensor parallelism, where they fit a node
     nodes, rest = math.ceil(gpus / per_node), gpus % per_node
     replicas = "replicas, fully sharded" if job.fully_shard else "replicas"
     sizes = {replicas: job.data_parallel, "stages": stages, "GPUs of tensor parallelism": job.tensor_parallel}
