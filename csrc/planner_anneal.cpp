@@ -76,6 +76,8 @@ class Annealer {
   bool must_precede(int before, int after) const;
   void shift(int rank, int from, int to);
   void toggle(int c, int j);
+  int longest() const { return static_cast<int>(std::max_element(span_.begin(), span_.end()) - span_.begin()); }
+  bool fill(Random& random);
   void critical_path();
 
   const Problem& p_;
@@ -224,7 +226,7 @@ void Annealer::toggle(int c, int j) {
 
 // The passes, as (rank, position), that decide when the rank with the largest span ends.
 void Annealer::critical_path() {
-  int rank = static_cast<int>(std::max_element(span_.begin(), span_.end()) - span_.begin());
+  int rank = longest();
   for (int k = static_cast<int>(rows_[rank].size()) - 1; k >= 0;) {
     critical_.emplace_back(rank, k);
     const int pass = rows_[rank][k];
@@ -237,6 +239,25 @@ void Annealer::critical_path() {
     rank = timed_[input].rank;
     k = timed_[input].position;
   }
+}
+
+// Moves a later pass into a gap of a rank, which is the likelier the longer it is: the next of some kind and chunk, from however
+// far behind. False when that cannot start there.
+bool Annealer::fill(Random& random) {
+  const int rank = random.percent(50) ? longest() : random.below(p_.ranks), size = static_cast<int>(rows_[rank].size());
+  const Row& row = rows_[rank];
+  Time idle = ((span_[rank] - rest_[rank][0]) >> 16) * random.below(1 << 16);
+  int gap = 1;
+  while (gap < size && (idle -= starts_[rank][gap] - timed_[row[gap - 1]].end) >= 0) gap++;
+  if (gap + 1 >= size) return false;
+  const int group = group_[row[gap + 1 + random.below(size - gap - 1)]];
+  const int k = static_cast<int>(std::find_if(row.begin() + gap, row.end(), [&](int pass) { return group_[pass] == group; }) - row.begin());
+  const Timed& pass = timed_[row[k]];
+  if (k == gap || timed_[pass.input].end + pass.lag >= starts_[rank][gap] || reach(rank, k, gap) != gap) return false;
+  from_ = starts_[rank][gap];
+  shift(rank, k, gap);
+  done_.push_back({rank, k, gap});
+  return true;
 }
 
 // Applies a random move; false when there was nothing to move.
@@ -257,6 +278,7 @@ bool Annealer::propose(Random& random, bool may_fuse) {
       }
     return true;
   }
+  if (random.percent(5)) return fill(random);
   const bool critical = random.percent(50);
   int rank, k;
   if (critical) {

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.planner_problems import random_problem
 from zbkern.pipeline import Costs, schedules, simulate
-from zbkern.pipeline.planner import annealing, bounds, list_scheduler, native, pattern_search
+from zbkern.pipeline.planner import annealing, bounds, list_scheduler, native, pattern_search, portfolio
 from zbkern.pipeline.planner.native import Effort
 from zbkern.pipeline.planner.problem import (
     Ordering,
@@ -134,6 +134,23 @@ def test_annealing_improves_a_poor_start() -> None:
     start = annealing.with_cost(given, serial_ordering(given, fuse=False))
     found = annealing.anneal(given, start, Effort(0, temperatures(given), 2_000_000, spread=3))
     assert found.cost < 0.6 * start.cost
+    check(given, found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_annealing_fills_the_warm_up_of_a_rank_that_has_most_to_do(seed: int) -> None:
+    """Its first backwards come late, and the forwards that it could run until then are far behind in its row."""
+    chunks = [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2]  # the embedding is with the first, the loss with the last
+    times = {"forward": (4.3, 4.7, 8.1), "backward": (5.6, 5.9, 3.3), "weight": (3.5, 3.5, 7.5)}
+    memory = {"activation": (0.6, 1.2, 0.7), "held": (0.55, 1.1, 0.6)}
+    costs = {name: [each[chunk] for chunk in chunks] for name, each in (times | memory).items()}
+    given = Problem.build(Costs(**costs, communication=0.4), [*range(8), *reversed(range(8))], 24, [24.0] * 8, False)
+    rules = list(list_scheduler.rules_to_try(given))
+    start = list_scheduler.list_schedule(given, rules[list_scheduler.best_rules(given, rules, 1)[0][1]])
+    effort = Effort(seed, portfolio.temperatures(given, 0.6), 4_000_000, spread=3)
+    found = annealing.anneal(given, start, effort)
+    assert start.cost > 1.015 * bounds.cost_bound(given)
+    assert found.cost < 1.005 * bounds.cost_bound(given)
     check(given, found)
 
 

@@ -90,7 +90,7 @@ def test_orders_that_bear_delays_are_searched_for() -> None:
     problem = problem_of(COSTS, placement_of("v", 6, 2)[1], 12, [9.0] * 6, "cost")
     chosen = []
     for finished, steady in ((False, False), (True, False), (True, True)):
-        search = Search(problem, Budget(1), 0, Published())
+        search = Search(problem, Budget(1), 1, Published())
         search.round(0, 1_000_000)
         if finished:
             search.finish(2)

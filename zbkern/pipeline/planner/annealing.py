@@ -3,9 +3,11 @@
 A move shifts one pass of one rank to an earlier or later position of its row, as far as dependencies and memory there
 allow. Half of the moves take their pass from the critical path; a fifth shift a group of passes at once: the same pass
 of the microbatch in the neighbouring chunks, or of the next microbatches on the rank, since a better order mostly needs
-the same change in many rows. What is minimised is the largest span of a rank (from its first start to its last end)
-plus `spread` times the mean span: most moves do not change the largest, and the mean alone would rather fill a gap on
-every rank than end the last pass a little earlier.
+the same change in many rows. One move in twenty takes a pass from however far behind into a gap: where the first rank
+has most to do, the forwards that would fill its warm-up are far behind in its row (DeepSeek-V3, p=16, m=64, two chunks
+in a V, eight seeds: 2073.9 ms on average instead of 2094.7; the lower bound is 2068.3). What is minimised is the
+largest span of a rank (from its first start to its last end) plus `spread` times the mean span: most moves do not
+change the largest, and the mean alone would rather fill a gap on every rank than end the last pass a little earlier.
 
 Orders that bear delays are found by annealing the same orders at several speeds of the ranks at once: a move is made in
 all of them, and kept where each would keep it.
