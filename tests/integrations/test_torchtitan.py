@@ -17,7 +17,7 @@ from tests.support.frameworks import installed
 from tests.support.pages import block
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
-MICROBATCHES, LENGTH, VOCABULARY, LAYERS = 4, 16, 2048, 4
+MICROBATCHES, LENGTH, VOCABULARY, LAYERS, EXPERTS = 4, 16, 2048, 4, 16
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 
@@ -46,7 +46,7 @@ def prepare(folder: str) -> None:
 
 
 def specification(name: str) -> Any:
-    """torchtitan's debug model of this name, with few layers, attention for a CPU, head and input untied."""
+    """torchtitan's debug model of this name, of few layers and experts, attention for a CPU, head and input untied."""
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 
     module = importlib.import_module(f"torchtitan.models.{name.removesuffix('_moe')}")
@@ -56,6 +56,12 @@ def specification(name: str) -> Any:
         if isinstance(layer.attention.inner_attention, FlexAttention.Config):
             layer.attention.inner_attention = ScaledDotProductAttention.Config()
         layer.attention.rope.max_seq_len = 64
+        if getattr(layer, "moe", None) is not None:
+            router, routed = layer.moe.router, layer.moe.routed_experts
+            experts = min(router.num_experts, EXPERTS)  # qwen3 has 64, and a compiler makes code for each
+            for part in (layer.moe, router, routed.inner_experts, routed.token_dispatcher):
+                part.num_experts = experts
+            router.gate.out_features = experts
     if getattr(spec.model, "enable_weight_tying", False):
         spec.model.enable_weight_tying = False
     return spec
