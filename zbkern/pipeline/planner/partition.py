@@ -93,6 +93,7 @@ def balanced_chunks(work: tuple[float, ...], chunks: int) -> Partition:
 
 
 _Cost = tuple[float, float, float]
+_Saved = tuple[list[list[float]], list[dict[str, int]]]
 
 
 class _Ranks:
@@ -117,6 +118,15 @@ class _Ranks:
         self._once, self._flying, self._static = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
         self._missing = [0.0] * ranks
         self._tied: list[dict[str, int]] = [{} for _ in range(ranks)]
+
+    def saved(self) -> _Saved:
+        sums = [self.work[:], self._once[:], self._flying[:], self._static[:], self._missing[:]]
+        return sums, [dict(each) for each in self._tied]
+
+    def restore(self, saved: _Saved) -> None:
+        sums, tied = saved
+        self.work, self._once, self._flying, self._static, self._missing = (each[:] for each in sums)
+        self._tied = [dict(each) for each in tied]
 
     def fill(self, starts: Sequence[int]) -> None:
         """Starts anew with the layers of this partition."""
@@ -161,6 +171,7 @@ def _improved(ranks: _Ranks, starts: Sequence[int]) -> list[int]:
     ranks.fill(starts)
     best = ranks.cost()
     while True:
+        here = ranks.saved()
         found: list[int] | None = None
         worst = ranks.worst()
         for chunk, owner in enumerate(ranks.placement):
@@ -171,7 +182,7 @@ def _improved(ranks: _Ranks, starts: Sequence[int]) -> list[int]:
                     cost = ranks.cost()
                     if cost < best and any(new < old * (1 - 1e-9) for new, old in zip(cost, best, strict=True)):
                         best, found = cost, moved[:-1]
-                ranks.fill(starts)
+                ranks.restore(here)  # filling anew takes as long as all moves
         if found is None:
             return starts
         starts = found
