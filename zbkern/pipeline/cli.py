@@ -19,6 +19,7 @@ from zbkern.pipeline.from_config import WrongArgument
 from zbkern.pipeline.planner import Plan, PlanOptions, plan
 from zbkern.pipeline.planner.arguments import chunks_per_rank
 from zbkern.pipeline.planner.plan import EFFORT, judged
+from zbkern.pipeline.remedies import may_fit_with_saving
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.units import TIME_UNITS, amount, duration, enough
 from zbkern.pipeline.simulation import comparison
@@ -235,6 +236,8 @@ def _savings(task: _Task) -> dict[str, Plan]:
     """Plans with --recompute or --offload that fit, where neither was asked for and the costs say what they cost."""
     costs = task.costs
     if task.limit is None or from_config.saves_memory(task.arguments):
+        return {}
+    if isinstance(costs, ModelCosts) and not may_fit_with_saving(costs, task.arguments.stages, task.limit):
         return {}
     known = {
         "recompute": isinstance(costs, ModelCosts) or costs.checkpoint is not None,

@@ -42,7 +42,7 @@ def trained(sequence: bool) -> tuple[list[float], dict[str, Any], int]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_training_equals_one_process(four_ranks: Any, monkeypatch: pytest.MonkeyPatch, sequence: bool) -> None:
     monkeypatch.setattr(tensor_parallel, "MAX_NORM", MAX_NORM)
     plain = OneProcess(tied=False)

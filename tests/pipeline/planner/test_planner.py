@@ -29,7 +29,13 @@ def two_chunks(row: dict) -> Costs:
 
 
 @needs_core
-@pytest.mark.parametrize("row", PROFILES["one_chunk"][:3], ids=lambda row: f"m{row['microbatches']}")
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=[pytest.mark.slow] * (row["microbatches"] < 64), id=f"m{row['microbatches']}")
+        for row in PROFILES["one_chunk"][:3]
+    ],
+)
 def test_never_worse_than_published_search(row: dict) -> None:
     """At 8 stages, where the reference is above a lower bound within 0.0005 of it, and better with more memory."""
     rates = []
