@@ -57,7 +57,8 @@ class OnDevice {
 };
 
 Kind kind_of(int number) {
-  if (number < 0 || number > 2) throw std::invalid_argument("zbkern: a dtype is 0 (float32), 1 (bfloat16) or 2 (float16)");
+  if (number < 0 || number > 2)
+    throw std::invalid_argument("zbkern: a dtype is 0 (float32), 1 (bfloat16) or 2 (float16)");
   return static_cast<Kind>(number);
 }
 

@@ -21,8 +21,8 @@ inline void check(cudaError_t status, const char* doing) {
   }
 }
 
-// Lets a kernel have that much shared memory, once a device (`done` has a bit for each): the call costs what a launch of
-// ours may not.
+// Lets a kernel have that much shared memory, once a device (`done` has a bit for each): the call costs what a launch
+// of ours may not.
 inline void allow_shared_memory(const void* kernel, int bytes, int device, std::atomic<std::uint64_t>& done) {
   const std::uint64_t bit = std::uint64_t{1} << (device % 64);
   if (device < 64 && (done.load(std::memory_order_acquire) & bit)) return;

@@ -56,7 +56,8 @@ int choose_blocks(std::int64_t tiles, int places, int max_tiles) {
 void choose_grid(Wgrad& task, int places, int max_tiles) {
   places = std::max(2, places);
   task.tile_k = 128;
-  for (const Product& product : task.products) task.tile_k = std::max(task.tile_k, choose_tile(product.n, product.k, places));
+  for (const Product& product : task.products)
+    task.tile_k = std::max(task.tile_k, choose_tile(product.n, product.k, places));
   std::int64_t tiles = 0;
   for (const Product& product : task.products) tiles += count_tiles(product.n, product.k, task.tile_k);
   task.blocks = choose_blocks(tiles, places, max_tiles);

@@ -107,9 +107,9 @@ CUTLASS_DEVICE auto tile_coordinates(const Output& output, int cluster_tile, int
 
 // Sums `steps` tiles of 64 tokens as the loading warp delivers them; with them the bias, where this tile has one.
 template <class C, bool WithBias, class Accumulator, class BiasAccumulator>
-CUTLASS_DEVICE void multiply(typename C::Mainloop::MainloopPipeline& pipeline, typename C::Mainloop::PipelineState& read,
-                             Accumulator& sum, BiasAccumulator& bias_sum, int steps, int thread,
-                             typename C::SharedStorage::Tensors& tensors) {
+CUTLASS_DEVICE void multiply(typename C::Mainloop::MainloopPipeline& pipeline,
+                             typename C::Mainloop::PipelineState& read, Accumulator& sum, BiasAccumulator& bias_sum,
+                             int steps, int thread, typename C::SharedStorage::Tensors& tensors) {
   using Mainloop = typename C::Mainloop;
   typename C::TiledMma mma;
   typename C::BiasMma bias_mma;
@@ -354,7 +354,8 @@ void launch(const Wgrad& task) {
       target.rows = static_cast<int>(segment.rows);
       typename Mainloop::Arguments arguments{static_cast<const Element*>(segment.dy), {_1{}, segment.dy_stride, 0},
                                              static_cast<const Element*>(segment.x), {_1{}, segment.x_stride, 0}};
-      target.loads = Mainloop::to_underlying_arguments(make_shape(output.n, output.k, target.rows, 1), arguments, nullptr);
+      target.loads =
+          Mainloop::to_underlying_arguments(make_shape(output.n, output.k, target.rows, 1), arguments, nullptr);
       output.steps += ceil_div(target.rows, 64);
     }
     output.last_piece = piece;

@@ -84,22 +84,24 @@ constexpr std::size_t kMostParameters = 256, kMostMaps = 64;
 Parameter parameter_from(const py::handle& source) {
   if (py::isinstance<py::bytes>(source)) return {-1, source.cast<std::string>(), -1, 0, {}, {}, {}};
   if (py::isinstance<py::int_>(source)) return {source.cast<int>(), {}, -1, 0, {}, {}, {}};
-  const auto [operand, type, swizzle, lengths, strides, box] =
-      source.cast<std::tuple<int, int, int, std::vector<std::uint64_t>, std::vector<std::uint64_t>, std::vector<std::uint32_t>>>();
+  const auto [operand, type, swizzle, lengths, strides, box] = source.cast<
+      std::tuple<int, int, int, std::vector<std::uint64_t>, std::vector<std::uint64_t>, std::vector<std::uint32_t>>>();
   return {operand, {}, type, swizzle, lengths, strides, box};
 }
 
 // Raises an error where the machine code takes other parameters than these: another Triton might.
 void validate(const Launch& launch) {
   const std::size_t count = launch.parameters.size();
-  const auto maps = std::count_if(launch.parameters.begin(), launch.parameters.end(), [](const Parameter& p) { return p.type >= 0; });
-  if (count > kMostParameters || maps > static_cast<std::ptrdiff_t>(kMostMaps)) throw std::runtime_error("zbkern: too many parameters");
+  const auto maps =
+      std::count_if(launch.parameters.begin(), launch.parameters.end(), [](const Parameter& p) { return p.type >= 0; });
+  if (count > kMostParameters || maps > static_cast<std::ptrdiff_t>(kMostMaps))
+    throw std::runtime_error("zbkern: too many parameters");
   std::size_t offset = 0, size = 0;
   for (std::size_t i = 0; i < count; ++i) {
     driver().check(driver().parameter(launch.function, i, &offset, &size), "asking for a parameter");
     if (size != launch.parameters[i].size())
-      throw std::runtime_error("zbkern: parameter " + std::to_string(i) + " has " + std::to_string(size) + " bytes, not " +
-                               std::to_string(launch.parameters[i].size()));
+      throw std::runtime_error("zbkern: parameter " + std::to_string(i) + " has " + std::to_string(size) +
+                               " bytes, not " + std::to_string(launch.parameters[i].size()));
   }
   if (driver().parameter(launch.function, count, &offset, &size) == 0)
     throw std::runtime_error("zbkern: the kernel takes more than " + std::to_string(count) + " parameters");
@@ -114,7 +116,9 @@ class Launches {
     for (const py::handle& each : launches) {
       const auto [function, grid, threads, shared, parameters] =
           each.cast<std::tuple<Address, std::array<unsigned, 3>, unsigned, unsigned, py::sequence>>();
-      Launch made{reinterpret_cast<void*>(function), {{grid[0], grid[1], grid[2]}, {threads, 1, 1}, shared, nullptr, nullptr, 0}, {}};
+      Launch made{reinterpret_cast<void*>(function),
+                  {{grid[0], grid[1], grid[2]}, {threads, 1, 1}, shared, nullptr, nullptr, 0},
+                  {}};
       for (const py::handle& parameter : parameters) made.parameters.push_back(parameter_from(parameter));
       validate(made);
       launches_.push_back(std::move(made));
@@ -157,9 +161,10 @@ class Launches {
 
   static void encode(const Parameter& p, Address address, TensorMap* map) {
     static const std::uint32_t steps[] = {1, 1, 1, 1, 1};
-    driver().check(driver().encode(map, p.type, p.box.size(), reinterpret_cast<void*>(address), p.lengths.data(), p.strides.data(),
-                                   p.box.data(), steps, kNotInterleaved, p.swizzle, kPromoteTo128Bytes, kZerosOutside),
-                   "describing a tensor");
+    driver().check(
+        driver().encode(map, p.type, p.box.size(), reinterpret_cast<void*>(address), p.lengths.data(), p.strides.data(),
+                        p.box.data(), steps, kNotInterleaved, p.swizzle, kPromoteTo128Bytes, kZerosOutside),
+        "describing a tensor");
   }
 
   std::vector<Launch> launches_;

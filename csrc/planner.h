@@ -1,7 +1,7 @@
 // The planner's search core: plain C++17 over flat arrays; no torch and no Python in here.
 //
-// zbkern/pipeline/planner/{list_scheduler,pattern_search,annealing}.py say what each search does; the tests
-// compare its results with the simulator, the lower bounds and, on tiny problems, every possible order. Times and memory are
+// zbkern/pipeline/planner/{list_scheduler,pattern_search,annealing}.py say what each search does; the tests compare its
+// results with the simulator, the lower bounds and, on tiny problems, every possible order. Times and memory are
 // integers, so that no result depends on the order of additions or on the compiler.
 #pragma once
 
@@ -22,8 +22,8 @@ enum Kind { kForward = 0, kBackward = 1, kWeight = 2 };
 using Row = std::vector<int>;
 using Rows = std::vector<Row>;
 
-// Sequences may be in slices: a microbatch is then one of them. They go back in the opposite order, so that the k-th B of a
-// chunk runs after all F of its sequence; otherwise the passes of a chunk are in order, as without slices.
+// Sequences may be in slices: a microbatch is then one of them. They go back in the opposite order, so that the k-th B
+// of a chunk runs after all F of its sequence; otherwise the passes of a chunk are in order, as without slices.
 struct Problem {
   int ranks = 0, chunks = 0, microbatches = 0;
   int slices = 1;                                        // of a sequence
@@ -44,7 +44,8 @@ class Deadline {
  public:
   explicit Deadline(double seconds) : begin_(std::chrono::steady_clock::now()), seconds_(seconds) {}
   bool passed() const {
-    return seconds_ < 1e9 && std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count() > seconds_;
+    return seconds_ < 1e9 &&
+           std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count() > seconds_;
   }
 
  private:
@@ -79,12 +80,13 @@ struct Ordering {
   Time cost = 0;
 };
 
-// Costs and places of the best `kept` of many rules, of equal costs the first, the best first; stops after `seconds`, once
-// it has found any.
-std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept, double seconds);
+// Costs and places of the best `kept` of many rules, of equal costs the first, the best first; stops after `seconds`,
+// once it has found any.
+std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept,
+                                             double seconds);
 
-// The best orders that `start` and rules near it make, and their rule; empty rows when it makes none. may_follow: the rule may
-// have `follow`, too.
+// The best orders that `start` and rules near it make, and their rule; empty rows when it makes none. may_follow: the
+// rule may have `follow`, too.
 std::pair<Ordering, Rule> refine(const Problem& problem, const Rule& start, bool may_follow, const Effort& effort);
 
 struct Measured {
@@ -97,19 +99,19 @@ Measured measure(const Problem& problem, const Ordering& orders);
 // The rows with W that follow each other grouped by chunk; the W of a fused backward follows it.
 Rows grouped(const Ordering& orders);
 
-// The best orders in which all microbatches repeat one building block; empty rows when there are none. It stops only once it
-// has found any.
+// The best orders in which all microbatches repeat one building block; empty rows when there are none. It stops only
+// once it has found any.
 Ordering search_blocks(const Problem& problem, bool fuse, const Effort& effort);
 
 // Counts and patience of every rank: [7][ranks]; see pattern_search.py.
 using Pattern = std::vector<std::vector<int>>;
 
-// The best orders found that follow a pattern, from `start` on, two chunks per rank in a V, and theirs; empty rows when that
-// cannot run.
+// The best orders found that follow a pattern, from `start` on, two chunks per rank in a V, and theirs; empty rows when
+// that cannot run.
 std::pair<Ordering, Pattern> search_patterns(const Problem& problem, const Pattern& start, const Effort& effort);
 
-// Several problems: the same one where passes take other times. The cost is then the mean of the first and of the others' mean.
-// Throws std::invalid_argument when the orders to start from cannot run.
+// Several problems: the same one where passes take other times. The cost is then the mean of the first and of the
+// others' mean. Throws std::invalid_argument when the orders to start from cannot run.
 Ordering anneal(const std::vector<Problem>& problems, const Ordering& start, const Effort& effort, bool may_fuse);
 
 }  // namespace zbkern

@@ -1,5 +1,5 @@
-// Simulated annealing over the order of every rank; see planner/annealing.py. A move runs again only what starts after the
-// first pass that it shifted, and stops as soon as it is certain to be rejected.
+// Simulated annealing over the order of every rank; see planner/annealing.py. A move runs again only what starts after
+// the first pass that it shifted, and stops as soon as it is certain to be rejected.
 #include <algorithm>
 #include <stdexcept>
 #include <tuple>
@@ -28,7 +28,13 @@ struct Timed {
 class Annealer {
  public:
   Annealer(const Problem& problem, const Ordering& start, Time spread)
-      : p_(problem), n_(problem.chunks), m_(problem.microbatches), fused_(start.fused), passes_(problem, start.fused), rows_(start.rows), spread_(spread) {
+      : p_(problem),
+        n_(problem.chunks),
+        m_(problem.microbatches),
+        fused_(start.fused),
+        passes_(problem, start.fused),
+        rows_(start.rows),
+        spread_(spread) {
     const int passes = p_.passes();
     before_.assign(passes, -1), timed_.assign(passes + 1, {0, 0, 0, passes, p_.ranks});
     timed_[passes].trial_end = -kForever;
@@ -84,8 +90,8 @@ class Annealer {
   const int n_, m_;
   std::vector<char> fused_;
   Passes passes_;
-  std::vector<int> before_;                                   // [pass] the first one of its chunk of the next kind that needs it, or -1
-  std::vector<int> group_;                                    // [pass] kind * chunks + chunk: divisions would take half the time
+  std::vector<int> before_;  // [pass] the first one of its chunk of the next kind that needs it, or -1
+  std::vector<int> group_;   // [pass] kind * chunks + chunk: divisions would take half the time
   std::vector<Timed> timed_;                                  // [pass]
   Rows rows_;
   std::vector<std::vector<Time>> starts_, memory_, rest_, lengths_;  // [rank][position]
@@ -111,7 +117,8 @@ void Annealer::refresh(int rank, int low, int high) {
   const int last = std::min(high + 1, static_cast<int>(row.size()) - 1);
   for (int k = last; k >= low; k--) {
     Time length = passes_.length[row[k]];
-    if (k > 0 && length > 0 && kind_of(row[k]) == kWeight && group_[row[k]] == group_[row[k - 1]] && passes_.length[row[k - 1]] > 0)
+    if (k > 0 && length > 0 && kind_of(row[k]) == kWeight && group_[row[k]] == group_[row[k - 1]] &&
+        passes_.length[row[k - 1]] > 0)
       length -= p_.merge_saving[row[k] - kWeight * n_ * m_];
     lengths_[rank][k] = length;
   }
@@ -122,8 +129,8 @@ void Annealer::refresh(int rank, int low, int high) {
   }
 }
 
-// Runs every pass that a move can change, until it is certain that the energy grows by more than this: each span is at least
-// what its rank has waited and worked so far and its work that is left. False then, or in a deadlock.
+// Runs every pass that a move can change, until it is certain that the energy grows by more than this: each span is at
+// least what its rank has waited and worked so far and its work that is left. False then, or in a deadlock.
 bool Annealer::run(Time more) {
   runnable_.clear();
   int remaining = 0;
@@ -187,7 +194,8 @@ void Annealer::commit() {
 }
 
 bool Annealer::must_precede(int before, int after) const {
-  return group_[before] == group_[after] || timed_[after].input == before || before_[before] == after;  // microbatches pass in order
+  return group_[before] == group_[after] || timed_[after].input == before ||
+         before_[before] == after;  // microbatches pass in order
 }
 
 // The farthest position towards `to` that the pass at `from` can move to: order and memory of its own rank allow it.
@@ -241,17 +249,19 @@ void Annealer::critical_path() {
   }
 }
 
-// Moves a later pass into a gap of a rank, which is the likelier the longer it is: the next of some kind and chunk, from however
-// far behind. False when that cannot start there.
+// Moves a later pass into a gap of a rank, which is the likelier the longer it is: the next of some kind and chunk,
+// from however far behind. False when that cannot start there.
 bool Annealer::fill(Random& random) {
-  const int rank = random.percent(50) ? longest() : random.below(p_.ranks), size = static_cast<int>(rows_[rank].size());
+  const int rank = random.percent(50) ? longest() : random.below(p_.ranks);
   const Row& row = rows_[rank];
+  const int size = static_cast<int>(row.size());
   Time idle = ((span_[rank] - rest_[rank][0]) >> 16) * random.below(1 << 16);
   int gap = 1;
   while (gap < size && (idle -= starts_[rank][gap] - timed_[row[gap - 1]].end) >= 0) gap++;
   if (gap + 1 >= size) return false;
   const int group = group_[row[gap + 1 + random.below(size - gap - 1)]];
-  const int k = static_cast<int>(std::find_if(row.begin() + gap, row.end(), [&](int pass) { return group_[pass] == group; }) - row.begin());
+  int k = gap;
+  while (group_[row[k]] != group) k++;
   const Timed& pass = timed_[row[k]];
   if (k == gap || timed_[pass.input].end + pass.lag >= starts_[rank][gap] || reach(rank, k, gap) != gap) return false;
   from_ = starts_[rank][gap];
@@ -294,7 +304,8 @@ bool Annealer::propose(Random& random, bool may_fuse) {
   bool later;  // on the critical path, W makes room by moving later, and the others are better earlier
   if (critical) later = random.percent(kind == kWeight ? 70 : 15);
   else later = random.percent(50);
-  // Alone, or as a group: the same pass of this microbatch in the neighbouring chunks, or of the next microbatches here.
+  // Alone, or as a group: the same pass of this microbatch in the neighbouring chunks, or of the next microbatches
+  // here.
   int count = 1, chunk_step = 0, microbatch_step = 0;
   if (random.percent(20)) {
     count = 2;
@@ -306,7 +317,8 @@ bool Annealer::propose(Random& random, bool may_fuse) {
   }
   int c = chunk_of(pass), j = pass % m_;
   for (int i = 0; i < count && c >= 0 && c < n_ && j >= 0 && j < m_; i++, c += chunk_step, j += microbatch_step) {
-    const int owner = p_.placement[c], at = timed_[id(kind, c, j)].position, last = static_cast<int>(rows_[owner].size()) - 1;
+    const int owner = p_.placement[c], at = timed_[id(kind, c, j)].position,
+              last = static_cast<int>(rows_[owner].size()) - 1;
     const int to = reach(owner, at, later ? std::min(at + distance, last) : std::max(at - distance, 0));
     if (to == at) continue;
     from_ = std::min(from_, starts_[owner][std::min(at, to)]);
@@ -339,8 +351,8 @@ void Annealer::follow(const Annealer& other) {
 
 }  // namespace
 
-// A move is kept where each of the problems keeps it by itself, so that most are dropped by the first; the distribution is that
-// of the sum of all energies, in which the first problem has as much weight as all others.
+// A move is kept where each of the problems keeps it by itself, so that most are dropped by the first; the distribution
+// is that of the sum of all energies, in which the first problem has as much weight as all others.
 Ordering anneal(const std::vector<Problem>& problems, const Ordering& start, const Effort& effort, bool may_fuse) {
   Random random(effort.seed);
   std::vector<Annealer> all;

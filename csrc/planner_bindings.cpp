@@ -27,7 +27,8 @@ Problem problem_from(const py::object& source) {
     return found;
   };
   p.forward = each("forward"), p.backward = each("backward"), p.weight = each("weight"), p.fused = each("fused");
-  p.activation = each("activation"), p.freed = each("freed"), p.held = each("held"), p.merge_saving = each("merge_saving");
+  p.activation = each("activation"), p.freed = each("freed"), p.held = each("held"),
+  p.merge_saving = each("merge_saving");
   const auto lags = source.attr("communication").cast<std::vector<Time>>();  // [chunks - 1][slices]
   p.forward_lag.assign(static_cast<std::size_t>(p.chunks) * m, 0), p.backward_lag = p.forward_lag;
   for (int c = 0; c + 1 < p.chunks; c++)
@@ -70,22 +71,25 @@ Struct made_of(const Tuple& tuple) {
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.pipeline.planner, compiled.";
   module.attr("version") = 5;  // as in native.py: one more whenever it reads a problem differently
-  module.def("best_rules", [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
-    const Problem problem = problem_from(source);
-    std::vector<Rule> rules;
-    for (const auto& each : tuples) rules.push_back(made_of<Rule>(each));
-    return without_gil([&] { return best_rules(problem, rules, kept, seconds); });
-  });
+  module.def("best_rules",
+             [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
+               const Problem problem = problem_from(source);
+               std::vector<Rule> rules;
+               for (const auto& each : tuples) rules.push_back(made_of<Rule>(each));
+               return without_gil([&] { return best_rules(problem, rules, kept, seconds); });
+             });
   module.def("refine", [](const py::object& source, const RuleTuple& rule, bool may_follow, const EffortTuple& effort) {
     const Problem problem = problem_from(source);
-    const auto found = without_gil([&] { return refine(problem, made_of<Rule>(rule), may_follow, made_of<Effort>(effort)); });
+    const auto found =
+        without_gil([&] { return refine(problem, made_of<Rule>(rule), may_follow, made_of<Effort>(effort)); });
     return py::make_tuple(tuple_from(found.first), RuleTuple(found.second.parts()));
   });
   module.def("measure", [](const py::object& source, const Rows& rows, const std::vector<int>& fused) {
     const Measured found = measure(problem_from(source), ordering_from(rows, fused));
     return py::make_tuple(found.cost, found.peaks);
   });
-  module.def("grouped", [](const Rows& rows, const std::vector<int>& fused) { return grouped(ordering_from(rows, fused)); });
+  module.def("grouped",
+             [](const Rows& rows, const std::vector<int>& fused) { return grouped(ordering_from(rows, fused)); });
   module.def("search_blocks", [](const py::object& source, bool fuse, const EffortTuple& effort) {
     const Problem problem = problem_from(source);
     return tuple_from(without_gil([&] { return search_blocks(problem, fuse, made_of<Effort>(effort)); }));
@@ -95,7 +99,8 @@ PYBIND11_MODULE(_planner, module) {
     const auto found = without_gil([&] { return search_patterns(problem, start, made_of<Effort>(effort)); });
     return py::make_tuple(tuple_from(found.first), found.second);
   });
-  module.def("anneal", [](const std::vector<py::object>& sources, const Rows& rows, const std::vector<int>& fused, const EffortTuple& effort, bool may_fuse) {
+  module.def("anneal", [](const std::vector<py::object>& sources, const Rows& rows, const std::vector<int>& fused,
+                          const EffortTuple& effort, bool may_fuse) {
     std::vector<Problem> problems;
     for (const auto& each : sources) problems.push_back(problem_from(each));
     const Ordering start = ordering_from(rows, fused);

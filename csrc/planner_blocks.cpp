@@ -15,8 +15,17 @@ using Block = std::vector<Time>;  // [kind * chunks + chunk] when microbatch 0 r
 class Blocks {
  public:
   Blocks(const Problem& problem, bool fuse)
-      : p_(problem), n_(problem.chunks), m_(problem.microbatches), fuse_(fuse), passes_(problem, std::vector<char>(n_ * m_, fuse)), ranks_(problem), rows_(problem.ranks), items_(problem.ranks), work_(problem.ranks) {
-    for (int item = 0; item < (fuse ? 2 : 3) * n_; item++) items_[p_.placement[item % n_]].push_back(item);  // a fused W follows its B
+      : p_(problem),
+        n_(problem.chunks),
+        m_(problem.microbatches),
+        fuse_(fuse),
+        passes_(problem, std::vector<char>(n_ * m_, fuse)),
+        ranks_(problem),
+        rows_(problem.ranks),
+        items_(problem.ranks),
+        work_(problem.ranks) {
+    for (int item = 0; item < (fuse ? 2 : 3) * n_; item++)
+      items_[p_.placement[item % n_]].push_back(item);  // a fused W follows its B
     for (int pass = 0; pass < p_.passes(); pass++) work_[p_.placement[pass / m_ % n_]] += passes_.length[pass];
     if (!fuse)
       for (int at = 0; at < n_ * m_; at++) work_[p_.placement[at / m_]] -= p_.merge_saving[at];
@@ -80,7 +89,8 @@ Block even(const Problem& p, int count) {
   return at;
 }
 
-// Shifts one pass, or consecutive passes of the microbatch, or some W. False when a chunk's passes would be out of order.
+// Shifts one pass, or consecutive passes of the microbatch, or some W. False when a chunk's passes would be out of
+// order.
 bool Blocks::change(Block& at, Random& random) const {
   constexpr Time scales[] = {kPeriod / 20, kPeriod / 10, kPeriod / 5, kPeriod / 2, kPeriod};
   Time step = 1 + random.below(static_cast<int>(scales[random.below(5)]));
@@ -115,7 +125,8 @@ Ordering search_blocks(const Problem& problem, bool fuse, const Effort& effort) 
   const auto keep = [&](const Block& at, Time cost) {
     if (cost < best.cost) best.cost = cost, best.rows = blocks.rows(), start = at;
   };
-  // The more are in flight the better, mostly, so that most of those with fewer soon exceed the best; of equals the fewest.
+  // The more are in flight the better, mostly, so that most of those with fewer soon exceed the best; of equals the
+  // fewest.
   for (int count = std::min(4 * problem.ranks, problem.microbatches); count >= 1; count--) {
     const Block at = even(problem, count);
     keep(at, blocks.run(at, best.cost));

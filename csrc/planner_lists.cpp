@@ -50,14 +50,15 @@ class ListScheduler {
 
   const Problem& p_;
   const int n_, m_;
-  std::vector<Time> turns_;                            // [rank] its next one; kNever while it waits for what has not been sent
-  std::vector<std::vector<int>> chunks_, pending_;  // [rank] its chunks; the chunk of every B whose W is apart, in order
+  std::vector<Time> turns_;  // [rank] its next one; kNever while it waits for what has not been sent
+  std::vector<std::vector<int>> chunks_,
+      pending_;  // [rank] its chunks; the chunk of every B whose W is apart, in order
   std::vector<RankState> ranks_;
   std::vector<Time> arrives_;                          // [pass] of F and B: when the input arrives
   std::vector<Time> least_after_backward_;             // [chunk * microbatches + k] the least time of B and W together
   std::vector<int> forwards_, backwards_, weights_;    // [chunk] how many have run
-  std::vector<int> sequence_, forwards_before_;        // [k] of the k-th pass of a chunk; and for one that has none left
-  std::vector<Time> to_finish_;                        // [chunk * microbatches + k] what F k and later ones of its sequence take
+  std::vector<int> sequence_, forwards_before_;  // [k] of the k-th pass of a chunk; and for one that has none left
+  std::vector<Time> to_finish_;  // [chunk * microbatches + k] what F k and later ones of its sequence take
   Ordering orders_;
 };
 
@@ -109,7 +110,8 @@ Step ListScheduler::choose(const Rule& rule, int rank, Time now) const {
   int forward = -1, backward = -1;
   // Whether the later of two chunks whose F (or B) may run is taken.
   const auto prefers = [&](int later, int earlier, bool late, bool is_forward) {
-    const bool follows = state.last_was_forward == is_forward && (state.following == later || state.following == earlier);
+    const bool follows =
+        state.last_was_forward == is_forward && (state.following == later || state.following == earlier);
     return follows ? state.following == later : late;
   };
   int oldest = m_;  // the first sequence that has a forward left here: there must always be room to finish it
@@ -152,7 +154,9 @@ Step ListScheduler::choose(const Rule& rule, int rank, Time now) const {
     const bool no_room = state.memory - p_.freed[at] > p_.limit[rank];
     if (full && (!rule.fuse || no_room) && weight >= 0) take(kWeight, weight);
     else if (!no_room) take(kBackward, backward), step.fuse = rule.fuse || full;
-  } else if (weight >= 0 && (step.next >= kNever || 4 * (step.next - now) >= rule.patience[rank] * p_.weight[weight * m_ + weights_[weight]])) {
+  } else if (weight >= 0 &&
+             (step.next >= kNever ||
+              4 * (step.next - now) >= rule.patience[rank] * p_.weight[weight * m_ + weights_[weight]])) {
     take(kWeight, weight);
   }
   return step;
@@ -214,7 +218,8 @@ int ListScheduler::execute(const Rule& rule, int rank, Time now, Step step) {
 
 // Takes up to three neighbouring entries of `changed`.
 void take_some(std::vector<int>& entries, const std::vector<int>& changed, Random& random) {
-  const int size = static_cast<int>(entries.size()), first = random.below(size), end = std::min(size, first + 1 + random.below(3));
+  const int size = static_cast<int>(entries.size()), first = random.below(size),
+            end = std::min(size, first + 1 + random.below(3));
   std::copy(changed.begin() + first, changed.begin() + end, entries.begin() + first);
 }
 
@@ -239,7 +244,8 @@ void change(Rule& rule, const Problem& p, bool may_follow, Random& random) {
 
 }  // namespace
 
-std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept, double seconds) {
+std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept,
+                                             double seconds) {
   const Deadline deadline(seconds);
   ListScheduler lists(problem);
   std::vector<std::pair<Time, int>> found;

@@ -14,7 +14,15 @@ constexpr int kPatience = 4;  // where the patience of the three phases begins, 
 class Patterns {
  public:
   explicit Patterns(const Problem& problem)
-      : p_(problem), n_(problem.chunks), m_(problem.microbatches), passes_(problem, std::vector<char>(n_ * m_, 0)), ranks_(problem), rows_(problem.ranks), scripts_(problem.ranks), pending_(problem.ranks), written_(problem.ranks) {
+      : p_(problem),
+        n_(problem.chunks),
+        m_(problem.microbatches),
+        passes_(problem, std::vector<char>(n_ * m_, 0)),
+        ranks_(problem),
+        rows_(problem.ranks),
+        scripts_(problem.ranks),
+        pending_(problem.ranks),
+        written_(problem.ranks) {
     for (int rank = 0; rank < p_.ranks; rank++) {
       Time work = 0;
       for (int c : {rank, n_ - 1 - rank})
@@ -46,7 +54,8 @@ class Patterns {
   Ranks ranks_;
   Rows rows_;
   std::vector<char> fused_;
-  std::vector<std::vector<int>> scripts_, pending_;  // [rank] 4 phase + 2 kind + (0 or 1 for the chunk); chunks of W to run
+  std::vector<std::vector<int>> scripts_,
+      pending_;  // [rank] 4 phase + 2 kind + (0 or 1 for the chunk); chunks of W to run
   std::vector<std::array<int, kPatience>> written_;  // [rank] the counts that its script was written for
   std::vector<int> count_;
   std::vector<std::size_t> place_, next_weight_;
@@ -54,8 +63,8 @@ class Patterns {
   Time least_ = 0;
 };
 
-// The forwards and backwards of a rank in order. With slices: those for slices - 1 more microbatches without the forwards of
-// these and as many first backwards, so that a B comes after all F of its sequence.
+// The forwards and backwards of a rank in order. With slices: those for slices - 1 more microbatches without the
+// forwards of these and as many first backwards, so that a B comes after all F of its sequence.
 void Patterns::write(const Pattern& pattern, int rank) {
   enum { kDown = 0, kUp = 1, kBackUp = 2, kBackDown = 3 };  // F and B of the first chunk are even, of the second odd
   auto& script = scripts_[rank];
@@ -86,8 +95,8 @@ void Patterns::weight(int rank) {
   ranks_.clock[rank] += p_.weight[at], rest_[rank] -= p_.weight[at], memory_[rank] -= p_.held[at];
 }
 
-// A B that has no room for what its W needs is fused. False when it cannot run, does not fit the memory, or some span would
-// exceed the threshold.
+// A B that has no room for what its W needs is fused. False when it cannot run, does not fit the memory, or some span
+// would exceed the threshold.
 bool Patterns::run(const Pattern& pattern, Time threshold) {
   memory_.assign(p_.ranks, 0), rest_ = work_;
   place_.assign(p_.ranks, 0), next_weight_.assign(p_.ranks, 0), count_.assign(3 * n_, 0), span_.assign(p_.ranks, 0);
@@ -108,7 +117,9 @@ bool Patterns::run(const Pattern& pattern, Time threshold) {
       Time at;
       if (!ranks_.arrived(passes_, pass, rank, at)) return true;
       const Time patience = pattern[kPatience + phase][rank];
-      const auto waits_long = [&](int w) { return 4 * (at - ranks_.clock[rank]) >= patience * p_.weight[w * m_ + count_[2 * n_ + w]]; };
+      const auto waits_long = [&](int w) {
+        return 4 * (at - ranks_.clock[rank]) >= patience * p_.weight[w * m_ + count_[2 * n_ + w]];
+      };
       while (next_weight < pending.size() && waits_long(pending[next_weight])) weight(rank);
       Time change = kind == kForward ? p_.activation[here] : p_.held[here] - p_.freed[here];
       while (next_weight < pending.size() && memory_[rank] + change > p_.limit[rank]) weight(rank);
@@ -135,8 +146,9 @@ bool Patterns::run(const Pattern& pattern, Time threshold) {
 
 // Changes counts, or the patience of a phase, on consecutive ranks.
 void change(Pattern& pattern, int ranks, Random& random) {
-  constexpr int steps[][4] = {{1, 0, 0, 0},  {0, 1, 0, 0}, {0, 0, 1, 0},  {0, 0, 0, 1}, {0, 1, -1, 0},  {2, -1, 0, 0}, {1, -1, 0, 0},
-                              {2, -1, 1, 0}, {1, -1, 1, 0}, {1, 0, 1, 0}, {0, 0, 1, -1}, {1, 0, 0, -1}, {1, 0, 0, 1}};
+  constexpr int steps[][4] = {{1, 0, 0, 0},  {0, 1, 0, 0},  {0, 0, 1, 0},  {0, 0, 0, 1},  {0, 1, -1, 0},
+                              {2, -1, 0, 0}, {1, -1, 0, 0}, {2, -1, 1, 0}, {1, -1, 1, 0}, {1, 0, 1, 0},
+                              {0, 0, 1, -1}, {1, 0, 0, -1}, {1, 0, 0, 1}};
   const int what = random.below(5), where = random.below(4);
   int first = random.below(ranks), last = std::min(ranks, first + 1 + random.below(what ? 6 : ranks));
   if (where == 0) first = 0;
@@ -168,7 +180,8 @@ std::pair<Ordering, Pattern> search_patterns(const Problem& problem, const Patte
       start, patterns.energy(effort.spread), scaled, deadline,
       [&](Pattern& trial, Random& random) { return change(trial, problem.ranks, random), true; },
       [&](const Pattern& trial, Time threshold) {
-        return patterns.run(trial, patterns.largest(threshold, effort.spread)) ? patterns.energy(effort.spread) : kForever;
+        return patterns.run(trial, patterns.largest(threshold, effort.spread)) ? patterns.energy(effort.spread)
+                                                                               : kForever;
       },
       [&](const Pattern& now) {
         if (best.second.empty() || patterns.cost() < best.first.cost) best = {patterns.orders(), now};

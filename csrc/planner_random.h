@@ -32,10 +32,12 @@ class Random {  // SplitMix64
   std::uint64_t state_;
 };
 
-// Simulated annealing from a state of some energy. change(state, random): whether it made another one; run(state, threshold):
-// its energy, or more than the threshold; accept(state): whether to stop, for the first and for every one that is taken.
+// Simulated annealing from a state of some energy. change(state, random): whether it made another one; run(state,
+// threshold): its energy, or more than the threshold; accept(state): whether to stop, for the first and for every one
+// that is taken.
 template <typename State, typename Change, typename Run, typename Accept>
-void improve(State now, Time energy, const Effort& effort, const Deadline& deadline, Change change, Run run, Accept accept) {
+void improve(State now, Time energy, const Effort& effort, const Deadline& deadline, Change change, Run run,
+             Accept accept) {
   Random random(effort.seed);
   bool done = accept(now);
   for (Time temperature : effort.temperatures)

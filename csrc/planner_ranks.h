@@ -14,7 +14,8 @@ struct Passes {
   std::vector<int> input;                 // the pass of another chunk whose output it waits for, or -1
   std::vector<Time> lag, length, memory;  // of its message; its time; what it adds to the memory of its rank
 
-  Passes(const Problem& p, const std::vector<char>& fused) : input(p.passes(), -1), lag(p.passes()), length(lag), memory(lag) {
+  Passes(const Problem& p, const std::vector<char>& fused)
+      : input(p.passes(), -1), lag(p.passes()), length(lag), memory(lag) {
     const int m = p.microbatches, half = p.chunks * m;
     for (int at = 0; at < half; at++) {
       length[at] = p.forward[at], memory[at] = p.activation[at];

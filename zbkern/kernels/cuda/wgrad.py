@@ -52,8 +52,7 @@ def unfit(torch_cuda: str | None, built_with: int, capability: tuple[int, int]) 
 def linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
     """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N]).
 
-    x, dy: both bf16 or both fp16, N and K multiples of 8. Outputs: float32 or of x's dtype. Raises
-    ValueError.
+    x, dy: both bf16 or both fp16, N and K multiples of 8. Outputs: float32 or of x's dtype. Raises ValueError.
     """
     linear_wgrads(((segments, outputs),), accumulate)
 
