@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {
         (2, "num_hidden_layers num_key_value_heads num_experts_per_tok n_layer n_layers num_layers eos_token_id"),
         (4, "num_attention_heads num_local_experts num_experts n_routed_experts qk_rope_head_dim qk_nope_head_dim"),
         (4, "n_head n_heads state_size rotary_dim"),
-        (8, "head_dim kv_lora_rank v_head_dim qk_head_dim hidden_size_per_layer_input"),
+        (8, "head_dim kv_lora_rank v_head_dim qk_head_dim hidden_size_per_layer_input mamba_chunk_size"),
         (16, "q_lora_rank"),
         (24, "moe_intermediate_size shared_expert_intermediate_size"),
         (32, "hidden_size n_embd d_model word_embed_proj_dim attention_hidden_size"),
