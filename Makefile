@@ -10,9 +10,9 @@ OUT   ?= .cache/bench
 # What has not run after TEST_SECONDS is named at the end; machines are often lent for ten minutes.
 SHARDS  ?= $(shell nproc 2>/dev/null || echo 4)
 TEST_SECONDS ?= 540
-# Of tests that need no GPU: as many processes as there are cores, eight at most; 0 runs them in one, for a debugger.
-# Those of one file may run in several: in test_fault_matrix.py they wait for minutes.
-WORKERS ?= auto
+# Of tests that need no GPU: three processes for two cores, for a test in six waits, and eight at most; 0 runs them in
+# one, for a debugger. Those of one file may run in several: in test_fault_matrix.py they wait for minutes.
+WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) * 3 / 2 )))
 PYTEST  = -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal --hypothesis-profile ci
 # `make test-torch` keeps an environment of every torch here, and runs these in it; no kernels under Triton's
 # interpreter, for torch 2.8 brings a Triton whose interpreter is faulty.

@@ -13,7 +13,7 @@ import pytest
 # A process either interprets Triton kernels or compiles them, from the first import of triton on. These tests interpret
 # (nothing else in them uses triton); `make test-gpu` sets it to 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-# One thread for torch in each process: as many processes as cores run tests, and threads that wait for others spin.
+# One thread for torch in each process: more processes than cores run tests, and threads that wait for others spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Of `make test-all`, see tests/support/examples.py; on a machine with a GPU hypothesis may be missing.
