@@ -79,8 +79,8 @@ class PendingStep:
                 )
 
     @contextmanager
-    def in_place(self, optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> Iterator[None]:
-        """With the gradients of the step and these hyperparameters; afterwards everything is as it was.
+    def in_place(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """With the gradients and hyperparameters that the step was called with; afterwards everything is as it was.
 
         But for hyperparameters that the step itself has changed inside, and that nobody has set since it was called.
         """
@@ -93,7 +93,7 @@ class PendingStep:
                 replaced.append((parameter, present))
                 parameter.grad = gradient
         objects, values = [dict(group) for group in optimizer.param_groups], hyperparameters(optimizer)
-        for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        for group, setting in zip(optimizer.param_groups, self.before, strict=True):
             _assign(group, setting)
         try:
             yield

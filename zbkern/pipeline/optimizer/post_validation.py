@@ -233,7 +233,7 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
                 self._conclude(total)
                 return loss
             if self._may_step(total):
-                with step.in_place(self.optimizer, step.before):
+                with step.in_place(self.optimizer):
                     self._undo.save(self.optimizer)
                     self._update()
                 step.has_stepped, step.after = True, hyperparameters(self.optimizer)
@@ -437,7 +437,7 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
         self._cautious = not good
         if not (good and step.has_stepped):
             step.check_weights()
-            with step.in_place(self.optimizer, step.before):
+            with step.in_place(self.optimizer):
                 if step.has_stepped:
                     self._undo.restore(self.optimizer)
                     copy_masters_to_params(self.masters)
