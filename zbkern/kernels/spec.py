@@ -103,6 +103,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 Segments = Sequence[tuple[Tensor, ...]]
@@ -184,3 +185,8 @@ class CrossEntropyOptions:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     chunk: int = 1024
+
+
+def largest_head(dtype: torch.dtype) -> int:
+    """The largest head of attention that fits the registers of one program of the Triton kernels."""
+    return 128 if dtype == torch.float32 else 256

@@ -7,14 +7,13 @@ whole and needs no mask.
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zbkern.kernels import tiles
-from zbkern.kernels.spec import AttentionOptions
+from zbkern.kernels.spec import AttentionOptions, largest_head
 from zbkern.kernels.triton.attention_tiles import one_length, place, place_tiles
 from zbkern.kernels.triton.common import Kernel, dot
 from zbkern.kernels.triton.matmul_tile import capability_of, precision
@@ -84,8 +83,7 @@ def tile_of(launch: str, q: Tensor, v: Tensor, options: AttentionOptions) -> til
 
 
 def check_head_sizes(q: Tensor, v: Tensor) -> None:
-    """Larger heads do not fit the registers of one program."""
-    size, most = max(q.shape[2], v.shape[2]), 128 if q.dtype == torch.float32 else 256
+    size, most = max(q.shape[2], v.shape[2]), largest_head(q.dtype)
     if size > most:
         raise ValueError(
             f"attention: the Triton kernels take heads of up to {most} in {q.dtype}; got {size}; use impl='torch'"

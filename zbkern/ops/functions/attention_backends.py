@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zbkern.kernels import reference
 from zbkern.kernels.reference.attention import ends_on_host
-from zbkern.kernels.spec import AttentionOptions
+from zbkern.kernels.spec import AttentionOptions, largest_head
 from zbkern.ops.functions.attention import attention, attention_with_torch
 
 # Published for H100 (bf16, heads of 128, causal, 8192 tokens), TFLOP/s of forward and backward: FlashAttention-3 660
@@ -158,8 +158,7 @@ def _of_package(core: str) -> _Core:
 
 
 def _ours_takes(case: Case) -> bool:
-    most = 128 if case.q.dtype == torch.float32 else 256
-    return case.backend is not None and max(case.q.shape[-1], case.v.shape[-1]) <= most
+    return case.backend is not None and max(case.q.shape[-1], case.v.shape[-1]) <= largest_head(case.q.dtype)
 
 
 def _ours(case: Case) -> Tensor:
