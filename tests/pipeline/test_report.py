@@ -130,7 +130,7 @@ def advice(found: Plan, costs: ModelCosts, limit: float | None = None, chunks: b
 def test_the_most_even_cut_is_told_and_a_number_of_stages_that_suits_the_layers(overhead: float) -> None:
     costs = replace(layers(14, 1), pass_overhead=overhead)
     found = plan(costs, 4, 16, effort=0)
-    assert found.idle.load == pytest.approx(1 - 15 / 16, abs=0.01)
+    assert found.idle.load == pytest.approx(1 - 15 / 16, abs=0.01 if overhead else 0.005)
     told = "has the most work; the most even cut into 4 has about 6%, into 3 0%"
     assert told in advice(found, costs)
     assert told in advice(plan(costs, 4, 16, 1, effort=0, options=PlanOptions(partition=[0, 4, 8, 9])), costs)

@@ -51,9 +51,10 @@ def watch(case: Case, before: bool, after: bool, **options: Any) -> tuple[list[S
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True)])
-def test_hooks_see_what_a_synchronous_step_shows_them(before: bool, after: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("undo", ["snapshot", "inverse"])
+def test_hooks_see_what_a_synchronous_step_shows_them(undo: str, before: bool, after: bool, dtype: torch.dtype) -> None:
     case = Case(3, STEPS, FORCED, OPTIMIZERS["adamw foreach"], dtype)
-    found, optimizers = watch(case, before, after, adaptive=False)
+    found, optimizers = watch(case, before, after, undo=undo, adaptive=False)
     waited, _ = watch(case, before, after, undo=None)
     assert [o.undone for o in optimizers] == [0, 0, 0]
     for seen, expected in zip(found, waited, strict=True):
