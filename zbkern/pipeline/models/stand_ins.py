@@ -25,12 +25,6 @@ class Reached(Exception):
         )
 
 
-def not_in_replays(hook: Any) -> Any:
-    """Of a module in a CUDA graph: what this hook notes or refuses is the same in every replay."""
-    hook.needed_in_replays = False
-    return hook
-
-
 class Flow:
     """What goes into and out of the layers of a chunk in the forward that runs."""
 
@@ -61,7 +55,6 @@ class Flow:
         self.entered = True
         return self.received
 
-    @not_in_replays
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Hook of the chunk's last layer. What the forward goes on with cannot change what is sent."""
         if not self.runs:
@@ -69,7 +62,6 @@ class Flow:
         self.sent, self.left = result_of(output), True
         return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, self.last), output)
 
-    @not_in_replays
     def encode(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Hook of an encoder, in the chunk of its last layer: all layers of the decoder take what it gives."""
         self.encoded = output[0]

@@ -40,7 +40,7 @@ class Replicas:
             if isinstance(reducer, DDPReducer):
                 reducer.claim(taken)
         self._queue = queue
-        self._collective = any(map(is_collective, modules.values()))
+        self._collective = any(map(_is_collective, modules.values()))
         self._exchanges = any(map(_exchanges, modules.values()))
         self._backwards_left: dict[int, int] = {}
         self._pending_wgrads: Counter[int] = Counter()
@@ -136,7 +136,7 @@ def _ranks_that_share(module: nn.Module) -> Iterator[Sequence[int]]:
         yield mesh.mesh.flatten().tolist()
 
 
-def is_collective(module: nn.Module) -> bool:
+def _is_collective(module: nn.Module) -> bool:
     """Whether forwards communicate: of tensor-parallel layers, and of parts that say so, as ExpertParallel does."""
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return True

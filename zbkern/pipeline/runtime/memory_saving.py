@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.forward_state import ForwardState
-from zbkern.pipeline.runtime.graphs import GraphedStage
 from zbkern.pipeline.runtime.host_copies import Copy, CopyLanes
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.recomputation import RecomputedTensors, parts_of
@@ -41,22 +39,18 @@ def make_stages(
     """The stage of every chunk of the recorder's rank: one that saves memory where the rank's row has R, O or L, or
     where it is to count it (`counts`). parts: what an R runs again, by chunk; by default what the options name."""
     row, slices, last = schedule.actions[recorder.rank], schedule.slices, len(schedule.placement) - 1
-    losses = {last: loss_fn}
-    stages = [(each, chunk, recorder.queue, losses.get(chunk), slices) for chunk, each in modules.items()]
+    stages = {
+        chunk: (module, chunk, recorder.queue, loss_fn if chunk == last else None, slices)
+        for chunk, module in modules.items()
+    }
     if not (counts or offloads_or_recomputes(row)):
-        if options.graphs:
-            shared: dict[Tensor, Tensor] = {}
-            return {stage[1]: GraphedStage(*stage, device=recorder.device, gradients=shared) for stage in stages}
-        return {stage[1]: Stage(*stage) for stage in stages}
-    if options.graphs:
-        message = "rank %d: its F, B and W run without CUDA graphs, because it offloads or recomputes"
-        logging.getLogger("zbkern").warning(message, recorder.rank)
+        return {chunk: Stage(*stage) for chunk, stage in stages.items()}
     if parts is None:
         again = {chunk for chunk, _ in recomputed(row)}
         parts = {chunk: _named_parts(modules[chunk], chunk, options.recompute) for chunk in again}
     lanes = CopyLanes(recorder.device, recorder.now)
     how: Any = {"row": row, "lanes": lanes, "recorder": recorder, "options": options}
-    return {stage[1]: MemorySavingStage(*stage, **how, parts=parts.get(stage[1], {})) for stage in stages}
+    return {chunk: MemorySavingStage(*stage, **how, parts=parts.get(chunk, {})) for chunk, stage in stages.items()}
 
 
 def _named_parts(

@@ -18,8 +18,7 @@ class StepOptions:
     to copy them, while the forward goes on (`Costs.copy_size` is the planner's). recompute: which parts of a chunk its
     R run again, patterns of their names in the chunk ("*norm*", "layers.*.mlp") and classes (torch.nn.SiLU); the whole
     chunk where there are none. check_values: compare what an R computes with what its F did, and what W reads with what
-    it was in B, in every step, and not in the first two only. graphs: from the third step on, F, B and W of each chunk
-    are CUDA graphs (docs/pipeline.md#cuda-graphs). Raises TypeError or ValueError for anything else.
+    it was in B, in every step, and not in the first two only. Raises TypeError or ValueError for anything else.
     """
 
     record: bool = False
@@ -27,14 +26,11 @@ class StepOptions:
     copy_size: int = COPY_SIZE
     recompute: Sequence[str | type] = ()
     check_values: bool = False
-    graphs: bool = False
 
     def __post_init__(self) -> None:
-        _check(self, "record", "check_values", "graphs")
+        _check(self, "record", "check_values")
         if self.max_wgrad_bytes is not None:
             check_count("StepOptions: max_wgrad_bytes", self.max_wgrad_bytes, 0)
-        if self.check_values and self.graphs:
-            raise ValueError("StepOptions: graphs must be False with check_values, which looks at values in every W")
 
 
 @dataclass(frozen=True)
