@@ -40,9 +40,10 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
 }
 CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice *device, int number) { return *device = number, CUDA_SUCCESS; }
-CUresult cuCtxGetCurrent(CUcontext *context) { return *context = (CUcontext)1, CUDA_SUCCESS; }
-CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
-CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return cuCtxGetCurrent(context); }
+static __thread CUcontext current;  // none in a new thread
+CUresult cuCtxGetCurrent(CUcontext *context) { return *context = current, CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext context) { return current = context, CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return *context = (CUcontext)1, CUDA_SUCCESS; }
 CUresult cuCtxGetLimit(size_t *value, CUlimit limit) { return *value = 1 << 20, CUDA_SUCCESS; }
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
 CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { return CUDA_SUCCESS; }
@@ -190,6 +191,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   const Kernel *kernel = (const Kernel *)function;
   const int threads = config->blockDimX * config->blockDimY * config->blockDimZ;
   int total = 0;
+  if (!current) return refuse("no context in this thread, where there should be %lld", 1);
   if (threads < 1 || threads > 1024) return refuse("%lld threads", threads);
   if (kernel->threads > 0 && threads != kernel->threads) return refuse("%lld threads, not those it was compiled for", threads);
   if (kernel->threads < 0 && threads > -kernel->threads) return refuse("%lld threads, more than it was compiled for", threads);

@@ -37,6 +37,8 @@ struct Driver {
   int (*launch)(const LaunchConfig*, void*, void**, void**);
   int (*parameter)(void*, std::size_t, std::size_t*, std::size_t*);
   int (*error)(int, const char**);
+  int (*current)(void**);  // the calling thread's context, null where it has none
+  int (*enter)(void*);
 
   void check(int result, const char* what) const {
     const char* text = nullptr;
@@ -57,6 +59,7 @@ const Driver& driver() {
     };
     look_up(made.encode, "cuTensorMapEncodeTiled"), look_up(made.launch, "cuLaunchKernelEx");
     look_up(made.parameter, "cuFuncGetParamInfo"), look_up(made.error, "cuGetErrorString");
+    look_up(made.current, "cuCtxGetCurrent"), look_up(made.enter, "cuCtxSetCurrent");
     return made;
   }();
   return found;
@@ -123,6 +126,7 @@ class Launches {
       validate(made);
       launches_.push_back(std::move(made));
     }
+    driver().check(driver().current(&context_), "asking for the context");
     for (const Address address : recorded_)
       first_.push_back(std::find(recorded_.begin(), recorded_.end(), address) - recorded_.begin());
   }
@@ -134,6 +138,9 @@ class Launches {
     for (std::size_t i = 0; i < addresses.size(); ++i)
       if ((addresses[i] ^ recorded_[i]) % 16 || addresses[i] != addresses[first_[i]]) return false;
     const py::gil_scoped_release release;  // a full queue makes the driver wait
+    void* current = nullptr;
+    driver().check(driver().current(&current), "asking for the context");
+    if (!current) driver().check(driver().enter(context_), "entering the context");  // a thread that has used no GPU yet
     for (const Launch& launch : launches_) start(launch, stream, addresses);
     return true;
   }
@@ -168,6 +175,7 @@ class Launches {
   }
 
   std::vector<Launch> launches_;
+  void* context_ = nullptr;  // the device's primary one, in which Triton has loaded the kernels
   std::vector<Address> recorded_;
   std::vector<std::size_t> first_;  // the first operand at the address of each
 };

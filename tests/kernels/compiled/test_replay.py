@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import gc
 import logging
+import random
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -228,6 +233,33 @@ def test_no_rows(segments: list, accumulate: bool) -> None:
         assert torch.equal(dweights[1], torch.full((16, 16), float(accumulate)))
 
 
+def in_a_new_thread(call: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(call).result()
+
+
+def test_a_thread_that_has_used_no_gpu_launches(worked_out: list[int]) -> None:
+    call = w_of(torch.randn(32, 16), torch.randn(32, 16))
+    in_a_new_thread(call)
+    in_a_new_thread(call)
+    assert len(worked_out) == 1
+
+
+def test_threads_that_make_room_at_the_same_time_remove_different_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(random.Random):
+        def choice(self, entries: Any) -> Any:
+            chosen = entries[0]
+            time.sleep(0.02)  # for the others to choose the same
+            return chosen
+
+    monkeypatch.setattr(triton_replay, "_launcher", SimpleNamespace(Launches=lambda *arguments: object()))
+    full = Replay(layouts=2)
+    full._random = Slow()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda key: full._keep(key, [], [], []), range(8)))
+    assert len(full._known) == 2
+
+
 def test_an_error_is_not_kept() -> None:
     mine, x = Replay(), torch.ones(4)
 
@@ -242,13 +274,24 @@ def test_an_error_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
-    [("_SCRATCH", "takes more than"), ("_PACKED", "KeyError"), ("_MAP_TYPES", "KeyError")],
+    ("broken", "by", "said"),
+    [
+        ("_SCRATCH", [], "takes more than"),
+        ("_PACKED", {}, "KeyError"),
+        ("_PACKED", dict.fromkeys(triton_replay._PACKED, "<2i"), "error: pack"),
+        ("_MAP_TYPES", {}, "KeyError"),
+        ("iter", lambda values: builtins.iter([]), "StopIteration"),
+    ],
 )
 def test_of_an_unknown_triton_every_launch_goes_through_its_python(
-    broken: str, said: str, worked_out: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    broken: str,
+    by: Any,
+    said: str,
+    worked_out: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(triton_replay, broken, type(getattr(triton_replay, broken))())
+    monkeypatch.setattr(triton_replay, broken, by, raising=False)
     call = w_of(torch.randn(32, 16), torch.randn(32, 16))
     with caplog.at_level(logging.WARNING, "zbkern"):
         call(), call()

@@ -14,6 +14,7 @@ import functools
 import logging
 import random
 import struct
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ class Replay:
     def __init__(self, layouts: int = 1024) -> None:
         self._most = layouts
         self._known: dict[Hashable, list[Any]] = {}  # _launcher.Launches, by where operands begin
+        self._lock = threading.Lock()  # stages of one process make room at the same time
         self._random = random.Random(0)  # not the program's, whose numbers are its own
         self._paused = 0
 
@@ -91,12 +93,13 @@ class Replay:
             if None in launches:
                 return
             found = _launcher.Launches(launches, addresses)
-        except (AttributeError, KeyError, RuntimeError) as error:  # of a Triton that does this in another way
+        except Exception as error:  # of a Triton that does this in another way
             _warn(f"launches go through Triton's Python, slowly: {type(error).__name__}: {error}")
             return
-        if key not in self._known and len(self._known) >= self._most:
-            del self._known[self._random.choice(list(self._known))]
-        self._known.setdefault(key, []).append(found)
+        with self._lock:
+            if key not in self._known and len(self._known) >= self._most:
+                del self._known[self._random.choice(list(self._known))]
+            self._known.setdefault(key, []).append(found)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -109,7 +112,8 @@ class Replay:
             self._paused -= 1
 
     def forget(self) -> None:
-        self._known.clear()
+        with self._lock:
+            self._known.clear()
 
 
 def _run_any(found: Sequence[Any], device: int, addresses: Sequence[int]) -> bool:
