@@ -1,0 +1,79 @@
+"""Runs compiled kernels in the emulator of PTX, a row for each case; returns 1 where one has a fault.
+
+python -m tests.emulator --capability 80 90 --dtype bf16 fp32 --seeds 0 1 2 --only linear_wgrad
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import traceback
+from collections import Counter
+
+from tests.emulator import library
+
+if __name__ == "__main__" and "LD_PRELOAD" not in os.environ:  # so that torch's allocations are known
+    given = {"LD_PRELOAD": str(library.library_folder() / "libcuda.so.1"), "TRITON_INTERPRET": "0"}
+    os.execve(sys.executable, [sys.executable, "-m", "tests.emulator", *sys.argv[1:]], {**os.environ, **given})
+os.environ.pop("LD_PRELOAD", None)
+
+import torch
+
+from tests.emulator.cases import DTYPES, Case, cases, tiles_of
+from tests.emulator.gpu import gpu
+
+
+def faults(case: Case, capability: int, seeds: list[int]) -> tuple[dict[str, str], int, float]:
+    """What is wrong, by its kind; how many launches there were, and how long they took in seconds."""
+    found: dict[str, str] = {}
+    launched, seconds = 0, 0.0
+    for seed in seeds:
+        with gpu(capability, seed), tiles_of(case):
+            from zbkern.kernels.triton import kernels
+
+            torch.manual_seed(0)
+            try:
+                case.run(kernels)
+            except Exception as error:
+                kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
+                text = str(error).strip() or traceback.format_exc(limit=-2)
+                found.setdefault(f"{kind} (seed {seed})", text.splitlines()[0])
+        for finding in library.findings():
+            found.setdefault(finding.kind, f"{finding.kernel}: {finding.text}")
+        done = library.launches()
+        launched, seconds = launched + len(done), seconds + sum(each.seconds for each in done)
+    return found, launched, seconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--capability", type=int, nargs="+", default=[80, 90])
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th case from the i-th on")
+    arguments = parser.parse_args()
+    torch.set_float32_matmul_precision("highest")
+    counts: Counter[tuple[int, str, str]] = Counter()
+    part, parts = map(int, arguments.part.split("/"))
+    for capability, dtype in itertools.product(arguments.capability, arguments.dtype):
+        listed = [c for c in cases(capability, DTYPES[dtype]) if any(text in c.name for text in arguments.only)]
+        for case in listed[part::parts]:
+            found, launched, seconds = faults(case, capability, arguments.seeds)
+            verdict = "; ".join(found) or "ok"
+            counts[capability, dtype, "bad" if found else "ok"] += 1
+            print(
+                f"sm_{capability} {dtype} {case.name:<66} {launched:>4} launches {seconds:>7.2f} s  {verdict}",
+                flush=True,
+            )
+            for kind, text in found.items():
+                print(f"        {kind}: {text[:700]}", flush=True)
+    for key, count in sorted(counts.items()):
+        print(*key, count)
+    return int(any(verdict == "bad" for *_, verdict in counts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,517 @@
+// Handlers of matrix instructions: ldmatrix, stmatrix, movmatrix, mma.sync, wgmma.
+#include <algorithm>
+#include <cmath>
+
+#include "handlers.h"
+
+namespace ptx {
+
+namespace {
+
+const float* table8(bool e4) {
+  static const std::vector<float> both = [] {
+    std::vector<float> made(512);
+    for (int i = 0; i < 256; ++i)
+      made[static_cast<std::size_t>(i)] = e4m3_of(static_cast<u8>(i)),
+      made[static_cast<std::size_t>(256 + i)] = e5m2_of(static_cast<u8>(i));
+    return made;
+  }();
+  return both.data() + (e4 ? 0 : 256);
+}
+
+// Operands of products as they come in registers of 32 bits.
+void unpack(u32 bits, Type type, float* out) {  // 1, 2 or 4 numbers
+  switch (type) {
+    case Type::f16: out[0] = f16_of(bits & 0xffff), out[1] = f16_of(bits >> 16); break;
+    case Type::bf16: out[0] = f32_of(bits << 16), out[1] = f32_of(bits & 0xffff0000u); break;
+    case Type::tf32: out[0] = f32_of(bits & 0xffffe000u); break;
+    case Type::s8:
+      for (int i = 0; i < 4; ++i) out[i] = static_cast<float>(static_cast<std::int8_t>(bits >> 8 * i));
+      break;
+    case Type::u8:
+      for (int i = 0; i < 4; ++i) out[i] = static_cast<float>(static_cast<u8>(bits >> 8 * i));
+      break;
+    default:
+      for (int i = 0; i < 4; ++i) out[i] = table8(type == Type::e4m3)[bits >> 8 * i & 0xff];
+  }
+}
+
+int per_register(Type type) { return type == Type::tf32 ? 1 : bytes_of(type) == 2 ? 2 : 4; }
+
+u64 address_of(Warp& w, const Arg& arg, int lane) {
+  const Operand& base = arg.base;
+  const u64 at = base.kind == Kind::constant ? base.value
+                 : base.kind == Kind::reg32  ? w.r32[base.index * 32 + lane]
+                                             : w.r64[base.index * 32 + lane];
+  return at + static_cast<u64>(arg.offset);
+}
+
+int matrices(const Instr& I) { return I.has("x4") ? 4 : I.has("x2") ? 2 : 1; }
+
+void ldmatrix(Warp& w, const Instr& I, u32) {
+  const int count = matrices(I);
+  const bool turned = I.has("trans");
+  const auto& to = I.args[0].items;
+  for (int j = 0; j < count; ++j) {
+    u16 rows[8][8];
+    for (int r = 0; r < 8; ++r) {
+      const int lane = 8 * j + r;
+      u32 offset;
+      Cta& cta = shared_block(w, address_of(w, I.args[1], lane) & 0xffffffff, offset);
+      shared_read(w, I, static_cast<u32>(lane), cta, offset, 16, rows[r]);
+    }
+    u32 value[32];
+    for (int l = 0; l < 32; ++l) {
+      const int r = l >> 2, c = 2 * (l & 3);
+      value[l] = turned ? rows[c][r] | static_cast<u32>(rows[c + 1][r]) << 16
+                        : rows[r][c] | static_cast<u32>(rows[r][c + 1]) << 16;
+    }
+    out32(w, to[static_cast<std::size_t>(j)], kAll, value);
+  }
+}
+
+void stmatrix(Warp& w, const Instr& I, u32) {
+  const int count = matrices(I);
+  const bool turned = I.has("trans");
+  const auto& from = I.args[1].items;
+  for (int j = 0; j < count; ++j) {
+    const u32* value = in32(w, from[static_cast<std::size_t>(j)]);
+    u16 rows[8][8];
+    for (int l = 0; l < 32; ++l) {
+      const int r = l >> 2, c = 2 * (l & 3);
+      if (turned) rows[c][r] = static_cast<u16>(value[l]), rows[c + 1][r] = static_cast<u16>(value[l] >> 16);
+      else rows[r][c] = static_cast<u16>(value[l]), rows[r][c + 1] = static_cast<u16>(value[l] >> 16);
+    }
+    for (int r = 0; r < 8; ++r) {
+      const int lane = 8 * j + r;
+      u32 offset;
+      Cta& cta = shared_block(w, address_of(w, I.args[0], lane) & 0xffffffff, offset);
+      shared_write(w, I, static_cast<u32>(lane), cta, offset, 16, rows[r]);
+    }
+  }
+}
+
+void movmatrix(Warp& w, const Instr& I, u32) {
+  const u32* a = in32(w, I.args[1].base);
+  u16 m[8][8];
+  for (int l = 0; l < 32; ++l)
+    m[l >> 2][2 * (l & 3)] = static_cast<u16>(a[l]), m[l >> 2][2 * (l & 3) + 1] = static_cast<u16>(a[l] >> 16);
+  u32 r[32];
+  for (int l = 0; l < 32; ++l) r[l] = m[2 * (l & 3)][l >> 2] | static_cast<u32>(m[2 * (l & 3) + 1][l >> 2]) << 16;
+  out32(w, I.args[0].base, kAll, r);
+}
+
+// A [16, K] from the registers of a warp: rows g and g + 8, columns t.. of each half of K. (m16n8k16 and its kin)
+void gather_a(const u32* const* registers, int count, Type type, float (*a)[64]) {
+  const int each = per_register(type);
+  float v[4];
+  for (int i = 0; i < count; ++i) {
+    const int row = i & 1 ? 8 : 0, column = (i >> 1) * 4 * each;
+    for (int l = 0; l < 32; ++l) {
+      unpack(registers[i][l], type, v);
+      for (int e = 0; e < each; ++e) a[row + (l >> 2)][column + each * (l & 3) + e] = v[e];
+    }
+  }
+}
+
+void mma(Warp& w, const Instr& I, u32) {  // m16n8kK
+  const Type type_a = I.type2, type_b = static_cast<Type>(I.extra);
+  const auto &d = I.args[0].items, &ra = I.args[1].items, &rb = I.args[2].items, &rc = I.args[3].items;
+  const int K = I.k, each = per_register(type_a);
+  float a[16][64], b[64][8], c[16][8], v[4];
+  const u32* registers[8];
+  for (std::size_t i = 0; i < ra.size(); ++i) registers[i] = in32(w, ra[i]);
+  gather_a(registers, static_cast<int>(ra.size()), type_a, a);
+  for (std::size_t i = 0; i < rb.size(); ++i) {
+    const u32* from = in32(w, rb[i]);
+    for (int l = 0; l < 32; ++l) {
+      unpack(from[l], type_b, v);
+      for (int e = 0; e < each; ++e) b[static_cast<int>(i) * 4 * each + each * (l & 3) + e][l >> 2] = v[e];
+    }
+  }
+  const bool half = I.type == Type::f16, integer = I.type == Type::s32;
+  if (half) {
+    for (std::size_t i = 0; i < 2; ++i) {
+      const u32* from = in32(w, rc[i]);
+      for (int l = 0; l < 32; ++l)
+        c[8 * i + static_cast<std::size_t>(l >> 2)][2 * (l & 3)] = f16_of(from[l] & 0xffff),
+                                                             c[8 * i + static_cast<std::size_t>(l >> 2)]
+                                                              [2 * (l & 3) + 1] = f16_of(from[l] >> 16);
+    }
+  } else {
+    for (std::size_t i = 0; i < 4; ++i) {
+      const u32* from = in32(w, rc[i]);
+      for (int l = 0; l < 32; ++l)
+        c[(i & 2 ? 8 : 0) + (l >> 2)][2 * (l & 3) + static_cast<int>(i & 1)] =
+            integer ? static_cast<float>(static_cast<i32>(from[l])) : f32_of(from[l]);
+    }
+  }
+  for (int r = 0; r < 16; ++r)
+    for (int k = 0; k < K; ++k)
+      for (int n = 0; n < 8; ++n) c[r][n] += a[r][k] * b[k][n];
+  u32 out[32];
+  if (half) {
+    for (std::size_t i = 0; i < 2; ++i) {
+      for (int l = 0; l < 32; ++l)
+        out[l] = to_f16(c[8 * i + static_cast<std::size_t>(l >> 2)][2 * (l & 3)]) |
+                 to_f16(c[8 * i + static_cast<std::size_t>(l >> 2)][2 * (l & 3) + 1]) << 16;
+      out32(w, d[i], kAll, out);
+    }
+  } else {
+    for (std::size_t i = 0; i < 4; ++i) {
+      for (int l = 0; l < 32; ++l) {
+        const float f = c[(i & 2 ? 8 : 0) + (l >> 2)][2 * (l & 3) + static_cast<int>(i & 1)];
+        out[l] = integer ? static_cast<u32>(static_cast<i32>(f)) : bits_of(f);
+      }
+      out32(w, d[i], kAll, out);
+    }
+  }
+}
+
+// ---- wgmma ----
+
+struct Layout {  // of an operand in shared memory, from its descriptor
+  u32 start, leading, stride;
+  int swizzle;  // 0 none, 3: 128 bytes, 2: 64, 1: 32
+  bool turned;  // the summed dimension is the slow one
+  int element;  // bytes
+};
+
+Layout layout_of(u64 descriptor, bool turned, int element) {
+  static const int modes[] = {0, 3, 2, 1};
+  return {static_cast<u32>(descriptor & 0x3fff) << 4,
+          static_cast<u32>(descriptor >> 16 & 0x3fff) << 4,
+          static_cast<u32>(descriptor >> 32 & 0x3fff) << 4,
+          modes[descriptor >> 62 & 3],
+          turned,
+          element};
+}
+
+u32 swizzled(u32 address, int mode) {
+  static const u32 masks[] = {0, 1, 3, 7};
+  return address ^ ((address >> 7 & masks[mode]) << 4);
+}
+
+// Where 16 bytes of row r (of M or N) and of k begin; along k where not turned, else along r.
+u32 chunk_at(const Layout& o, u32 r, u32 k) {
+  const u32 T = 16 / static_cast<u32>(o.element);
+  u32 at;
+  if (!o.turned) {
+    const u32 chunk = k / T;  // of 16 bytes along k
+    if (!o.swizzle) at = r % 8 * 16 + r / 8 * o.stride + chunk * o.leading;
+    else at = r % 8 * (16u << o.swizzle) + r / 8 * o.stride + chunk * 16;
+  } else {
+    const u32 chunk = r / T;
+    const u32 wide = 1u << o.swizzle;  // chunks in a row of the pattern
+    if (!o.swizzle) at = k % 8 * 16 + k / 8 * o.leading + chunk * o.stride;
+    else at = chunk % wide * 16 + chunk / wide * o.leading + k % 8 * (16 * wide) + k / 8 * o.stride;
+  }
+  return swizzled(o.start + at, o.swizzle);
+}
+
+// Calls f(r, k, offset) for each 16 bytes of rows first..first + rows, K columns.
+template <class F>
+void chunks(const Layout& o, u32 first, u32 rows, u32 K, F f) {
+  const u32 T = 16 / static_cast<u32>(o.element);
+  if (!o.turned) {
+    for (u32 r = first; r < first + rows; ++r)
+      for (u32 k = 0; k < K; k += T) f(r, k, chunk_at(o, r, k));
+  } else {
+    for (u32 k = 0; k < K; ++k)
+      for (u32 r = first; r < first + rows; r += T) f(r, k, chunk_at(o, r, k));
+  }
+}
+
+void decode16(const u8* from, Type type, float* out) {
+  switch (type) {
+    case Type::bf16: {
+      u16 v[8];
+      std::memcpy(v, from, 16);
+      for (int i = 0; i < 8; ++i) out[i] = f32_of(static_cast<u32>(v[i]) << 16);
+      break;
+    }
+    case Type::f16: {
+      _Float16 v[8];
+      std::memcpy(v, from, 16);
+      for (int i = 0; i < 8; ++i) out[i] = static_cast<float>(v[i]);
+      break;
+    }
+    case Type::tf32: {
+      u32 v[4];
+      std::memcpy(v, from, 16);
+      for (int i = 0; i < 4; ++i) out[i] = f32_of(v[i] & 0xffffe000u);
+      break;
+    }
+    default: {
+      const float* table = table8(type == Type::e4m3);
+      for (int i = 0; i < 16; ++i) out[i] = table[from[i]];
+    }
+  }
+}
+
+struct Shape {
+  Type a, b;
+  int N, K;
+  bool registers, turned_a, turned_b;
+  std::size_t after;  // the argument after the second descriptor
+};
+
+Shape shape_of(const Instr& I) {
+  Shape s;
+  s.a = I.type2, s.b = static_cast<Type>(I.extra), s.N = I.m, s.K = I.k;
+  s.registers = I.args[1].form == Arg::vector;
+  s.after = 3;
+  const bool turns = bytes_of(s.a) == 2;
+  const auto flag = [&](std::size_t i) { return i < I.args.size() && I.args[i].base.value & 1; };
+  s.turned_a = turns && !s.registers && flag(6);
+  s.turned_b = turns && flag(s.registers ? 6 : 7);
+  return s;
+}
+
+void each_chunk_read(Warp& w, const Product& p, bool hold, int add) {
+  const Instr& I = *p.instr;
+  const Shape s = shape_of(I);
+  const int element = s.a == Type::tf32 ? 4 : bytes_of(s.a);
+  Cta& cta = *w.cta;
+  const auto touch = [&](u32, u32, u32 offset) {
+    if (offset + 16 > grid->shared_bytes) {
+      if (!hold)
+        grid->report("out of bounds", &w, 0, &I, "the product reads shared bytes from " + std::to_string(offset));
+      return;
+    }
+    if (!hold) touch_read(w, I, 0, cta, offset, 16, true);
+    if (add) hold_granules(cta, offset, 16, add);
+  };
+  if (!s.registers)
+    chunks(layout_of(p.descriptor_a, s.turned_a, element), 16 * static_cast<u32>(w.number & 3), 16,
+           static_cast<u32>(s.K), touch);
+  chunks(layout_of(p.descriptor_b, s.turned_b, element), 0, static_cast<u32>(s.N), static_cast<u32>(s.K), touch);
+}
+
+void multiply(Warp& w, const Product& p) {
+  const Instr& I = *p.instr;
+  const Shape s = shape_of(I);
+  const int element = s.a == Type::tf32 ? 4 : bytes_of(s.a);
+  const u8* shared = w.cta->shared.data();
+  static thread_local float a[16][64], b[64][256], c[16][256];
+  float v[16];
+  if (s.registers) {
+    const u32* registers[4] = {p.a[0], p.a[1], p.a[2], p.a[3]};
+    gather_a(registers, 4, s.a, a);
+  } else {
+    const Layout o = layout_of(p.descriptor_a, s.turned_a, element);
+    const u32 first = 16 * static_cast<u32>(w.number & 3);
+    chunks(o, first, 16, static_cast<u32>(s.K), [&](u32 r, u32 k, u32 offset) {
+      if (offset + 16 > grid->shared_bytes) return;
+      decode16(shared + offset, s.a, v);
+      for (u32 i = 0; i < 16u / static_cast<u32>(element); ++i) {
+        if (o.turned) a[r - first + i][k] = v[i];
+        else a[r - first][k + i] = v[i];
+      }
+    });
+  }
+  const Layout o = layout_of(p.descriptor_b, s.turned_b, element);
+  chunks(o, 0, static_cast<u32>(s.N), static_cast<u32>(s.K), [&](u32 n, u32 k, u32 offset) {
+    if (offset + 16 > grid->shared_bytes) return;
+    if (o.turned) {
+      decode16(shared + offset, s.b, &b[k][n]);
+    } else {
+      decode16(shared + offset, s.b, v);
+      for (u32 i = 0; i < 16u / static_cast<u32>(element); ++i) b[k + i][n] = v[i];
+    }
+  });
+  const float sign = (I.args[s.after + 1].base.value & 0xffffffff) == 0xffffffff ? -1.0f : 1.0f;
+  const float sign_b = (I.args[s.after + 2].base.value & 0xffffffff) == 0xffffffff ? -1.0f : 1.0f;
+  const auto& d = I.args[0].items;
+  const bool half = I.type == Type::f16;
+  if (!p.scale) {
+    for (auto& row : c) std::fill_n(row, s.N, 0.0f);
+  } else if (half) {
+    for (int i = 0; i < s.N / 4; ++i) {
+      const u32* from = w.r32 + d[static_cast<std::size_t>(i)].index * 32;
+      for (int l = 0; l < 32; ++l)
+        for (int e = 0; e < 2; ++e)
+          c[(i & 1 ? 8 : 0) + (l >> 2)][(i >> 1) * 8 + 2 * (l & 3) + e] = f16_of(from[l] >> 16 * e & 0xffff);
+    }
+  } else {
+    for (int i = 0; i < s.N / 2; ++i) {
+      const u32* from = w.r32 + d[static_cast<std::size_t>(i)].index * 32;
+      for (int l = 0; l < 32; ++l)
+        c[(i & 2 ? 8 : 0) + (l >> 2)][(i >> 2) * 8 + 2 * (l & 3) + (i & 1)] = f32_of(from[l]);
+    }
+  }
+  for (int r = 0; r < 16; ++r)
+    for (int k = 0; k < s.K; ++k) {
+      const float x = sign * sign_b * a[r][k];
+      for (int n = 0; n < s.N; ++n) c[r][n] += x * b[k][n];
+    }
+  if (half) {
+    for (int i = 0; i < s.N / 4; ++i) {
+      u32* to = w.r32 + d[static_cast<std::size_t>(i)].index * 32;
+      for (int l = 0; l < 32; ++l) {
+        const float* from = &c[(i & 1 ? 8 : 0) + (l >> 2)][(i >> 1) * 8 + 2 * (l & 3)];
+        to[l] = to_f16(from[0]) | to_f16(from[1]) << 16;
+      }
+    }
+  } else {
+    for (int i = 0; i < s.N / 2; ++i) {
+      u32* to = w.r32 + d[static_cast<std::size_t>(i)].index * 32;
+      for (int l = 0; l < 32; ++l) to[l] = bits_of(c[(i & 2 ? 8 : 0) + (l >> 2)][(i >> 2) * 8 + 2 * (l & 3) + (i & 1)]);
+    }
+  }
+}
+
+void mark(Warp& w, const Product& p, int add) {  // registers that a product writes: low bits; reads: high bits
+  for (const Operand& o : p.instr->args[0].items)
+    w.pending32[static_cast<std::size_t>(o.index)] =
+        static_cast<u8>(w.pending32[static_cast<std::size_t>(o.index)] + add);
+  if (p.instr->args[1].form == Arg::vector)
+    for (const Operand& o : p.instr->args[1].items)
+      if (o.kind == Kind::reg32)
+        w.pending32[static_cast<std::size_t>(o.index)] =
+            static_cast<u8>(w.pending32[static_cast<std::size_t>(o.index)] + 16 * add);
+}
+
+void wgmma(Warp& w, const Instr& I, u32) {
+  Product p;
+  p.instr = &I;
+  const Shape s = shape_of(I);
+  if (w.cta->warps.size() % 4)
+    grid->report("wgmma", &w, 0, &I, "a block of " + std::to_string(w.cta->warps.size()) + " warps");
+  const auto fenced = [&](const Operand& o, const char* what) {
+    if (o.kind == Kind::reg32 && w.changed32[static_cast<std::size_t>(o.index)] > w.fence_step)
+      grid->report("wgmma", &w, 0, &I, std::string("an ") + what + " was written after the last wgmma.fence");
+  };
+  if (s.registers) {
+    for (int i = 0; i < 4; ++i) {
+      std::memcpy(p.a[i], in32(w, I.args[1].items[static_cast<std::size_t>(i)]), 128);
+      fenced(I.args[1].items[static_cast<std::size_t>(i)], "operand");
+    }
+  } else {
+    p.descriptor_a = in64(w, I.args[1].base)[0];
+  }
+  p.descriptor_b = in64(w, I.args[2].base)[0];
+  const Operand& scale = I.args[3].base;
+  p.scale = scale.kind == Kind::pred || scale.kind == Kind::constant ? in_pred(w, scale) & 1 : in32(w, scale)[0] != 0;
+  if (p.scale)
+    for (const Operand& o : I.args[0].items) fenced(o, "accumulator");
+  p.group = w.product_commits;
+  p.number = ++w.products_issued;
+  p.clock = w.knowledge.seen.at[w.thread]++;  // what this warp did before comes before the product, for all four
+  ++grid->progress;
+  each_chunk_read(w, p, false, 1);
+  mark(w, p, 1);
+  w.products.push_back(p);
+  w.has_products = true;
+}
+
+void wgmma_fence(Warp& w, const Instr&, u32) { w.fence_step = w.steps; }
+void wgmma_commit(Warp& w, const Instr&, u32) { ++w.product_commits; }
+void wgmma_wait(Warp& w, const Instr& I, u32) {
+  if (complete_products(w, I.args[0].base.value)) return;
+  w.retry = w.yield = true;
+  w.state = Warp::polling;
+  w.poll_version = grid->progress;
+}
+
+int number_after(const std::string& text, char letter) {
+  const std::size_t at = text.find(letter);
+  return at == std::string::npos ? 0 : std::atoi(text.c_str() + at + 1);
+}
+
+}  // namespace
+
+// Waits for all but the last `keep` groups of products.
+bool complete_products(Warp& w, u64 keep) {
+  u64 needed = 0;
+  for (const Product& p : w.products)
+    if (p.group + keep < w.product_commits) needed = p.number;
+  if (!needed) return true;
+  WarpGroup& group = w.cta->warp_groups[static_cast<std::size_t>(w.number / 4)];
+  Warp* members[4];
+  for (int i = 0; i < 4; ++i) members[i] = w.cta->warps[static_cast<std::size_t>(w.number / 4 * 4 + i)].get();
+  for (; group.done < needed; ++group.done) {
+    for (const Warp* each : members)
+      if (each->products_issued <= group.done) return false;
+    Clock issued;
+    for (Warp* each : members)
+      for (const Product& p : each->products)
+        if (p.number == group.done + 1) issued.at[each->thread] = p.clock;
+    for (Warp* each : members) {
+      const auto found = std::find_if(each->products.begin(), each->products.end(),
+                                      [&](const Product& p) { return p.number == group.done + 1; });
+      Product& p = *found;
+      each_chunk_read(*each, p, true, -1);
+      if (grid->options.races) {
+        const Shape s = shape_of(*p.instr);
+        const int element = s.a == Type::tf32 ? 4 : bytes_of(s.a);
+        const u32 clock = static_cast<u32>(group.done + 1);
+        const auto read = [&](u32, u32, u32 offset) {
+          if (offset + 16 > grid->shared_bytes) return;
+          for (u32 g = offset / static_cast<u32>(grid->granule); g <= (offset + 15) / static_cast<u32>(grid->granule);
+               ++g)
+            w.cta->reads[g * static_cast<u32>(grid->threads) + static_cast<u32>(group.thread)] = clock;
+        };
+        if (!s.registers)
+          chunks(layout_of(p.descriptor_a, s.turned_a, element), 16 * static_cast<u32>(each->number & 3), 16,
+                 static_cast<u32>(s.K), read);
+        if (each == members[0])
+          chunks(layout_of(p.descriptor_b, s.turned_b, element), 0, static_cast<u32>(s.N), static_cast<u32>(s.K), read);
+      }
+      multiply(*each, p);
+      p.done = true;
+      p.issued = issued;
+    }
+  }
+  w.knowledge.seen.at[group.thread] = std::max(w.knowledge.seen.at[group.thread], static_cast<u32>(needed));
+  while (!w.products.empty() && w.products.front().number <= needed) {
+    w.knowledge.seen.join(w.products.front().issued, grid->threads);
+    mark(w, w.products.front(), -1);
+    w.products.pop_front();
+  }
+  w.has_products = !w.products.empty();
+  return true;
+}
+
+Handler choose_matrix(Instr& I) {
+  const std::string& op = I.parts[0];
+  if (op == "ldmatrix" || op == "stmatrix") {
+    I.together = I.memory = true;
+    if (!I.has("m8n8") || I.has("b8")) return nullptr;
+    return op == "ldmatrix" ? ldmatrix : stmatrix;
+  }
+  if (op == "movmatrix") return I.together = true, movmatrix;
+  if (op == "mma") {  // mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+    I.together = true;
+    if (I.has("sp") || I.parts.size() < 10 || I.parts[3].rfind("m16n8k", 0) != 0) return nullptr;
+    I.k = number_after(I.parts[3], 'k');
+    std::vector<std::string> types;
+    for (std::size_t i = I.parts.size() - 4; i < I.parts.size(); ++i) types.push_back(I.parts[i]);
+    const std::map<std::string, Type> names = {{"bf16", Type::bf16}, {"f16", Type::f16},   {"tf32", Type::tf32},
+                                               {"e4m3", Type::e4m3}, {"e5m2", Type::e5m2}, {"s8", Type::s8},
+                                               {"u8", Type::u8},     {"f32", Type::f32},   {"s32", Type::s32}};
+    for (const auto& each : types)
+      if (!names.count(each)) return nullptr;
+    I.type = names.at(types[0]), I.type2 = names.at(types[1]), I.extra = static_cast<int>(names.at(types[2]));
+    if (I.type2 == Type::f32 || I.type2 == Type::s32) return nullptr;
+    return mma;
+  }
+  if (op == "wgmma") {
+    I.together = I.memory = true;
+    if (I.parts[1] == "fence") return wgmma_fence;
+    if (I.parts[1] == "commit_group") return wgmma_commit;
+    if (I.parts[1] == "wait_group") return wgmma_wait;
+    // wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
+    if (I.has("sp") || I.parts.size() < 8) return nullptr;
+    I.m = number_after(I.parts[4], 'n'), I.k = number_after(I.parts[4], 'k');
+    const std::map<std::string, Type> names = {
+        {"bf16", Type::bf16}, {"f16", Type::f16}, {"tf32", Type::tf32}, {"e4m3", Type::e4m3}, {"e5m2", Type::e5m2}};
+    if (!names.count(I.parts[6]) || !names.count(I.parts[7])) return nullptr;
+    I.type = I.parts[5] == "f16" ? Type::f16 : Type::f32;
+    I.type2 = names.at(I.parts[6]), I.extra = static_cast<int>(names.at(I.parts[7]));
+    return wgmma;
+  }
+  return nullptr;
+}
+
+}  // namespace ptx

@@ -1,0 +1,718 @@
+// The parser: PTX text to Function, of which decode.cpp then makes handlers.
+#include "program.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cstring>
+
+namespace ptx {
+
+int bytes_of(Type type) {
+  switch (type) {
+    case Type::u8:
+    case Type::s8:
+    case Type::b8:
+    case Type::e4m3:
+    case Type::e5m2: return 1;
+    case Type::u16:
+    case Type::s16:
+    case Type::b16:
+    case Type::f16:
+    case Type::bf16:
+    case Type::e4m3x2:
+    case Type::e5m2x2: return 2;
+    case Type::u64:
+    case Type::s64:
+    case Type::b64:
+    case Type::f64: return 8;
+    case Type::b128: return 16;
+    case Type::none:
+    case Type::pred: return 0;
+    default: return 4;
+  }
+}
+
+const u32* Module::lanes32(u64 value) {
+  auto& found = constants32[value];
+  if (!found) {
+    found.reset(new u32[32]);
+    std::fill_n(found.get(), 32, static_cast<u32>(value));
+  }
+  return found.get();
+}
+
+const u64* Module::lanes64(u64 value) {
+  auto& found = constants64[value];
+  if (!found) {
+    found.reset(new u64[32]);
+    std::fill_n(found.get(), 32, value);
+  }
+  return found.get();
+}
+
+namespace {
+
+const std::map<std::string, int> kSpecials = {{"%tid.x", tid_x},
+                                              {"%tid.y", tid_y},
+                                              {"%tid.z", tid_z},
+                                              {"%ntid.x", ntid_x},
+                                              {"%ntid.y", ntid_y},
+                                              {"%ntid.z", ntid_z},
+                                              {"%ctaid.x", ctaid_x},
+                                              {"%ctaid.y", ctaid_y},
+                                              {"%ctaid.z", ctaid_z},
+                                              {"%nctaid.x", nctaid_x},
+                                              {"%nctaid.y", nctaid_y},
+                                              {"%nctaid.z", nctaid_z},
+                                              {"%laneid", laneid},
+                                              {"%warpid", warpid},
+                                              {"%nwarpid", nwarpid},
+                                              {"%smid", smid},
+                                              {"%nsmid", nsmid},
+                                              {"%clock", clock32},
+                                              {"%clock64", clock64},
+                                              {"%clusterid.x", clusterid_x},
+                                              {"%clusterid.y", clusterid_y},
+                                              {"%clusterid.z", clusterid_z},
+                                              {"%nclusterid.x", nclusterid_x},
+                                              {"%nclusterid.y", nclusterid_y},
+                                              {"%nclusterid.z", nclusterid_z},
+                                              {"%cluster_ctaid.x", cluster_ctaid_x},
+                                              {"%cluster_ctaid.y", cluster_ctaid_y},
+                                              {"%cluster_ctaid.z", cluster_ctaid_z},
+                                              {"%cluster_nctaid.x", cluster_nctaid_x},
+                                              {"%cluster_nctaid.y", cluster_nctaid_y},
+                                              {"%cluster_nctaid.z", cluster_nctaid_z},
+                                              {"%cluster_ctarank", cluster_ctarank},
+                                              {"%cluster_nctarank", cluster_nctarank},
+                                              {"%dynamic_smem_size", dynamic_smem_size},
+                                              {"%total_smem_size", total_smem_size},
+                                              {"%lanemask_lt", lanemask_lt},
+                                              {"%lanemask_le", lanemask_le},
+                                              {"%lanemask_gt", lanemask_gt},
+                                              {"%lanemask_ge", lanemask_ge},
+                                              {"%lanemask_eq", lanemask_eq},
+                                              {"%globaltimer", globaltimer},
+                                              {"%gridid", gridid},
+                                              {"%is_explicit_cluster", is_explicit_cluster}};
+
+std::string without_comments(const std::string& text) {
+  std::string out;
+  out.reserve(text.size());
+  for (std::size_t i = 0; i < text.size();) {
+    if (text.compare(i, 2, "//") == 0) {
+      while (i < text.size() && text[i] != '\n') ++i;
+    } else if (text.compare(i, 2, "/*") == 0) {
+      for (i += 2; i < text.size() && text.compare(i, 2, "*/") != 0; ++i)
+        if (text[i] == '\n') out += '\n';
+      i += 2;
+      out += ' ';
+    } else {
+      out += text[i++];
+    }
+  }
+  return out;
+}
+
+bool is_word(char c) {
+  return std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '$' || c == '%' || c == '.';
+}
+
+struct Scope {
+  std::map<std::string, Operand> registers;
+  std::map<std::string, int> labels;
+  std::vector<std::pair<int, int>> uses;  // (instruction, argument) of branches
+  std::map<std::string, std::vector<std::string>> targets;
+  std::vector<std::pair<std::string, int>> table_uses;
+};
+
+class Parser {
+ public:
+  explicit Parser(const std::string& text) : text_(without_comments(text)), module_(new Module) {}
+
+  std::unique_ptr<Module> run() {
+    while (skip(), at_ < text_.size()) top_level();
+    return std::move(module_);
+  }
+
+ private:
+  [[noreturn]] void fail(const std::string& what) const {
+    throw std::runtime_error("PTX, line " + std::to_string(line_at(at_)) + ": " + what);
+  }
+
+  int line_at(std::size_t place) const {
+    return 1 + static_cast<int>(
+                   std::count(text_.begin(), text_.begin() + static_cast<long>(std::min(place, text_.size())), '\n'));
+  }
+
+  int line() {  // of at_, which only grows
+    line_ += static_cast<int>(
+        std::count(text_.begin() + static_cast<long>(counted_), text_.begin() + static_cast<long>(at_), '\n'));
+    counted_ = at_;
+    return line_;
+  }
+
+  void skip() {
+    while (at_ < text_.size() && std::isspace(static_cast<unsigned char>(text_[at_]))) ++at_;
+  }
+
+  bool take(const char* what) {
+    skip();
+    const std::size_t length = std::strlen(what);
+    if (text_.compare(at_, length, what) != 0) return false;
+    at_ += length;
+    return true;
+  }
+
+  void expect(const char* what) {
+    if (!take(what)) fail(std::string("expected ") + what + " before " + text_.substr(at_, 40));
+  }
+
+  std::string word() {
+    skip();
+    const std::size_t begin = at_;
+    while (at_ < text_.size() && is_word(text_[at_])) ++at_;
+    return text_.substr(begin, at_ - begin);
+  }
+
+  void skip_line() {
+    while (at_ < text_.size() && text_[at_] != '\n') ++at_;
+  }
+
+  void skip_statement() {
+    while (at_ < text_.size() && text_[at_] != ';') ++at_;
+    ++at_;
+  }
+
+  void skip_braces() {
+    expect("{");
+    for (int depth = 1; depth; ++at_) {
+      if (at_ >= text_.size()) fail("a { without its }");
+      if (text_[at_] == '{') ++depth;
+      if (text_[at_] == '}') --depth;
+    }
+  }
+
+  void top_level() {
+    const std::string first = word();
+    if (first.empty()) fail("unexpected " + text_.substr(at_, 20));
+    if (first == ".version" || first == ".address_size" || first == ".file") return skip_line();
+    if (first == ".target") {
+      skip();
+      const std::size_t begin = at_;
+      skip_line();
+      module_->target = text_.substr(begin, at_ - begin);
+      return;
+    }
+    if (first == ".section") {
+      word();
+      return skip_braces();
+    }
+    if (first == ".visible" || first == ".extern" || first == ".weak" || first == ".common") return top_level();
+    if (first == ".entry") return entry();
+    if (first == ".func") {  // not supported: skipped, an error where it is called
+      while (text_[at_] != '{' && text_[at_] != ';') ++at_;
+      if (text_[at_] == '{') skip_braces();
+      else ++at_;
+      return;
+    }
+    if (first == ".global" || first == ".shared" || first == ".const") return variable(first, nullptr);
+    if (first == ".pragma" || first == ".alias") return skip_statement();
+    fail("unknown directive " + first);
+  }
+
+  u64 number(const std::string& word) {
+    if (word.empty()) fail("expected a number before " + text_.substr(at_, 20));
+    return std::stoull(word, nullptr, 0);
+  }
+
+  // .global .align 16 .b8 name[10] = {1, 2};
+  void variable(const std::string& space, Function* function) {
+    u64 align = 1, size = 0;
+    std::string name, type;
+    for (;;) {
+      const std::string next = word();
+      if (next == ".align") align = number(word());
+      else if (next == ".v2" || next == ".v4" || next == ".attribute" || next == ".ptr") continue;
+      else if (next[0] == '.') type = next;
+      else {
+        name = next;
+        break;
+      }
+    }
+    const int each = bytes_of(type_of(type.substr(1)));
+    size = static_cast<u64>(each);
+    align = std::max<u64>(align, size);
+    bool open = false;
+    while (take("[")) {
+      skip();
+      if (text_[at_] == ']') open = true;
+      else size *= number(word());
+      expect("]");
+    }
+    auto& symbols = function ? function->symbols : module_->symbols;
+    if (space == ".shared") {
+      shared_ = (shared_ + align - 1) / align * align;
+      symbols[name] = {Space::shared, open ? ~u64{0} : shared_, size};
+      if (!open) shared_ += size;
+    } else if (space == ".local") {
+      local_ = (local_ + align - 1) / align * align;
+      symbols[name] = {Space::local, local_, size};
+      local_ += size;
+    } else {
+      module_->memory.emplace_back(new u8[size + 256]());
+      u8* start = module_->memory.back().get();
+      start += (256 - reinterpret_cast<std::uintptr_t>(start) % 256) % 256;
+      if (take("=")) initialise(start, each, size);
+      symbols[name] = {Space::global, reinterpret_cast<u64>(start), size};
+      module_->ranges.emplace_back(reinterpret_cast<u64>(start), reinterpret_cast<u64>(start) + size);
+    }
+    expect(";");
+  }
+
+  void initialise(u8* start, int each, u64 size) {
+    const bool braces = take("{");
+    for (u64 at = 0;; at += static_cast<u64>(each)) {
+      const bool minus = take("-");
+      const std::string next = word();
+      u64 value = 0;
+      if (!next.empty() && (std::isdigit(static_cast<unsigned char>(next[0])))) value = literal(next, type_of("b64"));
+      else fail("an initialiser with a name is not supported: " + next);
+      if (minus) value = ~value + 1;
+      if (at + static_cast<u64>(each) <= size) std::memcpy(start + at, &value, static_cast<std::size_t>(each));
+      if (!braces || !take(",")) break;
+    }
+    if (braces) expect("}");
+  }
+
+  static Type type_of(const std::string& name) {
+    static const std::map<std::string, Type> names = {
+        {"u8", Type::u8},     {"u16", Type::u16},   {"u32", Type::u32},       {"u64", Type::u64},
+        {"s8", Type::s8},     {"s16", Type::s16},   {"s32", Type::s32},       {"s64", Type::s64},
+        {"b8", Type::b8},     {"b16", Type::b16},   {"b32", Type::b32},       {"b64", Type::b64},
+        {"b128", Type::b128}, {"f16", Type::f16},   {"f32", Type::f32},       {"f64", Type::f64},
+        {"bf16", Type::bf16}, {"tf32", Type::tf32}, {"f16x2", Type::f16x2},   {"bf16x2", Type::bf16x2},
+        {"e4m3", Type::e4m3}, {"e5m2", Type::e5m2}, {"e4m3x2", Type::e4m3x2}, {"e5m2x2", Type::e5m2x2},
+        {"pred", Type::pred}};
+    const auto found = names.find(name);
+    return found == names.end() ? Type::none : found->second;
+  }
+
+  void entry() {
+    function_ = new Function;
+    module_->functions.emplace_back(function_);
+    function_->name = word();
+    shared_begin_ = shared_;
+    local_ = 0;
+    if (take("(")) {
+      while (!take(")")) {
+        parameter();
+        take(",");
+      }
+    }
+    for (;;) {
+      skip();
+      if (text_[at_] == '{') break;
+      const std::string directive = word();
+      if (directive == ".reqntid") function_->threads = threads();
+      else if (directive == ".maxntid") function_->max_threads = threads();
+      else if (directive == ".minnctapersm" || directive == ".maxnreg" || directive == ".maxclusterrank") word();
+      else if (directive == ".reqnctapercluster") function_->cluster = threads();
+      else if (directive == ".blocksareclusters" || directive == ".explicitcluster" || directive == ".noreturn")
+        continue;
+      else if (directive == ".pragma") skip_statement();
+      else fail("unknown directive of an entry: " + directive);
+    }
+    expect("{");
+    scopes_.assign(1, {});
+    body();
+    function_->static_shared = static_cast<u32>(shared_);
+    function_->local_bytes = static_cast<u32>(local_);
+    decode(*function_, *module_);
+    function_ = nullptr;
+  }
+
+  int threads() {
+    int product = static_cast<int>(number(word()));
+    while (take(",")) product *= static_cast<int>(number(word()));
+    return product;
+  }
+
+  void parameter() {
+    expect(".param");
+    u64 align = 1, size = 0;
+    std::string name;
+    for (;;) {
+      const std::string next = word();
+      if (next == ".align") {
+        align = number(word());
+        continue;
+      }
+      if (next == ".ptr" || next == ".global" || next == ".shared" || next == ".const" || next == ".local") continue;
+      if (next[0] == '.') {
+        size = static_cast<u64>(bytes_of(type_of(next.substr(1))));
+        continue;
+      }
+      name = next;
+      break;
+    }
+    align = std::max<u64>(align, std::min<u64>(size, 8));
+    if (take("[")) {
+      size *= number(word());
+      expect("]");
+    }
+    u64 offset = (function_->parameter_bytes + align - 1) / align * align;
+    function_->symbols[name] = {Space::param, offset, size};
+    function_->parameters.push_back({static_cast<u32>(offset), static_cast<u32>(size)});
+    function_->parameter_bytes = static_cast<u32>(offset + size);
+  }
+
+  void body() {
+    for (int depth = 1; depth;) {
+      skip();
+      if (at_ >= text_.size()) fail("the end of a function is missing");
+      if (take("{")) {
+        scopes_.emplace_back();
+        ++depth;
+      } else if (take("}")) {
+        close();
+        --depth;
+      } else if (take(";")) {
+        continue;
+      } else if (text_[at_] == '.') {
+        directive();
+      } else {
+        statement();
+      }
+    }
+  }
+
+  void close() {
+    Scope scope = std::move(scopes_.back());
+    scopes_.pop_back();
+    for (const auto& [instruction, argument] : scope.uses) {
+      Arg& arg = function_->code[static_cast<std::size_t>(instruction)].args[static_cast<std::size_t>(argument)];
+      const auto found = scope.labels.find(arg.name);
+      if (found != scope.labels.end()) arg.target = found->second;
+      else if (scopes_.empty()) fail("there is no label " + arg.name);
+      else scopes_.back().uses.emplace_back(instruction, argument);
+    }
+    for (const auto& [name, instruction] : scope.table_uses) {
+      const auto found = scope.targets.find(name);
+      if (found == scope.targets.end()) {
+        if (scopes_.empty()) fail("there are no branch targets " + name);
+        scopes_.back().table_uses.emplace_back(name, instruction);
+        continue;
+      }
+      std::vector<int> table;
+      for (const auto& label : found->second) {
+        if (!scope.labels.count(label)) fail("there is no label " + label);
+        table.push_back(scope.labels[label]);
+      }
+      function_->code[static_cast<std::size_t>(instruction)].extra = static_cast<int>(function_->tables.size());
+      function_->tables.push_back(table);
+    }
+  }
+
+  void directive() {
+    const std::string name = word();
+    if (name == ".loc" || name == ".file") return skip_line();
+    if (name == ".pragma") return skip_statement();
+    if (name == ".shared" || name == ".local" || name == ".global" || name == ".const")
+      return variable(name, function_);
+    if (name == ".param") {
+      skip_statement();
+      return;
+    }
+    if (name == ".section") {
+      word();
+      return skip_braces();
+    }
+    if (name != ".reg") fail("unknown directive " + name);
+    std::string type = word();
+    if (type == ".v2" || type == ".v4") fail("vector registers are not supported");
+    const Type kind = type_of(type.substr(1));
+    do {
+      const std::string prefix = word();
+      int count = -1;
+      if (take("<")) {
+        count = static_cast<int>(number(word()));
+        expect(">");
+      }
+      if (count < 0) declare(prefix, kind);
+      else
+        for (int i = 0; i < count; ++i) declare(prefix + std::to_string(i), kind);
+    } while (take(","));
+    expect(";");
+  }
+
+  void declare(const std::string& name, Type type) {
+    Operand made;
+    if (type == Type::pred) {
+      made.kind = Kind::pred;
+      made.index = function_->count_pred++;
+    } else if (bytes_of(type) == 8) {
+      made.kind = Kind::reg64;
+      made.index = function_->count64++;
+    } else if (bytes_of(type) == 16) {
+      made.kind = Kind::reg128;
+      made.index = function_->count128++;
+    } else {
+      made.kind = Kind::reg32;
+      made.index = function_->count32++;
+    }
+    scopes_.back().registers[name] = made;
+  }
+
+  const Operand* find_register(const std::string& name) const {
+    for (auto scope = scopes_.rbegin(); scope != scopes_.rend(); ++scope) {
+      const auto found = scope->registers.find(name);
+      if (found != scope->registers.end()) return &found->second;
+    }
+    return nullptr;
+  }
+
+  void statement() {
+    Instr made;
+    const std::size_t begin = at_;
+    made.line = line();
+    if (take("@")) {
+      made.guard_negated = take("!");
+      const std::string name = word();
+      const Operand* found = find_register(name);
+      if (!found || found->kind != Kind::pred) fail("no predicate " + name);
+      made.guard = found->index;
+    }
+    std::string name = word();
+    skip();
+    if (text_[at_] == ':' && text_[at_ + 1] == ':') {  // mbarrier.init.shared::cta.b64
+      while (text_.compare(at_, 2, "::") == 0) {
+        at_ += 2;
+        name += "::" + word();
+      }
+    } else if (text_[at_] == ':') {
+      ++at_;
+      skip();
+      if (text_.compare(at_, 14, ".branchtargets") == 0) {
+        word();
+        auto& targets = scopes_.back().targets[name];
+        do targets.push_back(word());
+        while (take(","));
+        expect(";");
+        return;
+      }
+      if (text_.compare(at_, 14, ".callprototype") == 0) return skip_statement();
+      scopes_.back().labels[name] = static_cast<int>(function_->code.size());
+      return;
+    }
+    if (name.empty()) fail("unexpected " + text_.substr(at_, 40));
+    for (std::size_t i = 0; i <= name.size();) {
+      const std::size_t dot = std::min(name.find('.', i), name.size());
+      made.parts.push_back(name.substr(i, dot - i));
+      i = dot + 1;
+    }
+    const int number = static_cast<int>(function_->code.size());
+    const std::string& op = made.parts[0];
+    if (op == "call") {
+      skip_statement();
+    } else {
+      skip();
+      while (text_[at_] != ';') {
+        made.args.push_back(argument(made, number));
+        skip();
+        if (!take(",")) {
+          skip();
+          if (text_[at_] != ';') fail("expected , or ; before " + text_.substr(at_, 30));
+        }
+        skip();
+      }
+      ++at_;
+    }
+    std::string& text = made.text = text_.substr(begin, at_ - begin);
+    std::replace(text.begin(), text.end(), '\n', ' ');
+    std::replace(text.begin(), text.end(), '\t', ' ');
+    if (text.size() > 200) text = text.substr(0, 120) + " ... " + text.substr(text.size() - 70);
+    for (const auto& part : made.parts) {
+      const Type type = type_of(part);
+      if (type == Type::none) continue;
+      if (made.type == Type::none) made.type = type;
+      else if (made.type2 == Type::none) made.type2 = type;
+    }
+    function_->code.push_back(std::move(made));
+    for (std::size_t i = 0; i < function_->code.back().args.size(); ++i)
+      if (function_->code.back().args[i].form == Arg::label)
+        scopes_.back().uses.emplace_back(number, static_cast<int>(i));
+  }
+
+  u64 literal(const std::string& text, Type type) {
+    if (text.size() > 2 && text[0] == '0' && (text[1] == 'f' || text[1] == 'F'))
+      return std::stoull(text.substr(2), nullptr, 16);
+    if (text.size() > 2 && text[0] == '0' && (text[1] == 'd' || text[1] == 'D')) {
+      const u64 bits = std::stoull(text.substr(2), nullptr, 16);
+      if (type != Type::f32) return bits;
+      double value;
+      std::memcpy(&value, &bits, 8);
+      const float narrow = static_cast<float>(value);
+      u32 out;
+      std::memcpy(&out, &narrow, 4);
+      return out;
+    }
+    if (text.find('.') != std::string::npos) {
+      const double value = std::stod(text);
+      u64 out = 0;
+      if (type == Type::f64) {
+        std::memcpy(&out, &value, 8);
+        return out;
+      }
+      const float narrow = static_cast<float>(value);
+      std::memcpy(&out, &narrow, 4);
+      return out;
+    }
+    std::string digits = text;
+    while (!digits.empty() && (digits.back() == 'U' || digits.back() == 'u')) digits.pop_back();
+    if (digits.size() > 2 && digits[0] == '0' && (digits[1] == 'b' || digits[1] == 'B'))
+      return std::stoull(digits.substr(2), nullptr, 2);
+    return std::stoull(digits, nullptr, 0);
+  }
+
+  void constant(Operand& operand, u64 value) {
+    operand.kind = Kind::constant;
+    operand.value = value;
+    operand.c32 = module_->lanes32(value & 0xffffffffu);
+    operand.c64 = module_->lanes64(value);
+  }
+
+  Operand operand(const Instr& instr) {
+    Operand made;
+    skip();
+    if (take("!")) made.negated = true;
+    if (take("-")) {
+      const std::string name = word();
+      u64 value = literal(name, instr.type);
+      const bool single = name.size() > 2 && (name[1] == 'f' || name[1] == 'F') && name[0] == '0';
+      constant(made, single ? value ^ 0x80000000u : ~value + 1);
+      return made;
+    }
+    const std::string name = word();
+    if (name.empty()) fail("expected an operand before " + text_.substr(at_, 30));
+    if (name == "_") {
+      made.kind = Kind::sink;
+      return made;
+    }
+    if (std::isdigit(static_cast<unsigned char>(name[0]))) {
+      Type type = Type::none;
+      for (const auto& part : instr.parts)
+        if (type == Type::none) type = type_of(part);
+      constant(made, literal(name, type));
+      return made;
+    }
+    if (const Operand* found = find_register(name)) {
+      const bool negated = made.negated;
+      made = *found;
+      made.negated = negated;
+      return made;
+    }
+    if (name[0] == '%') {
+      const auto special = kSpecials.find(name);
+      if (special == kSpecials.end()) {
+        if (name.rfind("%envreg", 0) == 0) {
+          constant(made, 0);
+          return made;
+        }
+        fail("unknown register " + name);
+      }
+      made.kind = Kind::special;
+      made.index = special->second;
+      return made;
+    }
+    if (name == "WARP_SZ") {
+      constant(made, 32);
+      return made;
+    }
+    if (const Symbol* symbol = find_symbol(name)) {
+      made.kind = Kind::constant;
+      made.value = symbol->offset;
+      made.index = 1000 + static_cast<int>(symbol->space);  // resolved at decode
+      last_symbol_ = symbol;
+      if (symbol->space == Space::param) made.index = 2000;
+      if (symbol->space == Space::shared && symbol->offset == ~u64{0}) made.index = 3000;
+      made.c32 = module_->lanes32(symbol->offset & 0xffffffffu);
+      made.c64 = module_->lanes64(symbol->offset);
+      return made;
+    }
+    fail("unknown name " + name);
+  }
+
+  const Symbol* find_symbol(const std::string& name) const {
+    const auto mine = function_->symbols.find(name);
+    if (mine != function_->symbols.end()) return &mine->second;
+    const auto shared = module_->symbols.find(name);
+    return shared == module_->symbols.end() ? nullptr : &shared->second;
+  }
+
+  Arg argument(const Instr& instr, int number) {
+    Arg made;
+    skip();
+    if (take("[")) {
+      made.form = Arg::address;
+      made.base = operand(instr);
+      for (;;) {
+        skip();
+        if (take("+")) {
+          skip();
+          const bool minus = take("-");
+          const i64 value = static_cast<i64>(literal(word(), Type::b64));
+          made.offset += minus ? -value : value;
+        } else if (take("-")) {
+          made.offset -= static_cast<i64>(literal(word(), Type::b64));
+        } else if (take(",")) {
+          expect("{");
+          do made.items.push_back(operand(instr));
+          while (take(","));
+          expect("}");
+        } else {
+          break;
+        }
+      }
+      expect("]");
+      return made;
+    }
+    if (take("{")) {
+      made.form = Arg::vector;
+      if (!take("}")) {
+        do made.items.push_back(operand(instr));
+        while (take(","));
+        expect("}");
+      }
+      return made;
+    }
+    const std::string& op = instr.parts[0];
+    if (op == "bra" || (op == "brx" && !instr.args.empty())) {
+      made.name = word();
+      made.form = op == "bra" ? Arg::label : Arg::plain;
+      if (op == "brx") scopes_.back().table_uses.emplace_back(made.name, number);
+      return made;
+    }
+    made.base = operand(instr);
+    if (take("|")) {
+      made.form = Arg::pair;
+      made.second = operand(instr);
+    }
+    return made;
+  }
+
+  std::string text_;
+  std::unique_ptr<Module> module_;
+  Function* function_ = nullptr;
+  std::vector<Scope> scopes_;
+  std::size_t at_ = 0, counted_ = 0;
+  int line_ = 1;
+  u64 shared_ = 0, shared_begin_ = 0, local_ = 0;
+  const Symbol* last_symbol_ = nullptr;
+};
+
+}  // namespace
+
+std::unique_ptr<Module> parse(const std::string& text) { return Parser(text).run(); }
+
+}  // namespace ptx

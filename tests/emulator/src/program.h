@@ -1,0 +1,197 @@
+// PTX text as a list of decoded instructions.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace ptx {
+
+using u8 = std::uint8_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+using i16 = std::int16_t;
+using i32 = std::int32_t;
+using i64 = std::int64_t;
+
+constexpr u32 kAll = 0xffffffffu;
+
+struct Warp;
+struct Instr;
+using Handler = void (*)(Warp&, const Instr&, u32 mask);
+
+enum class Kind : u8 { none, reg32, reg64, pred, constant, special, sink, reg128 };
+
+struct Operand {
+  Kind kind = Kind::none;
+  bool negated = false;      // of a predicate
+  int index = 0;             // of a register (its place in its bank), or which special register
+  u64 value = 0;             // of a constant
+  const u32* c32 = nullptr;  // the constant, once for each lane
+  const u64* c64 = nullptr;
+};
+
+struct Arg {
+  enum Form : u8 { plain, address, vector, pair, label } form = plain;
+  Operand base;                // of an address, too
+  Operand second;              // of a pair a|b
+  i64 offset = 0;              // of an address
+  std::vector<Operand> items;  // of a vector, or the coordinates of an address
+  int target = -1;             // of a label
+  std::string name;
+};
+
+enum class Space : u8 { generic, global, shared, param, local, constant };
+
+// The types that instructions name.
+enum class Type : u8 {
+  none,
+  u8,
+  u16,
+  u32,
+  u64,
+  s8,
+  s16,
+  s32,
+  s64,
+  b8,
+  b16,
+  b32,
+  b64,
+  b128,
+  f16,
+  f32,
+  f64,
+  bf16,
+  tf32,
+  f16x2,
+  bf16x2,
+  e4m3,
+  e5m2,
+  e4m3x2,
+  e5m2x2,
+  pred
+};
+int bytes_of(Type type);
+
+struct Instr {
+  Handler run = nullptr;
+  int guard = -1;  // predicate register, -1 without one
+  bool guard_negated = false;
+  bool together = false;  // all lanes of the warp must be at it
+  bool memory = false;    // a place where the scheduler may switch
+  bool touches_pending = true;
+  std::vector<Arg> args;
+  std::vector<std::string> parts;  // the name, split at its dots
+  Type type = Type::none, type2 = Type::none;
+  Space space = Space::generic;
+  int count = 1;            // of a vector access
+  int n = 0, m = 0, k = 0;  // of a matrix product, and whatever else a handler wants to remember
+  int extra = 0;
+  i64 wide = 0;
+  std::string text;
+  int line = 0;
+  std::vector<int> written32;  // registers of 32 bits that it names
+  std::vector<int> written;    // those that it writes
+
+  bool has(const char* part) const {
+    for (const auto& each : parts)
+      if (each == part) return true;
+    return false;
+  }
+};
+
+struct Symbol {
+  Space space;
+  u64 offset;  // in its space
+  u64 size;
+};
+
+struct Parameter {
+  u32 offset, size;
+};
+
+struct Function {
+  std::string name;
+  std::vector<Instr> code;
+  std::vector<Parameter> parameters;
+  u32 parameter_bytes = 0;
+  int count32 = 0, count64 = 0, count_pred = 0, count128 = 0;
+  u32 static_shared = 0;  // bytes before dynamic shared memory
+  u32 local_bytes = 0;
+  int threads = 0;  // .reqntid, 0 when it says none
+  int max_threads = 0;
+  int cluster = 0;  // .reqnctapercluster along x
+  bool subword_shared = false;
+  std::map<std::string, Symbol> symbols;
+  std::vector<std::string> unsupported;
+  std::vector<std::vector<int>> tables;  // of brx.idx
+};
+
+struct Module {
+  std::vector<std::unique_ptr<Function>> functions;
+  std::map<std::string, Symbol> symbols;
+  std::vector<std::unique_ptr<u8[]>> memory;  // of global variables
+  std::vector<std::pair<u64, u64>> ranges;    // begin and end of each
+  std::unordered_map<u64, std::unique_ptr<u32[]>> constants32;
+  std::unordered_map<u64, std::unique_ptr<u64[]>> constants64;
+  std::string target;
+  const u32* lanes32(u64 value);
+  const u64* lanes64(u64 value);
+};
+
+std::unique_ptr<Module> parse(const std::string& text);
+void decode(Function& function, Module& module);  // fills `run` of every instruction
+
+enum Special : int {
+  tid_x,
+  tid_y,
+  tid_z,
+  ntid_x,
+  ntid_y,
+  ntid_z,
+  ctaid_x,
+  ctaid_y,
+  ctaid_z,
+  nctaid_x,
+  nctaid_y,
+  nctaid_z,
+  laneid,
+  warpid,
+  nwarpid,
+  smid,
+  nsmid,
+  clock32,
+  clock64,
+  clusterid_x,
+  clusterid_y,
+  clusterid_z,
+  nclusterid_x,
+  nclusterid_y,
+  nclusterid_z,
+  cluster_ctaid_x,
+  cluster_ctaid_y,
+  cluster_ctaid_z,
+  cluster_nctaid_x,
+  cluster_nctaid_y,
+  cluster_nctaid_z,
+  cluster_ctarank,
+  cluster_nctarank,
+  dynamic_smem_size,
+  total_smem_size,
+  lanemask_lt,
+  lanemask_le,
+  lanemask_gt,
+  lanemask_ge,
+  lanemask_eq,
+  globaltimer,
+  gridid,
+  is_explicit_cluster
+};
+
+}  // namespace ptx
