@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "cuda_fp8.h"
 #include "cuda_wgrad.h"
 
 namespace py = pybind11;
@@ -30,11 +29,6 @@ Product product_from(const py::handle& source) {
                   fields[3].cast<std::int64_t>(), fields[4].cast<std::int64_t>(), {}};
   for (const py::handle& segment : fields[5]) product.segments.push_back(segment_from(segment));
   return product;
-}
-
-Operand operand_from(const py::handle& source) {
-  const auto fields = py::cast<py::tuple>(source);
-  return {address(fields[0]), address(fields[1]), fields[2].cast<std::int64_t>()};
 }
 
 // The device of the launch is current while this lives.
@@ -96,19 +90,4 @@ PYBIND11_MODULE(_cuda, module) {
       },
       py::arg("products"), py::arg("input"), py::arg("dweight"), py::arg("dbias"), py::arg("accumulate"),
       py::arg("places"), py::arg("max_tiles"), py::arg("device"), py::arg("stream"));
-  // a, b: (values, scales, row stride); sizes: (P, Q, R, row stride of out)
-  module.def(
-      "fp8_product",
-      [](const py::tuple& a, const py::tuple& b, const py::int_& bias, const py::int_& out, const py::tuple& sizes,
-         int kind, bool rows, bool add, int places, int device, std::uintptr_t stream) {
-        const Fp8Product task{operand_from(a), operand_from(b), address(bias), address(out),
-                              sizes[0].cast<std::int64_t>(), sizes[1].cast<std::int64_t>(),
-                              sizes[2].cast<std::int64_t>(), sizes[3].cast<std::int64_t>(),
-                              kind_of(kind), rows, add, places, device, stream_of(stream)};
-        validate(task);
-        const OnDevice there(device);
-        fp8_product(task);
-      },
-      py::arg("a"), py::arg("b"), py::arg("bias"), py::arg("out"), py::arg("sizes"), py::arg("kind"), py::arg("rows"),
-      py::arg("add"), py::arg("places"), py::arg("device"), py::arg("stream"));
 }

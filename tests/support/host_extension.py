@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def tensor_at(address: int, kind: int, shape: tuple[int, ...], stride: int | None = None) -> Tensor:
@@ -27,9 +27,7 @@ def tensor_at(address: int, kind: int, shape: tuple[int, ...], stride: int | Non
 
 
 class HostExtension:
-    """launches: the number of weights and of segments of each launch. grids: its places and max_tiles. products: P, Q
-    and R of each FP8 product.
-    """
+    """launches: the number of weights and of segments of each launch. grids: its places and max_tiles."""
 
     MAX_SEGMENTS = 16
     MAX_PRODUCTS = 4
@@ -37,7 +35,6 @@ class HostExtension:
     def __init__(self) -> None:
         self.launches: list[tuple[int, int]] = []
         self.grids: list[tuple[int, int]] = []
-        self.products: list[tuple[int, ...]] = []
 
     def wgrad(
         self, products: list[tuple], x_kind: int, dweight_kind: int, dbias_kind: int, accumulate: bool, *rest: Any
@@ -62,31 +59,6 @@ class HostExtension:
             self._write(dweight, total, accumulate)
             if dbias_at:
                 self._write(tensor_at(dbias_at, dbias_kind, (n,)), bias, accumulate)
-
-    def fp8_product(
-        self, a: tuple[int, ...], b: tuple[int, ...], bias_at: int, out_at: int, sizes: tuple[int, ...], kind: int,
-        rows: bool, add: bool, *rest: Any,
-    ) -> None:  # fmt: skip
-        p, q, r, stride = sizes
-        self.products.append((p, q, r))
-        out = tensor_at(out_at, kind, (p, q), stride)
-        self._aligned(out_at, stride * out.itemsize)
-        if rows:
-            assert not bias_at
-        else:
-            assert not add
-            assert kind, "F and B do not write float32"
-            self._aligned(4 * p)  # between rows of A's scales
-        left, right = self._dequantised(*a, p, r, 1), self._dequantised(*b, q, r, 1 if rows else 128)
-        bias = tensor_at(bias_at, kind, (q,)).double() if bias_at else 0.0
-        self._write(out, left @ right.t() + bias, add)
-
-    def _dequantised(self, values_at: int, scales_at: int, stride: int, rows: int, r: int, block: int) -> Tensor:
-        """[rows, R], of which `block` rows and 128 columns have a scale; scales [R / 128, rows / block]."""
-        self._aligned(values_at, scales_at, stride)
-        values = tensor_at(values_at, 3, (rows, r), stride).double()
-        scales = tensor_at(scales_at, 0, (-(-r // 128), -(-rows // block)), -(-rows // block)).double()
-        return values * scales.t().repeat_interleave(block, 0)[:rows].repeat_interleave(128, 1)[:, :r]
 
     @staticmethod
     def _aligned(*addresses: int) -> None:

@@ -1,12 +1,11 @@
 """Which backend runs an op: a named one runs or raises, "auto" takes the first that can.
 
 A backend is a module that has the kernels of `spec.py` as functions. It is imported when first asked for. The CUDA
-extension has only the kernels that it is meant to do better than Triton; the others of an op come from there. Those of
-FP8 are Triton's with the extension's product.
+extension has only the kernels that it is meant to do better than Triton; the others of an op come from there.
 
 On a GPU "auto" takes Triton's kernels, but cuBLAS for a matmul with nothing to fuse, which is known to be near the
-ceiling. No measurement says otherwise yet: W and FP8 products of the CUDA extension run where impl="cuda" asks for
-them, and `python -m bench.gpu --rows W FP8` compares them with Triton's.
+ceiling. No measurement says otherwise yet: W of the CUDA extension runs where impl="cuda" asks for it, and
+`python -m bench.gpu --rows W` compares it with Triton's.
 """
 
 from __future__ import annotations
@@ -82,11 +81,7 @@ def _backend(impl: str) -> ModuleType:
     module = importlib.import_module(_MODULES[impl])
     if impl not in _FALLBACK_BACKEND:
         return module
-    joined = _joined(f"{module.__name__} and {_FALLBACK_BACKEND[impl]}", _backend(_FALLBACK_BACKEND[impl]), module)
-    product = importlib.import_module("zbkern.kernels.cuda.fp8").product
-    for kernel in (name for name in spec.KERNELS if name.startswith("fp8_")):
-        setattr(joined, kernel, functools.partial(getattr(joined, kernel), product=product))
-    return joined
+    return _joined(f"{module.__name__} and {_FALLBACK_BACKEND[impl]}", _backend(_FALLBACK_BACKEND[impl]), module)
 
 
 def _joined(name: str, *owners: ModuleType) -> ModuleType:

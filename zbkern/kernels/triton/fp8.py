@@ -4,7 +4,6 @@ Tensor cores read 8-bit operands only along the dimension that is summed over, s
 transposed: the same values, because its blocks are squares. W quantises both operands along their tokens.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,34 +21,28 @@ _BLOCK = tl.constexpr(128)
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST = tl.constexpr(1e-30)
 
-Product = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor | None, Tensor, bool], bool]
-"""Another backend's `_multiply`, tried first: returns whether it has taken the product."""
-
 _M, _N, _WARPS, _STAGES, _GROUP = 128, 128, 8, 4, 8
 
 
 def fp8_linear_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, kept: dict[Any, Any] | None = None,
-    *, product: Product | None = None,
-) -> None:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, kept: dict[Any, Any] | None = None
+) -> None:
     """y = quantised(x) quantised(weight)^T + bias."""
     if not x.numel():
         y.zero_() if bias is None else y.copy_(bias.expand_as(y))
     elif y.numel():
-        _multiply(_quantised(x), _quantise_weight(weight, False, kept), bias, y, product=product)
+        _multiply(_quantised(x), _quantise_weight(weight, False, kept), bias, y)
 
 
-def fp8_linear_dgrad(
-    dy: Tensor, weight: Tensor, dx: Tensor, kept: dict[Any, Any] | None = None, *, product: Product | None = None
-) -> None:
+def fp8_linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor, kept: dict[Any, Any] | None = None) -> None:
     """dx = quantised(dy) quantised(weight)."""
     if not dy.numel():
         dx.zero_()
     elif dx.numel():
-        _multiply(_quantised(dy), _quantise_weight(weight, True, kept), None, dx, product=product)
+        _multiply(_quantised(dy), _quantise_weight(weight, True, kept), None, dx)
 
 
-def fp8_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool, *, product: Product | None = None) -> None:
+def fp8_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
     """dweight (+)= sum of quantised(dy^T) quantised(x^T)^T and dbias (+)= sum over rows of dy, over (x, dy).
 
     Allocates the operands in 8 bits, a byte for each of their elements, of one segment at a time.
@@ -59,7 +52,7 @@ def fp8_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool, *, 
         if dbias is not None:
             sum_rows([(dy, None)], dbias, accumulate)
         if dweight is not None and x.shape[0] and dweight.numel():
-            _multiply(_quantised(dy.t()), _quantised(x.t()), None, dweight, accumulate, product)
+            _multiply(_quantised(dy.t()), _quantised(x.t()), None, dweight, accumulate)
         elif dweight is not None and not accumulate:
             dweight.zero_()
         accumulate = True
@@ -144,12 +137,9 @@ def _quantise(
 
 
 def _multiply(
-    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], bias: Tensor | None, out: Tensor, add: bool = False,
-    product: Product | None = None,
-) -> None:  # fmt: skip
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], bias: Tensor | None, out: Tensor, add: bool = False
+) -> None:
     """out [P, Q] = A B^T + bias of quantised A [P, R] (rows) and B [Q, R] (rows, or a weight), or added to out."""
-    if product is not None and product(a, b, bias, out, add):
-        return
     (left, left_scales), (right, right_scales) = a, b
     (p, r), q = left.shape, right.shape[0]
     rows = rows_dense(out, copy=add)
