@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbkern.pipeline import ScheduleError, Timeline, plan, schedules, simulate
-from zbkern.pipeline.from_config import Setting
-from zbkern.pipeline.planner import Plan
-from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
-from zbkern.pipeline.simulation.architecture import load_architecture
-from zbkern.pipeline.simulation.hardware import load_hardware
-from zbkern.pipeline.simulation.layers import ModelCosts
-from zbkern.pipeline.simulation.memory import static_of_ranks
-from zbkern.pipeline.simulation.model_costs import Job
+from zbkern.planning.command.from_config import Setting
+from zbkern.planning.cost_model.architecture import load_architecture
+from zbkern.planning.cost_model.hardware import load_hardware
+from zbkern.planning.cost_model.model_costs import Job
+from zbkern.planning.planner import Plan
+from zbkern.planning.planner.partition import balanced_partitions, even_partitions
+from zbkern.planning.simulation.layers import ModelCosts
+from zbkern.planning.simulation.memory import static_of_ranks
 
 CONFIGURATIONS = Path(__file__).parent / "configurations"
 TOKENS = (8192, 32768, 131072, 524288)

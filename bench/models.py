@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from bench import context, report
 from zbkern.pipeline import plan
-from zbkern.pipeline.from_config import Setting, published_timelines
-from zbkern.pipeline.simulation.architecture import load_architecture
-from zbkern.pipeline.simulation.hardware import load_hardware
-from zbkern.pipeline.simulation.model_costs import Job
+from zbkern.planning.command.from_config import Setting, published_timelines
+from zbkern.planning.cost_model.architecture import load_architecture
+from zbkern.planning.cost_model.hardware import load_hardware
+from zbkern.planning.cost_model.model_costs import Job
 from zbkern.reporting import markdown_table
 
 CONFIGURATIONS = Path(__file__).parent / "configurations"
@@ -99,7 +99,7 @@ def row(found: dict[str, Any]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpu", default="h100", help="in zbkern/pipeline/simulation/hardware.json (default h100)")
+    parser.add_argument("--gpu", default="h100", help="in zbkern/planning/cost_model/hardware.json (default h100)")
     parser.add_argument("--only", choices=CASES, nargs="+", default=list(CASES), help="these models")
     parser.add_argument("--per-stage", type=int, nargs="+", help="microbatches per stage (default 4, of context 1 4)")
     parser.add_argument("--context", action="store_true", help="long sequences, whole and in slices")

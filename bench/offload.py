@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.report import add_out, write_json
 from zbkern.pipeline import Costs, ScheduleError, plan, schedules, simulate
-from zbkern.pipeline.planner.offload import fit
+from zbkern.planning.planner.offload import fit
 from zbkern.reporting import markdown_table
 
 STAGES, MICROBATCHES = 8, 24

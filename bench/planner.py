@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.report import add_out, write_json
 from zbkern.pipeline import Costs, PlanOptions, plan
-from zbkern.pipeline.planner.plan import EFFORT
+from zbkern.planning.planner.plan import EFFORT
 from zbkern.reporting import markdown_table
 
 PROFILES = json.loads((Path(__file__).parent.parent / "tests/data/zb_profiles.json").read_text())

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbkern.pipeline import Costs, ModelCosts, plan, schedules
-from zbkern.pipeline.planner.partition import balanced_partitions, even_partitions
-from zbkern.pipeline.simulation.architecture import Architecture, architecture
-from zbkern.pipeline.simulation.hardware import Hardware, load_hardware
-from zbkern.pipeline.simulation.model_costs import Job, flops, model_costs, outside
-from zbkern.pipeline.simulation.simulator import simulate
+from zbkern.planning.cost_model.architecture import Architecture, architecture
+from zbkern.planning.cost_model.hardware import Hardware, load_hardware
+from zbkern.planning.cost_model.model_costs import Job, flops, model_costs, outside
+from zbkern.planning.planner.partition import balanced_partitions, even_partitions
+from zbkern.planning.simulation.simulator import simulate
 from zbkern.reporting import markdown_table
 
 DIFFER = 0.1  # of the slower: layouts closer than that are not ranked

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 import zbkern
 from bench import ahead, partitions, ranks, report
 from zbkern.pipeline import Costs, Pipeline, PlanOptions, Schedule, draw, plan, schedules, simulate
-from zbkern.pipeline.simulation import drift
-from zbkern.pipeline.simulation.timeline import Timeline
 from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.planning.simulation import drift
+from zbkern.planning.simulation.timeline import Timeline
 from zbkern.reporting import markdown_table
 
 STAGES, MULTIPROCESSORS = 4, 32

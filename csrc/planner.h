@@ -1,6 +1,6 @@
 // The planner's search core: plain C++17 over flat arrays; no torch and no Python in here.
 //
-// zbkern/pipeline/planner/{list_scheduler,pattern_search,annealing}.py say what each search does; the tests compare its
+// zbkern/planning/planner/{list_scheduler,pattern_search,annealing}.py say what each search does; the tests compare its
 // results with the simulator, the lower bounds and, on tiny problems, every possible order. Times and memory are
 // integers, so that no result depends on the order of additions or on the compiler.
 #pragma once

@@ -69,7 +69,7 @@ Struct made_of(const Tuple& tuple) {
 }  // namespace
 
 PYBIND11_MODULE(_planner, module) {
-  module.doc() = "The search core of zbkern.pipeline.planner, compiled.";
+  module.doc() = "The search core of zbkern.planning.planner, compiled.";
   module.attr("version") = 5;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
              [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {

@@ -16,8 +16,8 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from zbkern.pipeline import Costs, Schedule, Timeline, draw, plan, schedules, simulate
-from zbkern.pipeline.report import idle
-from zbkern.pipeline.simulation.comparison import INTERLEAVED, build, rechunk
+from zbkern.planning.command.report import idle
+from zbkern.planning.simulation.comparison import INTERLEAVED, build, rechunk
 
 PAGE = Path(__file__).parent / "schedules.md"
 IMAGES = Path(__file__).parent / "images"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
-    from zbkern.pipeline import cli, play
+    from zbkern.planning.command import cli, play
 
     parser = argparse.ArgumentParser(prog="zbkern", description="Zero-bubble pipeline parallelism for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)

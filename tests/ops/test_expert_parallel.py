@@ -286,7 +286,7 @@ def test_library_experts_that_are_dtensors(two_ranks: Any, transposed: bool, def
 
 def collective_rank() -> tuple[bool, bool]:
     """Whether a Pipeline takes forwards of these for collective: over all ranks, and over this one alone."""
-    from zbkern.pipeline.runtime.data_parallel import Replicas
+    from zbkern.pipeline.runtime.replicas.data_parallel import Replicas
 
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     blocks = nn.Sequential(block(ranks, rank)), nn.Sequential(block(1, 0, one_group()))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zbkern.pipeline import Costs
-from zbkern.pipeline.planner.problem import Problem
+from zbkern.planning.planner.problem import Problem
 
 SHAPES = [(1, 1), (1, 2), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2), (2, 3), (3, 3), (2, 4)]  # ranks, chunks
 

@@ -10,53 +10,43 @@ from typing import TYPE_CHECKING, Any
 
 from zbkern.pipeline.schedules.actions import Action, ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.simulation.costs import Costs
-from zbkern.pipeline.simulation.layers import LayerCosts, ModelCosts
-from zbkern.pipeline.simulation.simulator import simulate
-from zbkern.pipeline.simulation.timeline import Event, Timeline
 
 _HOME = {
-    "Carry": "runtime.carry",
-    "Optimizer": "optimizer",
-    "Pipeline": "runtime.engine",
-    "PipelineError": "transport.base",
-    "PlanOptions": "planner",
-    "ProfileOptions": "runtime.options",
-    "StepOptions": "runtime.options",
-    "check_slices": "runtime.check_slices",
-    "checkpoint": "checkpoint",
-    "cut": "models",
-    "draw": "draw",
-    "export": "models",
-    "export_adapter": "models",
-    "layer_chunks": "models",
-    "layers_of": "models",
-    "layout_to_partition": "schedules.layout",
-    "partition_to_layout": "schedules.layout",
-    "plan": "planner",
-    "profile": "runtime.profiling",
-    "profile_layers": "runtime.profiling",
-    "schedules": "schedules",
-    "token_loss": "models",
-    "token_targets": "models",
+    "Carry": "zbkern.pipeline.runtime.slices.carry",
+    "Costs": "zbkern.planning.simulation.costs",
+    "Event": "zbkern.planning.simulation.timeline",
+    "LayerCosts": "zbkern.planning.simulation.layers",
+    "ModelCosts": "zbkern.planning.simulation.layers",
+    "Optimizer": "zbkern.pipeline.optimizer",
+    "Pipeline": "zbkern.pipeline.runtime.engine",
+    "PipelineError": "zbkern.pipeline.transport.base",
+    "PlanOptions": "zbkern.planning.planner",
+    "ProfileOptions": "zbkern.pipeline.runtime.options",
+    "StepOptions": "zbkern.pipeline.runtime.options",
+    "Timeline": "zbkern.planning.simulation.timeline",
+    "check_slices": "zbkern.pipeline.runtime.slices.check_slices",
+    "checkpoint": "zbkern.pipeline.checkpoint",
+    "cut": "zbkern.pipeline.models",
+    "draw": "zbkern.planning.draw",
+    "export": "zbkern.pipeline.models",
+    "export_adapter": "zbkern.pipeline.models",
+    "layer_chunks": "zbkern.pipeline.models",
+    "layers_of": "zbkern.pipeline.models",
+    "layout_to_partition": "zbkern.pipeline.schedules.layout",
+    "partition_to_layout": "zbkern.pipeline.schedules.layout",
+    "plan": "zbkern.planning.planner",
+    "profile": "zbkern.pipeline.runtime.measure.profiling",
+    "profile_layers": "zbkern.pipeline.runtime.measure.profiling",
+    "schedules": "zbkern.pipeline.schedules",
+    "simulate": "zbkern.planning.simulation.simulator",
+    "token_loss": "zbkern.pipeline.models",
+    "token_targets": "zbkern.pipeline.models",
 }
 
-__all__ = [
-    "Action",
-    "Costs",
-    "Event",
-    "LayerCosts",
-    "ModelCosts",
-    "Schedule",
-    "ScheduleError",
-    "Timeline",
-    "simulate",
-    *_HOME,
-]
+__all__ = ["Action", "Schedule", "ScheduleError", *_HOME]
 
 if TYPE_CHECKING:
     from zbkern.pipeline import checkpoint as checkpoint
-    from zbkern.pipeline import draw as draw
     from zbkern.pipeline import schedules as schedules
     from zbkern.pipeline.models.cutting import cut as cut
     from zbkern.pipeline.models.cutting import layer_chunks as layer_chunks
@@ -66,25 +56,32 @@ if TYPE_CHECKING:
     from zbkern.pipeline.models.token_loss import token_loss as token_loss
     from zbkern.pipeline.models.token_loss import token_targets as token_targets
     from zbkern.pipeline.optimizer import Optimizer as Optimizer
-    from zbkern.pipeline.planner.arguments import PlanOptions as PlanOptions
-    from zbkern.pipeline.planner.plan import plan as plan
-    from zbkern.pipeline.runtime.carry import Carry as Carry
-    from zbkern.pipeline.runtime.check_slices import check_slices as check_slices
     from zbkern.pipeline.runtime.engine import Pipeline as Pipeline
+    from zbkern.pipeline.runtime.measure.profiling import profile as profile
+    from zbkern.pipeline.runtime.measure.profiling import profile_layers as profile_layers
     from zbkern.pipeline.runtime.options import ProfileOptions as ProfileOptions
     from zbkern.pipeline.runtime.options import StepOptions as StepOptions
-    from zbkern.pipeline.runtime.profiling import profile as profile
-    from zbkern.pipeline.runtime.profiling import profile_layers as profile_layers
+    from zbkern.pipeline.runtime.slices.carry import Carry as Carry
+    from zbkern.pipeline.runtime.slices.check_slices import check_slices as check_slices
     from zbkern.pipeline.schedules.layout import layout_to_partition as layout_to_partition
     from zbkern.pipeline.schedules.layout import partition_to_layout as partition_to_layout
     from zbkern.pipeline.transport.base import PipelineError as PipelineError
+    from zbkern.planning import draw as draw
+    from zbkern.planning.planner.arguments import PlanOptions as PlanOptions
+    from zbkern.planning.planner.plan import plan as plan
+    from zbkern.planning.simulation.costs import Costs as Costs
+    from zbkern.planning.simulation.layers import LayerCosts as LayerCosts
+    from zbkern.planning.simulation.layers import ModelCosts as ModelCosts
+    from zbkern.planning.simulation.simulator import simulate as simulate
+    from zbkern.planning.simulation.timeline import Event as Event
+    from zbkern.planning.simulation.timeline import Timeline as Timeline
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'zbkern.pipeline' has no attribute {name!r}")
-    module = importlib.import_module(f"zbkern.pipeline.{_HOME[name]}")
-    globals()[name] = value = module if _HOME[name] == name else getattr(module, name)
+    module = importlib.import_module(_HOME[name])
+    globals()[name] = value = getattr(module, name, module)  # draw, for one, is a module
     return value
 
 

@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_, parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import zbkern
-from tests.pipeline.simulation.test_differential import is_valid, random_rows
+from tests.planning.simulation.test_differential import is_valid, random_rows
 from tests.support.chunks import results_on_threads
 from zbkern.pipeline import Optimizer, Pipeline, Schedule, StepOptions, schedules
 from zbkern.pipeline.schedules.dependencies import order_of_running

@@ -17,7 +17,7 @@ import zbkern
 from tests.support.chunks import make_data, make_model, needed, on_threads, one_rank, plain, run_pipelines
 from tests.support.same import assert_gradients
 from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, StepOptions, schedules
-from zbkern.pipeline.runtime.clock import EventClock
+from zbkern.pipeline.runtime.measure.clock import EventClock
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import merge_neighbours
 from zbkern.pipeline.schedules.schedule import Schedule

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.options import StepOptions
-from zbkern.pipeline.runtime.sliced_batch import LossFn, Target, check_sliceable, cut, edges, length_of, weigh
-from zbkern.pipeline.runtime.tied_weights import digest_of
+from zbkern.pipeline.runtime.replicas.tied_weights import digest_of
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target, check_sliceable, cut, edges, length_of, weigh
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.program import FILLS, offloads_or_recomputes
 from zbkern.pipeline.schedules.schedule import Schedule

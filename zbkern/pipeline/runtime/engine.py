@@ -29,28 +29,28 @@ from zbkern.pipeline.runtime.arguments import (
     name_with_side,
     split_batch,
 )
-from zbkern.pipeline.runtime.data_parallel import Replicas, check_apart
 from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
 from zbkern.pipeline.runtime.forward_state import ForwardState
-from zbkern.pipeline.runtime.memory_saving import MemorySavingStage, make_stages
+from zbkern.pipeline.runtime.measure.recorder import Recorded, Recorder, timeline_of
+from zbkern.pipeline.runtime.memory.memory_saving import MemorySavingStage, make_stages
 from zbkern.pipeline.runtime.options import StepOptions
-from zbkern.pipeline.runtime.recorder import Recorded, Recorder, timeline_of
-from zbkern.pipeline.runtime.sliced_batch import LossFn
+from zbkern.pipeline.runtime.replicas.data_parallel import Replicas, check_apart
+from zbkern.pipeline.runtime.replicas.tied_weights import TiedWeights, all_ties
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn
 from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
 from zbkern.pipeline.runtime.step_validator import StepValidator
-from zbkern.pipeline.runtime.tied_weights import TiedWeights, all_ties
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.dependencies import producer
 from zbkern.pipeline.schedules.program import forwards, merge_neighbours, peak_microbatches
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.warmup import speculative_forwards
-from zbkern.pipeline.simulation.costs import Costs
-from zbkern.pipeline.simulation.drift import Drift, compare, in_seconds
-from zbkern.pipeline.simulation.timeline import Sample, Timeline
 from zbkern.pipeline.transport.base import PipelineError, Tag, Transport
 from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place
 from zbkern.pipeline.transport.mailbox import described
 from zbkern.pipeline.transport.tensors import tensors_in
+from zbkern.planning.simulation.costs import Costs
+from zbkern.planning.simulation.drift import Drift, compare, in_seconds
+from zbkern.planning.simulation.timeline import Sample, Timeline
 from zbkern.wgrad import WGradQueue
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbkern.pipeline.schedules.actions import check_count
-from zbkern.pipeline.simulation.costs import COPY_SIZE
+from zbkern.planning.simulation.costs import COPY_SIZE
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.runtime.carry import Carries
-from zbkern.pipeline.runtime.sliced_batch import LossFn, Target, check_loss, weighted
-from zbkern.pipeline.runtime.storages import wait_for
+from zbkern.pipeline.runtime.memory.storages import wait_for
+from zbkern.pipeline.runtime.slices.carry import Carries
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target, check_loss, weighted
 from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.wgrad import WGradQueue
 

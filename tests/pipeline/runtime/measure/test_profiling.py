@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zbkern
+from tests.support.chunks import results_on_threads
+from zbkern.pipeline import (
+    Costs,
+    ModelCosts,
+    Pipeline,
+    ProfileOptions,
+    Timeline,
+    plan,
+    profile,
+    profile_layers,
+    schedules,
+    simulate,
+)
+from zbkern.pipeline.runtime.measure.clock import EventClock
+from zbkern.pipeline.runtime.measure.measured_costs import communication
+from zbkern.pipeline.transport.base import PipelineError
+from zbkern.pipeline.transport.local import LocalTransport
+
+
+class Slow(torch.autograd.Function):
+    """Takes given times forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        ctx.backward_time = backward
+        time.sleep(forward)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.backward_time)
+        return dy, None, None
+
+
+class SlowBlock(nn.Module):
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.times, self.linear = (forward, backward), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Slow.apply(self.linear(x), *self.times)
+
+
+def measure(blocks: list[nn.Module], **changes: Any) -> list[Costs]:
+    """profile of one block per rank on threads; inputs of 4 microbatches of 2 rows."""
+    data = torch.randn(8, 16)
+
+    def rank(transport: LocalTransport) -> Costs:
+        module = zbkern.convert(blocks[transport.rank])
+        arguments = {"options": ProfileOptions(2), "group": transport, **changes}
+        placement = range(len(blocks))
+        return profile([module], placement, nn.functional.mse_loss, data, data, **arguments)
+
+    return results_on_threads(len(blocks), rank)
+
+
+def test_every_rank_gets_the_times_of_every_chunk() -> None:
+    costs = measure([SlowBlock(0.02, 0.01), SlowBlock(0.01, 0.03)])
+    assert costs[0] == costs[1]
+    flat = costs[0].per_chunk(2)
+    for found, slept in zip((*flat.forward, *flat.backward), (20, 10, 10, 30), strict=True):
+        assert slept <= found < 1.9 * slept  # milliseconds; nobody sleeps less, and on a busy machine more
+    assert all(0 < w < 8 for w in flat.weight)
+    assert all(0 <= c < 8 for c in flat.communication)
+
+
+def test_memory_is_what_the_layers_keep() -> None:
+    costs = measure([SlowBlock(0, 0)])[0]
+    assert (costs.time_unit, costs.memory_unit) == ("ms", "bytes")
+    flat = costs.per_chunk(1)
+    rows = 2 * 16 * 4  # bytes of one microbatch's activation
+    assert flat.held[0] == 2 * rows  # the linear's input and its output gradient
+    assert flat.activation[0] >= rows
+
+
+def test_gradients_buffers_and_random_state_stay_as_they_were() -> None:
+    block = SlowBlock(0, 0)
+    block.register_buffer("seen", torch.zeros(1))
+    block.register_forward_pre_hook(lambda module, _: module.seen.add_(1) and None)
+    block.linear.weight.grad = torch.ones(16, 16)
+    torch.manual_seed(3)
+    expected = torch.random.get_rng_state()
+    torch.randn(8, 16)  # what measure() draws
+    after = torch.random.get_rng_state()
+    torch.random.set_rng_state(expected)
+    measure([block])
+    assert torch.equal(torch.random.get_rng_state(), after)
+    assert torch.equal(block.linear.weight.grad, torch.ones(16, 16))
+    assert block.seen.item() == 0
+    broken = block.register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(PipelineError, match="ZeroDivisionError"):
+        measure([block])
+    broken.remove()
+    assert torch.equal(block.linear.weight.grad, torch.ones(16, 16))
+
+
+class Mixed(nn.Module):
+    """A linear that zbkern has, and one whose W it never sees."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu()
+
+
+def layers_on_ranks(cut: list[list[str]], **changes: Any) -> list[ModelCosts]:
+    """profile_layers of embedding-like, wide and narrow layers; cut: the names on every rank."""
+    torch.manual_seed(0)
+    modules = {"in": Mixed(16, 32), "wide": Mixed(32, 512), "narrow": Mixed(512, 8), "out": Mixed(8, 16)}
+    data = torch.randn(8, 16)
+
+    def rank(transport: LocalTransport) -> ModelCosts:
+        mine = {name: zbkern.convert(modules[name]) for name in cut[transport.rank]}
+        arguments = {"options": ProfileOptions(1), "group": transport, **changes}
+        return profile_layers(mine, nn.functional.mse_loss, data, data, **arguments)
+
+    return results_on_threads(len(cut), rank)
+
+
+def test_layers_are_measured_one_by_one_on_any_cut() -> None:
+    whole = layers_on_ranks([["in", "wide", "narrow", "out"]])[0]
+    parts = layers_on_ranks([["in"], ["wide", "narrow"], ["out"]])
+    assert parts[0] == parts[1] == parts[2]
+    for costs in (whole, parts[0]):
+        assert [layer.name for layer in costs.layers] == ["in", "wide", "narrow", "out"]
+        assert [layer.output for layer in costs.layers[:3]] == [2 * size * 4 for size in (32, 512, 8)]
+        # weight, gradient and two moments of it
+        assert [layer.static for layer in costs.layers] == [16 * n for n in (512, 16384, 4096, 128)]
+        # inputs and output gradients of one microbatch of two rows
+        assert [layer.held for layer in costs.layers] == [
+            8 * (a + b) for a, b in ((16, 32), (32, 512), (512, 8), (8, 16))
+        ]
+        assert all(layer.forward > 0 and layer.backward > 0 and layer.weight > 0 for layer in costs.layers)
+        assert (costs.time_unit, costs.memory_unit) == ("ms", "bytes")
+    assert (whole.latency, whole.bandwidth) == (0, math.inf)
+    assert 0 < parts[0].latency < 50
+    assert 0 < parts[0].bandwidth < math.inf
+    assert plan(whole, 2, 4, memory_limit=1e6, effort=0).partition is not None
+
+
+def layer_of_rank(rank: int, group: Any = None) -> ModelCosts:
+    layer, data = zbkern.convert(nn.Linear(8, 8)), torch.randn(4, 8)
+    arguments = {"microbatches": 1, "options": ProfileOptions(1), "group": group}
+    return profile_layers({f"layer {rank}": layer}, nn.functional.mse_loss, data, data, **arguments)
+
+
+def test_messages_take_what_they_take_on_the_slowest_link() -> None:
+    milliseconds = {(0, 1): 4.0, (1, 2): 8.0}
+
+    def delay(sender: int, receiver: int, tag: Any) -> float:
+        return milliseconds.get((min(sender, receiver), max(sender, receiver)), 0) / 1e3
+
+    found = results_on_threads(3, lambda transport: layer_of_rank(transport.rank, transport), delay)
+    assert found[0] == found[1] == found[2]
+    assert 8 <= found[0].latency < 50
+
+
+def layer_of_this_process() -> ModelCosts:
+    return layer_of_rank(dist.get_rank())
+
+
+@pytest.mark.dist
+def test_processes_measure_the_slowest_link(four_ranks: Any) -> None:
+    found = four_ranks.run(layer_of_this_process)
+    assert all(each == found[0] for each in found)
+    assert 0 < found[0].latency < math.inf
+    assert 0 < found[0].bandwidth < math.inf
+
+
+class Part(nn.Module):
+    """As a chunk of a model: 20 ms of its own around a layer of 10 ms, which it names."""
+
+    layer_names = ("layer",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = SlowBlock(0.01, 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.012)
+        x = self.layer(x)
+        time.sleep(0.008)
+        return x
+
+
+def test_what_a_forward_does_besides_its_layers_is_counted_once_per_chunk() -> None:
+    layers = {f"layer {n}": zbkern.convert(Part()) for n in range(2)}
+    data = torch.randn(8, 16)
+    costs = profile_layers(layers, nn.functional.mse_loss, data, data, options=ProfileOptions(1))
+    assert 20 <= costs.forward_overhead < 28  # nobody sleeps less, and on a busy machine more
+    assert all(8 <= layer.forward < 20 for layer in costs.layers)  # a difference of two medians
+    assert 38 <= costs.chunk_costs([0]).forward[0] < 60  # and not 60, twice all that a part does
+    assert not any(part.layer._forward_hooks or part.layer._forward_pre_hooks for part in layers.values())
+
+
+def test_chunks_of_one_process_need_no_group() -> None:
+    chunks = [zbkern.convert(nn.Linear(4, 4)) for _ in range(2)]
+    costs = profile(chunks, [0, 0], nn.functional.mse_loss, *torch.randn(2, 8, 4), options=ProfileOptions(1))
+    assert len(costs.per_chunk(2).forward) == 2
+    with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
+        profile(chunks[:1], [0, 1], nn.functional.mse_loss, torch.randn(8, 4), torch.randn(8, 4))
+
+
+def test_layers_of_one_process_need_no_group() -> None:
+    layers = {"first": zbkern.convert(nn.Linear(4, 4)), "second": zbkern.convert(nn.Linear(4, 4))}
+    layers["second"].weight = layers["first"].weight
+    costs = profile_layers(
+        layers, nn.functional.mse_loss, *torch.randn(2, 8, 4), options=ProfileOptions(bytes_per_parameter=18)
+    )
+    assert [layer.static for layer in costs.layers] == [18 * 20] * 2
+    assert costs.layers[0].tied == costs.layers[1].tied == "rank 0: 0"
+    with pytest.raises(TypeError, match=r"profile_layers: layers must be a mapping .*; got list"):
+        profile_layers([nn.Linear(4, 4)])
+    with pytest.raises(ValueError, match="profile_layers: microbatches must be at least 1; got 0"):
+        profile_layers(layers, microbatches=0)
+
+
+def test_merged_w_and_a_fused_backward_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleeps stand for kernels: a W takes 8 ms, a merged one the same for all; a B 4 ms more where W is apart."""
+    queue_run, backward = zbkern.WGradQueue.run, torch.autograd.backward
+
+    def run(self: zbkern.WGradQueue, key: Any = None) -> int:
+        if key is not None:
+            time.sleep(0.008 * (1 if self.merge else len(key)))
+        return queue_run(self, key)
+
+    def slow_backward(*arguments: Any, **keywords: Any) -> None:
+        time.sleep(0.004)
+        backward(*arguments, **keywords)
+
+    monkeypatch.setattr(zbkern.WGradQueue, "run", run)
+    monkeypatch.setattr(torch.autograd, "backward", slow_backward)
+    costs = measure([SlowBlock(0, 0)])[0].per_chunk(1)
+    assert costs.weight[0] == pytest.approx(8, abs=4)
+    assert costs.merge_saving[0] == pytest.approx(8, abs=4)
+    assert costs.merge_saving[0] <= costs.weight[0]
+    assert costs.fused[0] == pytest.approx(12, abs=6)
+
+
+class Ticking:
+    """In the place of every clock: each look at it is a second later; in noisy steps one, two or three seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, noisy_steps: int) -> None:
+        self.steps, self._noisy_steps, self._now = 0, noisy_steps, 0.0
+        step = Pipeline.step
+
+        def counted(*arguments: Any, **keywords: Any) -> Any:
+            self.steps += 1
+            return step(*arguments, **keywords)
+
+        monkeypatch.setattr(Pipeline, "step", counted)
+        monkeypatch.setattr(EventClock, "now", lambda clock: self.now())
+
+    def now(self) -> float:
+        self._now += 1 + self.steps % 3 if self.steps <= self._noisy_steps else 1
+        return self._now
+
+
+@pytest.mark.parametrize(("noisy_steps", "steps", "warnings"), [(0, 13, 0), (5, 19, 0), (1000, 40, 1)])
+def test_steps_are_repeated_while_their_times_differ(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, noisy_steps: int, steps: int, warnings: int
+) -> None:
+    """Of four kinds, one without repeats and three with one step to warm up: no more, six, and nine. Of
+    1, 2, 3 and six times 1, which is where the second case ends, three quarters are 1."""
+    clock = Ticking(monkeypatch, noisy_steps)
+    layers = {f"layer {n}": zbkern.convert(nn.Linear(4, 4)) for n in range(2)}
+    profile_layers(layers, nn.functional.mse_loss, *torch.randn(2, 8, 4), options=ProfileOptions(repeats=3))
+    assert clock.steps == steps
+    found = [record.getMessage() for record in caplog.records if "spreads over" in record.getMessage()]
+    assert len(found) == warnings
+    assert all("Close other programs" in text and "ProfileOptions(repeats=24)" in text for text in found)
+
+
+class Windowed(nn.Module):
+    def __init__(self, layer_idx: int, sliding_window: int) -> None:
+        super().__init__()
+        self.layer_idx, self.sliding_window, self.linear = layer_idx, sliding_window, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_equal_layers_get_the_median_of_their_times() -> None:
+    windows = [8, 8, 16, 8, 16, 8, 8]
+    layers = {f"layer {n}": zbkern.convert(Windowed(n, window)) for n, window in enumerate(windows)}
+    layers["layer 5"].linear.requires_grad_(False)  # has no W
+    costs = profile_layers(layers, nn.functional.mse_loss, *torch.randn(2, 8, 4), options=ProfileOptions(1))
+    times = [(layer.forward, layer.backward, layer.weight, layer.split_overhead) for layer in costs.layers]
+    assert times[1] == times[3]
+    assert times[2] == times[4]
+    assert len({*times}) == 5  # the first, the last, each window, the frozen one
+
+
+def test_edges_that_differ_have_a_time_each() -> None:
+    def timeline(times: list[float]) -> Timeline:
+        return simulate(schedules.gpipe(3, 2), Costs(communication=times))
+
+    assert communication([timeline([1, 1.5])], 3) == 1
+    assert communication([timeline([1, 5])], 3) == [1, 5]

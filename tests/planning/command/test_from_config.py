@@ -1,0 +1,334 @@
+"""`zbkern plan --config`: what it prints, and what is wrong with its arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from zbkern import __main__
+from zbkern.pipeline import LayerCosts, ModelCosts, Schedule, layers_of, plan, simulate
+from zbkern.planning.command.from_config import USABLE, Setting, published_timelines
+from zbkern.planning.cost_model.architecture import load_architecture
+from zbkern.planning.cost_model.hardware import TABLE, load_hardware
+from zbkern.planning.cost_model.model_costs import Job
+from zbkern.planning.planner.partition import balanced_partitions, even_partitions
+
+CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
+LLAMA = ["plan", "--config", str(CONFIGURATIONS / "llama-3-8b.json"), "--stages", "4", "--microbatches", "8"]
+QUICK = ["--effort", "0"]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in re.findall(r"[\d,]*\d\.?\d*", text)]
+
+
+def test_a_model_is_planned_and_compared(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    out = tmp_path / "plan.csv"
+    assert __main__.main([*LLAMA, "--tensor-parallel", "2", "--out", str(out), *QUICK]) == 0
+    text = capsys.readouterr().out
+    assert "llama-3-8b.json (llama): 8.03 billion parameters, 32 layers" in text
+    assert "4 stages, tensor parallel 2 on 8 x NVIDIA H100 SXM 80 GB; 8 microbatches of 1 x 4096 tokens" in text
+    (step,) = re.findall(r"^step +(.*)$", text, re.MULTILINE)
+    seconds, tokens, each, share = numbers(step)[:4]
+    assert tokens == pytest.approx(8 * 4096 / seconds, rel=1e-3)
+    assert each == pytest.approx(tokens / 8, abs=1)
+    # 6 flops per parameter but those of the embedding, and some of attention
+    assert share == pytest.approx(100 * each * 6 * 7.5e9 / 989.4e12, rel=0.1)
+    layer = r"layer model.layers.16: F [\d.]+, B [\d.]+, W [\d.]+ ms; [^;]* from F to B, 1.15 times that from B"
+    assert re.search(layer, " ".join(text.split()))
+    (cut,) = re.findall(r"^cut +([\d ]+) layers", text, re.MULTILINE)
+    assert sum(numbers(cut)) == 34
+    (partition,) = re.findall(r"^ +partition=\[(.*)\]$", text, re.MULTILINE)
+    assert numbers(partition) == [sum(numbers(cut)[:chunk]) for chunk in range(len(numbers(cut)))]
+    assert f"# partition: {partition.replace(',', '')}\n" in out.read_text()
+    assert Schedule.from_csv(out.read_text()).stages == 4
+    rows = re.findall(r"^([a-z_0-9-]+) +\d+ +([\d.]+) s +[\d,]+ +[\d.]+%", text, re.MULTILINE)
+    names, steps = [name for name, _ in rows], [float(step) for _, step in rows]
+    assert {"one_f_one_b", "zb_v", "interleaved", "gpipe"} < set(names)
+    assert steps == sorted(steps)
+    (planned,) = [each for name, each in rows if name.startswith("plan-")]
+    assert float(planned) == seconds  # with what is beside the passes
+    shares = "programs get 70% of the GPU's peak in W's large products, 51% in those of F and B, 46% of its memory's"
+    assert f"and not measured: {shares} bandwidth and 91% of the links'. docs/models.md says" in " ".join(text.split())
+    assert "Peaks: NVIDIA H100 datasheet, SXM" in text
+
+
+def test_bert_is_planned_whole(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+    config = {"model_type": "bert", **sizes, "vocab_size": 30522, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = ["plan", "--config", str(tmp_path), "--stages", "4", "--microbatches", "8", "--sequence", "512", *QUICK]
+    assert __main__.main(given) == 0
+    assert (
+        "layers by chunk: bert.embeddings.word_embeddings, bert.encoder.layer.0 to 23, cls with the head"
+        in " ".join(capsys.readouterr().out.split())
+    )
+    for option, message in (
+        (["--slices", "2"], "--slices: a token of bert sees later ones; leave it out"),
+        (["--out", str(tmp_path / "launch.py")], "the program trains models that predict the next token"),
+    ):
+        assert __main__.main([*given, *option]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_vit_is_planned_by_its_images(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5.0", reason="what the file leaves out is that of version 5")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    given = ["plan", "--config", str(tmp_path), *QUICK]
+    stages = ["--stages", "4", "--microbatches", "8", "--microbatch-size", "32"]
+    assert __main__.main([*given, *stages]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "12 layers; left out: what pooler_output_size, encoder_stride describes" in printed
+    assert "8 microbatches of 32 x 197 tokens" in printed
+    assert "layers by chunk: vit.embeddings, vit.layers.0 to 11, vit.layernorm with the head" in printed
+    assert __main__.main([*given, "--gpus", "2", "--batch", "64"]) == 0
+    assert "--sequence 197" in " ".join(capsys.readouterr().out.split())
+    assert __main__.main([*given, *stages, "--sequence", "512"]) == 2
+    assert "argument --sequence: its images are of 197 tokens each; leave it out" in capsys.readouterr().err
+
+
+def test_layers_are_counted_by_the_names_that_cut_has(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """A partition that counts layers which the transformers library does not build is no partition of its model."""
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason="names are those of version 5")
+    config = json.loads((CONFIGURATIONS / "deepseek-v3.json").read_text())
+    for predictors in (1, 0):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": predictors}))
+        model = load_architecture(tmp_path)
+        names = [layer.name for layer in Setting(model, load_hardware("h100"), Job(64)).costs.layers]
+        sizes = ["--stages", "16", "--microbatches", "8", "--expert-parallel", "64", "--sequence", "64"]
+        assert __main__.main(["plan", "--config", str(tmp_path), *sizes, *QUICK]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert "layers by chunk: model.embed_tokens, model.layers.0 to 60, model.norm with the head" in text
+        assert ("then model.layers.61, each with a head, which models of the transf" in text) == bool(predictors)
+        assert plan(Setting(model, load_hardware("h100"), Job(64)).costs, 4, 4, effort=0).layers == tuple(names)
+    small = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "moe_intermediate_size": 16}
+    small |= {"n_routed_experts": 8, "kv_lora_rank": 8, "q_lora_rank": 8, "vocab_size": 16}
+    library = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**small, num_hidden_layers=61))
+    assert [layer.name for layer in layers_of(library)] == [*names, "lm_head"]
+
+
+def test_no_line_is_wider_than_the_terminal(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    wide = ["--stages", "8", "--microbatches", "8", "--chunks", "4", "--placement", "loop"]
+    assert __main__.main([*LLAMA[:3], *wide, *QUICK]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    (partition,) = re.findall(r"partition=(\[[\d,\s]*\])", text)
+    assert len(json.loads(partition)) == 32  # pasted into a program as it is
+
+
+def test_a_folder_without_the_file_is_named(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    assert __main__.main(["plan", "--config", str(tmp_path), "--stages", "2", "--microbatches", "4"]) == 2
+    assert f"cannot read {tmp_path / 'config.json'}: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [10**9, "9" * 400, "9" * 5000])
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size"])
+def test_absurd_numbers_are_refused_at_once(
+    name: str, number: object, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    config = json.loads(Path(LLAMA[2]).read_text())
+    text = json.dumps({**config, name: 12345}).replace("12345", str(number))
+    (tmp_path / "config.json").write_text(text)
+    begin = time.monotonic()
+    status = __main__.main(["plan", "--config", str(tmp_path), "--stages", "4", "--microbatches", "8", *QUICK])
+    assert time.monotonic() - begin < 30
+    error = capsys.readouterr().err
+    assert (status, len(error) < 500) == (2, True)
+    assert re.search(f"argument --config: .*({name} must be .* at most|integer string)", error)
+
+
+def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    table = json.loads(TABLE.read_text())
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"mine": {**table["h100"], "title": "My GPU", "memory": 1e12}}))
+    model = ["plan", "--config", str(CONFIGURATIONS / "gpt-oss-120b.json"), "--stages", "2", "--microbatches", "4"]
+    more = ["--expert-parallel", "8", "--hardware", str(own), "--gpu", "mine", "--sequence", "1024", *QUICK]
+    assert __main__.main([*model, *more]) == 0
+    text = capsys.readouterr().out
+    assert "117 billion parameters, 5.7" in text or "116.8 billion parameters, 5.7" in text
+    assert "expert parallel 8, data parallel 8 on 16 x My GPU" in text
+    assert f"(limit {USABLE * 1000:g} GB)" in text  # model states are in it, which no number of microbatches measures
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "h1000"], "argument --gpu: .* has no 'h1000'; it has a100, h100"),
+        (["--gpu", "a100", "--fp8"], "argument --fp8: NVIDIA A100 .* has no FP8"),
+        (["--gpu", ""], "argument --gpu: .* has no ''"),
+        (["--config", "nothing.json"], "argument --config: cannot read nothing.json: No such file"),
+        (["--tensor-parallel", "3"], "argument --tensor-parallel: .* must divide the 32 heads"),
+        (["--expert-parallel", "2"], "argument --expert-parallel: .* must be 1 for a model without experts"),
+        (["--chunks", "20"], "argument --chunks, --stages: .*20 chunks"),
+        (["--placement", "v", "--chunks", "3"], "argument --placement, --chunks, --stages: .* needs chunks=2"),
+        (["--memory", "60"], "nothing fits in 60 bytes: .* a limit is in bytes: --memory 60e9 for as many GB"),
+        (["--memory", "60GB"], "expected a limit such as 1.5x, or 60e9 in the unit of activation, bytes; got '60GB'"),
+        (["--costs", "costs.json"], "argument --costs: --config has the costs of its own model"),
+        (["--schedule", "zb_v"], "argument --schedule: --config has the costs"),
+        (["--sequence", "0"], "argument --sequence: expected a whole number"),
+        (["--stages", "40"], "argument --stages: .*40 stages"),
+        (
+            ["--sequence", "65536"],
+            "--memory: nothing fits in 72 GB: .* it fits with --stages 6 or --tensor-parallel 2 or",
+        ),
+        (
+            ["--memory", "30e9"],
+            "into 4 stages of one chunk the fullest rank holds [0-9.]+ GB of weights",
+        ),
+        (["--hardware", "nothing.json"], "argument --hardware: cannot read nothing.json"),
+        (["--hardware", "/dev/zero"], "argument --gpu, --hardware: /dev/zero is larger than 16 MiB, or has no end"),
+        (["--calibrate", "/dev/zero"], "argument --calibrate: /dev/zero is larger than 16 MiB"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    with contextlib.suppress(SystemExit):  # of argparse, for what is no number
+        assert __main__.main([*LLAMA, *arguments, *QUICK]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory": "80 GB"}, "memory must be a number; got str '80 GB'"),
+        ({"memory": 80}, "memory must be in bytes, such as 80e9 for 80 GB; got 80"),
+        ({"network_bandwidth": 400}, "network_bandwidth must be in bytes per second, such as 50e9 .*; got 400"),
+        ({"memroy": 80e9}, "'h100' of .*: unknown fields \\['memroy'\\]; expected an object with some of .*'memory',"),
+        ({"gpus_per_node": 2.5}, "gpus_per_node must be a whole number; got 2.5"),
+    ],
+)
+def test_a_table_of_hardware_with_a_wrong_field(
+    change: dict[str, object], message: str, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"h100": {**json.loads(TABLE.read_text())["h100"], **change}}))
+    assert __main__.main([*LLAMA, "--hardware", str(own)]) == 2
+    assert re.search(f"argument --gpu, --hardware: .*{message}", capsys.readouterr().err)
+
+
+def test_weights_in_fp8_are_beside_those_in_bf16() -> None:
+    model, job = load_architecture(CONFIGURATIONS / "llama-3-8b.json"), Job(4096)
+    narrow, wide = (Setting(model, load_hardware("h100"), each) for each in (dataclasses.replace(job, fp8=True), job))
+    more = [a.static - b.static for a, b in zip(narrow.costs.layers, wide.costs.layers, strict=True)]
+    assert more == pytest.approx([0, *[2 * each.static / 18 for each in wide.costs.layers[1:-1]], 0], rel=1e-3)
+
+
+def test_a_placement_says_how_many_chunks_there_are(capsys: pytest.CaptureFixture) -> None:
+    assert __main__.main([*LLAMA, *QUICK, "--placement", "0,1,2,3,3,2,1,0"]) == 0
+    assert "4 ranks, 2 chunks each" in capsys.readouterr().out
+
+
+def test_what_describes_a_model_needs_one(capsys: pytest.CaptureFixture) -> None:
+    assert __main__.main(["plan", "--stages", "2", "--microbatches", "4", "--gpu", "h100"]) == 2
+    assert "argument --gpu: it describes a model's training; give the model with --config" in capsys.readouterr().err
+
+
+def test_stages_keep_their_weights(capsys: pytest.CaptureFixture) -> None:
+    assert __main__.main([*LLAMA, *QUICK, "--fully-shard"]) == 2
+    assert "argument --fully-shard: stages hold weights and gradients from pass to pass" in capsys.readouterr().err
+
+
+def test_published_schedules_get_the_partition_that_suits_them() -> None:
+    """With a heavy last layer a balanced partition is faster, and one that fits is taken before a faster one."""
+    layers = [LayerCosts(f"block {n}", 1, 1, 1, 1, static=1) for n in range(12)] + [LayerCosts("head", 4, 4, 4, 1)]
+    free = {each.schedule.name: each for each in published_timelines(ModelCosts(layers), 2, 4, None)}
+    assert free["one_f_one_b"].busy == (4 * 24, 4 * 24)
+    tight = {each.schedule.name: each for each in published_timelines(ModelCosts(layers), 2, 4, 21)}
+    assert max(free["one_f_one_b"].peak_memory) == 24
+    assert max(tight["one_f_one_b"].peak_memory) <= 21
+    assert tight["one_f_one_b"].cost > free["one_f_one_b"].cost
+    assert max(tight["gpipe"].peak_memory) > 21
+    names = [each.schedule.name for each in published_timelines(ModelCosts(layers[:3]), 2, 4, None)]
+    assert "one_f_one_b" in names
+    assert "zb_v" not in names
+
+
+@pytest.mark.parametrize("limit", [None, 36e9, 30e9])
+def test_published_schedules_get_the_fastest_cut_that_fits(limit: float | None) -> None:
+    model = load_architecture(CONFIGURATIONS / "gemma-2-9b.json")
+    costs = Setting(model, load_hardware("h100"), Job(4096, tensor_parallel=2)).costs
+    for found in published_timelines(costs, 4, 8, limit):
+        schedule = found.schedule
+        chunks, limits = len(schedule.placement), None if limit is None else [limit] * 4
+        cuts = [
+            *balanced_partitions(costs, schedule.placement, 8, limits),
+            *even_partitions(len(costs.layers), chunks),
+        ]
+        others = [simulate(schedule, costs.chunk_costs(cut, schedule.placement)) for cut in cuts]
+        fitting = [each.cost for each in others if limit is None or max(each.peak_memory) <= limit]
+        assert bool(fitting) == (limit is None or max(found.peak_memory) <= limit)
+        assert found.cost == pytest.approx(min(fitting or [found.cost]), rel=1e-9)
+        if not fitting:
+            assert max(found.peak_memory) == pytest.approx(min(max(each.peak_memory) for each in others))
+
+
+def test_the_table_of_hardware_says_how_fast_copies_to_the_host_are(capsys: pytest.CaptureFixture) -> None:
+    assert (
+        __main__.main([*LLAMA, "--tensor-parallel", "2", "--memory", "23e9", "--recompute", "--offload", *QUICK]) == 0
+    )
+    assert re.search("^[a-z_-]+-saving: 4 ranks", capsys.readouterr().out, re.MULTILINE)
+    assert all(entry["host_bandwidth"] > 0 for entry in json.loads(TABLE.read_text()).values())
+
+
+@pytest.mark.parametrize("with_options", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_measured_step_is_what_it_took(with_options: bool, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """1F1B then takes as long as it was measured to take, with the same options or with those in the file."""
+    log = tmp_path / "log.json"
+    options = [*LLAMA, "--tensor-parallel", "2", *QUICK, "--calibrate", str(log)]
+    run = {"schedule": "one_f_one_b", "stages": 4, "microbatches": 8, "tensor_parallel": 2}
+    if with_options:
+        options = [*options[:3], "--gpus", "4", "--batch", "4", *options[-2:]]
+    log.write_text(json.dumps({"seconds": 2.5, **(run if with_options else {})}))
+    assert __main__.main(options) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    (factor,) = re.findall(r"corrected by log.json: F ([\d.]+), B \1 and W \1 times as long as computed", text)
+    assert 3 < float(factor) < 6
+    if not with_options:
+        seconds = float(re.search(r" one_f_one_b 1 ([\d.]+) s", text)[1])
+        assert seconds == pytest.approx(2.5, rel=0.03)  # the table has spans of ranks, the log has all of a step
+        assert "fitted to published runs, then corrected by log.json, and not measured" in text
+
+
+def test_a_measured_block_is_what_it_took(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    model = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
+    costs = Setting(model, load_hardware("h100"), Job(4096)).costs
+    path = dataclasses.replace(costs, layers=costs.layers[5:6]).save(tmp_path / "block.json")
+    assert __main__.main([*LLAMA, *QUICK, "--calibrate", str(path)]) == 0
+    (factor,) = re.findall(r"corrected\s+by\s+block.json:\s+F\s+([\d.]+)", capsys.readouterr().out)
+    share = costs.layers[5].forward / (costs.layers[5].forward + costs.pass_overhead)  # of a chunk of one layer
+    assert float(factor) == pytest.approx(share, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot read"),
+        ("[]", 'expected an object such as {"seconds": 12.3'),
+        ('{"seconds": 0}', "it must have the seconds of a step, above 0"),
+        ('{"seconds": Infinity}', "it must have the seconds of a step, above 0"),
+        ('{"seconds": true}', "it must have the seconds of a step, above 0"),
+        ('{"seconds": 0.3}', "would use 133% of the peak flops: give all sizes of the run"),
+        ('{"seconds": 1, "schedule": "zb"}', "it must have stages, microbatches and a schedule of gpipe"),
+        ('{"seconds": 1, "tokens": 3}', "unknown fields ['tokens']"),
+        ('{"seconds": 1, "tensor_parallel": 3}', "heads"),
+        ('{"seconds": 1, "chunks": 2}', "chunks: one_f_one_b has 1 per rank; leave chunks out"),
+        ('{"seconds": 9, "fully_shard": true}', "leave fully_shard out, or have one stage"),
+        ('{"layers": []}', "layers must be a list of LayerCosts"),
+    ],
+)
+def test_what_cannot_calibrate_is_refused(
+    text: str | None, message: str, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    path = tmp_path / "measured.json"
+    if text is not None:
+        path.write_text(text)
+    assert __main__.main([*LLAMA, *QUICK, "--calibrate", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "argument --calibrate: " in error
+    assert message in error

@@ -1,0 +1,194 @@
+"""`zbkern plan --config ... --out launch.py`: the program trains the model, however it is laid out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from zbkern import __main__
+from zbkern.pipeline import Schedule
+
+CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
+SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
+TINY = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, **SIZES}
+
+
+def planned(path: Path, *options: str) -> Path:
+    (path / "config.json").write_text(json.dumps(TINY))
+    sizes = ["--stages", "2", "--microbatches", "4", "--sequence", "16", "--microbatch-size", "2", "--effort", "0"]
+    assert __main__.main(["plan", "--config", str(path), *sizes, *options, "--out", str(path / "launch.py")]) == 0
+    return path / "launch.py"
+
+
+def sharded(path: Path, *options: str) -> Path:
+    """One stage, of which two layers are recomputed."""
+    program = planned(path, "--stages", "1", "--data-parallel", "2", "--fully-shard", *options)
+    text = program.read_text()
+    assert "RECOMPUTED = []" in text
+    program.write_text(text.replace("RECOMPUTED = []", "RECOMPUTED = [1, 3]"))
+    return program
+
+
+def losses(program: Path) -> list[float]:
+    """What the program prints in two steps, run in this process of a group."""
+    environment = {"STEPS": "2", "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
+    found: list[str] = []
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        mock.patch("builtins.print", lambda line, **_: found.append(line)),
+    ):
+        runpy.run_path(str(program))["main"]()
+    return [float(re.fullmatch(r"step \d: loss ([\d.]+)", line)[1]) for line in found]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform == "win32", reason="gloo")
+def test_the_program_trains_as_planned(two_ranks: Any, four_ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    layouts = {"plain": (two_ranks, []), "tensor": (four_ranks, ["--tensor-parallel", "2"])}
+    layouts["replicas"] = four_ranks, ["--data-parallel", "2"]
+    found = {}
+    for name, (ranks, options) in layouts.items():
+        (tmp_path / name).mkdir()
+        shown = ranks.run(losses, planned(tmp_path / name, *options))
+        (found[name],) = [each for each in shown if each]  # one rank tells: of the last stage of the first pipeline
+    assert found["plain"][0] == pytest.approx(4.6, abs=0.1)  # ln 96
+    assert found["plain"][1] < found["plain"][0]
+    assert found["tensor"] == pytest.approx(found["plain"], abs=2e-3)  # bf16
+    assert found["replicas"][0] == pytest.approx(found["plain"][0], abs=2e-3)  # then from other gradients
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform == "win32", reason="gloo")
+def test_the_program_shards_all_that_replicas_have(two_ranks: Any, four_ranks: Any, tmp_path: Path) -> None:
+    """Tied weights, too; and no rank ever has more than a layer of the model."""
+    pytest.importorskip("transformers")
+    folders = [tmp_path / name for name in ("whole", "shared", "tied", "divided")]
+    for folder in folders:
+        folder.mkdir()
+    with mock.patch.dict(TINY, tie_word_embeddings=True):
+        whole, _ = two_ranks.run(losses, planned(folders[0], "--stages", "1", "--data-parallel", "2"))
+        tied, _ = two_ranks.run(losses, sharded(folders[1]))
+    shared, _ = two_ranks.run(losses, sharded(folders[2]))
+    (divided,) = [each for each in four_ranks.run(losses, sharded(folders[3], "--tensor-parallel", "2")) if each]
+    assert tied == whole
+    assert divided == pytest.approx(shared, abs=2e-3)  # bf16
+    assert shared[0] != whole[0]
+
+
+def dtypes(program: Path) -> set[torch.dtype]:
+    """Of the parameters of this rank."""
+    from transformers import AutoConfig
+
+    names = runpy.run_path(str(program))
+    mesh = init_device_mesh(
+        "cpu",
+        tuple(names[size] for size in ("REPLICAS", "STAGES", "TENSOR_PARALLEL")),
+        mesh_dim_names=("replica", "stage", "tensor"),
+    )
+    chunks = names["chunks_of"](AutoConfig.from_pretrained(names["CONFIG"]), mesh, torch.device("cpu"))
+    return {parameter.dtype for chunk in chunks for parameter in chunk.parameters()}
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform == "win32", reason="gloo")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_replicas_of_a_model_in_bfloat16_share_masters_in_float32(
+    two_ranks: Any, tmp_path: Path, replicas: int
+) -> None:
+    """As published configurations are: one replica has its masters in the Optimizer."""
+    pytest.importorskip("transformers")
+    with mock.patch.dict(TINY, dtype="bfloat16"):
+        program = planned(tmp_path, "--stages", str(2 // replicas), "--data-parallel", str(replicas))
+    assert two_ranks.run(dtypes, program) == [{torch.bfloat16 if replicas == 1 else torch.float32}] * 2
+
+
+@pytest.mark.parametrize(
+    "options", [["--gpus", "16", "--batch", "64"], ["--stages", "2", "--data-parallel", "8", "--microbatches", "8"]]
+)
+def test_the_program_says_how_it_is_started(options: list[str], capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    more = ["--sequence", "2048", "--effort", "0", "--out", str(path)]
+    assert __main__.main(["plan", "--config", str(CONFIGURATIONS / "llama-3-8b.json"), *options, *more]) == 0
+    assert f"wrote {path}" in capsys.readouterr().out
+    text = path.read_text()
+    compile(text, str(path), "exec")
+    assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 train.py" in text
+    replicas, stages, tensor = map(int, re.search(r"TENSOR_PARALLEL = (\d+), (\d+), (\d+)", text).groups())
+    rows, sequence = map(int, re.search(r"ROWS, SEQUENCE = (\d+), (\d+)", text).groups())
+    assert (replicas * stages * tensor, sequence) == (16, 2048)
+    if stages == 1:  # sharded
+        assert not path.with_suffix(".schedule.csv").exists()
+        assert replicas * rows * int(re.search(r"MICROBATCHES = (\d+)", text)[1]) == 64
+        return
+    schedule = Schedule.from_csv(path.with_suffix(".schedule.csv").read_text())
+    assert (schedule.stages, replicas * rows * schedule.sequences) == (2, 64)
+    assert len(json.loads(re.search(r"PARTITION = (.*)", text)[1])) == len(schedule.placement)
+
+
+@pytest.mark.parametrize(
+    ("stages", "tensor", "nodes", "per_node", "last"),
+    [(3, 4, 2, 8, 4), (3, 2, 1, 6, 0), (5, 2, 2, 8, 2), (11, 1, 2, 8, 3), (2, 16, 4, 8, 0)],
+)
+def test_it_is_started_on_as_many_gpus_as_were_planned(
+    stages: int, tensor: int, nodes: int, per_node: int, last: int, tmp_path: Path
+) -> None:
+    """Nodes of 8 GPUs are full, but for the last one, and a group of tensor parallelism is within one."""
+    sizes = ["--stages", str(stages), "--tensor-parallel", str(tensor), "--microbatches", "4", "--effort", "0"]
+    path = tmp_path / "launch.py"
+    config = ["--config", str(CONFIGURATIONS / "llama-3-8b.json")]
+    assert __main__.main(["plan", *config, *sizes, "--out", str(path)]) == 0
+    text = path.read_text()
+    assert f"torchrun --nnodes {nodes} --nproc-per-node {per_node} " in text
+    assert re.findall(r"The last node starts it with --nproc-per-node (\d+)", text) == ([str(last)] if last else [])
+
+
+def test_layers_that_one_microbatch_recomputes_are_recomputed(tmp_path: Path) -> None:
+    sizes = ["--stages", "1", "--microbatches", "2", "--microbatch-size", "2", "--sequence", "8192", "--effort", "0"]
+    options = ["--data-parallel", "16", "--fully-shard", "--recompute", "--chunks", "8"]
+    path = tmp_path / "launch.py"
+    config = ["plan", "--config", str(CONFIGURATIONS / "llama-3-8b.json")]
+    assert __main__.main([*config, *sizes, *options, "--out", str(path), str(tmp_path / "plan.csv")]) == 0
+    schedule = (tmp_path / "plan.csv").read_text()
+    bounds = [*map(int, re.search(r"# partition: (.*)", schedule)[1].split()), 34]
+    chunks = {action.chunk for row in Schedule.from_csv(schedule).actions for action in row if action.kind == "R"}
+    expected = [layer for chunk in sorted(chunks) for layer in range(bounds[chunk], bounds[chunk + 1])]
+    assert 0 < len(expected) < 34
+    assert f"RECOMPUTED = {expected}" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--config", str(CONFIGURATIONS / "gpt-oss-120b.json"), "--expert-parallel", "16"],
+            "keep the experts of a layer on one GPU",
+        ),
+        (
+            ["--config", str(CONFIGURATIONS / "deepseek-v3.json"), "--memory", "1e14"],
+            "plan with num_nextn_predict_layers 0 in config.json",
+        ),
+        ([], "a program trains a model; give it with --config"),
+    ],
+)
+def test_what_it_cannot_write(options: list[str], message: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    sizes = ["--stages", "4", "--microbatches", "4", "--effort", "0", "--out", str(tmp_path / "launch.py")]
+    assert __main__.main(["plan", *sizes, *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

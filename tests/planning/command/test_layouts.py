@@ -1,0 +1,193 @@
+"""`zbkern plan --gpus`: every layout that can work is there, and none that found is faster than the first."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zbkern import __main__
+from zbkern.planning.command import layouts
+from zbkern.planning.command.from_config import Setting
+from zbkern.planning.cost_model.architecture import load_architecture
+from zbkern.planning.cost_model.hardware import load_hardware
+from zbkern.planning.cost_model.model_costs import Job, outside
+
+CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
+H100 = load_hardware("h100")
+
+
+def model(name: str):
+    return load_architecture(CONFIGURATIONS / f"{name}.json")
+
+
+def sizes_of(layout: layouts.Layout) -> tuple[int, int, int, int, int, int, bool]:
+    job = layout.setting.job
+    return (
+        job.tensor_parallel,
+        layout.stages,
+        job.data_parallel,
+        job.expert_parallel,
+        layout.microbatches,
+        job.microbatch_size,
+        job.fully_shard,
+    )
+
+
+def test_all_layouts_that_divide_are_there_once() -> None:
+    found = [sizes_of(each) for each in layouts.layouts(layouts.Wanted(model("gpt-oss-120b"), H100, 24, 48, 4096))]
+    assert len(found) == len({*found})
+    for tensor, stages, data, expert, microbatches, size, shard in found:
+        assert tensor * stages * data == 24
+        assert data * microbatches * size == 48
+        assert tensor <= H100.gpus_per_node
+        assert tensor * data % expert == 0 == 128 % expert
+        assert not shard or (stages == 1 < data)
+    assert (2, 4, 3, 2, 4, 4, False) in found
+    assert (1, 24, 1, 1, 48, 1, False) in found
+    assert (1, 1, 24, 8, 1, 2, False) in found
+    assert (1, 1, 24, 8, 1, 2, True) in found
+
+
+def test_a_table_may_have_the_gpus_of_a_node_as_a_float() -> None:
+    wanted = [layouts.Wanted(model("llama-3-8b"), replace(H100, gpus_per_node=each), 8, 8, 4096) for each in (4, 4.0)]
+    both = [[sizes_of(each) for each in layouts.layouts(one)] for one in wanted]
+    assert both[0] == both[1] != []
+
+
+def test_layouts_that_cannot_work_have_no_estimate() -> None:
+    """Heads that tensor parallelism does not divide; memory that is not enough for weights however they are split."""
+    odd = replace(H100, gpus_per_node=7)
+    assert all(
+        layouts.estimate(each) is None
+        for each in layouts.layouts(layouts.Wanted(model("llama-3-8b"), odd, 7, 7, 4096))
+        if each.setting.job.tensor_parallel == 7
+    )
+    assert layouts.search(layouts.Wanted(model("llama-3-405b"), H100, 16, 16, 4096)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "batch"),
+    [
+        pytest.param("llama-3-8b", 4, 8, marks=pytest.mark.slow),
+        pytest.param("llama-3-8b", 16, 64, marks=pytest.mark.slow),
+        pytest.param("gemma-2-9b", 8, 64, marks=pytest.mark.slow),
+        pytest.param("gpt-oss-120b", 32, 64, marks=pytest.mark.slow),
+    ],
+)
+def test_no_layout_is_faster_than_the_first(name: str, gpus: int, batch: int) -> None:
+    """Of all, each planned for the whole batch, quickly: estimates and plans of few microbatches lose nothing."""
+    wanted = layouts.Wanted(model(name), H100, gpus, batch, 4096)
+    best = layouts.search(wanted, effort=0)
+    assert [each.seconds for each in best] == sorted(each.seconds for each in best)
+    assert all(max(each.plan.timeline.peak_memory) <= each.layout.setting.limit for each in best)
+    for layout in layouts.layouts(wanted):
+        estimate = layouts.estimate(layout)
+        if estimate is None or estimate.seconds > 1.3 * best[0].seconds:
+            continue
+        planned = layouts.planned(estimate, layout.microbatches, "cost", 0, 60)
+        assert planned is None or planned.seconds >= best[0].seconds * 0.995, sizes_of(layout)
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_step_are_the_step() -> None:
+    for answer in layouts.search(layouts.Wanted(model("llama-3-8b"), H100, 4, 8, 4096), effort=0):
+        setting, stages = answer.layout.setting, answer.layout.stages
+        step = answer.plan.timeline.cost / 1e3 + outside(*setting, stages)
+        assert answer.seconds == pytest.approx(step, rel=1e-12)
+        assert min(answer.parts.values()) >= -1e-9 * step
+    assert "no part differs" in layouts.why(answer, answer)
+
+
+@pytest.mark.slow
+def test_the_printed_options_plan_the_same_step(run_plan) -> None:
+    path = str(CONFIGURATIONS / "llama-3-8b.json")
+    printed = run_plan("--config", path, "--gpus", "4", "--batch", "16")
+    first = re.search(r"(?m)^.* microbatches of .*?(\d[\d.]*) s  ", printed)
+    options = re.search(r"--stages.*?--microbatch-size \d+(?: --\S+| \d+)*", printed, re.DOTALL)
+    assert first
+    assert options
+    again = run_plan("--config", path, "--effort", str(layouts.EFFORT), *options[0].split())
+    step = re.search(r"(?m)^step +(\d[\d.]*) s,", again)
+    assert step
+    assert step[1] == first[1]
+
+
+@pytest.mark.slow
+def test_weights_are_sharded_where_they_would_not_fit(run_plan) -> None:
+    """Llama 3 8B on 16 GPUs, as published with FSDP alone: 54 GB of weights, gradients and states each without."""
+    path, sizes = str(CONFIGURATIONS / "llama-3-8b.json"), ["--batch", "128", "--sequence", "8192", "--effort", "0"]
+    printed = run_plan("--config", path, "--gpus", "16", *sizes)
+    (row,) = re.findall(r"(?m)^fsdp 16, 8 microbatches of 1 .*", printed)
+    assert float(re.search(r"([\d.]+) GB", row)[1]) < 60
+    options = re.search(r"--stages 1 --microbatches 8 .* --fully-shard\s+--chunks 1", printed, re.DOTALL)
+    assert options
+    again = run_plan("--config", path, "--effort", "0", *options[0].split())
+    assert re.search(r"(?m)^step +(\d[\d.]*) s,", again)[1] in row
+
+
+def test_one_stage_recomputes_where_it_must() -> None:
+    """gpt-oss on 64 GPUs: a microbatch of 8 sequences keeps more than a GPU has."""
+    job = Job(4096, 8, expert_parallel=4, data_parallel=64, fully_shard=True)
+    layout = layouts.Layout(Setting(model("gpt-oss-120b"), H100, job), 1, 1)
+    estimate = layouts.estimate(layout)
+    assert estimate.recompute
+    answer = layouts.planned(estimate, 1, "cost", 0, 60)
+    assert max(answer.plan.timeline.peak_memory) <= layout.setting.limit
+    assert answer.parts["uneven stages, passes of more chunks, and recomputation"] > 0.1 * answer.seconds
+    assert (
+        layouts.estimate(layout._replace(setting=layout.setting._replace(job=replace(job, fully_shard=False)))) is None
+    )
+
+
+@pytest.mark.slow
+def test_a_layout_to_compare_with_says_why_it_loses(run_plan) -> None:
+    path = str(CONFIGURATIONS / "llama-3-8b.json")
+    sizes = ["--config", path, "--gpus", "8", "--batch", "16", "--sequence", "4096", "--effort", "0"]
+    lines = [line.strip() for line in run_plan(*sizes, "--stages", "1", "--tensor-parallel", "8").splitlines()]
+    rows = [line for line in lines if line.startswith("tp 8, ") and "plan-linear" in line]
+    reasons = [line for line in lines if line.startswith("tp 8, ") and " behind: " in line]
+    assert (len(rows), len(reasons)) == (1, 1)
+    assert "more of messages" in reasons[0]
+    few = ["--config", path, "--gpus", "4", "--batch", "4", "--effort", "0", "--microbatch-size", "8"]
+    assert re.search(r"yours +--microbatch-size 8: .* cannot be divided so", run_plan(*few))
+    own = {"stages": 1, "tensor_parallel": 1, "expert_parallel": 1}
+    found = layouts.why_not(layouts.Wanted(model("gpt-oss-120b"), H100, 32, 64, 4096), own)
+    assert re.match(r"fsdp 32, 2 microbatches of 1: does not fit: .* holds [\d.]+ GB of weights", found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "argument --stages: it is needed; or give --config, --gpus and --batch"),
+        (["--stages", "4"], "argument --microbatches: it is needed"),
+        (["--gpus", "8"], "argument --config: --gpus needs it"),
+        (["--stages", "4", "--microbatches", "4", "--batch", "8"], "argument --batch: it goes with --gpus"),
+        (
+            ["--gpus", "8", "--batch", "8", "--config", "C", "--context-parallel", "2"],
+            "argument --context-parallel: --gpus",
+        ),
+        (["--gpus", "8", "--batch", "8", "--config", "C", "--memory", "2x"], "argument --memory: --gpus decides"),
+        (["--gpus", "8", "--batch", "8", "--config", "C", "--slices", "2"], "argument --slices: --gpus decides"),
+        (["--gpus", "8", "--batch", "8", "--config", "C", "--offload"], "argument --offload: --gpus decides"),
+        (["--gpus", "8", "--batch", "7", "--config", "C"], "argument --gpus: no layout of 8 GPUs fits 7 sequences of"),
+    ],
+)
+def test_errors_name_the_argument_and_the_remedy(run_plan, arguments: list[str], message: str) -> None:
+    path = str(CONFIGURATIONS / "llama-3-405b.json")
+    assert message in run_plan(*(path if each == "C" else each for each in arguments), status=2)
+
+
+@pytest.fixture
+def run_plan(capsys, monkeypatch):
+    """Runs `zbkern plan` in a wide terminal and returns what it prints."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str, status: int = 0) -> str:
+        assert __main__.main(["plan", *arguments]) == status
+        printed = capsys.readouterr()
+        return printed.err if status else printed.out
+
+    return run

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from zbkern.pipeline import Costs, LayerCosts, ModelCosts, PlanOptions, draw, plan, schedules, simulate
+from zbkern.planning.command import report
+from zbkern.planning.draw import style
+from zbkern.planning.planner import Plan
+
+
+@pytest.mark.parametrize("width", [30, 31, 40, 60, 79])
+@pytest.mark.parametrize("name", ["zb_h1", "zb_v", "dualpipe_v"])
+def test_a_grid_is_cut_to_the_width_in_its_middle(name: str, width: int) -> None:
+    schedule = getattr(schedules, name)(3, 12)
+    *lines, note = report.grid(schedule, width).split("\n")
+    whole = [line.split()[2:] for line in schedule.to_text().split("\n")]
+    assert max(map(len, lines)) <= width
+    first, last, total = (int(word) for word in note.replace("(", " ").split() if word.isdigit())
+    assert total == len(whole[0])
+    for line, row in zip(lines, whole, strict=True):
+        assert line.split()[2:] == [*row[:first], "..", *row[last + 1 :]]
+    assert abs(first - (total - 1 - last)) <= 1
+
+
+def test_it_says_how_many_backwards_are_one_pass() -> None:
+    costs = Costs(1, 1.1, 0.8, activation=1, held=1.15)
+    tight = plan(costs, 4, 8, memory_limit=2.0, effort=0)
+    kinds = [action.kind for row in tight.schedule.actions for action in row]
+    assert 0 < kinds.count("BW") < 32
+    text = report.describe(tight, "cost", 2.0, 4, 80)
+    assert f"\nbackward  {kinds.count('BW')} of 32 in one pass, BW, the others as B and W\n" in text
+    assert "backward  " not in report.describe(plan(costs, 4, 8, effort=0), "cost", None, 4, 80)
+
+
+def test_a_bound_of_zero_is_not_printed_as_one() -> None:
+    found = replace(plan(Costs(communication=0.1), 4, 8, memory_limit=4, effort=0), optimal=False, lower_bound=0.0)
+    text = report.describe(found, "cost", 4, 4, 120)
+    assert "0.00%" not in text
+    assert "how much less any order of these chunks in this memory could have is not known" in text
+
+
+def test_a_plan_that_offloads_is_not_told_to_offload() -> None:
+    costs = Costs(1, 1, 1, checkpoint=0.1, offload_bandwidth=0.5, reload_bandwidth=0.5)
+    short = {"memory_limit": 2.0, "effort": 0}
+    plain, saving = plan(costs, 4, 12, **short), plan(costs, 4, 12, offload=True, recompute=True, **short)
+    assert any(action.kind in "OR" for row in saving.schedule.actions for action in row)
+    assert min(plain.idle.memory, saving.idle.memory) > 0.001
+    advice = "forwards wait for memory: a higher limit"
+    assert f"{advice}, offloading or recomputation" in report.describe(plain, "cost", 2, 4, 120)
+    assert f"{advice}\n" in report.describe(saving, "cost", 2, 4, 120) + "\n"
+
+
+def test_what_does_not_fit_on_any_cut_has_no_time() -> None:
+    """Its cut is the one that holds least, which says nothing about how fast it is on those of the others."""
+    costs = Costs(activation=2.5e9, memory_unit="bytes", time_unit="ms")
+    timelines = [simulate(schedules.gpipe(2, 8), costs), simulate(schedules.one_f_one_b(2, 8), costs)]
+    for tokens in (0, 1000):
+        _, fits, not_fitting = report.table(timelines, "cost", 6e9, tokens=tokens, cuts=True).split("\n")
+        assert fits.startswith("one_f_one_b")
+        assert "%" in fits
+        assert re.fullmatch(r"gpipe +1 +20 GB +at least: does not fit", not_fitting)
+    assert re.search(r"gpipe .*%.* over the limit", report.table(timelines, "cost", 6e9))
+
+
+def test_idle_is_of_the_objective() -> None:
+    timeline = simulate(schedules.zb_h2(3, 6))
+    assert report.idle(timeline, "cost") == timeline.bubble_rate == 0
+    assert report.idle(timeline, "makespan") == pytest.approx(1 - 18 / (18 + 2))
+    assert report.idle(simulate(schedules.gpipe(2, 2), Costs(0, 0, 0)), "makespan") == 0
+
+
+def test_memory_in_bytes_is_printed_for_people() -> None:
+    costs = Costs(activation=2.5e9, memory_unit="bytes")
+    timeline = simulate(schedules.one_f_one_b(2, 4), costs)
+    text = report.describe(plan(costs, 2, 4, memory_limit=5e9, effort=0), "cost", 5e9, 5e9, 80)
+    assert re.search(r"^memory +5(\.\d+)? \d+(\.\d+)? GB by rank \(limit 5 GB, 1x\)$", text, re.MULTILINE), text
+    assert " 5 GB  1.00x" in report.table([timeline], "cost", None, 5e9)
+    with pytest.raises(ValueError, match=r"memory_limit=1 GB .* any schedule fits is 2\.5 GB"):
+        plan(costs, 2, 4, memory_limit=1e9)
+
+
+def test_times_have_their_unit_where_it_is_known() -> None:
+    timeline = simulate(schedules.one_f_one_b(2, 4), Costs(time_unit="ms"))
+    assert "15 ms" in report.table([timeline], "cost", None, 1)
+    assert "makespan 15 ms" in style.note(timeline)
+    assert "cost 15 ms" in repr(timeline)
+
+
+@pytest.mark.parametrize("size", [1.0, 2.5e9])
+def test_without_units_there_are_plain_numbers_however_large(size: float) -> None:
+    costs = Costs(size, size, size, activation=size)
+    found = plan(costs, 2, 4, memory_limit=2 * size, effort=0)
+    texts = [report.describe(found, "cost", 2 * size, 2 * size, 80), report.table([found.timeline], "cost", None, 1)]
+    for text in (*texts, style.note(found.timeline), repr(found.timeline), draw.svg([found.timeline], costs=[costs])):
+        assert not re.search(r"\d ([kMGT]?B|bytes|m?s)\b", text), text
+
+
+def test_a_plan_says_when_the_model_is_cut_badly() -> None:
+    """The idle time that comes of one rank's load is in any order."""
+    costs = Costs(forward=[1, 1, 1, 2], backward=[1, 1, 1, 2], weight=[1, 1, 1, 2])
+    found = plan(costs, 4, 16, effort=1)
+    assert found.idle.busiest == 3
+    assert found.idle.load == pytest.approx(9 / 24 * 96 / found.timeline.cost)
+    assert found.idle.total == pytest.approx(found.bubble_rate)
+    text = report.describe(found, "cost", None, 4, 80)
+    assert f"\nidle      {found.idle.load:.2%} rank 3 has the most work: divide the model more evenly" in text
+    assert "has the most work" not in report.describe(plan(Costs(), 4, 16, effort=1), "cost", None, 4, 80)
+
+
+def test_a_rank_that_recomputes_needs_memory_and_no_other_cut() -> None:
+    costs = Costs(1, 1, 1, activation=1, recompute=1, checkpoint=0.1)
+    found = plan(costs, 4, 16, memory_limit=2.5, recompute=True, effort=1)
+    assert any(action.kind == "R" for action in found.schedule.actions[found.idle.busiest])
+    text = report.describe(found, "cost", 2.5, 4, 80)
+    assert f"rank {found.idle.busiest} has the most work, R included: a higher limit" in text
+
+
+def layers(blocks: int, head: float) -> ModelCosts:
+    each = [LayerCosts(f"block {number}", 1, 1, 1, 1) for number in range(blocks)]
+    return ModelCosts((*each, LayerCosts("head", head, head, head, 1)))
+
+
+def advice(found: Plan, costs: ModelCosts, limit: float | None = None, chunks: bool = True) -> str:
+    return "\n".join(report.idle_lines(found, limit, 200, costs, chunks))
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.05])
+def test_the_most_even_cut_is_told_and_a_number_of_stages_that_suits_the_layers(overhead: float) -> None:
+    costs = replace(layers(14, 1), pass_overhead=overhead)
+    found = plan(costs, 4, 16, effort=0)
+    assert found.idle.load == pytest.approx(1 - 15 / 16, abs=0.01 if overhead else 0.005)
+    told = "has the most work; the most even cut into 4 has about 6%, into 3 0%"
+    assert told in advice(found, costs)
+    assert told in advice(plan(costs, 4, 16, 1, effort=0, options=PlanOptions(partition=[0, 4, 8, 9])), costs)
+    followed = plan(costs, 3, 16, effort=0)
+    assert followed.idle.load < 0.01
+    assert "has the most work" not in advice(followed, costs)
+
+
+def test_a_layer_that_takes_too_long_for_any_number_of_stages() -> None:
+    costs = layers(2, 8)
+    (line,) = [each for each in advice(plan(costs, 3, 16, effort=0), costs).split("\n") if "most work" in each]
+    assert line.endswith("rank 2 has the most work; the most even cut into 3 has about 58%")
+    nearly = layers(280, 1)  # 281 are 0.7 % less uneven on 3 ranks
+    (line,) = advice(plan(nearly, 4, 64, effort=0), nearly).split("\n")[:1]
+    assert line.endswith("the most even cut into 4 has about 1%")
+
+
+def test_nothing_is_advised_that_was_searched_or_is_not_there() -> None:
+    costs = layers(7, 1)
+    found = plan(costs, 4, 4, effort=0)
+    assert "up: more microbatches\n" in advice(found, costs) + "\n"
+    assert "up: more microbatches, or more chunks per rank" in advice(found, costs, chunks=False)
+    slow = ModelCosts(costs.layers, latency=2.0)
+    assert (
+        "messages are on their way: faster links\n" in advice(plan(slow, 4, 4, 1, effort=0), slow, None, False) + "\n"
+    )
+    waits = "passes wait for other ranks in between"
+    tight = plan(costs, 4, 16, memory_limit=3, effort=0)
+    assert f"{waits}: more memory" in advice(tight, costs, 3)
+    assert "more memory" not in advice(tight, costs)

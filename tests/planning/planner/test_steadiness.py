@@ -1,0 +1,117 @@
+"""Of orders that cost about the same, a plan takes those that slow ranks delay least."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from zbkern.pipeline import Costs, PlanOptions, Schedule, plan, schedules, simulate
+from zbkern.planning.planner import native
+from zbkern.planning.planner.arguments import placement_of, problem_of
+from zbkern.planning.planner.incumbents import Budget, Incumbent
+from zbkern.planning.planner.portfolio import SETTINGS
+from zbkern.planning.planner.problem import Ordering, ordering_of
+from zbkern.planning.planner.published import Published
+from zbkern.planning.planner.search import Search, choose, search_all
+from zbkern.planning.planner.steadiness import at_speeds, delayed
+
+COSTS = Costs(2, 2.2, 1, communication=0.3)
+
+
+def with_speeds(schedule: Schedule, speeds: list[float], costs: Costs = COSTS) -> Costs:
+    """Costs of its chunks where the passes of each rank take so many times as long."""
+    of_chunks = [speeds[rank] for rank in schedule.placement]
+    passes = {name: [getattr(costs, name) * each for each in of_chunks] for name in ("forward", "backward", "weight")}
+    return replace(costs, **passes)
+
+
+def noisy_cost(schedule: Schedule, costs: Costs = COSTS) -> float:
+    """The mean of 32 steps with 10% noise of every pass, and ranks up to 20% slower or faster."""
+    found = []
+    for seed in range(32):
+        speeds = [random.Random(100 * seed + rank).uniform(0.8, 1.2) for rank in range(schedule.stages)]
+        found.append(simulate(schedule, with_speeds(schedule, speeds, costs), jitter=0.1, seed=seed).cost)
+    return fmean(found)
+
+
+@pytest.mark.parametrize("make", [schedules.zb_h2, schedules.zb_v])
+def test_each_rank_has_each_speed_once(make) -> None:
+    schedule = make(4, 8)
+    problem = problem_of(COSTS, schedule.placement, 8, None, "cost")
+    samples = at_speeds(problem, 5, 3)
+    speeds = [[sample.backward[rank] / problem.backward[rank] for rank in range(4)] for sample in samples]
+    for of_rank in zip(*speeds, strict=True):
+        assert sorted(of_rank) == pytest.approx([0.84, 0.92, 1.0, 1.08, 1.16])
+    expected = fmean(simulate(schedule, with_speeds(schedule, each)).cost for each in speeds)
+    assert delayed(samples, ordering_of(schedule)) == pytest.approx(expected)
+    assert at_speeds(problem, 5, 3) == samples != at_speeds(problem, 5, 4)
+
+
+@pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
+def test_of_plans_that_are_about_as_good_the_steadiest_is_chosen() -> None:
+    """Noise costs the best plan of 6 ranks more than one that costs about as much without."""
+    best, steady, again = (
+        plan(COSTS, 6, 12, 2, memory_limit=12, effort=2, options=PlanOptions(steady=choice))
+        for choice in (False, True, True)
+    )
+    assert steady.timeline.cost <= 1.003 * best.timeline.cost
+    assert noisy_cost(steady.schedule) < 0.99 * noisy_cost(best.schedule)
+    assert steady.schedule == again.schedule
+    assert steady.timeline.cost <= min(simulate(make(6, 12), COSTS).cost for make in (schedules.zb_v, schedules.v_half))
+
+
+@pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
+def test_what_is_proven_optimal_stays_so_and_bears_delays() -> None:
+    costs = Costs(9.25, 9.05, 4.65, 0.6, 0.5, 0.575)
+    best, steady = (
+        plan(costs, 4, 8, 2, memory_limit=6, options=PlanOptions(steady=choice)) for choice in (False, True)
+    )
+    assert best.optimal
+    assert steady.optimal
+    assert steady.timeline.cost == pytest.approx(best.timeline.cost)
+    assert noisy_cost(steady.schedule, costs) < 0.995 * noisy_cost(best.schedule, costs)
+
+
+@pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
+def test_a_round_ends_cold() -> None:
+    problem = problem_of(COSTS, placement_of("v", 6, 2)[1], 18, [9.0] * 6, "cost")
+    hot, cold = (Search(problem, Budget(1), 0, Published()) for _ in range(2))
+    hot.construct(SETTINGS.rule_passes)
+    hot.round(0, SETTINGS.first_round)
+    search_all([cold], Budget(1), lambda *_: None)
+    assert cold.reached < hot.reached
+
+
+@pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
+def test_orders_that_bear_delays_are_searched_for() -> None:
+    problem = problem_of(COSTS, placement_of("v", 6, 2)[1], 12, [9.0] * 6, "cost")
+    chosen = []
+    for finished, steady in ((False, False), (True, False), (True, True)):
+        search = Search(problem, Budget(1), 1, Published())
+        search.round(0, 1_000_000)
+        if finished:
+            search.finish(2)
+        assert choose([search], steady, 2) is search
+        chosen.append(search.best.orders)
+    samples = at_speeds(problem, 64, 5)
+    assert chosen[2].cost <= 1.003 * chosen[1].cost < 0.998 * chosen[0].cost
+    assert delayed(samples, chosen[2]) < 0.996 * delayed(samples, chosen[1])
+
+
+def test_orders_that_cost_the_same_are_all_kept() -> None:
+    """They may bear delays differently; those far from the best go."""
+    best = Incumbent(problem_of(COSTS, range(2), 4, None, "cost"))
+    orders = [ordering_of(make(2, 4)) for make in (schedules.gpipe, schedules.zb_h1)]
+    first, last = orders[1].rows
+    same = Ordering(0, [first, [*last[:-2], last[-1], last[-2]]], orders[1].fused)  # other order of its last two W
+    for each in (*orders, same, orders[1]):
+        best.offer_fitting(each)
+    assert [each.rows for each in best.near] == [orders[1].rows, same.rows]
+
+
+def test_whether_to_choose_the_steadiest_is_yes_or_no() -> None:
+    with pytest.raises(TypeError, match="PlanOptions: steady must be True or False; got 1"):
+        PlanOptions(steady=1)

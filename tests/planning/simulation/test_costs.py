@@ -1,0 +1,98 @@
+"""Costs: one number or one per chunk, checked, written out, and carried by JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from zbkern.pipeline import Costs, LayerCosts, plan, schedules, simulate
+from zbkern.planning.simulation import comparison, drift
+
+
+def test_numbers_stand_for_every_chunk() -> None:
+    flat = Costs(forward=2, backward=[1, 2, 3], weight=1, communication=0.5, split_overhead=0.25).per_chunk(3)
+    assert flat.forward == (2.0, 2.0, 2.0)
+    assert flat.backward == (1.0, 2.0, 3.0)
+    assert flat.fused == (1.75, 2.75, 3.75)
+    assert flat.communication == (0.5, 0.5)
+
+
+def test_what_w_holds_is_as_much_as_the_activation_unless_it_is_given() -> None:
+    assert Costs(activation=[1, 3]).per_chunk(2).held == (1.0, 3.0)
+    assert Costs(activation=3, held=0).per_chunk(2).held == (0.0, 0.0)
+    assert Costs.from_json('{"activation": 7}').held == 7
+    assert LayerCosts("block", 1, 1, 1, activation=5).held == 5
+
+
+def test_one_chunk_has_no_edges() -> None:
+    assert Costs(communication=3).per_chunk(1).communication == ()
+    assert Costs(communication=[]).per_chunk(1).communication == ()
+
+
+def test_arrays_are_numbers_per_chunk() -> None:
+    assert Costs(forward=np.array([1, 2]), held=np.float32(0.25)) == Costs(forward=[1, 2], held=0.25)
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    costs = Costs(forward=[1, 2], communication=[0.25], held=0.1, merge_saving=0.01)
+    assert Costs.from_json(costs.to_json()) == costs
+    assert Costs.load(costs.save(tmp_path / "costs.json")) == costs
+    assert Costs.from_json('{"forward": 3}') == Costs(forward=3)
+
+
+def test_units_are_carried_by_json_and_by_everything_made_of_the_costs(tmp_path: Path) -> None:
+    costs = Costs(forward=2, communication=0.5, time_unit="ms", memory_unit="bytes")
+    assert Costs.load(costs.save(tmp_path / "costs.json")) == costs
+    timeline = simulate(schedules.zb_h1(2, 4), costs)
+    assert (timeline.unit, timeline.memory_unit) == ("ms", "bytes")
+    cut = comparison.rechunk(costs, 2, 4)
+    assert (cut.time_unit, cut.memory_unit, cut.communication) == ("ms", "bytes", 0.5)
+    measured = drift.costs([timeline], costs)
+    assert (measured.time_unit, measured.memory_unit) == ("ms", "bytes")
+    assert (simulate(schedules.zb_h1(2, 4)).unit, simulate(schedules.zb_h1(2, 4)).memory_unit) == ("", "")
+
+
+def test_seconds_follow_from_the_unit() -> None:
+    for unit, forward in ((None, 0.002), ("ms", 0.002), ("us", 2e-6), ("s", 2.0)):
+        found = drift.in_seconds(Costs(forward=2, backward=[2, 4], time_unit=unit))
+        assert (found.forward, found.backward, found.time_unit) == (forward, (forward, 2 * forward), "s")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Costs(weight=[1, float("inf")]), r"weight\[1\] must be from 0 to"),
+        (lambda: Costs(forward=1e307), r"forward must be from 0 to 1e\+100, .*; got 1e\+307"),
+        (lambda: Costs(activation=[1, 10**400]), r"activation\[1\] must be from 0 to .*; got inf"),
+        (lambda: Costs(weight=-(10**400)), "weight must be from 0 to .*; got -inf"),
+        (lambda: Costs(held=[True]), r"held\[0\] must be a number"),
+        (lambda: Costs(forward=[1, 2, 3]).per_chunk(4), "forward has 3 entries and the schedule 4 chunks"),
+        (lambda: Costs(communication=[1] * 4).per_chunk(4), "communication has 4 entries and the schedule 3 edges"),
+        (lambda: Costs(split_overhead=3).per_chunk(4), "split_overhead of chunk 0 must be at most its backward . w"),
+        (lambda: Costs(merge_saving=[0, 0, 2, 0]).per_chunk(4), "merge_saving of chunk 2 must be at most its weight"),
+        (lambda: Costs.from_json("[" * 100_000), "expected JSON of at most a few levels"),
+        (lambda: Costs.from_json(f'{{"forward": 1{5000 * "0"}}}'), "forward must be from 0|integer string conversion"),
+        (lambda: Costs.from_json('{"fwd": 1}'), "unknown fields"),
+    ],
+)
+def test_what_is_no_cost_or_does_not_fit_is_refused(make: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_the_largest_costs_can_be_simulated_and_planned() -> None:
+    costs = Costs(1e100, 1e100, 1e100, 1e100, 1e100, 1e100)
+    timeline = simulate(schedules.zb_v(2, 4), costs)
+    found = plan(costs, 2, 4, memory_limit=4e100, effort=1)
+    for rate in (timeline.bubble_rate, found.bubble_rate, found.lower_bound):
+        assert 0 <= rate < 1
+
+
+@pytest.mark.parametrize("smallest", [5e-324, 1e-300, 1e-100])
+def test_the_smallest_costs_can_be_simulated_and_planned(smallest: float) -> None:
+    costs = Costs(smallest, smallest, smallest, smallest, smallest, smallest)
+    found = plan(costs, 2, 4, effort=1)
+    assert 0 <= found.lower_bound <= max(found.bubble_rate, 0) < 1

@@ -1,0 +1,167 @@
+"""Random schedules and costs against rules that are written a second time: what is valid, and when it runs.
+
+Every slow run has another seed, which an error names: ZBKERN_SEED=... repeats it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from tests.planning.simulation.test_simulator import Ticks, assert_equal
+from zbkern.pipeline import Action, Costs, Schedule, ScheduleError, schedules, simulate
+
+ORDER = re.compile(r"F(R|OL)?(BW|B(OL)?(W|P+))")  # of a microbatch in a chunk; P is a part of a W
+
+Rows = list[list[Action]]
+
+
+def random_rows(rng: random.Random) -> tuple[Rows, tuple[int, ...], int]:
+    """A published schedule whose backwards are split and divided, with R, O and L; every other is disturbed."""
+    published = getattr(schedules, rng.choice(schedules.NAMES))(rng.randint(1, 4), rng.randint(1, 5))
+    rows = [list(row) for row in published.actions]
+    for row in rows:
+        for action in [each for each in row if each.kind in ("BW", "W") and rng.random() < 0.4]:
+            at, kind = row.index(action), action.kind
+            weights = [action._replace(kind="W")]
+            if rng.random() < 0.5:
+                count = rng.randint(2, 3)
+                weights = [weights[0]._replace(part=(index, count)) for index in rng.sample(range(count), count)]
+            row[at : at + 1] = [action._replace(kind="B")] if kind == "BW" else []
+            for weight in weights:
+                row.insert(rng.randint(at + (kind == "BW"), len(row)), weight)
+        for action in [each for each in row if each.kind in ("F", "B") and rng.random() < 0.3]:
+            first, last = row.index(action) + 1, last_before_next(row, action)
+            added = ["R"] if action.kind == "F" and rng.random() < 0.5 else ["O", "L"]
+            places = sorted(rng.randint(first, last) for _ in added)
+            for kind, place in reversed(list(zip(added, places, strict=True))):
+                row.insert(place, action._replace(kind=kind))
+    if rng.random() < 0.5:
+        disturb(rng, rows)
+    return rows, published.placement, published.microbatches
+
+
+def last_before_next(row: list[Action], action: Action) -> int:
+    """Where the next pass of its microbatch is: the backward after an F, the first of W after a B."""
+    kinds = ("B", "BW") if action.kind == "F" else ("W",)
+    return next(i for i, each in enumerate(row) if each[1:3] == action[1:3] and each.kind in kinds)
+
+
+def disturb(rng: random.Random, rows: Rows) -> None:
+    row = rng.choice(rows)
+    at, other = rng.randrange(len(row)), rng.randrange(len(row))
+    change = rng.choice(["swap", "lose", "double", "change"])
+    if change == "swap":
+        row[at], row[other] = row[other], row[at]
+    elif change == "lose":
+        del row[at]
+    elif change == "double":
+        row.insert(other, row[at])
+    else:
+        row[at] = row[at]._replace(kind=rng.choice(["F", "B", "W", "BW", "R", "O", "L"]))
+
+
+def is_valid(rows: Rows, placement: tuple[int, ...], microbatches: int) -> bool:
+    """By the rules of `actions.py`, and by running the ranks until none gets any further."""
+    for chunk, owner in enumerate(placement):
+        for microbatch in range(microbatches):
+            mine = [action for action in rows[owner] if action[1:3] == (chunk, microbatch)]
+            parts = [action.part for action in mine if action.part is not None]
+            whole = {(index, parts[0][1]) for index in range(parts[0][1])} if parts else set()
+            told = "".join("P" if action.part else action.kind for action in mine)
+            if not ORDER.fullmatch(told) or sorted(parts) != sorted(whole):
+                return False
+            if any(action.part and action.kind != "W" for action in mine):
+                return False
+    done: set[tuple[str, int, int]] = set()
+    left = [list(row) for row in rows]
+    while any(left):
+        ready = [row for row in left if row and needed(row[0], len(placement)) <= done]
+        if not ready:
+            return False
+        for row in ready:
+            kind, chunk, microbatch, _ = row.pop(0)
+            done.add(("B" if kind == "BW" else kind, chunk, microbatch))
+    return True
+
+
+def needed(action: Action, chunks: int) -> set[tuple[str, int, int]]:
+    kind, chunk, microbatch, _ = action
+    if kind == "F" and chunk:
+        return {("F", chunk - 1, microbatch)}
+    return {("B", chunk + 1, microbatch)} if kind in ("B", "BW") and chunk + 1 < chunks else set()
+
+
+def random_costs(rng: random.Random, chunks: int) -> Costs:
+    """In whole numbers; W can be divided by two and by three."""
+
+    def each(low: int, high: int, step: int = 1, count: int = chunks) -> list[int]:
+        return [step * rng.randint(low, high) for _ in range(count)]
+
+    times = {"forward": each(1, 6), "backward": each(1, 6), "weight": each(1, 2, 6), "recompute": each(1, 4)}
+    memory = {"activation": each(1, 6), "held": each(0, 6), "checkpoint": each(0, 1)}
+    rates = {"offload_bandwidth": rng.randint(1, 3), "reload_bandwidth": rng.randint(1, 3)}
+    rates |= {"merge_saving": each(0, 1), "split_overhead": each(0, 1)}
+    return Costs(**times, **memory, **rates, communication=each(0, 5, count=chunks - 1))
+
+
+def check_run(schedule: Schedule, costs: Costs, rng: random.Random) -> None:
+    """Every pass runs once, in its rank's order, after what it needs, and at the end nothing is held; without R, O and
+    L all is as ticks have it, also where W fills waits, which takes no more memory than the plan."""
+    timeline = simulate(schedule, costs)
+    flat = costs.per_chunk(len(schedule.placement))
+    ends: dict[tuple[str, int, int], float] = {}
+    for row in timeline.events:
+        for event in row:
+            kind, chunk, microbatch, _ = event.action
+            ends["B" if kind == "BW" else kind, chunk, microbatch] = event.end
+    for rank, (row, planned) in enumerate(zip(timeline.events, schedule.actions, strict=True)):
+        assert [event.action for event in row] == [action for action in planned if action.kind not in ("O", "L")]
+        assert all(a.end <= b.start for a, b in pairwise(row))
+        for event in row:
+            for need in needed(event.action, len(schedule.placement)):
+                distant = schedule.placement[need[1]] != rank
+                travel = flat.communication[min(need[1], event.action.chunk)] if distant else 0
+                assert event.start >= ends[need] + travel
+    assert all(track[-1][1] == pytest.approx(0, abs=1e-9) for track in timeline.memory_held(costs))
+    kinds = {action.kind for row in schedule.actions for action in row}
+    if kinds & {"R", "O", "L"}:
+        return
+    assert_equal(timeline, Ticks(schedule, costs, None, float("inf")).run())
+    parts, limit = rng.choice([1, 2, 3]), rng.randint(0, 30)
+    eager = simulate(schedule, costs, fill="eager", parts=parts, memory_limit=limit)
+    assert_equal(eager, Ticks(schedule, costs, parts, limit).run())
+    costs = replace(costs, held=[min(pair) for pair in zip(flat.held, flat.activation, strict=True)], merge_saving=0.0)
+    planned, eager = simulate(schedule, costs), simulate(schedule, costs, fill="eager", parts=parts)
+    assert sum(eager.busy) == pytest.approx(sum(planned.busy))
+    assert all(here <= there + 1e-6 for here, there in zip(eager.peak_memory, planned.peak_memory, strict=True))
+
+
+@pytest.mark.parametrize("cases", [500, pytest.param(1500, marks=pytest.mark.slow)])
+def test_random_schedules_are_judged_and_run_as_the_rules_say(cases: int) -> None:
+    seed = int(os.environ.get("ZBKERN_SEED", time.time_ns() if cases > 500 else 0))
+    print(f"ZBKERN_SEED={seed}")
+    rng, valid = random.Random(seed), 0
+    for number in range(cases):
+        rows, placement, microbatches = random_rows(rng)
+        schedule = Schedule(tuple(map(tuple, rows)), placement, microbatches, f"number {number}")
+        if not is_valid(rows, placement, microbatches):
+            with pytest.raises(ScheduleError):
+                schedule.validate()
+            continue
+        schedule.validate()
+        assert Schedule.from_csv(schedule.to_csv()) == schedule
+        cells = {str(action) for row in rows for action in row}
+        shown = {
+            cell if cell[0].isdigit() else "" for line in schedule.to_text().split("\n") for cell in line.split()[2:]
+        }
+        assert len(placement) == schedule.stages or cells == shown - {""}
+        check_run(schedule, random_costs(rng, len(placement)), rng)
+        valid += 1
+    assert cases / 5 < valid < cases * 0.95

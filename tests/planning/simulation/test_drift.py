@@ -1,0 +1,129 @@
+"""Costs and losses read off timelines: of simulated ones they are known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from tests.support.chunks import make_data, make_model
+from zbkern.pipeline import Costs, Pipeline, StepOptions, Timeline, plan, schedules, simulate
+from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.planning.simulation import drift
+
+COSTS = Costs(forward=(2, 3, 2, 4), backward=(2, 2.5, 2, 3), weight=(1, 1.5, 1, 2), communication=0.25)
+
+
+@pytest.mark.parametrize("fill", ["planned", "eager"])
+@pytest.mark.parametrize("name", ["zb_h1", "zb_h2"])
+def test_costs_of_a_simulated_timeline_are_those_it_was_simulated_with(name: str, fill: str) -> None:
+    schedule = getattr(schedules, name)(4, 8)
+    found = drift.costs([simulate(schedule, COSTS, fill=fill, **({"parts": 4} if fill == "eager" else {}))])
+    for field in ("forward", "backward", "weight"):
+        assert getattr(found, field) == pytest.approx(getattr(COSTS, field))
+    assert found.communication == pytest.approx(0.25)
+
+
+def test_the_spread_of_times_is_that_of_the_pass_that_varies_most() -> None:
+    def steps(*forwards: float) -> list[Timeline]:
+        return [simulate(schedules.zb_h1(2, 4), Costs(forward=(time, 2))) for time in forwards]
+
+    assert drift.spread(steps(2, 2, 2)) == 0
+    assert drift.spread(steps(2, 2, 2, 3)) == pytest.approx(0.125)  # 2 to 2.25, of a median of 2
+    assert drift.spread(steps(0, 0, 0.04)) < 0.04  # of the mean of all passes
+    assert drift.spread([simulate(schedules.zb_h1(1, 1))]) == math.inf
+
+
+def test_fused_passes_are_measured_as_two_halves() -> None:
+    found = drift.costs([simulate(schedules.one_f_one_b(4, 8), COSTS)])
+    assert found.forward == pytest.approx(COSTS.forward)
+    assert [b + w for b, w in zip(found.backward, found.weight, strict=True)] == pytest.approx([3, 4, 3, 5])
+
+
+def test_a_step_as_planned_has_lost_nothing() -> None:
+    timeline = simulate(schedules.zb_h1(4, 8), COSTS)
+    for loss in drift.compare(timeline, COSTS).time_lost:
+        assert (loss.cost, loss.compute, loss.host) == pytest.approx((0, 0, 0))
+
+
+def test_a_slow_pass_is_found_and_the_ranks_behind_it_are_late() -> None:
+    schedule = schedules.zb_h1(4, 8)
+    slow = Costs(forward=COSTS.forward, backward=(2, 2.5, 3, 3), weight=COSTS.weight, communication=0.25)
+    found = drift.compare(simulate(schedule, slow), COSTS)
+    assert [loss.compute for loss in found.time_lost] == pytest.approx([0, 0, 8, 0])
+    assert {action.chunk for action, extra in found.actions() if extra > 1e-9} == {2}
+    for loss in found.time_lost:
+        assert loss.cost == pytest.approx(loss.compute + loss.late + loss.host, abs=0.6)
+        assert loss.host == pytest.approx(0, abs=0.5)
+    assert "furthest from the plan: 2B" in found.to_text()
+    assert [found.to_text(worst).count("2B") for worst in (0, 1, 2)] == [0, 1, 2]
+    assert found.to_text(0) == found.to_text(1).rpartition("\n")[0]
+    with pytest.raises(ValueError, match="worst must be the number of passes to list, at least 0; got -1"):
+        found.to_text(-1)
+
+
+def test_an_idle_share_is_that_of_the_ranks_that_are_known() -> None:
+    whole = simulate(schedules.one_f_one_b(4, 8), Costs())
+    one = replace(whole, events=(whole.events[0], (), (), ()))
+    assert one.bubble_rate == pytest.approx(1 - whole.busy[0] / one.cost)
+    assert replace(whole, events=((), (), (), ())).bubble_rate == 0
+
+
+def test_without_a_step_there_is_nothing_to_compare() -> None:
+    ring = LocalTransport.ring(1)
+    with (
+        Pipeline(nn.Linear(2, 2), schedules.one_f_one_b(1, 2), nn.functional.mse_loss, ring[0]) as pipe,
+        pytest.raises(ValueError, match=r"rank 0 has none: run Pipeline.step first"),
+    ):
+        pipe.drift()
+
+
+def test_an_evaluation_leaves_the_timeline_of_the_last_step() -> None:
+    model, (inputs, targets) = make_model(1), make_data(2)
+    ring = LocalTransport.ring(1)
+    with Pipeline(
+        model, schedules.one_f_one_b(1, 2), nn.functional.mse_loss, ring[0], options=StepOptions(record=True)
+    ) as pipe:
+        pipe.step(inputs, targets)
+        before, samples = pipe.last_timeline, pipe.samples
+        pipe.evaluate(inputs, targets)
+        assert pipe.last_timeline.events == before.events
+        assert pipe.samples == samples
+        assert pipe.drift().measured.events == before.events
+        profiled = Costs(1.0, (2.0,), 3.0, merge_saving=0.5, activation=7.0, time_unit="ms", memory_unit="bytes")
+        seconds = {"forward": 0.001, "backward": (0.002,), "weight": 0.003, "merge_saving": 0.0005, "time_unit": "s"}
+        assert pipe.drift(profiled).costs == replace(profiled, **seconds)
+        with pytest.raises(ValueError, match="targets must be given"):
+            pipe.evaluate(inputs)
+        assert model[0].training
+        assert pipe.last_timeline.events == before.events
+
+
+def test_a_timeline_and_a_schedule_are_printed_in_a_line() -> None:
+    timeline = simulate(schedules.one_f_one_b(4, 8), Costs())
+    assert repr(timeline) == "<Timeline of one_f_one_b: 4 ranks, cost 33, idle 27.3%>"
+    assert repr(timeline.schedule) == "<Schedule one_f_one_b: 4 ranks, 1 chunk each, 8 microbatches>"
+
+
+def test_pictures_of_both(tmp_path: Path) -> None:
+    found = drift.compare(simulate(schedules.zb_h1(4, 8), COSTS), COSTS)
+    for suffix in ("svg", "html", "json"):
+        text = found.save(tmp_path / f"drift.{suffix}").read_text()
+        assert "planned" in text
+        assert "measured" in text
+
+
+def test_a_better_schedule_for_the_costs_that_a_step_has_shown() -> None:
+    measured = simulate(schedules.one_f_one_b(4, 8), COSTS)
+    found = plan(drift.compare(measured).costs, 4, 8, effort=1)
+    assert simulate(found.schedule, COSTS).cost < measured.cost
+
+
+def test_costs_that_are_none_are_refused() -> None:
+    timeline = simulate(schedules.zb_h1(2, 2))
+    for function in (lambda: drift.compare(timeline, 3), lambda: drift.in_seconds(3)):
+        with pytest.raises(TypeError, match=r"costs must be a zbkern\.pipeline\.Costs.*; got int 3"):
+            function()

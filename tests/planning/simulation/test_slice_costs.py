@@ -1,0 +1,179 @@
+"""Costs of slices: what they take and hold by where they lie, slices of equal times, and sums that stay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zbkern.pipeline import Costs, LayerCosts, ModelCosts, draw, schedules, simulate
+from zbkern.planning.command.from_config import Setting
+from zbkern.planning.cost_model.architecture import load_architecture
+from zbkern.planning.cost_model.hardware import load_hardware
+from zbkern.planning.cost_model.model_costs import Job, rising_share
+from zbkern.planning.planner.offload import fit
+from zbkern.planning.simulation import drift
+from zbkern.planning.simulation.slice_costs import equal_lengths, equal_times, slice_costs
+
+CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
+SOME = Costs(
+    *(8.0, 12.0, 4.0),
+    communication=1.0,
+    activation=6.0,
+    held=2.0,
+    attention_forward=4.0,
+    attention_backward=8.0,
+    overhead=0.5,
+    carried=1.0,
+)
+
+
+def test_a_slice_takes_what_its_place_says() -> None:
+    first, last = slice_costs(SOME.per_chunk(1), (3, 1))
+    # overhead, attention of b^2 - a^2, and the rest by length
+    assert (first.forward[0], last.forward[0]) == pytest.approx(
+        (0.5 + 4 * 9 / 16 + 3.5 * 0.75, 0.5 + 4 * 7 / 16 + 0.875)
+    )
+    assert (first.backward[0], last.backward[0]) == pytest.approx((0.5 + 4.5 + 2.625, 0.5 + 3.5 + 0.875))
+    assert (first.weight[0], last.weight[0]) == pytest.approx((0.5 + 2.625, 0.5 + 0.875))
+    assert (first.fused[0], last.fused[0]) == pytest.approx((10.75, 6.25))  # nothing is lost by the split
+    once = slice_costs(replace(SOME, split_overhead=0.7).per_chunk(1), (3, 1))
+    assert [10.75 - once[0].fused[0], 6.25 - once[1].fused[0]] == pytest.approx([0.5 + 0.15, 0.5 + 0.05])
+    assert (first.activation[0], last.activation[0]) == (3.75, 1.25)
+    assert (first.held[0], last.held[0]) == (1.5, 0.5)
+
+
+def test_one_slice_is_the_whole_sequence() -> None:
+    whole = SOME.per_chunk(3)
+    assert slice_costs(whole, (7,)) == (whole,)
+
+
+@given(st.lists(st.integers(1, 20), min_size=2, max_size=6))
+def test_all_slices_together_take_the_whole_and_the_overhead_of_each(lengths: list[int]) -> None:
+    found = slice_costs(SOME.per_chunk(1), lengths)
+    more = 0.5 * (len(lengths) - 1)
+    for name, whole in (("forward", 8), ("backward", 12), ("weight", 4), ("fused", 16 + more)):
+        assert sum(getattr(each, name)[0] for each in found) == pytest.approx(whole + more)
+    assert sum(each.activation[0] for each in found) + 1.0 == pytest.approx(6)
+
+
+def test_memory_counts_keys_and_values_until_the_last_backward() -> None:
+    schedule = schedules.gpipe(1, 1, slices=2)
+    timeline = simulate(schedule, SOME)
+    (curve,) = timeline.memory_held(SOME)
+    # F: 2.5 of a slice and 1 of all keys; F: 2.5; BW of the last: gradients of all keys; BW of the first: nothing left
+    assert [memory for _, memory in curve] == pytest.approx([3.5, 6.0, 4.5, 0.0])
+    assert timeline.peak_memory == (6.0,)
+
+
+def test_a_layer_with_a_window_is_between_a_constant_and_a_rising_context() -> None:
+    def layer(window: float) -> LayerCosts:
+        return LayerCosts("one", 8.0, 8.0, 1.0, attention_forward=6.0 * rising_share(window))
+
+    assert rising_share(1.0) == 1.0
+    assert rising_share(1e-6) < 1e-5
+    for window, slices in ((1 / 16, 4), (1 / 2, 4), (1 / 64, 8)):
+        costs = ModelCosts((layer(window),)).chunk_costs([0])
+        found = [each.forward[0] - 2 / slices for each in slice_costs(costs.per_chunk(1), (1,) * slices)]
+
+        def seen(x: float, window: float = window) -> float:
+            return x * x / 2 if x < window else window * x - window * window / 2
+
+        exact = [6 * (seen((i + 1) / slices) - seen(i / slices)) / seen(1.0) for i in range(slices)]
+        assert found == pytest.approx(exact, abs=0.3)  # a twentieth of the attention
+
+
+def test_costs_that_cannot_be_parts() -> None:
+    with pytest.raises(ValueError, match="attention_forward of chunk 0 must be at most its forward, 1; got 2"):
+        Costs(1.0, 1.0, 1.0, attention_forward=2.0).per_chunk(1)
+    with pytest.raises(ValueError, match="carried of chunk 0 must be at most its activation"):
+        Costs(carried=2.0).per_chunk(1)
+    with pytest.raises(ValueError, match="tokens must be those of a sequence"):
+        Costs(tokens=0)
+
+
+def test_costs_of_slices_come_back_from_their_file() -> None:
+    assert Costs.from_json(SOME.to_json()) == SOME
+    model = ModelCosts((LayerCosts("one", 8.0, 8.0, 1.0, 2.0, attention_forward=6.0, carried=1.0),), tokens=9)
+    assert ModelCosts.from_json(model.to_json()) == model
+
+
+def test_slices_of_equal_times_and_lengths() -> None:
+    flat = SOME.per_chunk(1)
+    lengths = equal_times(flat, 4, 131072)
+    assert sum(lengths) == 131072
+    assert all(length % 128 == 0 for length in lengths)
+    times = [each.forward[0] + each.backward[0] + each.weight[0] for each in slice_costs(flat, lengths)]
+    assert max(times) / min(times) < 1.01
+    assert lengths[0] > lengths[-1]
+    assert equal_lengths(3, 4096) == (1408, 1280, 1408)
+    assert equal_lengths(4) == (1, 1, 1, 1)
+    assert equal_times(Costs().per_chunk(1), 4) == (1, 1, 1, 1)
+    assert equal_lengths(3, 100) == (33, 34, 33)
+    assert equal_times(Costs().per_chunk(2), 5, 640) == (128,) * 5
+
+
+def test_what_sizes_cannot_be_are_still_slices() -> None:
+    for slices in (6, 7, 8):
+        found = equal_times(SOME.per_chunk(1), slices, 8)
+        assert (len(found), sum(found), min(found)) == (slices, 8, 1)
+    assert sum(equal_times(SOME.per_chunk(1), 32, 4096)) == 4096
+    assert equal_times(SOME.per_chunk(1), 1500) == (1,) * 1500  # without tokens
+
+
+def test_a_model_from_its_configuration_has_costs_of_slices() -> None:
+    hardware = load_hardware("h100")
+    setting = Setting(load_architecture(CONFIGURATIONS / "llama-3-8b.json"), hardware, Job(131072, tensor_parallel=8))
+    block = setting.costs.layers[1]
+    assert setting.costs.tokens == 131072
+    # keys and values of 8 heads in bf16, of which every GPU has one
+    assert block.carried == 131072 * 2 * 128 * 2
+    # two products of 32 heads of 128 with half of the keys, on 8 GPUs that reach 0.67 of their 989 TFLOPS
+    flops = 2 * 2 * 32 * 128 * 131073 / 2 * 131072 / 8
+    assert block.attention_forward == pytest.approx(1e3 * flops / (0.67 * hardware.matmul_flops))
+    short = Setting(setting.architecture, hardware, Job(16384, tensor_parallel=8)).costs.layers[1]
+    as_slice = slice_costs(ModelCosts((block,)).chunk_costs([0]).per_chunk(1), (16384, 131072 - 16384))[0]
+    # the first slice is a short sequence
+    assert as_slice.forward[0] == pytest.approx(short.forward, rel=0.02)
+    assert as_slice.backward[0] == pytest.approx(short.backward, rel=0.02)
+    assert as_slice.weight[0] == pytest.approx(short.weight, rel=0.02)
+
+
+def test_windows_of_a_configuration() -> None:
+    setting = Setting(load_architecture(CONFIGURATIONS / "gpt-oss-120b.json"), load_hardware("h100"), Job(131072, 1, 8))
+    windowed, whole = setting.costs.layers[1:3]
+    flops = [block.parts[0].core.flops(131072) for block in setting.architecture.blocks[:2]]
+    rising = rising_share(128 / 131072) * flops[0] / flops[1]
+    assert windowed.attention_forward == pytest.approx(rising * whole.attention_forward)
+
+
+def test_measured_slices_give_the_costs_of_the_sequence() -> None:
+    given_ = Costs(8.0, 12.0, 4.0, attention_forward=4.0, attention_backward=8.0)
+    schedule = schedules.zb_h1(2, 2, slices=[5, 4, 3, 2])
+    found = drift.costs([simulate(schedule, given_)])
+    assert found.forward == pytest.approx((8.0, 8.0))
+    assert found.attention_forward == pytest.approx((4.0, 4.0))
+    assert found.attention_backward == pytest.approx((8.0, 8.0))
+    assert simulate(schedule, found).cost == pytest.approx(simulate(schedule, given_).cost)
+
+
+def test_pictures_name_sequence_and_slice() -> None:
+    picture = draw.svg([simulate(schedules.one_f_one_b(2, 2, slices=3))])
+    assert ">1.2</text>" in picture
+    assert ">1.2</text>" not in draw.svg([simulate(schedules.one_f_one_b(2, 6))])
+
+
+@pytest.mark.parametrize("saving", [{"offload": True}, {"offload": False, "recompute": True}])
+def test_a_schedule_of_slices_is_made_to_fit(saving: dict[str, bool]) -> None:
+    costs = Costs(8.0, 12.0, 4.0, activation=6.0, held=2.0, attention_forward=4.0, carried=1.0, checkpoint=0.5)
+    costs = replace(costs, offload_bandwidth=4.0, reload_bandwidth=4.0)
+    schedule = schedules.one_f_one_b(2, 2, slices=4)
+    plain = simulate(schedule, costs)
+    limit = 0.8 * max(plain.peak_memory)
+    fitted = fit(schedule, costs, limit, **saving)
+    assert max(fitted.peak_memory) <= limit < max(plain.peak_memory)
+    assert fitted.schedule.slices == (1, 1, 1, 1)
+    assert {action.kind for row in fitted.schedule.actions for action in row} & {"O", "R"}

@@ -1,9 +1,0 @@
-"""The planner: a schedule for given costs under a memory limit, with a lower bound beside it."""
-
-from __future__ import annotations
-
-from zbkern.pipeline.planner.arguments import PlanOptions
-from zbkern.pipeline.planner.idle_time import IdleTime
-from zbkern.pipeline.planner.plan import Plan, plan
-
-__all__ = ["IdleTime", "Plan", "PlanOptions", "plan"]

@@ -1,0 +1,1 @@
+"""When actions ran, and what they cost: recorders, and `profile`."""

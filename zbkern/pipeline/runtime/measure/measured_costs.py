@@ -1,0 +1,174 @@
+"""From the timelines of measured steps, and what the ranks know of their chunks, to costs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+from zbkern.pipeline.runtime.measure.links import Link
+from zbkern.planning.simulation import drift
+from zbkern.planning.simulation.costs import Costs
+from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
+from zbkern.planning.simulation.timeline import Timeline
+
+# in which layers of one kind are equal
+_TIMES = (
+    *("forward", "backward", "weight", "fused", "merge_saving", "recompute"),
+    *("attention_forward", "attention_backward", "overhead"),
+)
+
+
+class MeasuredChunk(NamedTuple):
+    """What a chunk's rank knows of it: bytes, the name of a layer, and of what it shares with others; times."""
+
+    activation: int
+    held: float
+    static: float
+    output: int
+    transfer: float
+    recomputes: bool  # whether it has parts that an R runs again
+    kept: int  # by an F with such an R
+    output_again: int  # of the output, what that R computes again
+    name: str
+    tied: str | None
+    within: float  # ms of a forward in its layers, and besides them
+    besides: float
+    kind: int  # the same for layers that do the same work
+    carried: int  # bytes that a sequence keeps for its later slices; 0 where not asked for
+    tokens: int | None  # of a sequence, where the rank knows
+
+
+class Measurements(NamedTuple):
+    """The steps of every kind, in milliseconds, the same on all ranks; and what their ranks know of the chunks."""
+
+    chunks: list[MeasuredChunk]
+    separate: list[Timeline]  # all F, all B, all W
+    merged: list[Timeline]  # the same with all W of a chunk at once
+    fused: list[Timeline]  # with BW
+    recomputing: list[Timeline] | None  # with an R of named parts; None where none were asked for
+    sliced: list[Timeline] | None  # with every sequence in two slices; None where not asked for
+    link: Link | None  # None where not asked for
+
+
+def largest_message(chunks: Sequence[MeasuredChunk]) -> int:
+    """Bytes that one of these chunks sends to the next."""
+    return max((chunk.output for chunk in chunks[:-1]), default=0)
+
+
+def chunk_costs(found: Measurements) -> Costs:
+    """What `profile` returns."""
+    chunks, count = found.chunks, len(found.chunks)
+    alone, merged, fused = (drift.costs(t).per_chunk(count) for t in (found.separate, found.merged, found.fused))
+    overhead = [max(0.0, both - bw) for both, bw in zip(alone.fused, fused.fused, strict=True)]
+    microbatches = found.separate[0].schedule.microbatches
+    share = microbatches / max(1, microbatches - 1)  # of m W in a row, m - 1 follow another one
+    saving = [min(w, max(0.0, w - each) * share) for w, each in zip(alone.weight, merged.weight, strict=True)]
+    costs = replace(
+        drift.costs(found.separate),
+        communication=communication(found.separate, count),
+        activation=[chunk.activation for chunk in chunks],
+        held=[chunk.held for chunk in chunks],
+        static=[chunk.static for chunk in chunks],
+        checkpoint=[0, *(chunk.output for chunk in chunks[:-1])],
+        split_overhead=overhead,
+        merge_saving=saving,
+        copy_size=max(chunk.transfer for chunk in chunks),
+        memory_unit="bytes",
+    )
+    if found.sliced is not None:
+        costs = _with_slices(costs, drift.costs(found.sliced), chunks)
+    if found.recomputing is None:
+        return costs
+    lengths = drift.costs(found.recomputing).per_chunk(count).recompute
+    return replace(
+        costs,
+        recompute=[length if chunk.recomputes else 0.0 for length, chunk in zip(lengths, chunks, strict=True)],
+        checkpoint=[chunk.kept for chunk in chunks],
+    )
+
+
+def _with_slices(costs: Costs, sliced: Costs, chunks: Sequence[MeasuredChunk]) -> Costs:
+    """The same with what matters to slices. Two slices together take once more than the whole what does not shrink."""
+    flat, both = costs.per_chunk(len(chunks)), sliced.per_chunk(len(chunks))
+    more = [
+        median(getattr(both, name)[at] - getattr(flat, name)[at] for name in ("forward", "backward", "weight"))
+        for at in range(len(chunks))
+    ]
+    return replace(
+        costs,
+        attention_forward=[*map(min, both.attention_forward, flat.forward)],
+        attention_backward=[*map(min, both.attention_backward, flat.backward)],
+        overhead=[max(0.0, each) for each in more],
+        carried=[min(chunk.carried, chunk.activation) for chunk in chunks],
+        tokens=chunks[0].tokens,
+    )
+
+
+def layer_costs(found: Measurements) -> ModelCosts:
+    """What `profile_layers` returns: every chunk is a layer, and those of one kind get the medians of their times."""
+    assert found.link is not None
+    costs = chunk_costs(found)
+    alike = _alike(found.chunks)
+    flat = costs.per_chunk(len(found.chunks))
+    flat = flat._replace(**{name: _medians(getattr(flat, name), alike) for name in _TIMES})
+    within, besides = (_medians([getattr(c, name) for c in found.chunks], alike) for name in ("within", "besides"))
+    forward = [max(inside, f - outside) for inside, f, outside in zip(within, flat.forward, besides, strict=True)]
+    layers = [
+        LayerCosts(
+            name=chunk.name,
+            forward=forward[at],
+            backward=flat.backward[at],
+            weight=flat.weight[at],
+            activation=flat.activation[at],
+            held=flat.held[at],
+            split_overhead=max(0.0, flat.backward[at] + flat.weight[at] - flat.fused[at]),
+            merge_saving=flat.merge_saving[at],
+            output=chunk.output,
+            static=flat.static[at],
+            tied=chunk.tied,
+            recompute=flat.recompute[at] if found.recomputing else None,
+            checkpoint=chunk.kept if found.recomputing else None,
+            output_again=chunk.output_again,
+            attention_forward=min(flat.attention_forward[at], forward[at]),
+            attention_backward=min(flat.attention_backward[at], flat.backward[at]),
+            overhead=flat.overhead[at],
+            carried=flat.carried[at],
+        )
+        for at, chunk in enumerate(found.chunks)
+    ]
+    overhead = median(chunk.besides for chunk in found.chunks)
+    return ModelCosts(
+        tuple(layers),
+        *found.link,
+        "ms",
+        "bytes",
+        copy_size=costs.copy_size,
+        forward_overhead=overhead,
+        tokens=costs.tokens,
+    )
+
+
+def _alike(chunks: Sequence[MeasuredChunk]) -> list[Hashable]:
+    """Equal where layers take equally long: of one kind with outputs of one size. The first, which gives no gradient of
+    its input, and the last, which computes the loss, are like no other."""
+    ends = (0, len(chunks) - 1)
+    return [at if at in ends else (chunk.kind, chunk.output) for at, chunk in enumerate(chunks)]
+
+
+def _medians(values: Sequence[float], alike: Sequence[Hashable]) -> tuple[float, ...]:
+    """For each value the median of those alike."""
+    together: dict[Hashable, list[float]] = {}
+    for key, value in zip(alike, values, strict=True):
+        together.setdefault(key, []).append(value)
+    return tuple(median(together[key]) for key in alike)
+
+
+def communication(timelines: Sequence[Timeline], chunks: int) -> float | list[float]:
+    """The least time over all edges where they are alike, which noise only adds to; else one per edge."""
+    hops = drift.hops(timelines)
+    least = min(hops.values(), default=0.0)
+    if max(hops.values(), default=0.0) <= 2 * least:
+        return least
+    return [hops.get(edge, least) for edge in range(chunks - 1)]

@@ -1,0 +1,320 @@
+"""The steps that `profile` runs to measure a pipeline, with schedules of their own, and what they show of chunks."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zbkern.pipeline.runtime.arguments import device_of, module_list
+from zbkern.pipeline.runtime.engine import Pipeline
+from zbkern.pipeline.runtime.forward_state import left_as_they_were
+from zbkern.pipeline.runtime.measure.clock import EventClock
+from zbkern.pipeline.runtime.measure.links import slowest_link
+from zbkern.pipeline.runtime.measure.measured_costs import MeasuredChunk, Measurements, largest_message
+from zbkern.pipeline.runtime.memory.memory_saving import make_stages
+from zbkern.pipeline.runtime.memory.recomputation import parts_of
+from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, check_sliceable, length_of
+from zbkern.pipeline.runtime.stage import Stage
+from zbkern.pipeline.schedules.actions import Action, check_count
+from zbkern.pipeline.schedules.program import merge_neighbours
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.schedules.slices import order_of_backward
+from zbkern.pipeline.transport.base import Transport
+from zbkern.pipeline.transport.tensors import tensors_in
+from zbkern.planning.simulation import drift
+from zbkern.planning.simulation.timeline import Timeline
+
+logger = logging.getLogger("zbkern")
+
+Parts = Mapping[torch.nn.Module, Any]  # as of `parts_of`
+STEADY = 0.1  # no more steps where the quartiles of each pass's times are this near to each other
+PATIENCE = 4  # times as many steps at most
+_WHICH_LAYER = {"idx", "index", "layer_id", "layer_idx", "number", "zbkern_name"}  # attributes, in any library
+
+
+@dataclass(frozen=True)
+class ProbeSteps:
+    """How to measure: function is the one that does, under which errors are reported; batch: inputs, targets and side
+    inputs of a step; the others are as for it.
+
+    Raises TypeError or ValueError for microbatches that are no number of them, and for other options.
+    """
+
+    function: str
+    batch: tuple[Any, Any, Any]
+    microbatches: int
+    loss_fn: LossFn | None
+    group: dist.ProcessGroup | Transport | None
+    device: torch.device | str | None
+    options: ProfileOptions
+
+    def __post_init__(self) -> None:
+        check_count(f"{self.function}: microbatches", self.microbatches)
+        if not isinstance(self.options, ProfileOptions):
+            raise TypeError(
+                f"{self.function}: options must be a zbkern.pipeline.ProfileOptions, as in ProfileOptions(repeats=5), "
+                f"or None; got {self.options!r}"
+            )
+
+    def run(
+        self, modules: Iterable[torch.nn.Module], placement: tuple[int, ...], layers: tuple[str, ...] = ()
+    ) -> Measurements:
+        """Measures this rank's modules with those of the other ranks; collective. Leaves gradients as they were.
+
+        layers: the names of the modules where these are layers, between which messages are measured, too.
+        """
+        modules = module_list(self.function, modules)
+        device = device_of(self.device, modules)
+        watches = [_ForwardWatch(module, EventClock(device)) for module in modules]
+        apart = _all_forwards_first(placement, self.microbatches)
+        with ExitStack() as stack:
+            stack.enter_context(left_as_they_were(modules, device))
+            for watch in watches:
+                stack.enter_context(watch.watching())
+            record = StepOptions(record=True)
+            pipe = stack.enter_context(Pipeline(modules, apart, self.loss_fn, self.group, device, options=record))
+            plain, counting = dict(pipe._stages), self._stages(pipe, apart, {}, counts=True)
+            self._steps(pipe, apart, counting, 0)
+            held_bytes = {chunk: stage.kept_sizes for chunk, stage in counting.items()}
+            separate = self._steps(pipe, apart, plain)
+            held = _held_bytes(pipe)
+            merged, fused = self._steps(pipe, apart, merge=True), self._steps(pipe, _changed(apart, _fused))
+            recomputing, again = self._recompute(pipe, apart, layers)
+            sliced, carried = self._in_slices(pipe, placement)
+            if pipe.rank == 0:
+                self._warn_of_noise(
+                    max(map(drift.spread, filter(None, (separate, merged, fused, recomputing, sliced))))
+                )
+            known: dict[int, MeasuredChunk] = {}
+            for chunk, watch, tied in zip(pipe.modules, watches, _tied_names(modules, pipe.rank), strict=True):
+                within, besides = watch.times()
+                activation = sum(held_bytes[chunk])
+                kept, output_again = again.get(chunk, (activation, 0))
+                known[chunk] = MeasuredChunk(
+                    activation=activation,
+                    held=held[chunk],
+                    static=_static_bytes(watch.module, self.options.bytes_per_parameter),
+                    output=watch.output_bytes,
+                    transfer=_transfer_bytes(held_bytes[chunk], self.options.copy_size),
+                    recomputes=chunk in again,
+                    kept=min(activation, kept),
+                    output_again=output_again,
+                    name=layers[len(known)] if layers else "",
+                    tied=tied,
+                    within=within,
+                    besides=besides,
+                    kind=_kind(watch.module),
+                    carried=carried.get(chunk, 0),
+                    tokens=length_of(self.batch[0]),
+                )
+            everywhere = {chunk: each for found in pipe.gather(known) for chunk, each in found.items()}
+            chunks = [everywhere[chunk] for chunk in range(len(placement))]
+            link = slowest_link(pipe.transport, device, pipe.timeout, largest_message(chunks)) if layers else None
+        return Measurements(chunks, separate, merged, fused, recomputing, sliced, link)
+
+    def _steps(
+        self,
+        pipe: Pipeline,
+        schedule: Schedule,
+        stages: Mapping[int, Stage] | None = None,
+        repeats: int | None = None,
+        merge: bool = False,
+    ) -> list[Timeline]:
+        """Those of so many steps of this schedule, after one to warm up; of more while their times differ."""
+        pipe.queue.merge = merge
+        pipe._use_schedule(schedule, stages)
+        timelines: list[Timeline] = []
+        repeats = self.options.repeats if repeats is None else repeats
+        while len(timelines) <= repeats or (
+            len(timelines) <= PATIENCE * repeats and drift.spread(timelines[1:]) > STEADY
+        ):
+            for parameter in (p for module in pipe.modules.values() for p in module.parameters()):
+                parameter.grad = None
+            pipe.step(*self.batch)
+            timelines.append(_in_milliseconds(pipe.gather_timeline()))
+        return timelines[1:]
+
+    def _warn_of_noise(self, spread: float) -> None:
+        if spread > STEADY:
+            more = PATIENCE * self.options.repeats
+            logger.warning(
+                f"{self.function}: after {more} steps the middle half of the times of one pass still spreads over "
+                f"{spread:.0%} of their median; plans for these costs may not keep what they promise. Close other "
+                f"programs on these machines, or measure more steps: options=ProfileOptions(repeats={2 * more})"
+            )
+
+    def _recompute(
+        self, pipe: Pipeline, schedule: Schedule, layers: Sequence[str]
+    ) -> tuple[list[Timeline] | None, dict[int, tuple[int, int]]]:
+        """Steps with an R in chunks that have named parts, None where none are named; and the bytes that an F of these
+        chunks keeps, and those of its output that the R computes again."""
+        named = self.options.recompute
+        if not named:
+            return None, {}
+        parts = {}
+        for index, (chunk, module) in enumerate(pipe.modules.items()):
+            of_model = not layers or hasattr(module, "layer_names")  # the names of its parts are whole
+            if found := parts_of(module, named, "" if of_model else layers[index]):
+                parts[chunk] = found
+        again = {chunk for found in pipe.gather([*parts]) for chunk in found}
+        if not again:
+            raise ValueError(
+                f"{self.function}: recompute must name parts of the modules, by patterns of their names or by their "
+                f"classes; got {tuple(named)}, which names none"
+            )
+        before = {Action("B", at, each): Action("R", at, each) for at in again for each in range(schedule.microbatches)}
+        schedule = _changed(schedule, lambda each: [before[each], each] if each in before else [each])
+        stages = self._stages(pipe, schedule, parts)
+        timelines = self._steps(pipe, schedule, stages)
+        return timelines, {at: (sum(stages[at].kept_sizes), stages[at].output_again_bytes) for at in parts}
+
+    def _in_slices(self, pipe: Pipeline, placement: tuple[int, ...]) -> tuple[list[Timeline] | None, dict[int, int]]:
+        """Steps with every sequence in two slices, and the bytes that one leaves to the other; None where not asked."""
+        if not self.options.slices:
+            return None, {}
+        schedule = _all_forwards_first(placement, self.microbatches, (1, 1))
+        check_sliceable(pipe.modules.values(), schedule.slices)
+        stages = self._stages(pipe, schedule)
+        timelines = self._steps(pipe, schedule, stages)
+        return timelines, {chunk: stage.carries.nbytes_of_one for chunk, stage in stages.items()}
+
+    def _stages(
+        self, pipe: Pipeline, schedule: Schedule, parts: Mapping[int, Parts] | None = None, counts: bool = False
+    ) -> dict[int, Any]:
+        """Those of the pipeline's modules for another schedule, with R of these parts."""
+        options = StepOptions(copy_size=self.options.copy_size)
+        return make_stages(pipe.modules, schedule, self.loss_fn, pipe._recorder, options, parts, counts)
+
+
+class _ForwardWatch:
+    """Notes the bytes of a chunk's output, and how long its forwards take in its layers and besides them."""
+
+    def __init__(self, module: torch.nn.Module, clock: EventClock) -> None:
+        self.module = module
+        self.output_bytes = 0  # of one microbatch
+        self._clock = clock
+        self._forwards: list[list[Any]] = []  # marks: it begins, its first layer does, its last one ends, it ends
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        layers = getattr(self.module, "layer_names", None)
+        hooks = [self.module.register_forward_pre_hook(lambda *_: self._forwards.append([self._clock.now()]))]
+        if layers:
+            hooks.append(self.module.get_submodule(layers[0]).register_forward_pre_hook(self._mark))
+            hooks.append(self.module.get_submodule(layers[-1]).register_forward_hook(self._mark))
+        hooks.append(self.module.register_forward_hook(self._end))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def times(self) -> tuple[float, float]:
+        """Milliseconds of a forward in its layers and besides them, medians; zeros where it has nothing else."""
+        four = [[self._clock.seconds(mark) for mark in marks] for marks in self._forwards if len(marks) == 4]
+        if not four:
+            return 0.0, 0.0
+        within = median(left - entered for _, entered, left, _ in four)
+        return 1e3 * within, 1e3 * median(end - begin - (left - entered) for begin, entered, left, end in four)
+
+    def _mark(self, *_: Any) -> None:
+        self._forwards[-1].append(self._clock.now())
+
+    def _end(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        self._mark()
+        self.output_bytes = sum(leaf.numel() * leaf.element_size() for leaf in tensors_in(output))
+
+
+def _kind(module: torch.nn.Module) -> int:
+    """The same for layers that do the same work: a checksum, equal in all processes, of the classes of their parts and
+    their settings and parameters. Of a chunk of a model, which has placeholders besides, that of its layers."""
+    found = []
+    for name in getattr(module, "layer_names", [""]):
+        for part in module.get_submodule(name).modules():
+            settings = {k: v for k, v in vars(part).items() if isinstance(v, (int, float, str, tuple))}
+            shapes = [(*p.shape, p.dtype, p.requires_grad) for p in part.parameters(recurse=False)]
+            plain = sorted((k, repr(v)) for k, v in settings.items() if k not in _WHICH_LAYER)
+            found.append((type(part).__qualname__, plain, shapes))
+    return zlib.crc32(repr(found).encode())
+
+
+def _static_bytes(module: torch.nn.Module, bytes_per_parameter: float | None) -> float:
+    """What stays: of every parameter so much, by default for weight, gradient and two moments; and the buffers."""
+    each = bytes_per_parameter
+    weights = sum(p.numel() * (4 * p.element_size() if each is None else each) for p in module.parameters())
+    return weights + sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
+
+
+def _transfer_bytes(sizes: Sequence[int], copy_size: int) -> float:
+    """Bytes of a transfer to the host that begins once copy_size have been saved: the mean of two neighbours, those
+    that are largest. sizes: of the storages as they are saved."""
+    transfers = [0]
+    for size in sizes:
+        if transfers[-1] >= copy_size:
+            transfers.append(0)
+        transfers[-1] += size
+    return max([copy_size, *(sum(pair) / 2 for pair in pairwise(transfers))])
+
+
+def _tied_names(modules: Sequence[torch.nn.Module], rank: int) -> list[str | None]:
+    """By module, one name for those that share a parameter: the declared one, on whichever rank the others are."""
+    declared = [dict(getattr(module, "tied_parameters", {})) for module in modules]
+    owners: dict[int, list[int]] = {}
+    for at, module in enumerate(modules):
+        for parameter in module.parameters():
+            owners.setdefault(id(parameter), []).append(at)
+    shared = [found for found in owners.values() if len(found) > 1]
+    here = [next((f"rank {rank}: {found[0]}" for found in shared if at in found), None) for at in range(len(modules))]
+    return [next(iter(names), own) for names, own in zip(declared, here, strict=True)]
+
+
+def _held_bytes(pipe: Pipeline) -> dict[int, float]:
+    """By this rank's chunks, what a microbatch holds between B and W: what the queue frees in all W of a chunk."""
+    bytes_after = [sample.pinned for sample in pipe.samples]
+    groups = list(merge_neighbours(pipe.schedule.actions[pipe.rank]))
+    held = {}
+    for group, before, after in zip(groups[1:], bytes_after, bytes_after[1:], strict=False):
+        if group[0].kind == "W":
+            held[group[0].chunk] = (before - after) / pipe.schedule.microbatches
+    return held
+
+
+def _all_forwards_first(placement: tuple[int, ...], sequences: int, slices: tuple[int, ...] = (1,)) -> Schedule:
+    """All F, then all B, then all W: no rank waits inside a pass, and each first pass shows the latency of its edge."""
+    actions: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    microbatches = sequences * len(slices)
+    pairs = [(chunk, microbatch) for chunk in range(len(placement)) for microbatch in range(microbatches)]
+    last, order = len(placement) - 1, order_of_backward(microbatches, len(slices))
+    for chunk, microbatch in sorted(pairs, key=lambda pair: (pair[0] + pair[1], pair[0])):
+        actions[placement[chunk]].append(Action("F", chunk, microbatch))
+    for chunk, microbatch in sorted(pairs, key=lambda pair: (last - pair[0] + pair[1], -pair[0])):
+        actions[placement[chunk]].append(Action("B", chunk, order[microbatch]))
+    for chunk, microbatch in pairs:
+        actions[placement[chunk]].append(Action("W", chunk, microbatch))
+    return Schedule.build(actions, placement, microbatches, "profile", slices)
+
+
+def _changed(schedule: Schedule, change: Callable[[Action], Sequence[Action]]) -> Schedule:
+    """The same with other actions in the place of each."""
+    actions = [[each for action in row for each in change(action)] for row in schedule.actions]
+    return Schedule.build(actions, schedule.placement, schedule.microbatches, "profile")
+
+
+def _fused(action: Action) -> Sequence[Action]:
+    """BW in the place of B, and no W."""
+    return {"B": [action._replace(kind="BW")], "W": []}.get(action.kind, [action])
+
+
+def _in_milliseconds(timeline: Timeline) -> Timeline:
+    events = [[e._replace(start=e.start * 1e3, end=e.end * 1e3) for e in row] for row in timeline.events]
+    return replace(timeline, events=tuple(tuple(row) for row in events), unit="ms")

@@ -1,0 +1,118 @@
+"""Recorder: when this rank's actions ran in the last step, and what its W queue held meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+from zbkern.pipeline.runtime.measure.clock import EventClock
+from zbkern.pipeline.runtime.memory.host_copies import Copy
+from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.planning.simulation.timeline import Event, Sample, Timeline, measured
+from zbkern.wgrad import WGradQueue
+
+
+class Recorded(NamedTuple):
+    """What a rank knows of its last step."""
+
+    events: Sequence[Event] = ()
+    samples: Sequence[Sample] = ()
+    copies: Sequence[Event] = ()
+    peak_bytes: int = 0
+
+
+def timeline_of(schedule: Schedule, ranks: Sequence[Recorded]) -> Timeline:
+    """A step of all ranks, in their order."""
+    events, samples, copies, peaks = zip(*ranks, strict=True)
+    return measured(schedule, events, *(each if any(each) else () for each in (samples, copies, peaks)))
+
+
+class Recorder:
+    """Marks are taken without waiting for the device; events and samples are worked out when somebody asks."""
+
+    def __init__(self, rank: int, device: torch.device, queue: WGradQueue, sample: bool) -> None:
+        self.rank = rank
+        self.device = device
+        self.queue = queue
+        self._sample = sample
+        self._holders: Sequence[Any] = ()
+        self._clock = EventClock(device)
+        self.now = self._clock.now
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the last step."""
+        self.peak_bytes = 0  # that what `watch` was given held at once
+        self._copies: list[tuple[Action, list[Copy]]] = []
+        self._marks: list[tuple[tuple[Action, ...], Any, Any]] = []
+        self._samples: list[tuple[Any, int, int, int]] = []
+        self._clock.renew()
+
+    def done(self, actions: tuple[Action, ...], start: Any) -> None:
+        """These actions ran as one launch from `start` until now."""
+        end = self.now()
+        self._marks.append((actions, start, end))
+        self.held()
+        if self._sample:
+            allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+            self._samples.append((end, self.queue.pending(), self.queue.bytes, allocated))
+
+    def watch(self, holders: Sequence[Any]) -> None:
+        """From now on asks them after every action for `nbytes`, which they hold for microbatches, for `peak_bytes`."""
+        self._holders = holders
+
+    def held(self) -> None:
+        """An action has taken or freed memory."""
+        if self._holders:
+            self.peak_bytes = max(self.peak_bytes, sum(holder.nbytes for holder in self._holders))
+
+    def transfers(self, action: Action) -> list[Copy]:
+        """A list to add the copies to that an O or L consists of, as they begin."""
+        self._copies.append((action, []))
+        return self._copies[-1][1]
+
+    def copies(self) -> list[Event]:
+        """An event for every O and L, which ends when its last transfer ends and is as long as all of them took
+        together; waits for the last. None for what has failed."""
+        found = []
+        for action, transfers in self._copies:
+            marks = [copy.marks() for copy in transfers]
+            times = [(self._clock.seconds(mark[0]), self._clock.seconds(mark[1])) for mark in marks if mark is not None]
+            if not times or len(times) < len(marks):
+                continue
+            end = max(ended for _, ended in times)
+            found.append(Event(self.rank, action, end - sum(ended - begun for begun, ended in times), end))
+        return found
+
+    def catch_up(self) -> None:
+        """Waits until the device has begun the action that was launched last, so that little is ahead of the host."""
+        if self._marks:
+            self._clock.wait(self._marks[-1][1])
+
+    def label(self, action: Action) -> AbstractContextManager[Any]:
+        """A range with the action's name, as in CSV, where torch's profiler (or its NVTX form) is on."""
+        if torch.autograd._profiler_enabled():
+            return torch.profiler.record_function(str(action))
+        return contextlib.nullcontext()
+
+    def events(self) -> list[Event]:
+        """The marks as events; actions that ran as one launch share its time equally."""
+        events = []
+        for actions, start, end in self._marks:
+            begin, finish = self._clock.seconds(start), self._clock.seconds(end)
+            share = (finish - begin) / len(actions)
+            events += [Event(self.rank, a, begin + i * share, begin + (i + 1) * share) for i, a in enumerate(actions)]
+        return events
+
+    def recorded(self) -> Recorded:
+        """The last step, for the other ranks."""
+        return Recorded(self.events(), self.samples(), self.copies(), self.peak_bytes)
+
+    def samples(self) -> list[Sample]:
+        """What the queue held after every action; empty unless recording."""
+        return [Sample(self._clock.seconds(end), *sizes) for end, *sizes in self._samples]

@@ -1,0 +1,1 @@
+"""Weights that several ranks hold: data parallelism and tied weights."""

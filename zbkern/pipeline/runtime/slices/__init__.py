@@ -1,0 +1,1 @@
+"""Sequences in slices: how a batch is cut, and what slices leave to each other."""

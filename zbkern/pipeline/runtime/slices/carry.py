@@ -1,0 +1,242 @@
+"""Carry: what the slices of a sequence leave to each other within a chunk, and the gradients that come back for it.
+
+Keys and values of earlier slices stand in one buffer of the whole sequence, which each slice reads from its beginning.
+B runs from the last slice to the first: it adds gradients of what a slice has read to those of the slices before, so
+that the gradients of a slice's own keys are complete when its B comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from zbkern.pipeline.runtime.slices.sliced_batch import length_of
+from zbkern.wgrad.storages import storage_key
+
+
+class _Sequence:
+    """What the slices of one sequence share."""
+
+    def __init__(self, slices: Sequence[int]) -> None:
+        self.slices = slices
+        self.starts = [0]  # tokens before each slice
+        self.ends: dict[Hashable, list[int]] = {}  # of what slices have appended, by key
+        self.buffers: dict[Hashable, Tensor] = {}
+        self.gradients: dict[Hashable, Tensor] = {}  # of the buffers, from the slices that have had their B
+        self.awaited: set[tuple[Hashable, int]] = set()  # key and slice: a gradient is to come in B
+        self.states: dict[tuple[Hashable, int], tuple[Tensor, Tensor]] = {}  # with its graph, and for the next
+
+    @property
+    def nbytes(self) -> int:
+        kept = [*self.buffers.values(), *self.gradients.values(), *(leaf for _, leaf in self.states.values())]
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept)
+
+
+class Carry:
+    """What one slice of a sequence has of those before it, and leaves to those after it: the keyword argument `carry`
+    of a module in a schedule with slices.
+
+    A module calls `append` with what later slices read beside their own, keys and values say, and `keep` with what they
+    go on from, a recurrent state. Each key, any hashable value, is one tensor of one layer: `(self, "keys")` will do.
+    Run again, as in a checkpoint, the same calls give the same. start, end: of its tokens in the sequence, as in a
+    Python slice.
+    """
+
+    def __init__(self, sequence: _Sequence, index: int) -> None:
+        self._sequence, self._index = sequence, index
+        self._given: set[tuple[str, Hashable]] | None = set()  # in its forward; None when that may run again
+
+    @property
+    def start(self) -> int:
+        return self._sequence.starts[self._index]
+
+    @property
+    def end(self) -> int:
+        return self._sequence.starts[self._index + 1]
+
+    @property
+    def keys(self) -> set[Hashable]:
+        """Of all that slices of the sequence have appended and kept so far."""
+        return {*self._sequence.ends, *(key for key, _ in self._sequence.states)}
+
+    def __contains__(self, storage: object) -> bool:
+        """Whether a storage, by its key, is a buffer of the sequence."""
+        return any(storage_key(buffer) == storage for buffer in self._sequence.buffers.values())
+
+    @torch.compiler.disable
+    def append(self, key: Hashable, tensor: Tensor, dim: int, window: int | None = None) -> Tensor:
+        """What the slices before have appended under this key, followed by `tensor` along `dim`.
+
+        window: how many tokens each of this slice's sees, its own included; those that none sees are left out. The
+        result is to be read only. Raises RuntimeError where a slice before has not called it, ValueError where this one
+        has.
+        """
+        self._give("append", key)
+        sequence, index = self._sequence, self._index
+        ends = sequence.ends.setdefault(key, [0])
+        if len(ends) <= index:
+            raise RuntimeError(f"Carry.append: every slice must append to {key!r}; slice {len(ends) - 1} has not")
+        start = ends[index]
+        end = start + tensor.shape[dim]
+        if len(ends) == index + 1:
+            ends.append(end)
+        begin = 0 if window is None else max(0, start - window + 1)
+        return _Append.apply(tensor, self, key, dim, (begin, start, end))
+
+    def state(self, key: Hashable) -> Tensor | None:
+        """What the slice before has kept under this key; None in the first slice. Raises RuntimeError where it has
+        kept nothing."""
+        if self._index == 0:
+            return None
+        if (key, self._index - 1) not in self._sequence.states:
+            raise RuntimeError(f"Carry.state: every slice must keep {key!r}; slice {self._index - 1} has not")
+        return self._sequence.states[key, self._index - 1][1]
+
+    @torch.compiler.disable
+    def keep(self, key: Hashable, tensor: Tensor) -> None:
+        """Gives the next slice this tensor under this key; its gradient comes back before this slice's B. Raises
+        ValueError where this slice has called it already."""
+        self._give("keep", key)
+        if (key, self._index) not in self._sequence.states:  # else this is the forward run again
+            leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+            self._sequence.states[key, self._index] = tensor, leaf
+
+    def end_forward(self) -> None:
+        """From now on calls are those of a forward that runs again."""
+        self._given = None
+
+    def _give(self, call: str, key: Hashable) -> None:
+        if self._given is None:
+            return
+        if (call, key) in self._given:
+            raise ValueError(
+                f"Carry.{call}: key must be another one for every tensor of every layer, such as (self, 'keys'); got "
+                f"{key!r} twice in a slice"
+            )
+        self._given.add((call, key))
+
+    def _write(self, key: Hashable, tensor: Tensor, dim: int, start: int, end: int) -> Tensor:
+        """The buffer of this key with the tensor in its place, past autograd's sight: graphs keep other parts of it."""
+        sequence = self._sequence
+        buffer = sequence.buffers.get(key)
+        if buffer is None or buffer.shape[dim] < end:
+            shape = list(tensor.shape)  # in the first slice that of the whole sequence, if in proportion
+            shape[dim] = end if self._index else -(-(end + 1) * sum(sequence.slices) // sequence.slices[0])
+            larger = tensor.new_empty(shape)
+            if buffer is not None:
+                larger.narrow(dim, 0, start).copy_(buffer.narrow(dim, 0, start))
+            buffer = sequence.buffers[key] = larger
+        buffer.data.narrow(dim, start, end - start).copy_(tensor)
+        return buffer.data
+
+    def _add_gradient(self, key: Hashable, gradient: Tensor, dim: int, place: tuple[int, int, int]) -> Tensor:
+        """Adds the gradient of all that a slice has read; returns what the slice's own then has from all."""
+        sequence, (begin, start, end) = self._sequence, place
+        total = sequence.gradients.get(key)
+        if total is None:
+            shape = list(gradient.shape)
+            shape[dim] = end
+            wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.dtype
+            total = sequence.gradients[key] = gradient.new_zeros(shape, dtype=wide)
+        total.narrow(dim, begin, end - begin).add_(gradient)
+        sequence.awaited.discard((key, self._index))
+        return total.narrow(dim, start, end - start).to(gradient.dtype, copy=True)
+
+
+class _Append(torch.autograd.Function):
+    """All that a buffer has from `begin` on, once the tensor is written from `start` to `end`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, carry: Carry, key: Hashable, dim: int, place: tuple[int, int, int]) -> Tensor:
+        begin, start, end = ctx.place = place
+        ctx.carry, ctx.key, ctx.dim = carry, key, dim
+        if ctx.needs_input_grad[0]:
+            carry._sequence.awaited.add((key, carry._index))
+        return carry._write(key, tensor, dim, start, end).narrow(dim, begin, end - begin)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return (ctx.carry._add_gradient(ctx.key, gradient, ctx.dim, ctx.place), None, None, None, None)
+
+
+class Carries:
+    """The carries of a chunk's sequences, each from the F of its first slice to the B of that slice.
+
+    slices: the lengths of a sequence's slices, in any unit; a single one needs no carry.
+    """
+
+    def __init__(self, slices: Sequence[int]) -> None:
+        self._slices = slices
+        self._sequences: dict[int, _Sequence] = {}
+        self.nbytes_of_one = 0  # of a sequence in forwards, as the last slice began
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is carried, and of its gradients."""
+        return sum(sequence.nbytes for sequence in self._sequences.values())
+
+    def begin(self, microbatch: int, tokens: int | None, inputs: Any) -> Mapping[str, Carry]:
+        """The argument of the forward of a slice, which has so many tokens, or, where None, as many as its inputs; no
+        argument where sequences are whole. Raises TypeError for inputs without a sequence."""
+        if len(self._slices) == 1:
+            return {}
+        tokens = tokens or length_of(inputs)
+        if tokens is None:
+            raise TypeError(
+                "Pipeline: a chunk must get a tensor with the sequence as dimension 1 to take it in slices; got "
+                f"{pytree.tree_map_only(Tensor, lambda tensor: list(tensor.shape), inputs)}"
+            )
+        number, index = divmod(microbatch, len(self._slices))
+        if index == 0:
+            self._sequences[number] = _Sequence(self._slices)
+        sequence = self._sequences[number]
+        sequence.starts.append(sequence.starts[index] + tokens)
+        self.nbytes_of_one = sequence.nbytes
+        return {"carry": Carry(sequence, index)}
+
+    def end_forward(self, microbatch: int, side: Mapping[str, Any]) -> None:
+        """After the forward of a slice; without a B, what the last one of a sequence leaves is for nobody."""
+        if "carry" in side:
+            side["carry"].end_forward()
+        if not torch.is_grad_enabled() and (microbatch + 1) % len(self._slices) == 0:
+            self._sequences.pop(microbatch // len(self._slices), None)
+
+    def gradients(self, microbatch: int) -> list[tuple[Tensor, Tensor]]:
+        """What a slice has kept for the next one, with the gradients that came back for it."""
+        number, index = divmod(microbatch, len(self._slices))
+        if number not in self._sequences:
+            return []
+        states = self._sequences[number].states
+        kept = [states[each] for each in states if each[1] == index]
+        return [(tensor, leaf.grad) for tensor, leaf in kept if tensor.requires_grad and leaf.grad is not None]
+
+    def end_backward(self, microbatch: int) -> None:
+        """After the B of a slice. Raises RuntimeError where gradients of later slices have not arrived, and where what
+        was kept for it took no part in it."""
+        number, index = divmod(microbatch, len(self._slices))
+        if number not in self._sequences:
+            return
+        sequence = self._sequences[number]
+        lost = {key for key, each in sequence.awaited if each == index and key in sequence.gradients}
+        if lost:
+            raise RuntimeError(
+                f"Carry: what slice {index} has appended under {min(map(str, lost))} got no gradient in its B, and "
+                "those of later slices would be lost: the output of a slice must depend on what it appends"
+            )
+        sequence.states = {key: state for key, state in sequence.states.items() if key[1] != index}
+        for key, each in sequence.states:
+            leaf = sequence.states[key, each][1]
+            if each == index - 1 and leaf.requires_grad and leaf.grad is None:
+                raise RuntimeError(
+                    f"Carry: slice {index} does not use what slice {each} has kept under {key!r}: its layer needs "
+                    "whole sequences; use a schedule without slices"
+                )
+        if index == 0:
+            del self._sequences[number]
+
+    def reset(self) -> None:
+        self._sequences.clear()

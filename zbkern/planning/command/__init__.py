@@ -1,0 +1,1 @@
+"""The commands `zbkern plan` and `zbkern play`."""

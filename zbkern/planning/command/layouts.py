@@ -1,0 +1,298 @@
+"""`zbkern plan --gpus`: how to lay a model out on so many GPUs, and which schedule runs it there.
+
+Every layout that can work is estimated from the most work of a rank and the memory that is left for microbatches; the
+best few are planned, first quickly and for few microbatches, then as they will run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.program import recomputed
+from zbkern.pipeline.schedules.units import amount, number
+from zbkern.planning.command import report
+from zbkern.planning.command.from_config import FLAGS, SIZES, Setting, how_exact, spelt
+from zbkern.planning.command.remedies import SAVING_CHUNKS, may_fit_with_saving
+from zbkern.planning.cost_model.architecture import Architecture
+from zbkern.planning.cost_model.hardware import Hardware
+from zbkern.planning.cost_model.model_costs import Job, model_costs
+from zbkern.planning.planner import Plan, PlanOptions, plan
+from zbkern.planning.simulation.layers import ModelCosts
+from zbkern.planning.simulation.needs import fits, least_need, least_work
+
+EFFORT = 2
+"""Rounds of search for each of the best few layouts."""
+
+_MICROBATCH_SIZES = (1, 2, 4, 8)
+_MOST_STAGES = 64
+_PLANNED = 24  # layouts at most, after the estimate
+_SHOWN = 5
+_WORTH_A_PLAN = 0.95  # of the time of a plan for another microbatch: plans are seldom as fast as their estimates
+_PER_STAGE = 3  # microbatches of the quick plans: enough for the warm-up, a steady part and the cool-down
+_SECONDS = (4.0, 20.0)  # at most, of one quick plan and of one final plan
+_ROOMY = 0.6  # of the memory of 1F1B: with less, recomputing some microbatches may be faster
+
+
+class Wanted(NamedTuple):
+    """What is to be trained on so many GPUs: batch sequences of so many tokens per step."""
+
+    architecture: Architecture
+    hardware: Hardware
+    gpus: int
+    batch: int
+    sequence: int
+    fp8: bool = False
+
+
+class Layout(NamedTuple):
+    """A model on GPUs: stages times tensor_parallel times data_parallel of them."""
+
+    setting: Setting
+    stages: int
+    microbatches: int
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By the arguments of `zbkern plan` that give them."""
+        sizes = {name: getattr(self.setting.job, name) for name in (*SIZES, *FLAGS)}
+        return {"stages": self.stages, "microbatches": self.microbatches, **sizes}
+
+    def has(self, sizes: Mapping[str, int]) -> bool:
+        return all(self.sizes[name] == size for name, size in sizes.items())
+
+
+class Estimate(NamedTuple):
+    """Of a layout: seconds per step, and whether recomputation is tried."""
+
+    seconds: float
+    layout: Layout
+    recompute: bool
+
+
+class Answer(NamedTuple):
+    """A layout with its plan."""
+
+    layout: Layout
+    plan: Plan
+    parts: dict[str, float]  # of the step: seconds by what takes them
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+def search(
+    wanted: Wanted,
+    effort: int = EFFORT,
+    objective: str = "cost",
+    progress: Callable[[str], None] = lambda line: None,
+    own: Mapping[str, int] | None = None,
+) -> list[Answer]:
+    """The best layouts, the fastest first; none where nothing fits.
+
+    own: sizes of a layout to compare with; the best that has them is there, too, last, if it fits.
+
+    effort, objective: as for `plan`, for the best few, for 20 seconds each at most, so that plans of large layouts may
+    depend on the machine. progress: is called with a line about the search.
+    """
+    estimates = [found for found in map(estimate, layouts(wanted)) if found is not None]
+
+    def best(estimates: list[Estimate], most: int) -> list[Answer]:
+        """So many at most, the fastest first."""
+        few = sorted(_quick(estimates, objective, progress), key=lambda pair: pair[0])[:most]
+        answers = []
+        for index, (_, each) in enumerate(few):
+            progress(f"plan {index + 1} of {len(few)}: {name(each.layout)}")
+            answers.append(planned(each, each.layout.microbatches, objective, effort, _SECONDS[1]))
+        return sorted((each for each in answers if each is not None), key=lambda each: each.seconds)
+
+    answers = best(estimates, _SHOWN)
+    if own and not any(each.layout.has(own) for each in answers):
+        answers += best([each for each in estimates if each.layout.has(own)], 1)
+    progress("")
+    return answers
+
+
+def why_not(wanted: Wanted, own: Mapping[str, int]) -> str:
+    """Why no layout with the sizes of `own` was found: that which holds least, or that there is none."""
+    given = ", ".join(spelt(own))
+    which = [each for each in layouts(wanted) if each.has(own)]
+    try:
+        needs = [(least_need(each.setting.costs, each.stages), each) for each in which]
+    except ValueError as error:
+        return f"{given}: {error}"
+    if not needs:
+        sizes = f"{wanted.gpus} GPUs and {wanted.batch} sequences"
+        return f"{given}: {sizes} cannot be divided so, or tensor parallelism leaves its node"
+    need, layout = min(needs, key=lambda pair: pair[0].total)
+    return f"{name(layout)}: does not fit: {need.describe(layout.stages, 'bytes')}"
+
+
+def _quick(estimates: list[Estimate], objective: str, progress: Callable[[str], None]) -> list[tuple[float, Estimate]]:
+    """Seconds of a step by a quick plan for few microbatches, of each way to divide the model the best microbatch.
+
+    An estimate is hardly ever above its plan, so that those above the fastest plan need none.
+    """
+    found: dict[tuple[int, int, int], tuple[float, Estimate]] = {}
+    plans = 0
+    for each in sorted(estimates, key=lambda each: each.seconds):
+        layout, job = each.layout, each.layout.setting.job
+        fastest = min((seconds for seconds, _ in found.values()), default=math.inf)
+        if plans == _PLANNED or (len(found) >= _SHOWN and each.seconds > fastest):
+            break
+        division = layout.stages, job.tensor_parallel, job.expert_parallel
+        if division in found and each.seconds >= _WORTH_A_PLAN * found[division][0]:
+            continue
+        progress(f"layout {plans + 1}: {name(layout)}")
+        few = min(layout.microbatches, _PER_STAGE * layout.stages)
+        answer = planned(each, few, objective, 0, _SECONDS[0])
+        if answer is not None:
+            plans += 1
+            rest = (layout.microbatches - few) * max(answer.plan.timeline.busy) / few / 1e3
+            seconds = answer.seconds + rest
+            if division not in found or seconds < found[division][0]:
+                found[division] = seconds, each
+    return [*found.values()]
+
+
+def layouts(wanted: Wanted) -> Iterator[Layout]:
+    """All that divide: tensor parallelism within a node, heads and experts whole, sequences among pipelines."""
+    architecture, hardware, gpus, batch, sequence, fp8 = wanted
+    counts = {block.experts.count for block in architecture.blocks if block.experts}
+    blocks = len(architecture.blocks)
+    for tensor in _divisors(min(gpus, hardware.gpus_per_node)):
+        for stages in _divisors(gpus // tensor) if gpus % tensor == 0 else ():
+            data = gpus // tensor // stages
+            if stages > min(blocks, _MOST_STAGES) or batch % data:
+                continue
+            experts = [each for each in _divisors(tensor * data) if all(count % each == 0 for count in counts)]
+            for expert in experts if counts else [1]:
+                for size, shard in product(_MICROBATCH_SIZES, (False, True) if data > stages == 1 else (False,)):
+                    if batch // data % size == 0:
+                        job = Job(sequence, size, tensor, expert, data, fp8=fp8, fully_shard=shard)
+                        yield Layout(Setting(architecture, hardware, job), stages, batch // data // size)
+
+
+def estimate(layout: Layout) -> Estimate | None:
+    """None where the layout cannot work, or does not fit even if activations are recomputed.
+
+    With the memory of 1F1B a zero-bubble schedule idles little; with a third of it for about two thirds of p
+    microbatches (V-Min, arXiv 2405.15362), which is no faster than recomputing as many as do not fit.
+    """
+    setting, stages, microbatches = layout
+    try:
+        costs = setting.costs
+    except ValueError:  # heads that cannot be divided so
+        return None
+    whole = fits(costs, stages, setting.limit)
+    if not whole and not may_fit_with_saving(costs, stages, setting.limit):
+        return None
+    room = setting.limit - least_need(costs, stages).static
+    needed = sum(layer.activation for layer in costs.layers) * min(1.0, microbatches / stages)
+    missing = max(0.0, 1 - room / needed)
+    work = least_work(costs, stages)
+    waiting = missing * stages * work
+    again = missing * microbatches * sum(layer.forward for layer in costs.layers) / stages
+    through = sum(layer.forward + layer.backward for layer in costs.layers)  # a microbatch, and back
+    step = max(microbatches * work, through) + (min(waiting, again) if whole else again)
+    return Estimate(step / 1e3 + setting.beside(stages), layout, not whole or missing > 1 - _ROOMY)
+
+
+def planned(estimated: Estimate, microbatches: int, objective: str, effort: int, seconds: float) -> Answer | None:
+    layout, options = estimated.layout, PlanOptions(objective, time_limit=seconds)
+    costs, limit = layout.setting.costs, layout.setting.limit
+    try:
+        found = plan(
+            costs,
+            layout.stages,
+            microbatches,
+            min(SAVING_CHUNKS, len(costs.layers)) if layout.stages == 1 and estimated.recompute else None,
+            memory_limit=limit,
+            effort=effort,
+            recompute=estimated.recompute,
+            options=options,
+        )
+    except ScheduleError:
+        return None
+    return Answer(layout, found, _parts(layout, costs, found, objective))
+
+
+def _parts(layout: Layout, costs: ModelCosts, found: Plan, objective: str) -> dict[str, float]:
+    """Seconds of a step, by what takes them."""
+    setting, microbatches = layout.setting, found.schedule.microbatches
+    hidden = replace(setting.hardware, exposed_share=0.0), replace(setting.job, fully_shard=False)
+    silent = model_costs(setting.architecture, *hidden)
+    work, computing = (microbatches * least_work(each, layout.stages) / 1e3 for each in (costs, silent))
+    busy = max(found.timeline.busy) / 1e3
+    return {
+        "computing": computing,
+        "messages of tensor and expert parallelism, and of weights that are sharded": work - computing,
+        "uneven stages, passes of more chunks, and recomputation": busy - work,
+        "idle time": getattr(found.timeline, objective) / 1e3 - busy,
+        "the optimizer and traffic between pipelines": setting.beside(layout.stages),
+    }
+
+
+def describe(answers: list[Answer], width: int) -> str:
+    """A table of the answers, why the others are not the first, and the options that plan the first by itself."""
+    rows = [["layout", "schedule", "step", "tokens/s/GPU", "of peak", "memory", "behind"]]
+    best = answers[0]
+    for each in answers:
+        rows.append([name(each.layout), *_figures(each), f"{each.seconds / best.seconds - 1:.1%}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines += ["", report.figure("exact", f"speeds {how_exact(*best.layout.setting[:2])}", width)]
+    for index, other in enumerate(answers[1:]):
+        lines.append(report.figure("" if index else "behind", why(best, other), width))
+    lines.append(report.figure("first", f"alone, searched for longer, with its assumptions: {_options(best)}", width))
+    return "\n".join(lines)
+
+
+def name(layout: Layout) -> str:
+    """tp 8, pp 4, dp 2, 64 microbatches of 1."""
+    job = layout.setting.job
+    data = "fsdp" if job.fully_shard else "dp"
+    sizes = {"tp": job.tensor_parallel, "pp": layout.stages, data: job.data_parallel, "ep": job.expert_parallel}
+    parallel = ", ".join(f"{kind} {size}" for kind, size in sizes.items() if size > 1)
+    return f"{parallel or 'one GPU'}, {layout.microbatches} microbatches of {job.microbatch_size}"
+
+
+def why(best: Answer, other: Answer) -> str:
+    """What takes the other layout longer, the largest part first, as shares of the best one's step."""
+    differences = sorted(((other.parts[part] - best.parts[part]) / best.seconds, part) for part in best.parts)
+    more = [f"{share:.1%} more of {part}" for share, part in reversed(differences) if share >= report.SHOWN]
+    less = [f"{-share:.1%} less of {part}" for share, part in differences if -share >= report.SHOWN]
+    behind = f"{other.seconds / best.seconds - 1:.1%} behind"
+    return f"{name(other.layout)}: {behind}: {'; '.join([*more, *less]) or 'no part differs by 0.1%'}"
+
+
+def _options(answer: Answer) -> str:
+    """Of `zbkern plan` instead of --gpus and --batch."""
+    sizes = {**answer.layout.sizes, "recompute": _recomputes(answer.plan)}
+    if sizes["stages"] == 1:
+        sizes["chunks"] = answer.plan.schedule.chunks
+    return " ".join(spelt({name: value for name, value in sizes.items() if name != "context_parallel"}))
+
+
+def _recomputes(found: Plan) -> bool:
+    return any(map(recomputed, found.schedule.actions))
+
+
+def _figures(answer: Answer) -> list[str]:
+    layout, found = answer.layout, answer.plan
+    setting = layout.setting
+    tokens = setting.tokens(layout.microbatches) / answer.seconds / setting.job.gpus(layout.stages)
+    schedule = f"{found.schedule.name} x{found.schedule.chunks}"
+    if _recomputes(found) and "saving" not in schedule:
+        schedule += ", recomputes"
+    memory = amount(max(found.timeline.peak_memory), "bytes")
+    return [schedule, f"{number(answer.seconds)} s", f"{tokens:,.0f}", f"{setting.of_peak(tokens):.1%}", memory]
+
+
+def _divisors(count: int) -> list[int]:
+    return [each for each in range(1, count + 1) if count % each == 0]

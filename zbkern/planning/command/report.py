@@ -1,0 +1,220 @@
+"""What `zbkern plan` prints: the grid of a plan, cut to the width of the terminal, its figures, and a table of many."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from zbkern.pipeline.schedules import grid as grids
+from zbkern.pipeline.schedules.program import offloads_or_recomputes, recomputed
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.schedules.units import amount, duration, number
+from zbkern.planning.planner import Plan
+from zbkern.planning.simulation.layers import ModelCosts
+from zbkern.planning.simulation.needs import least_uneven
+from zbkern.planning.simulation.timeline import Timeline
+
+_MARGIN = 10  # columns of the names of figures
+_WORTH_STAGES = 0.01  # of the objective: for less nobody changes the number of stages
+SHOWN = 0.001  # of the objective: less idle time than that is not worth a line
+_LEAST_BOUND = 5e-5  # printed as 0.00%, which says nothing
+_ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
+
+
+def describe(
+    plan: Plan,
+    objective: str,
+    limit: float | None,
+    whole: float,
+    width: int,
+    layers: ModelCosts | None = None,
+    chunks: bool = False,
+    saving: bool = False,
+) -> str:
+    """Grid and figures.
+
+    limit: per rank, in the unit of memory. whole: what one microbatch holds in the whole model, as a measure of memory
+    beside that unit; 0 for none, as where memory has model states in it. layers, chunks: what a search decided besides
+    the order: the cut of these layers, None where chunks were given; and their number. saving: whether it was free to
+    offload or recompute.
+    """
+    schedule, timeline = plan.schedule, plan.timeline
+    each = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
+    title = f"{schedule.name}: {schedule.stages} ranks, {each} each, {schedule.sequences} microbatches"
+    if len(schedule.slices) > 1:
+        title += f" in {len(schedule.slices)} slices each"
+    which = "these chunks" if limit is None else "these chunks in this memory"
+    if plan.optimal:
+        bound = f"optimal: no order of {which} has less"
+    elif plan.lower_bound < _LEAST_BOUND:
+        bound = f"how much less any order of {which} could have is not known"
+    else:
+        bound = f"any order of {which} has at least {plan.lower_bound:.2%}"
+    rate, span = f"{timeline.bubble_rate:.2%}", duration(timeline.makespan, timeline.unit)
+    if objective == "cost":
+        rate += f" ({bound})"
+    else:
+        span += f", {idle(timeline, objective):.2%} of it idle ({bound})"
+    capacity = "no limit"
+    if limit is not None:
+        capacity = f"limit {amount(limit, timeline.memory_unit)}" + (f", {number(limit / whole)}x" if whole else "")
+    peaks = [amount(peak, timeline.memory_unit) for peak in timeline.peak_memory]
+    memory = f"{_joined(peaks)} by rank ({capacity})"
+    figures = {"bubble": rate, "cost": duration(timeline.cost, timeline.unit), "makespan": span, "memory": memory}
+    lines = [figure(name, text, width) for name, text in figures.items()]
+    if len(schedule.slices) > 1:
+        unit = "tokens" if plan.costs.tokens == sum(schedule.slices) else f"of {sum(schedule.slices)}"
+        lines.append(figure("slices", f"{' '.join(map(str, schedule.slices))} {unit}, first to last", width))
+    lines += fused_lines(schedule) + idle_lines(plan, limit, width, layers, chunks, saving)
+    return "\n\n".join([title, grid(schedule, width), "\n".join(lines)])
+
+
+def figure(name: str, text: str, width: int) -> str:
+    """`name`, and `text` beside it, in lines of `width`; no word is divided."""
+    room = max(width, 2 * _MARGIN)
+    indented = " " * _MARGIN
+    first = f"{name:<{_MARGIN - 1}} "
+    return textwrap.fill(
+        text, room, initial_indent=first, subsequent_indent=indented, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def cut(plan: Plan, layers: int, width: int, which: str = "") -> str:
+    """How many layers every chunk has, and what `zbkern.pipeline.cut` takes for it; which: what counts as a layer."""
+    starts = list(plan.partition or ())
+    sizes = [end - start for start, end in zip(starts, [*starts[1:], layers], strict=True)]
+    text = f"{' '.join(map(str, sizes))} layers by chunk{which}"
+    return figure("cut", text, width) + "\n" + figure("", f"partition={starts}", width)
+
+
+def fused_lines(schedule: Schedule) -> list[str]:
+    """How many backwards are one pass, where some are."""
+    kinds = [action.kind for row in schedule.actions for action in row]
+    fused = kinds.count("BW")
+    if not fused:
+        return []
+    return [f"{'backward':<9} {fused} of {fused + kinds.count('B')} in one pass, BW, the others as B and W"]
+
+
+def idle_lines(
+    plan: Plan, limit: float | None, width: int, layers: ModelCosts | None, chunks: bool, saving: bool = False
+) -> list[str]:
+    """What the idle time comes from and what would remove it besides what was searched for, the largest share first."""
+    idle, schedule = plan.idle, plan.schedule
+    saving = saving or any(offloads_or_recomputes(row) for row in schedule.actions)
+    room = "a higher limit" if saving else "a higher limit, offloading or recomputation"
+    fill = "more microbatches" if chunks else "more microbatches, or more chunks per rank"
+    links = "faster links" if chunks or schedule.chunks == 1 else "faster links, or fewer chunks per rank"
+    ways = [*(["more memory"] if limit is not None else []), *([] if plan.optimal else ["a longer search"])]
+    causes = {
+        _about_load(plan, layers): idle.load,
+        f"forwards wait for memory: {room}": idle.memory,
+        f"messages are on their way: {links}": idle.messages,
+        f"warm-up: {fill}": idle.warm_up,
+        f"cool-down: {fill}": idle.cool_down,
+        "passes wait for other ranks in between"
+        + (f": {', or '.join(ways)}" if ways else ", in every order"): idle.dependencies,
+    }
+    shown = sorted((-share, cause) for cause, share in causes.items() if share >= SHOWN)
+    return [figure("" if line else "idle", f"{-share:.2%} {cause}", width) for line, (share, cause) in enumerate(shown)]
+
+
+def _about_load(plan: Plan, layers: ModelCosts | None) -> str:
+    """With layers, how little it could be by their work alone: in so many stages, and in a number that suits better."""
+    cause, stages = f"rank {plan.idle.busiest} has the most work", plan.schedule.stages
+    if layers is None:
+        recomputes = recomputed(plan.schedule.actions[plan.idle.busiest])
+        return f"{cause}, R included: a higher limit" if recomputes else f"{cause}: divide the model more evenly"
+    better = _more_even_stages(layers, stages)
+    text = f"{cause}; the most even cut into {stages} has about {least_uneven(layers, stages):.0%}"
+    return text if better is None else f"{text}, into {better} {least_uneven(layers, better):.0%}"
+
+
+def _more_even_stages(layers: ModelCosts, stages: int) -> int | None:
+    """The nearest number of stages, half as many to twice, for which the load may be half as uneven and it matters."""
+    others = (other for by in range(1, stages + 1) for other in (stages - by, stages + by) if 2 * other >= stages)
+    load = least_uneven(layers, stages)
+    enough = min(load / 2, load - _WORTH_STAGES)
+    even = (each for each in others if 1 < each <= len(layers.layers) and least_uneven(layers, each) <= enough)
+    return next(even, None)
+
+
+def grid(schedule: Schedule, width: int) -> str:
+    """The grid of `Schedule.to_text`; one wider than `width` is cut in the middle, and a line below says so."""
+    cells = grids.cells_of(schedule.actions, schedule.placement)
+    column, margin = grids.widths(cells)
+    whole, total = grids.lines(cells, column, margin), len(cells[0])
+    if max(map(len, whole)) <= width:
+        return "\n".join(whole)
+    room = max(2, (width - margin) // column - 1)  # less the column of dots
+    first, last = room - room // 2, room // 2
+    shown = grids.lines([[*row[:first], "..", *row[total - last :]] for row in cells], column, margin)
+    note = (
+        f"(columns {first} to {total - last - 1} of {total} left out: a wider terminal shows more, --out plan.txt all)"
+    )
+    return "\n".join([*shown, note])
+
+
+def table(
+    timelines: Sequence[Timeline],
+    objective: str,
+    limit: float | None,
+    whole: float = 0.0,
+    tokens: int = 0,
+    beside: float = 0.0,
+    cuts: bool = False,
+) -> str:
+    """A line per timeline, with the memory of the rank that holds most; whole: as for `describe`.
+
+    The least idle first; with the tokens of a step, for times in ms, the fastest. beside: seconds of a step that no
+    pass has. cuts: every one has a cut of its own, that which holds least where none fits: it says nothing about how
+    fast the others are, and has no times.
+    """
+    ends = ["step", "tokens/s", "bubble", "memory"] if tokens else ["bubble", "makespan", "memory", "of 1x"]
+    rows = [["schedule", "chunks", *ends, ""]]
+    for timeline in sorted(timelines, key=lambda each: _order(each, objective, limit if cuts else None, tokens)):
+        peak, seconds = max(timeline.peak_memory), getattr(timeline, objective) / 1e3 + beside
+        name, chunks = timeline.schedule.name, str(timeline.schedule.chunks)
+        if len(timeline.schedule.slices) > 1:
+            name += f", {len(timeline.schedule.slices)} slices"
+        bubble, memory = f"{timeline.bubble_rate:.2%}", amount(peak, timeline.memory_unit)
+        over = "over the limit" if limit is not None and exceeds(peak, limit) else ""
+        if tokens:
+            cells = [f"{number(seconds)} s", f"{tokens / seconds:,.0f}", bubble, memory]
+        else:
+            makespan = duration(timeline.makespan, timeline.unit)
+            cells = [bubble, makespan, memory, f"{peak / whole:.2f}x" if whole else ""]
+        if over and cuts:
+            cells, over = ["" if each != memory else memory for each in cells], "at least: does not fit"
+        rows.append([name, chunks, *cells, over])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:-1]), over]).rstrip()
+        for first, *cells, over in rows
+    )
+
+
+def _order(timeline: Timeline, objective: str, limit: float | None, tokens: int) -> tuple[bool, float, float]:
+    speed = getattr(timeline, objective) if tokens else round(idle(timeline, objective), 9)
+    peak = max(timeline.peak_memory)
+    return limit is not None and exceeds(peak, limit), speed, peak
+
+
+def idle(timeline: Timeline, objective: str) -> float:
+    """The share of the objective in which a rank is idle, mean over ranks."""
+    if objective == "cost":
+        return timeline.bubble_rate
+    available = len(timeline.events) * timeline.makespan
+    return 1.0 - sum(timeline.busy) / available if available else 0.0
+
+
+def _joined(amounts: Sequence[str]) -> str:
+    """'3 2.5 2', or '24.5, 20 and 18 GB'."""
+    units = {amount.partition(" ")[2] for amount in amounts}
+    if len(units) == 1 and (unit := units.pop()):
+        return " ".join(amount.partition(" ")[0] for amount in amounts) + f" {unit}"
+    return (", " if units else " ").join(amounts)
+
+
+def exceeds(peak: float, limit: float) -> bool:
+    return peak > limit * (1 + _ROUNDING)

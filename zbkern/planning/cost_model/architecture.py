@@ -1,0 +1,332 @@
+"""A model's layers, read from the config.json that the transformers library writes with it.
+
+What the file leaves out is read from the library's own configuration of that model type, where it is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zbkern.planning.cost_model import layer_kinds as kinds
+from zbkern.planning.cost_model.layer_kinds import Experts, Part
+from zbkern.planning.simulation.json_file import parse_object, read_text
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer: its parts, each with what it adds to the residual stream, and norms: one per part, or around each."""
+
+    parts: tuple[Part, ...]
+    norms: int = 2
+
+    @property
+    def experts(self) -> Experts | None:
+        return next((part.experts for part in self.parts if part.experts), None)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model: embedding, blocks, norm and head. vocabulary: tokens, or labels of images. predictors: blocks that
+    predict further tokens (MTP), each with the head's loss once more. tied: the head is the embedding. names: of
+    embedding, blocks and norm in the transformers library. left_out: parts of the model that are not planned for.
+    sequence: tokens of an image, which are made of `patch` numbers each and classified by one; 0 for text."""
+
+    kind: str
+    features: int
+    vocabulary: int
+    blocks: tuple[Block, ...]
+    predictors: int = 0
+    tied: bool = False
+    names: tuple[str, str, str] = ("model.embed_tokens", "model.layers", "model.norm")
+    left_out: tuple[str, ...] = ()
+    sequence: int = 0
+    patch: int = 0
+
+    @property
+    def embedding(self) -> int:
+        """Parameters before the first block: of all tokens, or of a patch and all positions."""
+        return self.features * (self.patch + self.sequence if self.sequence else self.vocabulary)
+
+    @property
+    def experts(self) -> Experts | None:
+        """Of the first layer that has some."""
+        return next((block.experts for block in self.blocks if block.experts), None)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return all(part.core is None or part.core.causal for block in self.blocks for part in block.parts)
+
+
+def load_architecture(path: str | Path) -> Architecture:
+    """What a config.json describes, or that in a folder. Raises OSError, or ValueError as `architecture` does."""
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    text = read_text(path)
+    return architecture(parse_object(f"load_architecture: {path}", text, '{"model_type": "llama", ...}'))
+
+
+def architecture(config: Mapping[str, Any]) -> Architecture:
+    """The architecture that the contents of a config.json describe.
+
+    Raises ValueError for a model_type that is not in KINDS, and for a number that is missing or not a whole number.
+    """
+    whole, config = config, _text_part(config)
+    kind = config.get("model_type")
+    if kind not in KINDS:
+        raise ValueError(
+            f"architecture: model_type must be one of {', '.join(KINDS)}; got {kind!r}; for another model, write its "
+            "layers' costs (ModelCosts.save) and give them as --costs"
+        )
+    numbers = _Numbers(config, whole is not config)
+    blocks = tuple(_blocks(numbers, kind))
+    if kind in _IMAGES:
+        return _of_images(numbers, kind, blocks)
+    sizes = numbers["hidden_size"], numbers["vocab_size"]
+    left_out = [name for name in whole if name.endswith("_config") and isinstance(whole[name], Mapping)]
+    return Architecture(
+        kind,
+        *sizes,
+        blocks,
+        numbers.get("num_nextn_predict_layers", numbers.get("num_mtp_layers", 0)),
+        bool(whole["tie_word_embeddings"] if "tie_word_embeddings" in whole else numbers.known("tie_word_embeddings")),
+        _NAMES.get(kind, Architecture.names),
+        tuple(name for name in left_out if name not in ("text_config", "quantization_config")),
+    )
+
+
+def _of_images(numbers: _Numbers, kind: str, blocks: tuple[Block, ...]) -> Architecture:
+    """A ViT with a classifier."""
+    model, special = _IMAGES[kind]
+    patch, labels = numbers["patch_size"], numbers.value("id2label") or (0, 1)
+    return Architecture(
+        kind,
+        numbers["hidden_size"],
+        len(labels),
+        blocks,
+        names=(f"{model}.embeddings", f"{model}.layers", f"{model}.layernorm"),
+        left_out=tuple(name for name in ("pooler_output_size", "encoder_stride") if numbers.value(name)),
+        sequence=(numbers["image_size"] // patch) ** 2 + special,
+        patch=numbers["num_channels"] * patch**2,
+    )
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text decoder of a model that also takes images."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
+_IMAGES = {"vit": ("vit", 1), "vit_msn": ("vit", 1), "deit": ("deit", 2), "ijepa": ("ijepa", 0)}
+"""Of models of images: their name in the transformers library, and tokens besides patches."""
+_DENSE = (
+    *("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo"),
+    *("olmo2", "olmo3", "smollm3", "ernie4_5", "seed_oss", "glm", "glm4", "exaone4", "stablelm"),
+    *("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_5_text", "gpt2", "falcon", "cohere", "cohere2", "mamba2", "bamba"),
+    "bert",
+    *_IMAGES,
+)
+_UNGATED = ("gpt2", "falcon", "bert", *_IMAGES)
+_SPARSE = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2"),
+    *("olmoe", "flex_olmo", "glm4_moe", "minimax_m2", "qwen3_vl_moe_text", "qwen3_next", "llama4_text", "jamba"),
+)
+KINDS = (*_DENSE, *_SPARSE)
+"""The model types whose layers are known."""
+
+_NORMS = {"gemma2": 4, "gemma3_text": 4, "glm4": 4, "cohere": 1, "cohere2": 1, "mamba2": 1}  # of the others 2
+_NAMES = {
+    "bert": ("bert.embeddings.word_embeddings", "bert.encoder.layer", "cls"),
+    "gpt2": ("transformer.wte", "transformer.h", "transformer.ln_f"),
+    "falcon": ("transformer.word_embeddings", "transformer.h", "transformer.ln_f"),
+    "mamba2": ("backbone.embeddings", "backbone.layers", "backbone.norm_f"),
+    **dict.fromkeys(("jamba", "bamba"), ("model.embed_tokens", "model.layers", "model.final_layernorm")),
+}
+_MIXED = ("qwen3_next", "qwen3_5_text", "llama4_text", "bamba")  # layers of several kinds, also without a window
+_MOST_COUNTED = 10_000  # layers, heads, experts: each of them is worked on
+_LARGEST = 10**8  # of sizes
+
+
+class _Numbers:
+    """The numbers of a configuration, with an error that names the one that is missing or wrong.
+
+    partial: the file leaves out what is the default of the library's class, as for the text part of a larger model.
+    """
+
+    def __init__(self, config: Mapping[str, Any], partial: bool) -> None:
+        self.config, self.partial = dict(config), partial
+        if self.config.get("layer_types", ()) is None:  # which says that the library works them out
+            del self.config["layer_types"]
+        for name, value in config.items():
+            if type(value) is int and name.startswith(("num_", "n_", "hidden_size")):
+                self._check(name, value, 0)
+        self.library: Any = None
+
+    def value(self, name: str) -> Any:
+        """What the file says, or what the library has for it; None where neither does, or the library is missing."""
+        if name in self.config:
+            return self.config[name]
+        if self.library is None:
+            self.library = _of_library(self.config)
+        return getattr(self.library, name, None)
+
+    def known(self, name: str) -> Any:
+        """The same, of what may not be taken for false or empty where neither says it."""
+        value = self.value(name)
+        if value is None and self.library is False:
+            raise ValueError(
+                f"architecture: {name} is not in the file, which leaves out defaults: write it, or install "
+                "transformers, whose configuration knows"
+            )
+        return value
+
+    def __getitem__(self, name: str) -> int:
+        return self._check(name, self.value(name), 1)
+
+    def each(self, *names: str) -> list[int]:
+        return [self[name] for name in names]
+
+    def get(self, name: str, default: int) -> int:
+        """default where the name is missing, null or 0."""
+        value = self.value(name) if self.partial else self.config.get(name)
+        return self._check(name, value, 1) if value else default
+
+    def first(self, *names: str) -> int:
+        """The first of these names that is there."""
+        given = (name for name in names if self.config.get(name))
+        return self[next(given, None) or next((name for name in names if self.value(name)), names[0])]
+
+    def list(self, name: str) -> Sequence[Any]:
+        """Empty where it is null, or where neither the file nor the library has it."""
+        value = self.known(name) or []
+        if not isinstance(value, list):
+            raise ValueError(f"architecture: {name} must be a list; got {value!r}")
+        return value
+
+    def _check(self, name: str, value: Any, least: int) -> int:
+        most = _MOST_COUNTED if name.startswith("num_") or name.endswith(("_experts", "_group", "_layer")) else _LARGEST
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            got = repr(value)[:60]
+            raise ValueError(f"architecture: {name} must be a whole number, at least 1 and at most {most:,}; got {got}")
+        return value
+
+
+def _of_library(config: Mapping[str, Any]) -> Any:
+    """The configuration that the transformers library makes of these contents; False where it is not installed."""
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        return False
+    plain = {name: value for name, value in config.items() if "{" not in str(value)}  # it does not read its infinities
+    try:
+        return CONFIG_MAPPING[config["model_type"]].from_dict(plain)
+    except Exception as error:  # of its own kinds, for what it does not take
+        raise ValueError(f"architecture: the transformers library does not take it: {error}") from error
+
+
+def _blocks(numbers: _Numbers, kind: str) -> list[Block]:
+    """Tables of positions count as the first block's, and what is before BERT's head as the last one's."""
+    features, count = numbers["hidden_size"], numbers["num_hidden_layers"]
+    mixers = _mixers(numbers, kind, features, count)
+    if kind == "mamba2":
+        return [Block((mixer,), 1) for mixer in mixers]
+    norms = _NORMS.get(kind, 2)
+    if kind == "falcon":
+        norms = 1 if numbers.known("parallel_attn") and not numbers.known("new_decoder_architecture") else 2
+    blocks = [Block((mixer, *_mlp(numbers, kind, index, features)), norms) for index, mixer in enumerate(mixers)]
+    positions = {"gpt2": ("n_positions",), "bert": ("max_position_embeddings", "type_vocab_size")}.get(kind, ())
+    if tables := sum(numbers.get(name, 0) for name in positions):
+        first, *rest = blocks[0].parts
+        blocks[0] = replace(blocks[0], parts=(replace(first, other=tables * features), *rest))
+    if kind == "bert":
+        blocks[-1] = replace(blocks[-1], parts=(*blocks[-1].parts, kinds.transform(features)))
+    return blocks
+
+
+def _mixers(numbers: _Numbers, kind: str, features: int, count: int) -> list[Part]:
+    """What every layer has in the place of attention."""
+    if kind == "mamba2":
+        sizes = numbers.each("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel", "chunk_size")
+        return [kinds.state_space(features, *sizes)] * count
+    if kind == "jamba":
+        period, offset = numbers["attn_layer_period"], numbers.known("attn_layer_offset")
+        inner = numbers["mamba_expand"] * features
+        scan = kinds.selective_scan(features, inner, *numbers.each("mamba_d_state", "mamba_dt_rank", "mamba_d_conv"))
+        attention = _attention(numbers, kind, features, None, False)
+        return [attention if index % period == offset else scan for index in range(count)]
+    types = _layer_types(numbers, kind, count)
+    found = {each: _mixer(numbers, kind, features, each) for each in dict.fromkeys(types)}
+    return [found[each] for each in types]
+
+
+def _layer_types(numbers: _Numbers, kind: str, count: int) -> list[str]:
+    """The kind of every layer, by the library's names."""
+    given = bool(numbers.config.get("layer_types"))
+    windowed = bool(numbers.value("sliding_window") if numbers.partial else numbers.config.get("sliding_window"))
+    windowed = windowed and (given or numbers.value("use_sliding_window") is not False)
+    if not (windowed or kind in _MIXED):
+        return ["full_attention"] * count
+    types = numbers.list("layer_types") or ["sliding_attention"] * count
+    if len(types) != count:
+        raise ValueError(f"architecture: layer_types must name {count} layers, num_hidden_layers; got {len(types)}")
+    return list(types)
+
+
+def _mixer(numbers: _Numbers, kind: str, features: int, layer_type: str) -> Part:
+    if layer_type == "linear_attention" and kind == "bamba":
+        sizes = ("n_heads", "d_head", "d_state", "n_groups", "d_conv", "chunk_size")
+        return kinds.state_space(features, *(numbers[f"mamba_{name}"] for name in sizes))
+    if layer_type == "linear_attention":
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        return kinds.delta_rule(features, *(numbers[f"linear_{name}"] for name in names))
+    window = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(layer_type)
+    size = None if window is None else numbers[window]
+    return _attention(numbers, kind, features, size, layer_type == "chunked_attention")
+
+
+def _attention(numbers: _Numbers, kind: str, features: int, window: int | None, chunked: bool) -> Part:
+    heads = numbers["num_attention_heads"]
+    if kind.startswith(("deepseek", "kimi")):
+        sizes = numbers.each("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return kinds.latent_attention(features, heads, numbers.get("q_lora_rank", 0), *sizes)
+    size = numbers.get("head_dim", features // heads)
+    keys = numbers.get("num_key_value_heads", heads)
+    if kind == "falcon":
+        keys = heads if not numbers.known("multi_query") else 1
+        keys = numbers["num_kv_heads"] if numbers.known("new_decoder_architecture") else keys
+    gate = heads * size if kind in ("qwen3_next", "qwen3_5_text") else 0
+    causal = kind not in ("bert", *_IMAGES) or bool(numbers.config.get("is_decoder"))
+    return kinds.attention(features, heads, keys, size, window, chunked, gate, causal)
+
+
+def _mlp(numbers: _Numbers, kind: str, index: int, features: int) -> tuple[Part, ...]:
+    """Of one layer: an MLP, or experts and the MLP that all tokens take beside them."""
+    if kind in _DENSE or not _has_experts(numbers, kind, index):
+        name = {"falcon": "ffn_hidden_size", "llama4_text": "intermediate_size_mlp"}.get(kind, "intermediate_size")
+        hidden = numbers.get("n_inner", 4 * features) if kind == "gpt2" else numbers[name]
+        return (kinds.mlp(features, hidden, kind not in _UNGATED),)
+    hidden = numbers.first("moe_intermediate_size", "intermediate_size")
+    count = numbers.first("n_routed_experts", "num_experts", "num_local_experts")
+    chosen, groups = numbers["num_experts_per_tok"], numbers.get("n_group", 1)
+    if chosen > count:
+        raise ValueError(
+            f"architecture: num_experts_per_tok must be at most the number of experts, {count}; got {chosen}"
+        )
+    experts = Experts(count, chosen, groups, numbers.get("topk_group", groups))
+    routed = kinds.routed_mlp(features, hidden, experts)
+    shared = numbers.get("shared_expert_intermediate_size", numbers.get("n_shared_experts", 0) * hidden)
+    shared = hidden if kind == "llama4_text" else shared
+    return (routed, kinds.mlp(features, shared, beside=True)) if shared else (routed,)
+
+
+def _has_experts(numbers: _Numbers, kind: str, index: int) -> bool:
+    if kind == "jamba":
+        return index % numbers["expert_layer_period"] == numbers.known("expert_layer_offset")
+    if kind == "llama4_text":
+        return index in numbers.list("moe_layers")
+    listed = numbers.list("mlp_only_layers") if "mlp_only_layers" in numbers.config else ()
+    dense = index < numbers.get("first_k_dense_replace", 0) or index in listed
+    return not dense and (index + 1) % numbers.get("decoder_sparse_step", 1) == 0

@@ -1,0 +1,119 @@
+"""What a GPU can do according to its maker, and the share of it that programs get: hardware.json, or a file like it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from zbkern.planning.cost_model.calibration import NONE, Calibration
+from zbkern.planning.simulation.costs import checked_number
+from zbkern.planning.simulation.json_file import check_fields, parse_object, read_text
+
+TABLE = Path(__file__).parent / "hardware.json"
+_BANDWIDTH = "in bytes per second, such as 50e9 for 50 GB/s"
+_UNITS = {
+    "matmul_flops": "in flops per second, such as 989e12 for 989 TFLOPS",
+    "fp8_flops": "in flops per second, such as 1979e12 for 1979 TFLOPS",
+    "memory": "in bytes, such as 80e9 for 80 GB",
+    **{f"{name}_bandwidth": _BANDWIDTH for name in ("memory", "link", "network", "host")},
+}
+_MAY_BE_ZERO = (
+    *("exposed_share", "overlap_share"),
+    *("matmul_ramp", "attention_ramp", "pass_time", "layer_time", "expert_time"),
+)
+_LEAST = 1e6  # of these: smaller ones are in giga or tera of them
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One GPU and its connections.
+
+    matmul_flops: peak of dense matrix products in bf16, in 1/s, fp8_flops of those in FP8 (None: it has none). memory:
+    bytes. memory_bandwidth: bytes/s.
+    gpus_per_node: GPUs that link_bandwidth joins; network_bandwidth joins nodes, and host_bandwidth a GPU and the
+    memory of its host, which offloading needs (None: not known); all in bytes/s per GPU and direction.
+
+    The rest is what programs get of these peaks, the same for every GPU until somebody measures them. The numbers are
+    fitted to the twelve runs that `bench/published_runs.py` was made for (each left out in turn is predicted to 8 %,
+    with experts to 11 %, root mean square), starting from anchors that the fit is drawn to: products of 8192 reach 0.8
+    of an H100's peak in a benchmark and 0.6 to 0.7 where it draws its power all the time; a pass costs 0.6 to 0.8 ms in
+    the tables of arXiv 2401.10241; an adapter 0.9 of its rate; FlashAttention 3 reaches 0.67 forward and 0.58 backward
+    (head size 128, causal, 8k tokens).
+    matmul_share: of a large product, in W. forward_backward_share: of matmul_share, in F and B, where other operations
+    are between the products; fitted to the times of F, B and W of arXiv 2401.10241, Table 9, alone. matmul_ramp: a
+    product of [rows, inputs] and [inputs, outputs] takes 1 + this * (1/rows + 1/inputs + 1/outputs) times as long as
+    that. expert_share: of matmul_share, where products are grouped by expert, in groups of unlike sizes.
+    attention_*_share: of a long sequence; one of n tokens takes 1 + attention_ramp/n times as long. memory_share: of
+    the bandwidth, with norms, activations and copies that frameworks do not fuse. network_share: also of the links in a
+    node and to the host. exposed_share: of the time of messages of tensor and expert parallelism that computing does
+    not hide. overlap_share: of one microbatch's passes, what traffic between pipelines hides behind. latency: seconds
+    that a message takes besides its bytes. pass_time: seconds of each F, B and W of a chunk (the engine); layer_time,
+    expert_time: of each in a layer, and in one with experts besides that, however few tokens there are (launches,
+    routing, waiting for the counts).
+
+    Raises TypeError or ValueError for anything but positive numbers (ramps, times, exposed_share and overlap_share may
+    be 0), shares above 1, and peaks so low that they must be in other units.
+    """
+
+    title: str
+    matmul_flops: float
+    memory: float
+    memory_bandwidth: float
+    gpus_per_node: int
+    link_bandwidth: float
+    network_bandwidth: float
+    host_bandwidth: float | None = None
+    fp8_flops: float | None = None
+    source: str = ""
+    matmul_share: float = 0.7
+    forward_backward_share: float = 0.73
+    matmul_ramp: float = 125.0
+    expert_share: float = 0.66
+    attention_forward_share: float = 0.67
+    attention_backward_share: float = 0.55
+    attention_ramp: float = 500.0
+    memory_share: float = 0.46
+    network_share: float = 0.91
+    exposed_share: float = 0.41
+    overlap_share: float = 1.0
+    latency: float = 1e-5
+    pass_time: float = 0.32e-3
+    layer_time: float = 0.05e-3
+    expert_time: float = 0.7e-3
+    calibration: Calibration = NONE
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.calibration, Calibration):
+            raise TypeError(f"Hardware: calibration is for zbkern plan --calibrate; got {self.calibration!r}")
+        for name in (field.name for field in fields(self) if field.name != "calibration"):
+            value = getattr(self, name)
+            if name in ("title", "source"):
+                if not isinstance(value, str):
+                    raise TypeError(f"Hardware: {name} must be text; got {value!r}")
+                continue
+            if name in ("host_bandwidth", "fp8_flops") and value is None:
+                continue
+            checked_number("Hardware", name, value, most=1.0 if name.endswith("_share") else 1e30)
+            if name == "gpus_per_node" and value % 1 != 0:
+                raise ValueError(f"Hardware: {name} must be a whole number; got {value!r}")
+            if not (value or name in _MAY_BE_ZERO):
+                raise ValueError(f"Hardware: {name} must be above 0; got {value!r}")
+            if name in _UNITS and value < _LEAST:
+                raise ValueError(f"Hardware: {name} must be {_UNITS[name]}; got {value!r}")
+        object.__setattr__(self, "gpus_per_node", int(self.gpus_per_node))  # 8.0 in a table
+
+
+def load_hardware(name: str, path: str | Path | None = None) -> Hardware:
+    """The GPU of that name in a table of hardware, the one that comes with zbkern where path is None.
+
+    Raises OSError, or ValueError for a file that is no such table and for a name that it does not have.
+    """
+    path = TABLE if path is None else Path(path)
+    table = parse_object(f"load_hardware: {path}", read_text(path), TABLE.name)
+    name = next((each for each in table if each.lower() == name.lower()), name)
+    if name not in table:
+        raise ValueError(
+            f"load_hardware: {path} has no {name!r}; it has {', '.join(table)}: name one of them, or add it to a table"
+        )
+    check_fields(f"load_hardware: {name!r} of {path} (as those of {TABLE})", Hardware, table[name])
+    return Hardware(**table[name])

@@ -1,0 +1,444 @@
+"""Costs of a model on a GPU, from flops and bytes alone: for planning before there is a machine to measure on.
+
+A model, and no measurement. It assumes:
+- a matrix product takes as long as its flops or its bytes, whichever is longer, at the shares of the peaks that
+  `Hardware` names, a small one longer; attention, at shares of its own, computes what its mask leaves; other
+  operations take their bytes; every layer and every pass takes some time of its own;
+- bf16, and zbkern's own layers: B and W apart cost nothing, the gated MLP and FlashAttention recompute what they can,
+  logits never exist as a whole, W accumulates in fp32 in place, and nothing else is recomputed or offloaded;
+- what is between the layers of tensor parallelism is split among its GPUs, too (sequence parallelism); of its messages
+  and those of experts `Hardware.exposed_share` takes time; every expert gets as many tokens as the others, and a
+  token is sent once to every GPU that has some of its experts (`zbkern.nn.ExpertParallel` sends it once per expert);
+- of a sequence in slices keys and values of all heads stay, also where their layer has a window or makes them from
+  small vectors, as caches of the transformers library have them;
+- 18 bytes per parameter: bf16 weight, fp32 gradient, and 12 of AdamW, which data-parallel ranks share; where they share
+  all of it (FSDP), the weights and gradients of two layers are whole at a time.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+from math import gcd
+
+from zbkern.pipeline.schedules.actions import check_count
+from zbkern.planning.cost_model.architecture import Architecture, Block
+from zbkern.planning.cost_model.expert_traffic import reached
+from zbkern.planning.cost_model.hardware import Hardware
+from zbkern.planning.cost_model.layer_kinds import Core, Experts, Part, Product
+from zbkern.planning.simulation.costs import COPY_SIZE
+from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
+
+_WIDTH = 2  # bytes of a bf16 number
+_WIDE = 4  # of an fp32 number: statistics, gradients
+_MS = 1e3
+_SOME = 1 / 8  # of a sequence: from what so many rows take follows what does not shrink with them
+_REDUCED = 2  # of a gradient that travels between pipelines
+_QUANTISED = 3  # bytes read and written for a number that becomes FP8
+_STEP = 30  # bytes that AdamW reads and writes per parameter: gradient, both moments, fp32 weight, and the bf16 one
+_OPTIMIZER = 12  # bytes per parameter: two moments and the fp32 weight
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a model is trained: parallelism beside the pipeline's, and the size of a microbatch.
+
+    tensor_parallel: GPUs that share every layer. expert_parallel: GPUs among which the experts are, whole; with 1 every
+    expert is split as other layers are. context_parallel: GPUs that share the tokens of every sequence, and send keys
+    and values around. data_parallel: pipelines beside each other, which share the optimizer's state with those; 0 for
+    as few as have room for the experts. fully_shard: they share weights and gradients, too (FSDP2, ZeRO-3), gathered
+    for every F and B and reduced after every W: of pipelines of one stage. fp8: products of F and B are in FP8, W in
+    bf16 (`recipe="fp8_blockwise"`).
+    sequence: tokens of a sequence; microbatch_size: sequences of a microbatch. Raises TypeError or ValueError.
+    """
+
+    sequence: int
+    microbatch_size: int = 1
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    data_parallel: int = 0
+    context_parallel: int = 1
+    fp8: bool = False
+    fully_shard: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name not in ("fp8", "fully_shard"):
+                check_count(f"Job: {name}", value, int(name != "data_parallel"))
+        if not self.data_parallel:
+            shared = self.tensor_parallel * self.context_parallel
+            object.__setattr__(self, "data_parallel", self.expert_parallel // gcd(self.expert_parallel, shared))
+        if self.tensor_parallel * self.replicas % self.expert_parallel:
+            raise ValueError(
+                f"Job: tensor_parallel * data_parallel must be a multiple of expert_parallel, whose GPUs they are; got "
+                f"{self.tensor_parallel} * {self.replicas} and {self.expert_parallel}"
+            )
+        if self.sequence % self.context_parallel:
+            raise ValueError(
+                f"Job: context_parallel must divide the sequence of {self.sequence} tokens; got {self.context_parallel}"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch."""
+        return self.sequence * self.microbatch_size
+
+    @property
+    def rows(self) -> float:
+        """Of a microbatch, those of the GPUs that share a layer."""
+        return self.tokens / self.context_parallel
+
+    @property
+    def replicas(self) -> int:
+        """GPUs that have the same weights, and share their optimizer's state."""
+        return self.data_parallel * self.context_parallel
+
+    def gpus(self, stages: int) -> int:
+        """Of all pipelines."""
+        return stages * self.tensor_parallel * self.replicas
+
+
+def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> ModelCosts:
+    """Costs of every layer for one GPU, in ms and bytes: embedding, blocks, norm with head and loss, then predictors.
+
+    Their names are those that `cut` counts; norm and head are one, named as the norm, and predictors, which the
+    transformers library does not build, are named as in DeepSeek's checkpoints.
+
+    See the module for what is assumed. Raises ValueError where heads, experts or features cannot be divided so.
+    """
+    layers = tuple(layer.costs() for layer in _layers(architecture, hardware, job))
+    bandwidth = hardware.network_bandwidth * hardware.network_share / _MS
+    copies = None if hardware.host_bandwidth is None else hardware.host_bandwidth * hardware.network_share / _MS
+    computed = ModelCosts(
+        layers,
+        hardware.latency * _MS,
+        bandwidth,
+        "ms",
+        "bytes",
+        copies,
+        copies,
+        copy_size=COPY_SIZE,
+        pass_overhead=hardware.pass_time * _MS,
+        tokens=job.sequence,
+    )
+    return hardware.calibration.applied(computed) if hardware.calibration.source else computed
+
+
+def outside(architecture: Architecture, hardware: Hardware, job: Job, stages: int) -> float:
+    """Seconds of a step that no pass has, on a rank with its share of the layers: what is not hidden of the traffic
+    between pipelines, weights gathered and gradients reduced behind one microbatch's passes, and the optimizer's step.
+    Raises ValueError as `model_costs`, and for several stages that are fully sharded.
+    """
+    if job.fully_shard and stages > 1:
+        raise ValueError(
+            "stages hold weights and gradients from pass to pass; leave fully_shard out, or have one stage"
+        )
+    layers = _layers(architecture, hardware, job)
+    behind = hardware.overlap_share * sum(layer.forward + layer.backward + layer.weight for layer in layers)
+    traffic = 0.0 if job.fully_shard else sum(layer.gathered + layer.reduced for layer in layers)
+    step = sum(layer.stepped for layer in layers)
+    return hardware.calibration.rest * (max(0.0, traffic - behind) + step) / stages
+
+
+def _layers(architecture: Architecture, hardware: Hardware, job: Job) -> list[_Layer]:
+    """In model order."""
+    _check(architecture, job)
+    equal = {block: _block("", block, architecture, hardware, job) for block in set(architecture.blocks)}
+    found = [_embedding(architecture, hardware, job)]
+    for number, block in enumerate(architecture.blocks):
+        found.append(copy(equal[block]))
+        found[-1].name = f"{architecture.names[1]}.{number}"
+    found.append(_head(architecture.names[2], architecture, hardware, job))
+    for name in predictors(architecture):
+        found.append(_block(name, architecture.blocks[-1], architecture, hardware, job, joined=True))
+        found.append(_head(f"{name}.shared_head", architecture, hardware, job))
+    if job.fully_shard:
+        for layer in found:
+            layer.wait_for_shards()
+        largest = max(found, key=lambda layer: layer.whole)
+        largest.static += 2 * (_WIDTH + _WIDE) * largest.whole  # its own, and those of the layer before or after it
+    return found
+
+
+def predictors(architecture: Architecture) -> list[str]:
+    """The names of the layers that predict further tokens."""
+    blocks = len(architecture.blocks)
+    return [f"{architecture.names[1]}.{number}" for number in range(blocks, blocks + architecture.predictors)]
+
+
+def parameters(architecture: Architecture) -> tuple[int, int]:
+    """All parameters of a model without its predictors, and those that a token is computed with."""
+    head = 0 if architecture.tied else architecture.vocabulary * architecture.features
+    table = architecture.embedding + head
+    parts = [part for block in architecture.blocks for part in block.parts]
+    return table + sum(part.parameters() for part in parts), table + sum(part.parameters(active=True) for part in parts)
+
+
+def flops(architecture: Architecture, sequence: int, masked: bool = True) -> float:
+    """Of a training step per token: forward and twice that backward, nothing twice; attention as its mask leaves it, or
+    of a full square, as Megatron-LM counts."""
+    _, active = parameters(architecture)
+    cores = [part.core for block in architecture.blocks for part in block.parts if part.core]
+    core = sum(each.flops(sequence) if masked else each.square(sequence) for each in cores)
+    lookup = 0 if architecture.tied else architecture.vocabulary * architecture.features  # or labels, of one token
+    lookup += architecture.sequence * architecture.features
+    return 3 * (2 * (active - lookup) + core)
+
+
+class _Layer:
+    """Adds up the operations of one layer for one microbatch on one GPU: seconds, and bytes."""
+
+    def __init__(self, name: str, features: int, hardware: Hardware, job: Job, tied: str | None = None) -> None:
+        self.name, self.features, self.tied = name, features, tied
+        self.hardware, self.job = hardware, job
+        self.forward = self.backward = self.weight = self.saving = 0.0
+        self.gathered = self.reduced = self.stepped = self.whole = 0.0
+        self.activation = self.held = self.static = 0.0
+        self.attention_forward = self.attention_backward = self.overhead = self.carried = 0.0
+
+    def linear(
+        self, rows: float, inputs: float, outputs: float, matrices: float = 1, replicas: float = 0, peak: float = 0
+    ) -> None:
+        """Products of so many rows in all with `matrices` weights [outputs, inputs], which this GPU has.
+
+        replicas: as for `weights`. peak: that of F and B, 0 for that of bf16.
+        """
+        gpu = self.hardware
+        share = gpu.matmul_share * (1.0 if matrices == 1 else gpu.expert_share)
+        size = matrices * inputs * outputs
+        wide, narrow = gpu.matmul_flops, peak or gpu.matmul_flops  # of W, of F and B
+
+        def times(rows: float) -> tuple[float, float, float]:
+            """Of F or B, of W, and of a W that is merged, which reads and writes the gradient once with others."""
+            edges = gpu.matmul_ramp * (matrices / rows + 1 / inputs + 1 / outputs)
+            product = (1 + edges) * 2 * rows * inputs * outputs / share
+            moved = _WIDTH * rows * (inputs + outputs)
+            quantised = self.seconds(_QUANTISED * rows * inputs) if narrow != wide else 0.0
+            kinds = ((gpu.forward_backward_share * narrow, _WIDTH * size), (wide, 2 * _WIDE * size), (wide, 0))
+            through, alone, merged = (max(product / most, self.seconds(moved + more)) for most, more in kinds)
+            return through + quantised, alone, merged
+
+        (through, alone, merged), some = times(rows), times(_SOME * rows)
+        self.forward += through
+        self.backward += through
+        self.weight += alone
+        self.saving += alone - merged
+        fixed = [(part - _SOME * whole) / (1 - _SOME) for part, whole in zip(some, (through, alone), strict=False)]
+        self.overhead += (2 * fixed[0] + fixed[1]) / 3
+        self.weights(size, replicas)
+
+    def core(self, core: Core) -> None:
+        """Two products forward, five backward, no weights; of short sequences less than its share.
+
+        What short ones take longer is some keys more for every query, which is no part of the context.
+        """
+        gpu, job = self.hardware, self.job
+        flops = job.rows * core.flops(job.sequence) / job.tensor_parallel / gpu.matmul_flops
+        more = 1 + gpu.attention_ramp / job.sequence
+        rising = rising_share(1.0 if core.window is None else min(1.0, core.window / job.sequence))
+        self.attention_forward += rising * flops / gpu.attention_forward_share
+        self.attention_backward += rising * 2.5 * flops / gpu.attention_backward_share
+        self.forward += more * flops / gpu.attention_forward_share
+        self.backward += more * 2.5 * flops / gpu.attention_backward_share
+
+    def part(self, part: Part) -> None:
+        """Attention, an MLP or experts: products, core and the rest, for this GPU's share of them."""
+        job = self.job
+        part = part.of(job.tensor_parallel)
+        rows = job.rows / job.tensor_parallel
+        if part.experts is not None and job.expert_parallel > 1:
+            self.dispatch_and_combine(rows, part.experts)
+        else:
+            self.gather_and_scatter()
+        for product in part.products:
+            self.product(product, part.experts)
+        if part.core is not None:
+            self.core(part.core)
+            self.around(rows * part.keys)
+        self.elementwise(rows, *part.moved)
+        self.keep(rows, part.kept, part.held)
+        self.weights(part.other / job.tensor_parallel)
+        self.carried += _WIDTH * rows * part.carried
+
+    def product(self, product: Product, experts: Experts | None) -> None:
+        """A row of the table."""
+        job, inputs, outputs = self.job, product.inputs, product.outputs
+        ranks, rows, matrices, replicas = job.tensor_parallel, job.rows, 1.0, 0.0
+        if product.grouped and experts is not None:
+            rows, matrices = rows * experts.chosen, experts.count / job.expert_parallel
+        if product.divided == "tokens" or (product.grouped and job.expert_parallel > 1):
+            rows /= ranks
+        elif product.divided == "inputs":
+            inputs /= ranks  # type: ignore[assignment]
+        else:
+            outputs /= ranks  # type: ignore[assignment]
+        if product.grouped and job.expert_parallel > 1:  # as many rows come back from others as go there
+            replicas = job.replicas * ranks / job.expert_parallel
+        narrow = 0.0 if product.grouped or not job.fp8 else self.hardware.fp8_flops or 0.0
+        self.static += 2 * inputs * outputs if narrow else 0.0  # in 8 bits, both ways round, while a step runs
+        self.linear(rows, inputs, outputs, matrices, replicas, narrow)
+
+    def elementwise(self, rows: float, forward: float, backward: float) -> None:
+        """So many numbers read or written per row."""
+        self.forward += self.seconds(_WIDTH * rows * forward)
+        self.backward += self.seconds(_WIDTH * rows * backward)
+
+    def keep(self, rows: float, activation: float, held: float) -> None:
+        """So many numbers per row, from F to B and from B to W."""
+        self.activation += _WIDTH * rows * activation
+        self.held += _WIDTH * rows * held
+
+    def weights(self, count: float, replicas: float = 0) -> None:
+        """Parameters on this GPU, whose optimizer state so many replicas share; 0 for all pipelines."""
+        copies = replicas or self.job.replicas
+        shards = copies if self.job.fully_shard else 1
+        self.static += count * ((_WIDTH + _WIDE) / shards + _OPTIMIZER / copies)
+        self.whole += count if shards > 1 else 0
+        self.stepped += self.seconds(_STEP * count / copies)
+        if copies > 1:
+            gpu = self.hardware
+            near = max(1.0, gpu.gpus_per_node / (self.job.expert_parallel if replicas else self.job.tensor_parallel))
+            bandwidth = gpu.link_bandwidth if copies <= near else min(near * gpu.network_bandwidth, gpu.link_bandwidth)
+            time = count * (copies - 1) / copies / (bandwidth * gpu.network_share)
+            self.gathered += _WIDTH * time
+            self.reduced += (_WIDE if self.job.fully_shard else _REDUCED) * time
+
+    def wait_for_shards(self) -> None:
+        """What gathering weights for F and B and reducing gradients takes beyond the passes that hide it."""
+        hidden = self.hardware.overlap_share
+        self.forward += max(0.0, self.gathered - hidden * self.forward)
+        self.backward += max(0.0, self.gathered + self.reduced - hidden * (self.backward + self.weight))
+
+    def gather_and_scatter(self) -> None:
+        """Tensor parallelism around attention or an MLP: an all-gather and a reduce-scatter, forward and backward."""
+        ranks = self.job.tensor_parallel
+        if ranks > 1:
+            self._message(2 * _WIDTH * self.job.rows * self.features * (ranks - 1) / ranks / self._bandwidth(ranks))
+
+    def around(self, keys: float) -> None:
+        """Context parallelism: so many numbers of keys and values go to the other GPUs of the sequence."""
+        ranks = self.job.context_parallel
+        if ranks > 1:
+            self._message(_WIDTH * keys * (ranks - 1) / self._bandwidth(ranks * self.job.tensor_parallel))
+
+    def dispatch_and_combine(self, tokens: float, experts: Experts) -> None:
+        """Expert parallelism: tokens go to the GPUs of their experts and return, forward and backward.
+
+        A token travels once to every node that has some of its experts, to the GPU with its own GPU's place there, and
+        is handed on to every GPU there that has some while the next ones travel (arXiv 2412.19437, section 3.2.2). What
+        goes to its own node or GPU takes no time.
+        """
+        ranks, size = self.job.expert_parallel, _WIDTH * tokens * self.features
+        inside, here = min(ranks, self.hardware.gpus_per_node), experts.count // ranks
+        gpus = sum(reached(experts, (here,) * ranks))
+        places = [here * min(inside, ranks - first) for first in range(0, ranks, inside)]
+        nodes = sum(
+            share * (1 - place / experts.count)
+            for share, place in zip(reached(experts, tuple(places)), places, strict=True)
+        )
+        time = max(
+            nodes * size / self.hardware.network_bandwidth,
+            gpus * size * (inside - 1) / inside / self.hardware.link_bandwidth,
+        )
+        self._message(2 * time)
+
+    def seconds(self, moved: float) -> float:
+        """For so many bytes of this GPU's memory."""
+        return moved / (self.hardware.memory_bandwidth * self.hardware.memory_share)
+
+    def costs(self) -> LayerCosts:
+        output = _WIDTH * self.job.rows * self.features / self.job.tensor_parallel
+        same = ("forward", "backward", "weight", "attention_forward", "attention_backward", "overhead")
+        times = {name: _MS * getattr(self, name) for name in same}
+        rest = {name: getattr(self, name) for name in ("activation", "held", "static", "carried")}
+        return LayerCosts(self.name, **times, **rest, merge_saving=_MS * self.saving, output=output, tied=self.tied)
+
+    def _bandwidth(self, ranks: int) -> float:
+        """Among so many neighbours."""
+        inside = ranks <= self.hardware.gpus_per_node
+        return self.hardware.link_bandwidth if inside else self.hardware.network_bandwidth
+
+    def _message(self, time: float) -> None:
+        """Two messages that take so long together at the peak bandwidth, forward and again backward."""
+        exposed = (time / self.hardware.network_share + 2 * self.hardware.latency) * self.hardware.exposed_share
+        self.forward += exposed
+        self.backward += exposed
+
+
+def rising_share(window: float) -> float:
+    """The share of attention's time that grows with the length times all that came before, in slices of a sequence.
+
+    A window w of the sequence gives a query the context min(x, w) at x. That is taken for a constant, which makes the
+    time grow with the length, and a part that rises with x: the one with the least squares of the difference.
+    """
+    return window * (3 - 2 * window) / (2 - window)
+
+
+def _embedding(architecture: Architecture, hardware: Hardware, job: Job) -> _Layer:
+    features, ranks = architecture.features, job.tensor_parallel
+    layer = _Layer(architecture.names[0], features, hardware, job, "embedding" if architecture.tied else None)
+    rows = job.rows / ranks
+    layer.elementwise(rows, 2 * features, 0)
+    if architecture.patch:  # a product of every patch with all of its weight, which has no B
+        layer.linear(rows, architecture.patch, features)
+        layer.backward = 0.0
+        layer.keep(rows, architecture.patch, architecture.patch + features)
+        layer.weights(architecture.sequence * features)
+        return layer
+    layer.weight += layer.seconds(rows * features * (_WIDTH + 2 * _WIDE))  # its whole backward is W
+    layer.keep(rows, 0, features)
+    layer.weights(architecture.vocabulary * features / ranks)
+    return layer
+
+
+def _head(name: str, architecture: Architecture, hardware: Hardware, job: Job) -> _Layer:
+    """The last norm, and the head with its loss: F computes the logits and the input's gradient, W the logits again."""
+    features, ranks = architecture.features, job.tensor_parallel
+    layer = _Layer(name, features, hardware, job, "embedding" if architecture.tied else "head")
+    layer.elementwise(job.rows / ranks, 2 * features, 4 * features)
+    rows = job.microbatch_size if architecture.sequence else job.rows
+    layer.linear(rows, features, architecture.vocabulary / ranks)
+    twice = layer.backward - layer.seconds(_WIDTH * job.rows / ranks * 4 * features)
+    layer.forward, layer.backward, layer.weight = layer.forward + twice, layer.backward - twice, layer.weight + twice
+    layer.gather_and_scatter()
+    layer.keep(job.rows / ranks, 3 * features, features)  # input, its norm, and its gradient
+    return layer
+
+
+def _block(
+    name: str, block: Block, architecture: Architecture, hardware: Hardware, job: Job, joined: bool = False
+) -> _Layer:
+    """joined: with the product in front that joins a predictor's two inputs."""
+    features = architecture.features
+    layer = _Layer(name, features, hardware, job)
+    launches = hardware.layer_time + (hardware.expert_time if block.experts else 0.0)
+    layer.forward = layer.backward = layer.weight = layer.overhead = launches
+    rows = job.rows / job.tensor_parallel  # outside of the layers that are split
+    layer.elementwise(rows, block.norms * 2 * features + 2 * features, block.norms * 4 * features)
+    layer.keep(rows, block.norms * features, 0)  # the inputs of the norms
+    if joined:
+        layer.linear(rows, 2 * features, features)
+        layer.keep(rows, 2 * features, 3 * features)
+    for part in block.parts:
+        layer.part(part)
+    return layer
+
+
+def _check(architecture: Architecture, job: Job) -> None:
+    ranks = job.tensor_parallel
+    for part in (part for block in architecture.blocks for part in block.parts):
+        if part.heads % ranks:
+            raise ValueError(f"model_costs: tensor_parallel must divide the {part.heads} heads; got {ranks}")
+        keys = part.key_heads
+        if part.keys and keys % ranks and ranks % keys:
+            raise ValueError(
+                f"model_costs: tensor_parallel must divide the {keys} heads of keys, or be a multiple; got {ranks}"
+            )
+        if part.experts and part.experts.count % job.expert_parallel:
+            raise ValueError(
+                f"model_costs: expert_parallel must divide the {part.experts.count} experts; got {job.expert_parallel}"
+            )
+    if job.expert_parallel > 1 and architecture.experts is None:
+        raise ValueError(
+            f"model_costs: expert_parallel must be 1 for a model without experts; got {job.expert_parallel}"
+        )

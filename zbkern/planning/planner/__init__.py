@@ -1,0 +1,9 @@
+"""The planner: a schedule for given costs under a memory limit, with a lower bound beside it."""
+
+from __future__ import annotations
+
+from zbkern.planning.planner.arguments import PlanOptions
+from zbkern.planning.planner.idle_time import IdleTime
+from zbkern.planning.planner.plan import Plan, plan
+
+__all__ = ["IdleTime", "Plan", "PlanOptions", "plan"]

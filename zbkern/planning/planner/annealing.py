@@ -1,0 +1,76 @@
+"""Local search: simulated annealing over the order of every rank, W included, or over one building block of all.
+
+A move shifts one pass of one rank to an earlier or later position of its row, as far as dependencies and memory there
+allow. Half of the moves take their pass from the critical path; a fifth shift a group of passes at once: the same pass
+of the microbatch in the neighbouring chunks, or of the next microbatches on the rank, since a better order mostly needs
+the same change in many rows. One move in twenty takes a pass from however far behind into a gap: where the first rank
+has most to do, the forwards that would fill its warm-up are far behind in its row (DeepSeek-V3, p=16, m=64, two chunks
+in a V, eight seeds: 2073.9 ms on average instead of 2094.7; the lower bound is 2068.3). What is minimised is the
+largest span of a rank (from its first start to its last end) plus `spread` times the mean span: most moves do not
+change the largest, and the mean alone would rather fill a gap on every rank than end the last pass a little earlier.
+
+Orders that bear delays are found by annealing the same orders at several speeds of the ranks at once: a move is made in
+all of them, and kept where each would keep it.
+
+It runs in C++ (csrc/planner_anneal.cpp), some millions of moves a second on small problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zbkern.planning.planner import native
+from zbkern.planning.planner.native import Effort
+from zbkern.planning.planner.problem import Ordering, Problem, schedule_of
+from zbkern.planning.simulation.memory import static_of_ranks
+from zbkern.planning.simulation.simulator import simulate
+
+
+def anneal(problem: Problem, start: Ordering, effort: Effort, samples: Sequence[Problem] = ()) -> Ordering:
+    """The best orders found from `start`. Raises ValueError when these cannot run.
+
+    samples: the same problem with other times; the cost is then half that of the problem and half their mean.
+    """
+    assert native.core is not None
+    return Ordering(*native.core.anneal([problem, *samples], start.rows, start.fused, effort, problem.may_fuse))
+
+
+def search_blocks(problem: Problem, fuse: bool, effort: Effort) -> Ordering | None:
+    """The best orders found that repeat one building block: when each pass of one microbatch runs, which every
+    microbatch repeats one period later. None when there are none; it stops only once something fits.
+
+    V-Half and V-Min (arXiv 2405.15362) are such schedules, made by hand for passes of equal length. Here the block is
+    searched for, with the real costs: a rank runs its passes in the order of the time that the block gives them, each
+    as soon as it can, and simulated annealing moves passes of the block, which moves those of all microbatches at once.
+    Where memory is short, changing one microbatch after the other does not lead from one steady state to a better one;
+    this does. Warm-up and cool-down of what it finds are poor; it is where `anneal` starts from. It runs in C++
+    (csrc/planner_blocks.cpp). fuse: all backwards are fused.
+    """
+    assert native.core is not None
+    orders = Ordering(*native.core.search_blocks(problem, fuse, effort))
+    return orders if orders.rows else None
+
+
+def measured(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[float]] | None:
+    """The orders with their cost computed, and the most that every rank holds; None when they cannot run, as when
+    microbatches do not pass in order.
+    """
+    if native.core is None:
+        return _simulated(problem, orders)
+    cost, peaks = native.core.measure(problem, orders.rows, orders.fused)
+    return (replace(orders, cost=cost), peaks) if cost >= 0 else None
+
+
+def _simulated(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[float]]:
+    """The same without the compiled core, for orders of published schedules."""
+    timeline = simulate(schedule_of(orders, problem, "published"), problem.costs)
+    static = static_of_ranks(problem.costs.per_chunk(problem.chunks), problem.placement)
+    cost = timeline.makespan if problem.makespan else timeline.cost
+    beside = [peak - always for peak, always in zip(timeline.peak_memory, static, strict=True)]
+    return replace(orders, cost=round(cost * problem.time_scale)), [each * problem.memory_scale for each in beside]
+
+
+def with_cost(problem: Problem, orders: Ordering) -> Ordering | None:
+    found = measured(problem, orders)
+    return found and found[0]

@@ -1,0 +1,224 @@
+"""What `plan` is given, checked: placements by name, memory limits by rank, and whether one microbatch fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zbkern.pipeline import schedules
+from zbkern.pipeline.schedules.actions import ScheduleError, check_count
+from zbkern.pipeline.schedules.slices import slice_lengths
+from zbkern.pipeline.schedules.units import amount, enough
+from zbkern.planning.planner.problem import Problem, freed_memory, most_memory, taken_memory
+from zbkern.planning.simulation.costs import ChunkCosts, Costs, checked_number
+from zbkern.planning.simulation.layers import ModelCosts
+from zbkern.planning.simulation.memory import Limit, limits_of, static_of_ranks
+from zbkern.planning.simulation.slice_costs import SLICE_UNIT, equal_lengths, equal_times, slice_costs
+
+PLACEMENTS = ("linear", "loop", "v", "zigzag")
+OBJECTIVES = ("cost", "makespan")
+Slices = int | Sequence[int] | str  # lengths, a number, or "auto"
+
+_WHOLE: tuple[int, ...] = (1,)
+_NUMBERS = (2, 4, 8, 16, 32)  # of slices to choose from
+_MOST_PASSES = 400_000  # of one chunk per rank: making and measuring published schedules then takes seconds
+_LEAST_UNITS = 2  # of a slice's length, in the mean
+_SEEDS = 2**32  # each search makes seeds of its own of 64 bits from it
+_ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What few need to set of a `plan`.
+
+    objective: what to minimise, "cost" or "makespan" (see `Timeline`). partition: the first layer of every chunk, for
+    `ModelCosts`; searched for where it is None. time_limit: seconds after which the search ends, if `effort` is not
+    over by then; the plan then depends on the machine. seed: of the search; another one finds other plans. progress:
+    is called with a line about the search before every round, and with an empty one at the end. slice_tokens: slices
+    that are chosen are multiples of so many tokens, where the costs say how many a sequence has. steady: of orders
+    within 0.3% of the best that are found, take those that cost least in the mean of two: as planned, and where ranks
+    are up to 20% slower or faster, unless the best are proven optimal or published, after a search for such orders;
+    False for the best as they are.
+
+    Raises TypeError or ValueError for what is none of these.
+    """
+
+    objective: str = "cost"
+    partition: Sequence[int] | None = None
+    time_limit: float | None = None
+    seed: int = 0
+    progress: Callable[[str], None] = lambda line: None
+    slice_tokens: int = SLICE_UNIT
+    steady: bool = True
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"PlanOptions: objective must be one of {OBJECTIVES}; got {self.objective!r}")
+        check_count("PlanOptions: seed", self.seed, 0)
+        check_count("PlanOptions: slice_tokens", self.slice_tokens)
+        if not isinstance(self.steady, bool):
+            raise TypeError(f"PlanOptions: steady must be True or False; got {self.steady!r}")
+        if self.seed >= _SEEDS:
+            raise ValueError(f"PlanOptions: seed must be below {_SEEDS}; got {self.seed}")
+        if self.time_limit is not None:
+            checked_number("PlanOptions", "time_limit", self.time_limit, math.inf)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `plan` is asked for; see there. Raises TypeError or ValueError for what it cannot use."""
+
+    costs: Costs | ModelCosts
+    stages: int
+    microbatches: int
+    chunks: int | None
+    placement: str | Sequence[int] | None
+    memory_limit: Limit
+    effort: int
+    slices: Slices
+    options: PlanOptions
+
+    def __post_init__(self) -> None:
+        costs, placement, slices = self.costs, self.placement, self.slices
+        if not isinstance(costs, (Costs, ModelCosts)):
+            raise TypeError(f"plan: costs must be a zbkern.pipeline.Costs or ModelCosts; got {type(costs).__name__}")
+        if placement is not None and not isinstance(placement, Sequence):
+            raise TypeError(
+                f"plan: placement must be one of {PLACEMENTS} or a list with the rank of every chunk; got "
+                f"{type(placement).__name__} {placement!r}"
+            )
+        if isinstance(slices, str) and slices != "auto":
+            raise ValueError(f'plan: slices must be "auto", a number of slices, or the length of each; got {slices!r}')
+        count = 1 if isinstance(slices, str) else len(slice_lengths("plan", slices))
+        if costs.tokens is not None and count > costs.tokens:
+            raise ValueError(
+                f"plan: slices must be at most as many as the {costs.tokens} tokens of a sequence; got {count}"
+            )
+        chunks = 1 if self.chunks is None else self.chunks
+        schedules.check_counts("plan", self.stages, self.microbatches, chunks, count)
+        check_count("plan: effort", self.effort, 0)
+        if self.options.partition is not None and not isinstance(costs, ModelCosts):
+            raise TypeError("plan: partition divides layers: give ModelCosts with it, or Costs without")
+
+    @property
+    def limits(self) -> list[float] | None:
+        """The memory limit of every rank; None for none."""
+        return limits_of("plan", self.memory_limit, self.stages)
+
+    def slices_to_try(self) -> list[tuple[int, ...]]:
+        """Lengths of slices: those that are given; of so many both equal lengths and equal times; or of several
+        numbers, whole sequences first.
+
+        Where the tokens of a sequence are known, lengths are multiples of a unit of them.
+        """
+        costs, slices, unit = self.costs, self.slices, self.options.slice_tokens
+        if slices == 1:
+            return [_WHOLE]
+        if not isinstance(slices, (int, str)):
+            return [slice_lengths("plan", slices)]
+        if isinstance(costs, ModelCosts):
+            whole = costs.chunk_costs([0]).per_chunk(1)
+        else:
+            whole = costs.per_chunk(self.stages * self.chunks_per_rank)
+        if isinstance(slices, int):
+            numbers, found = [slices], []
+        else:
+            room = _MOST_PASSES // (3 * self.stages * self.microbatches)
+            most = room if costs.tokens is None else min(room, costs.tokens // (_LEAST_UNITS * unit))
+            numbers, found = [number for number in _NUMBERS if number <= most], [_WHOLE]
+        for number in numbers:
+            found += [equal_times(whole, number, costs.tokens, unit), equal_lengths(number, costs.tokens, unit)]
+        return list(dict.fromkeys(found))
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """As given, or as many as a placement that is spelt out has, else one."""
+        return chunks_per_rank(self.placement, self.stages) if self.chunks is None else self.chunks
+
+    def problem(self, costs: Costs, owners: Sequence[int], slices: Sequence[int]) -> Problem:
+        """That of chunks with these costs on the ranks of `owners`. Raises DoesNotFit when nothing fits."""
+        return problem_of(costs, owners, self.microbatches, self.memory_limit, self.options.objective, slices)
+
+
+class DoesNotFit(ScheduleError):
+    """least: the smallest limit that an order of these chunks fits."""
+
+    def __init__(self, message: str, least: float) -> None:
+        super().__init__(message)
+        self.least = least
+
+
+def problem_of(
+    costs: Costs, owners: Sequence[int], microbatches: int, limit: Limit, objective: str, slices: Sequence[int] = (1,)
+) -> Problem:
+    """The problem of the chunks of `costs` on the ranks of `owners`. Raises DoesNotFit when nothing fits."""
+    flat = costs.per_chunk(len(owners))
+    by_slice = slice_costs(flat, slices)
+    static = static_of_ranks(flat, owners)
+    given = limits_of("plan", limit, len(static))
+    limits = [most_memory(by_slice, microbatches)] * len(static)
+    if given is not None:
+        limits = [each - held for each, held in zip(given, static, strict=True)]
+    _check_one_microbatch_fits(by_slice, owners, limits, static, costs.memory_unit)
+    return Problem.build(costs, owners, microbatches, limits, objective == "makespan", slices)
+
+
+def chunks_per_rank(placement: str | Sequence[int] | None, stages: int) -> int:
+    """How many chunks a rank has where that is not said: as a placement that is spelt out has it, else one."""
+    if placement is None or isinstance(placement, str) or not isinstance(stages, int) or stages < 1:
+        return 1
+    return max(1, len(placement) // stages)
+
+
+def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) -> tuple[str, tuple[int, ...]]:
+    """Name, and the rank of every chunk."""
+    down = range(stages)
+    if given is None:
+        given = "linear" if chunks == 1 else "v" if chunks == 2 else "zigzag"
+    if not isinstance(given, str):
+        owners = tuple(given)
+        if len(owners) != stages * chunks or any(owners.count(rank) != chunks for rank in down):
+            raise ValueError(
+                f"plan: placement must name every rank below {stages} {chunks} times, once per chunk of each "
+                f"(chunks={chunks}); got {owners}; chunks can be left out"
+            )
+        return "custom", owners
+    if given not in PLACEMENTS:
+        raise ValueError(f"plan: placement must be one of {PLACEMENTS} or the rank of every chunk; got {given!r}")
+    if given == "v" and chunks != 2:
+        raise ValueError(f'plan: placement "v" needs chunks=2 (or "zigzag" for more); got {chunks}')
+    if given == "linear":
+        return given, tuple(rank for rank in down for _ in range(chunks))
+    if given == "loop":
+        return given, tuple(rank for _ in range(chunks) for rank in down)
+    return given, tuple(rank for turn in range(chunks) for rank in (reversed(down) if turn % 2 else down))
+
+
+def _check_one_microbatch_fits(
+    by_slice: Sequence[ChunkCosts],
+    owners: Sequence[int],
+    limits: Sequence[float],
+    static: Sequence[float],
+    unit: str | None,
+) -> None:
+    """One microbatch must fit: a rank holds it in all of its chunks when its last forward there has run.
+
+    A B may leave more than it found; a fused BW leaves nothing, but for gradients of keys and values that belong to
+    slices before it.
+    """
+    needs = [0.0] * len(limits)
+    last_chunk = {owner: chunk for chunk, owner in enumerate(owners)}
+    for chunk, owner in enumerate(owners):
+        gradients = -freed_memory(by_slice, chunk)[0] if len(by_slice) > 1 and chunk == last_chunk[owner] else 0.0
+        needs[owner] += sum(taken_memory(by_slice, chunk)) + max(0.0, gradients)
+    least = max(need + always for need, always in zip(needs, static, strict=True))
+    for rank, (need, limit, always) in enumerate(zip(needs, limits, static, strict=True)):
+        if need > limit * (1 + _ROUNDING):
+            besides = f" beside the {amount(always, unit)} that are there all the time" if always else ""
+            raise DoesNotFit(
+                f"plan: no schedule fits memory_limit={amount(limit + always, unit)} on rank {rank}: one microbatch in "
+                f"all chunks of a rank holds {amount(need, unit)}{besides}; the smallest limit that any schedule fits "
+                f"is {enough(least, unit)}",
+                least,
+            )

@@ -1,0 +1,448 @@
+"""Lower bounds on the cost of any schedule of a problem.
+
+Four arguments, of which the largest number counts. Each is proven where it is written.
+
+- `_chain`: the longest chain of passes that must follow each other.
+- `_work_in_between`: what a rank can do before the first pass of a chunk, and leave for after the last, is little, as
+  its memory is. The rest it does in between, and another rank, or the same one, waits: it began before, and the last
+  microbatch has yet to come back to it. With one rank in both parts this is idle time in warm-up and cool-down; with
+  two it is the time for which the first rank of a V waits for the last.
+- `_memory_over_time`: every microbatch stays in memory for a round trip at least, and memory times time is limited.
+- `_joint_warm_up_bound`: with one chunk per rank, the ranks' warm-ups are whole numbers of forwards.
+
+All hold with fused backwards and merged W, too: what could run elsewhere is counted without their savings, and all that
+must run with them. Integers as in `Problem`; microbatches cost the same, so that those of a chunk pass in order.
+
+With sequences in slices a microbatch above is a slice, but for this: the first B of a chunk comes after all F of the
+first sequence, and is of its last slice; before it the whole sequence is in memory; the last F is of a last slice, and
+after it all B of its sequence are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from zbkern.planning.planner.problem import BACKWARD, FORWARD, Problem
+
+_INFINITE = 2**62
+
+
+def cost_bound(problem: Problem) -> int:
+    """No schedule of `problem` costs less (its makespan, when that is minimised)."""
+    ranks = range(problem.ranks)
+    returns = _returns(problem)
+    over_time = (_memory_over_time(problem, rank, returns) for rank in ranks)
+    bound = max(_chain(problem), _work_in_between(problem), *over_time)
+    if problem.placement == tuple(ranks) and not problem.makespan and len(problem.slices) == 1:
+        bound = _joint_warm_up_bound(problem, bound)
+    return bound
+
+
+def _arrivals(problem: Problem, slice: int = 0) -> list[int]:
+    """The earliest start of each chunk's first forward; of another slice, if that were the first."""
+    at = [0]
+    for chunk in range(problem.chunks - 1):
+        lag = problem.of(problem.communication, chunk)[slice]
+        at.append(at[-1] + problem.of(problem.forward, chunk)[slice] + lag)
+    return at
+
+
+def _forwarded(problem: Problem, begin: int = 0) -> list[int]:
+    """From the start of the first forward of chunk `begin`: the earliest end of each chunk's last one of that sequence.
+
+    0 for the chunks before.
+    """
+    ends = [0] * len(problem.slices)
+    found = [0] * begin
+    for chunk in range(begin, problem.chunks):
+        now = 0
+        for slice, forward in enumerate(problem.of(problem.forward, chunk)):
+            lag = problem.of(problem.communication, chunk - 1)[slice] if chunk > begin else 0
+            now = ends[slice] = max(now, ends[slice] + lag) + forward
+        found.append(now)
+    return found
+
+
+def _returns(problem: Problem) -> list[int]:
+    """For each chunk, the least time from the end of a last slice's forward to the start of its backward."""
+    back = [0] * problem.chunks
+    for chunk in reversed(range(problem.chunks - 1)):
+        lag = problem.of(problem.communication, chunk)[-1]
+        there = lag + problem.of(problem.forward, chunk + 1)[-1]
+        back[chunk] = there + back[chunk + 1] + _backwards(problem, chunk + 1)[0] + lag
+    return back
+
+
+def _falls(problem: Problem, place: int) -> list[int]:
+    """From the start of each chunk's B to the start of chunk 0's: of a sequence's first B (place 0) or last (-1)."""
+    down = [0]
+    for chunk in range(1, problem.chunks):
+        lag = problem.of(problem.communication, chunk - 1)[-1 if place == 0 else 0]
+        down.append(down[-1] + _backwards(problem, chunk)[place] + lag)
+    return down
+
+
+def _backwards(problem: Problem, chunk: int) -> list[int]:
+    """The least times of a chunk's backwards, in their order."""
+    return list(map(min, problem.of(problem.backward, chunk), problem.of(problem.fused, chunk)))
+
+
+def _backwards_and_weights(problem: Problem, chunk: int) -> list[int]:
+    """The least times from each B, or BW, on to the end of its W: which may be merged, and come right after."""
+    names = ("backward", "weight", "merge_saving", "fused")
+    each = zip(*(problem.of(getattr(problem, name), chunk) for name in names), strict=True)
+    return [min(backward + weight - saved, fused) for backward, weight, saved, fused in each]
+
+
+def _chain(problem: Problem) -> int:
+    """All F of a chunk, or all B, or both of the last chunk, after the passes on the way there, before those back."""
+    arrivals, forwarded, returns, falls = (
+        _arrivals(problem),
+        _forwarded(problem),
+        _returns(problem),
+        _falls(problem, -1),
+    )
+    longest = arrival = forwards = backwards = down = 0
+    for chunk in range(problem.chunks):
+        least, arrival = _backwards(problem, chunk), arrivals[chunk]
+        forwards, backwards = (problem.sequences * sum(each) for each in (problem.of(problem.forward, chunk), least))
+        down = falls[chunk] - least[-1] + _backwards_and_weights(problem, 0)[-1]  # from its last backward to the end
+        there_and_back = forwards + returns[chunk] + sum(least)
+        longest = max(longest, arrival + there_and_back + down, forwarded[chunk] + returns[chunk] + backwards + down)
+    return max(longest, arrival + forwards + backwards + down)
+
+
+class _Event(NamedTuple):
+    """The first F or B of a chunk, or the last one. work: the most that its rank can do before the first, or after."""
+
+    kind: int
+    chunk: int
+    work: int
+
+
+def _work_in_between(problem: Problem) -> int:
+    """The largest over all pairs of ranks, of which one waits while the other works.
+
+    The time from the start of rank `waiting` to its end is at least the sum of: the chain of passes from its start to a
+    first pass, the first F or B of a chunk on rank `working`; what `working` can do neither before that nor after a
+    last pass, the last F or B of a chunk there; and the chain from that to the end of `waiting`. With the makespan, the
+    time begins with chunk 0, and every rank ends within it.
+    """
+    chains = _Chains(problem)
+    rows = [
+        (problem.work(rank), _first_passes(problem, rank), _last_passes(problem, rank)) for rank in range(problem.ranks)
+    ]
+    most = 0
+    for waiting in range(problem.ranks):
+        home = problem.chunks_of(waiting)[0]
+        to_first, from_last = chains.to_first(0 if problem.makespan else home), chains.from_last(home)
+        for working, (work, firsts, lasts) in enumerate(rows):
+            heads = [to_first[each.kind][each.chunk] - each.work for each in firsts]
+            tails = [from_last[each.kind][each.chunk] - each.work for each in lasts]
+            head = max(heads)
+            if waiting == working or problem.makespan:  # the time ends no sooner than `working` does
+                most = max(most, work + head)
+            if head + work + max(tails) <= most:
+                continue
+            for head, first in zip(heads, firsts, strict=True):
+                for tail, last in zip(tails, lasts, strict=True):
+                    if head + work + tail > most and _in_order(problem, working, first, last):
+                        most = head + work + tail
+    return most
+
+
+class _Chains:
+    """The least times between passes of one sequence, by the chain of chunks."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._arrivals, self._returns = _arrivals(problem), _returns(problem)
+        self._last_arrivals = _arrivals(problem, -1)  # of last slices alone
+        self._first_falls, self._last_falls = _falls(problem, 0), _falls(problem, -1)
+
+    def to_first(self, begin: int) -> tuple[list[int], list[int]]:
+        """From the start of the first F of chunk `begin` to the start of the first F, and B, of every chunk.
+
+        -inf if that need not come after.
+        """
+        arrivals, down = self._arrivals, self._first_falls
+        forwarded = _forwarded(self._problem, begin)
+        forwards = [-_INFINITE] * begin + [arrival - arrivals[begin] for arrival in arrivals[begin:]]
+        turns = [max(chunk, begin) for chunk in range(len(arrivals))]  # forward to there, to the last chunk, and back
+        back = [forwarded[turn] + self._returns[turn] + down[turn] - down[chunk] for chunk, turn in enumerate(turns)]
+        return forwards, back
+
+    def from_last(self, end: int) -> tuple[list[int], list[int]]:
+        """From the end of every chunk's last F, and the start of its last B, to the end of chunk `end`'s W; -inf as
+        above.
+        """
+        problem, arrivals = self._problem, self._last_arrivals
+        weight = _backwards_and_weights(problem, end)[-1]
+        before_last = sum(_backwards(problem, end)[:-1])
+        forwards, backwards = [], [-_INFINITE] * end
+        for chunk in range(problem.chunks):
+            turn = max(chunk, end)
+            here, there = problem.of(problem.forward, chunk)[-1], problem.of(problem.forward, turn)[-1]
+            to_turn = arrivals[turn] + there - arrivals[chunk] - here
+            fall = max(  # all B of the sequence are on either chunk
+                sum(_backwards(problem, turn)[:-1]) + self._last_falls[turn] - self._last_falls[end],
+                self._first_falls[turn] - self._first_falls[end] + before_last,
+            )
+            forwards.append(to_turn + self._returns[turn] + fall + weight)
+            if chunk >= end:
+                backwards.append(self._last_falls[chunk] - self._last_falls[end] + weight)
+        return forwards, backwards
+
+
+_OfSlices = list[int]  # an amount of memory or work of each slice, from the first of a sequence to the last
+
+
+class _Work(NamedTuple):
+    """What the slices of a sequence hold in some of a rank's chunks, and how long their passes take there."""
+
+    memory: _OfSlices
+    forward: _OfSlices
+    backward: _OfSlices  # with W
+
+
+def _work(problem: Problem, chunks: Sequence[int]) -> _Work:
+    def of_slices(costs: Sequence[int]) -> _OfSlices:
+        each = [problem.of(costs, chunk) for chunk in chunks]
+        return [sum(of_chunk[slice] for of_chunk in each) for slice in range(len(problem.slices))]
+
+    backward = _sums(of_slices(problem.backward), of_slices(problem.weight))[::-1]
+    return _Work(of_slices(problem.activation), of_slices(problem.forward), backward)
+
+
+def _sums(some: Sequence[int], others: Sequence[int]) -> _OfSlices:
+    return [one + other for one, other in zip(some, others, strict=True)]
+
+
+def _first_passes(problem: Problem, rank: int) -> list[_Event]:
+    """The first F and the first B of every chunk, with the most work before their start.
+
+    Before a chunk's first B nothing of it, or of the rank's chunks before it, leaves memory. So a microbatch has been
+    forwarded through some of those, or through all and has everything done in those after; the first microbatch is
+    where it must be.
+    """
+    own_chunks, limit = problem.chunks_of(rank), problem.limit[rank]
+    slices, before = len(problem.slices), 0
+    forwarded: list[tuple[_OfSlices, _OfSlices]] = []
+    events = []
+    for position, chunk in enumerate(own_chunks):
+        done, later = _work(problem, own_chunks[: position + 1]), _work(problem, own_chunks[position + 1 :])
+        most = _most_of_slices(problem, forwarded, limit - done.memory[0], problem.microbatches - 1)
+        events.append(_Event(FORWARD, chunk, before + most))
+        before = done.forward[0]
+        forwarded.append((done.memory, done.forward))
+        all_later = (done.memory, _sums(done.forward, _sums(later.forward, later.backward)))
+        free = limit - sum(done.memory)
+        most = _most_of_slices(problem, [*forwarded, all_later], free, problem.microbatches - slices)
+        events.append(_Event(BACKWARD, chunk, sum(all_later[1]) + most))
+    return events
+
+
+def _last_passes(problem: Problem, rank: int) -> list[_Event]:
+    """The last F of every chunk, with the most work after its end, and the last B, with the most from its start on.
+
+    A microbatch is somewhere between that F, or B, and its last W, holds memory, and has work left. Only the most work
+    per memory matters; the last microbatch itself holds what it held in the chunks up to this, and has all left. At the
+    last B of a chunk the others are behind it.
+    """
+    own_chunks, limit = problem.chunks_of(rank), problem.limit[rank]
+    states = []  # (memory, work left): forwarded so far, not yet back
+    # Backward down to some chunk, each W of what is behind done or not: the W by themselves are states of their own.
+    behind = []
+    for end in range(1, len(own_chunks) + 1):
+        done, later = _work(problem, own_chunks[:end]), _work(problem, own_chunks[end:])
+        states.append((done.memory, _sums(later.forward, _sums(done.backward, later.backward))))
+        behind.append((done.memory, done.backward))
+    others, events = problem.microbatches - 1, []
+    for position, chunk in enumerate(own_chunks):
+        memory, left = map(sum, states[position])
+        room = limit - memory, problem.microbatches - len(problem.slices)
+        weights = _weights(problem, own_chunks, others, len(own_chunks))
+        most = _most_of_slices(problem, [*states[position:], *behind], *room, weights)
+        events.append(_Event(FORWARD, chunk, left + most))
+        memory, left = behind[position][0][0], behind[position][1][0]
+        weights = _weights(problem, own_chunks, others, position)
+        most = _most_of_slices(problem, behind[:position], limit - memory, others, weights)
+        events.append(_Event(BACKWARD, chunk, left + most))
+    return events
+
+
+def _in_order(problem: Problem, rank: int, first: _Event, last: _Event) -> bool:
+    """Whether a first pass surely comes before a last pass, so that there is a time between them.
+
+    Either the chain of chunks says so; or with the last pass first all microbatches would be in the memory of one chunk
+    at once, and there is no room: they must have been forwarded through it by then, and cannot have come back to it.
+    """
+    if first.kind == FORWARD and (last.kind == BACKWARD or first.chunk <= last.chunk):
+        return True
+    if first.kind == BACKWARD and last.kind == BACKWARD and last.chunk <= first.chunk:
+        return True
+    kept = problem.chunks_of(rank)[0] if last.kind == FORWARD else first.chunk
+    return problem.sequences * sum(problem.of(problem.activation, kept)) > problem.limit[rank]
+
+
+def _memory_over_time(problem: Problem, rank: int, returns: Sequence[int]) -> int:
+    """Memory times time: what all microbatches need at least, by what the rank has.
+
+    A chunk's activation is there from the start of F to the end of B, and then what W needs, or for a fused backward
+    the activation, to the end of W. (Keys and values of a sequence are there as long as its first slice.) The memory is
+    not full at once, nor to the end: after a time t there is at most what the passes of t fill (F, or F and B where
+    that leaves more) and `largest`, for a pass that is running; and before the end likewise, what the passes yet to
+    come free.
+    """
+    limit, sequences = problem.limit[rank], problem.sequences
+    needed = largest = 0
+    fills, frees = [], []  # (memory, time)
+    for chunk in problem.chunks_of(rank):
+        activation, held, freed, backward, fused, weight, saved = (
+            problem.of(each, chunk)
+            for each in (
+                *(problem.activation, problem.held, problem.freed, problem.backward, problem.fused),
+                *(problem.weight, problem.merge_saving),
+            )
+        )
+        forward, least = problem.of(problem.forward, chunk), _backwards(problem, chunk)
+        both = _backwards_and_weights(problem, chunk)
+        gradients = sum(freed) - sum(activation)  # of keys and values: there from the end of a sequence's first B on
+        needed += sequences * gradients * sum(least[1:])
+        for slice, (taken, length) in enumerate(zip(activation, forward, strict=True)):
+            place = len(forward) - 1 - slice
+            alone = max(0, weight[place] - saved[place])
+            stay = sum(forward[slice:]) + returns[chunk] + sum(least[:place])
+            apart = taken * backward[place] + held[place] * alone
+            needed += sequences * (taken * stay + min(apart, taken * fused[place]))
+            left = held[place] + (gradients if place == 0 else 0)
+            largest = max(largest, taken, left)
+            fills += [(taken, length), (left, length + least[place])]
+            frees += [(freed[place], both[place]), (held[place], alone)]
+    if limit <= 0:
+        return 0
+    spare = max(0, limit - largest)
+    ramps = [min((time * spare // memory for memory, time in some if memory), default=0) for some in (fills, frees)]
+    if sum(ramps) > problem.work(rank):  # they may overlap
+        ramps = []
+    return (needed + spare * sum(ramps) // 2) // limit
+
+
+def _joint_warm_up_bound(problem: Problem, bound: int) -> int:
+    """A larger bound, one chunk per rank, from the warm-ups of all ranks together.
+
+    By bisection: the least cost for which every rank can have some number of F before its first B without more idle
+    time than that cost allows.
+    """
+    if warm_up_forwards(problem, bound) is not None:
+        return bound
+    low, high = bound, bound + max(_returns(problem)) + max(problem.forward)
+    while low + 1 < high:  # low is not possible; high is, or is as far as this looks
+        middle = (low + high) // 2
+        low, high = (low, middle) if warm_up_forwards(problem, middle) is not None else (middle, high)
+    return high if warm_up_forwards(problem, high) is not None else low
+
+
+def warm_up_forwards(problem: Problem, cost: int) -> list[int] | None:
+    """With one chunk per rank: how many F each rank runs before its first B; None when no schedule costs so little.
+
+    If a whole number of F does not fill the time until that B can start, the rank is idle, or runs one F more and so
+    delays the first B of every rank before it. The least delay is always the best choice.
+    """
+    returns, limit, microbatches = _returns(problem), problem.limit, problem.microbatches
+    delay, forwards = 0, []
+    for rank in reversed(range(problem.ranks)):
+        cool_down = returns[rank] + _backwards_and_weights(problem, rank)[0]
+        cool_down = max(0, cool_down - _last_passes(problem, rank)[0].work)
+        most = microbatches if not problem.activation[rank] else limit[rank] // problem.activation[rank]
+        idle = cost - problem.work(rank) - (cool_down if most < microbatches else 0)
+        until = problem.forward[rank] + returns[rank] + delay
+        length, most = problem.forward[rank], min(most, microbatches)
+        fit = min(most, until // length) if length else most
+        if until - fit * length > idle:
+            if fit == most:
+                return None
+            fit += 1
+            delay += fit * length - until
+        forwards.append(fit)
+    return forwards[::-1]
+
+
+def _weights(problem: Problem, own_chunks: Sequence[int], others: int, position: int) -> list[_Kind]:
+    """The W of these chunks: of `others` microbatches, and in the chunks behind a position of one more."""
+    found = []
+    for index, chunk in enumerate(own_chunks):
+        of_slices = zip(problem.of(problem.held, chunk), problem.of(problem.weight, chunk), strict=True)
+        count = others + (index > position) if len(problem.slices) == 1 else problem.sequences
+        found += [(held, weight, count) for held, weight in of_slices]
+    return found
+
+
+def _most_of_slices(
+    problem: Problem,
+    states: Sequence[tuple[_OfSlices, _OfSlices]],
+    limit: int,
+    microbatches: int,
+    weights: Sequence[_Kind] = (),
+) -> int:
+    """`_most_work` for states of every slice, of which there are as many as sequences."""
+    each = [pair for state in states for pair in zip(*state, strict=True)]
+    if len(problem.slices) == 1:
+        return _most_work(tuple(each), limit, microbatches, tuple(weights))
+    kinds = [(memory, work, problem.sequences) for memory, work in each]
+    return _most_work((), limit, microbatches, (*kinds, *weights))
+
+
+_State = tuple[int, int]  # memory, work
+_Kind = tuple[int, int, int]  # and how many there are
+
+
+@lru_cache(maxsize=16384)  # ranks are mostly alike, and levels of memory often
+def _most_work(states: tuple[_State, ...], limit: int, microbatches: int, weights: tuple[_Kind, ...] = ()) -> int:
+    """The most work of so many microbatches in any of the states, and of W by themselves, in the memory.
+
+    weights: (memory, work, how many there are). The answer is a little more than the most where there are too many
+    numbers of each kind to try.
+    """
+    if limit < 0:
+        return 0
+    each_state = [(*state, microbatches) for state in set(states)]
+    without_memory = sum(work * most for memory, work, most in (*each_state, *weights) if memory == 0)
+    # A state is never worse than one with more memory and less work, as all states together are so many microbatches.
+    useful = [one for one in each_state if not any(o != one and o[0] <= one[0] and o[1] >= one[1] for o in each_state)]
+    kinds = [kind for kind in (*useful, *weights) if kind[0] > 0 and kind[1] > 0]
+    kinds.sort(key=lambda kind: kind[0] / kind[1])
+    tries = 100
+
+    def filled(index: int, free: int) -> int:
+        """The memory filled with the most work per memory first, at last with a part of one."""
+        found = 0
+        for memory, work, most in kinds[index:]:
+            count = min(free // memory, most)
+            found, free = found + count * work, free - count * memory
+            if count < most:
+                return found + free * work // memory
+        return found
+
+    def best(index: int, free: int) -> int:
+        nonlocal tries
+        if index == len(kinds):
+            return 0
+        memory, work, most = kinds[index]
+        if index == len(kinds) - 1:  # as many as fit
+            found = min(free // memory, most) * work
+            tries -= found > 0
+            return found
+        found = 0
+        for count in range(min(free // memory, most), -1, -1):
+            rest = free - count * memory
+            possible = count * work + filled(index + 1, rest)
+            if possible <= found:
+                break  # with fewer of this kind still less
+            tries -= 1
+            found = max(found, possible if tries < 0 else count * work + best(index + 1, rest))
+        return found
+
+    return without_memory + best(0, limit)

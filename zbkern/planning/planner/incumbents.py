@@ -1,0 +1,77 @@
+"""The best orders found so far, and when to stop looking for better ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from zbkern.planning.planner.annealing import measured, with_cost
+from zbkern.planning.planner.native import Effort
+from zbkern.planning.planner.problem import Ordering, Problem, grouped, within
+
+ROUNDING = 1e-9
+"""Relative: a cost this near to another one, or to a lower bound, is the same."""
+
+NEAR = 0.003
+"""Relative: orders that cost so little more than the best may be chosen for other merits."""
+
+
+class Budget:
+    """When to stop: after a number of rounds, which is work and not time; and after some seconds, if that is sooner."""
+
+    def __init__(self, rounds: int, seconds: float = float("inf")) -> None:
+        self._end = time.monotonic() + seconds
+        self.rounds = rounds
+
+    @property
+    def left(self) -> float:
+        """Seconds; infinite without a clock."""
+        return max(0.0, self._end - time.monotonic())
+
+    def allows(self, round_: int) -> bool:
+        return round_ < self.rounds and self.left > 0
+
+
+class Incumbent:
+    """The best orders of a problem found so far, None at first; `bound`: a lower bound on any cost.
+
+    Their W are grouped as in the schedule that is made of them, so that orders are compared by what they will cost.
+    """
+
+    def __init__(self, problem: Problem, budget: Budget | None = None) -> None:
+        self.problem, self.budget = problem, Budget(0) if budget is None else budget
+        self.orders: Ordering | None = None
+        self.near: list[Ordering] = []  # those within 0.3% of the best that were found, the best among them
+        self.bound = 0
+
+    def offer(self, orders: Ordering | None) -> None:
+        """Groups their W and computes their cost: some searches count waits that their orders do not have."""
+        if orders is not None and self.problem.saves:
+            orders = grouped(orders)
+        self._keep(orders and with_cost(self.problem, orders))
+
+    def offer_fitting(self, orders: Ordering) -> None:
+        """Orders with W grouped, which may exceed the memory: then nothing happens."""
+        found = measured(self.problem, orders)
+        if found is not None and within(found[1], self.problem.limit):
+            self._keep(found[0])
+
+    def _keep(self, orders: Ordering | None) -> None:
+        """Of equals the first, which is a published schedule: these are as even as they can be, so that a late pass
+        delays few others."""
+        if orders is None:
+            return
+        if self.orders is None or orders.cost < self.orders.cost * (1 - ROUNDING):
+            self.orders = orders
+        most = self.orders.cost * (1 + NEAR)
+        if orders not in self.near:
+            self.near = [near for near in (*self.near, orders) if near.cost <= most]
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing better is possible, or no time is left."""
+        return (self.orders is not None and self.orders.cost <= self.bound) or not self.budget.left
+
+    def effort(self, seed: int, temperatures: Sequence[int], work: int, spread: int = 1) -> Effort:
+        """Of a search that ends there."""
+        return Effort(seed, temperatures, work, spread, self.bound, self.budget.left)

@@ -1,0 +1,124 @@
+"""The constructive search: a list scheduler is run with many rules, and the best schedules are kept.
+
+Every rank decides what to run next from what has arrived: a forward, a backward, or a W. With one rule for all ranks
+this is the greedy search of arXiv 2401.10241, section 3.1 (fill the warm-up with forwards, then one F and one B, W in
+gaps and when memory is full, a few yes/no choices all tried), for any number of chunks, with two choices more: how long
+a gap must be for a W, and how many forwards each chunk may be ahead of its backwards. Unlike there, ranks decide in the
+order of time, each knowing only what has been sent to it by then. `refine` then searches for a rule of its own for
+every rank. A schedule made by rules is as regular as they are, so that the best rules hardly depend on the number of
+microbatches, and few have to be tried: with 16 stages, one chunk and 128 microbatches some hundred tries reach the
+lower bound, where moving pass by pass stays above the published search.
+
+It runs in C++ (csrc/planner_lists.cpp).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import islice, pairwise, product
+from typing import Any, NamedTuple
+
+from zbkern.planning.planner import native
+from zbkern.planning.planner.native import Effort
+from zbkern.planning.planner.problem import Ordering, Problem
+
+_FREE = 2**30  # a cap that is none
+_SLOPES = (0, 50, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160, 180)
+Each = tuple[int, ...]  # one per rank or per chunk
+
+
+class Rule(NamedTuple):
+    """How the ranks decide, for any number of microbatches; one entry per rank, and of `caps` per chunk.
+
+    priority: with a forward and a backward ready, run 0 the backward, 1 the forward, 2 the one that was not run last.
+    patience: a W may start when the next input arrives no sooner than in this many quarters of the W's
+    length, or has not been sent yet.
+    late_forward, late_backward: of several chunks ready, run the last. caps: how many forwards a chunk may be ahead of
+    its backwards. fuse: all backwards are fused; without it, those that would leave more than the memory has room for.
+    follow: after the F or B of a chunk comes that of its neighbour, where the same rank has it.
+    """
+
+    priority: Each
+    patience: Each
+    late_forward: Each
+    late_backward: Each
+    caps: Each
+    fuse: bool
+    follow: bool
+
+
+def rules_to_try(problem: Problem, stride: int = 1) -> Iterator[Rule]:
+    """Every `stride`-th of the rules that are tried, the same for all ranks."""
+    caps = _forward_caps(problem)
+    choices = islice(product(*_choices(problem)), 0, None, stride)
+    for priority, patience, slope, forward, backward, fuse, follow in choices:
+        yield Rule(priority, patience, forward, backward, caps[slope], fuse, follow)
+
+
+def count_rules(problem: Problem) -> int:
+    """How many `rules_to_try` there are."""
+    return math.prod(map(len, _choices(problem)))
+
+
+def _choices(problem: Problem) -> tuple[Sequence[Any], ...]:
+    priority, patience = ([(choice,) * problem.ranks for choice in range(count)] for count in (3, 5))
+    late = [(choice,) * problem.ranks for choice in ((1, 0) if problem.chunks > problem.ranks else (1,))]
+    fuse, follow = (False, True)[: 1 + problem.may_fuse], (False, True)[: 1 + _may_follow(problem)]
+    return priority, patience, range(len(_SLOPES)), late, late, fuse, follow
+
+
+def _may_follow(problem: Problem) -> bool:
+    """Whether neighbouring chunks share a rank, other than at the turn of a single V, for which there are patterns."""
+    shared = sum(here == there for here, there in pairwise(problem.placement))
+    return shared > 1
+
+
+def list_schedule(problem: Problem, rule: Rule) -> Ordering | None:
+    """The orders that `rule` makes; None when it deadlocks."""
+    found = refine(problem, rule, Effort())
+    return found and found[0]
+
+
+def best_rules(problem: Problem, tried: Sequence[Rule], kept: int, seconds: float = math.inf) -> list[tuple[int, int]]:
+    """Costs and places of the best `kept` of these rules, the best first, of equal costs only the first.
+
+    seconds: stop after this long, once there is any.
+    """
+    assert native.core is not None
+    found: list[tuple[int, int]] = native.core.best_rules(problem, tried, kept, seconds)
+    return found
+
+
+def refine(problem: Problem, rule: Rule, effort: Effort) -> tuple[Ordering, Rule] | None:
+    """The best orders found with other rules near this one, and their rule; None when this one makes none.
+
+    A move changes one choice, or the caps, of some neighbouring ranks at random.
+    """
+    assert native.core is not None
+    found, changed = native.core.refine(problem, rule, _may_follow(problem), effort)
+    orders = Ordering(*found)
+    return (orders, Rule(*changed)) if orders.rows else None
+
+
+def _forward_caps(problem: Problem) -> list[Each]:
+    """How many forwards each chunk may be ahead of its backwards: more, the further it is from the last chunk.
+
+    For each slope: how fast they fall towards the last chunk, in percent of what fits the memory; 0 for no caps. With
+    slices a whole sequence is ahead even in the last chunk, before the first backward.
+    """
+    tightest: tuple[int, int] | None = None  # of all ranks: what is spare, and what that is divided by
+    for rank in range(problem.ranks):
+        own_chunks = problem.chunks_of(rank)
+        taken = {chunk: sum(problem.of(problem.activation, chunk)) for chunk in own_chunks}  # by a whole sequence
+        weighted = sum(taken[chunk] * (problem.chunks - 1 - chunk) for chunk in own_chunks)
+        spare = max(0, problem.limit[rank] - sum(taken.values()))
+        if weighted and (tightest is None or spare * tightest[1] < tightest[0] * weighted):
+            tightest = spare, weighted
+    none, slices = (_FREE,) * problem.chunks, len(problem.slices)
+    if tightest is None:
+        return [none] * len(_SLOPES)
+    spare, weighted = tightest
+    further = [spare * each * slices for each in range(problem.chunks - 1, -1, -1)]
+    caps = [[min(_FREE, slices + slope * each // (100 * weighted)) for each in further] for slope in _SLOPES]
+    return [tuple(each) if slope else none for slope, each in zip(_SLOPES, caps, strict=True)]

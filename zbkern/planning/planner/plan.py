@@ -1,0 +1,210 @@
+"""plan: the best schedule found for given costs under a memory limit, and how far from the best possible it can be."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.planning.planner import native
+from zbkern.planning.planner.arguments import DoesNotFit, PlanOptions, Request, Slices, placement_of, problem_of
+from zbkern.planning.planner.bounds import cost_bound
+from zbkern.planning.planner.idle_time import IdleTime, idle_time
+from zbkern.planning.planner.incumbents import ROUNDING, Budget
+from zbkern.planning.planner.model_search import ModelSearch
+from zbkern.planning.planner.offload import MORE_MEMORY, fit, with_fused
+from zbkern.planning.planner.problem import schedule_of
+from zbkern.planning.planner.published import Published, generators_of
+from zbkern.planning.planner.search import Search, best_of
+from zbkern.planning.simulation.costs import Costs
+from zbkern.planning.simulation.layers import ModelCosts
+from zbkern.planning.simulation.memory import Limit, limits_of
+from zbkern.planning.simulation.simulator import simulate
+from zbkern.planning.simulation.timeline import Timeline
+
+logger = logging.getLogger("zbkern")
+
+EFFORT = 4
+"""The rounds of a search where nothing else is said: mostly one to ten seconds on one core."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule, its timeline, and a lower bound on the bubble rate of any schedule of its work.
+
+    costs: of the schedule's chunks. partition: the first layer of every chunk, where `plan` was given layers, and
+    layers: the names of all of them. idle: where the idle time comes from. lower_bound belongs to the objective: to
+    `timeline.bubble_rate` for "cost", and for "makespan" to the share of ranks times makespan that is idle; it is of
+    these chunks in this memory, whatever their order. optimal: it is proven that no order of these chunks in this
+    memory is better; other cuts of the model may be.
+    effort: the rounds of search that were completed; `plan(..., effort=)` with the same seed repeats them.
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    lower_bound: float
+    optimal: bool
+    effort: int
+    costs: Costs
+    idle: IdleTime
+    partition: tuple[int, ...] | None = None
+    layers: tuple[str, ...] | None = None
+
+    @property
+    def bubble_rate(self) -> float:
+        return self.timeline.bubble_rate
+
+
+def plan(
+    costs: Costs | ModelCosts,
+    stages: int,
+    microbatches: int,
+    chunks: int | None = None,
+    placement: str | Sequence[int] | None = None,
+    memory_limit: Limit = None,
+    *,
+    effort: int = EFFORT,
+    offload: bool = False,
+    recompute: bool = False,
+    slices: Slices = 1,
+    options: PlanOptions = PlanOptions(),  # noqa: B008  # it is frozen
+) -> Plan:
+    """The best schedule found for these costs; with those of layers, also how to cut and place the model.
+
+    costs: `Costs` of every chunk, or `ModelCosts` of every layer: then partition, `chunks` and `placement` are searched
+    for unless they are given. stages: ranks. chunks: per rank; for `Costs` 1 by default, or as many as a placement that
+    is spelt out has. placement: "linear" (neighbouring chunks on one rank), "loop" (0..p-1, again 0..p-1), "v" (down,
+    then up), "zigzag" (the V repeated), or the rank of every chunk; for `Costs` linear, v or zigzag by default, for 1,
+    2 and more chunks; for layers "linear" is one chunk per rank where `chunks` is not given. memory_limit: of one
+    rank's `peak_memory`, in the unit of `costs.activation` and including what the rank holds all the time: one number,
+    one per rank, or None for none.
+
+    effort: rounds of search, each of twice the work of the one before (0: the constructive answer alone, about a second
+    or less). Work is counted, and not time, so that the plan is the same on every machine, however busy. More effort is
+    never worse, but by 0.3% for a plan that slow ranks delay less (`PlanOptions.steady`); more memory is now and then,
+    by chance: each limit is searched by itself.
+
+    offload, recompute: where that is faster than an order that fits as it is, the schedule has actions that offload
+    activations (and what W needs) to the host and load them back, or that recompute activations; for costs that say
+    what these cost.
+
+    slices: of every sequence: a number, whose lengths are then equal, or longer where there is less context so that all
+    take as long, whichever is better; the length of each; or "auto" to choose a number, too, with a plan that is no
+    worse than that of whole sequences. microbatches are those of whole sequences.
+
+    Every published schedule that fits takes part, for layers on even and on balanced partitions, so that none is
+    better. Where zbkern was installed without a C++ compiler the plan is the best of them, and a warning says so. The
+    answer is checked and simulated. Sources: arXiv 2401.10241, 2405.15362.
+
+    Raises ScheduleError when no schedule fits the limit (it names the least that one fits), ValueError or TypeError for
+    other arguments.
+    """
+    request = Request(costs, stages, microbatches, chunks, placement, memory_limit, effort, slices, options)
+    limits = request.limits
+    if not (offload or recompute) or limits is None:
+        return _searched(request)
+    plans: list[Plan] = []
+    errors: list[ScheduleError] = []
+    share = None if options.time_limit is None else options.time_limit / len(MORE_MEMORY)
+    shorter = replace(request, effort=max(0, effort - 2), options=replace(options, time_limit=share))
+    for factor in MORE_MEMORY:
+        more = None if factor is None else [factor * limit for limit in limits]
+        try:
+            plans.append(_searched(replace(shorter, memory_limit=more)))
+        except ScheduleError as error:
+            errors.append(error)
+    return _saving(request, limits, plans, errors, offload=offload, recompute=recompute)
+
+
+def _searched(request: Request) -> Plan:
+    """The plan of an order that fits as it is."""
+    costs, options = request.costs, request.options
+    budget = Budget(0 if options.time_limit == 0 else request.effort, options.time_limit or math.inf)
+    if isinstance(costs, ModelCosts):
+        layers = tuple(layer.name for layer in costs.layers)
+        candidates = ModelSearch(request, costs, budget).candidates()
+    else:
+        layers, candidates = None, _candidates(request, costs, budget)
+    found, rounds = best_of(candidates, budget, options)
+    assert found.best.orders is not None
+    schedule = schedule_of(found.best.orders, found.problem, f"plan-{found.name}")
+    made = judged(schedule, found.problem.costs, request.memory_limit, options.objective)
+    if native.core is None and not made.optimal:
+        logger.warning(
+            "plan: the compiled search is not here, so that this is only the best of the published schedules; install "
+            "a C++ compiler, then install zbkern again"
+        )
+    return replace(made, effort=rounds, partition=found.partition, layers=layers)
+
+
+def judged(schedule: Schedule, costs: Costs, limit: Limit, objective: str) -> Plan:
+    """A schedule as a plan: beside it the lower bound for any order of its chunks within the limit, if there is one."""
+    bound = _bound(schedule, costs, limit, objective)
+    return _compared(simulate(schedule, costs), costs, limit, objective, bound)
+
+
+def _bound(schedule: Schedule, costs: Costs, limit: Limit, objective: str) -> float:
+    """What no order of the schedule's chunks within the limit is below."""
+    problem = problem_of(costs, schedule.placement, schedule.sequences, limit, objective, schedule.slices)
+    return cost_bound(problem) / problem.time_scale
+
+
+def _candidates(request: Request, costs: Costs, budget: Budget) -> list[Search]:
+    """Of all slices to try that fit. Raises ScheduleError where none do."""
+    name, owners = placement_of(request.placement, request.stages, request.chunks_per_rank)
+    found: list[Search] = []
+    refused: list[DoesNotFit] = []
+    published = Published()
+    for slices in request.slices_to_try():
+        try:
+            problem = request.problem(costs, owners, slices)
+        except DoesNotFit as error:
+            refused.append(error)
+            continue
+        found.append(Search(problem, budget, request.options.seed, published, name))
+    if not found:
+        raise min(refused, key=lambda error: error.least)
+    return found
+
+
+def _compared(timeline: Timeline, costs: Costs, limit: Limit, objective: str, bound: float) -> Plan:
+    """With the share of the ranks' time that is idle where the objective is at its lower bound, and whether it is."""
+    reached, ranks = getattr(timeline, objective), timeline.schedule.stages
+    least = min(bound, reached)
+    lower = max(0.0, 1.0 - sum(timeline.busy) / (ranks * least)) if least > 0 else 0.0
+    idle = idle_time(timeline, costs, objective, limits_of("plan", limit, ranks))
+    return Plan(timeline.schedule, timeline, lower, reached - least <= ROUNDING * reached, 0, costs, idle)
+
+
+def _saving(
+    request: Request, limits: Sequence[float], plans: Sequence[Plan], errors: list[ScheduleError], **added: bool
+) -> Plan:
+    """The best of these plans and of the published schedules with their placement, made to fit.
+
+    Its lower bound is that of unlimited memory, which no offload and no recomputation can be below.
+    """
+    objective = request.options.objective
+    orders = [(plan, timeline) for plan in plans for timeline in with_fused(plan.schedule, plan.costs)]
+    for plan in {(plan.schedule.placement, plan.schedule.slices): plan for plan in plans}.values():
+        for make in generators_of(plan.schedule.placement):
+            schedule = make(len(limits), plan.schedule.sequences, slices=plan.schedule.slices)
+            orders += [(plan, timeline) for timeline in with_fused(schedule, plan.costs)]
+    best: Plan | None = None
+    for plan, timeline in sorted(orders, key=lambda order: getattr(order[1], objective)):
+        if best is not None and getattr(timeline, objective) >= getattr(best.timeline, objective):
+            break
+        try:
+            fitted = fit(timeline.schedule, plan.costs, limits, **added, objective=objective)
+        except ScheduleError as error:
+            errors.append(error)
+            continue
+        if best is None or getattr(fitted, objective) < getattr(best.timeline, objective):
+            best = replace(plan, schedule=fitted.schedule, timeline=fitted)
+    if best is None:
+        raise ScheduleError(f"{errors[-1]}; without, {errors[0]}")
+    bound = _bound(best.schedule, best.costs, None, objective)
+    found = _compared(best.timeline, best.costs, limits, objective, bound)
+    return replace(found, effort=best.effort, partition=best.partition, layers=best.layers)

@@ -1,0 +1,225 @@
+"""Which searches run, in which order and for how long: constructive answers first, then annealing from the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import NamedTuple
+
+from zbkern.planning.planner import native
+from zbkern.planning.planner.annealing import anneal, search_blocks
+from zbkern.planning.planner.bounds import cost_bound, warm_up_forwards
+from zbkern.planning.planner.incumbents import Incumbent
+from zbkern.planning.planner.list_scheduler import Rule, best_rules, count_rules, list_schedule, refine, rules_to_try
+from zbkern.planning.planner.native import Effort
+from zbkern.planning.planner.pattern_search import Pattern, is_v, search_patterns, zb_v_patterns
+from zbkern.planning.planner.problem import Ordering, Problem, serial_ordering
+from zbkern.planning.planner.settings import SearchSettings
+
+SETTINGS = SearchSettings()
+
+
+def add_serial(best: Incumbent) -> None:
+    """Adds what fits whenever anything does: building blocks, or one microbatch after the other."""
+    problem = best.problem
+    for fuse in (False, True)[: 1 + problem.may_fuse]:
+        if native.core is None or len(problem.slices) > 1:  # blocks of slices hold two sequences at once
+            best.offer_fitting(serial_ordering(problem, fuse))
+        if native.core is not None:
+            best.offer(search_blocks(problem, fuse, Effort(seconds=best.budget.left)))
+
+
+class TriedRule(NamedTuple):
+    """A rule, and the problem that it was tried on, mostly with fewer microbatches."""
+
+    number: int
+    rule: Rule
+    problem: Problem
+
+
+def _trial(problem: Problem, tries: int, passes: int) -> tuple[Problem, int]:
+    """On what to try so many things: fewer microbatches where it would take more passes; and each how many of them."""
+    trial, slices = problem, len(problem.slices)
+    if problem.passes * tries > passes:
+        few = -(-2 * (problem.ranks + 1) // slices) * slices
+        trial = replace(problem, microbatches=min(problem.microbatches, few))
+    return trial, trial.passes * tries // passes | 1  # odd, so that both of every choice are among them
+
+
+def best_tried_rules(best: Incumbent, most: int) -> list[TriedRule]:
+    """The best rules, of which the best one's orders are offered.
+
+    most: passes that the rules are tried on. With more, some of the rules are tried on fewer microbatches.
+    """
+    trial, stride = _trial(best.problem, count_rules(best.problem), most)
+    tried = list(rules_to_try(trial, stride))
+    found = best_rules(trial, tried, SETTINGS.refined_rules, best.budget.left)
+    kept = [TriedRule(index, tried[index], trial) for _, index in found]
+    for each in kept[:1]:
+        best.offer(list_schedule(best.problem, each.rule))
+    return kept
+
+
+def warm_start(best: Incumbent) -> Ordering | None:
+    """With one chunk per rank: what the list scheduler makes from the warm-up that reaches the lower bound.
+
+    With 16 stages it mostly is at the bound, which annealing from other starts reaches late or not at all.
+    """
+    problem = best.problem
+    one_chunk = problem.placement == tuple(range(problem.ranks)) and len(problem.slices) == 1
+    if not one_chunk or problem.makespan or problem.fused_is_faster or problem.saves:
+        return None
+    caps = warm_up_forwards(problem, cost_bound(problem)) or ()
+    tried = list({rule._replace(caps=tuple(caps)): None for rule in rules_to_try(problem) if caps})
+    found = best_rules(problem, tried, 1, best.budget.left)
+    return list_schedule(problem, tried[found[0][1]]) if found else None
+
+
+class Population:
+    """Annealing from several starts: in every round new ones join, all are annealed for a while, the best are kept.
+
+    What short annealing can reach depends on its start: with little memory, most lead to a steady state that is not the
+    best. With plenty of memory, or more than two chunks per rank (p=4, m=12, four chunks, 0.6 times 1F1B's memory:
+    19.7% idle instead of 20.9%), one long annealing from a high temperature reaches more, and gets most of the time. In
+    every other round it starts from the best pattern, whose steady state annealing from a rule's orders does not reach.
+    """
+
+    def __init__(self, best: Incumbent, pattern_passes: int) -> None:
+        problem = self.problem = best.problem
+        self.best, self._patterns = best, PatternSearch(best, pattern_passes)
+        self._members: list[Ordering] = []
+        self._changed: dict[int, tuple[Rule, int]] = {}  # what became of a candidate's rule, after how many tries
+        best.offer(warm_start(best))
+        plenty = min(problem.limit) > SETTINGS.plenty * held_by_1f1b(problem)
+        self._long = plenty or problem.chunks > 2 * problem.ranks
+
+    def round(self, passes: int, seed: int, rules: Sequence[TriedRule]) -> None:
+        """Runs about `passes` passes, and where there is a pattern a quarter as many in the search for a better one.
+
+        rules: the best that are known.
+        """
+        pattern, refined = self._patterns.round(passes // 4, seed), self._refined(rules, passes // 4, seed)
+        members = [pattern, *self._members, self.best.orders, refined]
+        members += [self._block(passes // 8, 2 * seed + which) for which in range(2)]
+        by_cost = {orders.cost: orders for orders in members if orders is not None}
+        most = max(2, passes // (SETTINGS.least_runs * self.problem.passes))
+        distinct = sorted(by_cost.values(), key=lambda orders: (orders is not pattern, orders.cost))[:most]
+        short = passes // ((2 if self._long else 1) * len(distinct)) if distinct else 0
+        for index, start in enumerate(distinct):
+            cooling = SETTINGS.coolings[(seed + index) % len(SETTINGS.coolings)]
+            distinct[index] = self._annealed(start, short, seed * 16 + index, cooling)
+        if self._long and self.best.orders is not None:
+            start = self.best.orders if pattern is None or seed % 2 else distinct[0]
+            small = self.problem.passes <= SETTINGS.small
+            cooling = SETTINGS.hot_cooling if small else SETTINGS.long_cooling
+            distinct.append(self._annealed(start, passes, seed * 16 + 15, cooling))
+        self._members = sorted(distinct, key=lambda orders: orders.cost)[:1]
+
+    def _annealed(self, start: Ordering, passes: int, seed: int, cooling: tuple[float, int]) -> Ordering:
+        if self.best.over:
+            return start
+        hot, spread = cooling
+        effort = self.best.effort(seed, temperatures(self.problem, hot), passes, spread)
+        found = anneal(self.problem, start, effort)
+        self.best.offer(found)
+        return found
+
+    def _refined(self, rules: Sequence[TriedRule], passes: int, seed: int) -> Ordering | None:
+        """The best that some attempts find by changing these rules at random."""
+        best: Ordering | None = None
+        for each in rules:
+            tries = passes // (SETTINGS.rule_pass * self.problem.passes * SETTINGS.refined_rules)
+            if not tries or self.best.over:
+                break
+            runs = max(1, tries // SETTINGS.rule_tries)
+            for run in range(runs):
+                rule, tried = self._changed.get(each.number, (each.rule, 0))
+                if tried >= SETTINGS.rule_tries:
+                    rule, tried = each.rule, 0
+                number = (seed << 8 | run) << 32 | each.number
+                found = refine(self.problem, rule, self.best.effort(number, (0,), tries // runs))
+                if found is None:
+                    break
+                self._changed[each.number] = found[1], tried + tries // runs
+                if best is None or found[0].cost < best.cost:
+                    best = found[0]
+                    self.best.offer(best)
+        return best
+
+    def _block(self, passes: int, seed: int) -> Ordering | None:
+        moves = passes // (SETTINGS.temperatures * self.problem.passes)
+        if moves < 1 or self.best.over:
+            return None
+        effort = self.best.effort(seed, temperatures(self.problem, 1.0, 0.1), moves)
+        found = search_blocks(self.problem, self.problem.may_fuse and seed % 2 == 1, effort)
+        self.best.offer(found)
+        return found
+
+
+class PatternSearch:
+    """Patterns, for two chunks per rank in a V: ZB-V's with other counts, and what annealing makes of the best.
+
+    Does nothing where even the best pattern to start from is far from the best orders known, as with little memory.
+    """
+
+    def __init__(self, best: Incumbent, passes: int) -> None:
+        """passes: patterns are tried as a start on at most so many."""
+        self.problem, self._best = best.problem, best
+        self._found: tuple[Ordering, Pattern] | None = None
+        if is_v(self.problem):
+            self._begin(passes)
+        self._start = self._found
+
+    def _begin(self, passes: int) -> None:
+        patterns = list(zb_v_patterns(self.problem))
+        trial, stride = _trial(self.problem, len(patterns), passes)
+        tried = takewhile(lambda pattern: self._best.budget.left > 0, patterns[::stride])
+        found = [(each, search_patterns(trial, each)) for each in tried]
+        costs = [(result[0].cost, index) for index, (_, result) in enumerate(found) if result is not None]
+        for _, index in sorted(costs)[:2]:
+            self._add(search_patterns(self.problem, found[index][0]))
+        known = self._best.orders
+        if self._found is not None and known is not None and self._found[0].cost > SETTINGS.pattern_cutoff * known.cost:
+            self._found = None
+
+    def _add(self, found: tuple[Ordering, Pattern] | None) -> None:
+        if found is None:
+            return
+        self._best.offer(found[0])
+        if self._found is None or found[0].cost < self._found[0].cost:
+            self._found = found
+
+    def round(self, passes: int, seed: int) -> Ordering | None:
+        """Runs about `passes` passes: half in attempts from the first pattern, the others from the best so far."""
+        problem = self.problem
+        moves = passes // (SETTINGS.temperatures * problem.passes)  # most are rejected before half of it has run
+        attempts = max(1, moves // (SETTINGS.pattern_moves * problem.ranks))
+        for attempt in range(attempts + 1):
+            begin, some = (self._start, moves // attempts) if attempt < attempts else (self._found, moves)
+            if begin is None or some < 1 or self._best.over:
+                break
+            starts = SETTINGS.pattern_temperatures
+            cooling = temperatures(problem, starts[(seed + attempt) % len(starts)])
+            effort = self._best.effort(seed << 16 | attempt, cooling, some, SETTINGS.pattern_spread)
+            self._add(search_patterns(problem, begin[1], effort))
+        return self._found and self._found[0]
+
+
+def temperatures(problem: Problem, hot: float, cold: float = SETTINGS.end_temperature) -> list[int]:
+    """Temperatures from `hot` to `cold`, which are in units of the mean length of a pass, in units of time."""
+    mean = (sum(problem.forward) + sum(problem.backward) + sum(problem.weight)) // (3 * len(problem.forward))
+    ratio = min(cold / hot, 1.0)
+    return [int(mean * hot * ratio ** (step / (SETTINGS.temperatures - 1))) for step in range(SETTINGS.temperatures)]
+
+
+def held_by_1f1b(problem: Problem) -> int:
+    """What 1F1B holds at most: as many microbatches as there are ranks, in all chunks of a rank.
+
+    With slices it holds as many of them, and the others of a sequence.
+    """
+    ranks, slices = range(problem.ranks), len(problem.slices)
+    of_sequence = max(
+        sum(sum(problem.of(problem.activation, chunk)) for chunk in problem.chunks_of(rank)) for rank in ranks
+    )
+    return (problem.ranks + slices - 1) * of_sequence // slices

@@ -1,0 +1,270 @@
+"""What the search works on: a planning problem in integers, and orders as lists of numbers.
+
+Times and memory are scaled to integers, so that sums do not depend on their order, nor plans on the compiler. A pass
+is one number, (kind * chunks + chunk) * microbatches + k for the k-th F, B or W of the chunk. The microbatches of a
+chunk pass in order: they cost the same, so that no other order is better. Slices of a sequence are microbatches whose
+costs differ by their place: the k-th F is of microbatch k, the k-th B and W that of `order_of_backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.schedules.slices import order_of_backward
+from zbkern.planning.planner import native
+from zbkern.planning.simulation.costs import ChunkCosts, Costs
+from zbkern.planning.simulation.memory import carried_change
+from zbkern.planning.simulation.slice_costs import slice_costs
+
+FORWARD, BACKWARD, WEIGHT = range(3)
+Rows = list[list[int]]
+
+_TIME_SCALE = 2.0**46  # of all work done one pass after the other
+_MEMORY_SCALE = 2.0**52  # of all microbatches at once, so that numbers do not depend on the limit
+_SLACK = 1e-9  # relative, of a limit: sums of fractions of one number differ in the last digits
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A planning problem: costs of passes are [chunks][slices], with slices in the order in which F, or B and W, run.
+
+    One unit of time here is 1 / time_scale of the costs'. microbatches: slices of all sequences. communication: [edges]
+    [slices], 0 within a rank, from the first slice on. activation: memory that F takes; freed: what B frees of it, and
+    held what it leaves for W. limit: of each rank, beside what it holds all the time. costs: what it was made from.
+    """
+
+    ranks: int
+    chunks: int
+    microbatches: int
+    slices: tuple[int, ...]
+    placement: tuple[int, ...]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    weight: tuple[int, ...]
+    fused: tuple[int, ...]
+    communication: tuple[int, ...]
+    activation: tuple[int, ...]
+    freed: tuple[int, ...]
+    held: tuple[int, ...]
+    merge_saving: tuple[int, ...]
+    limit: tuple[int, ...]
+    makespan: bool
+    time_scale: float
+    memory_scale: float
+    costs: Costs = field(compare=False)
+
+    @classmethod
+    def build(
+        cls,
+        costs: Costs,
+        placement: Sequence[int],
+        microbatches: int,
+        limit: Sequence[float],
+        makespan: bool,
+        slices: Sequence[int] = (1,),
+    ) -> Problem:
+        """microbatches: of whole sequences. limit: one number per rank, in the unit of `costs.activation`."""
+        count, chunks = len(slices), range(len(placement))
+        by_slice = slice_costs(costs.per_chunk(len(placement)), slices)
+        backwards = by_slice[::-1]
+        # one pass and message of all microbatches after the other
+        parts = [sum(e.forward) + sum(e.backward) + sum(e.weight) + 2 * sum(e.communication) for e in by_slice]
+        time_scale = _TIME_SCALE / serial if (serial := microbatches * sum(parts)) > 1e-200 else 1.0
+        unlimited = most_memory(by_slice, microbatches)
+        memory_scale = _MEMORY_SCALE / unlimited if unlimited > 1e-200 else 1.0
+
+        def times(of_slices: Sequence[Sequence[float]]) -> tuple[int, ...]:
+            return tuple(round(values[at] * time_scale) for at in range(len(of_slices[0])) for values in of_slices)
+
+        def memory(values: Iterable[float]) -> tuple[int, ...]:
+            return tuple(round(value * memory_scale) for value in values)
+
+        backward, weight, fused = (
+            times([getattr(each, name) for each in backwards]) for name in ("backward", "weight", "fused")
+        )
+        # A split without overhead must stay so when all three are rounded, or fusing would seem to gain a little.
+        both_and_parts = zip(fused, backward, weight, strict=True)
+        fused = tuple(b + w if abs(both - b - w) <= 1 else both for both, b, w in both_and_parts)
+        apart = [here != there for here, there in pairwise(placement)]
+        lags = [[lag * far for lag, far in zip(each.communication, apart, strict=True)] for each in by_slice]
+        return cls(
+            ranks=max(placement) + 1,
+            chunks=len(placement),
+            microbatches=microbatches * count,
+            slices=tuple(slices),
+            placement=tuple(placement),
+            forward=times([each.forward for each in by_slice]),
+            backward=backward,
+            weight=weight,
+            fused=fused,
+            communication=times(lags),
+            activation=memory(taken_memory(by_slice, chunk)[at] for chunk in chunks for at in range(count)),
+            freed=memory(freed_memory(by_slice, chunk)[at] for chunk in chunks for at in range(count)),
+            held=memory(each.held[chunk] for chunk in chunks for each in backwards),
+            merge_saving=times([each.merge_saving for each in backwards]),
+            limit=memory([min(value, unlimited) * (1 + _SLACK) for value in limit]),
+            makespan=makespan,
+            time_scale=time_scale,
+            memory_scale=memory_scale,
+            costs=costs,
+        )
+
+    @property
+    def passes(self) -> int:
+        return 3 * self.chunks * self.microbatches
+
+    @property
+    def fused_is_faster(self) -> bool:
+        """Whether some fused backward is faster than its two halves."""
+        parts = zip(self.fused, self.backward, self.weight, strict=True)
+        return any(fused < backward + weight for fused, backward, weight in parts)
+
+    @cached_property
+    def may_fuse(self) -> bool:
+        """Whether fusing a backward may gain time, or memory: B leaves more than it found, and memory is short.
+
+        Otherwise B and W one right after the other do as well: both hold no more, and B's result is there sooner.
+        """
+        if self.fused_is_faster:
+            return True
+        memory = [0] * self.ranks  # of all microbatches at once
+        for chunk, rank in enumerate(self.placement):
+            kept = zip(self.of(self.activation, chunk), self.of(self.held, chunk), strict=True)
+            memory[rank] += self.sequences * sum(max(*each) for each in kept)
+        short = any(limit < all_ for limit, all_ in zip(self.limit, memory, strict=True))
+        return short and any(held > found for held, found in zip(self.held, self.freed, strict=True))
+
+    @property
+    def saves(self) -> bool:
+        return any(self.merge_saving)
+
+    @property
+    def sequences(self) -> int:
+        """Microbatches of whole sequences."""
+        return self.microbatches // len(self.slices)
+
+    def of(self, costs: Sequence[int], chunk: int) -> Sequence[int]:
+        """One of the costs of a chunk's passes, by the place in a sequence."""
+        return costs[chunk * len(self.slices) : (chunk + 1) * len(self.slices)]
+
+    def chunks_of(self, rank: int) -> Sequence[int]:
+        return self._chunks_by_rank[rank]
+
+    @cached_property
+    def _chunks_by_rank(self) -> list[list[int]]:
+        owned = [*enumerate(self.placement)]
+        return [[chunk for chunk, owner in owned if owner == rank] for rank in range(self.ranks)]
+
+    def work(self, rank: int) -> int:
+        """The least time that `rank` can spend in passes."""
+        total = 0
+        for chunk in self.chunks_of(rank):
+            names = ("backward", "weight", "merge_saving", "fused")
+            each = [*zip(*(self.of(getattr(self, name), chunk) for name in names), strict=True)]
+            least = self.sequences * sum(min(b + w - saved, both) for b, w, saved, both in each)
+            if len(each) == 1:  # the first W follows none
+                b, w, saved, both = each[0]
+                least = min(self.sequences * (b + w - saved) + saved, self.sequences * both)
+            total += self.sequences * sum(self.of(self.forward, chunk)) + least
+        return total
+
+
+def most_memory(by_slice: Sequence[ChunkCosts], sequences: int) -> float:
+    """What so many sequences hold at most, in all chunks together; by_slice: the costs of every slice."""
+    most = sequences * sum(sum(map(max, each.activation, each.held)) for each in by_slice)
+    return most + (2 * sequences * sum(by_slice[0].carried) if len(by_slice) > 1 else 0.0)
+
+
+def taken_memory(by_slice: Sequence[ChunkCosts], chunk: int) -> list[float]:
+    """What the F of each slice takes, from first to last."""
+    count = len(by_slice)
+    return [each.activation[chunk] + carried_change(each, "F", chunk, at, count) for at, each in enumerate(by_slice)]
+
+
+def freed_memory(by_slice: Sequence[ChunkCosts], chunk: int) -> list[float]:
+    """What the B of each slice frees besides leaving `held`, from the last slice to the first; may be below 0."""
+    count = len(by_slice)
+    changes = [carried_change(each, "B", chunk, at, count) - each.activation[chunk] for at, each in enumerate(by_slice)]
+    return [-change for change in reversed(changes)]
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """An order of every rank, its cost, and which backwards are fused: fused[chunk * microbatches + microbatch].
+
+    The W of a fused backward stays in its row, as a pass of no length and no memory.
+    """
+
+    cost: int
+    rows: Rows
+    fused: list[int]
+
+
+def within(peaks: Sequence[float], limit: Sequence[int]) -> bool:
+    """Whether no rank exceeds its limit."""
+    return all(peak <= most for peak, most in zip(peaks, limit, strict=True))
+
+
+def serial_ordering(problem: Problem, fuse: bool) -> Ordering:
+    """One sequence after the other, each W right after its B: fits whenever anything does. Its cost is not known."""
+    chunks, microbatches, slices = problem.chunks, problem.microbatches, len(problem.slices)
+    rows: Rows = [[] for _ in range(problem.ranks)]
+    forwards = [(chunk, (FORWARD,)) for chunk in range(chunks)]
+    backwards = [(chunk, (BACKWARD, WEIGHT)) for chunk in reversed(range(chunks))]
+    for first in range(0, microbatches, slices):
+        for chunk, kinds in (*forwards, *backwards):
+            for number in range(first, first + slices):
+                rows[problem.placement[chunk]] += [(kind * chunks + chunk) * microbatches + number for kind in kinds]
+    return Ordering(0, rows, [int(fuse)] * (chunks * microbatches))
+
+
+def ordering_of(schedule: Schedule) -> Ordering:
+    """A published schedule as orders: without parts of W, and the microbatches of a chunk in order. No cost yet."""
+    chunks, microbatches = len(schedule.placement), schedule.microbatches
+    order = order_of_backward(microbatches, len(schedule.slices))
+    place = {microbatch: number for number, microbatch in enumerate(order)}  # of its B and its W
+    fused = [0] * (chunks * microbatches)
+    first = {(kind, chunk): (number * chunks + chunk) * microbatches
+             for number, kind in enumerate("FBW") for chunk in range(chunks)}  # fmt: skip
+    rows: Rows = []
+    for actions in schedule.actions:
+        row: list[int] = []
+        for kind, chunk, microbatch, _ in actions:
+            number = microbatch if kind == "F" else place[microbatch]
+            if kind == "BW":
+                fused[chunk * microbatches + number] = 1
+                row += (first["B", chunk] + number, first["W", chunk] + number)
+            else:
+                row.append(first[kind, chunk] + number)
+        rows.append(row)
+    return Ordering(0, rows, fused)
+
+
+def grouped(orders: Ordering) -> Ordering:
+    """The orders with W that follow each other grouped by chunk, which is free. The cost is the old one.
+
+    Without the compiled core they stay as they are: those of a published schedule.
+    """
+    return orders if native.core is None else replace(orders, rows=native.core.grouped(orders.rows, orders.fused))
+
+
+def schedule_of(orders: Ordering, problem: Problem, name: str) -> Schedule:
+    """Orders as a schedule, validated and with W grouped."""
+    half, rows = problem.chunks * problem.microbatches, []
+    order = order_of_backward(problem.microbatches, len(problem.slices))
+    for row in grouped(orders).rows:
+        actions: list[Action] = []
+        for number in row:
+            kind, rest = divmod(number, half)
+            chunk, place = divmod(rest, problem.microbatches)
+            microbatch = place if kind == FORWARD else order[place]
+            fused = kind != FORWARD and orders.fused[rest]
+            if not fused or kind == BACKWARD:
+                actions.append(Action("BW" if fused else "FBW"[kind], chunk, microbatch))
+        rows.append(actions)
+    return Schedule.build(rows, problem.placement, problem.microbatches, name, problem.slices)

@@ -1,0 +1,44 @@
+"""The published schedules of a placement as orders, each made once: the planner starts from all that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from zbkern.pipeline import schedules
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.planning.planner.problem import Ordering, grouped, ordering_of
+
+
+class Published:
+    """Makes the orders of published schedules when they are first asked for, and keeps them."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[tuple[int, ...], int, int], list[Ordering]] = {}
+
+    def orders(self, placement: tuple[int, ...], sequences: int, slices: int = 1) -> Iterator[Ordering]:
+        """Of every schedule with this placement (the rank of every chunk), those that are made quickest first.
+
+        sequences, slices: microbatches of whole sequences, and how many slices each has.
+        """
+        made = self._made.setdefault((placement, sequences, slices), [])
+        for index, make in enumerate(generators_of(placement)):
+            if index == len(made):
+                made.append(grouped(ordering_of(make(max(placement) + 1, sequences, slices=slices))))
+            yield made[index]
+
+
+_ONE_CHUNK = (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h2)
+_V = (schedules.zb_v, schedules.dualpipe_v, schedules.one_f_one_b_v, schedules.v_min, schedules.v_half)
+_INTERLEAVED = (schedules.interleaved, schedules.interleaved_zero_bubble)
+
+
+def generators_of(placement: tuple[int, ...]) -> Sequence[Callable[..., Schedule]]:
+    """Of every published schedule with this placement, the rank of every chunk."""
+    down = tuple(range(max(placement) + 1))
+    chunks = len(placement) // len(down)
+    if placement == down:
+        return _ONE_CHUNK
+    if placement == down + down[::-1]:
+        return _V
+    return [partial(make, chunks=chunks) for make in _INTERLEAVED] if placement == down * chunks else ()

@@ -1,0 +1,204 @@
+"""The search for the best orders of a problem: published and constructed ones, then rounds of all the other searches.
+
+Several problems, as the partitions of one model are, are searched side by side; after each round the better half of
+them goes on, and of these only what its lower bound leaves a chance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+from zbkern.planning.planner import native
+from zbkern.planning.planner.annealing import anneal
+from zbkern.planning.planner.arguments import PlanOptions
+from zbkern.planning.planner.bounds import cost_bound
+from zbkern.planning.planner.incumbents import NEAR, ROUNDING, Budget, Incumbent
+from zbkern.planning.planner.portfolio import (
+    SETTINGS,
+    Population,
+    TriedRule,
+    add_serial,
+    best_tried_rules,
+    temperatures,
+)
+from zbkern.planning.planner.problem import Ordering, Problem
+from zbkern.planning.planner.published import Published
+from zbkern.planning.planner.steadiness import at_speeds, delayed
+
+_FINALISTS = 32  # at most, so that to choose among them takes little time
+
+
+class Search:
+    """The search for the best orders of one problem. What it finds depends on the problem, the work and the seed."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        budget: Budget,
+        seed: int,
+        published: Published | None,
+        name: str = "",
+        partition: tuple[int, ...] | None = None,
+    ) -> None:
+        """Begins with every published schedule that fits; None to begin with nothing.
+
+        name: of the placement. partition: of layers, if it is of any.
+        """
+        self.name, self.partition = name, partition
+        self.problem, self.best, self._seed = problem, Incumbent(problem, budget), seed
+        self._population: Population | None = None
+        self._rules: list[TriedRule] = []
+        self._tried = 0  # passes on which rules were tried
+        known = published.orders(problem.placement, problem.sequences, len(problem.slices)) if published else ()
+        for orders in known:
+            self.best.offer_fitting(orders)
+            if self.best.orders is not None and not budget.left:
+                break
+        self.published = self.reached  # by a published schedule
+
+    @cached_property
+    def bound(self) -> float:
+        """No orders cost less, in the unit of the costs."""
+        self.best.bound = cost_bound(self.problem)
+        return self.best.bound / self.problem.time_scale
+
+    @property
+    def reached(self) -> float:
+        """The objective, in the unit of the costs."""
+        return math.inf if self.best.orders is None else self.best.orders.cost / self.problem.time_scale
+
+    def promise(self, rounds: int) -> float:
+        """What the objective may come to after so many rounds: less near to the bound with more chunks per rank, as the
+        same work then does less, and the later it is."""
+        per_rank = self.problem.chunks / self.problem.ranks
+        missed = (per_rank / (per_rank + SETTINGS.half_missed)) ** (1 / (1 + rounds))
+        return self.bound + missed * (self.reached - self.bound)
+
+    def construct(self, passes: int) -> None:
+        """The constructive answer: the best of some rules, tried on at most so many passes. Again with more, or not."""
+        if native.core is not None and passes > self._tried:
+            self._tried = passes
+            found = best_tried_rules(self.best, passes)
+            self._rules = [*found, *self._rules][: 2 * SETTINGS.refined_rules]
+        if self.best.orders is None:
+            add_serial(self.best)
+
+    def round(self, number: int, passes: int) -> None:
+        passes = min(passes, SETTINGS.most_runs * self.problem.passes * 2**number)
+        self.construct(passes // SETTINGS.rule_share)
+        if self._population is None:
+            self._population = Population(self.best, passes // 8)
+        self._population.round(passes, self._seed * 64 + number, self._rules)
+
+    def finish(self, rounds: int) -> None:
+        """Anneals the best orders once more, at low temperatures, for a quarter of what the next round would take.
+
+        Rounds end hot, and with a spread that fills every gap: this takes 0.1 to 0.8% from their cost.
+        """
+        self._anneal(SETTINGS.finish_share, rounds)
+
+    def make_steady(self, rounds: int) -> None:
+        """The same where ranks are slower or faster, twice as long: it makes gaps where they are of use."""
+        self._anneal(2 * SETTINGS.finish_share, rounds, at_speeds(self.problem, SETTINGS.samples, 2 * self._seed))
+
+    def _anneal(self, share: float, rounds: int, samples: Sequence[Problem] = ()) -> None:
+        if self.best.orders is None or not self.best.budget.left:
+            return
+        passes = min(SETTINGS.first_round, SETTINGS.most_runs * self.problem.passes) * 2**rounds
+        effort = self.best.effort(self._seed, temperatures(self.problem, *SETTINGS.finish), int(share * passes), 0)
+        if samples:  # orders that cost no less may bear delays better
+            effort = effort._replace(target=0)
+        self.best.offer(anneal(self.problem, self.best.orders, effort, samples))
+
+    @cached_property
+    def _samples(self) -> list[Problem]:
+        """Others than `make_steady` takes, which what it finds suits too well."""
+        return at_speeds(self.problem, SETTINGS.samples_to_choose, 2 * self._seed + 1)
+
+    def with_delays(self, orders: Ordering) -> float:
+        """Half of what the orders cost, and half of what they cost on average where ranks are slower or faster."""
+        return (orders.cost / self.problem.time_scale + delayed(self._samples, orders)) / 2
+
+
+def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[int, Search], None]) -> int:
+    """All of them side by side; how many rounds were completed. progress: is told the next and the best.
+
+    Each round has twice the work of the one before, divided among half as many.
+    """
+    for each in sorted(searches, key=lambda each: each.reached):
+        if each.best.orders is None or each.bound < min(other.reached for other in searches):
+            each.construct(SETTINGS.rule_passes // len(searches))
+    first_round = SETTINGS.first_round if len(searches) == 1 else SETTINGS.first_round_of_several
+    rounds = 0
+    while native.core is not None and budget.allows(rounds):
+        best = min(each.reached for each in searches)
+        going_on = [each for each in searches if each.bound < best * (1 - ROUNDING)]
+        promises = {each: each.promise(rounds) for each in going_on}
+        going_on = sorted(going_on, key=promises.__getitem__)[: math.ceil(len(searches) / 2**rounds)]
+        if not going_on:
+            break
+        progress(rounds, min(going_on, key=lambda each: each.reached))
+        for each in going_on:
+            if budget.left:
+                each.round(rounds, first_round * 2**rounds // len(going_on))
+        rounds += budget.left > 0
+        min(searches, key=lambda each: each.reached).finish(rounds)  # after each, so that more are never worse
+    return rounds
+
+
+def search_slices(searches: Sequence[Search], budget: Budget, progress: Callable[[int, Search], None]) -> int:
+    """`search_all`, of sequences in slices first; whole ones then take no part that cannot be better, by their bounds.
+
+    So the answer is no worse than that of a search of whole sequences alone.
+    """
+    whole = [each for each in searches if len(each.problem.slices) == 1]
+    sliced = [each for each in searches if len(each.problem.slices) > 1]
+    half = Budget(budget.rounds, budget.left / 2) if whole else budget
+    rounds = search_all(sliced, half, progress) if sliced else 0
+    best = min((each.reached for each in sliced), default=math.inf)
+    if any(each.bound < best * (1 - ROUNDING) for each in whole):
+        rounds = search_all(whole, budget, progress)
+    return rounds
+
+
+def best_of(searches: Sequence[Search], budget: Budget, options: PlanOptions) -> tuple[Search, int]:
+    """The one with the best orders that are found, of equals the first, and how many rounds were completed."""
+    rounds = search_slices(searches, budget, lambda number, best: options.progress(_describe(best, number)))
+    options.progress("")
+    return choose(searches, options.steady, rounds), rounds
+
+
+def _describe(search: Search, rounds: int) -> str:
+    """A line of progress."""
+    problem, reached = search.problem, search.reached
+    per_rank, slices = problem.chunks // problem.ranks, len(problem.slices)
+    least = max(map(problem.work, range(problem.ranks))) / problem.time_scale  # of the busiest rank
+    idle = 1 - least / reached if reached else 0.0
+    where = f"{per_rank} chunks per rank, {search.name}" + (f", {slices} slices" if slices > 1 else "")
+    return f"round {rounds + 1}: {where}: the busiest rank is idle for {idle:.2%}"
+
+
+def choose(searches: Sequence[Search], steady: bool, rounds: int) -> Search:
+    """The search that has the best orders, of equals the first, after so many rounds.
+
+    steady: of orders within 0.3% of the best, but for those that a published schedule is better than, it is the ones
+    that are best `with_delays`, which become the best of their search. What is proven optimal stays, and a published
+    schedule that nothing is better than.
+    """
+    reached = min(each.reached for each in searches)
+    first = next(each for each in searches if each.reached <= reached * (1 + ROUNDING))
+    published = min(each.published for each in searches)
+    optimal = first.bound >= reached * (1 - ROUNDING)
+    if native.core is None or not steady or (optimal and reached >= published * (1 - ROUNDING)):
+        return first
+    if rounds:  # what was optimal after few is made to bear delays for as long as all others
+        first.make_steady(first.best.budget.rounds if optimal else rounds)
+    if first.reached >= published * (1 - ROUNDING):
+        return first
+    most = min(first.reached * (1 if optimal else 1 + NEAR), published) * (1 + ROUNDING)
+    found = [(orders.cost / each.problem.time_scale, each, orders) for each in searches for orders in each.best.near]
+    finalists = sorted((one for one in found if one[0] <= most), key=lambda one: one[0])[:_FINALISTS]
+    _, search, search.best.orders = min(finalists, key=lambda one: one[1].with_delays(one[2]))
+    return search

@@ -1,0 +1,204 @@
+"""Costs: how long each pass of each chunk takes, and how much memory it holds; a JSON file can carry them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from zbkern.pipeline.schedules.actions import check_count
+from zbkern.pipeline.schedules.units import MEMORY_UNITS, TIME_UNITS
+from zbkern.planning.simulation.json_file import JsonFile
+
+PerChunk = float | Sequence[float]
+COPY_SIZE = 64 * 2**20  # bytes: a millisecond or two of a link to the host, and a small part of a chunk's activations
+_EXPECTED = "a number or one number per chunk"
+_ROUNDING = 1e-9  # relative: sums of parts and of wholes differ in the last digits
+LARGEST = 1e100  # of any cost: sums and ratios of costs then stay far from the ends of floating point
+
+
+class ChunkCosts(NamedTuple):
+    """`Costs` written out: one number per chunk in model order (`communication`: one per edge between neighbours)."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    fused: tuple[float, ...]
+    communication: tuple[float, ...]
+    activation: tuple[float, ...]
+    held: tuple[float, ...]
+    merge_saving: tuple[float, ...]
+    static: tuple[float, ...]
+    recompute: tuple[float, ...]
+    checkpoint: tuple[float, ...] | None  # None where the costs do not say
+    streamed: tuple[float, ...]  # of the activation, what is on the device while it is offloaded during F
+    attention_forward: tuple[float, ...]
+    attention_backward: tuple[float, ...]
+    overhead: tuple[float, ...]
+    carried: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Costs(JsonFile):
+    """Times and memory of one microbatch, of whole sequences, in one chunk: a number, or one per chunk in model order.
+
+    forward, backward, weight: time of F, B and W, all in one unit (B is the input gradient alone). communication:
+    latency of the edge between neighbouring chunks on different ranks, a number or one per edge (edge i joins chunks i
+    and i+1, and is as slow for gradients as for activations). activation: memory a microbatch holds after F until B;
+    held: what it holds between B and W, inputs and output gradients; as much as the activation where it is not given
+    (a Llama block holds more: `profile` measures it). A fused BW takes backward + weight - split_overhead. merge_saving
+    is what a W gains when it directly follows another W of the same chunk. static: memory of the chunk's model
+    states, which stay during the whole step: weights, gradients and optimizer states.
+
+    recompute: time of R, by default that of F. checkpoint: memory that a microbatch holds between an F and its R, what
+    the chunk was given; needed for schedules that recompute. offload_bandwidth, reload_bandwidth: memory per time of
+    copies from a rank's device to its host and back; needed for schedules that offload. copy_slowdown: how much longer
+    a pass takes, as a share of its time, while one copy runs beside it. copy_size: memory of one transfer of
+    activations to the host or back, which go in the order in which F leaves and B needs them; None where those of a
+    microbatch are one transfer.
+
+    Of the passes of a slice, whose costs otherwise grow with its length: attention_forward, attention_backward: of
+    forward and backward, the time that grows with the length times the mean context (the keys before a query).
+    overhead: of each F, B and W, the time that does not shrink with the length. carried: of the activation, what a
+    sequence keeps for its later slices, keys and values: it is there as a whole from the sequence's first F to its last
+    B, and their gradients take as much from its first B on. tokens: of a sequence, where they are known: slices that a
+    plan chooses are then multiples of 128. Without slices none of these matters.
+
+    time_unit: "s", "ms", "us", or None where times have no unit. memory_unit: "bytes", or None where memory has no
+    unit; `memory_limit` and `peak_memory` are in the same one. Tables, pictures and errors print the units that are
+    known (15 ms, 24.5 GB) and plain numbers otherwise.
+
+    Raises TypeError or ValueError for anything but numbers from 0 to 1e100 and these units.
+    """
+
+    forward: PerChunk = 1.0
+    backward: PerChunk = 1.0
+    weight: PerChunk = 1.0
+    communication: PerChunk = 0.0
+    activation: PerChunk = 1.0
+    held: PerChunk = None  # type: ignore[assignment]  # replaced by the activation
+    split_overhead: PerChunk = 0.0
+    merge_saving: PerChunk = 0.0
+    static: PerChunk = 0.0
+    recompute: PerChunk | None = None
+    checkpoint: PerChunk | None = None
+    offload_bandwidth: float | None = None
+    reload_bandwidth: float | None = None
+    copy_slowdown: float = 0.0
+    copy_size: float | None = None
+    time_unit: str | None = None
+    memory_unit: str | None = None
+    attention_forward: PerChunk = 0.0
+    attention_backward: PerChunk = 0.0
+    overhead: PerChunk = 0.0
+    carried: PerChunk = 0.0
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.held is None:
+            object.__setattr__(self, "held", self.activation)
+        for name in number_fields():
+            if name not in _OPTIONAL or getattr(self, name) is not None:
+                object.__setattr__(self, name, checked("Costs", name, getattr(self, name)))
+        check_copies_and_units(self)
+
+    def per_chunk(self, chunks: int) -> ChunkCosts:
+        """Every cost as a tuple with one number for each of `chunks` chunks in model order, and `fused` worked out.
+
+        Raises ValueError when a field has another number of entries, or when an overhead or saving exceeds what it is
+        taken from, TypeError when `chunks` is no whole number.
+        """
+        check_count("Costs.per_chunk: chunks", chunks)
+        given = {name: getattr(self, name) for name in number_fields()}
+        if given["recompute"] is None:
+            given["recompute"] = given["forward"]
+        flat: dict[str, Any] = {
+            name: None if value is None else _spread(name, value, chunks - (name == "communication"))
+            for name, value in given.items()
+        }
+        for name, wholes in PARTS.items():
+            most = [sum(each) for each in zip(*(flat[whole] for whole in wholes), strict=True)]
+            for chunk, (part, whole) in enumerate(zip(flat[name], most, strict=True)):
+                if part > whole * (1 + _ROUNDING):
+                    must = f"must be at most its {' + '.join(wholes)}, {whole:g}"
+                    raise ValueError(f"Costs: {name} of chunk {chunk} {must}; got {part:g}")
+            flat[name] = tuple(map(min, flat[name], most))
+        passes = zip(flat["backward"], flat["weight"], flat.pop("split_overhead"), strict=True)
+        fused = tuple(backward + weight - overhead for backward, weight, overhead in passes)
+        # one transfer fills while another is copied
+        streamed = tuple(a if self.copy_size is None else min(a, 2 * self.copy_size) for a in flat["activation"])
+        return ChunkCosts(fused=fused, streamed=streamed, **flat)
+
+
+PARTS = {
+    "split_overhead": ("backward", "weight"),
+    "merge_saving": ("weight",),
+    "attention_forward": ("forward",),
+    "attention_backward": ("backward",),
+    "carried": ("activation",),
+}
+"""What each of these costs is a part of, and no more than."""
+_OPTIONAL = ("recompute", "checkpoint")  # of the fields with a number per chunk: they may be None
+COPY_FIELDS = ("offload_bandwidth", "reload_bandwidth", "copy_slowdown", "copy_size")  # the same for all chunks
+
+
+def number_fields() -> tuple[str, ...]:
+    """The names of those fields of `Costs` that have a number per chunk or edge."""
+    names = (field.name for field in fields(Costs) if not field.name.endswith("_unit"))
+    return tuple(name for name in names if name not in (*COPY_FIELDS, "tokens"))
+
+
+def check_copies_and_units(costs: Any) -> None:
+    """Of `Costs`, or of others with the same fields."""
+    owner = type(costs).__name__
+    for name in COPY_FIELDS:
+        if getattr(costs, name) is not None:
+            object.__setattr__(costs, name, checked_number(owner, name, getattr(costs, name)))
+    if 0.0 in (costs.offload_bandwidth, costs.reload_bandwidth, costs.copy_size):
+        raise ValueError(f"{owner}: offload_bandwidth, reload_bandwidth and copy_size must be above 0, or None; got 0")
+    for name, known in (("time_unit", tuple(TIME_UNITS)), ("memory_unit", MEMORY_UNITS)):
+        unit = getattr(costs, name)
+        if unit is not None and unit not in known:
+            raise ValueError(f"{owner}: {name} must be {' or '.join(map(repr, known))}, or None; got {unit!r}")
+    if costs.tokens is not None and (type(costs.tokens) is not int or costs.tokens < 1):
+        raise ValueError(f"{owner}: tokens must be those of a sequence, a whole number, or None; got {costs.tokens!r}")
+
+
+def checked(owner: str, name: str, value: Any) -> float | tuple[float, ...]:
+    """A cost, or one per chunk. Raises TypeError or ValueError in the name of `owner`."""
+    if hasattr(value, "tolist"):  # an array or a tensor
+        value = value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(
+            entry
+            if type(entry) is float and 0 <= entry <= LARGEST
+            else checked_number(owner, f"{name}[{index}]", entry, expected=_EXPECTED)
+            for index, entry in enumerate(value)
+        )
+    return checked_number(owner, name, value, expected=_EXPECTED)
+
+
+def checked_number(owner: str, name: str, value: Any, most: float = LARGEST, expected: str = "a number") -> float:
+    """A number from 0 to `most`. Raises TypeError or ValueError in the name of `owner`."""
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{owner}: {name} must be {expected}; got {type(value).__name__} {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond 1e308
+        number = math.inf if value > 0 else -math.inf
+    if not 0 <= number <= most:
+        bound = f"from 0 to {most:g}, in whatever unit makes it so" if most < math.inf else "at least 0"
+        raise ValueError(f"{owner}: {name} must be {bound}; got {number:g}")
+    return number
+
+
+def _spread(name: str, value: Any, count: int) -> tuple[float, ...]:
+    if isinstance(value, float):
+        return (value,) * count
+    if len(value) != count:
+        what = "edges between chunks" if name == "communication" else "chunks"
+        raise ValueError(
+            f"Costs: {name} has {len(value)} entries and the schedule {count} {what}; give one number, or {count}"
+        )
+    return value

@@ -1,0 +1,242 @@
+"""Measured timelines: the costs of their passes, and where they took longer than planned."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.dependencies import result
+from zbkern.pipeline.schedules.units import TIME_UNITS, duration
+from zbkern.planning import draw
+from zbkern.planning.simulation.costs import Costs
+from zbkern.planning.simulation.simulator import simulate
+from zbkern.planning.simulation.timeline import Timeline, arrival, ends_of
+
+_TIMES = (
+    *("forward", "backward", "weight", "communication", "split_overhead", "merge_saving", "recompute"),
+    *("attention_forward", "attention_backward", "overhead"),
+)  # of `Costs`
+
+
+def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
+    """Costs, in the timelines' unit, of measured steps of one schedule: medians over microbatches and steps.
+
+    memory: whose `activation` and `held` to keep; a timeline has none. A pass in several events (parts or layers of a
+    W) counts as their sum; that of the slices of a sequence, too, and by how much the time per length rises along the
+    sequence is attention. Bandwidths are those of all O or L together. communication is the least time from the end of
+    a pass to the start of the one that needs it, over all edges, mean of both directions, so that a difference between
+    two ranks' clocks cancels.
+    """
+    schedule = timelines[0].schedule
+    chunks = range(len(schedule.placement))
+    by_slice: dict[tuple[str, int], dict[int, float]] = {}
+    for (kind, chunk, slice), lengths in _lengths(timelines).items():
+        by_slice.setdefault((kind, chunk), {})[slice] = statistics.median(lengths)
+    medians = {key: sum(each.values()) * len(schedule.slices) / len(each) for key, each in by_slice.items()}
+    times = [[medians.get((kind, chunk), 0.0) for chunk in chunks] for kind in ("F", "B", "W")]
+    for chunk in chunks:  # a fused pass: both halves in one
+        if ("BW", chunk) in medians and ("B", chunk) not in medians:
+            times[1][chunk] = times[2][chunk] = medians["BW", chunk] / 2
+    memory = memory or Costs()
+    attention = [
+        tuple(_attention(by_slice.get((kind, chunk), {}), schedule.slices) for chunk in chunks) for kind in "FB"
+    ]
+    again = {chunk: medians["R", chunk] for chunk in chunks if ("R", chunk) in medians}
+    return replace(
+        memory,
+        recompute=tuple(again.get(chunk, times[0][chunk]) for chunk in chunks) if again else memory.recompute,
+        checkpoint=0.0 if again and memory.checkpoint is None else memory.checkpoint,
+        offload_bandwidth=_bandwidth(timelines, "O", memory),
+        reload_bandwidth=_bandwidth(timelines, "L", memory),
+        forward=times[0],
+        backward=times[1],
+        weight=times[2],
+        communication=min(hops(timelines).values(), default=0.0) * len(schedule.slices),
+        attention_forward=tuple(map(min, attention[0], times[0])),
+        attention_backward=tuple(map(min, attention[1], times[1])),
+        overhead=0.0,
+        split_overhead=0.0,
+        merge_saving=0.0,
+        time_unit=timelines[0].unit or None,
+    )
+
+
+def spread(timelines: Sequence[Timeline]) -> float:
+    """How far apart the quartiles of a pass's times are, over microbatches and steps: the most of all passes.
+
+    Relative to the median of that pass, or to the mean of all passes where this is longer, so that the noise of a pass
+    that takes next to no time does not count. Infinite where a pass was measured once.
+    """
+    samples = [*_lengths(timelines).values()]
+    if any(len(lengths) < 2 for lengths in samples):
+        return math.inf
+    mean = statistics.fmean(map(statistics.median, samples))
+    quartiles = [statistics.quantiles(lengths, n=4, method="inclusive") for lengths in samples]
+    return max((high - low) / (max(middle, mean) or 1.0) for low, middle, high in quartiles)
+
+
+def _lengths(timelines: Sequence[Timeline]) -> dict[tuple[str, int, int], list[float]]:
+    """(kind, chunk, slice) -> how long each of these passes took."""
+    found: dict[tuple[str, int, int], list[float]] = {}
+    for timeline in timelines:
+        for (kind, chunk, microbatch), length in _passes(timeline).items():
+            found.setdefault((kind, chunk, microbatch % len(timeline.schedule.slices)), []).append(length)
+    return found
+
+
+def _attention(times: Mapping[int, float], slices: Sequence[int]) -> float:
+    """What the passes of a sequence's slices take that grows with the length and with what came before; 0 where some
+    slices are not known."""
+    if len(times) < max(2, len(slices)):
+        return 0.0
+    whole = sum(slices)
+    ends = [end / whole for end in accumulate(slices, initial=0)]
+    context = [a + b for a, b in pairwise(ends)]
+    per_length = [times[slice] * whole / length for slice, length in enumerate(slices)]
+    return max(0.0, statistics.linear_regression(context, per_length).slope)
+
+
+def hops(timelines: Sequence[Timeline]) -> dict[int, float]:
+    """The least time of a message over every edge between ranks, by its first chunk, mean of both directions."""
+    schedule = timelines[0].schedule
+    found: dict[int, float] = {}
+    for timeline in timelines:
+        ends = ends_of(timeline)
+        starts = {result(event.action): event.start for row in timeline.events for event in row}
+        for low, high in pairwise(range(len(schedule.placement))):
+            if schedule.placement[low] != schedule.placement[high]:
+                pairs = range(schedule.microbatches)
+                there = min(starts["F", high, m] - ends["F", low, m] for m in pairs)
+                back = min(starts["B", low, m] - ends["B", high, m] for m in pairs)
+                found[low] = min(found.get(low, math.inf), max(0.0, (there + back) / 2))
+    return found
+
+
+def _bandwidth(timelines: Sequence[Timeline], kind: str, memory: Costs) -> float | None:
+    """Activations per time of all copies in one direction; that of `memory` where there are none."""
+    copies = [event for each in timelines for row in each.copies for event in row if event.action.kind == kind]
+    activation = memory.per_chunk(len(timelines[0].schedule.placement)).activation
+    spent = sum(copy.end - copy.start for copy in copies)
+    moved = sum(activation[copy.action.chunk] for copy in copies) / len(timelines[0].schedule.slices)
+    given = memory.offload_bandwidth if kind == "O" else memory.reload_bandwidth
+    return moved / spent if moved > 0 and spent > 0 else given
+
+
+def in_seconds(given: Costs) -> Costs:
+    """The same costs in seconds, the unit of a Pipeline's timelines; times without a unit count as milliseconds."""
+    if not isinstance(given, Costs):
+        raise TypeError(
+            f"in_seconds: costs must be a zbkern.pipeline.Costs in milliseconds, as profile() gives them; got "
+            f"{type(given).__name__} {given!r}"
+        )
+    per_second = TIME_UNITS[given.time_unit or "ms"]
+
+    def scaled(name: str, factor: float) -> Any:
+        value = getattr(given, name)
+        return tuple(each * factor for each in value) if isinstance(value, tuple) else value and value * factor
+
+    seconds = {name: scaled(name, 1 / per_second) for name in _TIMES}
+    rates = {name: scaled(name, per_second) for name in ("offload_bandwidth", "reload_bandwidth")}
+    return replace(given, time_unit="s", **seconds, **rates)
+
+
+def compare(measured: Timeline, given: Costs | None = None) -> Drift:
+    """A measured step next to the simulation of its schedule, with these costs or with its own medians."""
+    if given is not None and not isinstance(given, Costs):
+        raise TypeError(f"compare: costs must be a zbkern.pipeline.Costs or None; got {type(given).__name__} {given!r}")
+    for rank, row in enumerate(measured.events):
+        if not row:
+            raise ValueError(
+                f"compare: the measured timeline must hold a step of every rank; rank {rank} has none: run "
+                "Pipeline.step first, and take Pipeline.gather_timeline() or Pipeline.drift()"
+            )
+    planned_with = given or costs([measured])
+    planned = simulate(measured.schedule, planned_with)
+    return Drift(replace(planned, unit=measured.unit), measured, planned_with)
+
+
+@dataclass(frozen=True)
+class TimeLost:
+    """Where one rank's time went beyond the plan: `cost` measured minus planned is about the sum of the others.
+
+    compute: passes that took longer than planned (negative: shorter). late: waiting for messages, beyond the waiting
+    that was planned. host: time between passes after the input had arrived. In the timeline's unit.
+    """
+
+    rank: int
+    cost: float
+    compute: float
+    late: float
+    host: float
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A measured step next to the plan for it, simulated with `costs`."""
+
+    planned: Timeline
+    measured: Timeline
+    costs: Costs
+
+    @property
+    def time_lost(self) -> tuple[TimeLost, ...]:
+        """Per rank, where the time went."""
+        return tuple(self._time_lost(rank) for rank in range(self.measured.schedule.stages))
+
+    def actions(self) -> list[tuple[Action, float]]:
+        """Every pass with its measured minus its planned duration, largest first."""
+        planned, measured = _passes(self.planned), _passes(self.measured)
+        found = [(Action(*key), busy - planned[key]) for key, busy in measured.items() if key in planned]
+        return sorted(found, key=lambda pair: -pair[1])
+
+    def to_text(self, worst: int = 5) -> str:
+        """A table of the time lost in percent of the planned cost, and the `worst` passes that exceed the plan most."""
+        if worst < 0:
+            raise ValueError(f"Drift.to_text: worst must be the number of passes to list, at least 0; got {worst}")
+        whole = self.planned.cost
+        lines = [
+            f"measured {self.measured.cost:.4g}, planned {duration(whole, self.measured.unit)}: "
+            f"{self.measured.cost / whole - 1:+.1%}; idle {self.measured.bubble_rate:.1%}, "
+            f"planned {self.planned.bubble_rate:.1%}",
+            "rank    cost  compute     late     host",
+        ]
+        for lost in self.time_lost:
+            shares = (lost.cost, lost.compute, lost.late, lost.host)
+            lines.append(f"{lost.rank:>4}" + "".join(f"{share / whole:>+9.1%}" for share in shares))
+        slow = ", ".join(f"{action} {extra / whole:+.1%}" for action, extra in self.actions()[:worst])
+        return "\n".join([*lines, f"furthest from the plan: {slow}"] if slow else lines)
+
+    def save(self, path: str | Path) -> Path:
+        """Both timelines in one picture or trace, by the suffix: .svg, .html, or .json (Perfetto)."""
+        return draw.save([self.planned, self.measured], path, ["planned", "measured"])
+
+    def _time_lost(self, rank: int) -> TimeLost:
+        mine, plan = self.measured.events[rank], self.planned.events[rank]
+        busy = sum(e.end - e.start for e in mine) - sum(e.end - e.start for e in plan)
+        late = host = 0.0
+        ends = ends_of(self.measured)
+        whole = self.costs.per_chunk(len(self.measured.schedule.placement)).communication
+        travel = [time / len(self.measured.schedule.slices) for time in whole]
+        for before, event in pairwise(mine):
+            gap = max(0.0, event.start - before.end)
+            _, arrived = arrival(event.action, ends, travel, self.measured.schedule.placement)
+            waited = min(gap, max(0.0, arrived - before.end))
+            late, host = late + waited, host + gap - waited
+        idle = sum(max(0.0, after.start - before.end) for before, after in pairwise(plan))
+        spans = [row[-1].end - row[0].start if row else 0.0 for row in (mine, plan)]
+        return TimeLost(rank, spans[0] - spans[1], busy, late - idle, host)
+
+
+def _passes(timeline: Timeline) -> dict[tuple[str, int, int], float]:
+    """(kind, chunk, microbatch) -> how long its events took together."""
+    found: dict[tuple[str, int, int], float] = {}
+    for event in (event for row in timeline.events for event in row):
+        key = event.action[:3]
+        found[key] = found.get(key, 0.0) + event.end - event.start
+    return found

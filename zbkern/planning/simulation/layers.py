@@ -1,0 +1,184 @@
+"""LayerCosts, ModelCosts: a model's costs layer by layer, from which those of its chunks follow, however it is cut."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from zbkern.planning.simulation.costs import COPY_FIELDS, LARGEST, Costs, check_copies_and_units, checked_number
+from zbkern.planning.simulation.json_file import JsonFile, check_fields, parse_object
+
+_SUMMED = (
+    *("forward", "backward", "weight", "activation", "held"),
+    *("split_overhead", "merge_saving", "attention_forward", "attention_backward", "overhead", "carried"),
+)
+_OF_PARTS = ("recompute", "checkpoint")
+_AS_IN_COSTS = (*COPY_FIELDS, "time_unit", "memory_unit", "tokens")
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One layer: times and memory of one microbatch, as in `Costs`, and what the layer holds and passes on.
+
+    held: as much as the activation where it is not given. output: memory of what it passes to the next layer (its
+    gradient is as large). static: memory of its model states: weights, gradients and optimizer states. tied:
+    layers of the same name here share one `static`, an embedding and the head that is its transpose: a rank with
+    several of them holds it once.
+
+    recompute, checkpoint: of an R that runs named parts of a chunk again: its time in this layer, and what an F with
+    such an R keeps of the layer, the layer's input among it. Both or none, for all layers of a model; where they are
+    not given, an R runs the whole chunk, which keeps its input. output_again: how much of the output such an R computes
+    again, which a next layer in the same chunk does not keep as its input.
+
+    attention_forward, attention_backward, overhead, carried: what matters to slices of a sequence, as in `Costs`.
+
+    Raises TypeError or ValueError for numbers that `Costs` would not take.
+    """
+
+    name: str
+    forward: float
+    backward: float
+    weight: float
+    activation: float = 0.0
+    held: float = None  # type: ignore[assignment]  # replaced by the activation
+    split_overhead: float = 0.0
+    merge_saving: float = 0.0
+    output: float = 0.0
+    static: float = 0.0
+    tied: str | None = None
+    recompute: float | None = None
+    checkpoint: float | None = None
+    output_again: float = 0.0
+    attention_forward: float = 0.0
+    attention_backward: float = 0.0
+    overhead: float = 0.0
+    carried: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not isinstance(self.tied, (str, type(None))):
+            raise TypeError(f"LayerCosts: name must be a str, tied a str or None; got {self.name!r} and {self.tied!r}")
+        if self.held is None:
+            object.__setattr__(self, "held", self.activation)
+        for name in (*_SUMMED, *_OF_PARTS, "static", "output", "output_again"):
+            if name not in _OF_PARTS or getattr(self, name) is not None:
+                checked_number(f"LayerCosts: of layer {self.name!r}", name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class ModelCosts(JsonFile):
+    """Layers in model order, and the links between ranks: a message takes latency + its size / bandwidth.
+
+    latency is in the unit of the layers' times, bandwidth in their memory per their time: those of the slowest link.
+    forward_overhead: what every forward of a chunk takes besides its layers (masks, rotary embeddings), a time, too.
+    pass_overhead: what every F, B and W of a chunk takes besides (launches, the engine), and a fused backward once.
+    tokens, the units, and the bandwidths, copy_slowdown and copy_size that schedules with offloading need, are as in
+    `Costs`.
+
+    Raises TypeError or ValueError for numbers that `Costs` would not take.
+    """
+
+    layers: tuple[LayerCosts, ...]
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    time_unit: str | None = None
+    memory_unit: str | None = None
+    offload_bandwidth: float | None = None
+    reload_bandwidth: float | None = None
+    copy_slowdown: float = 0.0
+    copy_size: float | None = None
+    forward_overhead: float = 0.0
+    pass_overhead: float = 0.0
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers or not all(isinstance(layer, LayerCosts) for layer in self.layers):
+            raise TypeError(f"ModelCosts: layers must be a list of LayerCosts, one at least; got {self.layers!r}")
+        given = [all(getattr(layer, name) is not None for name in _OF_PARTS) for layer in self.layers]
+        if any(getattr(layer, name) is not None for layer in self.layers for name in _OF_PARTS) and not all(given):
+            without = self.layers[given.index(False)].name
+            raise ValueError(
+                "ModelCosts: recompute and checkpoint must both be given for all layers, or for none; got them for "
+                f"some and not for {without!r}: a layer without named parts has 0 and its activation"
+            )
+        for name in ("latency", "bandwidth", "forward_overhead", "pass_overhead"):
+            most = math.inf if name == "bandwidth" else LARGEST
+            object.__setattr__(self, name, checked_number("ModelCosts", name, getattr(self, name), most))
+        if self.bandwidth == 0:
+            raise ValueError("ModelCosts: bandwidth must be above 0, inf for no limit; got 0")
+        check_copies_and_units(self)
+
+    def chunk_costs(self, partition: Sequence[int], placement: Sequence[int] | None = None) -> Costs:
+        """The costs of the chunks that begin with these layers.
+
+        partition: the first layer of every chunk in model order, 0 first, each larger than the one before. placement:
+        the rank of every chunk, by default each on its own; what tied layers share is in their rank's first chunk.
+        Raises ValueError for another partition or placement.
+        """
+        starts, count = list(partition), len(self.layers)
+        if starts[:1] != [0] or any(a >= b for a, b in pairwise([*starts, count])):
+            raise ValueError(
+                f"chunk_costs: partition must be the first layer of every chunk of {count} layers, increasing from 0; "
+                f"got {starts}"
+            )
+        ranks = list(range(len(starts)) if placement is None else placement)
+        if len(ranks) != len(starts):
+            raise ValueError(f"chunk_costs: placement must be one rank for each of {len(starts)} chunks; got {ranks}")
+        chunks = [self.layers[a:b] for a, b in pairwise([*starts, count])]
+        summed: dict[str, Any] = {
+            name: [sum(getattr(layer, name) for layer in chunk) for chunk in chunks] for name in _SUMMED
+        }
+        summed["forward"] = [time + self.forward_overhead for time in summed["forward"]]
+        for name in ("forward", "backward", "weight", "split_overhead", "overhead"):
+            summed[name] = [time + self.pass_overhead for time in summed[name]]
+        return Costs(
+            **summed,
+            **self._of_recomputation(chunks),
+            communication=[self.latency + chunk[-1].output / self.bandwidth for chunk in chunks[:-1]],
+            static=self._static(chunks, ranks),
+            **{name: getattr(self, name) for name in _AS_IN_COSTS},
+        )
+
+    def _of_recomputation(self, chunks: Sequence[Sequence[LayerCosts]]) -> dict[str, Any]:
+        if self.layers[0].checkpoint is None:
+            return {"checkpoint": [0.0, *(chunk[-1].output for chunk in chunks[:-1])]}
+        summed = {name: [sum(getattr(layer, name) for layer in chunk) for chunk in chunks] for name in _OF_PARTS}
+        again = [sum(layer.output_again for layer in chunk[:-1]) for chunk in chunks]
+        kept = [max(0.0, most - less) for most, less in zip(summed["checkpoint"], again, strict=True)]
+        return {"recompute": summed["recompute"], "checkpoint": kept}
+
+    def _static(self, chunks: Sequence[Sequence[LayerCosts]], ranks: Sequence[int]) -> list[float]:
+        seen: set[tuple[int, str]] = set()
+        found = []
+        for chunk, rank in zip(chunks, ranks, strict=True):
+            total = 0.0
+            for layer in chunk:
+                if layer.tied is not None:
+                    if (rank, layer.tied) in seen:
+                        continue
+                    seen.add((rank, layer.tied))
+                total += layer.static
+            found.append(total)
+        return found
+
+    def to_json(self) -> str:
+        """The JSON object with the fields' names; an unlimited bandwidth is null."""
+        bandwidth = self.bandwidth if math.isfinite(self.bandwidth) else None
+        return json.dumps(asdict(self) | {"bandwidth": bandwidth}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelCosts:
+        """The costs that `to_json` wrote; fields that are absent have their defaults. Raises ValueError."""
+        data = parse_object("ModelCosts.from_json", text, '{"layers": [...]}')
+        if not isinstance(data.get("layers"), list):
+            raise ValueError(f'ModelCosts.from_json: expected an object with "layers", a list; got {text[:60]!r}')
+        check_fields("ModelCosts.from_json", cls, data)
+        for layer in data["layers"]:
+            check_fields("ModelCosts.from_json: of a layer", LayerCosts, layer)
+        layers = tuple(LayerCosts(**layer) for layer in data["layers"])
+        bandwidth = math.inf if data.get("bandwidth") is None else data["bandwidth"]
+        return cls(**{**data, "layers": layers, "bandwidth": bandwidth})

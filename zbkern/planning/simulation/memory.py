@@ -1,0 +1,97 @@
+"""What a rank holds: how much memory every pass of a schedule takes or frees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.program import recomputed, streamed
+from zbkern.planning.simulation.costs import ChunkCosts, checked_number
+
+Limit = float | Sequence[float] | None  # one number, or one per rank
+
+
+class Memory:
+    """What one rank holds, now and at most so far, in the unit of `Costs.activation`.
+
+    It starts with `static`, the model states of its chunks. F adds the chunk's activation, or `checkpoint` where an R
+    adds the rest, or `streamed` where its O follows directly; B leaves `held`, and BW nothing; W releases `held`, a
+    part of n its n-th. O releases what the microbatch holds, L takes it again. Of a sequence in slices `carried` is
+    there from its first F to its last B, and as much again from its first B on. costs: of every slice of a sequence.
+    row: the rank's actions; they are accounted in its order, or in another one that keeps that of every microbatch.
+    """
+
+    def __init__(self, costs: Sequence[ChunkCosts], static: float = 0.0, row: Sequence[Action] = ()) -> None:
+        self._costs = costs
+        self._recomputed, self._streamed = recomputed(row), streamed(row)
+        self._waiting: set[tuple[int, int]] = set()  # those whose B has run
+        self.now = self.peak = static
+        if self._recomputed and costs[0].checkpoint is None:
+            raise ValueError(
+                "Costs: checkpoint must be given for a schedule that recomputes: the memory that a microbatch holds "
+                "between an F and its R, which is what the chunk was given"
+            )
+
+    def account(self, action: Action) -> None:
+        kind, chunk, microbatch, part = action
+        costs = self._costs[microbatch % len(self._costs)]
+        activation, held = costs.activation[chunk], costs.held[chunk]
+        self.now += carried_change(costs, kind, chunk, microbatch % len(self._costs), len(self._costs))
+        if kind in ("F", "R"):
+            self.now += self._taken(kind, chunk, microbatch)
+        elif kind == "O":
+            leaves = (chunk, microbatch) in self._streamed and (chunk, microbatch) not in self._waiting
+            self.now -= costs.streamed[chunk] if leaves else self.copied(chunk, microbatch)
+        elif kind == "L":
+            self.now += self.copied(chunk, microbatch)
+        elif kind == "B":
+            self.now += held - activation  # may be more: W needs output gradients, which came after F
+            self._waiting.add((chunk, microbatch))
+        elif kind == "BW":
+            self.now -= activation
+        else:
+            self.now -= held if part is None else held / part[1]
+        self.peak = max(self.peak, self.now)
+
+    def copied(self, chunk: int, microbatch: int) -> float:
+        """What an O or L of this microbatch moves now: its activations, or after B what its W needs."""
+        costs = self._costs[microbatch % len(self._costs)]
+        return costs.held[chunk] if (chunk, microbatch) in self._waiting else costs.activation[chunk]
+
+    def _taken(self, kind: str, chunk: int, microbatch: int) -> float:
+        costs = self._costs[microbatch % len(self._costs)]
+        activation = costs.activation[chunk]
+        if (chunk, microbatch) in self._streamed:
+            return costs.streamed[chunk]
+        if (chunk, microbatch) not in self._recomputed or costs.checkpoint is None:
+            return activation
+        kept = min(activation, costs.checkpoint[chunk])
+        return kept if kind == "F" else activation - kept
+
+
+def carried_change(costs: ChunkCosts, kind: str, chunk: int, slice: int, slices: int) -> float:
+    """What a pass of this slice takes, or frees, of a sequence's keys and values and of their gradients."""
+    if slices == 1 or kind not in ("F", "B", "BW"):
+        return 0.0
+    first = slice == (0 if kind == "F" else slices - 1)
+    last = kind != "F" and slice == 0
+    return (first - 2 * last) * costs.carried[chunk]
+
+
+def static_of_ranks(costs: ChunkCosts, placement: Sequence[int]) -> list[float]:
+    """The static memory of each rank, that of all its chunks, from the rank of every chunk."""
+    total = [0.0] * (max(placement) + 1)
+    for chunk, rank in enumerate(placement):
+        total[rank] += costs.static[chunk]
+    return total
+
+
+def limits_of(function: str, given: Limit, stages: int) -> list[float] | None:
+    """The memory limit of every rank, None for none. Raises TypeError or ValueError in the name of `function`."""
+    if given is None:
+        return None
+    each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * stages
+    if len(each) != stages:
+        raise ValueError(f"{function}: memory_limit must be one number or one per rank ({stages}); got {len(each)}")
+    return [checked_number(function, "memory_limit", limit, math.inf, "one number or one per rank") for limit in each]

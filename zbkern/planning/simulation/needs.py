@@ -1,0 +1,93 @@
+"""What a model needs at least on every rank, whatever the order of its passes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zbkern.pipeline.schedules.units import amount, enough
+from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
+
+_ROUNDS = 50  # of bisection: the least need is found to rounding
+
+
+class Need(NamedTuple):
+    """What the fullest rank holds: all the time, and of one microbatch."""
+
+    static: float
+    activation: float
+
+    @property
+    def total(self) -> float:
+        return self.static + self.activation
+
+    def describe(self, stages: int, unit: str | None) -> str:
+        """For an error that says what does not fit."""
+        return (
+            f"in the best cut into {stages} stages of one chunk the fullest rank holds {amount(self.static, unit)} of "
+            f"weights, gradients and optimizer states and {amount(self.activation, unit)} for one microbatch, "
+            f"{enough(self.total, unit)} in all"
+        )
+
+
+def least_need(costs: ModelCosts, stages: int) -> Need:
+    """Of the cut into one chunk per rank whose fullest rank holds least, with one microbatch at a time.
+
+    More chunks per rank need as much, except for tied weights, and where activations are offloaded or recomputed.
+    """
+    low, high = _largest(costs), sum(layer.static + layer.activation for layer in costs.layers)
+    for _ in range(_ROUNDS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(_packed(costs, middle)) <= stages else (middle, high)
+    return max(_packed(costs, high), key=lambda need: need.total)
+
+
+def least_work(costs: ModelCosts, stages: int) -> float:
+    """A bound: how long the busiest rank computes at least for one microbatch, whichever rank has which layers.
+
+    Of the k * stages + 1 longest layers one rank has k + 1, which take as long at least as the k + 1 shortest of them.
+    """
+    times = sorted(map(_shortest, costs.layers), reverse=True)
+    packed = [sum(times[end - 1 - (end - 1) // stages : end]) for end in range(1, len(times) + 1, stages)]
+    return max(sum(times) / stages, *packed) + _of_a_chunk(costs)
+
+
+def least_uneven(costs: ModelCosts, stages: int) -> float:
+    """The share of the busiest rank's time in which the others idle, mean over ranks, if it has `least_work`."""
+    most = least_work(costs, stages)
+    total = sum(map(_shortest, costs.layers)) + stages * _of_a_chunk(costs)
+    return max(0.0, 1.0 - total / (stages * most)) if most else 0.0
+
+
+def _of_a_chunk(costs: ModelCosts) -> float:
+    """The time of a microbatch's passes besides the layers: a forward and one backward at least."""
+    return costs.forward_overhead + 2 * costs.pass_overhead
+
+
+def _shortest(layer: LayerCosts) -> float:
+    """Of its passes, with all that one pass or merged ones may save."""
+    saved = max(layer.split_overhead, layer.merge_saving)
+    return layer.forward + layer.backward + layer.weight - saved
+
+
+def fits(costs: ModelCosts, stages: int, limit: float) -> bool:
+    """Whether `limit` is enough for the least need."""
+    return _largest(costs) <= limit and len(_packed(costs, limit)) <= stages
+
+
+def _largest(costs: ModelCosts) -> float:
+    return max(layer.static + layer.activation for layer in costs.layers)
+
+
+def _packed(costs: ModelCosts, most: float) -> list[Need]:
+    """Needs of chunks that are filled up to `most`, at least the need of the largest layer, one after another."""
+    found = [Need(0.0, 0.0)]
+    tied: set[str | None] = set()
+    for layer in costs.layers:
+        static = 0.0 if layer.tied in tied else layer.static
+        grown = Need(found[-1].static + static, found[-1].activation + layer.activation)
+        if grown.total > most and found[-1].total:
+            grown, tied = Need(layer.static, layer.activation), set()
+            found.append(grown)
+        found[-1] = grown
+        tied |= {layer.tied} - {None}
+    return found

@@ -1,0 +1,200 @@
+"""simulate: when every action of a schedule runs, given its costs; as planned, or with W filled in as the clock says.
+
+F of a chunk waits for F of the chunk before it, B (or BW) for B of the chunk after it, and every action for the one
+before it on its rank. A message between chunks on different ranks takes the edge's communication; on one rank nothing.
+Copies run beside the passes (`copies.py`): a pass waits for its load, and a rank for its offload where the O stands.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zbkern.pipeline.schedules.actions import COPIES, Action, check_count
+from zbkern.pipeline.schedules.dependencies import Result, order_of_running, result
+from zbkern.pipeline.schedules.program import FILLS, offloads_or_recomputes, recomputed
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.planning.simulation.copies import Copies
+from zbkern.planning.simulation.costs import ChunkCosts, Costs, checked_number
+from zbkern.planning.simulation.memory import Limit, Memory, carried_change, limits_of, static_of_ranks
+from zbkern.planning.simulation.slice_costs import slice_costs
+from zbkern.planning.simulation.timeline import Event, Timeline, arrival
+
+_ROUNDING = 1e-9  # relative, of a limit: sums of fractions of one number differ in the last digits
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    fill: str = "planned",
+    parts: int = 1,
+    memory_limit: Limit = None,
+    jitter: float = 0.0,
+    seed: int = 0,
+) -> Timeline:
+    """The timeline of one step: all events, cost, bubble rate and memory per rank.
+
+    costs: `Costs()`, all passes of unit length, when not given. fill: "planned" runs every W where the schedule has it;
+    "eager" keeps only the order of F and B and runs the oldest pending W, in `parts` parts, whenever the next input
+    has not arrived, and before an F that would exceed `memory_limit` (one number, or one per rank; by default the
+    schedule's own peak): what the engine does with fill="eager". jitter: each pass takes its cost times a normal
+    variate of mean 1 and this deviation, at least 0; the sample depends on `seed` and not on the order or the fill, so
+    that both can be compared on it.
+
+    Memory: every rank starts with its chunks' `static`; F adds the chunk's activation when it starts; B leaves `held`
+    when it ends, and BW nothing; W releases `held` when it ends, a part of n its n-th. A W that directly follows
+    a W of its chunk gains `merge_saving` (whole W only; never with fill="eager", which runs them one by one).
+
+    O and L take memory per bandwidth, one after the other in each direction, and are in `Timeline.copies`, each as long
+    as its transfers together, up to the end of the last; passes beside them take longer by `copy_slowdown`. Activations
+    go in transfers of `copy_size` (`copies.py`). fill="eager" is for schedules without R, O and L.
+
+    Raises ScheduleError when the schedule is not valid, TypeError or ValueError for other arguments.
+    """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"simulate: schedule must be a zbkern.pipeline.Schedule; got {type(schedule).__name__}")
+    if costs is not None and not isinstance(costs, Costs):
+        raise TypeError(f"simulate: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
+    check_count("simulate: parts", parts)
+    check_count("simulate: seed", seed, 0)
+    checked_number("simulate", "jitter", jitter, math.inf)
+    if fill not in FILLS:
+        raise ValueError(f"simulate: fill must be one of {FILLS}; got {fill!r}")
+    if fill == "planned" and (parts != 1 or memory_limit is not None):
+        raise ValueError('simulate: parts and memory_limit belong to fill="eager"; with "planned" the schedule decides')
+    schedule.validate()
+    if fill == "eager" and any(offloads_or_recomputes(row) for row in schedule.actions):
+        raise ValueError(
+            'simulate: fill="eager" moves W, and a schedule with R, O or L has its memory counted where W stands; use '
+            '"planned"'
+        )
+    costs = costs or Costs()
+    flat = slice_costs(costs.per_chunk(len(schedule.placement)), schedule.slices)
+    durations = _durations(schedule, flat, jitter, seed)
+    run = _Run(schedule, flat, durations, costs)
+    if fill == "eager":
+        limits = limits_of("simulate", memory_limit, schedule.stages)
+        run.fill_eagerly(parts, limits or _Run(schedule, flat, durations, costs).timeline().peak_memory)
+    return replace(run.timeline(), unit=costs.time_unit or "", memory_unit=costs.memory_unit or "")
+
+
+class _Run:
+    """One simulation: actions are executed in an order in which the inputs of each have been computed."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Sequence[ChunkCosts],
+        durations: dict[tuple[str, int, int], float],
+        given: Costs,
+    ) -> None:
+        """costs: of every slice of a sequence."""
+        self._schedule, self._costs, self._durations = schedule, costs, durations
+        self._rows: list[Sequence[Action]] = list(schedule.actions)
+        self._events: list[list[Event]] = [[] for _ in self._rows]
+        self._ends: dict[Result | None, float] = {}
+        self._memory = [
+            Memory(costs, static, row)
+            for row, static in zip(schedule.actions, static_of_ranks(costs[0], schedule.placement), strict=True)
+        ]
+        self._copies = {
+            rank: Copies(rank, row, given, costs)
+            for rank, row in enumerate(schedule.actions)
+            if any(action.kind in COPIES for action in row)
+        }
+        self._previous: list[Action | None] = [None] * len(self._rows)
+        self._eager: list[deque[Action]] | None = None  # the pending W of every rank, oldest first
+
+    def fill_eagerly(self, parts: int, limits: Sequence[float]) -> None:
+        self._rows = [[action for action in row if action.kind != "W"] for row in self._rows]
+        slack = _ROUNDING * max(limits)
+        self._eager, self._limits = [deque() for _ in limits], [limit + slack for limit in limits]
+        self._parts = [None] if parts == 1 else [(index, parts) for index in range(parts)]
+
+    def timeline(self) -> Timeline:
+        for rank, action in order_of_running(self._rows, len(self._schedule.placement)):
+            arrived = self._arrival(action)
+            if self._eager is not None and action.kind != "W":
+                self._fill(rank, self._eager[rank], action, arrived)
+            self._execute(rank, action, arrived)
+        if self._eager is not None:
+            for rank, pending in enumerate(self._eager):
+                while pending:
+                    self._execute(rank, pending.popleft())
+        events = tuple(tuple(row) for row in self._events)
+        peak = tuple(memory.peak for memory in self._memory)
+        copies = [tuple(self._copies[rank].events) if rank in self._copies else () for rank in range(len(self._rows))]
+        return Timeline(self._schedule, events, peak, copies=tuple(copies) if self._copies else ())
+
+    def _execute(self, rank: int, action: Action, arrived: float = 0.0) -> None:
+        events, copies, memory = self._events[rank], self._copies.get(rank), self._memory[rank]
+        start = max(events[-1].end if events else 0.0, arrived)
+        if copies is None:
+            end = start + self._length(rank, action)
+        elif action.kind in COPIES:
+            copies.reach(action, start, memory.copied(action.chunk, action.microbatch))
+            memory.account(action)
+            self._previous[rank] = action
+            return
+        else:
+            start = copies.start(action, start)
+            end = copies.run(action, start, self._length(rank, action))
+        events.append(Event(rank, action, start, end))
+        memory.account(action)
+        self._previous[rank] = action
+        self._ends[result(action)] = end
+        if self._eager is not None and action.kind == "B":
+            self._eager[rank] += [action._replace(kind="W", part=part) for part in self._parts]
+
+    def _length(self, rank: int, action: Action) -> float:
+        kind, chunk, microbatch, part = action
+        length = self._durations[kind, chunk, microbatch]
+        if part is not None:
+            return length / part[1]
+        before = self._previous[rank]
+        follows = before is not None and before.kind == "W" and before.chunk == chunk and before.part is None
+        if kind == "W" and follows and self._eager is None:
+            return max(0.0, length - self._of(microbatch).merge_saving[chunk])
+        return length
+
+    def _arrival(self, action: Action) -> float:
+        """When the input of an action arrives on its rank."""
+        return arrival(action, self._ends, self._of(action.microbatch).communication, self._schedule.placement)[1]
+
+    def _of(self, microbatch: int) -> ChunkCosts:
+        return self._costs[microbatch % len(self._costs)]
+
+    def _fill(self, rank: int, pending: deque[Action], action: Action, arrived: float) -> None:
+        """Runs pending W: as many as must free their memory for an F to fit, then until the input arrives."""
+        memory, events = self._memory[rank], self._events[rank]
+        costs, slices = self._of(action.microbatch), len(self._costs)
+        taken = costs.activation[action.chunk]
+        taken += carried_change(costs, action.kind, action.chunk, action.microbatch % slices, slices)
+        limit = self._limits[rank] - taken if action.kind == "F" else float("inf")
+        while pending and (memory.now > limit or events[-1].end < arrived):
+            self._execute(rank, pending.popleft())
+
+
+def _durations(
+    schedule: Schedule, costs: Sequence[ChunkCosts], jitter: float, seed: int
+) -> dict[tuple[str, int, int], float]:
+    generator = random.Random(seed)
+
+    def factor() -> float:
+        return max(0.0, generator.gauss(1.0, jitter)) if jitter else 1.0
+
+    by_slice = [{"F": each.forward, "B": each.backward, "W": each.weight, "BW": each.fused} for each in costs]
+    durations = {}
+    for microbatch in range(schedule.microbatches):
+        lengths = by_slice[microbatch % len(costs)]
+        for chunk in range(len(schedule.placement)):
+            for kind, cost in lengths.items():
+                durations[kind, chunk, microbatch] = cost[chunk] * factor()
+    for row in schedule.actions:  # drawn after the others, whose sample a recomputation must not change
+        for chunk, microbatch in sorted(recomputed(row)):
+            durations["R", chunk, microbatch] = costs[microbatch % len(costs)].recompute[chunk] * factor()
+    return durations

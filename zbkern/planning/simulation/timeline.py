@@ -1,0 +1,143 @@
+"""Timeline: when every action ran on every rank, simulated or measured, and the figures that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.actions import Event as Event
+from zbkern.pipeline.schedules.dependencies import Result, producer, result
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.schedules.units import duration
+from zbkern.planning import draw
+from zbkern.planning.simulation.costs import Costs
+from zbkern.planning.simulation.memory import Memory
+from zbkern.planning.simulation.slice_costs import slice_costs
+
+_TAKING = ("F", "R", "L")  # what takes memory when it starts
+
+
+class Sample(NamedTuple):
+    """After an action: seconds, pending W, bytes that these hold, bytes allocated on the device (0 on a CPU)."""
+
+    seconds: float
+    pending: int
+    pinned: int
+    allocated: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Every event of a schedule, by rank and then by start; `peak_memory[rank]` is in the unit of `Costs.activation`.
+
+    `cost` is the longest span over ranks from a rank's own first F to its own last W (arXiv 2401.10241, section 5.3): a
+    rank may start late for free, which assumes an optimizer step without a barrier. `makespan` is first start to last
+    end over all ranks, the right figure when the optimizer step does synchronise. `bubble_rate` is the share of `cost`
+    in which a rank is idle, mean over ranks: (cost - m (F + B + W)) / cost where all chunks cost the same.
+    `samples[rank]` is what a pipeline has recorded. `unit` and `memory_unit` are as in `Costs`, empty where not known.
+    `copies[rank]`, if there are any: when each O and L copied, beside the `events`, which hold all other actions. A
+    recomputation counts as work: look at `cost` to compare schedules that recompute with others.
+    """
+
+    schedule: Schedule
+    events: tuple[tuple[Event, ...], ...]
+    peak_memory: tuple[float, ...] = ()
+    unit: str = ""
+    samples: tuple[tuple[Sample, ...], ...] = ()
+    memory_unit: str = ""
+    copies: tuple[tuple[Event, ...], ...] = ()
+
+    @property
+    def cost(self) -> float:
+        return max((row[-1].end - row[0].start for row in self.events if row), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        rows = [row for row in self.events if row]
+        return max(row[-1].end for row in rows) - min(row[0].start for row in rows) if rows else 0.0
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Time each rank spends in actions."""
+        return tuple(sum(event.end - event.start for event in row) for row in self.events)
+
+    @property
+    def bubble_rate(self) -> float:
+        cost = self.cost
+        known = sum(1 for row in self.events if row)  # a pipeline's last_timeline has one rank's
+        return 1.0 - sum(self.busy) / (known * cost) if cost > 0 else 0.0
+
+    def __repr__(self) -> str:
+        name, ranks, cost = self.schedule.name, self.schedule.stages, duration(self.cost, self.unit)
+        return f"<Timeline of {name}: {ranks} ranks, cost {cost}, idle {self.bubble_rate:.1%}>"
+
+    def memory_held(self, costs: Costs) -> list[list[tuple[float, float]]]:
+        """What each rank holds over time: (time, memory from then on) after every event, in the unit of the costs.
+
+        Without static memory (`Costs.static`: weights, gradients, optimizer states). F, R and L take their memory at
+        their start; the others give theirs back at their end.
+        """
+        flat = slice_costs(costs.per_chunk(len(self.schedule.placement)), self.schedule.slices)
+        curves = []
+        for rank, row in enumerate(self.events):
+            copies = self.copies[rank] if self.copies else ()
+            changes = [(e.start if e.action.kind in _TAKING else e.end, e.action) for e in (*row, *copies)]
+            if copies:
+                changes.sort(key=lambda change: (change[0], change[1].kind in _TAKING))
+            memory, curve = Memory(flat, row=self.schedule.actions[rank]), []
+            for time, action in changes:
+                memory.account(action)
+                curve.append((time, memory.now))
+            curves.append(curve)
+        return curves
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the picture or trace that the suffix names: .svg, .html, or .json (Perfetto)."""
+        return draw.save([self], path)
+
+
+def measured(
+    schedule: Schedule,
+    rows: Sequence[Sequence[Event]],
+    samples: Sequence[Sequence[Sample]] = (),
+    copies: Sequence[Sequence[Event]] = (),
+    peak_bytes: Sequence[int] = (),
+) -> Timeline:
+    """The timeline of events, samples and copies in seconds, by rank, shifted so that it starts at 0.
+
+    peak_bytes: of each rank, where they were counted: what microbatches held at most, as `Memory` counts it.
+    """
+    first = min((row[0].start for row in rows if row), default=0.0)
+    shifted = (tuple(s._replace(seconds=s.seconds - first) for s in row) for row in samples)
+    return Timeline(
+        schedule,
+        _shifted(rows, first),
+        tuple(peak_bytes),
+        unit="s",
+        samples=tuple(shifted),
+        memory_unit="bytes" if peak_bytes else "",
+        copies=_shifted(copies, first),
+    )
+
+
+def _shifted(rows: Sequence[Sequence[Event]], first: float) -> tuple[tuple[Event, ...], ...]:
+    return tuple(tuple(e._replace(start=e.start - first, end=e.end - first) for e in row) for row in rows)
+
+
+def ends_of(timeline: Timeline) -> dict[Result | None, float]:
+    """When each result of a chunk was there that others need."""
+    return {result(event.action): event.end for row in timeline.events for event in row}
+
+
+def arrival(
+    action: Action, ends: Mapping[Result | None, float], travel: Sequence[float], placement: Sequence[int]
+) -> tuple[float, float]:
+    """When the input of a pass was computed, and when it arrived, by the time over each edge; 0 where it needs none."""
+    need = producer(action, len(placement))
+    if need is None:
+        return 0.0, 0.0
+    distant = placement[action.chunk] != placement[need[1]]
+    return ends[need], ends[need] + (travel[min(action.chunk, need[1])] if distant else 0.0)
