@@ -17,56 +17,59 @@ import gpt
 import torch
 import torch.distributed as dist
 from text import Text
-from trainer import PlainTrainer, Trainer, batch, chunks_of_this_rank, device_of_this_rank, mesh, say
+from trainer import (
+    PlainTrainer,
+    TorchTrainer,
+    Trainer,
+    batch,
+    chunks_of_this_rank,
+    device_of_this_rank,
+    everywhere,
+    mesh,
+    model_config,
+    say,
+)
 
-from zbkern.pipeline import Costs, ProfileOptions, Schedule, ScheduleError, Timeline, profile, schedules, simulate
+from zbkern.pipeline import Costs, ProfileOptions, Schedule, ScheduleError, profile, schedules, simulate
 from zbkern.reporting import environment, machine_line, markdown_table
 
-CANDIDATES = ("one_f_one_b", "zb_h1", "zb_h2", "zb_v")
+CANDIDATES = {"1F1B": ("one_f_one_b", 1), "ZB-H2": ("zb_h2", 1), "ZB-V": ("zb_v", 1), "ZB-V, 2 slices": ("zb_v", 2)}
 ROUNDS, STEPS = 3, 2
+WHEN = """Idle: the share of a step in which a rank waits, as measured and as planned. Peak MB: of the rank with most.
+These are as many microbatches as ranks, where pipelines idle: long sequences are few. With many short ones 1F1B hardly
+idles, and nothing is gained: --microbatches 16 --context 128 shows it."""
 
 
-def build(name: str, stages: int, microbatches: int) -> Schedule:
+def build(name: str, stages: int, microbatches: int, slices: int = 1) -> Schedule:
     try:
-        return getattr(schedules, name)(stages, microbatches)
+        return getattr(schedules, name)(stages, microbatches, slices=slices)
     except ScheduleError as error:
         raise SystemExit(f"--schedule {name}: {error}") from error
 
 
 @dataclass
 class Figures:
-    """Measurements of one contestant: seconds per step in every round, and in each round's last step those in which a
-    rank is busy and idle, mean over ranks; planned share of idle time, memory and bytes held by W."""
+    """Measurements of one contestant: seconds per step in every round, the share of idle time in each round's last step
+    and as planned, and bytes at the peak."""
 
     name: str
     step: Callable[[int], Any]
     seconds: list[float] = field(default_factory=list)
-    busy: list[float] = field(default_factory=list)
     idle: list[float] = field(default_factory=list)
-    planned_bubble: float | None = None
+    planned: float | None = None
     memory: int = 0
-    held: int | None = None
-
-    @property
-    def bubble(self) -> float | None:
-        """The measured share of idle time, None for one process."""
-        return statistics.median(map(idle_share, self.busy, self.idle)) if self.busy else None
-
-
-def idle_share(busy: float, idle: float) -> float:
-    return idle / (busy + idle)
 
 
 def best(arguments: argparse.Namespace, text: Text) -> tuple[Schedule, Costs]:
     """Prints and saves the table; returns the fastest schedule, and the costs of its chunks. Collective."""
     stages = dist.get_world_size()
-    costs = {}
+    costs: dict[tuple[int, ...], Costs] = {}
     contestants = [Figures("one process", PlainTrainer(arguments, text, convert=True).step)]
     trainers: dict[str, Trainer] = {}
-    for name in CANDIDATES:
+    for name, (kind, slices) in CANDIDATES.items():
         try:
-            schedule = getattr(schedules, name)(stages, arguments.microbatches)
-            gpt.chunk(gpt.Config(arguments.layers, arguments.width, arguments.heads), 0, len(schedule.placement))
+            schedule = getattr(schedules, kind)(stages, arguments.microbatches, slices=slices)
+            gpt.chunk(model_config(arguments), 0, len(schedule.placement))
         except ValueError as error:
             say(f"{name} is not compared: {error}")
             continue
@@ -75,34 +78,39 @@ def best(arguments: argparse.Namespace, text: Text) -> tuple[Schedule, Costs]:
             say(f"measured {describe(costs[schedule.placement])}")
         trainers[name] = Trainer(arguments, text, schedule)
         planned = simulate(schedule, costs[schedule.placement]).bubble_rate
-        contestants.append(Figures(name, trainers[name].step, planned_bubble=planned))
+        contestants.append(Figures(name, trainers[name].step, planned=planned))
     if not trainers:
         raise SystemExit(f"no schedule fits {stages} ranks: make --layers a multiple of {stages}")
+    if "1F1B" in trainers:
+        contestants.insert(1, Figures("1F1B, torch's engine", TorchTrainer(arguments, text).step))
     say(f"comparing {len(contestants)} configurations, {ROUNDS} rounds of {STEPS} steps each, in turn")
-    for contestant in contestants:  # to warm up
-        contestant.step(0)
+    check_losses(arguments, contestants)
     for turn in range(ROUNDS):
         for contestant in contestants:
             seconds, memory = run_round(contestant.step, 1 + turn * STEPS)
             contestant.seconds.append(seconds)
             contestant.memory = max(contestant.memory, memory)
             if contestant.name in trainers:
-                note_idle_time(contestant, trainers[contestant.name].pipe.gather_timeline())
-    for name, trainer in trainers.items():
-        contestant = next(c for c in contestants if c.name == name)
-        contestant.held = int(worst(trainer.pipe.queue.peak_bytes))
+                contestant.idle.append(trainers[contestant.name].pipe.gather_timeline().bubble_rate)
+    for trainer in trainers.values():
         trainer.pipe.close()
-    fastest = min(contestants[1:], key=lambda c: statistics.median(c.seconds))
+    fastest = min((c for c in contestants if c.name in trainers), key=lambda c: statistics.median(c.seconds))
     if dist.get_rank() == 0:
         report(arguments, contestants)
     schedule = trainers[fastest.name].schedule
     return schedule, costs[schedule.placement]
 
 
-def note_idle_time(figures: Figures, timeline: Timeline) -> None:
-    busy = sum(timeline.busy) / len(timeline.busy)
-    figures.busy.append(busy)
-    figures.idle.append(timeline.cost - busy)
+def check_losses(arguments: argparse.Namespace, contestants: Sequence[Figures]) -> None:
+    """Runs the first step of each, which also warms up, and exits where losses differ."""
+    losses = {}
+    for contestant in contestants:
+        loss = contestant.step(0)
+        ranks = dist.get_world_size() if contestant.name == "one process" else 1
+        losses[contestant.name] = everywhere(loss, arguments, device_of_this_rank()) / ranks
+    bound = 1e-2 if torch.cuda.is_available() else 1e-5  # bf16 on a GPU
+    if max(losses.values()) - min(losses.values()) > bound:
+        raise SystemExit(f"the losses of the first step differ by more than {bound}: {losses}")
 
 
 def measure_costs(arguments: argparse.Namespace, text: Text, placement: Sequence[int]) -> Costs:
@@ -120,7 +128,7 @@ def measure_costs(arguments: argparse.Namespace, text: Text, placement: Sequence
             microbatches=arguments.microbatches,
             group=ranks.get_group("stage"),
             device=device,
-            options=ProfileOptions(repeats=2),
+            options=ProfileOptions(repeats=2, slices=True),
         )
 
 
@@ -181,29 +189,24 @@ class Memory:
 def report(arguments: argparse.Namespace, contestants: Sequence[Figures]) -> None:
     """Prints the table and writes it as table.md and table.json."""
     arguments.out.mkdir(parents=True, exist_ok=True)
-    tokens = arguments.rows * arguments.microbatches * arguments.context
     seconds = {c.name: statistics.median(c.seconds) for c in contestants}
-    single, base = seconds["one process"], seconds.get("one_f_one_b", float("nan"))
-    head = ["schedule", "step ms", "busy ms", "idle ms", "idle", "planned", "peak MB", "W held MB"]
-    head += ["tokens/s", "x 1F1B", "x one process"]
+    single, base = seconds["one process"], seconds.get("1F1B", float("nan"))
+    head = ["schedule", "step ms", "idle", "planned", "peak MB", "x 1F1B", "x one process"]
     rows = [
         (
             c.name,
             f"{seconds[c.name] * 1e3:.0f}",
-            f"{statistics.median(c.busy) * 1e3:.0f}" if c.busy else "",
-            f"{statistics.median(c.idle) * 1e3:.0f}" if c.idle else "",
-            "" if c.bubble is None else f"{c.bubble:.1%}",
-            "" if c.planned_bubble is None else f"{c.planned_bubble:.1%}",
+            f"{statistics.median(c.idle):.1%}" if c.idle else "",
+            "" if c.planned is None else f"{c.planned:.1%}",
             f"{c.memory / 1e6:.0f}",
-            "" if c.held is None else f"{c.held / 1e6:.1f}",
-            f"{tokens / seconds[c.name]:.0f}",
             f"{base / seconds[c.name]:.2f}",
             f"{single / seconds[c.name]:.2f}",
         )
         for c in sorted(contestants, key=lambda c: -seconds[c.name])
     ]
     machine, table = environment(), markdown_table(head, rows)
-    print(f"\n{table}\n{machine_line(machine)}", flush=True)
+    sizes = f"{arguments.microbatches} microbatches of {arguments.rows} x {arguments.context} tokens"
+    print(f"\n{sizes}, {dist.get_world_size()} ranks\n\n{table}\n\n{WHEN}\n{machine_line(machine)}", flush=True)
     (arguments.out / "table.md").write_text(f"{table}\n\n{machine_line(machine)}\n")
     figures = [{k: v for k, v in vars(c).items() if k != "step"} for c in contestants]
     (arguments.out / "table.json").write_text(json.dumps({"environment": machine, "figures": figures}, indent=1) + "\n")

@@ -1,4 +1,7 @@
-"""A decoder in plain torch: RMSNorm, causal attention with rotary positions, SwiGLU. `chunk` cuts it for a pipeline."""
+"""A decoder: RMSNorm, causal attention with rotary positions, SwiGLU. `chunk` cuts it for a pipeline.
+
+Only the attention knows that a sequence may come in slices: the carry has the keys and values of the slices before.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,18 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
+from zbkern.functional import attention
+from zbkern.pipeline import Carry
+
 
 @dataclass(frozen=True)
 class Config:
     """Sizes of the model. The weights of layer i depend on seed + i alone, not on the rank that holds the layer."""
 
-    layers: int = 8
-    width: int = 256
-    heads: int = 4
-    context: int = 128
+    layers: int = 4
+    width: int = 512
+    heads: int = 8
+    context: int = 1024
     vocabulary: int = 256
     tied: bool = False
     seed: int = 0
@@ -37,15 +43,18 @@ class Attention(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
         together = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))  # of all heads, or of this rank's
-        q, k, v = (part.transpose(1, 2) for part in together.unbind(-2))
-        y = F.scaled_dot_product_attention(self._rotate(q), self._rotate(k), v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
+        q, k, v = together.unbind(-2)  # [rows, tokens, heads, head_size]
+        start = 0 if carry is None else carry.start
+        q, k = self._rotate(q, start), self._rotate(k, start)
+        if carry is not None:
+            k, v = carry.append((self, "keys"), k, dim=1), carry.append((self, "values"), v, dim=1)
+        return self.out(attention(q, k, v, causal=True).flatten(2))
 
-    def _rotate(self, x: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, start: int) -> Tensor:
         a, b = x.chunk(2, dim=-1)
-        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        cos, sin = (table[start : start + x.shape[1], None] for table in (self.cos, self.sin))
         return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
 
@@ -60,8 +69,8 @@ class Block(nn.Module):
         self.up = nn.Linear(config.width, hidden, bias=False)
         self.down = nn.Linear(hidden, config.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), carry)
         y = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
@@ -74,6 +83,15 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.vocabulary(self.norm(x))
+
+
+class Chunk(nn.Sequential):
+    """Some of the model's layers, one after the other."""
+
+    def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
+        for part in self:
+            x = part(x, carry) if isinstance(part, Block) else part(x)
+        return x
 
 
 def layer(config: Config, index: int) -> nn.Module:
@@ -92,7 +110,7 @@ def layer(config: Config, index: int) -> nn.Module:
         return head
 
 
-def chunk(config: Config, index: int, chunks: int) -> nn.Sequential:
+def chunk(config: Config, index: int, chunks: int) -> Chunk:
     """Chunk `index` of `chunks`: an even share of the blocks; the first has the embedding, the last the head.
 
     Layers keep the numbers that they have in the model, so that checkpoints do not depend on the number of chunks.
@@ -107,10 +125,10 @@ def chunk(config: Config, index: int, chunks: int) -> nn.Sequential:
         layers.insert(0, 0)
     if index == chunks - 1:
         layers.append(config.layers + 1)
-    return nn.Sequential(OrderedDict((str(i), layer(config, i)) for i in layers))
+    return Chunk(OrderedDict((str(i), layer(config, i)) for i in layers))
 
 
-def tie(config: Config, chunks: dict[int, nn.Sequential], count: int) -> dict[str, Tensor]:
+def tie(config: Config, chunks: dict[int, Chunk], count: int) -> dict[str, Tensor]:
     """Ties the head to the embedding: one parameter where `chunks` holds both, else equal values under one name.
 
     Returns what `Pipeline(tied=...)` needs: the parameters whose gradients are summed over ranks.
@@ -124,7 +142,7 @@ def tie(config: Config, chunks: dict[int, nn.Sequential], count: int) -> dict[st
     return {} if shared is None else {"embedding": shared}
 
 
-def parallelize(layers: nn.Sequential, mesh: DeviceMesh) -> None:
+def parallelize(layers: Chunk, mesh: DeviceMesh) -> None:
     """Cuts the weights over the ranks of `mesh`, attention by heads, with torch's tensor parallelism; before `tie`."""
     block = {name: ColwiseParallel() for name in ("attention.qkv", "gate", "up")}
     block |= {name: RowwiseParallel() for name in ("attention.out", "down")}

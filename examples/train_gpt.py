@@ -120,14 +120,15 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--fill", choices=["planned", "eager"], default="planned", help="where weight gradients run")
     parser.add_argument("--steps", type=int, default=150, help="optimizer steps (default 150)")
-    parser.add_argument("--microbatches", type=int, default=8, help="per step (default 8)")
+    parser.add_argument("--microbatches", type=int, help="per step (default: as many as stages)")
+    parser.add_argument("--slices", type=int, default=1, help="of each sequence, one after another; needs --schedule")
     parser.add_argument("--replicas", type=int, default=1, help="pipelines side by side; needs --schedule")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of a stage; needs --schedule")
-    parser.add_argument("--rows", type=int, default=2, help="sequences per microbatch (default 2)")
-    parser.add_argument("--layers", type=int, default=8, help="transformer blocks (default 8)")
-    parser.add_argument("--width", type=int, default=256, help="features of a token (default 256)")
-    parser.add_argument("--heads", type=int, default=4, help="attention heads (default 4)")
-    parser.add_argument("--context", type=int, default=128, help="tokens of a sequence (default 128)")
+    parser.add_argument("--rows", type=int, default=1, help="sequences per microbatch (default 1)")
+    parser.add_argument("--layers", type=int, default=4, help="transformer blocks (default 4)")
+    parser.add_argument("--width", type=int, default=512, help="features of a token (default 512)")
+    parser.add_argument("--heads", type=int, default=8, help="attention heads (default 8)")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of a sequence (default 1024)")
     parser.add_argument("--tied", action="store_true", help="tie the head to the embedding, across ranks")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (default 0.001)")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients (default 1)")
@@ -140,15 +141,15 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--check", action="store_true", help="compare 20 losses with a plain one-process loop and exit")
     arguments = parser.parse_args()
-    numbers = ("steps", "microbatches", "replicas", "tensor_parallel", "rows", "layers", "width", "heads", "context")
-    for name in (*numbers, "log_every"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1; got {getattr(arguments, name)}")
+    numbers = ("steps", "microbatches", "slices", "replicas", "tensor_parallel", "rows", "layers", "width", "heads")
+    for name in (*numbers, "context", "log_every"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1; got {value}")
     if arguments.width % (2 * arguments.heads):
         parser.error(f"--width must be a multiple of 2 x --heads; got {arguments.width} and {arguments.heads}")
     if arguments.heads % arguments.tensor_parallel:
         parser.error(f"--tensor-parallel must divide --heads; got {arguments.tensor_parallel} and {arguments.heads}")
-    for name in ("replicas", "tensor_parallel"):
+    for name in ("replicas", "tensor_parallel", "slices"):
         if getattr(arguments, name) > 1 and not (arguments.schedule or arguments.check):
             option = name.replace("_", "-")
             parser.error(f"--{option} needs --schedule: compare schedules on the ranks of one pipeline first")
@@ -179,8 +180,9 @@ def main() -> None:
         option = "replicas" if arguments.replicas > 1 else "tensor-parallel"
         value = arguments.replicas * arguments.tensor_parallel
         raise SystemExit(f"--{option} {value} does not divide {dist.get_world_size()} ranks")
+    arguments.microbatches = arguments.microbatches or stages
     if arguments.check or arguments.schedule:
-        schedule = compare.build(arguments.schedule or "zb_h1", stages, arguments.microbatches)
+        schedule = compare.build(arguments.schedule or "zb_h1", stages, arguments.microbatches, arguments.slices)
     if arguments.check:
         check(arguments, text, schedule)
     elif arguments.schedule:

@@ -1,4 +1,5 @@
-"""One optimizer step of the GPT: through a pipeline (`Trainer`), and in one plain process (`PlainTrainer`)."""
+"""One optimizer step of the GPT: by `Trainer` in a pipeline, by `TorchTrainer` in torch's own engine, and by
+`PlainTrainer` in one process."""
 
 from __future__ import annotations
 
@@ -53,6 +54,40 @@ class Trainer:
         self.optimizer.step()
         self.learning_rate.step()
         return loss
+
+
+class TorchTrainer:
+    """The same chunks in 1F1B of torch.distributed.pipelining, on the ranks of one pipeline."""
+
+    def __init__(self, arguments: argparse.Namespace, text: Text) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        self.arguments, self.text, self.device = arguments, text, device_of_this_rank()
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.module = chunks_of_this_rank(arguments, range(ranks))[rank]
+        self.first, self.last = rank == 0, rank == ranks - 1
+        stage = PipelineStage(self.module, rank, ranks, self.device)
+        self.schedule = Schedule1F1B(stage, arguments.microbatches, gpt.loss_fn)
+        self.optimizer = make_optimizer(arguments, self.module)
+        self.learning_rate = warm_up(self.optimizer)
+
+    def step(self, step: int) -> Tensor | None:
+        inputs, targets = batch(self.arguments, self.text, step, self.device)
+        self.optimizer.zero_grad()
+        losses: list[Tensor] | None = [] if self.last else None
+        with half(self.arguments, self.device):
+            self.schedule.step(*[inputs] * self.first, target=targets if self.last else None, losses=losses)
+        self._clip()
+        self.optimizer.step()
+        self.learning_rate.step()
+        return torch.stack(losses).mean() if losses else None
+
+    def _clip(self) -> None:
+        """By the norm over all ranks, which each of them waits for."""
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        square = nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(square)
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), self.arguments.clip, square.sqrt())
 
 
 class PlainTrainer:
@@ -121,7 +156,7 @@ def _mesh(replicas: int, tensor: int) -> DeviceMesh:
     return init_device_mesh(device_of_this_rank().type, shape, mesh_dim_names=("replica", "stage", "tensor"))
 
 
-def chunks_of_this_rank(arguments: argparse.Namespace, placement: Sequence[int]) -> dict[int, nn.Sequential]:
+def chunks_of_this_rank(arguments: argparse.Namespace, placement: Sequence[int]) -> dict[int, gpt.Chunk]:
     """This rank's chunks of the model by number, converted; under --tensor-parallel its part of them."""
     stage, device = mesh(arguments)["stage"].get_local_rank(), device_of_this_rank()
     found = {}

@@ -42,7 +42,7 @@ def check_losses(names: list[str], out: Path, asked_for: dict[str, Any]) -> list
     done = []
     for name in names:
         try:
-            schedule = getattr(schedules, name)(2, asked.microbatches)
+            schedule = getattr(schedules, name)(2, asked.microbatches, slices=asked.slices)
         except ScheduleError:
             continue
         train_gpt.check(asked, source, schedule)  # exits with an error when a loss differs
@@ -62,7 +62,7 @@ def test_losses_of_every_schedule_equal_a_plain_loop(two_ranks: Any, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [{"microbatches": 5}, {"tied": False, "fill": "eager"}])
+@pytest.mark.parametrize("asked", [{"microbatches": 5}, {"tied": False, "fill": "eager"}, {"slices": 2}])
 def test_losses_equal_a_plain_loop(two_ranks: Any, tmp_path: Path, asked: dict[str, Any]) -> None:
     names = ["zb_h1", "zb_v"]
     assert two_ranks.run(check_losses, names, tmp_path, asked) == [names, names]
@@ -170,7 +170,8 @@ def train_as_commanded(command: list[str]) -> None:
 def test_torchrun_restarts_a_killed_run(two_ranks: Any, tmp_path: Path) -> None:
     """The command of the documentation, with a rank killed on the way; its losses are those of a whole run."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    numbers = {"steps": 24, "layers": 2, "width": 32, "context": 16, "heads": 1, "checkpoint-every": 4}
+    sizes = {"layers": 2, "width": 32, "context": 16, "heads": 1, "microbatches": 8}
+    numbers = {**sizes, "steps": 24, "checkpoint-every": 4}
     command = [str(EXAMPLES / "train_gpt.py"), "--data", str(EXAMPLES), "--schedule", "zb_h1", "--log-every", "1"]
     command += [f"--{name}={value}" for name, value in numbers.items()]
     two_ranks.run(train_as_commanded, [*command, "--out", str(whole)])
@@ -192,21 +193,41 @@ def test_torchrun_restarts_a_killed_run(two_ranks: Any, tmp_path: Path) -> None:
     assert len(losses(killed)) > 24, "no step was repeated"
 
 
-def compared(out: Path) -> str:
+def compared(out: Path) -> list[str]:
     compare, text = example("compare"), example("text")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "ROUNDS", 1)
         schedule, costs = compare.best(arguments(out), text.Text(str(EXAMPLES)))
         assert len(costs.forward) == len(schedule.placement)
-        return schedule.name
+        return ["one process", "1F1B, torch's engine", *compare.CANDIDATES]
 
 
 def test_the_table_has_every_contestant(two_ranks: Any, tmp_path: Path) -> None:
-    best = two_ranks.run(compared, tmp_path)
-    assert best[0] == best[1]
-    table = (tmp_path / "table.md").read_text()
-    for name in ("one process", "one_f_one_b", "zb_h1", "zb_h2", "zb_v", best[0]):
-        assert f"| {name} " in table
+    names = two_ranks.run(compared, tmp_path)[0]
+    rows = [line.split("|") for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| ")][2:]
+    assert {row[1].strip() for row in rows} == set(names)
+    for row in rows:
+        engine = row[1].strip() in names[2:]
+        assert all(cell.strip().endswith("%") is engine for cell in row[3:5]), row
+
+
+def compare_with_another_loss(out: Path) -> str:
+    compare, text = example("compare"), example("text")
+    plain_step = compare.PlainTrainer.step
+    compare.PlainTrainer.step = lambda self, step: plain_step(self, step) * (1 + 3e-5)
+    try:
+        compare.best(arguments(out), text.Text(str(EXAMPLES)))
+    except SystemExit as error:
+        return str(error)
+    finally:
+        compare.PlainTrainer.step = plain_step
+    return ""
+
+
+def test_no_table_is_printed_for_another_loss(two_ranks: Any, tmp_path: Path) -> None:
+    for message in two_ranks.run(compare_with_another_loss, tmp_path):
+        assert "the losses of the first step differ" in message
+    assert not (tmp_path / "table.md").exists()
 
 
 def test_text_refuses_what_is_not_there(tmp_path: Path) -> None:
