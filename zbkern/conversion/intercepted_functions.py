@@ -1,7 +1,7 @@
 """The torch functions with a parameter that become ops whose W can wait: products, convolutions, embeddings.
 
 Each has a handler, which computes it with a W of its own, or returns None for a case that it does not know. An
-`Interceptor` says what a parameter or a view of one is (interception.py, compiled_interception.py).
+`Interceptor` says what a parameter or a view of one is (interception.py).
 """
 
 from __future__ import annotations

@@ -23,14 +23,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
 
 from zbkern import functional, nn, wgrad
-from zbkern.conversion.compiled_interception import CASTS as COMPILED_CASTS
-from zbkern.conversion.compiled_interception import (
-    CompiledInterception,
-    InOnePiece,
-    allow_within_checkpoints,
-    begin_tracing,
-    traced,
-)
 from zbkern.conversion.intercepted_functions import HANDLERS, KEYWORDS
 from zbkern.kernels import dispatch
 from zbkern.ops import autograd, compiled
@@ -47,7 +39,7 @@ VIEWS = {
     *("index_select", "T", "mT", "H", "mH"),
 }
 # Functions whose result is all of a tensor in another dtype, or a copy of it
-CASTS = {*COMPILED_CASTS, "type_as", "contiguous"}
+CASTS = {"to", "type", "float", "double", "half", "bfloat16", "type_as", "contiguous"}
 # Functions whose result has no gradient
 WITHOUT_GRADIENT = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr"),
@@ -68,46 +60,17 @@ class Intercepted(nn.Layer):
     """Behaviour of a module with parameters that has no twin: its forward as it is, intercepted. See `convert`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Intercepted where W may be deferred and no module around it is intercepted already.
-
-        A compiled forward that breaks the graph, of a module without parameters inside modules of its own, runs as if
-        it were not compiled.
-        """
+        """Intercepted where W may be deferred and no module around it is intercepted already; never in torch.compile,
+        where it is any other code, with its W in B."""
         forward = super().forward
-        if torch.compiler.is_compiling():  # here and in no function of its own: Python may have to run this one again
-            if not compiled.may_defer():
-                return forward(*args, **kwargs)
-            begin_tracing()
-            allow_within_checkpoints()
-            if _has_all_parameters(self):
-                with InOnePiece(), CompiledInterception():
-                    return forward(*args, **kwargs)
-            with CompiledInterception():
-                return forward(*args, **kwargs)
-        around = _get_current_function_mode()
-        if (
-            wgrad.current() is None
-            or not torch.is_grad_enabled()
-            or (isinstance(around, Interception) and around.reaches())
-        ):
+        if torch.compiler.is_compiling() or wgrad.current() is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        run = _without_compiler if traced() and _has_all_parameters(self) else _run
-        return run(forward, self, args, kwargs)
-
-
-def _has_all_parameters(module: torch.nn.Module) -> bool:
-    """Whether the modules inside it have none."""
-    return all(next(child.parameters(), None) is None for child in module.children())
-
-
-def _run(forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with Interception(module.zbkern_name, module.zbkern_impl) as mode:
-        output = forward(*args, **kwargs)
-    return mode.results(output)
-
-
-# For a forward that the compiler has given up: else it would compile every function that the mode sees
-_without_compiler = torch.compiler.disable(_run)
+        around = _get_current_function_mode()
+        if isinstance(around, Interception) and around.reaches():
+            return forward(*args, **kwargs)
+        with Interception(self.zbkern_name, self.zbkern_impl) as mode:
+            output = forward(*args, **kwargs)
+        return mode.results(output)
 
 
 class Interception(TorchFunctionMode):

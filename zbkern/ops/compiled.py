@@ -18,11 +18,8 @@ from torch.autograd import forward_ad
 from zbkern.kernels import reference
 from zbkern.ops import compiled_operators
 from zbkern.ops.functions import linear as linear_functions
-from zbkern.ops.functions import products, sharded
-from zbkern.ops.functions.products import Kind, ParameterView
+from zbkern.ops.functions import sharded
 from zbkern.wgrad import queue
-
-_WHOLE: tuple[Any, ...] = ([], [])  # the view of a parameter that is all of it
 
 
 def may_defer() -> bool:
@@ -62,7 +59,7 @@ def linear(weight: Tensor, bias: Tensor | None, x: Tensor, activation: str | Non
     """functional.linear: the matmul, its tap, then the activation."""
     detached = weight.detach().to(x.dtype)
     y = F.linear(x, detached.t() if transposed else detached, None if bias is None else bias.detach().to(x.dtype))
-    y = _Tap.apply(y, "transposed" if transposed else "linear", weight, bias, _WHOLE, None, x.detach())
+    y = _Tap.apply(y, "transposed" if transposed else "linear", weight, bias, [], None, x.detach())
     return y if activation is None else reference.activation_function(activation)(y)
 
 
@@ -81,14 +78,14 @@ def sharded_linear(weight: Any, bias: Any, x: Any, activation: str | None, trans
     y = F.linear(x, weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype))
     own = weight.to_local(), None if bias is None else bias.to_local()
     pairs = zip(placements, weight.placements, strict=True)
-    sums = [float(mine.is_shard() and whole.is_replicate()) for mine, whole in pairs]
-    return _Tap.apply(y, "linear", *own, ([], sums), placements, x.detach().to_local())
+    sums = [mine.is_shard() and whole.is_replicate() for mine, whole in pairs]
+    return _Tap.apply(y, "linear", *own, sums, placements, x.detach().to_local())
 
 
 def embedding(weight: Tensor, indices: Tensor, padding_idx: int | None) -> Tensor:
     """functional.embedding; rows of padding_idx get no gradient, so their dy becomes zero before W takes it."""
     y = F.embedding(indices, weight.detach(), padding_idx)
-    y = _Tap.apply(y, "embedding", weight, None, _WHOLE, None, indices)
+    y = _Tap.apply(y, "embedding", weight, None, [], None, indices)
     if padding_idx is None:
         return y
     padding = (indices == padding_idx).unsqueeze(-1)
@@ -100,34 +97,22 @@ def grouped_linear(weight: Tensor, bias: Tensor | None, x: Tensor, ends: Tensor,
     detached, kind = weight.detach().to(x.dtype), "grouped_linear transposed" if transposed else "grouped_linear"
     matrices, biases = detached.mT if transposed else detached, None if bias is None else bias.detach().to(x.dtype)
     y = torch.ops.zbkern.grouped_linear(x, matrices, biases, ends)
-    return _Tap.apply(y, kind, weight, bias, _WHOLE, None, x.detach(), ends)
-
-
-def product(kind: Kind, x: Tensor, view: ParameterView, options: tuple[Any, ...]) -> Tensor:
-    """kind.forward(x, view.value, *options); options: numbers, or for products.GROUPED the row at which groups end."""
-    ends = options[0] if kind is products.GROUPED else None
-    values = view.value.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else view.value
-    y = kind.forward(x, values, *options) if ends is None else torch.ops.zbkern.grouped_linear(x, values.mT, None, ends)
-    part = view.part
-    place = [] if part.is_whole else [*part.size, *part.stride, part.offset]
-    numbers = [] if ends is not None else [float(number) for number in products.numbers_of(options)]
-    segment = (x.detach(),) if ends is None else (x.detach(), ends)
-    return _Tap.apply(y, f"product {kind.name}", view.parameter, None, (place, numbers), None, *segment)
+    return _Tap.apply(y, kind, weight, bias, [], None, x.detach(), ends)
 
 
 class _Tap(torch.autograd.Function):
     """y, whose gradient is also W's: weight and bias (or None) are what W is for, segment what it takes beside dy.
 
-    view: (part, numbers) as of `weight_gradient`. placements: of a DTensor y, whose gradient, cut like this,
+    sums: as of `weight_gradient`. placements: of a DTensor y, whose gradient, cut like this,
     goes to W and to B, so that W needs no communication of its own; segment, weight and bias are then this rank's part.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, y: Any, kind: str, weight: Any, bias: Any, view: Any, placements: Any, *segment: Tensor
+        ctx: Any, y: Any, kind: str, weight: Any, bias: Any, sums: Any, placements: Any, *segment: Tensor
     ) -> Tensor:
         ctx.save_for_backward(weight, bias, *segment)
-        ctx.kind, ctx.view, ctx.placements = kind, view, placements
+        ctx.kind, ctx.sums, ctx.placements = kind, sums, placements
         return torch.ops.aten._unsafe_view(y, y.shape)  # autograd lets nobody modify a view from here in place
 
     @staticmethod
@@ -138,5 +123,5 @@ class _Tap(torch.autograd.Function):
         if ctx.placements is not None:
             dy = dy.redistribute(placements=ctx.placements)
             own = dy.to_local()
-        torch.ops.zbkern.weight_gradient(ctx.kind, [*segment, own], *wanted, *ctx.view, True)
+        torch.ops.zbkern.weight_gradient(ctx.kind, [*segment, own], *wanted, ctx.sums, True)
         return dy, *[None] * (5 + len(segment))

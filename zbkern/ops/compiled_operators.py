@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -25,7 +25,7 @@ from zbkern.ops.autograd import Params
 from zbkern.ops.functions import embedding as embedding_functions
 from zbkern.ops.functions import grouped as grouped_functions
 from zbkern.ops.functions import linear as linear_functions
-from zbkern.ops.functions import products, sharded
+from zbkern.ops.functions import sharded
 from zbkern.ops.functions._shapes import as_rows
 from zbkern.wgrad import accumulation
 
@@ -62,15 +62,14 @@ def weight_gradient(
     segment: Sequence[Tensor],
     weight: Tensor | None,
     bias: Tensor | None,
-    part: Sequence[int],
-    numbers: Sequence[float],
+    sums: Sequence[bool],
     copy: bool,
 ) -> None:
     """Defers or runs W: kind, see `TASKS`; segment: what W takes of one microbatch, dy last.
 
     weight, bias: what W is for, None where it takes no gradient; of DTensors, as of the segment, this rank's part.
-    part: size, stride and offset of the operand in the memory of the weight; empty for all. numbers: options. copy: the
-    caller may write into the segment as soon as this returns.
+    sums: of DTensors, for every dimension of the mesh, whether W is a term of a sum over its ranks. copy: the caller
+    may write into the segment as soon as this returns.
     """
     params = (_parameter(weight), _parameter(bias))
     if params[0] is None and params[1] is None:
@@ -78,56 +77,33 @@ def weight_gradient(
     scope = wgrad.current()
     if copy and scope is not None:
         segment = [tensor.clone() for tensor in segment]
-    view = _View(weight, part, numbers)
-    task = TASKS[kind.partition(" ")[0]](kind, segment, params, view)
+    task = TASKS[kind.partition(" ")[0]](kind, segment, params, tuple(sums))
     if scope is None:
         wgrad.run_in_backward(task)
     else:
         scope[0].add(task, scope[1])
 
 
-class _View(NamedTuple):
-    weight: Tensor | None
-    part: Sequence[int]
-    numbers: Sequence[float]
-
-
-def _linear(kind: str, segment: Sequence[Tensor], params: Params, view: _View) -> wgrad.WGradTask:
+def _linear(kind: str, segment: Sequence[Tensor], params: Params, sums: tuple[bool, ...]) -> wgrad.WGradTask:
     rows = tuple(map(as_rows, segment))
     backend = dispatch.resolve("linear", "auto", rows[1].device.type)
     if any(parameter is not None and sharded.is_sharded(parameter) for parameter in params):
-        sums = tuple(map(bool, view.numbers))  # for every dimension of the mesh: W is a term of a sum over its ranks
         return sharded.linear_task(backend.linear_wgrad, rows, params, sums, "compiled linear")
     kernel = (linear_functions.linear_wgrad if kind == "linear" else linear_functions.transposed_wgrad)(backend)
     return wgrad.WGradTask(kernel, rows, params, linear_functions.linear_flops, "compiled linear")
 
 
-def _embedding(kind: str, segment: Sequence[Tensor], params: Params, view: _View) -> wgrad.WGradTask:
+def _embedding(kind: str, segment: Sequence[Tensor], params: Params, sums: tuple[bool, ...]) -> wgrad.WGradTask:
     indices, dy = segment[0].reshape(-1), as_rows(segment[1])
     kernel = embedding_functions.embedding_wgrad(dispatch.resolve("embedding", "auto", dy.device.type), None)
     return wgrad.WGradTask(kernel, (indices, dy), params[:1], dy.numel(), "compiled embedding")
 
 
-def _grouped(kind: str, segment: Sequence[Tensor], params: Params, view: _View) -> wgrad.WGradTask:
+def _grouped(kind: str, segment: Sequence[Tensor], params: Params, sums: tuple[bool, ...]) -> wgrad.WGradTask:
     x, ends, dy = segment
     backend = dispatch.resolve("grouped_linear", "auto", x.device, x.dtype)
     kernel = grouped_functions.grouped_wgrad(backend, kind.endswith("transposed"), False)
     return wgrad.WGradTask(kernel, (x, dy, ends), params, linear_functions.linear_flops, "compiled experts")
-
-
-def _product(kind: str, segment: Sequence[Tensor], params: Params, view: _View) -> wgrad.WGradTask:
-    (x, *ends, dy), (weight, place, numbers) = segment, view
-    assert weight is not None
-    whole, count = (tuple(weight.shape), weight.stride()), len(place) // 2
-    part = products.Part(*whole, *whole, 0)
-    if place:
-        part = products.Part(*whole, tuple(place[:count]), tuple(place[count:-1]), place[-1])
-    options = products.convolution_options([int(number) for number in numbers])
-    backend = dispatch.resolve("linear", "auto", x.device, x.dtype)
-    named = products.kind(kind.partition(" ")[2])
-    kernel = products.product_wgrad(named, part, x.dtype, options, backend)
-    flops = 2 * dy.numel() * x.shape[-1]
-    return wgrad.WGradTask(kernel, (x, dy, *ends), params[:1], flops, "compiled product")
 
 
 TASKS = {
@@ -135,9 +111,8 @@ TASKS = {
     "transposed": _linear,
     "embedding": _embedding,
     "grouped_linear": _grouped,
-    "product": _product,
 }
-"""Of the first word of a kind; a product's is followed by the name of its `products.Kind`."""
+"""By the first word of a kind."""
 
 
 @weight_gradient.register_fake

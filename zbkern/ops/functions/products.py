@@ -187,31 +187,6 @@ def _convolution(name: str, transposed: bool) -> Kind:
 CONVOLUTION, TRANSPOSED_CONVOLUTION = _convolution("convolution", False), _convolution("transposed convolution", True)
 
 
-_NAMED = {each.name: each for each in (LINEAR, MATMUL, MATMUL_LEFT, GROUPED, CONVOLUTION, TRANSPOSED_CONVOLUTION)}
-
-
-def kind(name: str) -> Kind:
-    """The kind of this name."""
-    if name in _NAMED:
-        return _NAMED[name]
-    found = einsum(name.removeprefix("einsum "))
-    assert found is not None
-    return found
-
-
-def numbers_of(options: Sequence[Any]) -> list[int]:
-    """All numbers of a convolution's options in one list, for `convolution_options`."""
-    return [number for option in options for number in (option if isinstance(option, tuple) else (option,))]
-
-
-def convolution_options(numbers: Sequence[int]) -> tuple[Any, ...]:
-    """Options of a convolution from one list of all their numbers; none from none."""
-    if not numbers:
-        return ()
-    dimensions = len(numbers) // 4
-    return (*[tuple(numbers[at : at + dimensions]) for at in range(0, 4 * dimensions, dimensions)], numbers[-1])
-
-
 class Product(torch.autograd.Function):
     """y = kind.forward(x, weight, *options). B: dx. W: added to the weight's part of its parameter's gradient."""
 
