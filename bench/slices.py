@@ -37,6 +37,7 @@ from zbkern.reporting import environment, machine_line, markdown_table
 
 RANKS, BLOCKS, WIDTH, HEADS, KV_HEADS = 2, 4, 512, 8, 2
 SLICES, ALONE = (4, 6, 8, 12), 8
+LOSS = nn.MSELoss(reduction="sum")  # of each slice by itself
 MEMORY = 0.6  # of what 1F1B needs, which plans with slices may use
 OF_BLOCKS = (  # costs that grow with the number of blocks in a chunk
     "forward",
@@ -123,7 +124,7 @@ class Contestant:
         chunks = own_chunks(schedule.placement, model)
         self.blocks = {index: block for found in chunks.values() for index, block in found.items()}
         modules = [Blocks([*found.values()]) for found in chunks.values()]
-        self.pipe = Pipeline(modules, schedule, nn.functional.mse_loss)
+        self.pipe = Pipeline(modules, schedule, LOSS)
         self.batch = (x if 0 in chunks else None, y if len(schedule.placement) - 1 in chunks else None)
 
     def step(self) -> Tensor | None:
@@ -167,7 +168,7 @@ def measured(model: Blocks, x: Tensor, y: Tensor) -> Costs:
     placement = (*range(RANKS), *reversed(range(RANKS)))
     modules = [Blocks([*found.values()]) for found in own_chunks(placement, model).values()]
     options = ProfileOptions(repeats=2, slices=True)
-    found = profile(modules, placement, nn.functional.mse_loss, x[:1], y[:1], 1, options=options)
+    found = profile(modules, placement, LOSS, x[:1], y[:1], 1, options=options)
     flat = found.per_chunk(len(placement))
     means = {name: statistics.mean(getattr(flat, name)) for name in OF_BLOCKS}
     return Costs(
@@ -211,7 +212,7 @@ def run(tokens: int, m: int, rounds: int, effort: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Blocks([Block() for _ in range(BLOCKS)])
     x, y = torch.randn(m, tokens, WIDTH), torch.randn(m, tokens, WIDTH)
-    expected = torch.stack([nn.functional.mse_loss(model(x[i : i + 1]), y[i : i + 1]) for i in range(m)]).mean()
+    expected = torch.stack([LOSS(model(x[i : i + 1]), y[i : i + 1]) for i in range(m)]).mean()
     expected.backward()
     costs = measured(model, x, y)
     ours = our_schedules(costs, m, effort)

@@ -12,7 +12,16 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.replicas.tied_weights import digest_of
-from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target, check_sliceable, cut, edges, length_of, weigh
+from zbkern.pipeline.runtime.slices.sliced_batch import (
+    LossFn,
+    Target,
+    adds_up,
+    check_sliceable,
+    cut,
+    cut_target,
+    edges,
+    length_of,
+)
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.program import FILLS, offloads_or_recomputes
 from zbkern.pipeline.schedules.schedule import Schedule
@@ -142,15 +151,20 @@ def split_batch(
     if not isinstance(inputs, list) and not isinstance(given[2], list):
         _check_rows(call, firsts, sides)
     targets = split(call, "targets", given[1], count) if last in modules else [None] * count
+    if last in modules:
+        targets = [Target(target, 1 / count) for target in targets]
     if len(schedule.slices) == 1:
-        weighed = [Target(target, 1 / count) for target in targets] if last in modules else targets
-        return [Microbatch(*own, _versions(own[2])) for own in zip(firsts, weighed, sides, strict=True)]
+        return [Microbatch(*own, _versions(own[2])) for own in zip(firsts, targets, sides, strict=True)]
     batch: list[Microbatch] = []
     for number, (first, target, side) in enumerate(zip(firsts, targets, sides, strict=True)):
-        whole = (_as_dict(value[number] if isinstance(value, list) else value) for value in given)
+        whole = [_as_dict(value[number] if isinstance(value, list) else value) for value in given]
+        if not adds_up(loss_fn):
+            del whole[1]  # targets of whole sequences may have other lengths
         tokens = length_of(*whole) or 0  # any rank may know; where none does nothing is to be cut
         places = edges(f"Pipeline.{call}", tokens, schedule.slices) if tokens else [(0, 0)] * len(schedule.slices)
-        parts = weigh(call, target, tokens, places, loss_fn, count) if last in modules else [None] * len(places)
+        parts = [None] * (len(places) - 1) + [target]
+        if target is not None and adds_up(loss_fn):
+            parts = [Target(part, target.weight) for part in cut_target(call, target.value, tokens, places)]
         for place, part in zip(places, parts, strict=True):
             own = cut(side, tokens, place)
             length = place[1] - place[0] or None

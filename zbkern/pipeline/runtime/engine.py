@@ -36,7 +36,8 @@ from zbkern.pipeline.runtime.memory.memory_saving import MemorySavingStage, make
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.replicas.data_parallel import Replicas, check_apart
 from zbkern.pipeline.runtime.replicas.tied_weights import TiedWeights, all_ties
-from zbkern.pipeline.runtime.slices.sliced_batch import LossFn
+from zbkern.pipeline.runtime.slices.sequence_loss import SequenceLosses
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, adds_up
 from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
 from zbkern.pipeline.runtime.step_validator import StepValidator
 from zbkern.pipeline.schedules.actions import Action
@@ -130,7 +131,7 @@ class Pipeline:
         rank; each chunk gets its microbatch's as keyword arguments, and no rank sends them. With it `inputs` may be
         None, for no other argument. Returns the mean loss over microbatches on the last chunk's rank, None elsewhere.
         Gradients add up over steps, as they do over calls of `backward()`. With slices, all tensors whose dimension 1
-        is as long as the sequence are cut along it, and a loss counts by its tokens (docs/long_context.md).
+        is as long as the sequence are cut along it, and the loss is that of whole sequences (docs/long_context.md).
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("Pipeline.step: gradients are off (torch.no_grad); call evaluate for the loss alone")
@@ -292,6 +293,9 @@ class Pipeline:
                 stage.close()
             self._stages = {**stages}
         self.schedule = schedule
+        self._sequence_losses = None
+        if self._loss_fn is not None and len(schedule.slices) > 1 and not adds_up(self._loss_fn):
+            self._sequence_losses = SequenceLosses(self._loss_fn, len(schedule.slices))
         actions = schedule.actions[self.rank]
         self._program = list(merge_neighbours(actions))
         self._max_in_flight = peak_microbatches(actions)
@@ -447,10 +451,14 @@ class Pipeline:
         side = {**given.checked_side(microbatch), **stage.carries.begin(microbatch, given.tokens, inputs)}
         outputs = stage.forward(microbatch, inputs, target, side)
         self._in_flight += 1
-        if chunk == self._last:
+        if chunk < self._last:
+            self._send(chunk + 1, "F", microbatch, outputs)
+        elif self._sequence_losses is None:
             self._losses.append(outputs.detach())
         else:
-            self._send(chunk + 1, "F", microbatch, outputs)
+            with self.queue.defer((chunk, microbatch)):
+                loss = self._sequence_losses.forward(microbatch, outputs, side["carry"], target)
+            self._losses += [] if loss is None else [loss]
         self._forward_input = None
         self._recorder.done((action,), start)
 
@@ -459,6 +467,9 @@ class Pipeline:
         gradients = None if chunk == self._last else self._await("B", action)
         self._stages[chunk].prepare(microbatch)
         start = self._recorder.now()
+        if chunk == self._last and self._sequence_losses is not None:
+            with self.queue.defer((chunk, microbatch)):
+                gradients = self._sequence_losses.gradients(microbatch)
         fused = kind == "BW" and not self._replicas  # whose reductions begin while other W run: these come after B
         outputs = self._stages[chunk].backward_input(microbatch, gradients, fused=fused)
         if kind == "BW":
@@ -550,3 +561,5 @@ class Pipeline:
         self._replicas.discard()
         for stage in self._stages.values():
             stage.reset()
+        if self._sequence_losses is not None:
+            self._sequence_losses.reset()

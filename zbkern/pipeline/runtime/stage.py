@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.memory.storages import wait_for
 from zbkern.pipeline.runtime.slices.carry import Carries
-from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target, check_loss, weighted
-from zbkern.pipeline.transport.tensors import tensors_in
+from zbkern.pipeline.runtime.slices.sequence_loss import loss_of
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target
 from zbkern.wgrad import WGradQueue
 
 logger = logging.getLogger("zbkern")
@@ -45,7 +45,6 @@ class Stage:
         self.queue = queue
         self.loss_fn = loss_fn
         self.carries = Carries(slices)
-        self._loss_is_checked = len(slices) == 1
         self.splits: bool | None = None  # whether its first B left any W behind
         self._followed = False  # whether a first F has shown where gradients enter
         self._saved: dict[int, tuple[Any, list[Tensor | GradientEdge | None]]] = {}
@@ -161,28 +160,6 @@ class Stage:
         if all(leaf is None for leaf in leaves):
             raise TypeError(f"Pipeline: chunk {self.chunk} must return at least one tensor; got none{_FORGOTTEN}")
 
-    def _loss(self, outputs: Any, target: Target) -> Tensor:
-        if outputs is None:
-            raise TypeError(f"Pipeline: chunk {self.chunk} must return what loss_fn takes; got None{_FORGOTTEN}")
-        assert self.loss_fn is not None
-        if not self._loss_is_checked:
-            self._loss_is_checked = check_loss(self.loss_fn, outputs, target.value)
-        loss = self.loss_fn(outputs, target.value)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            if isinstance(loss, Tensor):
-                got = f"shape {list(loss.shape)}; reduce it, with .mean()"
-            elif isinstance(loss, (int, float)):
-                got = f"{loss!r}; leave out .item()"
-            else:
-                got = f"{type(loss).__name__}; return the loss alone, and put the rest into a list of yours"
-            raise TypeError(f"Pipeline: loss_fn must return a tensor of one number; got {got}")
-        if not loss.requires_grad and any(output.requires_grad for output in tensors_in(outputs)):
-            raise TypeError(
-                "Pipeline: loss_fn must return a loss that depends on the output's graph; got one that is detached; "
-                "leave out .item(), .detach() and torch.no_grad()"
-            )
-        return weighted(loss, target.weight)
-
     def _outputs(self, inputs: Any, target: Target | None, side: Mapping[str, Any]) -> Any:
         records = torch.is_grad_enabled()
         outputs = self._call(inputs, side)
@@ -192,7 +169,11 @@ class Stage:
                 f"Pipeline: chunk {self.chunk} must leave torch's grad mode as it was: use torch.no_grad() or "
                 "set_grad_enabled in a with statement"
             )
-        return outputs if target is None else self._loss(outputs, target)
+        if self.loss_fn is None or target is None:
+            return outputs
+        if outputs is None:
+            raise TypeError(f"Pipeline: chunk {self.chunk} must return what loss_fn takes; got None{_FORGOTTEN}")
+        return loss_of(self.loss_fn, outputs, target)
 
     def _call(self, inputs: Any, side: Mapping[str, Any]) -> Any:
         arguments: Sequence[Any] = inputs if isinstance(inputs, (tuple, list)) else (inputs,)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import zbkern
 from tests.support.chunks import needed, one_rank, run_pipelines
@@ -204,43 +205,126 @@ def test_optimizer_rolls_back_forwards_of_slices() -> None:
     )  # the norm is fp32
 
 
-def sum_of(outputs: Tensor, labels: Tensor) -> Tensor:
-    return 1e-2 * nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="sum")
+def nll(outputs: Tensor, labels: Tensor, **how: Any) -> Tensor:
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten(), **how)
 
 
 def told(outputs: Tensor, labels: Tensor) -> Tensor:
-    return sum_of(outputs, labels)
+    return 1e-2 * nll(outputs, labels, reduction="sum")
 
 
 told.reduction = "sum"  # type: ignore[attr-defined]
 
 
-def halves(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """The mean over two microbatches of two rows."""
-    return lambda outputs, labels: (loss(outputs[:2], labels[:2]) + loss(outputs[2:], labels[2:])) / 2
+def mean_of_rows(outputs: Tensor, labels: Tensor) -> Tensor:
+    each = nll(outputs, labels, reduction="none").view_as(labels)
+    return (each.sum(1) / (labels != -100).sum(1)).mean()
 
 
-def shifting(outputs: Tensor, labels: Tensor) -> Tensor:
-    return loss_fn(outputs[:, :-1], labels[:, 1:])
+def clipped_ratio(outputs: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    """One ratio per sequence of its probability now to that under an older policy, and an advantage."""
+    labels, advantages = target
+    now = -nll(outputs, labels, reduction="none").view_as(labels).mean(1)
+    ratio = torch.exp(now + 3.3)
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
 
 
-def test_losses_that_count_labels() -> None:
-    """A mean counts by the labels of a slice, also where a slice has none; a sum, and token_loss, as they are."""
-    chunks = make(2)
+def sequence_labels(outputs: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs.mean(1), target)
+
+
+LOSSES: dict[str, Any] = {
+    "mean": loss_fn,
+    "mean with another padding": lambda outputs, labels: nll(outputs, labels.clamp(min=0), ignore_index=0),
+    "class weights": lambda outputs, labels: nll(outputs, labels, weight=torch.linspace(0.1, 3, LETTERS).double()),
+    "told sum": told,
+    "sum": lambda outputs, labels: 1e-2 * nll(outputs, labels, reduction="sum"),
+    "mean of rows": mean_of_rows,
+    "clipped ratio": clipped_ratio,
+    "shifted inside": lambda outputs, labels: loss_fn(outputs[:, :-1], labels[:, 1:]),
+    "a label per sequence": sequence_labels,
+    "token_loss": token_loss,
+}
+
+
+@pytest.mark.parametrize("saves", ["", "R", "O"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_any_loss_is_that_of_whole_sequences(name: str, saves: str) -> None:
+    """With padding that leaves a row few labels and slices none. Several steps, after which outputs are others."""
+    schedule, chunks = saving(saves) if saves else schedules.zb_h1(2, 2, slices=4), make(2)
     inputs, labels, _ = batch(4)
     labels = labels.clone()
-    labels[:2, 9:] = labels[2:, :14] = -100
-    cases = [
-        (loss_fn, labels, halves(loss_fn)),
-        (told, labels, halves(told)),
-        (token_loss, token_targets(labels, 2, shift=False), lambda outputs, _: loss_fn(outputs, labels)),
-    ]
-    for loss, targets, plain in cases:
-        reference = copy.deepcopy(chunks)
-        expected = whole(reference, plain, inputs, labels, None)
-        [found] = train(schedules.zb_h1(2, 2, slices=4), chunks, loss, [(inputs, targets)])
-        exact = 1e-6 if loss is token_loss else 1e-12  # which computes in float32
-        torch.testing.assert_close(found.double(), expected, rtol=exact, atol=0)
+    labels[:2, 9:] = labels[2, 3:] = labels[3, 14:] = -100
+    loss, model = LOSSES[name], nn.ModuleList(copy.deepcopy(chunks))
+    targets: Any = {
+        "clipped ratio": (labels, torch.tensor([1.0, -2.0, 0.5, 3.0]).double()),
+        "a label per sequence": labels[:, 0],
+        "token_loss": token_targets(labels, 2, shift=False),
+    }.get(name, labels)
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        outputs = model[1](model[0](inputs))
+        if loss is token_loss:
+            expected.append(loss_fn(outputs, labels))
+        else:
+            halves = [pytree.tree_map(lambda each, h=half: each[h : h + 2], (outputs, targets)) for half in (0, 2)]
+            expected.append(sum(loss(*half) for half in halves) / 2)
+        expected[-1].backward()
+        optimizer.step()
+    found = train(schedule, chunks, loss, [(inputs, targets)] * 3)
+    exact = 1e-6 if loss is token_loss else 1e-11  # which computes in float32
+    torch.testing.assert_close(torch.stack(found).double(), torch.stack(expected).detach(), rtol=exact, atol=0)
+
+
+@pytest.mark.parametrize(("loss", "calls"), [(told, 8), (loss_fn, 2)])
+def test_how_often_a_loss_is_called(loss: Any, calls: int) -> None:
+    """For metrics that it collects: a sum once per slice, any other once per sequence, in each step and evaluation."""
+    seen: list[Tensor] = []
+
+    def collect(outputs: Tensor, labels: Tensor) -> Tensor:
+        seen.append(outputs.detach())
+        return loss(outputs, labels) if torch.is_grad_enabled() else outputs.new_zeros(())
+
+    if loss is told:
+        collect.reduction = "sum"  # type: ignore[attr-defined]
+    inputs, labels, _ = batch(4)
+    with one_rank(make(1)[0], schedules.zb_h1(1, 2, slices=4), collect) as pipe:
+        for call in (pipe.evaluate, pipe.evaluate, pipe.step, pipe.step):
+            seen.clear()
+            call(inputs, labels)
+            assert len(seen) == calls
+            assert sum(outputs.shape[0] * outputs.shape[1] for outputs in seen) == labels.numel()
+
+
+class Summary(nn.Module):
+    """Returns something of its slice beside what is of its tokens, or something of its own."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.linear, self.scale, self.own = zbkern.nn.Linear(1, LETTERS), nn.Parameter(torch.ones(())), own
+
+    def forward(self, x: Tensor, carry: Carry | None = None) -> tuple[Tensor, Tensor]:
+        y = self.linear(x[..., None].double())
+        return y, self.scale * 1 if self.own else y.square().mean()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_outputs_beside_those_of_tokens(own: bool) -> None:
+    inputs, labels, _ = batch(2)
+    module = Summary(own).double()
+    plain, loss = copy.deepcopy(module), lambda outputs, labels: outputs[1] * loss_fn(outputs[0], labels)
+    with one_rank(module, schedules.zb_h1(1, 1, slices=3), loss) as pipe:
+        if not own:
+            with pytest.raises(PipelineError, match="tokens of a slice as dimension 1 for a loss of whole sequences"):
+                pipe.step(inputs, labels)
+            return
+        found = pipe.step(inputs, labels)
+    expected = loss(plain(inputs), labels)
+    expected.backward()
+    torch.testing.assert_close(found, expected.detach())
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 class Forgetful(nn.Module):
@@ -290,9 +374,7 @@ class Mixed(nn.Module):
         (Mixed(nn.LSTM(4, 4)), loss_fn, 3, TOKENS, "part is a LSTM"),
         (Mixed(nn.MultiheadAttention(4, 2)), loss_fn, 3, TOKENS, "part is a MultiheadAttention"),
         (Forgetful(""), loss_fn, 25, TOKENS, "long enough for 25 slices"),
-        (Forgetful(""), loss_fn, 3, 1, "targets must have the 24 tokens of a sequence as dimension 1"),
-        (Forgetful(""), sum_of, 3, TOKENS, "looks like a sum: say so by loss_fn.reduction"),
-        (Forgetful(""), shifting, 3, TOKENS, "shifted before they are cut"),
+        (Forgetful(""), told, 3, 1, "targets must have the 24 tokens of a sequence as dimension 1"),
         (Forgetful("appends once"), loss_fn, 3, TOKENS, "every slice must append to 'keys'; slice 0 has not"),
         (Forgetful("one key"), loss_fn, 3, TOKENS, "got 'keys' twice in a slice"),
         (Forgetful("keeps nothing"), loss_fn, 3, TOKENS, "every slice must keep 'state'; slice 0 has not"),

@@ -18,7 +18,7 @@ from zbkern.pipeline.runtime.memory.recomputation import RecomputedTensors, part
 from zbkern.pipeline.runtime.memory.saved_tensors import SavedTensors
 from zbkern.pipeline.runtime.memory.storages import Offload, Resident, Storage, Storages
 from zbkern.pipeline.runtime.options import StepOptions
-from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target, adds_up
 from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import offloaded_after, offloads_or_recomputes, recomputed, streamed
@@ -39,10 +39,8 @@ def make_stages(
     """The stage of every chunk of the recorder's rank: one that saves memory where the rank's row has R, O or L, or
     where it is to count it (`counts`). parts: what an R runs again, by chunk; by default what the options name."""
     row, slices, last = schedule.actions[recorder.rank], schedule.slices, len(schedule.placement) - 1
-    stages = {
-        chunk: (module, chunk, recorder.queue, loss_fn if chunk == last else None, slices)
-        for chunk, module in modules.items()
-    }
+    own = {last: loss_fn} if len(slices) == 1 or adds_up(loss_fn) else {}  # else SequenceLosses computes it
+    stages = {chunk: (module, chunk, recorder.queue, own.get(chunk), slices) for chunk, module in modules.items()}
     if not (counts or offloads_or_recomputes(row)):
         return {chunk: Stage(*stage) for chunk, stage in stages.items()}
     if parts is None:

@@ -1,0 +1,110 @@
+"""The loss of whole sequences whose outputs come in slices: computed behind the last slice, begun in B with the last.
+
+Whatever a loss is of the tokens of a sequence, it is as without slices. A loss that is a sum over tokens and says so
+(`adds_up`) is not here: that of a slice is computed with it, and no outputs wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target
+from zbkern.pipeline.transport.tensors import tensors_in
+
+
+def loss_of(loss_fn: LossFn, outputs: Any, target: Target) -> Tensor:
+    """Its share of the step's loss. Raises TypeError for what is not a loss of these outputs."""
+    loss = loss_fn(outputs, target.value)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        if isinstance(loss, Tensor):
+            got = f"shape {list(loss.shape)}; reduce it, with .mean()"
+        elif isinstance(loss, (int, float)):
+            got = f"{loss!r}; leave out .item()"
+        else:
+            got = f"{type(loss).__name__}; return the loss alone, and put the rest into a list of yours"
+        raise TypeError(f"Pipeline: loss_fn must return a tensor of one number; got {got}")
+    if not loss.requires_grad and any(output.requires_grad for output in tensors_in(outputs)):
+        raise TypeError(
+            "Pipeline: loss_fn must return a loss that depends on the output's graph; got one that is detached; "
+            "leave out .item(), .detach() and torch.no_grad()"
+        )
+    return loss * target.weight
+
+
+class _Begun(NamedTuple):
+    """A sequence between the F and the B of its last slice, and then until the B of its first."""
+
+    loss: Tensor
+    leaves: list[tuple[Tensor | None, bool]]  # of the outputs, put together; whether by tokens
+    places: list[tuple[int, int]]  # of the slices
+    structure: Any
+
+
+class SequenceLosses:
+    """The losses of a step's sequences on the rank of the last chunk. slices: how many a sequence has."""
+
+    def __init__(self, loss_fn: LossFn, slices: int) -> None:
+        self._loss_fn, self._slices = loss_fn, slices
+        self._waiting: dict[int, list[tuple[int, Any]]] = {}  # outputs, with their tokens, of sequences not through
+        self._begun: dict[int, _Begun] = {}
+
+    def forward(self, microbatch: int, outputs: Any, carry: Any, target: Target | None) -> Tensor | None:
+        """Takes the outputs of a slice, which had this `Carry`. Returns the loss of the sequence behind its last slice,
+        which has the target; None before.
+
+        Raises TypeError for outputs that cannot be put together."""
+        number, index = divmod(microbatch, self._slices)
+        self._waiting.setdefault(number, []).append((carry.end - carry.start, outputs))
+        if index + 1 < self._slices or target is None:
+            return None
+        lengths, trees = zip(*self._waiting.pop(number), strict=True)
+        structure = pytree.tree_structure(trees[0])
+        leaves = [_together(parts, lengths) for parts in zip(*map(pytree.tree_leaves, trees), strict=True)]
+        loss = loss_of(self._loss_fn, pytree.tree_unflatten([leaf for leaf, _ in leaves], structure), target)
+        if loss.requires_grad:
+            self._begun[number] = _Begun(loss, leaves, [*pairwise(accumulate(lengths, initial=0))], structure)
+        return loss.detach()
+
+    def gradients(self, microbatch: int) -> Any:
+        """Those of the outputs of a slice, in their tree; of the last slice begins the backward of the loss."""
+        number, index = divmod(microbatch, self._slices)
+        loss, leaves, places, structure = self._begun[number]
+        if index + 1 == self._slices:
+            loss.backward()
+            self._begun[number] = _Begun(loss.detach(), leaves, places, structure)
+        if index == 0:
+            del self._begun[number]
+        parts: list[Tensor | None] = []
+        for leaf, by_token in leaves:
+            whole = None if leaf is None else leaf.grad
+            once = whole if index + 1 == self._slices else None  # of what each slice has, with that of the last
+            parts.append(whole[:, slice(*places[index])] if by_token and whole is not None else once)
+        return pytree.tree_unflatten(parts, structure)
+
+    def reset(self) -> None:
+        self._waiting.clear()
+        self._begun.clear()
+
+
+def _together(parts: Sequence[Any], lengths: Sequence[int]) -> tuple[Tensor | None, bool]:
+    """What slices have returned in one place of their outputs, as one tensor of the sequence; and whether by tokens."""
+    last = parts[-1]
+    if all(part is None for part in parts):
+        return None, False
+    if all(isinstance(part, Tensor) for part in parts):
+        if all(part.dim() > 1 and part.shape[1] == length for part, length in zip(parts, lengths, strict=True)):
+            requires_grad = any(part.requires_grad for part in parts)
+            return torch.cat([part.detach() for part in parts], 1).requires_grad_(requires_grad), True
+        if all(torch.equal(part, last) for part in parts):
+            return last.detach().requires_grad_(last.requires_grad), False
+    raise TypeError(
+        "Pipeline: the last chunk must return tensors with the tokens of a slice as dimension 1 for a loss of whole "
+        f"sequences; got {list(getattr(last, 'shape', ()))} for a slice of {lengths[-1]} tokens: return what is of "
+        "each token, or use a schedule without slices"
+    )
