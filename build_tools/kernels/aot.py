@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -47,7 +48,7 @@ class Report:
     operands that begin before the loop that multiplies, None where there is no such loop: two operands in `stages`
     stages make 2 (stages - 1). warnings: ptxas's, on products that it serialises (the C75xx family). code: what the
     machine code says, None where there is no nvdisasm, and of other GPUs than SCANNED. aligned: its arguments allow
-    accesses of 16 bytes.
+    accesses of 16 bytes. shallow: rings of operands in which a copy overwrites what a product reads.
     """
 
     module: str
@@ -66,6 +67,7 @@ class Report:
     warnings: Sequence[str] = ()
     code: triton_sass.Findings | None = None
     aligned: bool = True
+    shallow: Sequence[str] = ()
 
     def faults(self) -> list[str]:
         """What a production kernel must not have."""
@@ -84,6 +86,7 @@ class Report:
             found.append("uses descriptors without bulk tensor copies")
         if self.ahead is not None and self.ahead < self.stages:
             found.append(f"only {self.ahead} copies run ahead of its loop, in {self.stages} stages")
+        found += [f"a copy overwrites what a product still reads ({ring})" for ring in self.shallow]
         found += [f"ptxas says: {warning}" for warning in self.warnings]
         return found + ([] if self.code is None else self._faults_of(self.code))
 
@@ -185,6 +188,7 @@ def _compile(named: Named) -> Report:
         warnings=serialised(log),
         code=code,
         aligned=named.aligned,
+        shallow=_shallow_rings(kernel.asm["ttgir"]),
     )
 
 
@@ -224,16 +228,51 @@ def _ahead(code: str) -> int | None:
 
     A compiler that finds no way to run copies ahead issues each where it waits for it, and reports nothing.
     """
+    for before, body in _innermost_loops(code):
+        if any(re.search(r"tt\.dot|warp_group_dot %|tc_gen5_mma", inside) for inside in body):
+            return len(re.findall(r"async_(?:tma_)?copy_global_to_local", "\n".join(before)))
+    return None
+
+
+def _innermost_loops(code: str) -> Iterator[tuple[list[str], list[str]]]:
+    """The lines before each, and its own."""
     lines = code.splitlines()
     for index, line in enumerate(lines):
-        if "scf.for" not in line:
-            continue
-        closing, rest = line[: len(line) - len(line.lstrip())] + "}", lines[index + 1 :]
-        body = rest[: next((i for i, inside in enumerate(rest) if inside.startswith(closing)), None)]
-        innermost = not any("scf.for" in inside for inside in body)
-        if innermost and any(re.search(r"tt\.dot|warp_group_dot %|tc_gen5_mma", inside) for inside in body):
-            return len(re.findall(r"async_(?:tma_)?copy_global_to_local", "\n".join(lines[:index])))
-    return None
+        if "scf.for" in line:
+            closing, rest = line[: len(line) - len(line.lstrip())] + "}", lines[index + 1 :]
+            body = rest[: next((i for i, inside in enumerate(rest) if inside.startswith(closing)), None)]
+            if not any("scf.for" in inside for inside in body):
+                yield lines[:index], body
+
+
+def _shallow_rings(code: str) -> list[str]:
+    """Operands of a product on Hopper whose copies overwrite what it still reads, in Triton's last GPU dialect.
+
+    A step starts a product, waits for that of the step before (one stays pending) and starts the copies of as many
+    steps later as there were copies ahead of the loop: a ring of buffers needs one more than those.
+    """
+    found = []
+    for before, body in _innermost_loops(code):
+        rings = dict(re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", "\n".join(before)))
+        views = dict(re.findall(r"(%\w+) = ttg\.memdesc_\w+ (%\w+)", "\n".join([*before, *body])))
+
+        def ring(name: str, views: dict[str, str] = views) -> str:
+            while name in views:
+                name = views[name]
+            return name
+
+        copies = re.findall(r"copy_global_to_local %\w+(?:\[[^]]*\]|,) (%\w+)", "\n".join(before))
+        ahead = Counter(map(ring, copies))
+        operands: list[str] = []
+        for line in body:
+            if product := re.search(r"warp_group_dot (%\w+), (%\w+), .*isAsync = true", line):
+                operands = [ring(name) for name in product.groups()]
+            elif wait := re.search(r"warp_group_dot_wait .*pendings = (\d+)", line):
+                for name in operands if int(wait[1]) else ():
+                    if name in rings and int(rings[name]) <= ahead[name]:
+                        found.append(f"{name[1:]}: {rings[name]} buffers, {ahead[name]} copies ahead")
+                operands = []
+    return found
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

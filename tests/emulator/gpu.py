@@ -25,11 +25,9 @@ def set_options(
 @functools.cache
 def driver(capability: int) -> Any:
     """Triton's driver on it."""
-    from triton.backends.nvidia import compiler
     from triton.backends.nvidia import driver as nvidia
 
     library.load()
-    compiler.CUDABackend.make_cubin = lambda self, source, *_: source.encode() + b"\0"
     made = object.__new__(nvidia.CudaDriver)
     made.utils, made.launcher_cls = nvidia.CudaUtils(), nvidia.CudaLauncher
     made.get_current_device, made.get_current_stream = (lambda: 0), (lambda device: 0)
@@ -63,6 +61,7 @@ def gpu(capability: int, seed: int = 0, processors: int = 4, **options: Any) -> 
     take several tiles each. options: of set_options()."""
     import torch
     import triton
+    from triton.backends.nvidia.compiler import CUDABackend
 
     from build_tools.kernels import launches
     from zbkern.kernels import dispatch
@@ -78,6 +77,8 @@ def gpu(capability: int, seed: int = 0, processors: int = 4, **options: Any) -> 
         forget()
         _target[:] = [capability]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", _text))
+        stack.enter_context(mock.patch.object(CUDABackend, "hash", _hash))
         stack.enter_context(mock.patch.dict(launches.SMS, {capability: processors}))
         stack.enter_context(launches.tiles_of(capability))
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", _of_a_cpu))
@@ -85,6 +86,14 @@ def gpu(capability: int, seed: int = 0, processors: int = 4, **options: Any) -> 
         stack.enter_context(mock.patch.object(dispatch, "resolve", resolve))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver(capability)))
         yield
+
+
+def _text(backend: Any, ptx: str, *_: object) -> bytes:
+    return ptx.encode() + b"\0"
+
+
+def _hash(backend: Any) -> str:  # Triton's cache keeps these apart from what is compiled for a GPU
+    return f"emulated {backend.target}"
 
 
 def _of_a_cpu() -> int:  # no mock, whose calls take longer than what bench.host_launch measures

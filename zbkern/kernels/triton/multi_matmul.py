@@ -17,6 +17,7 @@ from zbkern.kernels.triton.common import INTERPRETED, Kernel, rows_dense, widen
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
     as_operand,
+    capability_of,
     has_bulk_copies,
     load,
     multiply,
@@ -158,7 +159,7 @@ _of_rows = Kernel(triton.jit(_sums, do_not_specialize=[*(f"p{i}" for i in range(
 class Product(NamedTuple):
     """out [P, Q] = sum of a b over pairs (a [P, R_i], b [R_i, Q]).
 
-    vector: for op="wgrad", [P] for the sum of all columns of every a.
+    vector: for op="wgrad", [P] for the sum of all columns of every a, where sums_columns().
     """
 
     pairs: Sequence[tuple[Tensor, Tensor]]
@@ -186,6 +187,15 @@ class _Kind(NamedTuple):
     add: bool
     reads: bool
     writes: bool
+
+
+def sums_columns(device: torch.device) -> bool:
+    """Whether a launch may have a vector: not on 9.x, where products read shared memory while the program goes on.
+
+    Triton gives an operand that has a second use, as dy has in a sum of its columns, one buffer less than its partner
+    (docs/triton_ring.md): the copy of a later step overwrites what a product still reads.
+    """
+    return capability_of(device) // 10 != 9
 
 
 def run(op: str, products: Sequence[Product], accumulate: bool, max_tiles: int = 0) -> None:

@@ -12,7 +12,7 @@ from zbkern.kernels.spec import Outputs, Segments
 from zbkern.kernels.triton.common import Kernel, offset, widen
 from zbkern.kernels.triton.grouped_tile import group_end
 from zbkern.kernels.triton.matmul_tile import Matrix, precision
-from zbkern.kernels.triton.multi_matmul import Product, run
+from zbkern.kernels.triton.multi_matmul import Product, run, sums_columns
 from zbkern.kernels.triton.replay import replay
 
 _MERGED = 4  # gradients that one launch of `sum_rows` takes; more take several
@@ -81,7 +81,8 @@ def _wgrads(layers: Iterable[tuple[Segments, Outputs]], accumulate: bool, max_ti
             _write_nothing((dweight, dbias), accumulate)
             continue
         exchanged = dweight is not None and Matrix(dweight).transposed  # stored [K, N]
-        if dbias is not None and (exchanged or dweight is None or dweight.numel() == 0 or not dbias.is_contiguous()):
+        apart = exchanged or dweight is None or dweight.numel() == 0
+        if dbias is not None and (apart or not dbias.is_contiguous() or not sums_columns(dbias.device)):
             sum_rows([(dy, None) for _, dy in segments], dbias, accumulate)
             dbias = None
         if dweight is not None and dweight.numel():
