@@ -347,7 +347,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("pipe(timeout=float('nan'))", ValueError, "Pipeline: timeout must be a number of seconds above 0 and at most"),
     ("StepOptions(record=1)", TypeError, "StepOptions: record must be True or False; got 1"),
     ("pipe(options={'record': True})", TypeError, "Pipeline: options must be a zbkern.pipeline.StepOptions, as in"),
-    ("open_pipe('attach', 3)", TypeError, "Pipeline.attach: validator must be a zbkern.pipeline.Optimizer; got int"),
+    ("open_pipe('attach', 3)", TypeError, "Pipeline.attach: optimizer must be a zbkern.pipeline.Optimizer; got int"),
     ("pipe(device='nothing')", ValueError, "Pipeline: device must be a torch.device, its name or None; got 'nothing'"),
     ("pipe(device='cuda:99')", ValueError, "Pipeline: device must be one of this machine's "),
     ("pipe(device=3.5)", TypeError, "Pipeline: device must be a torch.device, its name or None; got 3.5"),

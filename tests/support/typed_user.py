@@ -25,7 +25,6 @@ from zbkern.pipeline import (
     schedules,
     simulate,
 )
-from zbkern.pipeline.runtime.step_validator import StepValidator
 
 
 def layers(model: torch.nn.Sequential) -> None:
@@ -129,9 +128,8 @@ def train(modules: list[torch.nn.Module], inputs: Tensor, targets: Tensor) -> No
 
 def rooms(pipe: Pipeline, optimizer: Optimizer) -> None:
     """What each room asks of another room's class, in a protocol of its own, is what that class has."""
-    validator: StepValidator = optimizer
-    pipe.attach(validator)
-    assert_type(pipe.optimizer, StepValidator | None)
+    pipe.attach(optimizer)
+    assert_type(pipe.optimizer, torch.optim.Optimizer | None)
     pipe.optimizer = optimizer  # type: ignore[misc]
     pipe.detach()
     checkpoint.load("folder", pipe, optimizer)

@@ -14,6 +14,7 @@ from zbkern.pipeline.checkpoint.dcp_format import Stored
 from zbkern.pipeline.optimizer.params import equal, hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.post_validation import Optimizer
 from zbkern.pipeline.runtime.engine import Pipeline
+from zbkern.pipeline.runtime.step_boundary import StepBoundary, boundaries_of
 from zbkern.pipeline.schedules.units import some
 from zbkern.pipeline.transport.tensors import tensors_in
 
@@ -76,6 +77,10 @@ class NamedState:
     def device(self) -> torch.device:
         """That of the first parameter."""
         return next((p.device for module in self._chunks.values() for p in module.parameters()), torch.device("cpu"))
+
+    def boundaries(self) -> list[StepBoundary]:
+        """Those that say whether the last optimizer steps of these modules are over."""
+        return boundaries_of(self._chunks.values())
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything of this rank; parameters and states are the tensors themselves, not copies."""

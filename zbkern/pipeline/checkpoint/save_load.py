@@ -30,7 +30,6 @@ from zbkern.pipeline.checkpoint.named_state import (
     pack,
     unpack,
 )
-from zbkern.pipeline.optimizer.post_validation import Optimizer
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.forward_state import random_state, set_random_state
 from zbkern.pipeline.schedules.actions import check_count
@@ -81,9 +80,8 @@ def save(
         check_count("checkpoint: keep", keep)
         state = NamedState(modules, optimizer, rename, ranks.rank, ranks.size)
         ranks.exchange("arguments checked", (step, state.names()), _check_agreement)
-        stepping = _stepping(modules, optimizer)
-        if stepping is not None:
-            stepping.validate()  # before a weight is read
+        for boundary in state.boundaries():
+            boundary.validate()  # before a weight is read
         tensors = state.tensors()
         tensors[f"random.{state.rank}"] = pack(random_state(state.device), "the random state")
         pack(extra, "extra")  # checked on every rank, although rank 0's is saved
@@ -176,9 +174,8 @@ def load(
         stored_random = unpack(wanted.pop(own_random)) if own_random in wanted else None
         state.check(wanted, sum(key.startswith("random.") for key in stored))
         ranks.exchange("checkpoint verified")
-        stepping = _stepping(modules, optimizer)
-        if stepping is not None:
-            stepping.abandon()
+        for boundary in state.boundaries():
+            boundary.abandon()
         if isinstance(modules, Pipeline):  # from here its ranks are at the same step again
             modules.completed = 0
         with _warning_of_a_partial_load(path, state.rank):
@@ -195,12 +192,6 @@ def load(
 def latest(folder: str | os.PathLike) -> Path | None:
     """The newest checkpoint of a folder, None where there is none. Raises ValueError for what is no folder."""
     return directory.find(_path(folder), None)
-
-
-def _stepping(modules: Modules, optimizer: torch.optim.Optimizer | None) -> Optimizer | None:
-    """The Optimizer whose last step may await its validation: the one given, or else the Pipeline's own."""
-    attached = modules.optimizer if isinstance(modules, Pipeline) else None
-    return next((found for found in (optimizer, attached) if isinstance(found, Optimizer)), None)
 
 
 # ---- arguments, and what ranks must agree on

@@ -19,7 +19,6 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,16 +33,15 @@ from zbkern.pipeline.optimizer.master_weights import (
     masters_of,
     take_changes_,
 )
-from zbkern.pipeline.optimizer.norm_chain import NormChain
 from zbkern.pipeline.optimizer.params import hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.pending_step import PendingStep
 from zbkern.pipeline.optimizer.undo import UNDO
 from zbkern.pipeline.runtime.engine import Pipeline
-from zbkern.pipeline.runtime.step_validator import StepValidator
+from zbkern.pipeline.runtime.step_boundary import StepBoundary
 from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import Transport, check_timeout
 from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_neighbours, tied_names
-from zbkern.pipeline.transport.mailbox import PipelineError, described
+from zbkern.pipeline.transport.norm_chain import NormChain
 from zbkern.wgrad.accumulation import gradient_of, main_grad_of
 
 logger = logging.getLogger("zbkern")
@@ -55,7 +53,7 @@ _REGISTER = tuple(
 )
 
 
-class Optimizer(StepValidator, torch.optim.Optimizer):
+class Optimizer(torch.optim.Optimizer):
     """Drives a torch optimizer of this rank's parameters as one with those of all other ranks of a pipeline.
 
     >>> optimizer = Optimizer(torch.optim.AdamW(chunk.parameters()), pipe, max_norm=1.0)    # doctest: +SKIP
@@ -139,7 +137,7 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
         self.timeout = timeout if timeout is not None else 1800.0 if pipeline is None else pipeline.timeout
         self.last_norm: float | None = None
         self.undone = self.clipped = self.skipped = 0
-        self._device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
+        self.device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
         self.masters = masters_of(optimizer)
         self._check_unique()
         candidates = [*self._model_parameters(), *(() if pipeline is None else pipeline.tied.values())]
@@ -148,20 +146,17 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
         if master_weights:
             install_masters(optimizer)
         self._undo: Any = UNDO[undo](optimizer) if undo is not None else None
-        self._pipe = pipeline
-        self._transport = connect_neighbours(pipe, self._device) if pipeline is None else pipeline.transport
-        self._owned = self._transport if pipeline is None and self._transport is not pipe else None
-        self._number = self._settled = self._taken = 0
-        self._total: Tensor | None = None
-        self._pending: PendingStep | None = None
+        transport = connect_neighbours(pipe, self.device) if pipeline is None else pipeline.transport
+        self._owned = transport if pipeline is None and transport is not pipe else None
         self._cautious = False
-        with closing_on_error(self._transport, self._owned is not None, "its Optimizer"):
-            ranks = [*range(self._transport.size)] if pipeline is None else rank_order(pipeline.schedule)
+        with closing_on_error(transport, self._owned is not None, "its Optimizer"):
+            ranks = [*range(transport.size)] if pipeline is None else rank_order(pipeline.schedule)
             cut = any(isinstance(p, DTensor) and p.requires_grad for p in self._model_parameters())
-            self._chain = NormChain(self._transport, ranks, cut, shared.values(), max_norm, self.timeout)
+            self._chain = NormChain(transport, ranks, cut, shared.values(), max_norm, self.timeout)
             self._uncounted = self._counted_elsewhere(shared)
+            self.boundary = StepBoundary(joint=False) if pipeline is None else pipeline.boundary
+            self.boundary.take(self, self._chain, self._model_parameters())
             if pipeline is not None:
-                pipeline.attach(self)
                 self._warn_of_missing(pipeline)
 
     @property
@@ -191,9 +186,9 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
         """
         gradients = [p.grad for p in self._model_parameters() if p.grad is not None]
         if not set_to_none:
-            if self._pending is not None:
-                with self._failing_together():
-                    self._pending.copy_gradients(gradients)
+            if self.boundary.pending is not None:
+                with self.boundary.failing_together():
+                    self.boundary.pending.copy_gradients(gradients)
             for gradient in gradients:
                 gradient.zero_()
         for parameter in self._model_parameters():
@@ -221,16 +216,17 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._number += 1
+        boundary, chain = self.boundary, self._chain
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn of a late step
-        with self._failing_together():
+        with boundary.failing_together():
+            number = boundary.begin()
             gradients = self._collect()
-            total = self._pass_on(gradients)
+            total = self._pass_on(gradients, number)
             step = PendingStep(gradients, hyperparameters(self.optimizer))
-            if self._chain.ends_here:
-                self._pending = step
-                self._chain.pass_back(self._number, total)
-                self._conclude(total)
+            if chain.ends_here:
+                boundary.pending = step
+                chain.pass_back(number, total)
+                boundary.conclude(total)
                 return loss
             if self._may_step(total):
                 with step.in_place(self.optimizer):
@@ -242,52 +238,30 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
             else:
                 main_grads = map(main_grad_of, self._model_parameters())
                 step.copy_gradients(main_grad for main_grad in main_grads if main_grad is not None)
-            step.record_weights([*parameters(self.optimizer), *self._model_parameters()], self._number <= _CHECKED)
-            self._pending = step
+            step.record_weights([*parameters(self.optimizer), *self._model_parameters()], number <= _CHECKED)
+            boundary.pending = step
         return loss
 
     def validate(self) -> None:
         """Waits for the norm over all ranks and clips or skips the last step accordingly. No-op if that is done.
 
-        A Pipeline calls this in time; so does the next `step`. Call it before you read weights in any other way: to
-        evaluate, to save. Every rank must call it: the norm reaches a rank through the ranks after it.
+        Pipelines of these parameters call this in time; so does the next `step`, and `weights`. Call it before you read
+        weights in any other way. Every rank must call it: the norm reaches a rank through the ranks after it.
         """
-        if self._pending is None:
-            return
-        with self._failing_together():
-            total = self._chain.receive_total(self._number)  # where the chain ends, step() validates
-            self._chain.pass_back(self._number, total)
-            self._pending.check_values()
-            self._conclude(total)
+        self.boundary.validate()
 
-    def try_validate(self) -> bool:
-        """Validates if that is possible without waiting; True when no step is pending."""
-        if self._pending is not None and self._chain.total_is_here(self._number):
-            self.validate()
-        return self._pending is None
+    def weights(self) -> list[Tensor]:
+        """This rank's parameters of the model, as the last step leaves them for good, in the torch optimizer's order.
+
+        Read them so between steps: for an average, a copy, an inference engine. Validates the last step; on all ranks.
+        """
+        self.validate()
+        return [*self._model_parameters()]
 
     @property
     def pending(self) -> bool:
         """True until the last step is validated."""
-        return self._pending is not None
-
-    @property
-    def steps_begun(self) -> int:
-        """How many steps were called, the same number on all ranks."""
-        return self._number
-
-    def take_rollbacks(self) -> int:
-        """How many steps since the last call were clipped or skipped, the same number on all ranks.
-
-        Forwards that any rank began before such a step was validated have to be run again.
-        """
-        new, self._taken = self.clipped + self.skipped - self._taken, self.clipped + self.skipped
-        return new
-
-    @property
-    def has_stepped(self) -> bool:
-        """True when the weights are those of the last step, as far as this rank can tell."""
-        return self._pending is None or self._pending.has_stepped
+        return self.boundary.pending is not None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the torch optimizer's; validates the last step first. Other ranks call this or `validate`."""
@@ -336,37 +310,14 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
                 f"of shapes {own}; got that of {state['kinds'][0]} with {saved}; "
                 "load it into the kind of optimizer that saved it, with its master_weights= and its parameters"
             )
+        if self.boundary.broken:  # everything is loaded after a failure
+            self.boundary.abandon()
+        self.validate()
         self.optimizer.load_state_dict(state["optimizer"])
-        self.abandon()
         with torch.no_grad():
             for (_, master), value in zip(self.masters, state["masters"], strict=True):
                 master.copy_(value)
         copy_masters_to_params(self.masters)
-
-    def abandon(self) -> None:
-        """Forgets a pending step, because everything is about to be loaded; on all ranks."""
-        self._pending, self._settled = None, self._number
-        self._taken = self.clipped + self.skipped
-
-    def recover(self) -> None:
-        """Validates the last step after a failure, over a transport that works again; collective.
-
-        Raises PipelineError on all ranks if that is impossible: some have stepped, and others did not get that far.
-        """
-        mine = None if self._settled == self._number else "pending" if self._pending is not None else "broken"
-        total = None if self._total is None else self._total.tolist()
-        ranks = self._transport.gather((self._number, mine, total), self.timeout)
-        newest = max(number for number, _, _ in ranks)
-        known = [total for number, state, total in ranks if (number, state) == (newest, None)]
-        if not known or "broken" in {state for _, state, _ in ranks}:  # nobody knows it before all ranks have begun it
-            raise PipelineError(
-                f"optimizer step {newest} may have been done on some ranks only when a rank failed; load a checkpoint, "
-                "or start again where there is none yet"
-            )
-        if self._pending is not None:
-            self._conclude(torch.tensor(known[0], dtype=torch.float64, device=self._device))
-        self._number = self._settled = newest
-        self._taken = self.clipped + self.skipped
 
     def close(self) -> None:
         """Ends the connections that were made for a process group; call it on every rank."""
@@ -399,18 +350,18 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
             counted.add(name)
         return found | {id(master) for parameter, master in self.masters if id(parameter) in found}
 
-    def _pass_on(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def _pass_on(self, gradients: Sequence[tuple[Tensor, Tensor]], number: int) -> Tensor:
         """The sum of squares of this rank and of those whose sums it receives, fp64 []; sent to the next rank."""
         counted = [gradient for parameter, gradient in gradients if id(parameter) not in self._uncounted]
         uncounted = [gradient for parameter, gradient in gradients if id(parameter) in self._uncounted]
         received: list[Tensor] = []
         if self._chain.ends_here and any(isinstance(gradient, DTensor) for _, gradient in gradients):
             # with this rank's shards, other pipelines of its mesh learn what ranks without shards have found
-            received = self._chain.receive_sums(self._number)
+            received = self._chain.receive_sums(number)
             uncounted += received
-        total = sum_of_squares(counted, uncounted).to(self._device)
-        total = sum(received or self._chain.receive_sums(self._number), total)
-        self._chain.send_sum(self._number, total)
+        total = sum_of_squares(counted, uncounted).to(self.device)
+        total = sum(received or self._chain.receive_sums(number), total)
+        self._chain.send_sum(number, total)
         return total
 
     def _may_step(self, total: Tensor) -> bool:
@@ -427,10 +378,8 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
         norm = math.sqrt(total.item())
         return math.isfinite(norm) and clip_coefficient(norm, self.max_norm) == 1
 
-    def _conclude(self, total: Tensor) -> None:
-        """Validates the pending step with the sum of squares of all ranks: keeps it, clips it or skips it."""
-        step, self._pending, self._total = self._pending, None, total
-        assert step is not None
+    def conclude(self, step: PendingStep, total: Tensor) -> bool:
+        """Keeps, clips or skips a step, given the sum of squares of all ranks; whether forwards before it are void."""
         self.last_norm = norm = math.sqrt(total.item())
         finite, factor = math.isfinite(norm), clip_coefficient(norm, self.max_norm)
         good = finite and factor == 1
@@ -447,7 +396,7 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
                     self._update()
         self.skipped += not finite
         self.clipped += factor < 1
-        self._settled = self._number
+        return not good
 
     def _update(self) -> None:
         """The torch optimizer's step; hooks that run after it see, and may change, masters and parameters alike."""
@@ -484,18 +433,3 @@ class Optimizer(StepValidator, torch.optim.Optimizer):
     def _model_parameters(self) -> Iterator[Any]:  # tensors, some with a main_grad
         models = {id(master): parameter for parameter, master in self.masters}
         return (models.get(id(parameter), parameter) for parameter in parameters(self.optimizer))
-
-    @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            if self._pipe is not None:
-                self._pipe.abandon()
-            if isinstance(error, PipelineError):
-                raise
-            reason = f"rank {self._transport.rank}, optimizer step {self._number}: {described(error)}"
-            self._transport.fail(reason)
-            if not isinstance(error, Exception):  # Ctrl-C, sys.exit: news for the others, here what it is
-                raise
-            raise PipelineError(reason) from error

@@ -39,12 +39,12 @@ from zbkern.pipeline.runtime.replicas.tied_weights import TiedWeights, all_ties
 from zbkern.pipeline.runtime.slices.sequence_loss import SequenceLosses
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, adds_up
 from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
-from zbkern.pipeline.runtime.step_validator import StepValidator
+from zbkern.pipeline.runtime.step_boundary import StepBoundary, boundary_of
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.dependencies import producer
 from zbkern.pipeline.schedules.program import forwards, merge_neighbours, peak_microbatches
 from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.schedules.warmup import speculative_forwards
+from zbkern.pipeline.schedules.warmup import rank_order, speculative_forwards
 from zbkern.pipeline.transport.base import PipelineError, Tag, Transport
 from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place
 from zbkern.pipeline.transport.mailbox import described
@@ -110,13 +110,17 @@ class Pipeline:
         self._transport = connect(group, schedule, self.device, self.tied)
         with closing_on_error(self._transport, self._transport is not group, "its Pipeline"):
             check_same_plan(schedule, self._transport)
+            self.boundary = boundary_of(self.modules.values())
+            if not self.boundary.broken:
+                self.boundary.validate()  # before weights are compared
             self._tied = TiedWeights(copies, self._transport, self.modules)
-        self._validator = StepValidator()
+            self.boundary.join(self, rank_order(schedule))
         self._use_schedule(schedule)
         self._batch: list[Microbatch] = []
         self._losses: list[Tensor] = []
         self._forward_input: Any = None  # the input of the forward that runs
-        self._step = 0  # in the tags of its messages
+        self._calls = 0  # of step and evaluate, since ranks were connected
+        self._step = 0  # in the tags of its messages: another one for forwards that run again
         self._in_flight = 0  # microbatches that were begun, and are not through their B
         self.completed = 0  # calls of step and evaluate, for ranks to compare after a failure
         self._failed = self._closed = self._running = False
@@ -162,8 +166,7 @@ class Pipeline:
         try:
             self._begin("evaluate", inputs, targets, side)
             with self._failing_together():
-                self._validator.validate()
-                self._skip_rolled_back()
+                self.boundary.validate()
                 with torch.no_grad(), evaluation_mode(self.modules.values()):
                     self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
         finally:
@@ -182,32 +185,36 @@ class Pipeline:
         return self._transport
 
     @property
-    def optimizer(self) -> StepValidator | None:
-        """The Optimizer of these modules, None where there is none. `attach` and `detach` change it."""
-        return None if type(self._validator) is StepValidator else self._validator
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The Optimizer of these modules, of all their Pipelines; None where there is none."""
+        return self.boundary.optimizer
 
-    def attach(self, validator: StepValidator) -> None:
-        """From now on steps of this pipeline wait for the optimizer's to be validated; on every rank.
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Has steps of this Pipeline wait for those of an Optimizer that was made with a process group; on every rank.
 
-        An Optimizer attaches itself to the Pipeline that it is made with; another Pipeline of the same modules has it
-        attached by its user. Raises ValueError where another optimizer is attached already, TypeError for what is none.
+        One that was made with a Pipeline belongs to all Pipelines of the same modules already. Raises ValueError where
+        these modules have another one, TypeError for what is none.
         """
-        if not isinstance(validator, StepValidator):
+        boundary = getattr(optimizer, "boundary", None)
+        if not isinstance(boundary, StepBoundary):
             raise TypeError(
-                f"Pipeline.attach: validator must be a zbkern.pipeline.Optimizer; got {type(validator).__name__}"
+                f"Pipeline.attach: optimizer must be a zbkern.pipeline.Optimizer; got {type(optimizer).__name__}"
             )
-        if self.optimizer not in (None, validator):
+        if self.optimizer not in (None, optimizer):
             raise ValueError(
                 "Pipeline.attach: this Pipeline has another Optimizer already, and gradients have one norm: give all "
                 "parameters to one torch optimizer; call pipe.detach() on every rank to replace it"
             )
-        self._validator = validator
+        if boundary is not self.boundary:
+            self.boundary.leave()
+            self.boundary = boundary
+            boundary.join(self, rank_order(self.schedule))
 
     def detach(self) -> None:
-        """Detaches the optimizer, once its last step is validated; on every rank. No-op without one."""
+        """Frees the modules of their optimizer, once its last step is validated; on every rank. No-op without one."""
         if not self._failed:
-            self._validator.validate()
-        self._validator = StepValidator()
+            self.boundary.validate()
+        self.boundary.free()
 
     @property
     def last_timeline(self) -> Timeline:
@@ -244,7 +251,7 @@ class Pipeline:
 
     def abandon(self) -> None:
         """Drops what was begun, after a failure; the next step opens the connections anew."""
-        self._failed = True
+        self._failed = self.boundary.broken = True
         self._forget()
 
     def close(self) -> None:
@@ -256,8 +263,10 @@ class Pipeline:
             return
         try:
             if not self._failed:
-                self._validator.validate()
+                self.boundary.validate()
         finally:
+            if not self._closed:
+                self.boundary.leave()
             self._closed = True
             self._transport.close()
             for stage in self._stages.values():
@@ -271,7 +280,7 @@ class Pipeline:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            self._failed = True
+            self._failed = self.boundary.broken = True
             told = isinstance(error, PipelineError)
             self._transport.fail(str(error) if told else f"rank {self.rank}: {described(error)}")
         self.close()
@@ -334,16 +343,17 @@ class Pipeline:
             self._batch = split_batch(call, given, self.schedule, self.modules, self._loss_fn)
             count = "rows" if len(self.schedule.slices) == 1 else "elements"
             announced = name_with_side(call, [microbatch.side for microbatch in self._batch], count)
+            self.boundary.check_others(call)
         except Exception as error:  # the other ranks will have begun: they are told why this one has not
             wrong, announced = error, name_with_side(call, side)
         if self._failed:
             self._recover(None if wrong else announced)
-        if call == "step" and self._step == 0 and self.schedule.stages > 1:
+        elif self.boundary.broken:  # since another Pipeline of these chunks has failed
+            self.boundary.recover(self._transport, self.timeout)
+        if call == "step" and self._calls == 0 and self.schedule.stages > 1:
             batches = self.gather((identity(inputs), identity(targets)))
             if self.rank == 0:
                 check_same_batch(batches)
-        if steps := self._validator.steps_begun:  # a rank that left one out would go on with other ranks' norms
-            announced += f" after {steps} optimizer steps"
         try:
             self._transport.begin(announced)
         except PipelineError:  # a rank has failed that this one's last call needed nothing from
@@ -356,8 +366,9 @@ class Pipeline:
         self._losses = []
         self._recorder.clear()
         self._in_flight = 0
-        self._step += 1
-        self._skip_rolled_back()
+        self._calls += 1
+        self._step = 2 * self._calls
+        self.boundary.pipe = self
         self._replicas.begin(self.schedule.microbatches)
 
     def _recover(self, call: str | None) -> None:
@@ -365,44 +376,39 @@ class Pipeline:
         if self._replicas:  # reductions of the failed step are under way, and other replicas know nothing
             raise PipelineError("a pipeline with data-parallel stages cannot go on after a failure: restart all")
         self._transport.reopen()
-        self._validator.recover()
+        self.boundary.recover(self._transport, self.timeout)
         calls = self.gather((call, self.completed))
         self.completed = max(completed for _, completed in calls)
         check_same_step(calls)
-        self._failed, self._step = False, 0  # every rank counts anew
+        self._failed, self._calls = False, 0  # every rank counts anew
 
     def _run_ahead(self) -> int:
         """Runs forwards until the last optimizer step is validated; how many of them count.
 
         All ranks hear of the same total. Where it changes the weights, all start over, with other tags.
         """
-        before, begun = None, 0
-        while begun < self._max_ahead and self._validator.has_stepped and not self._is_validated():
+        before, begun, boundary = None, 0, self.boundary
+        while begun < self._max_ahead and boundary.state == "early" and not self._is_validated():
             before = before or ForwardState([*self.modules.values()], self.device)
             self._run([self._program[begun]])
             begun += 1
-        self._validator.validate()
-        if not self._skip_rolled_back() or before is None:
+        boundary.validate()
+        if not boundary.changed:
             return begun
-        before.restore()
-        torch.clear_autocast_cache()  # casts of weights that have changed
-        self._forget()
-        self._recorder.clear()
+        self._step += 1  # messages of forwards before, sent or to come, have the old number
+        self._transport.forget(self._step)
+        if before is not None:
+            before.restore()
+            torch.clear_autocast_cache()  # casts of weights that have changed
+            self._forget()
+            self._recorder.clear()
         return 0
 
     def _is_validated(self) -> bool:
         """Whether no forward is to run before the last optimizer step is validated, or any more."""
         if self._replicas.gathers:  # the total arrives sooner on some pipelines, which would then run fewer forwards
-            return not self._validator.pending
-        return self._validator.try_validate()
-
-    def _skip_rolled_back(self) -> bool:
-        """Whether forwards that were begun have to run again; their messages, sent or to come, have old tags then."""
-        rollbacks = self._validator.take_rollbacks()
-        self._step += rollbacks
-        if rollbacks:
-            self._transport.forget(self._step)
-        return rollbacks > 0
+            return self.boundary.state == "validated"
+        return self.boundary.try_validate()
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ class NormChain:
         place = ranks.index(transport.rank)
         end = max((at for at, rank in enumerate(ranks) if with_shards[rank]), default=len(ranks) - 1)
         before, after = ranks[:place][-1:], ranks[place + 1 :][:1]
-        self._transport, self._timeout = transport, timeout
+        self.transport, self._timeout = transport, timeout  # another one, of the same ranks, may take its place
         self._next = None if place == end else after[0] if place < end else before[0]
         self._sources = [(rank, "previous") for rank in before if place <= end]
         self._sources += [(rank, "later") for rank in after if place >= end]
@@ -52,26 +52,26 @@ class NormChain:
 
     def receive_sums(self, step: int) -> list[Tensor]:
         """The sums of the ranks that send theirs to this one, of the optimizer's n-th step."""
-        return [self._transport.receive(rank, _tag(what, step), self._timeout) for rank, what in self._sources]
+        return [self.transport.receive(rank, _tag(what, step), self._timeout) for rank, what in self._sources]
 
     def send_sum(self, step: int, total: Tensor) -> None:
         """Sends the sum of this rank and those before it to the next; no-op where the chain ends."""
         if self._next is not None:
-            self._transport.send(self._next, _tag("later" if self.is_after_end else "previous", step), total)
+            self.transport.send(self._next, _tag("later" if self.is_after_end else "previous", step), total)
 
     def total_is_here(self, step: int) -> bool:
         """Whether `receive_total` would return at once."""
-        return self._transport.ready(_tag("all", step))
+        return self.transport.ready(_tag("all", step))
 
     def receive_total(self, step: int) -> Tensor:
         """The sum of all ranks, from the next one; not where the chain ends."""
         assert self._next is not None
-        return self._transport.receive(self._next, _tag("all", step), self._timeout)
+        return self.transport.receive(self._next, _tag("all", step), self._timeout)
 
     def pass_back(self, step: int, total: Tensor) -> None:
         """Sends the sum of all ranks to those that have sent theirs."""
         for rank, _ in self._sources:
-            self._transport.send(rank, _tag("all", step), total)
+            self.transport.send(rank, _tag("all", step), total)
 
 
 def _tag(what: str, step: int) -> Note:

@@ -1,0 +1,212 @@
+"""StepBoundary: whether the last optimizer step of a rank's parameters is over, for all who read or write them.
+
+A step is "validated" when its weights are final; "open" while it waits for the norm over all ranks; "early" when this
+rank has done it before it knew that norm, and may have to take it back.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zbkern.pipeline.transport.base import Transport
+from zbkern.pipeline.transport.mailbox import PipelineError, described
+from zbkern.pipeline.transport.norm_chain import NormChain
+
+logger = logging.getLogger("zbkern")
+
+_BOUNDARIES = WeakIdKeyDictionary()  # of a module or a parameter: its boundaries, which are alive elsewhere
+
+
+class StepBoundary:
+    """That of some chunks: all Pipelines of theirs have it, and so has their Optimizer, which concludes steps.
+
+    joint: whether Pipelines have it; else an Optimizer alone, which Pipelines of its parameters only read.
+    """
+
+    def __init__(self, joint: bool = True) -> None:
+        self.joint = joint
+        self.optimizer: Any = None  # the zbkern.pipeline.Optimizer
+        self.chain: NormChain | None = None  # of that
+        self.pipe: Any = None  # the Pipeline that ran last, whose connection the optimizer's messages take
+        self.open_pipes = 0
+        self.order: list[int] = []
+        self.others: weakref.WeakSet[StepBoundary] = weakref.WeakSet()  # of Optimizers that were made without a Pipeline
+        self.steps = 0  # that were called, as many on all ranks
+        self.pending: Any = None  # a PendingStep
+        self.changed = False  # whether the last one was clipped or skipped: forwards that any rank ran before it are void
+        self.broken = False  # whether a failure may have left the last one unfinished
+        self._concluded = 0
+        self._total: Tensor | None = None  # of squares, over all ranks
+
+    def mark(self, things: Iterable[Any]) -> None:
+        """These modules and parameters have it from now on."""
+        for thing in things:
+            boundaries = _BOUNDARIES.setdefault(thing, weakref.WeakSet())
+            for other in boundaries:
+                if self.joint is not other.joint:
+                    joint, alone = (self, other) if self.joint else (other, self)
+                    joint.others.add(alone)
+            boundaries.add(self)
+
+    @property
+    def state(self) -> str:
+        if self.pending is None:
+            return "validated"
+        return "early" if self.pending.has_stepped else "open"
+
+    def join(self, pipe: Any, order: list[int]) -> None:
+        """One more Pipeline has it, and will `leave` it. order: its ranks in the order of the model.
+
+        Raises ValueError where the others have another order: the partial norms travel along it.
+        """
+        if self.open_pipes and self.order != order:
+            raise ValueError(
+                f"Pipeline: the ranks of these chunks are in the order {self.order} in an open Pipeline; got {order}; "
+                "close it first"
+            )
+        self.order = order
+        self.open_pipes += 1
+        self.pipe = self.pipe or pipe
+
+    def take(self, optimizer: Any, chain: NormChain, parameters: Iterable[Tensor]) -> None:
+        """From now on this optimizer concludes the steps of these parameters."""
+        self.optimizer, self.chain = optimizer, chain
+        self.mark(parameters)
+
+    def free(self) -> None:
+        """Its optimizer, if any, goes on alone."""
+        if self.optimizer is not None:
+            self.optimizer.boundary = StepBoundary(joint=False)
+            self.optimizer.boundary.take(self.optimizer, self.chain, self.optimizer.weights())
+        self.optimizer = self.chain = self.pending = None
+        self.steps = self._concluded = 0
+
+    def begin(self) -> int:
+        """Begins the optimizer's next step, and returns its number. Ranks in another call then hear of this one."""
+        assert self.chain is not None
+        if self.pipe is not None:
+            self.chain.transport = self.pipe.transport
+        self.steps += 1
+        self.chain.transport.begin(f"optimizer step {self.steps}")
+        return self.steps
+
+    def validate(self) -> None:
+        """Waits for the norm over all ranks, and concludes the last step; no-op where it is validated."""
+        if self.pending is not None:
+            assert self.chain is not None
+            with self.failing_together():
+                total = self.chain.receive_total(self.steps)  # where the chain ends, the step is concluded at once
+                self.chain.pass_back(self.steps, total)
+                self.pending.check_values()
+                self.conclude(total)
+
+    def try_validate(self) -> bool:
+        """Validates if that is possible without waiting; True when no step is pending."""
+        if self.pending is not None and self.chain is not None and self.chain.total_is_here(self.steps):
+            self.validate()
+        return self.pending is None
+
+    def conclude(self, total: Tensor) -> None:
+        """Ends the pending step, given the sum of squares of all ranks."""
+        step, self.pending, self._total = self.pending, None, total
+        self.changed = self.optimizer.conclude(step, total)
+        self._concluded = self.steps
+
+    def abandon(self) -> None:
+        """Forgets the pending step, because everything is about to be loaded; on all ranks."""
+        self.pending, self._concluded = None, self.steps
+        self.changed = self.broken = False
+
+    def recover(self, transport: Transport, timeout: float) -> None:
+        """Concludes the last step after a failure, over a transport that works; collective.
+
+        Raises PipelineError on all ranks if that is impossible: some have stepped, and others did not get that far.
+        """
+        if self.chain is not None:
+            self.chain.transport = transport
+            state = None if self._concluded == self.steps else "pending" if self.pending is not None else "broken"
+            total = None if self._total is None else self._total.tolist()
+            ranks = transport.gather((self.steps, state, total), timeout)
+            newest = max(steps for steps, _, _ in ranks)
+            known = [total for steps, state, total in ranks if (steps, state) == (newest, None)]
+            if not known or "broken" in {state for _, state, _ in ranks}:  # nobody knows it before all have begun it
+                raise PipelineError(
+                    f"optimizer step {newest} may have been done on some ranks only when a rank failed; load a "
+                    "checkpoint, or start again where there is none yet"
+                )
+            if self.pending is not None:
+                self.conclude(torch.tensor(known[0], dtype=torch.float64, device=self.optimizer.device))
+            self.steps = self._concluded = newest
+        self.broken = False
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """What raises inside is a PipelineError on all ranks; Ctrl-C and sys.exit stay what they are on this one."""
+        try:
+            yield
+        except BaseException as error:
+            assert self.chain is not None
+            self.broken = True
+            if self.pipe is not None:
+                self.pipe.abandon()
+            if isinstance(error, PipelineError):
+                raise
+            transport = self.chain.transport
+            reason = f"rank {transport.rank}, optimizer step {self.steps}: {described(error)}"
+            transport.fail(reason)
+            if not isinstance(error, Exception):
+                raise
+            raise PipelineError(reason) from error
+
+    def check_others(self, call: str) -> None:
+        """Raises RuntimeError where a step is pending that this boundary cannot conclude."""
+        if any(other.pending is not None for other in self.others):
+            raise RuntimeError(
+                f"Pipeline.{call}: an Optimizer that was made without this Pipeline has a step of these parameters that "
+                "is not validated; make it with the Pipeline, or call Optimizer.validate() first, on every rank"
+            )
+
+    def leave(self) -> None:
+        """A Pipeline of it has ended."""
+        self.open_pipes -= 1
+        if not self.open_pipes and self._concluded != self.steps:
+            logger.warning(
+                "a Pipeline was closed after a failure, and optimizer step %d was not validated: some ranks may have "
+                "done it, and others not; load a checkpoint before these weights are used",
+                self.steps,
+            )
+
+
+def boundary_of(modules: Iterable[nn.Module]) -> StepBoundary:
+    """That of the open Pipelines that have these chunks already, or a new one.
+
+    Raises ValueError where two of them have some of these chunks each, and one norm of gradients each.
+    """
+    modules = [*modules]
+    used = [boundary for boundary in boundaries_of(modules) if boundary.open_pipes]
+    if len(used) > 1:
+        raise ValueError(
+            f"Pipeline: {len(used)} other Pipelines have some of these chunks each, and gradients have one norm; close "
+            "them first, or make the Pipeline of all these chunks first"
+        )
+    found = used[0] if used else StepBoundary()
+    found.mark(_things_of(modules))
+    return found
+
+
+def boundaries_of(modules: Iterable[nn.Module]) -> list[StepBoundary]:
+    """All that these modules and their parameters have, also of Optimizers that were made without a Pipeline."""
+    return [*{each: None for thing in _things_of(modules) for each in _BOUNDARIES.get(thing, ())}]
+
+
+def _things_of(modules: Iterable[nn.Module]) -> list[Any]:
+    modules = [*modules]
+    return [*modules, *(parameter for module in modules for parameter in module.parameters())]
