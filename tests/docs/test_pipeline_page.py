@@ -84,7 +84,6 @@ def growing_batches() -> int:
             stack.enter_context(Pipeline(chunk, schedules.zb_h1(2, count), nn.functional.mse_loss)) for count in (2, 4)
         ]
         optimizer = Optimizer(torch.optim.SGD(chunk.parameters(), 0.5), pipes[0], max_norm=0.5, adaptive=False)
-        pipes[1].attach(optimizer)
         reference = torch.optim.SGD(plain.parameters(), 0.5)
         for step in range(8):
             inputs, targets = torch.randn(2, 8, 8, dtype=torch.double) * (0.3 if step in (2, 3, 6) else 0.03)
@@ -106,6 +105,41 @@ def test_another_number_of_microbatches(two_ranks: Any) -> None:
     assert two_ranks.run(growing_batches)[0] == 3
 
 
+def averaging_example(code: str) -> tuple[int, float]:
+    """How many steps were undone, and how far the average is from that of one process with plain torch."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8).double() for _ in range(2)]
+    layers[0].weight.data *= 10
+    plain = nn.Sequential(*copy.deepcopy(layers))
+    chunk, batches = zbkern.convert(layers[rank]), [torch.randn(2, 8, 8, dtype=torch.double).unbind() for _ in range(6)]
+    with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss) as pipe:
+        optimizer = Optimizer(torch.optim.SGD(chunk.parameters(), 0.5), pipe, max_norm=0.5, adaptive=False)
+        names: dict[str, Any] = {"torch": torch, "pipe": pipe, "optimizer": optimizer, "batches": batches}
+        exec(code, names)
+        undone = optimizer.undone
+    reference, averages = torch.optim.SGD(plain.parameters(), 0.5), [p.detach().clone() for p in plain.parameters()]
+    for inputs, targets in batches:
+        reference.zero_grad()
+        nn.functional.mse_loss(plain(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        reference.step()
+        for number, (average, weight) in enumerate(zip(averages, plain.parameters(), strict=True)):
+            averages[number] = (
+                weight.detach().clone() if inputs is batches[0][0] else average.lerp(weight.detach(), 0.1)
+            )
+    expected = averages[2 * rank : 2 * rank + 2]
+    return undone, max((a - b).abs().max().item() for a, b in zip(names["average"].parameters(), expected, strict=True))
+
+
+@pytest.mark.dist
+def test_an_average_of_weights(two_ranks: Any) -> None:
+    code = next(block for block in blocks() if "AveragedModel" in block)
+    (undone, wrong), (_, also_wrong) = two_ranks.run(averaging_example, code)
+    assert undone > 0
+    assert max(wrong, also_wrong) < 1e-6
+
+
 def drift_example(code: str, folder: str) -> tuple[str, int]:
     rank = torch.distributed.get_rank()
     chunk, printed = zbkern.convert(make_chunk(rank)), []
@@ -125,5 +159,5 @@ def test_what_happened(two_ranks: Any, tmp_path: Path) -> None:
 
 
 def test_no_program_of_the_page_is_left_out() -> None:
-    told = ["torchrun", "bubble_rate", "drift"]
+    told = ["torchrun", "AveragedModel", "bubble_rate", "drift"]
     assert [mark in block for mark, block in zip(told, blocks(), strict=True)] == [True] * len(told)

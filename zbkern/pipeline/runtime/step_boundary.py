@@ -38,10 +38,12 @@ class StepBoundary:
         self.pipe: Any = None  # the Pipeline that ran last, whose connection the optimizer's messages take
         self.open_pipes = 0
         self.order: list[int] = []
-        self.others: weakref.WeakSet[StepBoundary] = weakref.WeakSet()  # of Optimizers that were made without a Pipeline
+        self.others: weakref.WeakSet[StepBoundary] = (
+            weakref.WeakSet()
+        )  # of Optimizers that were made without a Pipeline
         self.steps = 0  # that were called, as many on all ranks
         self.pending: Any = None  # a PendingStep
-        self.changed = False  # whether the last one was clipped or skipped: forwards that any rank ran before it are void
+        self.changed = False  # whether the last one was clipped or skipped, and forwards that ran before are void
         self.broken = False  # whether a failure may have left the last one unfinished
         self._concluded = 0
         self._total: Tensor | None = None  # of squares, over all ranks
@@ -170,8 +172,8 @@ class StepBoundary:
         """Raises RuntimeError where a step is pending that this boundary cannot conclude."""
         if any(other.pending is not None for other in self.others):
             raise RuntimeError(
-                f"Pipeline.{call}: an Optimizer that was made without this Pipeline has a step of these parameters that "
-                "is not validated; make it with the Pipeline, or call Optimizer.validate() first, on every rank"
+                f"Pipeline.{call}: an Optimizer that was made without this Pipeline has a step of these parameters "
+                "that is not validated; make it with the Pipeline, or call Optimizer.validate() first, on every rank"
             )
 
     def leave(self) -> None:

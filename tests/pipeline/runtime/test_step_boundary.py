@@ -1,0 +1,248 @@
+"""Whatever reads weights between steps, and whichever Pipeline of the same chunks runs next, sees final ones."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbkern
+from tests.support.chunks import on_threads, results_on_threads
+from zbkern.pipeline import Optimizer, Pipeline, PipelineError, schedules
+from zbkern.pipeline.transport.local import LocalTransport
+
+WIDTH, MAX_NORM = 6, 0.5
+
+
+def make_chunks(tied: bool = False) -> list[nn.Module]:
+    """The first has the small gradients, by which its rank does not see that the step is to be clipped."""
+    torch.manual_seed(0)
+    chunks: list[nn.Module] = [nn.Linear(WIDTH, WIDTH).double() for _ in range(2)]
+    chunks[0].weight.data *= 10
+    if tied:
+        chunks[1].weight.data.copy_(chunks[0].weight.data)
+        for chunk in chunks:
+            chunk.tied_parameters = {"weight": chunk.weight}
+    return chunks
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(2, 8, WIDTH, generator=generator, dtype=torch.double).unbind()
+
+
+def sgd(modules: list[nn.Module]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.ModuleList(modules).parameters(), lr=0.5, momentum=0.5)
+
+
+def values(modules: Any) -> list[Tensor]:
+    return [p.detach().clone() for module in modules for p in module.parameters()]
+
+
+class Plain:
+    """One process with plain torch."""
+
+    def __init__(self) -> None:
+        self.chunks = make_chunks()
+        self.optimizer = sgd(self.chunks)
+        self.model = nn.Sequential(*self.chunks)
+
+    def loss(self, step: int) -> Tensor:
+        inputs, targets = batch(step)
+        return nn.functional.mse_loss(self.model(inputs), targets)
+
+    def train(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        self.loss(step).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.optimizer.step()
+
+
+READS = ("nothing", "weights", "evaluate", "other evaluates", "other steps", "new pipeline", "state", "load state")
+
+
+@pytest.mark.parametrize("optimizer_first", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_whoever_reads_weights_between_steps_sees_final_ones(seed: int, optimizer_first: bool) -> None:
+    """Every read after a step is compared with that of one process; most steps are taken back on the first rank."""
+    drawn = random.Random(seed)
+    plan = [drawn.choice(READS) for _ in range(10)]
+    plain, chunks = Plain(), make_chunks()
+    expected: list[list[Any]] = []
+    state = copy.deepcopy(plain.optimizer.state_dict())
+    for step, read in enumerate(plan):
+        plain.train(step)
+        if read == "other steps":
+            plain.train(100 + step)
+        if read == "load state":
+            plain.optimizer.load_state_dict(copy.deepcopy(state))
+        state = copy.deepcopy(plain.optimizer.state_dict())
+        loss = plain.loss(50).item() if "evaluate" in read else None
+        expected.append([values([chunk]) if read == "weights" else loss for chunk in plain.chunks])
+
+    def rank_loop(transport: LocalTransport) -> tuple[list[Any], int]:
+        rank, chunk = transport.rank, zbkern.convert(chunks[transport.rank])
+        pipes = [Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, transport, timeout=20)]
+        make = lambda: Optimizer(sgd([chunk]), pipes[0], max_norm=MAX_NORM, adaptive=False)  # noqa: E731
+        optimizer = make() if optimizer_first else None
+        pipes.append(Pipeline(chunk, schedules.zb_h2(2, 2), nn.functional.mse_loss, others[rank], timeout=20))
+        optimizer, found = optimizer or make(), []
+        state = copy.deepcopy(optimizer.state_dict())
+        for step, read in enumerate(plan):
+            optimizer.zero_grad()
+            pipes[step % 2].step(*batch(step))
+            optimizer.step()
+            seen: Any = None
+            if read == "weights":
+                seen = [weight.detach().clone() for weight in optimizer.weights()]
+            if read == "evaluate":
+                seen = pipes[step % 2].evaluate(*batch(50))
+            if read == "other evaluates":
+                seen = pipes[1 - step % 2].evaluate(*batch(50))
+            if read == "other steps":
+                optimizer.zero_grad()
+                pipes[1 - step % 2].step(*batch(100 + step))
+                optimizer.step()
+            if read == "new pipeline":
+                schedule = schedules.zb_h1(2, 8)
+                pipes[1].close()
+                pipes[1] = Pipeline(chunk, schedule, nn.functional.mse_loss, spare[rank].pop(), timeout=20)
+            if read == "load state":
+                optimizer.load_state_dict(copy.deepcopy(state))
+            if read in ("state", "load state") or "load state" in plan[step + 1 : step + 2]:
+                state = copy.deepcopy(optimizer.state_dict())
+            found.append(seen.item() if isinstance(seen, Tensor) else seen)
+        optimizer.validate()
+        undone = optimizer.undone
+        for pipe in pipes:
+            pipe.close()
+        return found, undone
+
+    others = LocalTransport.ring(2)
+    spare = [[*each] for each in zip(*(LocalTransport.ring(2) for _ in plan), strict=True)]
+    (first, undone), (last, _) = results_on_threads(2, rank_loop)
+    assert undone > 0
+    for read, theirs, ours in zip(plan, expected, zip(first, last, strict=True), strict=True):
+        if read == "weights":
+            torch.testing.assert_close([*ours], theirs, rtol=1e-5, atol=1e-8)
+        elif theirs[1] is not None:
+            torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(values(chunks), values(plain.chunks), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_another_pipeline_goes_on_after_one_has_failed(failing: int) -> None:
+    """Whichever of them the optimizer was made with, and whichever connection has its last step."""
+    plain, chunks, others = Plain(), make_chunks(), LocalTransport.ring(2)
+    for step in (0, 1, 3, 4):
+        plain.train(step)
+
+    def rank_loop(transport: LocalTransport) -> None:
+        rank, chunk = transport.rank, zbkern.convert(chunks[transport.rank])
+        made = ((4, transport), (2, others[rank]))
+        pipes = [
+            Pipeline(chunk, schedules.zb_h1(2, count), nn.functional.mse_loss, each, timeout=20) for count, each in made
+        ]
+        optimizer = Optimizer(sgd([chunk]), pipes[0], max_norm=MAX_NORM, adaptive=False)
+        for step, index in ((0, 0), (1, 1), (2, failing), (3, 1 - failing), (4, failing)):
+            inputs, targets = batch(step)
+            optimizer.zero_grad()
+            if step == 2:
+                with pytest.raises(PipelineError, match="rank 0, action 0F0"):
+                    pipes[index].step(inputs[:, :3], targets)
+            else:
+                pipes[index].step(inputs, targets)
+                optimizer.step()
+        optimizer.validate()
+        for pipe in pipes:
+            pipe.close()
+
+    results_on_threads(2, rank_loop)
+    torch.testing.assert_close(values(chunks), values(plain.chunks), rtol=1e-5, atol=1e-8)
+
+
+def test_a_new_pipeline_compares_ties_when_their_weights_are_final(caplog: pytest.LogCaptureFixture) -> None:
+    chunks, others = make_chunks(tied=True), LocalTransport.ring(2)
+
+    def rank_loop(transport: LocalTransport) -> None:
+        rank, chunk = transport.rank, zbkern.convert(chunks[transport.rank])
+        with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, transport, timeout=20) as pipe:
+            optimizer = Optimizer(sgd([chunk]), pipe, max_norm=1e-3, adaptive=False)
+            pipe.step(*batch(0))
+            optimizer.step()
+            Pipeline(chunk, schedules.zb_h1(2, 2), nn.functional.mse_loss, others[rank], timeout=20).close()
+
+    results_on_threads(2, rank_loop)
+    assert caplog.records == []
+
+
+def test_an_optimizer_of_a_group_is_not_overtaken() -> None:
+    """It takes no part in steps, and both it and the Pipeline may come first."""
+    chunks, groups = make_chunks(), [LocalTransport.ring(2) for _ in range(3)]
+
+    def rank_loop(transport: LocalTransport) -> str:
+        rank, chunk = transport.rank, zbkern.convert(chunks[transport.rank])
+        pipes = [Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, transport, timeout=20)]
+        optimizer = Optimizer(sgd([chunk]), groups[0][rank], max_norm=MAX_NORM, timeout=20)
+        pipes.append(Pipeline(chunk, schedules.zb_h1(2, 2), nn.functional.mse_loss, groups[1][rank], timeout=20))
+        pipes[0].step(*batch(0))
+        optimizer.step()
+        told = []
+        for pipe in pipes:
+            with pytest.raises(RuntimeError, match="made without this Pipeline has a step") as caught:
+                pipe.step(*batch(0))
+            told.append(str(caught.value))
+        optimizer.validate()
+        for pipe in pipes:
+            pipe.step(*batch(0))
+            pipe.close()
+        return told[0]
+
+    assert len({*results_on_threads(2, rank_loop)}) == 2  # the rank where the norm ends hears of the other
+
+
+def test_chunks_of_a_pipeline_that_is_closed_get_another_optimizer() -> None:
+    chunk = make_chunks()[0]
+    pipes = [Pipeline(chunk, schedules.zb_h1(1, 2), nn.functional.mse_loss, LocalTransport.ring(1)[0])]
+    for _ in range(2):
+        first = Optimizer(sgd([chunk]), pipes[-1])
+        pipes[-1].step(*batch(0))
+        first.step()
+        pipes[-1].close()
+        pipes.append(Pipeline(chunk, schedules.zb_h1(1, 2), nn.functional.mse_loss, LocalTransport.ring(1)[0]))
+        assert pipes[-1].optimizer is None
+    pipes[-1].close()
+
+
+def test_a_pipeline_of_the_chunks_of_two_is_refused() -> None:
+    chunks, ring = make_chunks(), LocalTransport.ring(1)[0]
+    single, double = schedules.zb_h1(1, 2), schedules.interleaved(1, 2, 2)
+    pipes = [Pipeline(chunk, single, nn.functional.mse_loss, LocalTransport.ring(1)[0]) for chunk in chunks]
+    with pytest.raises(ValueError, match="Pipeline: 2 other Pipelines have some of these chunks each"):
+        Pipeline(chunks, double, nn.functional.mse_loss, ring)
+    for pipe in pipes:
+        pipe.close()
+    Pipeline(chunks, double, nn.functional.mse_loss, LocalTransport.ring(1)[0]).close()
+
+
+def test_a_close_with_a_step_that_some_ranks_may_have_done_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    chunks = make_chunks()
+
+    def rank_loop(transport: LocalTransport) -> None:
+        chunk = zbkern.convert(chunks[transport.rank])
+        with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, transport, timeout=20) as pipe:
+            optimizer = Optimizer(sgd([chunk]), pipe, max_norm=MAX_NORM, adaptive=False)
+            pipe.step(*batch(0))
+            optimizer.step()
+            if transport.rank == 0:
+                raise ArithmeticError
+            pipe.step(*batch(0))
+
+    on_threads(2, rank_loop)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("optimizer step 1 was not validated: some ranks may have done it" in said for said in warnings)
