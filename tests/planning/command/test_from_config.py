@@ -59,40 +59,6 @@ def test_a_model_is_planned_and_compared(capsys: pytest.CaptureFixture, tmp_path
     assert "Peaks: NVIDIA H100 datasheet, SXM" in text
 
 
-def test_bert_is_planned_whole(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-    config = {"model_type": "bert", **sizes, "vocab_size": 30522, "tie_word_embeddings": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    given = ["plan", "--config", str(tmp_path), "--stages", "4", "--microbatches", "8", "--sequence", "512", *QUICK]
-    assert __main__.main(given) == 0
-    assert (
-        "layers by chunk: bert.embeddings.word_embeddings, bert.encoder.layer.0 to 23, cls with the head"
-        in " ".join(capsys.readouterr().out.split())
-    )
-    for option, message in (
-        (["--slices", "2"], "--slices: a token of bert sees later ones; leave it out"),
-        (["--out", str(tmp_path / "launch.py")], "the program trains models that predict the next token"),
-    ):
-        assert __main__.main([*given, *option]) == 2
-        assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_vit_is_planned_by_its_images(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", minversion="5.0", reason="what the file leaves out is that of version 5")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    given = ["plan", "--config", str(tmp_path), *QUICK]
-    stages = ["--stages", "4", "--microbatches", "8", "--microbatch-size", "32"]
-    assert __main__.main([*given, *stages]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "12 layers; left out: what pooler_output_size, encoder_stride describes" in printed
-    assert "8 microbatches of 32 x 197 tokens" in printed
-    assert "layers by chunk: vit.embeddings, vit.layers.0 to 11, vit.layernorm with the head" in printed
-    assert __main__.main([*given, "--gpus", "2", "--batch", "64"]) == 0
-    assert "--sequence 197" in " ".join(capsys.readouterr().out.split())
-    assert __main__.main([*given, *stages, "--sequence", "512"]) == 2
-    assert "argument --sequence: its images are of 197 tokens each; leave it out" in capsys.readouterr().err
-
-
 def test_layers_are_counted_by_the_names_that_cut_has(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     """A partition that counts layers which the transformers library does not build is no partition of its model."""
     transformers = pytest.importorskip("transformers", minversion="5.0", reason="names are those of version 5")

@@ -215,8 +215,6 @@ def _on_its_best_cut(schedule: Schedule, costs: ModelCosts, limit: float | None)
 def setting(arguments: argparse.Namespace) -> Setting:
     """What the arguments describe. Raises WrongArgument."""
     model, gpu = model_and_gpu(arguments)
-    if arguments.slices != 1 and not model.causal:
-        raise WrongArgument("--slices", f"a token of {model.kind} sees later ones; leave it out")
     try:
         found = Setting(model, gpu, Job(**_sizes(arguments)))
         found.beside(arguments.stages)
@@ -232,10 +230,6 @@ def model_and_gpu(arguments: argparse.Namespace) -> tuple[Architecture, Hardware
         architecture = load_architecture(arguments.config)
     with reading("--hardware", arguments.hardware, "--gpu" if arguments.hardware is None else "--gpu, --hardware"):
         hardware = load_hardware("h100" if arguments.gpu is None else arguments.gpu, arguments.hardware)
-    if architecture.sequence:
-        if arguments.sequence not in (None, architecture.sequence):
-            raise WrongArgument("--sequence", f"its images are of {architecture.sequence} tokens each; leave it out")
-        arguments.sequence = architecture.sequence
     if arguments.fp8 and hardware.fp8_flops is None:
         raise WrongArgument(
             "--fp8", f"{hardware.title} has no FP8, or its table no fp8_flops; leave it out, or add them"

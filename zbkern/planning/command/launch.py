@@ -182,8 +182,6 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
             "chunks of the transformers library keep the experts of a layer on one GPU: plan without expert and tensor "
             "parallelism, or write the program by hand (docs/integrations.md)"
         )
-    if not architecture.causal:
-        raise ValueError(f"the program trains models that predict the next token, and {architecture.kind} does not")
     if job.context_parallel > 1:
         raise ValueError("zbkern has no context parallelism of its own: plan without it, or write the program by hand")
     if architecture.predictors:

@@ -52,7 +52,6 @@ def _to_try(given: Mapping[str, Any], architecture: Architecture, chunks: int) -
     """Values of every option, in the order in which they are tried."""
     stages, sizes = given["stages"], {name: value for name, value in given.items() if name != "stages"}
     job, layers = Job(**sizes), len(architecture.blocks) + 2 * (1 + architecture.predictors)
-    shortest = max(_SHORTEST, architecture.sequence)
     return {
         "stages": () if job.fully_shard else range(stages + 1, layers // chunks + 1),
         "tensor_parallel": [value for by in _TIMES if (value := job.tensor_parallel * by) <= _WIDEST],
@@ -60,7 +59,7 @@ def _to_try(given: Mapping[str, Any], architecture: Architecture, chunks: int) -
         "data_parallel": [job.data_parallel * by for by in _TIMES],
         "fully_shard": () if job.fully_shard or stages > 1 else (True,),
         "microbatch_size": [value for by in _TIMES if (value := job.microbatch_size // by) >= 1],
-        "sequence": [value for by in _TIMES if (value := job.sequence // by) >= shortest],
+        "sequence": [value for by in _TIMES if (value := job.sequence // by) >= _SHORTEST],
     }
 
 

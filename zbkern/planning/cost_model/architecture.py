@@ -29,10 +29,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model: embedding, blocks, norm and head. vocabulary: tokens, or labels of images. predictors: blocks that
-    predict further tokens (MTP), each with the head's loss once more. tied: the head is the embedding. names: of
-    embedding, blocks and norm in the transformers library. left_out: parts of the model that are not planned for.
-    sequence: tokens of an image, which are made of `patch` numbers each and classified by one; 0 for text."""
+    """A model: embedding, blocks, norm and head. predictors: blocks that predict further tokens (MTP), each with the
+    head's loss once more. tied: the head is the embedding. names: of embedding, blocks and norm in the transformers
+    library. left_out: parts of the model that are not planned for."""
 
     kind: str
     features: int
@@ -42,23 +41,11 @@ class Architecture:
     tied: bool = False
     names: tuple[str, str, str] = ("model.embed_tokens", "model.layers", "model.norm")
     left_out: tuple[str, ...] = ()
-    sequence: int = 0
-    patch: int = 0
-
-    @property
-    def embedding(self) -> int:
-        """Parameters before the first block: of all tokens, or of a patch and all positions."""
-        return self.features * (self.patch + self.sequence if self.sequence else self.vocabulary)
 
     @property
     def experts(self) -> Experts | None:
         """Of the first layer that has some."""
         return next((block.experts for block in self.blocks if block.experts), None)
-
-    @property
-    def causal(self) -> bool:
-        """Whether no token sees a later one."""
-        return all(part.core is None or part.core.causal for block in self.blocks for part in block.parts)
 
 
 def load_architecture(path: str | Path) -> Architecture:
@@ -76,6 +63,11 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     """
     whole, config = config, _text_part(config)
     kind = config.get("model_type")
+    if kind in _NOT_DECODERS:
+        raise ValueError(
+            f"architecture: model_type must be that of a decoder, which predicts the next token; got {kind!r}; for "
+            "another model, write its layers' costs (ModelCosts.save) and give them as --costs"
+        )
     if kind not in KINDS:
         raise ValueError(
             f"architecture: model_type must be one of {', '.join(KINDS)}; got {kind!r}; for another model, write its "
@@ -83,8 +75,6 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         )
     numbers = _Numbers(config, whole is not config)
     blocks = tuple(_blocks(numbers, kind))
-    if kind in _IMAGES:
-        return _of_images(numbers, kind, blocks)
     sizes = numbers["hidden_size"], numbers["vocab_size"]
     left_out = [name for name in whole if name.endswith("_config") and isinstance(whole[name], Mapping)]
     return Architecture(
@@ -98,38 +88,19 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     )
 
 
-def _of_images(numbers: _Numbers, kind: str, blocks: tuple[Block, ...]) -> Architecture:
-    """A ViT with a classifier."""
-    model, special = _IMAGES[kind]
-    patch, labels = numbers["patch_size"], numbers.value("id2label") or (0, 1)
-    return Architecture(
-        kind,
-        numbers["hidden_size"],
-        len(labels),
-        blocks,
-        names=(f"{model}.embeddings", f"{model}.layers", f"{model}.layernorm"),
-        left_out=tuple(name for name in ("pooler_output_size", "encoder_stride") if numbers.value(name)),
-        sequence=(numbers["image_size"] // patch) ** 2 + special,
-        patch=numbers["num_channels"] * patch**2,
-    )
-
-
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The text decoder of a model that also takes images."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
 
 
-_IMAGES = {"vit": ("vit", 1), "vit_msn": ("vit", 1), "deit": ("deit", 2), "ijepa": ("ijepa", 0)}
-"""Of models of images: their name in the transformers library, and tokens besides patches."""
+_NOT_DECODERS = ("bert", "vit", "vit_msn", "deit", "ijepa")
 _DENSE = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo"),
     *("olmo2", "olmo3", "smollm3", "ernie4_5", "seed_oss", "glm", "glm4", "exaone4", "stablelm"),
     *("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_5_text", "gpt2", "falcon", "cohere", "cohere2", "mamba2", "bamba"),
-    "bert",
-    *_IMAGES,
 )
-_UNGATED = ("gpt2", "falcon", "bert", *_IMAGES)
+_UNGATED = ("gpt2", "falcon")
 _SPARSE = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2"),
     *("olmoe", "flex_olmo", "glm4_moe", "minimax_m2", "qwen3_vl_moe_text", "qwen3_next", "llama4_text", "jamba"),
@@ -139,7 +110,6 @@ KINDS = (*_DENSE, *_SPARSE)
 
 _NORMS = {"gemma2": 4, "gemma3_text": 4, "glm4": 4, "cohere": 1, "cohere2": 1, "mamba2": 1}  # of the others 2
 _NAMES = {
-    "bert": ("bert.embeddings.word_embeddings", "bert.encoder.layer", "cls"),
     "gpt2": ("transformer.wte", "transformer.h", "transformer.ln_f"),
     "falcon": ("transformer.word_embeddings", "transformer.h", "transformer.ln_f"),
     "mamba2": ("backbone.embeddings", "backbone.layers", "backbone.norm_f"),
@@ -228,7 +198,7 @@ def _of_library(config: Mapping[str, Any]) -> Any:
 
 
 def _blocks(numbers: _Numbers, kind: str) -> list[Block]:
-    """Tables of positions count as the first block's, and what is before BERT's head as the last one's."""
+    """A table of positions counts as the first block's."""
     features, count = numbers["hidden_size"], numbers["num_hidden_layers"]
     mixers = _mixers(numbers, kind, features, count)
     if kind == "mamba2":
@@ -237,12 +207,9 @@ def _blocks(numbers: _Numbers, kind: str) -> list[Block]:
     if kind == "falcon":
         norms = 1 if numbers.known("parallel_attn") and not numbers.known("new_decoder_architecture") else 2
     blocks = [Block((mixer, *_mlp(numbers, kind, index, features)), norms) for index, mixer in enumerate(mixers)]
-    positions = {"gpt2": ("n_positions",), "bert": ("max_position_embeddings", "type_vocab_size")}.get(kind, ())
-    if tables := sum(numbers.get(name, 0) for name in positions):
+    if kind == "gpt2" and (positions := numbers.get("n_positions", 0)):
         first, *rest = blocks[0].parts
-        blocks[0] = replace(blocks[0], parts=(replace(first, other=tables * features), *rest))
-    if kind == "bert":
-        blocks[-1] = replace(blocks[-1], parts=(*blocks[-1].parts, kinds.transform(features)))
+        blocks[0] = replace(blocks[0], parts=(replace(first, other=positions * features), *rest))
     return blocks
 
 
@@ -298,8 +265,7 @@ def _attention(numbers: _Numbers, kind: str, features: int, window: int | None, 
         keys = heads if not numbers.known("multi_query") else 1
         keys = numbers["num_kv_heads"] if numbers.known("new_decoder_architecture") else keys
     gate = heads * size if kind in ("qwen3_next", "qwen3_5_text") else 0
-    causal = kind not in ("bert", *_IMAGES) or bool(numbers.config.get("is_decoder"))
-    return kinds.attention(features, heads, keys, size, window, chunked, gate, causal)
+    return kinds.attention(features, heads, keys, size, window, chunked, gate)
 
 
 def _mlp(numbers: _Numbers, kind: str, index: int, features: int) -> tuple[Part, ...]:

@@ -26,18 +26,15 @@ class Product(NamedTuple):
 class Core(NamedTuple):
     """What is computed without weights. width: multiply-adds for every pair of a token and one that it sees; window:
     tokens that each sees, None for all, in chunks one after another where `chunked`; state: multiply-adds of a token
-    with a state of fixed size; causal: a token sees none after it."""
+    with a state of fixed size."""
 
     width: int
     window: int | None = None
     chunked: bool = False
     state: int = 0
-    causal: bool = True
 
     def flops(self, sequence: int) -> float:
         """Forward, per token of a sequence, over what the mask and the window leave."""
-        if not self.causal:
-            return self.square(sequence)
         seen = sequence if self.window is None else min(self.window, sequence)
         pairs = (seen * (seen + 1) / 2 + (sequence - seen) * seen) / sequence  # keys per query, mean over the sequence
         return 2 * (self.width * ((seen + 1) / 2 if self.chunked else pairs) + self.state)
@@ -116,7 +113,6 @@ def attention(
     window: int | None = None,
     chunked: bool = False,
     gate: int = 0,
-    causal: bool = True,
 ) -> Part:
     """Grouped-query attention; gate: features of a gate on its output."""
     queries, keys = heads * size, key_heads * size
@@ -125,7 +121,7 @@ def attention(
         # the input; q, k and v before rotary, which v keeps alive; q and k after it; the core's output
         kept=features + 3 * queries + 3 * keys + 2 * gate + _STATISTIC * heads,
         moved=(2 * (queries + keys) + 3 * gate, 2 * (queries + keys) + 5 * gate),
-        core=Core(2 * queries, window, chunked, causal=causal),
+        core=Core(2 * queries, window, chunked),
         heads=heads,
         keys=2 * keys,
         key_heads=key_heads,
@@ -159,12 +155,6 @@ def latent_attention(
         heads=heads,
         carried=size + values,
     )
-
-
-def transform(features: int) -> Part:
-    """The product before a head, with its activation and norm: BERT's."""
-    product = Product(features, features, "tokens")
-    return Part((product,), kept=3 * features, moved=(4 * features, 7 * features))
 
 
 def mlp(features: int, hidden: int, gated: bool = True, beside: bool = False) -> Part:

@@ -168,8 +168,7 @@ def predictors(architecture: Architecture) -> list[str]:
 
 def parameters(architecture: Architecture) -> tuple[int, int]:
     """All parameters of a model without its predictors, and those that a token is computed with."""
-    head = 0 if architecture.tied else architecture.vocabulary * architecture.features
-    table = architecture.embedding + head
+    table = (1 if architecture.tied else 2) * architecture.vocabulary * architecture.features
     parts = [part for block in architecture.blocks for part in block.parts]
     return table + sum(part.parameters() for part in parts), table + sum(part.parameters(active=True) for part in parts)
 
@@ -180,8 +179,7 @@ def flops(architecture: Architecture, sequence: int, masked: bool = True) -> flo
     _, active = parameters(architecture)
     cores = [part.core for block in architecture.blocks for part in block.parts if part.core]
     core = sum(each.flops(sequence) if masked else each.square(sequence) for each in cores)
-    lookup = 0 if architecture.tied else architecture.vocabulary * architecture.features  # or labels, of one token
-    lookup += architecture.sequence * architecture.features
+    lookup = 0 if architecture.tied else architecture.vocabulary * architecture.features
     return 3 * (2 * (active - lookup) + core)
 
 
@@ -379,12 +377,6 @@ def _embedding(architecture: Architecture, hardware: Hardware, job: Job) -> _Lay
     layer = _Layer(architecture.names[0], features, hardware, job, "embedding" if architecture.tied else None)
     rows = job.rows / ranks
     layer.elementwise(rows, 2 * features, 0)
-    if architecture.patch:  # a product of every patch with all of its weight, which has no B
-        layer.linear(rows, architecture.patch, features)
-        layer.backward = 0.0
-        layer.keep(rows, architecture.patch, architecture.patch + features)
-        layer.weights(architecture.sequence * features)
-        return layer
     layer.weight += layer.seconds(rows * features * (_WIDTH + 2 * _WIDE))  # its whole backward is W
     layer.keep(rows, 0, features)
     layer.weights(architecture.vocabulary * features / ranks)
@@ -396,8 +388,7 @@ def _head(name: str, architecture: Architecture, hardware: Hardware, job: Job) -
     features, ranks = architecture.features, job.tensor_parallel
     layer = _Layer(name, features, hardware, job, "embedding" if architecture.tied else "head")
     layer.elementwise(job.rows / ranks, 2 * features, 4 * features)
-    rows = job.microbatch_size if architecture.sequence else job.rows
-    layer.linear(rows, features, architecture.vocabulary / ranks)
+    layer.linear(job.rows, features, architecture.vocabulary / ranks)
     twice = layer.backward - layer.seconds(_WIDTH * job.rows / ranks * 4 * features)
     layer.forward, layer.backward, layer.weight = layer.forward + twice, layer.backward - twice, layer.weight + twice
     layer.gather_and_scatter()
