@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-from zbkern.pipeline import Costs, Schedule, Timeline, draw, plan, schedules, simulate
+from zbkern.pipeline import Costs, Schedule, Timeline, draw, plan, simulate
 from zbkern.planning.command.report import idle
 from zbkern.planning.simulation.comparison import INTERLEAVED, build, rechunk
 
@@ -47,8 +47,6 @@ FORMULAS = {
     "interleaved_zero_bubble": Formulas("interleaved zero bubble", "(p - 1) * (F + B - W) / v", "p"),
     "zb_v": Formulas("ZB-V", "0", "p"),
     "v_half": Formulas("V-Half", "(3 * p - (4 if p % 2 else 7)) / 2", "p // 2 + 1"),
-    "v_min": Formulas("V-Min", "(4 * p - (5 if p % 3 else 7)) / 2", "(p + 1) // 3 + 1"),
-    "one_f_one_b_v": Formulas("1F1B-V", "(5 * p - 9) / 2 to (5 * p - 5) / 2", "2 * p // 3 + 1"),
     "dualpipe_v": Formulas("DualPipe-V", "(p - 1) / 2", "p + 1 / 2"),
 }
 
@@ -96,7 +94,7 @@ def plans() -> str:
     """The best published schedule and the plans within a limit, 8 ranks, 24 microbatches, the profile."""
     rows = []
     for limit in LIMITS:
-        published = [timeline(name, 8, 24, PROFILE) for name in schedules.NAMES]
+        published = [timeline(name, 8, 24, PROFILE) for name in FORMULAS]
         fitting = [each for each in published if max(each.peak_memory) <= 8 * limit + 1e-9]
         best = min(fitting, key=lambda each: each.bubble_rate, default=None)
         row = [f"{limit:g}", f"{FORMULAS[best.schedule.name].title}, {percent(best.bubble_rate)}" if best else "none"]
@@ -209,7 +207,7 @@ if __name__ == "__main__":
     parser.add_argument("seconds", nargs="?", type=float, help="first search for better plans, so long for each")
     if seconds := parser.parse_args().seconds:
         search(seconds)
-    for name in schedules.NAMES:
+    for name in FORMULAS:
         (IMAGES / f"{name}.svg").write_text(picture(name), encoding="utf-8")
     PAGE.write_text(fill(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(PAGE)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zbkern.pipeline import Costs, schedules
+from zbkern.pipeline import Costs
 
 DOCS = Path(__file__).parents[2] / "docs"
 _spec = importlib.util.spec_from_file_location("gallery", DOCS / "gallery.py")
@@ -21,12 +21,12 @@ _spec.loader.exec_module(gallery)
 def test_tables_and_figures_are_those_of_the_simulator() -> None:
     page = gallery.PAGE.read_text(encoding="utf-8")
     parts = re.findall(r"<!-- ([a-z0-9_ ]+) -->\n", page)
-    assert sorted(name for name in parts if name != "end") == sorted([*gallery.PARTS, *schedules.NAMES])
+    assert sorted(name for name in parts if name != "end") == sorted([*gallery.PARTS, *gallery.FORMULAS])
     for made, kept in zip(gallery.fill(page).split("\n"), page.split("\n"), strict=True):
         assert made == kept, "the page is out of date: python docs/gallery.py"
 
 
-@pytest.mark.parametrize("name", schedules.NAMES)
+@pytest.mark.parametrize("name", gallery.FORMULAS)
 def test_pictures_are_those_of_the_simulator(name: str) -> None:
     kept = (gallery.IMAGES / f"{name}.svg").read_text(encoding="utf-8")
     assert gallery.picture(name) == kept, "the picture is out of date: python docs/gallery.py"
@@ -34,7 +34,7 @@ def test_pictures_are_those_of_the_simulator(name: str) -> None:
 
 
 @pytest.mark.parametrize("stages", [4, 5, 6, 7, 9])
-@pytest.mark.parametrize("name", schedules.NAMES)
+@pytest.mark.parametrize("name", gallery.FORMULAS)
 def test_formulas_are_those_of_the_simulator(name: str, stages: int) -> None:
     formulas, interleaved = gallery.FORMULAS[name], name in gallery.INTERLEAVED
     any_costs = set("FBW") & set(formulas.bubble)

@@ -17,7 +17,6 @@ GENERATORS = {
     "ZB-H2": "zb_h2",
     "ZB-V": "zb_v",
     "V-Half": "v_half",
-    "V-Min": "v_min",
 }
 
 

@@ -50,6 +50,20 @@ def test_v_placement(name: str) -> None:
     assert schedule.chunks_of(1) == [1, 4]
 
 
+@pytest.mark.parametrize("stages", [4, 5, 6, 7, 9])
+def test_bubble_and_memory_of_the_vs_that_no_page_shows(stages: int) -> None:
+    """At equal times; docs/schedules.md has those of the others."""
+    p = stages
+    forms = {
+        "v_min": ((4 * p - (5 if p % 3 else 7)) / 2, (4 * p - (5 if p % 3 else 7)) / 2, (p + 1) // 3 + 1),
+        "one_f_one_b_v": ((5 * p - 9) / 2, (5 * p - 5) / 2, 2 * p // 3 + 1),
+    }
+    for name, (least, most, memory) in forms.items():
+        timeline = simulate(GENERATORS[name](p, 2 * p), Costs(0.5, 0.5, 0.5, activation=0.5, held=0.5))
+        assert least <= timeline.cost - 2 * p * 3 <= most
+        assert max(timeline.peak_memory) == memory
+
+
 @pytest.mark.parametrize("microbatches", [1, 5, 30])
 @pytest.mark.parametrize("stages", range(1, 10))
 @pytest.mark.parametrize("name", ["v_half", "v_min"])
