@@ -23,19 +23,15 @@ from zbkern.pipeline.runtime.slices.sliced_batch import (
     length_of,
 )
 from zbkern.pipeline.schedules.actions import ScheduleError
-from zbkern.pipeline.schedules.program import FILLS, offloads_or_recomputes
+from zbkern.pipeline.schedules.program import FILLS
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.transport.base import check_timeout
 from zbkern.pipeline.transport.connect import check_tied
 from zbkern.pipeline.transport.tensors import tensors_in
 
 
-def check(
-    schedule: Schedule, loss_fn: LossFn | None, fill: str, tied: Any, timeout: float, options: StepOptions
-) -> None:
-    """Raises TypeError, ValueError or ScheduleError for what cannot be an argument of a Pipeline."""
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"Pipeline: schedule must be a zbkern.pipeline.Schedule; got {type(schedule).__name__}")
+def check(loss_fn: LossFn | None, fill: str, tied: Any, timeout: float, options: StepOptions) -> None:
+    """Raises TypeError or ValueError for what cannot be an argument of a Pipeline; schedules are checked apart."""
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"Pipeline: loss_fn must be callable as loss_fn(output, target); got {loss_fn!r}")
     if fill not in FILLS:
@@ -46,13 +42,6 @@ def check(
         raise TypeError(
             "Pipeline: options must be a zbkern.pipeline.StepOptions, as in StepOptions(record=True), or None; "
             f"got {options!r}"
-        )
-    schedule.validate()
-    counted = any(offloads_or_recomputes(row) for row in schedule.actions)
-    if counted and (fill != "planned" or options.max_wgrad_bytes is not None):
-        raise ValueError(
-            'Pipeline: fill must be "planned" and max_wgrad_bytes None with a schedule that offloads or recomputes '
-            f"(R, O, L), whose memory is counted in its own order; got {fill!r} and {options.max_wgrad_bytes}"
         )
 
 
@@ -150,20 +139,22 @@ def split_batch(
         firsts = split(call, "inputs", inputs, count) if 0 in modules else [None] * count
     if not isinstance(inputs, list) and not isinstance(given[2], list):
         _check_rows(call, firsts, sides)
-    targets = split(call, "targets", given[1], count) if last in modules else [None] * count
-    if last in modules:
+    takes_targets = last in modules and not (call == "forward" and given[1] is None)
+    targets = split(call, "targets", given[1], count) if takes_targets else [None] * count
+    if takes_targets:
         targets = [Target(target, 1 / count) for target in targets]
     if len(schedule.slices) == 1:
         return [Microbatch(*own, _versions(own[2])) for own in zip(firsts, targets, sides, strict=True)]
+    cuts_targets = adds_up(loss_fn) and call != "forward"
     batch: list[Microbatch] = []
     for number, (first, target, side) in enumerate(zip(firsts, targets, sides, strict=True)):
         whole = [_as_dict(value[number] if isinstance(value, list) else value) for value in given]
-        if not adds_up(loss_fn):
+        if not cuts_targets:
             del whole[1]  # targets of whole sequences may have other lengths
         tokens = length_of(*whole) or 0  # any rank may know; where none does nothing is to be cut
         places = edges(f"Pipeline.{call}", tokens, schedule.slices) if tokens else [(0, 0)] * len(schedule.slices)
         parts = [None] * (len(places) - 1) + [target]
-        if target is not None and adds_up(loss_fn):
+        if target is not None and cuts_targets:
             parts = [Target(part, target.weight) for part in cut_target(call, target.value, tokens, places)]
         for place, part in zip(places, parts, strict=True):
             own = cut(side, tokens, place)

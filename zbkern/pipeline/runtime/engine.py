@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zbkern.pipeline.runtime.arguments import (
@@ -36,13 +37,14 @@ from zbkern.pipeline.runtime.memory.memory_saving import MemorySavingStage, make
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.replicas.data_parallel import Replicas, check_apart
 from zbkern.pipeline.runtime.replicas.tied_weights import TiedWeights, all_ties
-from zbkern.pipeline.runtime.slices.sequence_loss import SequenceLosses
-from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, adds_up
+from zbkern.pipeline.runtime.slices.sequence_loss import SequenceLosses, put_together
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, adds_up, check_sliceable
 from zbkern.pipeline.runtime.stage import Stage, evaluation_mode
 from zbkern.pipeline.runtime.step_boundary import StepBoundary, boundary_of
+from zbkern.pipeline.runtime.step_schedules import StepSchedules
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.dependencies import producer
-from zbkern.pipeline.schedules.program import forwards, merge_neighbours, peak_microbatches
+from zbkern.pipeline.schedules.program import forwards, merge_neighbours, offloads_or_recomputes, peak_microbatches
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.warmup import rank_order, speculative_forwards
 from zbkern.pipeline.transport.base import PipelineError, Tag, Transport
@@ -60,14 +62,15 @@ class Pipeline:
 
     modules: this rank's chunks in model order; convert them (`zbkern.convert`) so that their W can wait. They may then
     be wrapped in DistributedDataParallel or sharded by `fully_shard`, over ranks that hold the same chunks of other
-    pipelines: gradients are reduced once a step, under W (docs/data_parallel.md). loss_fn: called as loss_fn(output,
-    target) for one microbatch on the last chunk's rank, None will do elsewhere. group: the pipeline's ranks, None for
-    all; or a Transport. fill: "planned" or "eager". tied: {name: parameter} of weights that several ranks hold: those
-    that give the same name get the sum of their gradients; a module may declare its own in an attribute
-    `tied_parameters`, as those of `cut` do. timeout: seconds to wait for one message before the step fails; to connect,
-    ranks wait as long as init_process_group was given. options: what else a step does (`StepOptions`). Raises
-    ScheduleError or ValueError when modules, schedule and group do not fit together, PipelineError when a rank does not
-    come.
+    pipelines: gradients are reduced once a step, under W (docs/data_parallel.md). schedule: of all steps that are given
+    no other one; or a function that makes it for a number of microbatches, such as `lambda n: zb_v(4, n)`. loss_fn:
+    called as loss_fn(output, target) for one microbatch on the last chunk's rank, None will do elsewhere. group: the
+    pipeline's ranks, None for all; or a Transport. fill: "planned" or "eager". tied: {name: parameter} of weights that
+    several ranks hold: those that give the same name get the sum of their gradients; a module may declare its own in an
+    attribute `tied_parameters`, as those of `cut` do. timeout: seconds to wait for one message before the step fails;
+    to connect, ranks wait as long as init_process_group was given. options: what else a step does (`StepOptions`).
+    Raises ScheduleError or ValueError when modules, schedule and group do not fit together, PipelineError when a rank
+    does not come.
 
     A step that fails raises PipelineError on every rank, with one message. Gradients are then undefined: zero them, and
     call `step` again on every rank, unless a process was lost.
@@ -76,7 +79,7 @@ class Pipeline:
     def __init__(
         self,
         modules: Iterable[torch.nn.Module],
-        schedule: Schedule,
+        schedule: Schedule | Callable[[int], Schedule],
         loss_fn: LossFn | None,
         group: dist.ProcessGroup | Transport | None = None,
         device: torch.device | str | None = None,
@@ -88,8 +91,10 @@ class Pipeline:
     ) -> None:
         modules = module_list("Pipeline", modules)
         options = StepOptions() if options is None else options
-        check(schedule, loss_fn, fill, tied, timeout, options)
+        check(loss_fn, fill, tied, timeout, options)
         rank, size = place(group)
+        self._schedules = StepSchedules(schedule, size, fill, options)
+        self.schedule = schedule = self._schedules.first  # of the last step
         check_place(schedule, rank, size, modules, loss_fn)
         self.fill = fill
         self.timeout = timeout
@@ -102,9 +107,10 @@ class Pipeline:
         self._last = len(schedule.placement) - 1
         self._loss_fn = loss_fn
         self._recorder = Recorder(rank, self.device, self.queue, options.record)
-        self._stages = make_stages(self._replicas.modules, schedule, loss_fn, self._recorder, options)
-        self._recorder.watch([stage for stage in self._stages.values() if isinstance(stage, MemorySavingStage)])
+        self._options = options
+        self._stages: Mapping[int, Stage] = {}
         self.rank = rank
+        self._use_schedule(schedule)
         copies = all_ties(modules, tied)
         self.tied = {name: parameters[0] for name, parameters in copies.items()}
         self._transport = connect(group, schedule, self.device, self.tied)
@@ -115,9 +121,10 @@ class Pipeline:
                 self.boundary.validate()  # before weights are compared
             self._tied = TiedWeights(copies, self._transport, self.modules)
             self.boundary.join(self, rank_order(schedule))
-        self._use_schedule(schedule)
         self._batch: list[Microbatch] = []
-        self._losses: list[Tensor] = []
+        self._results: list[Any] = []  # of the last chunk: losses, or what `forward` returns
+        self._parts: list[tuple[int, Any]] = []  # of a sequence in slices, for that: tokens and outputs of each
+        self._returns_outputs = False
         self._forward_input: Any = None  # the input of the forward that runs
         self._calls = 0  # of step and evaluate, since ranks were connected
         self._step = 0  # in the tags of its messages: another one for forwards that run again
@@ -126,20 +133,23 @@ class Pipeline:
         self._failed = self._closed = self._running = False
         self._process = os.getpid()
 
-    def step(self, inputs: Any = None, targets: Any = None, side: Any = None) -> Tensor | None:
+    def step(
+        self, inputs: Any = None, targets: Any = None, side: Any = None, schedule: Schedule | None = None
+    ) -> Tensor | None:
         """One step: forward and backward of all microbatches; gradients are then in `.grad` as after `backward()`.
 
         inputs: needed on the first chunk's rank; targets: on the last chunk's: pytrees of tensors that are split along
-        dimension 0 into `schedule.sequences` equal parts, or lists of that many parts already split. side: what
-        every chunk needs from the batch besides, positions and masks, say: {name: tensor}, or a list of them, on every
-        rank; each chunk gets its microbatch's as keyword arguments, and no rank sends them. With it `inputs` may be
-        None, for no other argument. Returns the mean loss over microbatches on the last chunk's rank, None elsewhere.
-        Gradients add up over steps, as they do over calls of `backward()`. With slices, all tensors whose dimension 1
-        is as long as the sequence are cut along it, and the loss is that of whole sequences (docs/long_context.md).
+        dimension 0 into `schedule.sequences` equal parts, or lists of that many parts already split. side: what every
+        chunk needs from the batch besides, positions and masks, say: {name: tensor}, or a list of them, on every rank;
+        each chunk gets its microbatch's as keyword arguments, and no rank sends them. With it `inputs` may be None,
+        None, for no other argument. schedule: of this step alone, any of the same chunks in the same places, the same
+        on every rank. Returns the mean loss over microbatches on the last chunk's rank, None elsewhere. Gradients add
+        up over steps, as they do over calls of `backward()`. With slices, all tensors whose dimension 1 is as long as
+        the sequence are cut along it, and the loss is that of whole sequences (docs/long_context.md).
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("Pipeline.step: gradients are off (torch.no_grad); call evaluate for the loss alone")
-        self._begin("step", inputs, targets, side)
+        self._begin("step", (inputs, targets, side), schedule)
         self.queue.check_values = self._checked_steps > 0
         self._checked_steps -= 1
         with self._failing_together():
@@ -157,22 +167,42 @@ class Pipeline:
             self._tied.sum_gradients(self._step, self.timeout)
         return self._loss()
 
-    def evaluate(self, inputs: Any = None, targets: Any = None, side: Any = None) -> Tensor | None:
+    def evaluate(
+        self, inputs: Any = None, targets: Any = None, side: Any = None, schedule: Schedule | None = None
+    ) -> Tensor | None:
         """The mean loss of the same arguments, forward only, with the modules in evaluation mode meanwhile.
 
         Timelines and samples stay those of the last step.
         """
+        self._run_forwards("evaluate", (inputs, targets, side), schedule)
+        return self._loss()
+
+    def forward(
+        self, inputs: Any = None, targets: Any = None, side: Any = None, schedule: Schedule | None = None
+    ) -> list[Any] | None:
+        """What the last chunk returns for each microbatch, in the caller's order, or with targets what loss_fn does.
+
+        Forward only and in evaluation mode, with the arguments of `step`. loss_fn may return anything then, such as the
+        log-probability of every token. A list on the last chunk's rank, None elsewhere.
+        """
+        self._run_forwards("forward", (inputs, targets, side), schedule)
+        self.completed += 1
+        self._batch, results, self._results = [], self._results, []
+        return results if self._last in self._stages else None
+
+    def _run_forwards(self, call: str, given: tuple[Any, Any, Any], schedule: Schedule | None) -> None:
+        last = self.schedule
         recorder, self._recorder = self._recorder, Recorder(self.rank, self.device, self.queue, False)
         try:
-            self._begin("evaluate", inputs, targets, side)
+            self._begin(call, given, schedule)
             with self._failing_together():
                 self.boundary.validate()
                 with torch.no_grad(), evaluation_mode(self.modules.values()):
                     self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
         finally:
             self._recorder = recorder
+            self._use_schedule(last)
             self._replicas.discard()
-        return self._loss()
 
     @property
     def modules(self) -> dict[int, torch.nn.Module]:
@@ -295,17 +325,27 @@ class Pipeline:
     def _use_schedule(self, schedule: Schedule, stages: Mapping[int, Stage] | None = None) -> None:
         """From the next step on, this schedule, valid and of the same chunks in the same places; on every rank.
 
-        stages: those of these chunks from then on. For measuring, which sees to that: nothing is checked.
+        stages: those of these chunks from then on, for measuring, which checks them.
         """
+        if schedule is self.schedule and self._stages and stages is None:
+            return
+        self.schedule = schedule
+        actions = schedule.actions[self.rank]
+        can_save = any(isinstance(stage, MemorySavingStage) for stage in self._stages.values())
+        if stages is None and (not self._stages or (offloads_or_recomputes(actions) and not can_save)):
+            modules = self._replicas.modules
+            stages = make_stages(modules, schedule, self._loss_fn, self._recorder, self._options)
+            self._recorder.watch([stage for stage in stages.values() if isinstance(stage, MemorySavingStage)])
+        self._sequence_losses, own = None, self._loss_fn
+        if own is not None and len(schedule.slices) > 1 and not adds_up(own):
+            self._sequence_losses, own = SequenceLosses(own, len(schedule.slices)), None
         if stages is not None:
             for stage in self._stages.values():
                 stage.close()
             self._stages = {**stages}
-        self.schedule = schedule
-        self._sequence_losses = None
-        if self._loss_fn is not None and len(schedule.slices) > 1 and not adds_up(self._loss_fn):
-            self._sequence_losses = SequenceLosses(self._loss_fn, len(schedule.slices))
-        actions = schedule.actions[self.rank]
+        else:
+            for chunk, stage in self._stages.items():
+                stage.use(actions, schedule.slices, own if chunk == self._last else None)
         self._program = list(merge_neighbours(actions))
         self._max_in_flight = peak_microbatches(actions)
         self._max_ahead = speculative_forwards(schedule)[self.rank]
@@ -335,14 +375,19 @@ class Pipeline:
                 'W communicates; use fill="planned", or set pipe.queue.regather_inputs = False'
             )
 
-    def _begin(self, call: str, inputs: Any, targets: Any, side: Any) -> None:
+    def _begin(self, call: str, given: tuple[Any, Any, Any], schedule: Schedule | None) -> None:
         self._check_idle(call)
+        inputs, targets, side = given
         wrong = None
         try:
-            given = (inputs, targets, side)
-            self._batch = split_batch(call, given, self.schedule, self.modules, self._loss_fn)
-            count = "rows" if len(self.schedule.slices) == 1 else "elements"
-            announced = name_with_side(call, [microbatch.side for microbatch in self._batch], count)
+            chosen = self._schedules.choose(call, schedule, given)
+            if chosen.slices != self.schedule.slices:
+                check_sliceable(self.modules.values(), chosen.slices)
+            self._batch = split_batch(call, given, chosen, self.modules, self._loss_fn)
+            count = "rows" if len(chosen.slices) == 1 else "elements"
+            named = call + self._schedules.name(chosen)
+            announced = name_with_side(named, [microbatch.side for microbatch in self._batch], count)
+            self._use_schedule(chosen)
             self.boundary.check_others(call)
         except Exception as error:  # the other ranks will have begun: they are told why this one has not
             wrong, announced = error, name_with_side(call, side)
@@ -363,7 +408,7 @@ class Pipeline:
             self.abandon()
             self._transport.fail(f"rank {self.rank}: {wrong}")
             raise wrong
-        self._losses = []
+        self._results, self._parts, self._returns_outputs = [], [], call == "forward"
         self._recorder.clear()
         self._in_flight = 0
         self._calls += 1
@@ -453,20 +498,36 @@ class Pipeline:
         stage, given = self._stages[chunk], self._batch[microbatch]
         inputs = self._forward_input = given.inputs if chunk == 0 else self._await("F", action)
         start = self._recorder.now()
-        target = given.target if chunk == self._last else None
+        target = given.target if chunk == self._last and not self._returns_outputs else None
         side = {**given.checked_side(microbatch), **stage.carries.begin(microbatch, given.tokens, inputs)}
         outputs = stage.forward(microbatch, inputs, target, side)
         self._in_flight += 1
         if chunk < self._last:
             self._send(chunk + 1, "F", microbatch, outputs)
+        elif self._returns_outputs:
+            self._results += self._returned(microbatch, outputs, side)
         elif self._sequence_losses is None:
-            self._losses.append(outputs.detach())
+            self._results.append(outputs.detach())
         else:
             with self.queue.defer((chunk, microbatch)):
                 loss = self._sequence_losses.forward(microbatch, outputs, side["carry"], target)
-            self._losses += [] if loss is None else [loss]
+            self._results += [] if loss is None else [loss]
         self._forward_input = None
         self._recorder.done((action,), start)
+
+    def _returned(self, microbatch: int, outputs: Any, side: Mapping[str, Any]) -> list[Any]:
+        """What `forward` returns for a microbatch, behind its last slice."""
+        if "carry" in side:
+            self._parts.append((side["carry"].end - side["carry"].start, outputs))
+            if (microbatch + 1) % len(self.schedule.slices):
+                return []
+            leaves, structure = put_together(self._parts)
+            outputs, self._parts = pytree.tree_unflatten([leaf for leaf, _ in leaves], structure), []
+        target = self._batch[microbatch].target
+        if target is None:
+            return [outputs]
+        assert self._loss_fn is not None
+        return [self._loss_fn(outputs, target.value)]
 
     def _backward(self, action: Action) -> None:
         kind, chunk, microbatch, _ = action
@@ -558,7 +619,7 @@ class Pipeline:
     def _loss(self) -> Tensor | None:
         self.completed += 1
         self._batch = []
-        return torch.stack(self._losses).sum() if self._losses else None
+        return torch.stack(self._results).sum() if self._results else None
 
     def _forget(self) -> None:
         """Drops what was begun."""

@@ -17,6 +17,7 @@ from zbkern.pipeline.runtime.memory.storages import wait_for
 from zbkern.pipeline.runtime.slices.carry import Carries
 from zbkern.pipeline.runtime.slices.sequence_loss import loss_of
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target
+from zbkern.pipeline.schedules.actions import Action
 from zbkern.wgrad import WGradQueue
 
 logger = logging.getLogger("zbkern")
@@ -48,6 +49,12 @@ class Stage:
         self.splits: bool | None = None  # whether its first B left any W behind
         self._followed = False  # whether a first F has shown where gradients enter
         self._saved: dict[int, tuple[Any, list[Tensor | GradientEdge | None]]] = {}
+
+    def use(self, row: Sequence[Action], slices: Sequence[int], loss_fn: LossFn | None) -> None:
+        """Between steps: from now on these actions of this rank, sequences in these slices, and this loss."""
+        self.loss_fn = loss_fn
+        if slices != self.carries.slices:
+            self.carries = Carries(slices)
 
     def forward(
         self, microbatch: int, inputs: Any, target: Target | None = None, side: Mapping[str, Any] | None = None

@@ -5,11 +5,14 @@ It can be printed, parsed, validated, simulated, drawn and run; each is a module
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from zbkern.pipeline.schedules import csv, grid
-from zbkern.pipeline.schedules.actions import Action, ScheduleError
+from zbkern.pipeline.schedules.actions import KINDS, Action, ScheduleError
 from zbkern.pipeline.schedules.validation import validate
 
 
@@ -47,6 +50,12 @@ class Schedule:
     def sequences(self) -> int:
         """Microbatches of whole sequences: as many as there are microbatches where nothing is cut into slices."""
         return self.microbatches // len(self.slices)
+
+    @cached_property
+    def checksum(self) -> int:
+        """Equal for equal actions, places and slices, in every process; whatever the name."""
+        numbers = [number for row in self.actions for action in row for number in _numbers(action)]
+        return zlib.crc32(array("q", [*self.placement, *self.slices, len(self.actions), *numbers]))
 
     def chunks_of(self, rank: int) -> list[int]:
         """The chunks that `rank` holds, in model order. Raises ScheduleError for a rank that the schedule has not."""
@@ -104,3 +113,8 @@ class Schedule:
         """
         rows, placement, microbatches, written, slices = csv.read(text)
         return cls.build(rows, placement, microbatches, name or written, slices)
+
+
+def _numbers(action: Action) -> tuple[int, int, int, int]:
+    index, count = action.part or (0, 0)
+    return KINDS.index(action.kind), action.chunk << 32 | action.microbatch, index, count

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -68,7 +65,7 @@ def closing_on_error(transport: Transport, owned: bool, what: str) -> Iterator[N
 
 def check_same_plan(schedule: Schedule, transport: Transport) -> None:
     """Raises ScheduleError on all ranks where they have different schedules, and would wait for each other in vain."""
-    found = transport.gather((_checksum(schedule), repr(schedule)))
+    found = transport.gather((schedule.checksum, repr(schedule)))
     others = [rank for rank, (checksum, _) in enumerate(found) if checksum != found[0][0]]
     if others:
         raise ScheduleError(
@@ -76,11 +73,6 @@ def check_same_plan(schedule: Schedule, transport: Transport) -> None:
             f"{found[others[0]][1]}, as have {len(others)} ranks in all: a search that a clock ends may find something "
             "else on every rank, so plan on one and send the schedule with torch.distributed.broadcast_object_list"
         )
-
-
-@functools.lru_cache(maxsize=8)  # ranks that are threads have one schedule: 24 ms at 64 ranks and 128 microbatches
-def _checksum(schedule: Schedule) -> int:
-    return zlib.crc32(replace(schedule, name="").to_csv().encode())
 
 
 def or_alone(group: Any) -> Any:

@@ -43,12 +43,12 @@ def make_stages(
     stages = {chunk: (module, chunk, recorder.queue, own.get(chunk), slices) for chunk, module in modules.items()}
     if not (counts or offloads_or_recomputes(row)):
         return {chunk: Stage(*stage) for chunk, stage in stages.items()}
-    if parts is None:
-        again = {chunk for chunk, _ in recomputed(row)}
-        parts = {chunk: _named_parts(modules[chunk], chunk, options.recompute) for chunk in again}
     lanes = CopyLanes(recorder.device, recorder.now)
     how: Any = {"row": row, "lanes": lanes, "recorder": recorder, "options": options}
-    return {chunk: MemorySavingStage(*stage, **how, parts=parts.get(chunk, {})) for chunk, stage in stages.items()}
+    return {
+        chunk: MemorySavingStage(*stage, **how, parts=None if parts is None else parts.get(chunk, {}))
+        for chunk, stage in stages.items()
+    }
 
 
 def _named_parts(
@@ -70,9 +70,9 @@ class MemorySavingStage(Stage):
 
     row: this rank's actions, which tell a forward what will become of its activations. lanes: the copies of the rank;
     recorder: of when they run, and of what is held meanwhile. parts: what an R runs again (`parts_of`), the whole chunk
-    where there are none. The others are those of `Stage`. The tensors that autograd saves in a forward, those of the
-    loss among them, are kept in `SavedTensors`; what W needs stays in the queue. Parameters, buffers and the batch stay
-    on the device, and are neither moved nor counted.
+    where there are none; None for what the options name. The others are those of `Stage`. The tensors that autograd
+    saves in a forward, those of the loss among them, are kept in `SavedTensors`; what W needs stays in the queue.
+    Parameters, buffers and the batch stay on the device, and are neither moved nor counted.
     """
 
     def __init__(
@@ -82,21 +82,30 @@ class MemorySavingStage(Stage):
         lanes: CopyLanes,
         recorder: Recorder,
         options: StepOptions,
-        parts: Mapping[torch.nn.Module, torch.nn.Module | None],
+        parts: Mapping[torch.nn.Module, torch.nn.Module | None] | None,
     ) -> None:
         super().__init__(*arguments)
-        chunk = self.chunk
         self._lanes, self._recorder = lanes, recorder
-        self._copy_size = options.copy_size
+        self._options, self._copy_size = options, options.copy_size
         self.kept_sizes: list[int] = []  # bytes of the storages that the last F has left
         self.output_again_bytes = 0  # of its output, what the R computes again
         self._parts = parts
-        self._recomputed = {microbatch for each, microbatch in recomputed(row) if each == chunk}
-        # how many R are still to be compared with their F
-        self._comparisons = math.inf if options.check_values else 2 * len(self._recomputed)
+        self._comparisons: float | None = None  # how many R are still to be compared with their F, from the first on
+        self._kept: dict[int, Any] = {}  # SavedTensors from F to B, _WaitingTasks from B to W
+        self.use(row, self.carries.slices, self.loss_fn)
+
+    def use(self, row: Sequence[Action], slices: Sequence[int], loss_fn: LossFn | None) -> None:
+        super().use(row, slices, loss_fn)
+        chunk = self.chunk
         self._streamed = {microbatch for each, microbatch in streamed(row) if each == chunk}
         self._offloaded = {each[::2] for each in offloaded_after(row) if each[1] == chunk}  # pass, microbatch
-        self._kept: dict[int, Any] = {}  # SavedTensors from F to B, _WaitingTasks from B to W
+        self._recomputed = {microbatch for each, microbatch in recomputed(row) if each == chunk}
+        if not self._recomputed:
+            return
+        if self._parts is None:
+            self._parts = _named_parts(self.module, chunk, self._options.recompute)
+        if self._comparisons is None:
+            self._comparisons = math.inf if self._options.check_values else 2 * len(self._recomputed)
 
     @property
     def nbytes(self) -> int:
@@ -176,6 +185,8 @@ class MemorySavingStage(Stage):
             storages.add(tensor)
         if offload is not None or microbatch not in self._recomputed:
             return SavedTensors(storages, microbatch in self._streamed)
+        assert self._parts is not None
+        assert self._comparisons is not None
         self._comparisons -= 1
         tensors = RecomputedTensors(storages, self._parts, compares=self._comparisons >= 0)
         if not self._parts:

@@ -170,7 +170,7 @@ class Carries:
     """
 
     def __init__(self, slices: Sequence[int]) -> None:
-        self._slices = slices
+        self.slices = slices
         self._sequences: dict[int, _Sequence] = {}
         self.nbytes_of_one = 0  # of a sequence in forwards, as the last slice began
 
@@ -182,7 +182,7 @@ class Carries:
     def begin(self, microbatch: int, tokens: int | None, inputs: Any) -> Mapping[str, Carry]:
         """The argument of the forward of a slice, which has so many tokens, or, where None, as many as its inputs; no
         argument where sequences are whole. Raises TypeError for inputs without a sequence."""
-        if len(self._slices) == 1:
+        if len(self.slices) == 1:
             return {}
         tokens = tokens or length_of(inputs)
         if tokens is None:
@@ -190,9 +190,9 @@ class Carries:
                 "Pipeline: a chunk must get a tensor with the sequence as dimension 1 to take it in slices; got "
                 f"{pytree.tree_map_only(Tensor, lambda tensor: list(tensor.shape), inputs)}"
             )
-        number, index = divmod(microbatch, len(self._slices))
+        number, index = divmod(microbatch, len(self.slices))
         if index == 0:
-            self._sequences[number] = _Sequence(self._slices)
+            self._sequences[number] = _Sequence(self.slices)
         sequence = self._sequences[number]
         sequence.starts.append(sequence.starts[index] + tokens)
         self.nbytes_of_one = sequence.nbytes
@@ -202,12 +202,12 @@ class Carries:
         """After the forward of a slice; without a B, what the last one of a sequence leaves is for nobody."""
         if "carry" in side:
             side["carry"].end_forward()
-        if not torch.is_grad_enabled() and (microbatch + 1) % len(self._slices) == 0:
-            self._sequences.pop(microbatch // len(self._slices), None)
+        if not torch.is_grad_enabled() and (microbatch + 1) % len(self.slices) == 0:
+            self._sequences.pop(microbatch // len(self.slices), None)
 
     def gradients(self, microbatch: int) -> list[tuple[Tensor, Tensor]]:
         """What a slice has kept for the next one, with the gradients that came back for it."""
-        number, index = divmod(microbatch, len(self._slices))
+        number, index = divmod(microbatch, len(self.slices))
         if number not in self._sequences:
             return []
         states = self._sequences[number].states
@@ -217,7 +217,7 @@ class Carries:
     def end_backward(self, microbatch: int) -> None:
         """After the B of a slice. Raises RuntimeError where gradients of later slices have not arrived, and where what
         was kept for it took no part in it."""
-        number, index = divmod(microbatch, len(self._slices))
+        number, index = divmod(microbatch, len(self.slices))
         if number not in self._sequences:
             return
         sequence = self._sequences[number]

@@ -63,12 +63,13 @@ class SequenceLosses:
         self._waiting.setdefault(number, []).append((carry.end - carry.start, outputs))
         if index + 1 < self._slices or target is None:
             return None
-        lengths, trees = zip(*self._waiting.pop(number), strict=True)
-        structure = pytree.tree_structure(trees[0])
-        leaves = [_together(parts, lengths) for parts in zip(*map(pytree.tree_leaves, trees), strict=True)]
+        parts = self._waiting.pop(number)
+        leaves, structure = put_together(parts)
         loss = loss_of(self._loss_fn, pytree.tree_unflatten([leaf for leaf, _ in leaves], structure), target)
         if loss.requires_grad:
-            self._begun[number] = _Begun(loss, leaves, [*pairwise(accumulate(lengths, initial=0))], structure)
+            self._begun[number] = _Begun(
+                loss, leaves, [*pairwise(accumulate((length for length, _ in parts), initial=0))], structure
+            )
         return loss.detach()
 
     def gradients(self, microbatch: int) -> Any:
@@ -90,6 +91,16 @@ class SequenceLosses:
     def reset(self) -> None:
         self._waiting.clear()
         self._begun.clear()
+
+
+def put_together(slices: Sequence[tuple[int, Any]]) -> tuple[list[tuple[Tensor | None, bool]], Any]:
+    """The leaves of a sequence's outputs, each with whether it is by tokens, and their tree. slices: tokens and outputs
+    of each.
+
+    Raises TypeError for outputs that cannot be put together."""
+    lengths, trees = zip(*slices, strict=True)
+    leaves = [_together(parts, lengths) for parts in zip(*map(pytree.tree_leaves, trees), strict=True)]
+    return leaves, pytree.tree_structure(trees[0])
 
 
 def _together(parts: Sequence[Any], lengths: Sequence[int]) -> tuple[Tensor | None, bool]:

@@ -1,0 +1,73 @@
+"""Which schedule a step has: the pipeline's own, what its rule makes for the batch, or what the step is given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from zbkern.pipeline.runtime.options import StepOptions
+from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.program import offloads_or_recomputes
+from zbkern.pipeline.schedules.schedule import Schedule
+
+
+class StepSchedules:
+    """The schedules of one pipeline, all of the same chunks in the same places.
+
+    own: a Schedule, or a rule that makes one for a number of microbatches; of a rule, `first` is what it makes for as
+    many microbatches as `ranks`. fill, options: the pipeline's, which not every schedule goes with.
+    """
+
+    def __init__(self, own: Schedule | Callable[[int], Schedule], ranks: int, fill: str, options: StepOptions) -> None:
+        self._rule: Callable[[int], Schedule] | None = None
+        if callable(own):
+            self._rule = functools.lru_cache(64)(own)
+        self._fill, self._options = fill, options
+        self.first = self._checked("Pipeline", own if self._rule is None else self._rule(ranks))
+
+    def choose(self, call: str, given: Schedule | None, batch: tuple[Any, ...]) -> Schedule:
+        """The schedule of this call. batch: its inputs, targets and side, of which a rule counts the microbatches.
+
+        Raises TypeError, ValueError or ScheduleError where there is none, or it does not fit the pipeline.
+        """
+        call = f"Pipeline.{call}"
+        if given is None:
+            if self._rule is None:
+                return self.first
+            counts = {len(part) for part in batch if isinstance(part, list)}
+            if len(counts) != 1:
+                raise ValueError(
+                    f"{call}: a pipeline whose schedule is a function needs lists of microbatches, all of one length, "
+                    f"on every rank, or schedule= on every rank; got lists of {sorted(counts) or 'no'} microbatches"
+                )
+            given = self._rule(*counts)
+        schedule = self._checked(call, given)
+        if schedule.placement != self.first.placement:
+            raise ScheduleError(
+                f"{call}: schedule must have this pipeline's chunks in the same places, {self.first.placement}; got "
+                f"{schedule.placement}"
+            )
+        return schedule
+
+    def name(self, schedule: Schedule) -> str:
+        """What ranks compare: nothing of the pipeline's own schedule, which they compared when it was made."""
+        if schedule.checksum == self.first.checksum:
+            return ""
+        return f" of {schedule.name} with {schedule.sequences} microbatches ({schedule.checksum:08x})"
+
+    def _checked(self, call: str, schedule: Any) -> Schedule:
+        if not isinstance(schedule, Schedule):
+            raise TypeError(
+                f"{call}: schedule must be a zbkern.pipeline.Schedule, or for a Pipeline a function from a number of "
+                f"microbatches to one; got {type(schedule).__name__}"
+            )
+        schedule.validate()
+        counted = any(offloads_or_recomputes(row) for row in schedule.actions)
+        if counted and (self._fill != "planned" or self._options.max_wgrad_bytes is not None):
+            raise ValueError(
+                f'{call}: fill must be "planned" and max_wgrad_bytes None with a schedule that offloads or recomputes '
+                f"(R, O, L), whose memory is counted in its own order; got {self._fill!r} and "
+                f"{self._options.max_wgrad_bytes}"
+            )
+        return schedule
