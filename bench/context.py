@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbkern.pipeline import ScheduleError, Timeline, plan, schedules, simulate
-from zbkern.planning.command.from_config import Setting
+from zbkern.planning.command.question import Setting
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
 from zbkern.planning.cost_model.model_costs import Job

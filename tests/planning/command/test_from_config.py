@@ -13,7 +13,8 @@ import pytest
 
 from zbkern import __main__
 from zbkern.pipeline import LayerCosts, ModelCosts, Schedule, layers_of, plan, simulate
-from zbkern.planning.command.from_config import USABLE, Setting, published_timelines
+from zbkern.planning.command.published import published_timelines
+from zbkern.planning.command.question import USABLE, Setting
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import TABLE, load_hardware
 from zbkern.planning.cost_model.model_costs import Job

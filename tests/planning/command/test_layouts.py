@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from zbkern import __main__
 from zbkern.planning.command import layouts
-from zbkern.planning.command.from_config import Setting
+from zbkern.planning.command.question import LAYOUT_EFFORT, LayoutQuestion, Setting
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
 from zbkern.planning.cost_model.model_costs import Job, outside
@@ -37,7 +38,7 @@ def sizes_of(layout: layouts.Layout) -> tuple[int, int, int, int, int, int, bool
 
 
 def test_all_layouts_that_divide_are_there_once() -> None:
-    found = [sizes_of(each) for each in layouts.layouts(layouts.Wanted(model("gpt-oss-120b"), H100, 24, 48, 4096))]
+    found = [sizes_of(each) for each in layouts.layouts(LayoutQuestion(model("gpt-oss-120b"), H100, 24, 48))]
     assert len(found) == len({*found})
     for tensor, stages, data, expert, microbatches, size, shard in found:
         assert tensor * stages * data == 24
@@ -52,8 +53,8 @@ def test_all_layouts_that_divide_are_there_once() -> None:
 
 
 def test_a_table_may_have_the_gpus_of_a_node_as_a_float() -> None:
-    wanted = [layouts.Wanted(model("llama-3-8b"), replace(H100, gpus_per_node=each), 8, 8, 4096) for each in (4, 4.0)]
-    both = [[sizes_of(each) for each in layouts.layouts(one)] for one in wanted]
+    question = [LayoutQuestion(model("llama-3-8b"), replace(H100, gpus_per_node=each), 8, 8) for each in (4, 4.0)]
+    both = [[sizes_of(each) for each in layouts.layouts(one)] for one in question]
     assert both[0] == both[1] != []
 
 
@@ -62,10 +63,10 @@ def test_layouts_that_cannot_work_have_no_estimate() -> None:
     odd = replace(H100, gpus_per_node=7)
     assert all(
         layouts.estimate(each) is None
-        for each in layouts.layouts(layouts.Wanted(model("llama-3-8b"), odd, 7, 7, 4096))
+        for each in layouts.layouts(LayoutQuestion(model("llama-3-8b"), odd, 7, 7))
         if each.setting.job.tensor_parallel == 7
     )
-    assert layouts.search(layouts.Wanted(model("llama-3-405b"), H100, 16, 16, 4096)) == []
+    assert layouts.search(LayoutQuestion(model("llama-3-405b"), H100, 16, 16)) == []
 
 
 @pytest.mark.parametrize(
@@ -79,21 +80,21 @@ def test_layouts_that_cannot_work_have_no_estimate() -> None:
 )
 def test_no_layout_is_faster_than_the_first(name: str, gpus: int, batch: int) -> None:
     """Of all, each planned for the whole batch, quickly: estimates and plans of few microbatches lose nothing."""
-    wanted = layouts.Wanted(model(name), H100, gpus, batch, 4096)
-    best = layouts.search(wanted, effort=0)
+    question = LayoutQuestion(model(name), H100, gpus, batch, effort=0)
+    best = layouts.search(question)
     assert [each.seconds for each in best] == sorted(each.seconds for each in best)
     assert all(max(each.plan.timeline.peak_memory) <= each.layout.setting.limit for each in best)
-    for layout in layouts.layouts(wanted):
-        estimate = layouts.estimate(layout)
-        if estimate is None or estimate.seconds > 1.3 * best[0].seconds:
+    for layout in layouts.layouts(question):
+        seconds, tried = layouts.estimate(layout) or (math.inf, layout)
+        if seconds > 1.3 * best[0].seconds:
             continue
-        planned = layouts.planned(estimate, layout.microbatches, "cost", 0, 60)
+        planned = layouts.planned(replace(tried, effort=0, time_limit=60))
         assert planned is None or planned.seconds >= best[0].seconds * 0.995, sizes_of(layout)
 
 
 @pytest.mark.slow
 def test_the_parts_of_a_step_are_the_step() -> None:
-    for answer in layouts.search(layouts.Wanted(model("llama-3-8b"), H100, 4, 8, 4096), effort=0):
+    for answer in layouts.search(LayoutQuestion(model("llama-3-8b"), H100, 4, 8, effort=0)):
         setting, stages = answer.layout.setting, answer.layout.stages
         step = answer.plan.timeline.cost / 1e3 + outside(*setting, stages)
         assert answer.seconds == pytest.approx(step, rel=1e-12)
@@ -109,7 +110,7 @@ def test_the_printed_options_plan_the_same_step(run_plan) -> None:
     options = re.search(r"--stages.*?--microbatch-size \d+(?: --\S+| \d+)*", printed, re.DOTALL)
     assert first
     assert options
-    again = run_plan("--config", path, "--effort", str(layouts.EFFORT), *options[0].split())
+    again = run_plan("--config", path, "--effort", str(LAYOUT_EFFORT), *options[0].split())
     step = re.search(r"(?m)^step +(\d[\d.]*) s,", again)
     assert step
     assert step[1] == first[1]
@@ -131,15 +132,14 @@ def test_weights_are_sharded_where_they_would_not_fit(run_plan) -> None:
 def test_one_stage_recomputes_where_it_must() -> None:
     """gpt-oss on 64 GPUs: a microbatch of 8 sequences keeps more than a GPU has."""
     job = Job(4096, 8, expert_parallel=4, data_parallel=64, fully_shard=True)
-    layout = layouts.Layout(Setting(model("gpt-oss-120b"), H100, job), 1, 1)
-    estimate = layouts.estimate(layout)
-    assert estimate.recompute
-    answer = layouts.planned(estimate, 1, "cost", 0, 60)
+    layout = layouts.Layout(stages=1, microbatches=1, setting=Setting(model("gpt-oss-120b"), H100, job))
+    _, tried = layouts.estimate(layout)
+    assert tried.recompute
+    answer = layouts.planned(replace(tried, effort=0, time_limit=60))
     assert max(answer.plan.timeline.peak_memory) <= layout.setting.limit
     assert answer.parts["uneven stages, passes of more chunks, and recomputation"] > 0.1 * answer.seconds
-    assert (
-        layouts.estimate(layout._replace(setting=layout.setting._replace(job=replace(job, fully_shard=False)))) is None
-    )
+    whole = layout.setting._replace(job=replace(job, fully_shard=False))
+    assert layouts.estimate(replace(layout, setting=whole)) is None
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_a_layout_to_compare_with_says_why_it_loses(run_plan) -> None:
     few = ["--config", path, "--gpus", "4", "--batch", "4", "--effort", "0", "--microbatch-size", "8"]
     assert re.search(r"yours +--microbatch-size 8: .* cannot be divided so", run_plan(*few))
     own = {"stages": 1, "tensor_parallel": 1, "expert_parallel": 1}
-    found = layouts.why_not(layouts.Wanted(model("gpt-oss-120b"), H100, 32, 64, 4096), own)
+    found = layouts.why_not(LayoutQuestion(model("gpt-oss-120b"), H100, 32, 64, own=own))
     assert re.match(r"fsdp 32, 2 microbatches of 1: does not fit: .* holds [\d.]+ GB of weights", found)
 
 

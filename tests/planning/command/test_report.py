@@ -7,8 +7,17 @@ import pytest
 
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts, PlanOptions, draw, plan, schedules, simulate
 from zbkern.planning.command import report
+from zbkern.planning.command.answer import Answer, answer
+from zbkern.planning.command.question import Question
 from zbkern.planning.draw import style
 from zbkern.planning.planner import Plan
+
+
+def told(costs: Costs, stages: int, microbatches: int, limit: float | None = None, effort: int = 0) -> tuple[Plan, str]:
+    """The plan, and what is said of it."""
+    memory = None if limit is None else (limit, False)
+    found = answer(Question(stages, microbatches, costs, memory=memory, effort=effort))
+    return found.plan, report.describe(found, 120)
 
 
 @pytest.mark.parametrize("width", [30, 31, 40, 60, 79])
@@ -27,30 +36,29 @@ def test_a_grid_is_cut_to_the_width_in_its_middle(name: str, width: int) -> None
 
 def test_it_says_how_many_backwards_are_one_pass() -> None:
     costs = Costs(1, 1.1, 0.8, activation=1, held=1.15)
-    tight = plan(costs, 4, 8, memory_limit=2.0, effort=0)
+    tight, text = told(costs, 4, 8, 2.0)
     kinds = [action.kind for row in tight.schedule.actions for action in row]
     assert 0 < kinds.count("BW") < 32
-    text = report.describe(tight, "cost", 2.0, 4, 80)
     assert f"\nbackward  {kinds.count('BW')} of 32 in one pass, BW, the others as B and W\n" in text
-    assert "backward  " not in report.describe(plan(costs, 4, 8, effort=0), "cost", None, 4, 80)
+    assert "backward  " not in told(costs, 4, 8)[1]
 
 
 def test_a_bound_of_zero_is_not_printed_as_one() -> None:
-    found = replace(plan(Costs(communication=0.1), 4, 8, memory_limit=4, effort=0), optimal=False, lower_bound=0.0)
-    text = report.describe(found, "cost", 4, 4, 120)
+    found = answer(Question(4, 8, Costs(communication=0.1), memory=(4, False), effort=0))
+    text = report.describe(replace(found, plan=replace(found.plan, optimal=False, lower_bound=0.0)), 120)
     assert "0.00%" not in text
     assert "how much less any order of these chunks in this memory could have is not known" in text
 
 
 def test_a_plan_that_offloads_is_not_told_to_offload() -> None:
     costs = Costs(1, 1, 1, checkpoint=0.1, offload_bandwidth=0.5, reload_bandwidth=0.5)
-    short = {"memory_limit": 2.0, "effort": 0}
-    plain, saving = plan(costs, 4, 12, **short), plan(costs, 4, 12, offload=True, recompute=True, **short)
-    assert any(action.kind in "OR" for row in saving.schedule.actions for action in row)
-    assert min(plain.idle.memory, saving.idle.memory) > 0.001
+    short = Question(4, 12, costs, memory=(2.0, False), effort=0)
+    plain, saving = answer(short), answer(replace(short, offload=0.0, recompute=True))
+    assert any(action.kind in "OR" for row in saving.plan.schedule.actions for action in row)
+    assert min(plain.plan.idle.memory, saving.plan.idle.memory) > 0.001
     advice = "forwards wait for memory: a higher limit"
-    assert f"{advice}, offloading or recomputation" in report.describe(plain, "cost", 2, 4, 120)
-    assert f"{advice}\n" in report.describe(saving, "cost", 2, 4, 120) + "\n"
+    assert f"{advice}, offloading or recomputation" in report.describe(plain, 120)
+    assert f"{advice}\n" in report.describe(saving, 120) + "\n"
 
 
 def test_what_does_not_fit_on_any_cut_has_no_time() -> None:
@@ -75,7 +83,7 @@ def test_idle_is_of_the_objective() -> None:
 def test_memory_in_bytes_is_printed_for_people() -> None:
     costs = Costs(activation=2.5e9, memory_unit="bytes")
     timeline = simulate(schedules.one_f_one_b(2, 4), costs)
-    text = report.describe(plan(costs, 2, 4, memory_limit=5e9, effort=0), "cost", 5e9, 5e9, 80)
+    text = told(costs, 2, 4, 5e9)[1]
     assert re.search(r"^memory +5(\.\d+)? \d+(\.\d+)? GB by rank \(limit 5 GB, 1x\)$", text, re.MULTILINE), text
     assert " 5 GB  1.00x" in report.table([timeline], "cost", None, 5e9)
     with pytest.raises(ValueError, match=r"memory_limit=1 GB .* any schedule fits is 2\.5 GB"):
@@ -92,8 +100,8 @@ def test_times_have_their_unit_where_it_is_known() -> None:
 @pytest.mark.parametrize("size", [1.0, 2.5e9])
 def test_without_units_there_are_plain_numbers_however_large(size: float) -> None:
     costs = Costs(size, size, size, activation=size)
-    found = plan(costs, 2, 4, memory_limit=2 * size, effort=0)
-    texts = [report.describe(found, "cost", 2 * size, 2 * size, 80), report.table([found.timeline], "cost", None, 1)]
+    found, text = told(costs, 2, 4, 2 * size)
+    texts = [text, report.table([found.timeline], "cost", None, 1)]
     for text in (*texts, style.note(found.timeline), repr(found.timeline), draw.svg([found.timeline], costs=[costs])):
         assert not re.search(r"\d ([kMGT]?B|bytes|m?s)\b", text), text
 
@@ -101,21 +109,21 @@ def test_without_units_there_are_plain_numbers_however_large(size: float) -> Non
 def test_a_plan_says_when_the_model_is_cut_badly() -> None:
     """The idle time that comes of one rank's load is in any order."""
     costs = Costs(forward=[1, 1, 1, 2], backward=[1, 1, 1, 2], weight=[1, 1, 1, 2])
-    found = plan(costs, 4, 16, effort=1)
+    found, text = told(costs, 4, 16, effort=1)
     assert found.idle.busiest == 3
     assert found.idle.load == pytest.approx(9 / 24 * 96 / found.timeline.cost)
     assert found.idle.total == pytest.approx(found.bubble_rate)
-    text = report.describe(found, "cost", None, 4, 80)
     assert f"\nidle      {found.idle.load:.2%} rank 3 has the most work: divide the model more evenly" in text
-    assert "has the most work" not in report.describe(plan(Costs(), 4, 16, effort=1), "cost", None, 4, 80)
+    assert "has the most work" not in told(Costs(), 4, 16, effort=1)[1]
 
 
 def test_a_rank_that_recomputes_needs_memory_and_no_other_cut() -> None:
     costs = Costs(1, 1, 1, activation=1, recompute=1, checkpoint=0.1)
-    found = plan(costs, 4, 16, memory_limit=2.5, recompute=True, effort=1)
-    assert any(action.kind == "R" for action in found.schedule.actions[found.idle.busiest])
-    text = report.describe(found, "cost", 2.5, 4, 80)
-    assert f"rank {found.idle.busiest} has the most work, R included: a higher limit" in text
+    found = answer(Question(4, 16, costs, memory=(2.5, False), recompute=True, effort=1))
+    busiest = found.plan.idle.busiest
+    assert any(action.kind == "R" for action in found.plan.schedule.actions[busiest])
+    text = report.describe(found, 120)
+    assert f"rank {busiest} has the most work, R included: a higher limit" in text
 
 
 def layers(blocks: int, head: float) -> ModelCosts:
@@ -123,8 +131,10 @@ def layers(blocks: int, head: float) -> ModelCosts:
     return ModelCosts((*each, LayerCosts("head", head, head, head, 1)))
 
 
-def advice(found: Plan, costs: ModelCosts, limit: float | None = None, chunks: bool = True) -> str:
-    return "\n".join(report.idle_lines(found, limit, 200, costs, chunks))
+def advice(found: Plan, costs: ModelCosts, limit: float | None = None, chunks: int | None = None) -> str:
+    """chunks: as they were given; None where they were searched for."""
+    memory = None if limit is None else (limit, False)
+    return "\n".join(report.idle_lines(Answer(Question(4, 4, costs, memory=memory, chunks=chunks), found), 200))
 
 
 @pytest.mark.parametrize("overhead", [0.0, 0.05])
@@ -153,11 +163,9 @@ def test_nothing_is_advised_that_was_searched_or_is_not_there() -> None:
     costs = layers(7, 1)
     found = plan(costs, 4, 4, effort=0)
     assert "up: more microbatches\n" in advice(found, costs) + "\n"
-    assert "up: more microbatches, or more chunks per rank" in advice(found, costs, chunks=False)
+    assert "up: more microbatches, or more chunks per rank" in advice(found, costs, chunks=2)
     slow = ModelCosts(costs.layers, latency=2.0)
-    assert (
-        "messages are on their way: faster links\n" in advice(plan(slow, 4, 4, 1, effort=0), slow, None, False) + "\n"
-    )
+    assert "messages are on their way: faster links\n" in advice(plan(slow, 4, 4, 1, effort=0), slow, chunks=1) + "\n"
     waits = "passes wait for other ranks in between"
     tight = plan(costs, 4, 16, memory_limit=3, effort=0)
     assert f"{waits}: more memory" in advice(tight, costs, 3)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts, draw, schedules, simulate
-from zbkern.planning.command.from_config import Setting
+from zbkern.planning.command.question import Setting
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
 from zbkern.planning.cost_model.model_costs import Job, rising_share

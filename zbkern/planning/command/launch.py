@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from string import Template
 
-from zbkern.planning.command.from_config import Setting
+from zbkern.planning.command.question import Setting
 from zbkern.planning.planner import Plan
 
 _PROGRAM = Template('''\

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -16,17 +16,12 @@ from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.pipeline.schedules.program import recomputed
 from zbkern.pipeline.schedules.units import amount, number
 from zbkern.planning.command import report
-from zbkern.planning.command.from_config import FLAGS, SIZES, Setting, how_exact, spelt
+from zbkern.planning.command.answer import search as plan_of
+from zbkern.planning.command.question import FLAGS, SIZES, LayoutQuestion, Question, Setting, spelt
 from zbkern.planning.command.remedies import SAVING_CHUNKS, may_fit_with_saving
-from zbkern.planning.cost_model.architecture import Architecture
-from zbkern.planning.cost_model.hardware import Hardware
 from zbkern.planning.cost_model.model_costs import Job, model_costs
-from zbkern.planning.planner import Plan, PlanOptions, plan
-from zbkern.planning.simulation.layers import ModelCosts
+from zbkern.planning.planner import Plan
 from zbkern.planning.simulation.needs import fits, least_need, least_work
-
-EFFORT = 2
-"""Rounds of search for each of the best few layouts."""
 
 _MICROBATCH_SIZES = (1, 2, 4, 8)
 _MOST_STAGES = 64
@@ -38,43 +33,23 @@ _SECONDS = (4.0, 20.0)  # at most, of one quick plan and of one final plan
 _ROOMY = 0.6  # of the memory of 1F1B: with less, recomputing some microbatches may be faster
 
 
-class Wanted(NamedTuple):
-    """What is to be trained on so many GPUs: batch sequences of so many tokens per step."""
-
-    architecture: Architecture
-    hardware: Hardware
-    gpus: int
-    batch: int
-    sequence: int
-    fp8: bool = False
-
-
-class Layout(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Layout(Question):
     """A model on GPUs: stages times tensor_parallel times data_parallel of them."""
 
     setting: Setting
-    stages: int
-    microbatches: int
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """By the arguments of `zbkern plan` that give them."""
+    def options(self) -> dict[str, int]:
+        """Its sizes by the arguments of `zbkern plan` that give them."""
         sizes = {name: getattr(self.setting.job, name) for name in (*SIZES, *FLAGS)}
         return {"stages": self.stages, "microbatches": self.microbatches, **sizes}
 
     def has(self, sizes: Mapping[str, int]) -> bool:
-        return all(self.sizes[name] == size for name, size in sizes.items())
+        return all(self.options[name] == size for name, size in sizes.items())
 
 
-class Estimate(NamedTuple):
-    """Of a layout: seconds per step, and whether recomputation is tried."""
-
-    seconds: float
-    layout: Layout
-    recompute: bool
-
-
-class Answer(NamedTuple):
+class Planned(NamedTuple):
     """A layout with its plan."""
 
     layout: Layout
@@ -86,83 +61,76 @@ class Answer(NamedTuple):
         return sum(self.parts.values())
 
 
-def search(
-    wanted: Wanted,
-    effort: int = EFFORT,
-    objective: str = "cost",
-    progress: Callable[[str], None] = lambda line: None,
-    own: Mapping[str, int] | None = None,
-) -> list[Answer]:
-    """The best layouts, the fastest first; none where nothing fits.
+def search(question: LayoutQuestion, progress: Callable[[str], None] = lambda line: None) -> list[Planned]:
+    """The best layouts, the fastest first, and last the best that has the sizes of `own`, if it fits and is not there.
 
-    own: sizes of a layout to compare with; the best that has them is there, too, last, if it fits.
-
-    effort, objective: as for `plan`, for the best few, for 20 seconds each at most, so that plans of large layouts may
-    depend on the machine. progress: is called with a line about the search.
+    None where nothing fits. Each is planned for 20 seconds at most, so that plans of large layouts may depend on the
+    machine. progress: is called with a line about the search.
     """
-    estimates = [found for found in map(estimate, layouts(wanted)) if found is not None]
+    own = question.own
+    estimates = [found for found in map(estimate, layouts(question)) if found is not None]
 
-    def best(estimates: list[Estimate], most: int) -> list[Answer]:
+    def best(estimates: list[tuple[float, Layout]], most: int) -> list[Planned]:
         """So many at most, the fastest first."""
-        few = sorted(_quick(estimates, objective, progress), key=lambda pair: pair[0])[:most]
+        few = sorted(_quick(estimates, progress), key=lambda pair: pair[0])[:most]
         answers = []
-        for index, (_, each) in enumerate(few):
-            progress(f"plan {index + 1} of {len(few)}: {name(each.layout)}")
-            answers.append(planned(each, each.layout.microbatches, objective, effort, _SECONDS[1]))
+        for index, (_, layout) in enumerate(few):
+            progress(f"plan {index + 1} of {len(few)}: {name(layout)}")
+            answers.append(planned(replace(layout, effort=question.effort, time_limit=_SECONDS[1])))
         return sorted((each for each in answers if each is not None), key=lambda each: each.seconds)
 
     answers = best(estimates, _SHOWN)
     if own and not any(each.layout.has(own) for each in answers):
-        answers += best([each for each in estimates if each.layout.has(own)], 1)
+        answers += best([(seconds, layout) for seconds, layout in estimates if layout.has(own)], 1)
     progress("")
     return answers
 
 
-def why_not(wanted: Wanted, own: Mapping[str, int]) -> str:
+def why_not(question: LayoutQuestion) -> str:
     """Why no layout with the sizes of `own` was found: that which holds least, or that there is none."""
-    given = ", ".join(spelt(own))
-    which = [each for each in layouts(wanted) if each.has(own)]
+    given = ", ".join(spelt(question.own))
+    which = [each for each in layouts(question) if each.has(question.own)]
     try:
         needs = [(least_need(each.setting.costs, each.stages), each) for each in which]
     except ValueError as error:
         return f"{given}: {error}"
     if not needs:
-        sizes = f"{wanted.gpus} GPUs and {wanted.batch} sequences"
+        sizes = f"{question.gpus} GPUs and {question.batch} sequences"
         return f"{given}: {sizes} cannot be divided so, or tensor parallelism leaves its node"
     need, layout = min(needs, key=lambda pair: pair[0].total)
     return f"{name(layout)}: does not fit: {need.describe(layout.stages, 'bytes')}"
 
 
-def _quick(estimates: list[Estimate], objective: str, progress: Callable[[str], None]) -> list[tuple[float, Estimate]]:
+def _quick(estimates: list[tuple[float, Layout]], progress: Callable[[str], None]) -> list[tuple[float, Layout]]:
     """Seconds of a step by a quick plan for few microbatches, of each way to divide the model the best microbatch.
 
     An estimate is hardly ever above its plan, so that those above the fastest plan need none.
     """
-    found: dict[tuple[int, int, int], tuple[float, Estimate]] = {}
+    found: dict[tuple[int, int, int], tuple[float, Layout]] = {}
     plans = 0
-    for each in sorted(estimates, key=lambda each: each.seconds):
-        layout, job = each.layout, each.layout.setting.job
+    for estimated, layout in sorted(estimates, key=lambda pair: pair[0]):
+        job = layout.setting.job
         fastest = min((seconds for seconds, _ in found.values()), default=math.inf)
-        if plans == _PLANNED or (len(found) >= _SHOWN and each.seconds > fastest):
+        if plans == _PLANNED or (len(found) >= _SHOWN and estimated > fastest):
             break
         division = layout.stages, job.tensor_parallel, job.expert_parallel
-        if division in found and each.seconds >= _WORTH_A_PLAN * found[division][0]:
+        if division in found and estimated >= _WORTH_A_PLAN * found[division][0]:
             continue
         progress(f"layout {plans + 1}: {name(layout)}")
         few = min(layout.microbatches, _PER_STAGE * layout.stages)
-        answer = planned(each, few, objective, 0, _SECONDS[0])
+        answer = planned(replace(layout, microbatches=few, effort=0, time_limit=_SECONDS[0]))
         if answer is not None:
             plans += 1
             rest = (layout.microbatches - few) * max(answer.plan.timeline.busy) / few / 1e3
             seconds = answer.seconds + rest
             if division not in found or seconds < found[division][0]:
-                found[division] = seconds, each
+                found[division] = seconds, layout
     return [*found.values()]
 
 
-def layouts(wanted: Wanted) -> Iterator[Layout]:
+def layouts(question: LayoutQuestion) -> Iterator[Layout]:
     """All that divide: tensor parallelism within a node, heads and experts whole, sequences among pipelines."""
-    architecture, hardware, gpus, batch, sequence, fp8 = wanted
+    architecture, hardware, gpus, batch, sequence, fp8 = question[:6]
     counts = {block.experts.count for block in architecture.blocks if block.experts}
     blocks = len(architecture.blocks)
     for tensor in _divisors(min(gpus, hardware.gpus_per_node)):
@@ -175,16 +143,20 @@ def layouts(wanted: Wanted) -> Iterator[Layout]:
                 for size, shard in product(_MICROBATCH_SIZES, (False, True) if data > stages == 1 else (False,)):
                     if batch // data % size == 0:
                         job = Job(sequence, size, tensor, expert, data, fp8=fp8, fully_shard=shard)
-                        yield Layout(Setting(architecture, hardware, job), stages, batch // data // size)
+                        setting = Setting(architecture, hardware, job)
+                        microbatches, objective = batch // data // size, question.objective
+                        yield Layout(stages=stages, microbatches=microbatches, setting=setting, objective=objective)
 
 
-def estimate(layout: Layout) -> Estimate | None:
-    """None where the layout cannot work, or does not fit even if activations are recomputed.
+def estimate(layout: Layout) -> tuple[float, Layout] | None:
+    """Seconds per step, and the layout, which recomputes where that is worth a try.
+
+    None where the layout cannot work, or does not fit even if activations are recomputed.
 
     With the memory of 1F1B a zero-bubble schedule idles little; with a third of it for about two thirds of p
     microbatches (V-Min, arXiv 2405.15362), which is no faster than recomputing as many as do not fit.
     """
-    setting, stages, microbatches = layout
+    setting, stages, microbatches = layout.setting, layout.stages, layout.microbatches
     try:
         costs = setting.costs
     except ValueError:  # heads that cannot be divided so
@@ -200,31 +172,24 @@ def estimate(layout: Layout) -> Estimate | None:
     again = missing * microbatches * sum(layer.forward for layer in costs.layers) / stages
     through = sum(layer.forward + layer.backward for layer in costs.layers)  # a microbatch, and back
     step = max(microbatches * work, through) + (min(waiting, again) if whole else again)
-    return Estimate(step / 1e3 + setting.beside(stages), layout, not whole or missing > 1 - _ROOMY)
+    if not whole or missing > 1 - _ROOMY:
+        chunks = min(SAVING_CHUNKS, len(costs.layers)) if stages == 1 else None
+        layout = replace(layout, recompute=True, chunks=chunks)
+    return step / 1e3 + setting.beside(stages), layout
 
 
-def planned(estimated: Estimate, microbatches: int, objective: str, effort: int, seconds: float) -> Answer | None:
-    layout, options = estimated.layout, PlanOptions(objective, time_limit=seconds)
-    costs, limit = layout.setting.costs, layout.setting.limit
+def planned(layout: Layout) -> Planned | None:
+    """None where nothing fits."""
     try:
-        found = plan(
-            costs,
-            layout.stages,
-            microbatches,
-            min(SAVING_CHUNKS, len(costs.layers)) if layout.stages == 1 and estimated.recompute else None,
-            memory_limit=limit,
-            effort=effort,
-            recompute=estimated.recompute,
-            options=options,
-        )
+        found = plan_of(layout)
     except ScheduleError:
         return None
-    return Answer(layout, found, _parts(layout, costs, found, objective))
+    return Planned(layout, found, _parts(layout, found))
 
 
-def _parts(layout: Layout, costs: ModelCosts, found: Plan, objective: str) -> dict[str, float]:
+def _parts(layout: Layout, found: Plan) -> dict[str, float]:
     """Seconds of a step, by what takes them."""
-    setting, microbatches = layout.setting, found.schedule.microbatches
+    setting, costs, microbatches = layout.setting, layout.setting.costs, layout.microbatches
     hidden = replace(setting.hardware, exposed_share=0.0), replace(setting.job, fully_shard=False)
     silent = model_costs(setting.architecture, *hidden)
     work, computing = (microbatches * least_work(each, layout.stages) / 1e3 for each in (costs, silent))
@@ -233,12 +198,12 @@ def _parts(layout: Layout, costs: ModelCosts, found: Plan, objective: str) -> di
         "computing": computing,
         "messages of tensor and expert parallelism, and of weights that are sharded": work - computing,
         "uneven stages, passes of more chunks, and recomputation": busy - work,
-        "idle time": getattr(found.timeline, objective) / 1e3 - busy,
+        "idle time": getattr(found.timeline, layout.objective) / 1e3 - busy,
         "the optimizer and traffic between pipelines": setting.beside(layout.stages),
     }
 
 
-def describe(answers: list[Answer], width: int) -> str:
+def describe(question: LayoutQuestion, answers: list[Planned], width: int) -> str:
     """A table of the answers, why the others are not the first, and the options that plan the first by itself."""
     rows = [["layout", "schedule", "step", "tokens/s/GPU", "of peak", "memory", "behind"]]
     best = answers[0]
@@ -246,10 +211,12 @@ def describe(answers: list[Answer], width: int) -> str:
         rows.append([name(each.layout), *_figures(each), f"{each.seconds / best.seconds - 1:.1%}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    lines += ["", report.figure("exact", f"speeds {how_exact(*best.layout.setting[:2])}", width)]
+    lines += ["", report.figure("exact", f"speeds {report.how_exact(*best.layout.setting[:2])}", width)]
     for index, other in enumerate(answers[1:]):
         lines.append(report.figure("" if index else "behind", why(best, other), width))
     lines.append(report.figure("first", f"alone, searched for longer, with its assumptions: {_options(best)}", width))
+    if question.own and not any(each.layout.has(question.own) for each in answers):
+        lines.append(report.figure("yours", why_not(question), width))
     return "\n".join(lines)
 
 
@@ -262,7 +229,7 @@ def name(layout: Layout) -> str:
     return f"{parallel or 'one GPU'}, {layout.microbatches} microbatches of {job.microbatch_size}"
 
 
-def why(best: Answer, other: Answer) -> str:
+def why(best: Planned, other: Planned) -> str:
     """What takes the other layout longer, the largest part first, as shares of the best one's step."""
     differences = sorted(((other.parts[part] - best.parts[part]) / best.seconds, part) for part in best.parts)
     more = [f"{share:.1%} more of {part}" for share, part in reversed(differences) if share >= report.SHOWN]
@@ -271,9 +238,9 @@ def why(best: Answer, other: Answer) -> str:
     return f"{name(other.layout)}: {behind}: {'; '.join([*more, *less]) or 'no part differs by 0.1%'}"
 
 
-def _options(answer: Answer) -> str:
+def _options(answer: Planned) -> str:
     """Of `zbkern plan` instead of --gpus and --batch."""
-    sizes = {**answer.layout.sizes, "recompute": _recomputes(answer.plan)}
+    sizes = {**answer.layout.options, "recompute": _recomputes(answer.plan)}
     if sizes["stages"] == 1:
         sizes["chunks"] = answer.plan.schedule.chunks
     return " ".join(spelt({name: value for name, value in sizes.items() if name != "context_parallel"}))
@@ -283,7 +250,7 @@ def _recomputes(found: Plan) -> bool:
     return any(map(recomputed, found.schedule.actions))
 
 
-def _figures(answer: Answer) -> list[str]:
+def _figures(answer: Planned) -> list[str]:
     layout, found = answer.layout, answer.plan
     setting = layout.setting
     tokens = setting.tokens(layout.microbatches) / answer.seconds / setting.job.gpus(layout.stages)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zbkern.pipeline import schedules
-from zbkern.planning.command import from_config, layouts
+from zbkern.planning.command.question import FLAGS, LAYOUT_EFFORT, SIZES, option
 from zbkern.planning.planner.arguments import PLACEMENTS, Slices
 from zbkern.planning.planner.plan import EFFORT
 
@@ -75,7 +75,7 @@ _HELP = {
     "--placement": f"where the chunks are: {', '.join(PLACEMENTS)}, or the rank of every chunk, such as 0,1,1,0",
     "--objective": "what to minimise: cost, the longest span of a rank (default), or makespan, the span of all of them",
     "--effort": f"rounds of search, each twice as long as the one before (default {EFFORT}, about ten seconds in all; "
-    f"with --gpus {layouts.EFFORT}; 0: the quick answer alone); the plan depends on it and not on how fast or busy the "
+    f"with --gpus {LAYOUT_EFFORT}; 0: the quick answer alone); the plan depends on it and not on how fast or busy the "
     "machine is",
     "--time-limit": "ends the search after this many seconds, if that is sooner; the plan then depends on the machine",
     "--offload": "activations may go to the host and come back, at so many GB/s in each direction (memory per time for "
@@ -137,8 +137,8 @@ def add_to(commands: Any) -> argparse.ArgumentParser:
     add("--gpu", metavar="NAME")
     add("--hardware", type=Path, metavar="FILE")
     add("--calibrate", type=Path, metavar="FILE")
-    for name in from_config.SIZES:
-        add(from_config.option(name), type=_count, metavar="N")
-    for name in from_config.FLAGS:
-        add(from_config.option(name), action="store_const", const=True)
+    for name in SIZES:
+        add(option(name), type=_count, metavar="N")
+    for name in FLAGS:
+        add(option(name), action="store_const", const=True)
     return parser

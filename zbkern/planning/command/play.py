@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Any
@@ -15,7 +17,8 @@ from zbkern.pipeline import schedules
 from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.planning import draw
 from zbkern.planning.command import report
-from zbkern.planning.planner import PlanOptions, plan
+from zbkern.planning.command.answer import search
+from zbkern.planning.command.question import Question
 from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.timeline import Timeline
@@ -73,15 +76,12 @@ def drawn(given: Mapping[str, str]) -> dict[str, str]:
 
 def _planned(costs: Costs, sizes: Mapping[str, int], limit: float) -> list[Timeline]:
     """The best of one and two chunks per rank, of those that fit."""
-    stages, microbatches, options = sizes["stages"], sizes["microbatches"], PlanOptions(time_limit=_SECONDS)
-    found = []
+    stages, memory, found = sizes["stages"], (limit, False), []
+    question = Question(stages, sizes["microbatches"], slices=sizes["slices"], memory=memory, time_limit=_SECONDS)
     for chunks in (1, 2):
-        try:
-            each = comparison.rechunk(costs, stages, chunks * stages)
-            made = plan(each, stages, microbatches, chunks, memory_limit=limit, slices=sizes["slices"], options=options)
-            found.append(made.timeline)
-        except ScheduleError:  # does not fit
-            continue
+        cut = comparison.rechunk(costs, stages, chunks * stages)
+        with contextlib.suppress(ScheduleError):  # does not fit
+            found.append(search(replace(question, measured=cut, chunks=chunks)).timeline)
     return sorted(found, key=lambda timeline: timeline.cost)[:1]
 
 

@@ -6,15 +6,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from zbkern.pipeline.schedules.units import amount, number
+from zbkern.planning.command.question import Question
 from zbkern.planning.cost_model.architecture import Architecture
 from zbkern.planning.cost_model.hardware import Hardware
 from zbkern.planning.cost_model.model_costs import Job, model_costs
+from zbkern.planning.planner.arguments import chunks_per_rank
 from zbkern.planning.simulation.layers import ModelCosts
-from zbkern.planning.simulation.needs import fits
+from zbkern.planning.simulation.needs import fits, least_need
 
 _TIMES = [2**power for power in range(1, 10)]  # as many, or as few
 _WIDEST, _SHORTEST = 64, 256  # tensor parallelism, and tokens, that are worth naming
 SAVING_CHUNKS = 8  # per rank, at most, in a search
+_LEAST_LIMIT = 1e6  # bytes: a limit below is taken for one in GB
+
+
+def why_not(question: Question) -> str | None:
+    """What does not fit, and what would; None where it does fit, but for a placement or chunks that were given."""
+    setting, stages, limit = question.setting, question.stages, question.limit
+    if setting is None or limit is None:
+        return None
+    costs = setting.costs
+    need = least_need(costs, stages)
+    if need.total <= limit or (question.saves_memory and may_fit_with_saving(costs, stages, limit)):
+        return None
+    given, relative = question.memory or (limit, False)
+    placement = question.placement
+    chunks = question.chunks or (2 if placement == "v" else chunks_per_rank(placement, stages))
+    options = remedies(*setting[:2], stages, question.sizes, given, relative=relative, chunks=chunks)
+    if isinstance(placement, tuple):  # the rank of every chunk of so many stages
+        options = [each for each in options if not each.startswith("--stages")]
+    what = f"it fits with {' or '.join(options)}" if options else "no one of the options for sizes makes it fit"
+    if 0 < limit < _LEAST_LIMIT and not relative:
+        what = f"a limit is in bytes: --memory {number(limit)}e9 for as many GB"
+    return f"nothing fits in {amount(limit, 'bytes')}: {need.describe(stages, 'bytes')}; {what}"
 
 
 def may_fit_with_saving(costs: ModelCosts, stages: int, limit: float) -> bool:

@@ -1,4 +1,7 @@
-"""What `zbkern plan` prints: the grid of a plan, cut to the width of the terminal, its figures, and a table of many."""
+"""What `zbkern plan` prints of an Answer: the grid, cut to the width of the terminal, its figures, and a table.
+
+Costs of a known model have a title, the cut and the speed of a step, and what is assumed besides.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,15 @@ from zbkern.pipeline.schedules import grid as grids
 from zbkern.pipeline.schedules.program import offloads_or_recomputes, recomputed
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import amount, duration, number
+from zbkern.planning.command.answer import Answer
+from zbkern.planning.command.published import exceeds
+from zbkern.planning.command.question import Question, Setting
+from zbkern.planning.cost_model.architecture import Architecture
+from zbkern.planning.cost_model.hardware import Hardware
+from zbkern.planning.cost_model.model_costs import parameters, predictors
 from zbkern.planning.planner import Plan
 from zbkern.planning.simulation.layers import ModelCosts
+from zbkern.planning.simulation.memory import static_of_ranks
 from zbkern.planning.simulation.needs import least_uneven
 from zbkern.planning.simulation.timeline import Timeline
 
@@ -18,26 +28,32 @@ _MARGIN = 10  # columns of the names of figures
 _WORTH_STAGES = 0.01  # of the objective: for less nobody changes the number of stages
 SHOWN = 0.001  # of the objective: less idle time than that is not worth a line
 _LEAST_BOUND = 5e-5  # printed as 0.00%, which says nothing
-_ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
+_RECHUNKED = (
+    "other numbers of chunks: the same model cut evenly; what its first or last chunk has beyond others stays whole"
+)
 
 
-def describe(
-    plan: Plan,
-    objective: str,
-    limit: float | None,
-    whole: float,
-    width: int,
-    layers: ModelCosts | None = None,
-    chunks: bool = False,
-    saving: bool = False,
-) -> str:
-    """Grid and figures.
+def text(answer: Answer, width: int) -> str:
+    """All of it, in lines of `width`."""
+    question, costs, setting = answer.question, answer.question.costs, answer.question.setting
+    lines = [describe(answer, width), *_gains(answer, width)]
+    if setting is not None:
+        lines += _step(answer.plan, setting, question.objective, width)
+    elif isinstance(costs, ModelCosts):
+        lines.append(cut(answer.plan, len(costs.layers), width))
+    parts = [] if setting is None else [_title(question, setting)]
+    parts.append("\n".join(lines))
+    if answer.published:
+        parts.append(_comparison(answer))
+    if setting is not None:
+        parts.append(_assumptions(setting.hardware, width))
+    return "\n\n".join(parts)
 
-    limit: per rank, in the unit of memory. whole: what one microbatch holds in the whole model, as a measure of memory
-    beside that unit; 0 for none, as where memory has model states in it. layers, chunks: what a search decided besides
-    the order: the cut of these layers, None where chunks were given; and their number. saving: whether it was free to
-    offload or recompute.
-    """
+
+def describe(answer: Answer, width: int) -> str:
+    """Grid and figures."""
+    question, plan = answer.question, answer.plan
+    objective, limit, whole = question.objective, question.limit, question.measure
     schedule, timeline = plan.schedule, plan.timeline
     each = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
     title = f"{schedule.name}: {schedule.stages} ranks, {each} each, {schedule.sequences} microbatches"
@@ -65,7 +81,7 @@ def describe(
     if len(schedule.slices) > 1:
         unit = "tokens" if plan.costs.tokens == sum(schedule.slices) else f"of {sum(schedule.slices)}"
         lines.append(figure("slices", f"{' '.join(map(str, schedule.slices))} {unit}, first to last", width))
-    lines += fused_lines(schedule) + idle_lines(plan, limit, width, layers, chunks, saving)
+    lines += fused_lines(schedule) + idle_lines(answer, width)
     return "\n\n".join([title, grid(schedule, width), "\n".join(lines)])
 
 
@@ -96,16 +112,17 @@ def fused_lines(schedule: Schedule) -> list[str]:
     return [f"{'backward':<9} {fused} of {fused + kinds.count('B')} in one pass, BW, the others as B and W"]
 
 
-def idle_lines(
-    plan: Plan, limit: float | None, width: int, layers: ModelCosts | None, chunks: bool, saving: bool = False
-) -> list[str]:
+def idle_lines(answer: Answer, width: int) -> list[str]:
     """What the idle time comes from and what would remove it besides what was searched for, the largest share first."""
+    question, plan = answer.question, answer.plan
     idle, schedule = plan.idle, plan.schedule
-    saving = saving or any(offloads_or_recomputes(row) for row in schedule.actions)
+    layers = question.costs if isinstance(question.costs, ModelCosts) else None
+    chunks = layers is not None and question.chunks is None and question.placement is None  # were searched for
+    saving = question.saves_memory or any(offloads_or_recomputes(row) for row in schedule.actions)
     room = "a higher limit" if saving else "a higher limit, offloading or recomputation"
     fill = "more microbatches" if chunks else "more microbatches, or more chunks per rank"
     links = "faster links" if chunks or schedule.chunks == 1 else "faster links, or fewer chunks per rank"
-    ways = [*(["more memory"] if limit is not None else []), *([] if plan.optimal else ["a longer search"])]
+    ways = [*(["more memory"] if question.limit is not None else []), *([] if plan.optimal else ["a longer search"])]
     causes = {
         _about_load(plan, layers): idle.load,
         f"forwards wait for memory: {room}": idle.memory,
@@ -216,5 +233,114 @@ def _joined(amounts: Sequence[str]) -> str:
     return (", " if units else " ").join(amounts)
 
 
-def exceeds(peak: float, limit: float) -> bool:
-    return peak > limit * (1 + _ROUNDING)
+def _gains(answer: Answer, width: int) -> list[str]:
+    """What saving memory would give."""
+    objective = answer.question.objective
+    lines: list[str] = []
+    for option, other in answer.gains.items():
+        time = getattr(other.timeline, objective)
+        less = 1 - time / getattr(answer.plan.timeline, objective)
+        said = f"{objective} {duration(time, other.timeline.unit)}, {less:.2%} less"
+        said = f"{option}: {said if less >= SHOWN else 'no gain'} (a quick search)"
+        lines.append(figure("" if lines else "try", said, width))
+    return lines
+
+
+def _comparison(answer: Answer) -> str:
+    """A table of the published schedules and of the plan."""
+    question, costs, setting = answer.question, answer.question.costs, answer.question.setting
+    shown = answer.published if question.schedule else [*answer.published, answer.plan.timeline]
+    given = shown, question.objective, question.limit, question.measure
+    if not isinstance(costs, ModelCosts):
+        return f"{table(*given)}\n\n{_RECHUNKED}"
+    if setting is None:
+        return table(*given, cuts=True)
+    return table(*given, setting.tokens(question.microbatches), setting.beside(question.stages), cuts=True)
+
+
+def _title(question: Question, setting: Setting) -> str:
+    """The model, and on what it is trained."""
+    architecture, hardware, job = setting
+    total, active = parameters(architecture)
+    size = f"{number(total / 1e9)} billion parameters"
+    if active < total:
+        size += f", {number(active / 1e9)} of them for a token"
+    parallel = {kind: getattr(job, f"{kind}_parallel") for kind in ("tensor", "expert", "context", "data")}
+    beside = "".join(f", {kind} parallel {count}" for kind, count in parallel.items() if count > 1)
+    model = f"{question.model} ({architecture.kind}): {size}, {len(architecture.blocks)} layers"
+    if architecture.left_out:
+        model += f"; left out: what {', '.join(architecture.left_out)} describes"
+    return (
+        f"{model}\n{question.stages} stages{beside} on {job.gpus(question.stages)} x {hardware.title}; "
+        f"{question.microbatches} microbatches of {job.microbatch_size} x {job.sequence} tokens"
+    )
+
+
+def _step(found: Plan, setting: Setting, objective: str, width: int) -> list[str]:
+    """The costs of a layer, the cut, and how long a step takes."""
+    chunks = cut(found, len(setting.costs.layers), width, f": {_counted(setting.architecture)}")
+    beside = setting.beside(found.schedule.stages)
+    seconds = getattr(found.timeline, objective) / 1e3 + beside
+    rate = setting.tokens(found.schedule.sequences) / seconds
+    each = rate / setting.job.gpus(found.schedule.stages)
+    placement = found.schedule.placement
+    static = amount(max(static_of_ranks(found.costs.per_chunk(len(placement)), placement)), "bytes")
+    return [
+        figure("layer", _block_costs(setting), width),
+        chunks,
+        figure("static", f"{static} at most by rank: weights, gradients, optimizer states", width),
+        figure(
+            "step",
+            f"{number(seconds)} s, {rate:,.0f} tokens/s, {each:,.0f} per GPU, {setting.of_peak(each):.1%} of the peak "
+            "flops; "
+            f"{number(beside)} s of it are the optimizer's step and what is not hidden of traffic between pipelines; "
+            f"{how_exact(setting.architecture, setting.hardware)}",
+            width,
+        ),
+    ]
+
+
+def how_exact(architecture: Architecture, hardware: Hardware) -> str:
+    """The error of speeds of this kind of model, from runs that were left out of the fit; or what corrected them."""
+    if hardware.calibration.source:
+        return hardware.calibration.describe()
+    experts = architecture.experts is not None
+    kind, error, runs = ("runs with experts", 0.11, 5) if experts else ("dense runs", 0.08, 7)
+    return f"within {error:.0%} (rms) of {runs} published {kind}, each left out of the fit"
+
+
+def _counted(architecture: Architecture) -> str:
+    """Which layers a partition counts, by the names that `cut` has for them."""
+    embedding, blocks, norm = architecture.names
+    found = f"{embedding}, {blocks}.0 to {len(architecture.blocks) - 1}, {norm} with the head"
+    further = predictors(architecture)
+    if not further:
+        return found
+    return (
+        f"{found}, then {', '.join(further)}, each with a head, which models of the transformers library do not have: "
+        "to cut one, plan with num_nextn_predict_layers 0 in its config.json"
+    )
+
+
+def _block_costs(setting: Setting) -> str:
+    """The costs of one block, by which the ratios can be judged."""
+    blocks = setting.costs.layers[1 : 1 + len(setting.architecture.blocks)]
+    block = blocks[len(blocks) // 2]
+    times = ", ".join(
+        f"{name} {number(each)}" for name, each in (("F", block.forward), ("B", block.backward), ("W", block.weight))
+    )
+    held = f", {block.held / block.activation:.2f} times that from B to W" if block.activation else ""
+    return f"{block.name}: {times} ms; {amount(block.activation, 'bytes')} from F to B{held}"
+
+
+def _assumptions(gpu: Hardware, width: int) -> str:
+    """What programs get of a GPU, which no datasheet says; where the rest is told; and where the peaks are from."""
+    corrected = f", then corrected by {gpu.calibration.source}" if gpu.calibration.source else ""
+    text = (
+        f"Computed from flops and bytes with shares fitted to published runs{corrected}, and not measured: programs "
+        f"get {gpu.matmul_share:.0%} of the GPU's peak in W's large products, "
+        f"{gpu.matmul_share * gpu.forward_backward_share:.0%} in those of F and B, {gpu.memory_share:.0%} of its "
+        f"memory's bandwidth and {gpu.network_share:.0%} of the links'. docs/models.md says what else is assumed."
+    )
+    source = f"Peaks: {gpu.source or 'of a table that names no source'}."
+    return "\n".join(textwrap.fill(each, width) for each in (text, source))

@@ -1,0 +1,117 @@
+"""From a Question to its Answer: the plan, what saving memory would give, and the published schedules beside it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.pipeline.schedules.units import amount, duration, enough
+from zbkern.planning.command.published import exceeds, published_timelines
+from zbkern.planning.command.question import Question, WrongArgument, option
+from zbkern.planning.command.remedies import may_fit_with_saving, why_not
+from zbkern.planning.planner import Plan, PlanOptions, plan
+from zbkern.planning.planner.plan import judged
+from zbkern.planning.simulation import comparison
+from zbkern.planning.simulation.costs import Costs
+from zbkern.planning.simulation.layers import ModelCosts
+from zbkern.planning.simulation.simulator import simulate
+from zbkern.planning.simulation.timeline import Timeline
+
+_WORTH_TRYING = 0.01  # of the objective
+_QUICK = 2  # rounds of the searches that only tell what an option would give
+
+
+@dataclass(frozen=True)
+class Answer:
+    """plan: the best that was found. gains: quick plans by the option with which they save memory. published: timelines
+    of the published schedules, where they are compared."""
+
+    question: Question
+    plan: Plan
+    gains: Mapping[str, Plan] = field(default_factory=dict)
+    published: Sequence[Timeline] = ()
+
+
+def answer(question: Question, progress: Callable[[str], None] = lambda line: None) -> Answer:
+    """progress: is called with a line about the search. Raises WrongArgument, which says what would fit."""
+    found = _searched(question, progress) if question.schedule is None else _named(question)
+    waits = found.idle.memory + found.idle.dependencies >= _WORTH_TRYING  # or others may have waited for memory
+    gains = _savings(question) if question.schedule is None and waits else {}
+    compare = question.compare or question.setting is not None
+    return Answer(question, found, gains, _published(question, found) if compare else ())
+
+
+def _searched(question: Question, progress: Callable[[str], None]) -> Plan:
+    try:
+        return search(question, progress)
+    except ScheduleError as error:
+        reason = why_not(question) or str(error)
+        for saving, other in _savings(question).items():
+            time = getattr(other.timeline, question.objective)
+            reason += f"; it fits with {saving}, {question.objective} {duration(time, other.timeline.unit)}"
+        raise WrongArgument("--memory", reason) from error
+    except ValueError as error:  # everything else has been checked
+        given = {"placement": None, "chunks": None, "slices": 1}
+        named = [option(name) for name, default in given.items() if getattr(question, name) != default]
+        raise WrongArgument(", ".join([*named, "--stages"]), str(error)) from error
+
+
+def search(question: Question, progress: Callable[[str], None] = lambda line: None) -> Plan:
+    """Raises ScheduleError where nothing fits."""
+    names = ("stages", "microbatches", "chunks", "placement", "effort", "recompute", "slices")
+    given: dict[str, Any] = {name: getattr(question, name) for name in names}
+    given |= {"memory_limit": question.limit, "offload": question.offload is not None}
+    options = PlanOptions(question.objective, time_limit=question.time_limit, progress=progress)
+    return plan(question.costs, **given, options=options)
+
+
+def _savings(question: Question) -> dict[str, Plan]:
+    """Plans with --recompute or --offload that fit, where neither was asked for and the costs say what they cost."""
+    costs, limit = question.costs, question.limit
+    if limit is None or question.saves_memory:
+        return {}
+    if isinstance(costs, ModelCosts) and not may_fit_with_saving(costs, question.stages, limit):
+        return {}
+    quick, found = replace(question, effort=min(question.effort, _QUICK)), {}
+    if isinstance(costs, ModelCosts) or costs.checkpoint is not None:
+        found["--recompute"] = replace(quick, recompute=True)
+    if costs.offload_bandwidth is not None and costs.reload_bandwidth is not None:
+        found["--offload"] = replace(quick, offload=0.0)
+    plans = {}
+    for saving, other in found.items():
+        with contextlib.suppress(ScheduleError):
+            plans[saving] = search(other)
+    return plans
+
+
+def _named(question: Question) -> Plan:
+    """The schedule that is named, with the lower bound for any order of its chunks in the limit, if there is one."""
+    name, costs, limit = question.schedule, question.costs, question.limit
+    assert name is not None
+    assert isinstance(costs, Costs)
+    if isinstance(question.slices, str):
+        raise WrongArgument("--slices", f"{name} is as it is told: give a number, or lengths")
+    schedule = comparison.build(name, question.stages, question.microbatches, question.chunks, question.slices)
+    peak = max(simulate(schedule, costs).peak_memory)
+    if limit is not None and exceeds(peak, limit):
+        raise WrongArgument(
+            "--memory",
+            f"{schedule.name} holds {enough(peak, costs.memory_unit)} on one rank, more than "
+            f"{amount(limit, costs.memory_unit)}; raise the limit, or leave --schedule out for a plan within it",
+        )
+    return judged(schedule, costs, limit, question.objective)
+
+
+def _published(question: Question, found: Plan) -> list[Timeline]:
+    """Of the published schedules, in whole sequences and in the plan's slices."""
+    costs, sizes = question.costs, (question.stages, question.microbatches)
+    timelines = []
+    for slices in dict.fromkeys([(1,), found.schedule.slices]):
+        if isinstance(costs, ModelCosts):
+            timelines += published_timelines(costs, *sizes, question.limit, slices)
+        else:
+            timelines += comparison.timelines(costs, *sizes, found.schedule.chunks, slices)
+    return timelines

@@ -1,0 +1,180 @@
+"""What `zbkern plan` is asked, as data: whoever asks, and not how it was spelt on a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from zbkern.pipeline.schedules.units import TIME_UNITS
+from zbkern.planning.cost_model.architecture import Architecture
+from zbkern.planning.cost_model.hardware import Hardware
+from zbkern.planning.cost_model.model_costs import Job, flops, model_costs, outside
+from zbkern.planning.planner.arguments import Slices, chunks_per_rank
+from zbkern.planning.planner.plan import EFFORT
+from zbkern.planning.simulation import comparison
+from zbkern.planning.simulation.costs import ChunkCosts, Costs
+from zbkern.planning.simulation.layers import ModelCosts
+
+USABLE = 0.9
+"""Of a GPU's memory: the rest is for what the model of costs leaves out, and for fragmentation."""
+
+SIZES = {
+    "tensor_parallel": 1,
+    "expert_parallel": 1,
+    "context_parallel": 1,
+    "data_parallel": 0,
+    "sequence": 4096,
+    "microbatch_size": 1,
+}
+"""What says how a model is trained, and the defaults."""
+
+FLAGS = ("fp8", "fully_shard")
+"""What is so or not."""
+
+LAYOUT_EFFORT = 2
+"""Rounds of search for each of the best few layouts."""
+
+
+class WrongArgument(ValueError):
+    """Names the option of `zbkern plan`, and what to do about it."""
+
+    def __init__(self, argument: str, message: str) -> None:
+        super().__init__(f"{argument}: {message}")
+
+
+def option(name: str) -> str:
+    """The option that gives what has this name."""
+    return "--" + name.replace("_", "-")
+
+
+def spelt(sizes: Mapping[str, int]) -> list[str]:
+    """The options that give these, without those that are not so."""
+    return [
+        option(name) if value is True else f"{option(name)} {value}"
+        for name, value in sizes.items()
+        if value is not False
+    ]
+
+
+class Setting(NamedTuple):
+    """What costs are computed from: a model, a GPU, and how the model is trained."""
+
+    architecture: Architecture
+    hardware: Hardware
+    job: Job
+
+    @property
+    def costs(self) -> ModelCosts:
+        return model_costs(*self)
+
+    def tokens(self, microbatches: int) -> int:
+        """Of a step, of all pipelines."""
+        return microbatches * self.job.tokens * self.job.data_parallel
+
+    def beside(self, stages: int) -> float:
+        """Seconds of a step that no pass has."""
+        return outside(*self, stages)
+
+    def of_peak(self, rate: float) -> float:
+        """The share of a GPU's peak flops, in bf16, that so many tokens per second take on it."""
+        return rate * flops(self.architecture, self.job.sequence) / self.hardware.matmul_flops
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a rank may hold."""
+        return USABLE * self.hardware.memory
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which schedule is best for so many stages and microbatches, in what memory, and for which costs.
+
+    chunks, placement, recompute, slices, objective, effort, time_limit: as for `plan`. measured: costs; setting: what
+    they are computed from instead, with a limit of memory; sizes: arguments of its job as they were given, of which
+    others follow; model: its name. schedule: a published one, and no search. memory: the most that a rank may hold, and
+    whether that counts what one microbatch holds in the whole model. offload: GB/s, or memory per time of costs without
+    units; 0 for what the costs have, None for none. compare: with published schedules.
+    """
+
+    stages: int
+    microbatches: int
+    measured: Costs | ModelCosts = Costs()  # noqa: RUF009  # it is frozen
+    setting: Setting | None = None
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    model: str = ""
+    chunks: int | None = None
+    placement: str | tuple[int, ...] | None = None
+    schedule: str | None = None
+    slices: Slices = 1
+    memory: tuple[float, bool] | None = None
+    offload: float | None = None
+    recompute: bool = False
+    objective: str = "cost"
+    effort: int = EFFORT
+    time_limit: float | None = None
+    compare: bool = False
+
+    @cached_property
+    def costs(self) -> Costs | ModelCosts:
+        """Raises ValueError where the setting has sizes that do not go together."""
+        costs, rate = self.measured if self.setting is None else self.setting.costs, self.offload
+        if not rate:
+            return costs
+        if costs.memory_unit == "bytes" and costs.time_unit is not None:
+            rate *= 1e9 / TIME_UNITS[costs.time_unit]
+        return replace(costs, offload_bandwidth=rate, reload_bandwidth=rate)
+
+    @property
+    def parts(self) -> ChunkCosts | ModelCosts:
+        """The costs of every layer, or of every chunk. Raises ValueError where they are of another number of chunks."""
+        if isinstance(self.costs, ModelCosts):
+            return self.costs
+        chunks = self.chunks or chunks_per_rank(self.placement, self.stages)
+        if self.schedule is not None:
+            chunks = comparison.build(self.schedule, self.stages, 1, self.chunks).chunks
+        return self.costs.per_chunk(self.stages * chunks)
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether the plan may offload or recompute."""
+        return self.recompute or self.offload is not None
+
+    @property
+    def whole(self) -> float:
+        """What one microbatch holds in the whole model."""
+        parts = self.parts
+        return sum(each.activation for each in parts.layers) if isinstance(parts, ModelCosts) else sum(parts.activation)
+
+    @property
+    def measure(self) -> float:
+        """The same as a measure of memory; 0 where memory has model states in it."""
+        parts = self.parts
+        static = [each.static for each in parts.layers] if isinstance(parts, ModelCosts) else parts.static
+        return 0.0 if any(static) else self.whole
+
+    @property
+    def limit(self) -> float | None:
+        """What a rank may hold, in the unit of the costs."""
+        if self.memory is None:
+            return None if self.setting is None else self.setting.limit
+        value, relative = self.memory
+        return value * self.whole if relative else value
+
+
+class LayoutQuestion(NamedTuple):
+    """How to train a model on so many GPUs with `batch` sequences per step.
+
+    own: sizes of a layout to compare with. effort, objective: as for `plan`, for the best few layouts.
+    """
+
+    architecture: Architecture
+    hardware: Hardware
+    gpus: int
+    batch: int
+    sequence: int = SIZES["sequence"]
+    fp8: bool = False
+    own: Mapping[str, int] = {}
+    effort: int = LAYOUT_EFFORT
+    objective: str = "cost"
