@@ -73,10 +73,23 @@ constexpr u64 kMark = 0x7a626b65726e2e32;
 
 struct Cta;
 
+struct TensorWork {  // a tcgen05.mma or .commit that has not been carried out
+  const Instr* instr;
+  Warp* warp;
+  u32 to;    // tensor memory; of a commit: its mbarrier
+  u64 a, b;  // descriptors
+  u32 descriptor;
+  bool add;
+  u32 clock;  // its number among the products of its pipe; of a commit: that of the last before it
+  Knowledge issuer;
+};
+
 // Four warps, whose products are each one operation: it begins when all four have issued it, and ends for all at once.
 struct WarpGroup {
-  u64 done = 0;  // products that have ended; their number is the clock of `thread`
   int thread = 0;
+  u64 done = 0;    // products that have ended; their number is the clock of `thread`
+  u32 issued = 0;  // tcgen05.mma
+  std::deque<TensorWork> work;
 };
 
 // A copy by the async proxy.
@@ -133,6 +146,12 @@ struct Product {  // a wgmma that has not been carried out
   Clock issued;       // once it is done: of all four warps, when they issued it
 };
 
+struct Moved {  // a tcgen05.ld or .st that has not been waited for
+  const Instr* instr;
+  bool load;
+  u32 bytes, parts[2] = {};  // of the shadow
+};
+
 struct Warp {
   Cta* cta = nullptr;
   int number = 0;  // in its block
@@ -166,6 +185,7 @@ struct Warp {
   u64 commits[32] = {};  // of cp.async
   u64 bulk_commits[32] = {};
   std::deque<Product> products;
+  std::vector<Moved> moved;
   u64 product_commits = 0, products_issued = 0;
   std::vector<u8> pending32;   // registers that a product will write: 1, or read: 2
   std::vector<u32> changed32;  // when a register was written last, by steps
@@ -196,6 +216,9 @@ struct Cta {
   std::vector<std::unique_ptr<Warp>> warps;
   std::vector<Copy> copies;
   std::vector<WarpGroup> warp_groups;
+  std::vector<u32> tensor;            // tensor memory
+  std::map<u32, u32> tensor_columns;  // allocated: the first, how many
+  bool may_allocate = true;
   int engine = 0;  // its copies' thread in Clock
   u32 engine_clock = 0;
   int live_warps = 0;
@@ -231,6 +254,7 @@ struct Grid {
   Barrier cluster_barrier;
   u64 late = 0;  // how async work is delayed: 0 at random, 1 as late as may be, 2 at once
   u32 shared_bytes = 0;
+  u32 tensor_shadow = 0;  // where tensor memory begins in what is known of shared memory
   void report(const char* kind, const Warp* warp, u32 lane, const Instr* instr, const std::string& what);
 };
 
@@ -280,6 +304,14 @@ inline const u64* in64(Warp& w, const Operand& o) {
       return out;
     }
   }
+}
+
+inline u64 address_of(Warp& w, const Arg& arg, int lane) {
+  const Operand& base = arg.base;
+  const u64 at = base.kind == Kind::constant ? base.value
+                 : base.kind == Kind::reg32  ? w.r32[base.index * 32 + lane]
+                                             : w.r64[base.index * 32 + lane];
+  return at + static_cast<u64>(arg.offset);
 }
 
 inline u32 in_pred(Warp& w, const Operand& o) {
@@ -338,7 +370,15 @@ u8* global_memory(Warp& w, const Instr& I, u32 lane, u64 address, u32 bytes, boo
 void touch_read(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, bool async_proxy);
 void touch_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, bool same = false);
 
+void begin_async_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, bool proxy);
+void end_async_write(Cta& cta, u32 offset, u32 bytes, int thread, u32 clock);
+void record_read(Cta& cta, u32 offset, u32 bytes, int thread, u32 clock);
+void fence(Warp& w);  // fence.proxy.async
+MBarrier& mbarrier_at(Warp& w, const Instr& I, u32 lane, u64 address);
+
 // ---- async work ----
+
+void run_tensor_work(WarpGroup& pipe);  // the first of it
 
 void complete_small(Warp& w, u32 lanes, u64 keep);
 void run_copy(Copy& copy);

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "handlers.h"
+#include "operand.h"
 
 namespace ptx {
 
@@ -37,14 +38,6 @@ void unpack(u32 bits, Type type, float* out) {  // 1, 2 or 4 numbers
 }
 
 int per_register(Type type) { return type == Type::tf32 ? 1 : bytes_of(type) == 2 ? 2 : 4; }
-
-u64 address_of(Warp& w, const Arg& arg, int lane) {
-  const Operand& base = arg.base;
-  const u64 at = base.kind == Kind::constant ? base.value
-                 : base.kind == Kind::reg32  ? w.r32[base.index * 32 + lane]
-                                             : w.r64[base.index * 32 + lane];
-  return at + static_cast<u64>(arg.offset);
-}
 
 int matrices(const Instr& I) { return I.has("x4") ? 4 : I.has("x2") ? 2 : 1; }
 
@@ -170,13 +163,6 @@ void mma(Warp& w, const Instr& I, u32) {  // m16n8kK
 
 // ---- wgmma ----
 
-struct Layout {  // of an operand in shared memory, from its descriptor
-  u32 start, leading, stride;
-  int swizzle;  // 0 none, 3: 128 bytes, 2: 64, 1: 32
-  bool turned;  // the summed dimension is the slow one
-  int element;  // bytes
-};
-
 Layout layout_of(u64 descriptor, bool turned, int element) {
   static const int modes[] = {0, 3, 2, 1};
   return {static_cast<u32>(descriptor & 0x3fff) << 4,
@@ -185,41 +171,6 @@ Layout layout_of(u64 descriptor, bool turned, int element) {
           modes[descriptor >> 62 & 3],
           turned,
           element};
-}
-
-u32 swizzled(u32 address, int mode) {
-  static const u32 masks[] = {0, 1, 3, 7};
-  return address ^ ((address >> 7 & masks[mode]) << 4);
-}
-
-// Where 16 bytes of row r (of M or N) and of k begin; along k where not turned, else along r.
-u32 chunk_at(const Layout& o, u32 r, u32 k) {
-  const u32 T = 16 / static_cast<u32>(o.element);
-  u32 at;
-  if (!o.turned) {
-    const u32 chunk = k / T;  // of 16 bytes along k
-    if (!o.swizzle) at = r % 8 * 16 + r / 8 * o.stride + chunk * o.leading;
-    else at = r % 8 * (16u << o.swizzle) + r / 8 * o.stride + chunk * 16;
-  } else {
-    const u32 chunk = r / T;
-    const u32 wide = 1u << o.swizzle;  // chunks in a row of the pattern
-    if (!o.swizzle) at = k % 8 * 16 + k / 8 * o.leading + chunk * o.stride;
-    else at = chunk % wide * 16 + chunk / wide * o.leading + k % 8 * (16 * wide) + k / 8 * o.stride;
-  }
-  return swizzled(o.start + at, o.swizzle);
-}
-
-// Calls f(r, k, offset) for each 16 bytes of rows first..first + rows, K columns.
-template <class F>
-void chunks(const Layout& o, u32 first, u32 rows, u32 K, F f) {
-  const u32 T = 16 / static_cast<u32>(o.element);
-  if (!o.turned) {
-    for (u32 r = first; r < first + rows; ++r)
-      for (u32 k = 0; k < K; k += T) f(r, k, chunk_at(o, r, k));
-  } else {
-    for (u32 k = 0; k < K; ++k)
-      for (u32 r = first; r < first + rows; r += T) f(r, k, chunk_at(o, r, k));
-  }
 }
 
 void decode16(const u8* from, Type type, float* out) {
@@ -294,32 +245,15 @@ void multiply(Warp& w, const Product& p) {
   const int element = s.a == Type::tf32 ? 4 : bytes_of(s.a);
   const u8* shared = w.cta->shared.data();
   static thread_local float a[16][64], b[64][256], c[16][256];
-  float v[16];
   if (s.registers) {
     const u32* registers[4] = {p.a[0], p.a[1], p.a[2], p.a[3]};
     gather_a(registers, 4, s.a, a);
   } else {
-    const Layout o = layout_of(p.descriptor_a, s.turned_a, element);
-    const u32 first = 16 * static_cast<u32>(w.number & 3);
-    chunks(o, first, 16, static_cast<u32>(s.K), [&](u32 r, u32 k, u32 offset) {
-      if (offset + 16 > grid->shared_bytes) return;
-      decode16(shared + offset, s.a, v);
-      for (u32 i = 0; i < 16u / static_cast<u32>(element); ++i) {
-        if (o.turned) a[r - first + i][k] = v[i];
-        else a[r - first][k + i] = v[i];
-      }
-    });
+    gather(layout_of(p.descriptor_a, s.turned_a, element), shared, s.a, 16 * static_cast<u32>(w.number & 3), 16,
+           static_cast<u32>(s.K), a[0], 64, 1);
   }
-  const Layout o = layout_of(p.descriptor_b, s.turned_b, element);
-  chunks(o, 0, static_cast<u32>(s.N), static_cast<u32>(s.K), [&](u32 n, u32 k, u32 offset) {
-    if (offset + 16 > grid->shared_bytes) return;
-    if (o.turned) {
-      decode16(shared + offset, s.b, &b[k][n]);
-    } else {
-      decode16(shared + offset, s.b, v);
-      for (u32 i = 0; i < 16u / static_cast<u32>(element); ++i) b[k + i][n] = v[i];
-    }
-  });
+  gather(layout_of(p.descriptor_b, s.turned_b, element), shared, s.b, 0, static_cast<u32>(s.N), static_cast<u32>(s.K),
+         b[0], 1, 256);
   const float sign = (I.args[s.after + 1].base.value & 0xffffffff) == 0xffffffff ? -1.0f : 1.0f;
   const float sign_b = (I.args[s.after + 2].base.value & 0xffffffff) == 0xffffffff ? -1.0f : 1.0f;
   const auto& d = I.args[0].items;
@@ -421,6 +355,18 @@ int number_after(const std::string& text, char letter) {
 
 }  // namespace
 
+void gather(const Layout& o, const u8* shared, Type type, u32 first, u32 rows, u32 K, float* out, u32 row, u32 column) {
+  float v[16];
+  chunks(o, first, rows, K, [&](u32 r, u32 k, u32 offset) {
+    if (offset + 16 > grid->shared_bytes) return;
+    float* to = out + (r - first) * row + k * column;
+    const u32 step = o.turned ? row : column;
+    if (step == 1) return decode16(shared + offset, type, to);
+    decode16(shared + offset, type, v);
+    for (u32 i = 0; i < 16u / static_cast<u32>(o.element); ++i) to[i * step] = v[i];
+  });
+}
+
 // Waits for all but the last `keep` groups of products.
 bool complete_products(Warp& w, u64 keep) {
   u64 needed = 0;
@@ -447,10 +393,7 @@ bool complete_products(Warp& w, u64 keep) {
         const int element = s.a == Type::tf32 ? 4 : bytes_of(s.a);
         const u32 clock = static_cast<u32>(group.done + 1);
         const auto read = [&](u32, u32, u32 offset) {
-          if (offset + 16 > grid->shared_bytes) return;
-          for (u32 g = offset / static_cast<u32>(grid->granule); g <= (offset + 15) / static_cast<u32>(grid->granule);
-               ++g)
-            w.cta->reads[g * static_cast<u32>(grid->threads) + static_cast<u32>(group.thread)] = clock;
+          if (offset + 16 <= grid->shared_bytes) record_read(*w.cta, offset, 16, group.thread, clock);
         };
         if (!s.registers)
           chunks(layout_of(p.descriptor_a, s.turned_a, element), 16 * static_cast<u32>(each->number & 3), 16,
@@ -496,6 +439,7 @@ Handler choose_matrix(Instr& I) {
     if (I.type2 == Type::f32 || I.type2 == Type::s32) return nullptr;
     return mma;
   }
+  if (op == "tcgen05") return choose_tensor(I);
   if (op == "wgmma") {
     I.together = I.memory = true;
     if (I.parts[1] == "fence") return wgmma_fence;

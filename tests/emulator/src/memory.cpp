@@ -18,6 +18,13 @@ namespace {
 
 u32 pack(int thread, u32 clock) { return static_cast<u32>(thread + 1) << 24 | (clock & 0xffffff); }
 
+std::string place(u32 granule) {
+  const u32 byte = granule * static_cast<u32>(grid->granule);
+  if (byte < grid->tensor_shadow) return "shared byte " + std::to_string(byte);
+  const u32 at = granule - grid->tensor_shadow / static_cast<u32>(grid->granule);
+  return "tensor memory's column " + std::to_string(at % 512) + " of lanes from " + std::to_string(at / 512 * 16);
+}
+
 std::string who(u32 packed) {
   const int thread = static_cast<int>(packed >> 24) - 1;
   int base = 0;
@@ -50,7 +57,7 @@ void touch_read(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 byt
     for (u32 i = 0; i < bytes; ++i)
       if (!cta.written[offset + i]) {
         grid->report("uninitialised", &w, lane, &I,
-                     "reads shared byte " + std::to_string(offset + i) + ", which nothing has written");
+                     "reads " + place((offset + i) / static_cast<u32>(grid->granule)) + ", which nothing has written");
         break;
       }
   }
@@ -60,25 +67,24 @@ void touch_read(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 byt
   const u32 mine = w.knowledge.seen.at[w.thread];
   for (u32 g = first; g <= last; ++g) {
     if (cta.pending_writes[g])
-      grid->report("race", &w, lane, &I,
-                   "reads shared byte " + std::to_string(g * static_cast<u32>(granule)) +
-                       " while an asynchronous copy writes it (" + instr_at(cta.last_write_instr[g]) + ")");
+      grid->report(
+          "race", &w, lane, &I,
+          "reads " + place(g) + " while an asynchronous copy writes it (" + instr_at(cta.last_write_instr[g]) + ")");
     const u32 write = cta.last_write[g];
     if (write) {
       const int thread = static_cast<int>(write >> 24) - 1;
       const u32 clock = write & 0xffffff;
       if (thread != w.thread && clock > w.knowledge.seen.at[thread])
         grid->report("race", &w, lane, &I,
-                     "reads shared byte " + std::to_string(g * static_cast<u32>(granule)) + " that " + who(write) +
-                         " writes, unordered (" + instr_at(cta.last_write_instr[g]) + ")");
+                     "reads " + place(g) + " that " + who(write) + " writes, unordered (" +
+                         instr_at(cta.last_write_instr[g]) + ")");
       else if (async_proxy && options.proxies && clock > w.knowledge.fenced.at[thread]) {
         bool engine = false;
         for (const auto& each : grid->ctas) engine |= each->engine == thread;
         if (!engine)
           grid->report("proxy", &w, lane, &I,
-                       "the async proxy reads shared byte " + std::to_string(g * static_cast<u32>(granule)) + " that " +
-                           who(write) + " wrote, without fence.proxy.async between (" +
-                           instr_at(cta.last_write_instr[g]) + ")");
+                       "the async proxy reads " + place(g) + " that " + who(write) +
+                           " wrote, without fence.proxy.async between (" + instr_at(cta.last_write_instr[g]) + ")");
       }
     }
     if (!async_proxy)
@@ -88,36 +94,34 @@ void touch_read(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 byt
 
 // same: what is written is what is there, as where several warps hold the same part of a tile.
 static void check_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 g, bool async_proxy, bool same = false) {
-  const int granule = grid->granule, threads = grid->threads;
-  const auto byte = [&] { return std::to_string(g * static_cast<u32>(granule)); };
+  const int threads = grid->threads;
   if (cta.pending_reads[g])
-    grid->report("race", &w, lane, &I, "writes shared byte " + byte() + " while asynchronous work still reads it");
+    grid->report("race", &w, lane, &I, "writes " + place(g) + " while asynchronous work still reads it");
   if (cta.pending_writes[g])
-    grid->report("race", &w, lane, &I,
-                 "writes shared byte " + byte() + " while an asynchronous copy writes it (" +
-                     instr_at(cta.last_write_instr[g]) + ")");
+    grid->report(
+        "race", &w, lane, &I,
+        "writes " + place(g) + " while an asynchronous copy writes it (" + instr_at(cta.last_write_instr[g]) + ")");
   const u32 write = cta.last_write[g];
   if (write) {
     const int thread = static_cast<int>(write >> 24) - 1;
     const u32 clock = write & 0xffffff;
     if (thread != w.thread && clock > w.knowledge.seen.at[thread] && !same)
       grid->report("race", &w, lane, &I,
-                   "writes shared byte " + byte() + " that " + who(write) + " writes, unordered (" +
+                   "writes " + place(g) + " that " + who(write) + " writes, unordered (" +
                        instr_at(cta.last_write_instr[g]) + ")");
     else if (async_proxy && grid->options.proxies && clock > w.knowledge.fenced.at[thread]) {
       bool engine = false;
       for (const auto& each : grid->ctas) engine |= each->engine == thread;
       if (!engine)
         grid->report("proxy-write", &w, lane, &I,
-                     "the async proxy overwrites shared byte " + byte() + " that " + who(write) +
+                     "the async proxy overwrites " + place(g) + " that " + who(write) +
                          " wrote, without fence.proxy.async between (" + instr_at(cta.last_write_instr[g]) + ")");
     }
   }
   const u32* reads = cta.reads.data() + g * static_cast<u32>(threads);
   for (int t = 0; t < threads; ++t)
     if (reads[t] > w.knowledge.seen.at[t] && t != w.thread && !same)
-      grid->report("race", &w, lane, &I,
-                   "writes shared byte " + byte() + " that " + who(pack(t, 1)) + " reads, unordered");
+      grid->report("race", &w, lane, &I, "writes " + place(g) + " that " + who(pack(t, 1)) + " reads, unordered");
 }
 
 void touch_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, bool same) {
@@ -132,7 +136,7 @@ void touch_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 by
   }
 }
 
-static void begin_async_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, bool proxy) {
+void begin_async_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, bool proxy) {
   if (!grid->options.races) return;
   const u32 granule = static_cast<u32>(grid->granule);
   for (u32 g = offset / granule; g <= (offset + bytes - 1) / granule; ++g) {
@@ -142,7 +146,7 @@ static void begin_async_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 o
   }
 }
 
-static void end_async_write(Cta& cta, u32 offset, u32 bytes, int thread, u32 clock) {
+void end_async_write(Cta& cta, u32 offset, u32 bytes, int thread, u32 clock) {
   std::memset(cta.written.data() + offset, 1, bytes);
   if (!grid->options.races) return;
   const u32 granule = static_cast<u32>(grid->granule);
@@ -150,6 +154,13 @@ static void end_async_write(Cta& cta, u32 offset, u32 bytes, int thread, u32 clo
     cta.pending_writes[g] = 0;
     cta.last_write[g] = pack(thread, clock);
   }
+}
+
+void record_read(Cta& cta, u32 offset, u32 bytes, int thread, u32 clock) {
+  if (!grid->options.races) return;
+  const u32 granule = static_cast<u32>(grid->granule);
+  for (u32 g = offset / granule; g <= (offset + bytes - 1) / granule; ++g)
+    cta.reads[g * static_cast<u32>(grid->threads) + static_cast<u32>(thread)] = clock;
 }
 
 void hold_granules(Cta& cta, u32 offset, u32 bytes, int add) {
@@ -280,14 +291,6 @@ Space which(Space space, u64 address) {
   if (address & kSharedWindow) return Space::shared;
   if (address & kLocalWindow) return Space::local;
   return Space::global;
-}
-
-u64 address_of(Warp& w, const Arg& arg, int lane) {
-  const Operand& base = arg.base;
-  const u64 at = base.kind == Kind::constant ? base.value
-                 : base.kind == Kind::reg32  ? w.r32[base.index * 32 + lane]
-                                             : w.r64[base.index * 32 + lane];
-  return at + static_cast<u64>(arg.offset);
 }
 
 u8* local_memory(Warp& w, const Instr& I, u32 lane, u64 address, u32 bytes) {
@@ -631,30 +634,10 @@ void cluster_wait(Warp& w, const Instr& I, u32 m) {
 }
 
 void fence(Warp& w, const Instr& I, u32 m) {
-  if (!m) return;
-  if (I.has("proxy")) {
-    w.knowledge.fenced.join(w.knowledge.seen, grid->threads);
-    ++w.knowledge.seen.at[w.thread];
-  } else if (I.has("mbarrier_init")) {
-    w.knowledge.fenced.join(w.knowledge.seen, grid->threads);
-    ++w.knowledge.seen.at[w.thread];
-  }
+  if (m && (I.has("proxy") || I.has("mbarrier_init"))) ptx::fence(w);
 }
 
 // ---- mbarrier ----
-
-MBarrier& mbarrier_at(Warp& w, const Instr& I, u32 lane, u64 address, Cta** block = nullptr) {
-  u32 offset;
-  Cta& cta = shared_block(w, address & 0xffffffff, offset);
-  const auto found = cta.mbarriers.find(offset);
-  if (found == cta.mbarriers.end()) {
-    grid->report("mbarrier", &w, lane, &I, "there is no mbarrier at shared byte " + std::to_string(offset));
-    throw Stop("there is no mbarrier at shared byte " + std::to_string(offset) + ": " + I.text);
-  }
-  if (block) *block = &cta;
-  touch_read(w, I, lane, cta, offset, 8, false);
-  return found->second;
-}
 
 void mbarrier_init(Warp& w, const Instr& I, u32 m) {
   for (int lane = 0; lane < 32; ++lane) {
@@ -1020,6 +1003,23 @@ void prefetch(Warp&, const Instr&, u32) {}
 
 }  // namespace
 
+void fence(Warp& w) {
+  w.knowledge.fenced.join(w.knowledge.seen, grid->threads);
+  ++w.knowledge.seen.at[w.thread];
+}
+
+MBarrier& mbarrier_at(Warp& w, const Instr& I, u32 lane, u64 address) {
+  u32 offset;
+  Cta& cta = shared_block(w, address & 0xffffffff, offset);
+  const auto found = cta.mbarriers.find(offset);
+  if (found == cta.mbarriers.end()) {
+    grid->report("mbarrier", &w, lane, &I, "there is no mbarrier at shared byte " + std::to_string(offset));
+    throw Stop("there is no mbarrier at shared byte " + std::to_string(offset) + ": " + I.text);
+  }
+  touch_read(w, I, lane, cta, offset, 8, false);
+  return found->second;
+}
+
 void mbarrier_check(MBarrier& b) {
   if (b.pending || b.transactions) return;
   ++b.phase;
@@ -1184,10 +1184,7 @@ void finish_copies(Warp& w, u32 lanes, u64 keep, bool reads_only) {
     }
     if (!copy.read_done) run_copy(copy);
     hold(copy, -1);
-    const u32 granule = static_cast<u32>(grid->granule);
-    if (grid->options.races)
-      for (u32 g = copy.shared / granule; g <= (copy.shared + copy.bytes - 1) / granule; ++g)
-        w.cta->reads[g * static_cast<u32>(grid->threads) + static_cast<u32>(w.thread)] = w.knowledge.seen.at[w.thread];
+    record_read(*w.cta, copy.shared, copy.bytes, w.thread, w.knowledge.seen.at[w.thread]);
     copies.erase(copies.begin() + static_cast<long>(i));
   }
 }

@@ -234,7 +234,15 @@ bool run_one_copy() {
   for (const auto& cta : grid->ctas)
     for (const auto& w : cta->warps)
       if (!w->arrivals.empty()) arriving.push_back(w.get());
-  if (found.empty() && arriving.empty()) return false;
+  std::vector<WarpGroup*> products;
+  for (const auto& cta : grid->ctas)
+    for (WarpGroup& each : cta->warp_groups)
+      if (!each.work.empty()) products.push_back(&each);
+  if (found.empty() && arriving.empty() && products.empty()) return false;
+  if (!products.empty() && ((found.empty() && arriving.empty()) || grid->random() % 2)) {
+    run_tensor_work(*products[grid->random() % products.size()]);
+    return true;
+  }
   if (found.empty() || (!arriving.empty() && grid->random() % 2)) {
     run_arrival(*arriving[grid->random() % arriving.size()]);
     return true;
@@ -268,8 +276,9 @@ void prepare(Cta& cta) {
   const Function& f = *grid->function;
   const u32 size = grid->shared_bytes;
   cta.shared.assign(size + 64, 0xff);
-  cta.written.assign(size + 64, 0);
-  const std::size_t granules = size / static_cast<u32>(grid->granule) + 32;
+  cta.written.assign(grid->tensor_shadow + 8 * 512 * static_cast<u32>(grid->granule), 0);
+  const bool tensor = std::any_of(f.code.begin(), f.code.end(), [](const Instr& I) { return I.parts[0] == "tcgen05"; });
+  const std::size_t granules = grid->tensor_shadow / static_cast<u32>(grid->granule) + (tensor ? 8 * 512 : 0);
   cta.last_write.assign(granules, 0);
   cta.last_write_instr.assign(granules, 0);
   cta.reads.assign(granules * static_cast<std::size_t>(grid->threads), 0);
@@ -278,6 +287,8 @@ void prepare(Cta& cta) {
   cta.barriers.assign(16, {});
   cta.mbarriers.clear();
   cta.copies.clear();
+  cta.tensor.clear(), cta.tensor_columns.clear();
+  cta.may_allocate = true;
   cta.engine_clock = 0;
   const u32 threads = grid->config.block[0] * grid->config.block[1] * grid->config.block[2];
   bool products = false;
@@ -297,7 +308,7 @@ void prepare(Cta& cta) {
     w.state = Warp::running;
     w.knowledge = {};
     w.knowledge.seen.at[w.thread] = 1;
-    w.small.clear(), w.products.clear(), w.arrivals.clear();
+    w.small.clear(), w.products.clear(), w.moved.clear(), w.arrivals.clear();
     w.small_serial = 0;
     std::fill_n(w.commits, 32, 0), std::fill_n(w.bulk_commits, 32, 0);
     w.product_commits = w.products_issued = 0;
@@ -311,7 +322,7 @@ void prepare(Cta& cta) {
     w.polls = w.spins = 0;
     w.random.seed(static_cast<u32>(grid->random()));
   }
-  for (WarpGroup& each : cta.warp_groups) each.done = 0;
+  for (WarpGroup& each : cta.warp_groups) each = {each.thread, 0, 0, {}};
   cta.live_warps = static_cast<int>(cta.warps.size());
 }
 
@@ -331,6 +342,12 @@ void end_of(Cta& cta) {
       grid->report("unfinished-copy", w.get(), 0, w->small.front().instr,
                    "the warp ends before this cp.async is waited for");
   }
+  for (const WarpGroup& each : cta.warp_groups)
+    if (!each.work.empty())
+      grid->report("unfinished", each.work.front().warp, 0, each.work.front().instr,
+                   "the block ends before this has been carried out");
+  if (!cta.tensor_columns.empty())
+    grid->report("tensor memory", nullptr, 0, nullptr, "the block ends with columns allocated");
   for (const auto& [offset, b] : cta.mbarriers)
     if (b.transactions)
       grid->report("mbarrier", nullptr, 0, nullptr,
@@ -412,6 +429,7 @@ void run_grid(Grid& given) {
   g.late = g.options.seed % 3;  // 0 at random, 1 late, 2 at once
   g.granule = f.subword_shared ? 1 : 4;
   g.shared_bytes = (f.static_shared + 127) / 128 * 128 + c.shared;
+  g.tensor_shadow = (g.shared_bytes + 128) / 4 * 4;
   const u32 threads = c.block[0] * c.block[1] * c.block[2], warps = (threads + 31) / 32;
   const u32 blocks = c.cluster[0] * c.cluster[1] * c.cluster[2];
   g.threads = static_cast<int>(blocks * (warps + 1 + (warps + 3) / 4));
