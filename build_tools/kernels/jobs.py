@@ -39,7 +39,10 @@ def compile_job(job: Job) -> Any:
     """Compiles one, into Triton's cache; returns Triton's CompiledKernel."""
     from triton.compiler import compile as triton_compile
 
-    return triton_compile(job.source(), target=job.target, options=job.options)
+    from zbkern.kernels.triton.common import compiling
+
+    with compiling():
+        return triton_compile(job.source(), target=job.target, options=job.options)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ constants, with the warps and stages, is a variant. build_tools/kernels compiles
 """
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -68,7 +69,8 @@ class Kernel:
                     f"{self.function.__name__.strip('_')}: its first call with these shapes and dtypes is inside a "
                     "CUDA graph capture, where nothing can be compiled or loaded; run it once before capture"
                 )
-            compiled = self.function[grid](*arguments, *constants, **compile_options(warps, stages))
+            with compiling():
+                compiled = self.function[grid](*arguments, *constants, **compile_options(warps, stages))
             self._compiled[key] = compiled
         else:
             compiled[grid](*arguments, *constants)
@@ -79,6 +81,46 @@ def compile_options(warps: int, stages: int) -> dict[str, Any]:
     """Of Triton's compiler. Products and sums become one instruction, as everything was tested and measured: Triton 3.9
     announces that 3.10 will not do so where it is not asked."""
     return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+
+
+class _Compiling(threading.local):
+    here = False
+
+
+_compiling = _Compiling()
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """What this thread compiles inside has a barrier after each access to tensor memory, which GPUs of 10.x have.
+
+    Triton 3.6 leaves it out (triton-lang/triton#10263 adds it): one warp starts a product that overwrites what other
+    warps still read. The emulator of PTX finds that in W and in FP8's products.
+    """
+    runtime = triton.knobs.runtime
+    if not isinstance(runtime.add_stages_inspection_hook, _AddBarriers):
+        runtime.add_stages_inspection_hook = _AddBarriers(runtime.add_stages_inspection_hook)
+    _compiling.here = True
+    try:
+        yield
+    finally:
+        _compiling.here = False
+
+
+class _AddBarriers(NamedTuple):
+    """A hook of Triton's compiler. others: the one that was there."""
+
+    others: Any
+
+    def __call__(self, backend: Any, stages: dict[str, Any], *more: Any) -> None:
+        if self.others is not None:
+            self.others(backend, stages, *more)
+        if _compiling.here:
+            ptx = stages["ptx"]
+            stages["ptx"] = lambda *given: re.sub(_WAIT, r"\g<0>\n\tbar.sync 0;", ptx(*given))
+
+
+_WAIT = r"tcgen05\.wait::(ld|st)\.sync\.aligned;"
 
 
 class Launch(NamedTuple):
@@ -165,7 +207,10 @@ def offset(index, stride):
 
 @triton.jit
 def dot(a, b, accumulator, PRECISION: tl.constexpr):
-    """accumulator + a b. In the interpreter through float32, where a product of bfloat16 would be silently wrong."""
+    """accumulator + a b. In the interpreter through float32, where a product of bfloat16 would be silently wrong.
+
+    `compiling` adds barriers around it: what Triton cached before it did is found by another key, for these words.
+    """
     if _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), accumulator, input_precision="ieee")
     else:
