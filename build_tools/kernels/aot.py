@@ -64,6 +64,7 @@ class Report:
     bulk: bool
     ahead: int | None = None
     tensor_memory: int = 0
+    ordered: bool = True
     warnings: Sequence[str] = ()
     code: triton_sass.Findings | None = None
     aligned: bool = True
@@ -79,6 +80,8 @@ class Report:
             found.append(f"{self.shared} bytes of shared memory, more than {limit}")
         if self.tensor_memory > TENSOR_MEMORY:
             found.append(f"{self.tensor_memory} columns of tensor memory, more than {TENSOR_MEMORY}")
+        if not self.ordered:
+            found.append("a product may overwrite tensor memory that other warps still read")
         product = _PRODUCTS[self.capability]
         if self.wgmma and not self.instructions[product]:
             found.append(f"multiplies matrices without {product}")
@@ -185,6 +188,7 @@ def _compile(named: Named) -> Report:
         bulk=any(kind.startswith("tensordesc") for kind in job.signature.values()),
         ahead=_ahead(kernel.asm["ttgir"]) if multiplies else None,
         tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
+        ordered=re.search(r"tcgen05\.wait::[\w.]+;(?!\s*bar\.sync)", ptx) is None,
         warnings=serialised(log),
         code=code,
         aligned=named.aligned,

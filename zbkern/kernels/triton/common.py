@@ -5,6 +5,7 @@ constants, with the warps and stages, is a variant. build_tools/kernels compiles
 """
 
 import contextlib
+import functools
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -95,11 +96,9 @@ def compiling() -> Iterator[None]:
     """What this thread compiles inside has a barrier after each access to tensor memory, which GPUs of 10.x have.
 
     Triton 3.6 leaves it out (triton-lang/triton#10263 adds it): one warp starts a product that overwrites what other
-    warps still read. The emulator of PTX finds that in W and in FP8's products.
+    warps still read. The emulator of PTX found that in W and in FP8's products.
     """
-    runtime = triton.knobs.runtime
-    if not isinstance(runtime.add_stages_inspection_hook, _AddBarriers):
-        runtime.add_stages_inspection_hook = _AddBarriers(runtime.add_stages_inspection_hook)
+    _patch_compiler()
     _compiling.here = True
     try:
         yield
@@ -107,20 +106,17 @@ def compiling() -> Iterator[None]:
         _compiling.here = False
 
 
-class _AddBarriers(NamedTuple):
-    """A hook of Triton's compiler. others: the one that was there."""
+@functools.cache
+def _patch_compiler() -> None:
+    from triton.backends.nvidia.compiler import CUDABackend
 
-    others: Any
+    real = CUDABackend.make_ptx
 
-    def __call__(self, backend: Any, stages: dict[str, Any], *more: Any) -> None:
-        if self.others is not None:
-            self.others(backend, stages, *more)
-        if _compiling.here:
-            ptx = stages["ptx"]
-            stages["ptx"] = lambda *given: re.sub(_WAIT, r"\g<0>\n\tbar.sync 0;", ptx(*given))
+    def make_ptx(*given: Any) -> str:
+        accesses = r"tcgen05\.wait::(ld|st)\.sync\.aligned;" if _compiling.here else r"(?!)"
+        return re.sub(accesses, r"\g<0>\n\tbar.sync 0;", real(*given))
 
-
-_WAIT = r"tcgen05\.wait::(ld|st)\.sync\.aligned;"
+    CUDABackend.make_ptx = make_ptx
 
 
 class Launch(NamedTuple):
@@ -209,7 +205,7 @@ def offset(index, stride):
 def dot(a, b, accumulator, PRECISION: tl.constexpr):
     """accumulator + a b. In the interpreter through float32, where a product of bfloat16 would be silently wrong.
 
-    `compiling` adds barriers around it: what Triton cached before it did is found by another key, for these words.
+    `compiling` adds barriers: what Triton cached without them has another key, thanks to these words.
     """
     if _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), accumulator, input_precision="ieee")
