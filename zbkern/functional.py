@@ -331,7 +331,8 @@ def linear_cross_entropy(
     checks.check_cross_entropy(options, reduction)
     if x.device.type == "cpu" and x.dtype.itemsize >= 4:
         chunk = min(options.chunk, max(128, x.shape[-1] // 4))
-        options = CrossEntropyOptions(options.ignore_index, options.label_smoothing, options.z_loss, chunk)
+        kept = options.ignore_index, options.label_smoothing, options.z_loss
+        options = CrossEntropyOptions(*kept, chunk, options.softcap)
     rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1).long()  # torch's loss takes no others
     compiling = torch.compiler.is_compiling()
     cut = compiled.can_defer_sharded(rows, weight, bias) if compiling else table.defers_dtensors(rows, weight, bias)

@@ -71,7 +71,10 @@ def test_embedding(accumulate: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "options",
-    [spec.CrossEntropyOptions(), spec.CrossEntropyOptions(ignore_index=3, label_smoothing=0.1, z_loss=1e-3, chunk=100)],
+    [
+        spec.CrossEntropyOptions(),
+        spec.CrossEntropyOptions(ignore_index=3, label_smoothing=0.1, z_loss=1e-3, chunk=100, softcap=5.0),
+    ],
     ids=["plain", "all options"],
 )
 def test_cross_entropy(options: spec.CrossEntropyOptions, dtype: torch.dtype) -> None:

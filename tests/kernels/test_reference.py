@@ -20,7 +20,7 @@ def rand(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def wgrad_cases() -> dict:
     """name -> (launch, one segment of so many rows, shapes of the outputs)."""
     torch.manual_seed(0)
-    weight, options = rand(9, 5), spec.CrossEntropyOptions(label_smoothing=0.1, z_loss=0.1, chunk=3)
+    weight, options = rand(9, 5), spec.CrossEntropyOptions(label_smoothing=0.1, z_loss=0.1, chunk=3, softcap=2.0)
 
     def head(rows: int) -> tuple[Tensor, ...]:
         x, target = rand(rows, 5), torch.randint(9, (rows,))

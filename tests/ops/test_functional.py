@@ -71,8 +71,9 @@ def torch_experts(interleaved=False, gpt_oss=False):
 GPT_OSS = Z.GateOptions(interleaved=True, limit=0.5, alpha=1.702, offset=1.0)
 
 
-def torch_head(x, weight, bias, smoothing=0.0, z_loss=0.0, reduction="mean"):
+def torch_head(x, weight, bias, smoothing=0.0, z_loss=0.0, reduction="mean", softcap=None):
     z = F.linear(x, weight, bias)
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
     loss = F.cross_entropy(z, TARGET, label_smoothing=smoothing, reduction=reduction)
     squares = z_loss * z.logsumexp(1).square() * (TARGET != -100)
     if reduction == "mean":
@@ -151,12 +152,12 @@ for name, function in ACTIVATIONS.items():
         [(6, 5), (6, 5), (4, 6), (6,), (6,), (4,)],
     )
 for reduction in ("mean", "sum", "none"):
-    for smoothing, z_loss in ((0.0, 0.0), (0.2, 0.0), (0.0, 0.3), (0.1, 0.1)):
+    for smoothing, z_loss, softcap in ((0.0, 0.0, None), (0.2, 0.0, 1.5), (0.0, 0.3, None), (0.1, 0.1, 1.5)):
         for chunk in (1024, 3):
-            options = Z.CrossEntropyOptions(-100, smoothing, z_loss, chunk)
+            options = Z.CrossEntropyOptions(-100, smoothing, z_loss, chunk, softcap)
             CASES[f"linear_cross_entropy {reduction} {smoothing} {z_loss} {chunk}"] = Case(
                 lambda x, w, b, r=reduction, o=options: Z.linear_cross_entropy(x, w, TARGET, b, r, o),
-                lambda x, w, b, r=reduction, s=smoothing, z=z_loss: torch_head(x, w, b, s, z, r),
+                lambda x, w, b, r=reduction, s=smoothing, z=z_loss, c=softcap: torch_head(x, w, b, s, z, r, c),
                 [(7, 5)],
                 [(9, 5), (9,)],
             )

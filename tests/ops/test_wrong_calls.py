@@ -192,6 +192,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("Z.rotary(t(5, 2, 4), t(5, 2), t(5, 1))", ValueError, "sin must be [T, R/2] with T=5 like x [5, 2, 4], R/2=2"),
     ("Z.rotary(t(5, 2, 4), t(5, 2), t(5, 2).requires_grad_())", TypeError, "rotary: cos and sin must be numbers"),
     ("Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET, options=HEAD(z_loss='a'))", TypeError, "linear_cross_entropy:"),
+    ("Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET, options=HEAD(softcap=0))", ValueError, "softcap more than 0"),
     ("Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET, options=HEAD(chunk=0))", ValueError, "linear_cross_entropy: la"),
     ("Z.linear_cross_entropy(t(7, 5), t(9, 5), TARGET, options=HEAD(chunk=1.5))", TypeError, "linear_cross_entropy: c"),
     ("Z.linear(t(2, 5), t(4, 5), t(4, dtype=torch.cfloat))", TypeError, "linear: bias must be real numbers; got"),

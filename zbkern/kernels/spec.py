@@ -178,13 +178,15 @@ class AttentionOptions:
 class CrossEntropyOptions:
     """ignore_index: targets whose rows count nothing. label_smoothing: weight of the uniform distribution.
 
-    z_loss: factor of the squared log-sum-exp. chunk: rows whose logits exist at one time.
+    z_loss: factor of the squared log-sum-exp. chunk: rows whose logits exist at one time. softcap: logits become
+    softcap tanh(logit / softcap), as in Gemma 2; None for no cap.
     """
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     chunk: int = 1024
+    softcap: float | None = None
 
 
 def largest_head(dtype: torch.dtype) -> int:

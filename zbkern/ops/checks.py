@@ -338,10 +338,12 @@ def check_cross_entropy(options: spec.CrossEntropyOptions, reduction: str) -> No
     check_number(op, "z_loss", options.z_loss)
     check_integer(op, "ignore_index", options.ignore_index)
     check_integer(op, "chunk", options.chunk)
-    if not 0 <= options.label_smoothing <= 1 or options.chunk < 1:
+    softcap = 1.0 if options.softcap is None else options.softcap
+    check_number(op, "softcap", softcap)
+    if not 0 <= options.label_smoothing <= 1 or options.chunk < 1 or not softcap > 0:
         raise ValueError(
-            f"{op}: label_smoothing must be within 0..1 and chunk at least 1; "
-            f"got {options.label_smoothing} and {options.chunk}"
+            f"{op}: label_smoothing must be within 0..1, chunk at least 1, and softcap more than 0 or None; "
+            f"got {options.label_smoothing}, {options.chunk} and {options.softcap}"
         )
 
 

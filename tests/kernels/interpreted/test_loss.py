@@ -58,7 +58,9 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.01, "ignore_index": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1, "z_loss": 0.01, "ignore_index": 3, "softcap": 2.0}], ids=str
+)
 def test_options(options: dict, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     check([7, 5], 50, 24, CrossEntropyOptions(**options, chunk=4), dtype)
@@ -100,7 +102,7 @@ def test_infinity_and_nan_stay_in_their_rows() -> None:
     masked = torch.where(torch.arange(70) < 40, float("-inf"), 0.0)
     z = torch.stack([masked, torch.full((70,), NAN), torch.zeros(70), torch.full((70,), float("-inf"))])
     loss, lse, target = torch.full((4,), NAN), torch.full((4,), NAN), torch.tensor([50, 1, 1, 0])
-    arguments = (z, target, loss, lse, 0, 0.0, 0.0, 70, 70, 1, 1, 1)
+    arguments = (z, target, loss, lse, 0, 0.0, 0.0, None, 70, 70, 1, 1, 1)
     triton_loss._loss(4, arguments, (False, True, 32), warps=8, stages=1)
     assert torch.allclose(loss[[0, 2]], torch.tensor([30.0, 70.0]).log())
     assert loss[1].isnan()

@@ -24,13 +24,14 @@ def cross_entropy_fwd(
 ) -> None:
     """loss = (1 - s) (lse - z[target]) + s (lse - mean z) + z_loss lse^2 for every row, 0 where it is ignored.
 
-    s is label_smoothing. dx = dz weight with the gradient dz of that row's own loss. gradients: (dweight, dbias) of the
-    sum of all losses, dz^T x and the sum of dz.
+    z is softcap tanh(logit / softcap) where there is one; s is label_smoothing. dx = dz weight with the gradient dz of
+    that row's own loss. gradients: (dweight, dbias) of the sum of all losses, dz^T x and the sum of dz.
     """
     dweight, dbias = gradients or (None, None)
     z = None
     for rows in _chunks(x.shape[0], options.chunk):
         z = _logits(x[rows], weight, bias, loss.dtype, z)
+        slope = _cap(z, options.softcap)
         counts = target[rows] != options.ignore_index
         chosen = z.gather(1, _valid(target[rows], counts)).squeeze(1)
         smoothing = options.label_smoothing
@@ -47,6 +48,7 @@ def cross_entropy_fwd(
         if dx is None and gradients is None:
             continue
         dz = _logit_gradient(z, total, target[rows], lse[rows], counts.to(z.dtype), options)
+        dz = dz if slope is None else dz.mul_(slope)
         narrow = dz.to(x.dtype)
         if dx is not None:
             addmm_into(dx[rows], narrow, weight, False)
@@ -74,9 +76,11 @@ def cross_entropy_wgrad(
     for x, target, lse, dloss in segments:
         for rows in _chunks(x.shape[0], options.chunk):
             z = _logits(x[rows], weight, bias, lse.dtype, z)
+            slope = _cap(z, options.softcap)
             factor = torch.where(target[rows] != options.ignore_index, dloss[rows], 0)
             z.sub_(lse[rows].unsqueeze(1)).exp_()
             dz = _logit_gradient(z, None, target[rows], lse[rows], factor, options)
+            dz = dz if slope is None else dz.mul_(slope)
             if dweight is not None:
                 addmm_into(dweight, dz.to(x.dtype).t(), x[rows], True)
             if dbias is not None:
@@ -88,6 +92,15 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, 
     if previous is None or x.dtype != dtype or previous.shape[0] < x.shape[0]:
         return linear(x, weight, bias).to(dtype)
     return linear_again(previous[: x.shape[0]], x, weight, bias)
+
+
+def _cap(z: Tensor, softcap: float | None) -> Tensor | None:
+    """softcap tanh(z / softcap) in place of z, and its derivative."""
+    if softcap is None:
+        return None
+    slope = 1 - z.div_(softcap).tanh_().square()
+    z.mul_(softcap)
+    return slope
 
 
 def _logit_gradient(

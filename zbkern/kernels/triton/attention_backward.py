@@ -12,7 +12,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from zbkern.kernels.spec import AttentionOptions
 from zbkern.kernels.triton.attention_forward import (
     LOG2_E,
-    capped,
     check_head_sizes,
     describe,
     head_constants,
@@ -26,7 +25,7 @@ from zbkern.kernels.triton.attention_forward import (
     tile_of,
 )
 from zbkern.kernels.triton.attention_tiles import line_length, place, place_tiles
-from zbkern.kernels.triton.common import Kernel, dot
+from zbkern.kernels.triton.common import Kernel, capped, dot
 from zbkern.kernels.triton.matmul_tile import precision
 
 _LOG2_E = tl.constexpr(LOG2_E)

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from zbkern.kernels import tiles
 from zbkern.kernels.spec import AttentionOptions, largest_head
 from zbkern.kernels.triton.attention_tiles import one_length, place, place_tiles
-from zbkern.kernels.triton.common import Kernel, dot
+from zbkern.kernels.triton.common import Kernel, capped, dot
 from zbkern.kernels.triton.matmul_tile import capability_of, precision
 
 LOG2_E = math.log2(math.e)
@@ -194,15 +194,6 @@ def sees(query, key, queries, keys, window, CAUSAL: tl.constexpr):
         if window is not None:
             seen = seen & (key > last - window)
     return seen
-
-
-@triton.jit
-def capped(scores, bend):
-    """tanh(bend scores), or without a bend the scores."""
-    if bend is None:
-        return scores
-    else:
-        return 2.0 * tl.sigmoid(scores * (2.0 * bend)) - 1.0
 
 
 @Kernel

@@ -279,3 +279,12 @@ def activation_gradient(dy, z, ACTIVATION: tl.constexpr):
         return dy * (s * (1.0 + z * (1.0 - s)))
     else:
         return dy
+
+
+@triton.jit
+def capped(scores, bend):
+    """tanh(bend scores), or without a bend the scores."""
+    if bend is None:
+        return scores
+    else:
+        return 2.0 * tl.sigmoid(scores * (2.0 * bend)) - 1.0

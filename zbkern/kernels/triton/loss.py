@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels.spec import CrossEntropyOptions, Outputs, Segments
-from zbkern.kernels.triton.common import Kernel, widen
+from zbkern.kernels.triton.common import Kernel, capped, widen
 from zbkern.kernels.triton.linear import linear_dgrad, linear_fwd
 from zbkern.kernels.triton.wgrad import linear_wgrad
 
@@ -31,8 +31,9 @@ def cross_entropy_fwd(
 ) -> None:
     """loss = (1 - s) (lse - z[target]) + s (lse - mean z) + z_loss lse^2 for every row, 0 where it is ignored.
 
-    s is label_smoothing. dx = dz weight with the gradient dz of that row's own loss. gradients: (dweight, dbias) of the
-    sum of all losses, dz^T x and the sum of dz. Allocates one chunk of logits.
+    z is softcap tanh(logit / softcap) where there is one; s is label_smoothing. dx = dz weight with the gradient dz of
+    that row's own loss. gradients: (dweight, dbias) of the sum of all losses, dz^T x and the sum of dz. Allocates one
+    chunk of logits.
     """
     rows, vocabulary = x.shape[0], weight.shape[0]
     if rows == 0:
@@ -91,21 +92,37 @@ def _logits(x: Tensor, rows: int, columns: int) -> Tensor:
     return x.new_empty(rows, triton.cdiv(columns, 8) * 8)[:, :columns]
 
 
-def _numbers(options: CrossEntropyOptions) -> tuple[int, float, float]:
-    return options.ignore_index, options.label_smoothing, options.z_loss
+def _numbers(options: CrossEntropyOptions) -> tuple[int, float, float, float | None]:
+    return options.ignore_index, options.label_smoothing, options.z_loss, options.softcap
 
 
 @triton.jit
-def _logit_gradient(z, column, target, lse, factor, smoothing, z_loss, vocabulary):
-    """factor (softmax(z) (1 + 2 z_loss lse) - (1 - smoothing) [column = target] - smoothing / vocabulary)."""
-    gradient = tl.exp(z - lse) * (1 + 2 * z_loss * lse) - smoothing / vocabulary
-    return factor * tl.where(column == target, gradient - (1 - smoothing), gradient)
+def _cap(z, softcap):
+    """softcap tanh(z / softcap), or without a softcap the logits."""
+    if softcap is None:
+        return z
+    else:
+        return softcap * capped(z, 1.0 / softcap)
+
+
+@triton.jit
+def _logit_gradient(z, column, target, lse, factor, smoothing, z_loss, softcap, vocabulary):
+    """factor (softmax(z) (1 + 2 z_loss lse) - (1 - smoothing) [column = target] - smoothing / vocabulary) of capped
+    logits, times the cap's derivative."""
+    value = _cap(z, softcap)
+    gradient = tl.exp(value - lse) * (1 + 2 * z_loss * lse) - smoothing / vocabulary
+    gradient = factor * tl.where(column == target, gradient - (1 - smoothing), gradient)
+    if softcap is None:
+        return gradient
+    else:
+        bent = value / softcap
+        return gradient * (1 - bent * bent)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["ignored"])
 def _loss(
-    z, target, loss, lse, ignored, smoothing, z_loss, vocabulary,
+    z, target, loss, lse, ignored, smoothing, z_loss, softcap, vocabulary,
     z_row, target_row, loss_row, lse_row,
     SMOOTHED: tl.constexpr, GRADIENT: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
@@ -121,6 +138,8 @@ def _loss(
     for start in range(0, vocabulary, PIECE):
         column = start + tl.arange(0, PIECE)
         value = widen(tl.load(z + column, column < vocabulary, other=float("-inf")))
+        if softcap is not None:
+            value = tl.where(column < vocabulary, _cap(value, softcap), float("-inf"))
         found = tl.maximum(largest, value)
         level = tl.where(found == float("-inf"), 0.0, found)
         sums = sums * tl.exp(largest - level) + tl.exp(value - level)
@@ -134,7 +153,7 @@ def _loss(
     mine = tl.load(target + row * target_row)
     counts = mine != ignored
     legal = (mine >= 0) & (mine < vocabulary)
-    chosen = tl.where(legal, widen(tl.load(z + mine, legal, other=0)), float("nan"))  # nobody overlooks nan
+    chosen = tl.where(legal, _cap(widen(tl.load(z + mine, legal, other=0)), softcap), float("nan"))  # not overlooked
     value = found - (1 - smoothing) * chosen + z_loss * found * found
     if SMOOTHED:
         value -= smoothing * tl.sum(total, 0) / vocabulary
@@ -144,14 +163,14 @@ def _loss(
         for start in range(0, vocabulary, PIECE):
             column = start + tl.arange(0, PIECE)
             dz = widen(tl.load(z + column, column < vocabulary, other=0))
-            dz = _logit_gradient(dz, column, mine, found, 1.0, smoothing, z_loss, vocabulary)
+            dz = _logit_gradient(dz, column, mine, found, 1.0, smoothing, z_loss, softcap, vocabulary)
             tl.store(z + column, tl.where(counts, dz, 0).to(z.dtype.element_ty), column < vocabulary)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["ignored", "first"])
 def _gradient(
-    z, target, lse, dloss, ignored, smoothing, z_loss, vocabulary, first, width,
+    z, target, lse, dloss, ignored, smoothing, z_loss, softcap, vocabulary, first, width,
     z_row, target_row, lse_row, dloss_row, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dz in place of the logits z [rows, width], columns first.. of the vocabulary, from the loss's gradient [rows].
@@ -166,5 +185,5 @@ def _gradient(
     place = z + row * z_row + inside
     value = widen(tl.load(place, inside < width, other=0))
     found = tl.load(lse + row * lse_row)
-    value = _logit_gradient(value, first + inside, mine, found, factor, smoothing, z_loss, vocabulary)
+    value = _logit_gradient(value, first + inside, mine, found, factor, smoothing, z_loss, softcap, vocabulary)
     tl.store(place, tl.where(mine != ignored, value, 0).to(z.dtype.element_ty), inside < width)

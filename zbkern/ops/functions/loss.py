@@ -110,6 +110,8 @@ def linear_cross_entropy_with_torch(
 def cross_entropy_with_torch(logits: Tensor, target: Tensor, options: Options) -> Tensor:
     """cross_entropy(logits[i], target[i]), in float32 or wider."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
     loss = torch.nn.functional.cross_entropy(
         logits,
         target,
