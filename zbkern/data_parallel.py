@@ -7,6 +7,7 @@ of this: its reducer hooks into the accumulation of gradients, which W goes thro
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,17 @@ class ShardedReduction:
             mine = {id(parameter) for parameter in unsharded(group)}
             if mine & complete and not mine & waiting:
                 group.post_backward()
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the module itself."""
+    library = sys.modules.get("torch.distributed.fsdp")  # whoever has such a module has imported it
+    return library is not None and isinstance(module, library.FSDPModule)
+
+
+def frees_after_forward(module: Any) -> bool:
+    """Whether FSDP2 frees the weights that it gathers for a sharded module as its forward ends."""
+    return any(group._reshard_after_forward for group in fsdp.groups_of(state_of(module)))
 
 
 def state_of(root: Any) -> Any:

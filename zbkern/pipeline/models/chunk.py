@@ -8,7 +8,8 @@ placeholders, so that a model that uses more of them than the last one's output 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from zbkern.pipeline.models.arguments import (
     split_batch,
     without_images,
 )
-from zbkern.pipeline.models.layers import encoder_of, is_transformer, is_within
+from zbkern.pipeline.models.deferred_logits import deferred, in_place_of_head
+from zbkern.pipeline.models.layers import encoder_of, is_transformer, is_within, name_in
 from zbkern.pipeline.models.placeholders import PlaceholderUsed, placeholder, refuse_placeholders
 from zbkern.pipeline.models.stand_ins import GIVE_TOKENS, Flow, Reached, result_of
 from zbkern.pipeline.transport.tensors import tensors_in
@@ -62,7 +64,7 @@ class Chunk(nn.Module):
         # DistributedDataParallel would broadcast into placeholders, which have no memory of their own
         self._ddp_params_and_buffers_to_ignore = list(elsewhere)
         self.tensor_names = plain_names(self)  # what is wrapped later has others
-        self._checked = False
+        self._checked = self._defers = False
         self._known_arguments = known_arguments(whole)  # before layers are converted
         for name in self.layer_names:
             whole.get_submodule(name).register_forward_pre_hook(_refusal_of(name), with_kwargs=True)
@@ -75,6 +77,9 @@ class Chunk(nn.Module):
             self._ending = whole.get_submodule(self._end).register_forward_hook(flow.leave)
         if first < self._encoder_layers < last:
             whole.get_submodule(encoder).register_forward_hook(flow.encode)
+        self._head = names[-1]
+        if last == len(names) and is_transformer(whole):
+            self._head = name_in(whole, self.whole.get_output_embeddings())
 
     @property
     def tied_parameters(self) -> dict[str, nn.Parameter]:
@@ -115,6 +120,15 @@ class Chunk(nn.Module):
             if next(layer.children(), None) is not None:
                 layer.compile(*args, **kwargs)
 
+    @contextmanager
+    def deferred_logits(self) -> Iterator[None]:
+        """Inside, the last chunk may give `DeferredLogits` in the place of logits: for a loss that takes them."""
+        self._defers = True
+        try:
+            yield
+        finally:
+            self._defers = False
+
     def train(self, mode: bool = True) -> Chunk:
         self.whole.training = mode
         return super().train(mode)
@@ -140,8 +154,10 @@ class Chunk(nn.Module):
         if self._last < len(self.all_layers):
             self._put_ending_last()
         self._flow.runs = True
+        defers = self._defers and self._head in self.layer_names
         try:
-            output = self._run(inputs, side)
+            with in_place_of_head(self, self._head) if defers else nullcontext():
+                output = self._run(inputs, side)
         except Reached:
             output = None
         except Exception as error:
@@ -167,7 +183,7 @@ class Chunk(nn.Module):
                 "modules that the forward calls"
             )
         else:
-            output = result_of(output)
+            output = deferred(result_of(output))
         try:
             refuse_placeholders(output)
         except PlaceholderUsed as error:

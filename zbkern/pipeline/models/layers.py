@@ -134,7 +134,7 @@ def encoder_of(model: Any) -> str:
     """The name of a model's encoder, where a decoder follows; else none. Of the transformers library alone."""
     if not is_transformer(model) or not getattr(model.config, "is_encoder_decoder", False):
         return ""
-    return _name_in(model, model.get_encoder())
+    return name_in(model, model.get_encoder())
 
 
 def _layers_of_the_library(model: nn.Module) -> dict[str, str]:
@@ -156,7 +156,7 @@ def _layers_of_the_library(model: nn.Module) -> dict[str, str]:
             "pipeline passes each layer once in every forward"
         )
     if encoder := encoder_of(model):
-        return _of_stack(model, encoder, encoder) | _of_stack(model, _name_in(model, model.get_decoder()), "")  # type: ignore[operator]
+        return _of_stack(model, encoder, encoder) | _of_stack(model, name_in(model, model.get_decoder()), "")  # type: ignore[operator]
     return _of_stack(model, "", "")
 
 
@@ -164,7 +164,7 @@ def _of_stack(model: Any, stack: str, outermost: str) -> dict[str, str]:
     """The layers of the blocks in a module, and of what stands beside it and what holds it, as far as the outermost."""
     config = model.config.get_text_config()
     part = model.get_submodule(stack)
-    embedding = _name_in(model, part.get_input_embeddings())
+    embedding = name_in(model, part.get_input_embeddings())
     lists = {name: each for name, each in part.named_modules(prefix=stack) if isinstance(each, nn.ModuleList)}
     blocks = [name for name, each in lists.items() if len(each) == config.num_hidden_layers]
     blocks = blocks or [name for name, each in lists.items() if len(each) > 1 and len({*map(type, each)}) == 1]
@@ -177,7 +177,7 @@ def _of_stack(model: Any, stack: str, outermost: str) -> dict[str, str]:
     if not isinstance(model.get_submodule(embedding), nn.Embedding):  # of images: with its positions
         outer = [embedding.rsplit(".", count)[0] for count in range(embedding.count(".") + 1)]
         embedding = [name for name in outer if not blocks[0].startswith(f"{name}.")][-1]
-    head = _name_in(model, model.get_output_embeddings())
+    head = name_in(model, model.get_output_embeddings())
     path = blocks[0].split(".")
     early, late = [], {}
     for depth in reversed(range(outermost.count(".") + bool(outermost), len(path))):  # from beside the blocks outwards
@@ -203,7 +203,8 @@ def is_within(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
-def _name_in(model: nn.Module, module: Any) -> str:
+def name_in(model: nn.Module, module: Any) -> str:
+    """The name in the model of a module, or none."""
     return next((name for name, each in model.named_modules() if each is module), "")
 
 

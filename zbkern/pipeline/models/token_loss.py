@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from zbkern.pipeline.models.deferred_logits import DeferredLogits
+
 IGNORED = -100  # the label of a token that does not count, torch's and the transformers library's
 
 
@@ -57,16 +59,22 @@ def _microbatches(labels: Any, microbatches: int) -> list[Tensor]:
     return parts
 
 
-def token_loss(logits: Tensor, targets: TokenTargets) -> Tensor:
-    """`loss_fn` of a Pipeline: cross-entropy of logits [rows, length, vocabulary], weighted as `token_targets` says."""
+def token_loss(logits: Tensor | DeferredLogits, targets: TokenTargets) -> Tensor:
+    """`loss_fn` of a Pipeline: cross-entropy of logits [rows, length, vocabulary], weighted as `token_targets` says.
+
+    Of a chunk of `cut` that ends in a linear head, the logits are never whole (`linear_cross_entropy`).
+    """
     if not isinstance(targets, TokenTargets):  # two rows of labels would pass for it
         raise TypeError(
             "token_loss: targets must be what token_targets(labels, microbatches) gives; got "
             f"{type(targets).__name__}; pass targets=token_targets(labels, microbatches) to Pipeline.step"
         )
     labels, weight = targets
-    summed = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    return summed * weight
+    if isinstance(logits, DeferredLogits):
+        return logits.cross_entropy(labels, "sum", IGNORED) * weight
+    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum") * weight
 
 
 token_loss.reduction = "sum"  # type: ignore[attr-defined] # over the tokens of a slice, where sequences are in slices
+token_loss.takes_deferred_logits = True  # type: ignore[attr-defined]

@@ -169,7 +169,10 @@ class Stage:
 
     def _outputs(self, inputs: Any, target: Target | None, side: Mapping[str, Any]) -> Any:
         records = torch.is_grad_enabled()
-        outputs = self._call(inputs, side)
+        defers = getattr(self.module, "deferred_logits", None)  # a chunk of `cut`
+        takes = target is not None and getattr(self.loss_fn, "takes_deferred_logits", False)
+        with nullcontext() if defers is None or not takes else defers():
+            outputs = self._call(inputs, side)
         if torch.is_grad_enabled() is not records:
             torch.set_grad_enabled(records)
             raise RuntimeError(

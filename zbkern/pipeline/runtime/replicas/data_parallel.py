@@ -8,7 +8,6 @@ end, whatever order their W take: communicators are not matched in any other way
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zbkern.data_parallel import end_backward, parameter_groups, unsharded
+from zbkern.data_parallel import end_backward, is_sharded, parameter_groups, unsharded
 from zbkern.pipeline.transport.base import Transport
 from zbkern.wgrad import WGradQueue, WGradTask, accumulation
 
@@ -307,12 +306,6 @@ def _reducer_of(chunk: int, module: nn.Module) -> DDPReducer | FSDPReducer | Non
         )
     roots = list(sharded_roots(module))
     return FSDPReducer(module, roots) if roots else None
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to the module itself."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has such a module has imported it
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def sharded_roots(module: nn.Module) -> Iterator[nn.Module]:

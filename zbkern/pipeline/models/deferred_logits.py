@@ -1,0 +1,204 @@
+"""Logits that nobody has computed yet: what the head was given, and what the model makes of what the head gives.
+
+While a chunk's forward runs for a loss that takes them, a stand-in is in the place of the head. It notes the products
+with numbers and the softcap that follow (Gemma, Cohere, Granite); for any other operation the logits are computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from zbkern import functional
+from zbkern import nn as layers
+from zbkern.data_parallel import frees_after_forward, is_sharded
+
+Autocast = tuple[str, torch.dtype, bool]  # a device's kind, and what torch.autocast takes besides
+
+
+class DeferredLogits:
+    """softcap tanh(scale head(hidden) / softcap), and without a softcap scale head(hidden), not computed.
+
+    hidden: [rows, length, features]. A loss of your own that says `loss.takes_deferred_logits = True` gets these in the
+    place of logits from a chunk of `cut` whose head is a linear one; where it is not, the loss gets logits.
+    """
+
+    def __init__(
+        self, hidden: Tensor, head: Any, autocast: Autocast, scale: float = 1.0, softcap: float | None = None
+    ) -> None:
+        self.hidden, self.head, self.autocast, self.scale, self.softcap = hidden, head, autocast, scale, softcap
+
+    def cross_entropy(self, labels: Tensor, reduction: str = "none", ignore_index: int = -100) -> Tensor:
+        """Cross-entropy with labels [rows, length]: for "none" [rows, length], 0 where ignored; else a number."""
+        options = functional.CrossEntropyOptions(ignore_index, softcap=self.softcap)
+        impl = getattr(self.head, "zbkern_impl", "auto")
+
+        def loss(hidden: Tensor) -> Tensor:
+            hidden = hidden if self.scale == 1 else hidden * self.scale
+            parameters = self.head.weight, labels, self.head.bias
+            return functional.linear_cross_entropy(hidden, *parameters, reduction, options, impl, name="head")
+
+        with torch.autocast(*self.autocast):
+            if not is_sharded(self.head):
+                return loss(self.hidden)
+            self.head.forward = loss  # FSDP2 gathers the weight around a forward of the head
+            try:
+                return self.head(self.hidden)
+            finally:
+                del self.head.forward
+
+    def log_probs(self, tokens: Tensor, ignore_index: int = -100) -> Tensor:
+        """The logarithm of the probability of each of tokens [rows, length], in float32; 0 where ignored."""
+        return -self.cross_entropy(tokens, ignore_index=ignore_index)
+
+
+def _unflatten(leaves: Iterable[Any], context: Any) -> DeferredLogits:
+    return DeferredLogits(*leaves, *context)
+
+
+def _flatten(logits: DeferredLogits) -> tuple[list[Any], tuple[Any, ...]]:
+    return [logits.hidden], (logits.head, logits.autocast, logits.scale, logits.softcap)
+
+
+pytree.register_pytree_node(DeferredLogits, _flatten, _unflatten)
+
+
+@contextmanager
+def in_place_of_head(chunk: nn.Module, name: str) -> Iterator[None]:
+    """Inside, the module of that name gives logits that are not computed, if it is a head whose loss needs none."""
+    parent, _, key = name.rpartition(".")
+    modules: Any = chunk.get_submodule(parent)._modules
+    head = modules[key]
+    if not _can_wait(chunk, name):
+        yield
+        return
+    modules[key] = _Head(head)
+    try:
+        yield
+    finally:
+        modules[key] = head
+
+
+def deferred(output: Any) -> Any:
+    """What a chunk gives: noted logits as they are to be computed, or, where that is not known, computed."""
+    return pytree.tree_map_only(_Noted, _Noted.result, output)
+
+
+def _can_wait(chunk: nn.Module, name: str) -> bool:
+    """Whether it is a linear layer and no more: in a plain dtype, on one rank, and nobody listens to what it gives."""
+    head: Any = chunk.get_submodule(name)
+    if type(head).forward not in (nn.Linear.forward, layers.Linear.forward) or "forward" in vars(head):
+        return False
+    hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values(), *head._backward_hooks.values())
+    if any(not getattr(hook, "__module__", "").startswith(_OWN_HOOKS) for hook in hooks) or getattr(
+        head, "zbkern_recipe", None
+    ):
+        return False
+    outer = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
+    above = [module for module in map(chunk.get_submodule, [*outer, ""]) if is_sharded(module)]
+    if is_sharded(head):
+        return True
+    is_plain = type(head.weight) in (Tensor, nn.Parameter)
+    return is_plain and not (above and frees_after_forward(above[0]))
+
+
+_OWN_HOOKS = ("zbkern.pipeline", "torch.distributed.fsdp")  # the others see what the head gives
+
+
+class _Head(nn.Module):
+    """In the place of a head."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["head"] = head
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["head"], name)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if type(hidden) is not Tensor:
+            return self.head(hidden)
+        like = hidden.new_empty(()).expand(*hidden.shape[:-1], self.head.out_features)
+        kind = hidden.device.type
+        autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        return _Noted.made(like, (hidden, self.head, autocast), (), partial(self.head, hidden))
+
+
+class _Noted(Tensor):
+    """Logits in the forward of a model, which have a shape and a dtype, and no values.
+
+    start: what `DeferredLogits` needs of the head. steps: (name of a function, number) that came since. compute: gives
+    the logits; it has run where they are `computed`.
+    """
+
+    start: tuple[Tensor, nn.Module, Autocast]
+    steps: tuple[tuple[str, float], ...]
+    compute: Callable[[], Tensor]
+    computed: Tensor | None
+
+    @staticmethod
+    def made(like: Tensor, start: Any, steps: Any, compute: Callable[[], Tensor]) -> _Noted:
+        noted = like.as_subclass(_Noted)
+        noted.start, noted.steps, noted.compute, noted.computed = start, steps, compute, None
+        return noted
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        noted, others, kwargs = next(iter(args), None), args[1:], kwargs or {}
+        if type(noted) is cls and noted.computed is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                if function.__name__ in _ASKING and not isinstance(found := function(*args, **kwargs), Tensor):
+                    return found
+                if not kwargs and (step := _step(function.__name__, others)) is not None:
+                    like = function(noted.new_empty(()), *others).expand(noted.shape)
+                    if torch.promote_types(like.dtype, noted.dtype) is like.dtype:
+                        steps = (*noted.steps, *step)
+                        return cls.made(like, noted.start, steps, lambda: function(noted.values(), *others))
+        args, kwargs = pytree.tree_map_only(cls, cls.values, (tuple(args), kwargs))
+        return function(*args, **kwargs)
+
+    def values(self) -> Tensor:
+        """The logits, which are computed once: what is written into them stays there."""
+        if self.computed is None:
+            self.computed = self.compute()
+        return self.computed
+
+    def result(self) -> DeferredLogits | Tensor:
+        """What the chunk gives for them."""
+        names = [name for name, _ in self.steps]
+        bend = names.index("tanh") if "tanh" in names else len(names)
+        scale, softcap = _product(self.steps), _product(self.steps[bend:])
+        biased = scale != 1 and self.start[1].bias is not None
+        if self.computed is not None or names.count("tanh") > 1 or softcap <= 0 or biased:
+            return self.values()
+        return DeferredLogits(*self.start, scale, softcap if bend < len(names) else None)
+
+
+_ASKING = frozenset(("__get__", "size", "dim", "__len__"))
+_MULTIPLYING = frozenset(("mul", "multiply", "__mul__", "__rmul__"))
+_DIVIDING = frozenset(("div", "divide", "true_divide", "__truediv__"))
+
+
+def _step(name: str, others: Sequence[Any]) -> list[tuple[str, float]] | None:
+    """What a function does to logits: it multiplies or divides them by a number, "tanh", nothing; else None."""
+    if name in _MULTIPLYING | _DIVIDING and len(others) == 1 and type(others[0]) in (int, float):
+        return [("divide" if name in _DIVIDING else "multiply", others[0])]
+    casts = name in ("float", "contiguous") or (name == "to" and [*map(type, others)] == [torch.dtype])
+    if casts and all(dtype.is_floating_point for dtype in others):
+        return []
+    return [("tanh", 1.0)] if name == "tanh" and not others else None
+
+
+def _product(steps: Sequence[tuple[str, float]]) -> float:
+    """Of the numbers; divided at the end, so that to divide and multiply by a softcap is 1."""
+    factors, divisors = (math.prod(n for name, n in steps if (name == "divide") is each) for each in (False, True))
+    return factors / divisors
