@@ -105,8 +105,7 @@ def _can_wait(chunk: nn.Module, name: str) -> bool:
     above = [module for module in map(chunk.get_submodule, [*outer, ""]) if is_sharded(module)]
     if is_sharded(head):
         return True
-    is_plain = type(head.weight) in (Tensor, nn.Parameter)
-    return is_plain and not (above and frees_after_forward(above[0]))
+    return type(head.weight) is nn.Parameter and not (above and frees_after_forward(above[0]))
 
 
 _OWN_HOOKS = ("zbkern.pipeline", "torch.distributed.fsdp")  # the others see what the head gives
@@ -135,18 +134,19 @@ class _Noted(Tensor):
     """Logits in the forward of a model, which have a shape and a dtype, and no values.
 
     start: what `DeferredLogits` needs of the head. steps: (name of a function, number) that came since. compute: gives
-    the logits; it has run where they are `computed`.
+    the logits; it has run where they are `computed`. later: what was made of them.
     """
 
     start: tuple[Tensor, nn.Module, Autocast]
     steps: tuple[tuple[str, float], ...]
     compute: Callable[[], Tensor]
     computed: Tensor | None
+    later: list[_Noted]
 
     @staticmethod
     def made(like: Tensor, start: Any, steps: Any, compute: Callable[[], Tensor]) -> _Noted:
         noted = like.as_subclass(_Noted)
-        noted.start, noted.steps, noted.compute, noted.computed = start, steps, compute, None
+        noted.start, noted.steps, noted.compute, noted.computed, noted.later = start, steps, compute, None, []
         return noted
 
     @classmethod
@@ -162,14 +162,19 @@ class _Noted(Tensor):
                     like = function(noted.new_empty(()), *others).expand(noted.shape)
                     if torch.promote_types(like.dtype, noted.dtype) is like.dtype:
                         steps = (*noted.steps, *step)
-                        return cls.made(like, noted.start, steps, lambda: function(noted.values(), *others))
+                        noted.later.append(
+                            cls.made(like, noted.start, steps, lambda: function(noted.values(), *others))
+                        )
+                        return noted.later[-1]
         args, kwargs = pytree.tree_map_only(cls, cls.values, (tuple(args), kwargs))
         return function(*args, **kwargs)
 
     def values(self) -> Tensor:
-        """The logits, which are computed once: what is written into them stays there."""
+        """The logits, which are computed once, and what was made of them before anything can be written into them."""
         if self.computed is None:
             self.computed = self.compute()
+            for each in self.later:
+                each.values()
         return self.computed
 
     def result(self) -> DeferredLogits | Tensor:

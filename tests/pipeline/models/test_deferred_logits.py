@@ -1,0 +1,240 @@
+"""A chunk that ends in a linear head, under a loss that takes logits which are not computed: the loss and gradients of
+one that gets logits, without these; and logits wherever anybody else needs them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zbkern
+from tests.support.chunks import gradients_of, results_on_threads
+from tests.support.saving import saved_in_turn, schedule_of, with_actions
+from tests.support.small_models import DECODER, batch, make, transformers
+from zbkern.pipeline import Pipeline, Schedule, StepOptions, cut, schedules, token_loss, token_targets
+from zbkern.pipeline.models.deferred_logits import DeferredLogits
+from zbkern.pipeline.transport.local import LocalTransport
+
+FAMILIES: dict[str, dict[str, Any]] = {  # what the model does after its head, or the head itself, is another in each
+    "Cohere": {"logit_scale": 0.3},
+    "Gemma2": {"head_dim": 8, "final_logit_softcapping": 0.7},
+    "Granite": {"logits_scaling": 3.0},
+    "Phi": {"tie_word_embeddings": False, "resid_pdrop": 0.0},  # a bias
+    "Qwen3": {"head_dim": 8, "tie_word_embeddings": False},
+    "Llama": {"tie_word_embeddings": True},
+}
+MORE = {name: pytest.param(name, marks=pytest.mark.slow) for name in ("Granite", "Phi", "Qwen3")}
+
+
+def of_family(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**DECODER, **FAMILIES[name]})
+    return transformers.AutoModelForCausalLM.from_config(config).double().train()
+
+
+def without_logits(logits: Any, targets: Any) -> Tensor:
+    assert type(logits) is DeferredLogits
+    return token_loss(logits, targets)
+
+
+without_logits.takes_deferred_logits, without_logits.reduction = True, "sum"  # type: ignore[attr-defined]
+
+
+def of_logits(logits: Tensor, targets: Any) -> Tensor:
+    assert type(logits) is Tensor
+    return token_loss(logits, targets)
+
+
+of_logits.reduction = "sum"  # type: ignore[attr-defined]
+
+
+def trained(model: nn.Module, loss_fn: Any, schedule: Schedule, converted: bool = True, **how: Any) -> Any:
+    """Both losses of a step and an evaluation, the gradients, and the most bytes that W waited with on any rank."""
+    tokens, mask, labels = batch()
+
+    def of_rank(transport: LocalTransport) -> Any:
+        chunks = cut(copy.deepcopy(model), schedule, rank=transport.rank)
+        modules = [zbkern.convert(chunk) if converted else chunk for chunk in chunks]
+        with Pipeline(modules, schedule, loss_fn, transport, timeout=30, **how) as pipe:
+            given = tokens, token_targets(labels, schedule.sequences), {"attention_mask": mask}
+            return [pipe.step(*given), pipe.evaluate(*given)], chunks, pipe.queue.peak_bytes
+
+    found = results_on_threads(schedule.stages, of_rank)
+    losses = [loss for mine, _, _ in found for loss in mine if loss is not None]
+    return losses, gradients_of([chunk for _, chunks, _ in found for chunk in chunks]), max(each[2] for each in found)
+
+
+def check(model: nn.Module, schedule: Schedule, converted: bool = True, **how: Any) -> None:
+    losses, gradients, _ = trained(model, without_logits, schedule, converted, **how)
+    expected, wanted, _ = trained(model, of_logits, schedule, converted, **how)
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+    for name, gradient in wanted.items():
+        if gradient is not None:
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-11, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("name", [MORE.get(name, name) for name in FAMILIES])
+def test_losses_and_gradients_are_those_of_logits(name: str) -> None:
+    check(of_family(name), schedules.zb_h1(2, 4))
+
+
+def recomputed(schedule: Schedule) -> Schedule:
+    return with_actions(schedule, saved_in_turn("recomputed"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "how"),
+    [
+        (schedules.one_f_one_b(1, 2, slices=2), {}),
+        (schedules.zb_v(2, 2), {}),
+        (recomputed(schedules.zb_h1(2, 2)), {}),
+        (recomputed(schedules.zb_h1(2, 2)), {"options": StepOptions(recompute=("*.layers.*", "lm_head"))}),
+        (schedules.zb_h1(2, 2), {"converted": False}),
+    ],
+    ids=["slices", "V", "all again", "parts again", "as it was"],
+)
+def test_with_whatever_else_the_chunk_does(schedule: Schedule, how: dict[str, Any]) -> None:
+    check(make("llama"), schedule, **how)
+
+
+def test_pending_w_hold_no_logits() -> None:
+    schedule = schedule_of(" ".join(f"0{kind}{n}" for kind in "FBW" for n in range(4)), microbatches=4)
+    config = transformers.LlamaConfig(**{**DECODER, "vocab_size": 4000, "num_hidden_layers": 1})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    held, whole = (trained(model, loss, schedule)[2] for loss in (without_logits, of_logits))
+    assert whole - held > 0.9 * 4 * 10 * 4000 * 4  # four microbatches of ten tokens
+
+
+class Own(nn.Module):
+    def __init__(self, after: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Embedding(61, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 61, bias=False)
+        self.after = after
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.after(self, self.head(self.block(self.embed(tokens))))
+
+
+def written(module: nn.Module, logits: Tensor) -> Tensor:
+    logits[..., :3] = -100.0
+    return logits.float()
+
+
+def halved(module: nn.Module, logits: Tensor) -> Tensor:
+    doubled = logits * 2
+    logits.mul_(0.5)
+    return doubled + logits
+
+
+def chunk_of(after: Any = lambda module, logits: logits) -> Any:
+    torch.manual_seed(0)
+    return cut(Own(after), schedules.gpipe(1, 1), [0], layers=["embed", "block", "head"])[0]
+
+
+TOKENS = torch.arange(40).view(2, 20)
+
+
+@pytest.mark.parametrize(
+    ("after", "scale", "softcap"),
+    [
+        (lambda _, logits: logits.float().contiguous(), 1.0, None),
+        (lambda _, logits: 3 * logits / 2.0, 1.5, None),
+        (lambda _, logits: torch.tanh(logits / 30.0) * 30.0, 1.0, 30.0),
+        (lambda _, logits: 5.0 * (0.5 * logits).tanh(), 2.5, 5.0),
+    ],
+    ids=["as it is", "scaled", "capped", "scaled and capped"],
+)
+def test_what_comes_after_the_head_is_read_off(after: Any, scale: float, softcap: float | None) -> None:
+    chunk = chunk_of(after)
+    expected = nn.functional.cross_entropy(chunk(TOKENS).flatten(0, 1), TOKENS.flatten(), reduction="none")
+    with chunk.deferred_logits():
+        logits = chunk(TOKENS)
+    assert (logits.scale, logits.softcap) == (scale, softcap)
+    torch.testing.assert_close(-logits.log_probs(TOKENS).flatten(), expected)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda module, logits: logits + 1.0,
+        lambda module, logits: logits * module.embed.weight[0, 0],
+        lambda module, logits: logits.softmax(-1),
+        lambda module, logits: -5.0 * torch.tanh(logits),
+        lambda module, logits: torch.tanh(torch.tanh(logits)),
+        lambda module, logits: torch.cat([logits[:, :3], logits[:, 3:]], 1),
+        lambda module, logits: logits if logits.sum() > 0 else -logits,
+        lambda module, logits: logits.half(),
+        written,
+        halved,
+    ],
+)
+def test_for_any_other_operation_there_are_logits(after: Any) -> None:
+    chunk = chunk_of(after)
+    with chunk.deferred_logits():
+        found = chunk(TOKENS)
+    assert type(found) is Tensor
+    assert torch.equal(found, chunk(TOKENS))
+
+
+def quietly_hooked(head: nn.Module) -> None:
+    head.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def weighed(head: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(head)
+
+
+def other_forward(head: nn.Module) -> None:
+    head.forward = lambda x: x @ head.weight.t() + 1  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("change", [quietly_hooked, weighed, other_forward])
+def test_a_head_that_is_more_than_its_weight_is_called(change: Any) -> None:
+    chunk = chunk_of()
+    change(chunk.get_submodule("head"))
+    with chunk.deferred_logits():
+        found = chunk(TOKENS)
+    assert torch.equal(found, chunk(TOKENS))
+
+
+def test_autocast_is_that_of_the_forward() -> None:
+    chunk = chunk_of()
+    with torch.autocast("cpu", torch.bfloat16), chunk.deferred_logits():
+        logits = chunk(TOKENS)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = nn.functional.cross_entropy(chunk(TOKENS).flatten(0, 1).float(), TOKENS.flatten())
+    torch.testing.assert_close(logits.cross_entropy(TOKENS, "mean"), expected, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("each", [True, False])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp(two_ranks: Any, each: bool, reshard: bool) -> None:
+    """Under FSDP2 the head's weight may be gathered in its forward alone."""
+    two_ranks.run(shard, each, reshard)
+
+
+def shard(each: bool, reshard: bool) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model, schedule, tokens = make("llama"), schedules.gpipe(1, 4), batch()[0]
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    gradients = []
+    for loss_fn in (of_logits, without_logits if each or not reshard else token_loss):
+        (chunk,) = cut(copy.deepcopy(model), schedule, rank=0)
+        zbkern.convert(chunk)
+        if each:
+            for name in chunk.layer_names:
+                fully_shard(chunk.get_submodule(name), reshard_after_forward=reshard)
+        fully_shard(chunk, reshard_after_forward=reshard)
+        with Pipeline(
+            chunk, schedule, loss_fn, group=dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        ) as pipe:
+            losses = [pipe.step(tokens, token_targets(tokens, 4)) for _ in range(2)]
+        gradients.append((losses, [parameter.grad.full_tensor() for parameter in chunk.parameters()]))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-11, atol=1e-12)
