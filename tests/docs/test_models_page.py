@@ -68,7 +68,7 @@ def check_weights(names: dict[str, Any], folder: str) -> None:
 
 def run_page(folder: str) -> tuple[str, bool, int]:
     """The page's programs in one namespace; the schedule of its second one, and what its last chunk begins with."""
-    cutting, measuring, by_layer, from_file = blocks(PAGE)
+    cutting, without_logits, measuring, by_layer, from_file = blocks(PAGE)
     names: dict[str, Any] = dict(batch())
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -77,6 +77,9 @@ def run_page(folder: str) -> tuple[str, bool, int]:
         exec(cutting, names)
         check_cut(names, folder)
         names["pipe"].close()
+        exec(without_logits, names)
+        with zbkern.pipeline.Pipeline(names["chunks"], names["schedule"], names["policy_loss"]) as pipe:
+            pipe.step(names["tokens"], (names["tokens"], torch.ones(4, 7)), side={"attention_mask": names["mask"]})
         names |= {"chunk": zbkern.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH))), "loss_fn": nn.functional.mse_loss}
         names |= {"inputs": torch.ones(16, WIDTH), "targets": torch.ones(16, WIDTH)}
         exec(measuring, names)

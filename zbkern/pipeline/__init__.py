@@ -14,6 +14,7 @@ from zbkern.pipeline.schedules.schedule import Schedule
 _HOME = {
     "Carry": "zbkern.pipeline.runtime.slices.carry",
     "Costs": "zbkern.planning.simulation.costs",
+    "DeferredLogits": "zbkern.pipeline.models",
     "Event": "zbkern.planning.simulation.timeline",
     "LayerCosts": "zbkern.planning.simulation.layers",
     "ModelCosts": "zbkern.planning.simulation.layers",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline import schedules as schedules
     from zbkern.pipeline.models.cutting import cut as cut
     from zbkern.pipeline.models.cutting import layer_chunks as layer_chunks
+    from zbkern.pipeline.models.deferred_logits import DeferredLogits as DeferredLogits
     from zbkern.pipeline.models.export import export as export
     from zbkern.pipeline.models.export import export_adapter as export_adapter
     from zbkern.pipeline.models.layers import layers_of as layers_of

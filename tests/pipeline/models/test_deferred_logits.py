@@ -19,6 +19,9 @@ from tests.support.small_models import DECODER, batch, make, transformers
 from zbkern.pipeline import Pipeline, Schedule, StepOptions, cut, schedules, token_loss, token_targets
 from zbkern.pipeline.models.deferred_logits import DeferredLogits
 from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.planning.cost_model.architecture import architecture
+from zbkern.planning.cost_model.hardware import load_hardware
+from zbkern.planning.cost_model.model_costs import Job, model_costs
 
 FAMILIES: dict[str, dict[str, Any]] = {  # what the model does after its head, or the head itself, is another in each
     "Cohere": {"logit_scale": 0.3},
@@ -238,3 +241,27 @@ def shard(each: bool, reshard: bool) -> None:
             losses = [pipe.step(tokens, token_targets(tokens, 4)) for _ in range(2)]
         gradients.append((losses, [parameter.grad.full_tensor() for parameter in chunk.parameters()]))
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-11, atol=1e-12)
+
+
+def test_what_it_keeps_is_what_plans_count() -> None:
+    """Of norm and head: the input of each and the head's gradient of it until B, and the head's input until W."""
+    config = transformers.LlamaConfig(**{**DECODER, "hidden_size": 512, "num_hidden_layers": 1, "vocab_size": 4000})
+    planned = model_costs(architecture(config.to_dict()), load_hardware("h100"), Job(96)).layers[-1]
+    schedule, tokens = schedules.gpipe(1, 1), torch.randint(4000, (1, 96))
+    chunk, saved, queue = zbkern.convert(cut(config, schedule)[0].bfloat16()), {}, zbkern.WGradQueue()
+    resident = {each.untyped_storage().data_ptr() for each in (*chunk.parameters(), *chunk.buffers())}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    hidden = torch.randn(1, 96, 512, dtype=torch.bfloat16, requires_grad=True)
+    model = chunk.whole.model  # the chunk's last two layers alone
+    model.forward = lambda *_, **__: transformers.modeling_outputs.BaseModelOutputWithPast(model.norm(hidden))
+    with queue.defer(), torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each), chunk.deferred_logits():
+        loss = token_loss(chunk(tokens), *token_targets(tokens, 1))
+    kept = sum(size for place, size in saved.items() if place not in resident)
+    assert kept == pytest.approx(planned.activation, rel=0.05)
+    with queue.defer():
+        loss.backward()
+    assert queue.peak_bytes == pytest.approx(planned.held, rel=0.05)

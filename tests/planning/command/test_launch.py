@@ -83,8 +83,10 @@ def test_the_program_shards_all_that_replicas_have(two_ranks: Any, four_ranks: A
     for folder in folders:
         folder.mkdir()
     with mock.patch.dict(TINY, tie_word_embeddings=True):
-        whole, _ = two_ranks.run(losses, planned(folders[0], "--stages", "1", "--data-parallel", "2"))
-        tied, _ = two_ranks.run(losses, sharded(folders[1]))
+        programs = planned(folders[0], "--stages", "1", "--data-parallel", "2"), sharded(folders[1])
+        for program in programs:  # they add the head's gradients in another order, which bf16 would round
+            program.write_text(program.read_text().replace("param_dtype=torch.bfloat16", "param_dtype=torch.float32"))
+        (whole, _), (tied, _) = (two_ranks.run(losses, program) for program in programs)
     shared, _ = two_ranks.run(losses, sharded(folders[2]))
     (divided,) = [each for each in four_ranks.run(losses, sharded(folders[3], "--tensor-parallel", "2")) if each]
     assert tied == whole

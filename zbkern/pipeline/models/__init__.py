@@ -1,8 +1,19 @@
 """From a model to the chunks of a pipeline, and from the chunks to a file that others read."""
 
 from zbkern.pipeline.models.cutting import cut, layer_chunks
+from zbkern.pipeline.models.deferred_logits import DeferredLogits
 from zbkern.pipeline.models.export import export, export_adapter
 from zbkern.pipeline.models.layers import Layer, layers_of
 from zbkern.pipeline.models.token_loss import token_loss, token_targets
 
-__all__ = ["Layer", "cut", "export", "export_adapter", "layer_chunks", "layers_of", "token_loss", "token_targets"]
+__all__ = [
+    "DeferredLogits",
+    "Layer",
+    "cut",
+    "export",
+    "export_adapter",
+    "layer_chunks",
+    "layers_of",
+    "token_loss",
+    "token_targets",
+]

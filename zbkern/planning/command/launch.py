@@ -164,7 +164,8 @@ def chunks_of(config: object, mesh: DeviceMesh, device: torch.device) -> list[to
     "step": """\
         loss = torch.zeros((), device=device)
         for some, target in zip(tokens.split(ROWS), targets, strict=True):
-            part = token_loss(chunks[0](some), target) / MICROBATCHES
+            with chunks[0].deferred_logits():
+                part = token_loss(chunks[0](some), target) / MICROBATCHES
             part.backward()  # which reduces the gradients of every layer
             loss += part.detach()""",
     "end": "optimizer.validate()",
