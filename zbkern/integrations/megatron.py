@@ -80,7 +80,7 @@ class ForwardBackward:
                 f"placement {schedule.placement} of {schedule.name}"
             )
         kinds = {action.kind for row in schedule.actions for action in row} - {"F", "B", "W", "BW"}
-        if kinds or len(schedule.slices) > 1:
+        if kinds or schedule.is_sliced:
             raise ValueError(
                 f"ForwardBackward: schedule must have F, B, W and BW of whole sequences alone, since Megatron "
                 f"recomputes and offloads itself; got {sorted(kinds) or schedule.slices}"

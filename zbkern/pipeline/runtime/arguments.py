@@ -62,7 +62,8 @@ def check_place(
         )
     if len(schedule.placement) - 1 in chunks and loss_fn is None:
         raise TypeError(f"Pipeline: loss_fn must be callable on rank {rank}, which holds the last chunk; got None")
-    check_sliceable(modules, schedule.slices)
+    if schedule.is_sliced:
+        check_sliceable(modules)
 
 
 def module_list(caller: str, modules: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -143,7 +144,7 @@ def split_batch(
     targets = split(call, "targets", given[1], count) if takes_targets else [None] * count
     if takes_targets:
         targets = [Target(target, 1 / count) for target in targets]
-    if len(schedule.slices) == 1:
+    if not schedule.is_sliced:
         return [Microbatch(*own, _versions(own[2])) for own in zip(firsts, targets, sides, strict=True)]
     cuts_targets = adds_up(loss_fn) and call != "forward"
     batch: list[Microbatch] = []
@@ -152,7 +153,11 @@ def split_batch(
         if not cuts_targets:
             del whole[1]  # targets of whole sequences may have other lengths
         tokens = length_of(*whole) or 0  # any rank may know; where none does nothing is to be cut
-        places = edges(f"Pipeline.{call}", tokens, schedule.slices) if tokens else [(0, 0)] * len(schedule.slices)
+        slices = schedule.slices_of(number)
+        if len(slices) == 1:
+            batch.append(Microbatch(first, target, side, _versions(side)))
+            continue
+        places = edges(f"Pipeline.{call}", tokens, slices) if tokens else [(0, 0)] * len(slices)
         parts = [None] * (len(places) - 1) + [target]
         if target is not None and cuts_targets:
             parts = [Target(part, target.weight) for part in cut_target(call, target.value, tokens, places)]

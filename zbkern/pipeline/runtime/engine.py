@@ -337,15 +337,15 @@ class Pipeline:
             stages = make_stages(modules, schedule, self._loss_fn, self._recorder, self._options)
             self._recorder.watch([stage for stage in stages.values() if isinstance(stage, MemorySavingStage)])
         self._sequence_losses, own = None, self._loss_fn
-        if own is not None and len(schedule.slices) > 1 and not adds_up(own):
-            self._sequence_losses, own = SequenceLosses(own, len(schedule.slices)), None
+        if own is not None and schedule.is_sliced and not adds_up(own):
+            self._sequence_losses, own = SequenceLosses(own, schedule.units), None
         if stages is not None:
             for stage in self._stages.values():
                 stage.close()
             self._stages = {**stages}
         else:
             for chunk, stage in self._stages.items():
-                stage.use(actions, schedule.slices, own if chunk == self._last else None)
+                stage.use(schedule, actions, own if chunk == self._last else None)
         self._program = list(merge_neighbours(actions))
         self._max_in_flight = peak_microbatches(actions)
         self._max_ahead = speculative_forwards(schedule)[self.rank]
@@ -381,10 +381,10 @@ class Pipeline:
         wrong = None
         try:
             chosen = self._schedules.choose(call, schedule, given)
-            if chosen.slices != self.schedule.slices:
-                check_sliceable(self.modules.values(), chosen.slices)
+            if chosen.is_sliced and not self.schedule.is_sliced:
+                check_sliceable(self.modules.values())
             self._batch = split_batch(call, given, chosen, self.modules, self._loss_fn)
-            count = "rows" if len(chosen.slices) == 1 else "elements"
+            count = "elements" if chosen.is_sliced else "rows"
             named = call + self._schedules.name(chosen)
             announced = name_with_side(named, [microbatch.side for microbatch in self._batch], count)
             self._use_schedule(chosen)
@@ -510,7 +510,7 @@ class Pipeline:
             self._results.append(outputs.detach())
         else:
             with self.queue.defer((chunk, microbatch)):
-                loss = self._sequence_losses.forward(microbatch, outputs, side["carry"], target)
+                loss = self._sequence_losses.forward(microbatch, outputs, side.get("carry"), target)
             self._results += [] if loss is None else [loss]
         self._forward_input = None
         self._recorder.done((action,), start)
@@ -519,7 +519,7 @@ class Pipeline:
         """What `forward` returns for a microbatch, behind its last slice."""
         if "carry" in side:
             self._parts.append((side["carry"].end - side["carry"].start, outputs))
-            if (microbatch + 1) % len(self.schedule.slices):
+            if not self.schedule.units[microbatch].is_last:
                 return []
             leaves, structure = put_together(self._parts)
             outputs, self._parts = pytree.tree_unflatten([leaf for leaf, _ in leaves], structure), []

@@ -18,6 +18,7 @@ from zbkern.pipeline.runtime.slices.carry import Carries
 from zbkern.pipeline.runtime.slices.sequence_loss import loss_of
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target
 from zbkern.pipeline.schedules.actions import Action
+from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.wgrad import WGradQueue
 
 logger = logging.getLogger("zbkern")
@@ -30,7 +31,7 @@ class Stage:
     """Runs one chunk. What a microbatch needs between its F and its B is kept here, between its B and its W in `queue`.
 
     module: called with a tensor, a tuple (positional arguments) or a dict (keyword arguments). loss_fn: on the last
-    chunk, loss_fn(output, target) of one microbatch, a scalar. slices: the lengths of a sequence's slices.
+    chunk, loss_fn(output, target) of one microbatch, a scalar. schedule: says which slices microbatches are, if any.
     """
 
     def __init__(
@@ -39,22 +40,21 @@ class Stage:
         chunk: int,
         queue: WGradQueue,
         loss_fn: LossFn | None,
-        slices: Sequence[int] = (1,),
+        schedule: Schedule | None = None,
     ) -> None:
         self.module = module
         self.chunk = chunk
         self.queue = queue
         self.loss_fn = loss_fn
-        self.carries = Carries(slices)
+        self.carries = Carries(schedule)
         self.splits: bool | None = None  # whether its first B left any W behind
         self._followed = False  # whether a first F has shown where gradients enter
         self._saved: dict[int, tuple[Any, list[Tensor | GradientEdge | None]]] = {}
 
-    def use(self, row: Sequence[Action], slices: Sequence[int], loss_fn: LossFn | None) -> None:
-        """Between steps: from now on these actions of this rank, sequences in these slices, and this loss."""
+    def use(self, schedule: Schedule, row: Sequence[Action], loss_fn: LossFn | None) -> None:
+        """Between steps: from now on this schedule, of which this rank has these actions, and this loss."""
         self.loss_fn = loss_fn
-        if slices != self.carries.slices:
-            self.carries = Carries(slices)
+        self.carries = Carries(schedule)
 
     def forward(
         self, microbatch: int, inputs: Any, target: Target | None = None, side: Mapping[str, Any] | None = None

@@ -19,17 +19,21 @@ _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # run side by side in torch; here on
 _OTHER = re.compile(r"\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
-def write(rows: Rows, name: str, header: bool, slices: Sequence[int]) -> str:
+def write(rows: Rows, name: str, header: bool, slices: Sequence[int], own_slices: Sequence[Sequence[int]]) -> str:
     """See `Schedule.to_csv`."""
     if not header:
-        _check_torch_has(rows, slices)
-    above = [f"# name: {name}", *([f"# slices: {' '.join(map(str, slices))}"] if len(slices) > 1 else [])]
+        _check_torch_has(rows, slices if not own_slices else max(own_slices, key=len))
+    cut = ", ".join(" ".join(map(str, each)) for each in own_slices or [slices])
+    above = [f"# name: {name}", *([f"# slices: {cut}"] if own_slices or len(slices) > 1 else [])]
     lines = [",".join(map(_cell, row)) for row in rows]
     return "\n".join([*(above if header else []), *lines]) + "\n"
 
 
-def read(text: str) -> tuple[list[tuple[Action, ...]], tuple[int, ...], int, str, tuple[int, ...]]:
-    """Rows, placement, microbatches, name and slices; see `Schedule.from_csv`. They are not validated."""
+def read(
+    text: str,
+) -> tuple[list[tuple[Action, ...]], tuple[int, ...], int, str, tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Rows, placement, microbatches, name, slices of all sequences, or of each its own; see `Schedule.from_csv`. They
+    are not validated."""
     if not isinstance(text, str):
         raise TypeError(
             f"from_csv: expected the text itself, as Path(file).read_text() gives it; got "
@@ -44,7 +48,9 @@ def read(text: str) -> tuple[list[tuple[Action, ...]], tuple[int, ...], int, str
         if line[:1] != "#"
     ]
     microbatches = 1 + max((action.microbatch for row in rows for action in row), default=-1)
-    return rows, _placement(rows), microbatches, header.get("name", "custom"), _slices(header.get("slices", "1"))
+    cut = tuple(_slices(part) for part in header.get("slices", "1").split(","))
+    same, own = (cut[0], ()) if len(cut) == 1 else ((1,), cut)
+    return rows, _placement(rows), microbatches, header.get("name", "custom"), same, own
 
 
 def _slices(text: str) -> tuple[int, ...]:

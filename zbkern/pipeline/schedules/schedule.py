@@ -13,6 +13,7 @@ from functools import cached_property
 
 from zbkern.pipeline.schedules import csv, grid
 from zbkern.pipeline.schedules.actions import KINDS, Action, ScheduleError
+from zbkern.pipeline.schedules.slices import Unit, units_of
 from zbkern.pipeline.schedules.validation import validate
 
 
@@ -23,6 +24,7 @@ class Schedule:
     actions[rank] is what that rank does, in order; placement[chunk] is the rank that holds the chunk; microbatches is
     how many each step has; name is what tables and titles call it. slices: where every sequence is cut, the lengths of
     its slices from first to last, in any unit; a microbatch is then one slice, and i is slice i % n of sequence i // n.
+    own_slices: of each sequence its own lengths, in tokens, where they are not the same for all.
     """
 
     actions: tuple[tuple[Action, ...], ...]
@@ -30,10 +32,12 @@ class Schedule:
     microbatches: int
     name: str = "custom"
     slices: tuple[int, ...] = (1,)
+    own_slices: tuple[tuple[int, ...], ...] = ()
 
     def __repr__(self) -> str:
         chunks = f"{self.chunks} chunk{'s' if self.chunks > 1 else ''} each"
         cut = f", {len(self.slices)} slices of a sequence each" if len(self.slices) > 1 else ""
+        cut = f" in {self.microbatches} slices" if self.own_slices else cut
         return f"<Schedule {self.name}: {self.stages} ranks, {chunks}, {self.sequences} microbatches{cut}>"
 
     @property
@@ -49,12 +53,27 @@ class Schedule:
     @property
     def sequences(self) -> int:
         """Microbatches of whole sequences: as many as there are microbatches where nothing is cut into slices."""
-        return self.microbatches // len(self.slices)
+        return len(self.own_slices) or self.microbatches // len(self.slices)
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """Of each microbatch, which sequence it is of, and which slice."""
+        return units_of(self.microbatches, self.slices, self.own_slices)
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether any sequence is cut."""
+        return len(self.slices) > 1 or any(len(each) > 1 for each in self.own_slices)
+
+    def slices_of(self, sequence: int) -> tuple[int, ...]:
+        """The lengths of a sequence's slices."""
+        return self.own_slices[sequence] if self.own_slices else self.slices
 
     @cached_property
     def checksum(self) -> int:
         """Equal for equal actions, places and slices, in every process; whatever the name."""
         numbers = [number for row in self.actions for action in row for number in _numbers(action)]
+        numbers += [number for each in self.own_slices for number in (len(each), *each)]
         return zlib.crc32(array("q", [*self.placement, *self.slices, len(self.actions), *numbers]))
 
     def chunks_of(self, rank: int) -> list[int]:
@@ -73,9 +92,11 @@ class Schedule:
         microbatches: int,
         name: str = "custom",
         slices: Sequence[int] = (1,),
+        own_slices: Iterable[Sequence[int]] = (),
     ) -> Schedule:
         """A validated schedule from any iterables."""
-        schedule = cls(tuple(tuple(row) for row in actions), tuple(placement), microbatches, name, tuple(slices))
+        rows, own = tuple(tuple(row) for row in actions), tuple(tuple(each) for each in own_slices)
+        schedule = cls(rows, tuple(placement), microbatches, name, tuple(slices), own)
         schedule.validate()
         return schedule
 
@@ -89,7 +110,7 @@ class Schedule:
         schedule never changes, so that a second call costs nothing.
         """
         if "_valid" not in self.__dict__:
-            validate(self.actions, self.placement, self.microbatches, self.name, self.slices)
+            validate(self.actions, self.placement, self.microbatches, self.name, self.slices, self.own_slices)
             object.__setattr__(self, "_valid", True)
 
     def to_text(self) -> str:
@@ -102,7 +123,7 @@ class Schedule:
         header: begins with a comment line that has the name; without it torch.distributed.pipelining loads the text.
         Raises ScheduleError without a header for what torch has no word for: slices, parts of W, R, O and L.
         """
-        return csv.write(self.actions, self.name, header, self.slices)
+        return csv.write(self.actions, self.name, header, self.slices, self.own_slices)
 
     @classmethod
     def from_csv(cls, text: str, name: str | None = None) -> Schedule:
@@ -111,8 +132,8 @@ class Schedule:
         name: instead of the one in the header. Of torch's actions it takes those that compute, and of a pair that torch
         overlaps one after the other. Raises ScheduleError for text that is not a valid schedule.
         """
-        rows, placement, microbatches, written, slices = csv.read(text)
-        return cls.build(rows, placement, microbatches, name or written, slices)
+        rows, placement, microbatches, written, slices, own_slices = csv.read(text)
+        return cls.build(rows, placement, microbatches, name or written, slices, own_slices)
 
 
 def _numbers(action: Action) -> tuple[int, int, int, int]:

@@ -1,14 +1,34 @@
 """Sequences in slices: a microbatch is then a slice of a sequence, and those of one sequence have an order.
 
 A decoder is causal: slices go forward from the first to the last, each reading what the ones before it left, and
-backward from the last to the first. With n slices, microbatch i is slice i % n of sequence i // n.
+backward from the last to the first. Microbatches are numbered along the sequences: with n slices of each, microbatch
+i is slice i % n of sequence i // n.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from zbkern.pipeline.schedules.actions import Action, ScheduleError
+
+
+class Unit(NamedTuple):
+    """What a schedule moves: a slice, by its number, of the slices of a sequence; where there is one, all of it."""
+
+    sequence: int
+    slice: int
+    slices: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.slice == self.slices - 1
+
+
+def units_of(microbatches: int, slices: Sequence[int], own: Sequence[Sequence[int]] = ()) -> tuple[Unit, ...]:
+    """The units of sequences that all have these slices, or of which each has its own."""
+    counts = [len(each) for each in own] or [len(slices)] * (microbatches // len(slices))
+    return tuple(Unit(number, index, count) for number, count in enumerate(counts) for index in range(count))
 
 
 def slice_lengths(call: str, slices: int | Sequence[int]) -> tuple[int, ...]:

@@ -10,12 +10,19 @@ from typing import NoReturn
 from zbkern.pipeline.schedules import grid
 from zbkern.pipeline.schedules.actions import COPIES, KINDS, Action, ScheduleError, check_count
 from zbkern.pipeline.schedules.dependencies import Result, order_of_running, producer
-from zbkern.pipeline.schedules.slices import slice_lengths
+from zbkern.pipeline.schedules.slices import Unit, slice_lengths, units_of
 
 _Rows = Sequence[Sequence[Action]]
 
 
-def validate(rows: _Rows, placement: Sequence[int], microbatches: int, name: str, slices: Sequence[int]) -> None:
+def validate(
+    rows: _Rows,
+    placement: Sequence[int],
+    microbatches: int,
+    name: str,
+    slices: Sequence[int],
+    own_slices: Sequence[Sequence[int]] = (),
+) -> None:
     """Returns when the schedule can run to its end; raises ScheduleError that marks the first offending action."""
     _check_frame(len(rows), placement, microbatches, name)
     if microbatches % len(slice_lengths(f"Schedule {name}", slices)):
@@ -23,8 +30,16 @@ def validate(rows: _Rows, placement: Sequence[int], microbatches: int, name: str
             f"Schedule {name}: microbatches must be a multiple of the {len(slices)} slices of a sequence; got "
             f"{microbatches}"
         )
+    if own_slices:
+        total = sum(len(slice_lengths(f"Schedule {name}", each)) for each in own_slices)
+        if len(slices) > 1 or total != microbatches:
+            raise ScheduleError(
+                f"Schedule {name}: own_slices must have the {microbatches} microbatches, and slices be left out; got "
+                f"{total} and slices {slices}"
+            )
+    units = units_of(microbatches, slices, own_slices) if own_slices else len(slices)
     for rank in range(len(rows)):
-        _Row(rows, placement, microbatches, name, len(slices), rank).check()
+        _Row(rows, placement, microbatches, name, units, rank).check()
     _check_progress(rows, placement, name)
 
 
@@ -44,10 +59,16 @@ class _Row:
     """One rank's row, and everything that can be checked in it alone; `index` is the action that is looked at."""
 
     def __init__(
-        self, rows: _Rows, placement: Sequence[int], microbatches: int, name: str, slices: int, rank: int
+        self,
+        rows: _Rows,
+        placement: Sequence[int],
+        microbatches: int,
+        name: str,
+        units: Sequence[Unit] | int,  # or the number of slices of every sequence
+        rank: int,
     ) -> None:
         self._rows, self._placement, self._microbatches, self._name = rows, placement, microbatches, name
-        self._slices, self._rank = slices, rank
+        self._units, self._rank = units, rank
         self._index = 0
         self._done: dict[tuple[int, int], list[str]] = defaultdict(list)  # by (chunk, microbatch): kinds in their order
         self._parts: dict[tuple[int, int], tuple[int, set[int]]] = {}  # into how many a W is cut, and those that ran
@@ -112,11 +133,17 @@ class _Row:
 
     def _check_slices(self, kind: str, chunk: int, microbatch: int) -> None:
         """Of an F or a backward, against the slice of the same sequence that must have passed this chunk before."""
-        if kind == "F" and microbatch % self._slices and "F" not in self._done[chunk, microbatch - 1]:
+        unit = self._unit(microbatch)
+        if kind == "F" and unit.slice and "F" not in self._done[chunk, microbatch - 1]:
             self._fail(f"slices go forward in order; {Action('F', chunk, microbatch - 1)} must come first")
-        after = self._done[chunk, microbatch + 1] if (microbatch + 1) % self._slices else None
+        after = None if unit.is_last else self._done[chunk, microbatch + 1]
         if kind in ("B", "BW") and after is not None and not {"B", "BW"} & {*after}:
             self._fail(f"slices go backward from the last; {Action('B', chunk, microbatch + 1)} must come first")
+
+    def _unit(self, microbatch: int) -> Unit:
+        if isinstance(self._units, int):  # no list of all: a wrong schedule may name a microbatch of any number
+            return Unit(*divmod(microbatch, self._units), self._units)
+        return self._units[microbatch]
 
     def _check_copy(self, action: Action, before: list[str], in_parts: bool) -> None:
         """Of an O or L: before B it is about activations, after B about what W needs; each is offloaded once."""

@@ -99,8 +99,8 @@ def shade(kind: str, index: int, count: int) -> str:
 
 def label(schedule: Schedule, microbatch: int) -> str:
     """Of a microbatch: its number; of a slice 2.0, 2.1, ..., the sequence and the slice."""
-    slices = len(schedule.slices)
-    return str(microbatch) if slices == 1 else f"{microbatch // slices}.{microbatch % slices}"
+    unit = schedule.units[microbatch]
+    return f"{unit.sequence}.{unit.slice}" if unit.slices > 1 else str(unit.sequence)
 
 
 def is_light(colour: str) -> bool:

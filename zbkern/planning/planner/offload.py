@@ -15,6 +15,7 @@ from itertools import product
 
 from zbkern.pipeline.schedules.actions import Action, ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.schedules.slices import Unit
 from zbkern.pipeline.schedules.units import amount
 from zbkern.planning.simulation.costs import ChunkCosts, Costs
 from zbkern.planning.simulation.memory import carried_change, limits_of, static_of_ranks
@@ -203,7 +204,7 @@ class _Row:
     def _carried(self, index: int) -> float:
         kind, chunk, microbatch, _ = self._actions[index]
         slices = len(self._flat)
-        return carried_change(self._of(microbatch), kind, chunk, microbatch % slices, slices)
+        return carried_change(self._of(microbatch), kind, chunk, Unit(0, microbatch % slices, slices))
 
     def _run(self, index: int, ending: _Held | None) -> None:
         kind, chunk, microbatch, part = self._actions[index]

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.schedules.slices import order_of_backward
+from zbkern.pipeline.schedules.slices import Unit, order_of_backward
 from zbkern.planning.planner import native
 from zbkern.planning.simulation.costs import ChunkCosts, Costs
 from zbkern.planning.simulation.memory import carried_change
@@ -183,13 +183,19 @@ def most_memory(by_slice: Sequence[ChunkCosts], sequences: int) -> float:
 def taken_memory(by_slice: Sequence[ChunkCosts], chunk: int) -> list[float]:
     """What the F of each slice takes, from first to last."""
     count = len(by_slice)
-    return [each.activation[chunk] + carried_change(each, "F", chunk, at, count) for at, each in enumerate(by_slice)]
+    return [
+        each.activation[chunk] + carried_change(each, "F", chunk, Unit(0, at, count))
+        for at, each in enumerate(by_slice)
+    ]
 
 
 def freed_memory(by_slice: Sequence[ChunkCosts], chunk: int) -> list[float]:
     """What the B of each slice frees besides leaving `held`, from the last slice to the first; may be below 0."""
     count = len(by_slice)
-    changes = [carried_change(each, "B", chunk, at, count) - each.activation[chunk] for at, each in enumerate(by_slice)]
+    changes = [
+        carried_change(each, "B", chunk, Unit(0, at, count)) - each.activation[chunk]
+        for at, each in enumerate(by_slice)
+    ]
     return [-change for change in reversed(changes)]
 
 

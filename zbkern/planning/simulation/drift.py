@@ -34,6 +34,8 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
     two ranks' clocks cancels.
     """
     schedule = timelines[0].schedule
+    if schedule.own_slices:
+        raise ValueError("drift: costs must be given for a schedule whose sequences have slices of their own; got None")
     chunks = range(len(schedule.placement))
     by_slice: dict[tuple[str, int], dict[int, float]] = {}
     for (kind, chunk, slice), lengths in _lengths(timelines).items():

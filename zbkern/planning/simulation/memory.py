@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.program import recomputed, streamed
+from zbkern.pipeline.schedules.slices import Unit
 from zbkern.planning.simulation.costs import ChunkCosts, checked_number
 
 Limit = float | Sequence[float] | None  # one number, or one per rank
@@ -18,12 +19,19 @@ class Memory:
     It starts with `static`, the model states of its chunks. F adds the chunk's activation, or `checkpoint` where an R
     adds the rest, or `streamed` where its O follows directly; B leaves `held`, and BW nothing; W releases `held`, a
     part of n its n-th. O releases what the microbatch holds, L takes it again. Of a sequence in slices `carried` is
-    there from its first F to its last B, and as much again from its first B on. costs: of every slice of a sequence.
-    row: the rank's actions; they are accounted in its order, or in another one that keeps that of every microbatch.
+    there from its first F to its last B, and as much again from its first B on. costs: of every slice of a sequence, or
+    of every microbatch. units: what microbatches are, where sequences have slices of their own. row: the rank's
+    actions; they are accounted in its order, or in another one that keeps that of every microbatch.
     """
 
-    def __init__(self, costs: Sequence[ChunkCosts], static: float = 0.0, row: Sequence[Action] = ()) -> None:
-        self._costs = costs
+    def __init__(
+        self,
+        costs: Sequence[ChunkCosts],
+        static: float = 0.0,
+        row: Sequence[Action] = (),
+        units: Sequence[Unit] = (),
+    ) -> None:
+        self._costs, self._units = costs, units
         self._recomputed, self._streamed = recomputed(row), streamed(row)
         self._waiting: set[tuple[int, int]] = set()  # those whose B has run
         self.now = self.peak = static
@@ -37,7 +45,8 @@ class Memory:
         kind, chunk, microbatch, part = action
         costs = self._costs[microbatch % len(self._costs)]
         activation, held = costs.activation[chunk], costs.held[chunk]
-        self.now += carried_change(costs, kind, chunk, microbatch % len(self._costs), len(self._costs))
+        unit = self._units[microbatch] if self._units else Unit(0, microbatch % len(self._costs), len(self._costs))
+        self.now += carried_change(costs, kind, chunk, unit)
         if kind in ("F", "R"):
             self.now += self._taken(kind, chunk, microbatch)
         elif kind == "O":
@@ -70,12 +79,12 @@ class Memory:
         return kept if kind == "F" else activation - kept
 
 
-def carried_change(costs: ChunkCosts, kind: str, chunk: int, slice: int, slices: int) -> float:
+def carried_change(costs: ChunkCosts, kind: str, chunk: int, unit: Unit) -> float:
     """What a pass of this slice takes, or frees, of a sequence's keys and values and of their gradients."""
-    if slices == 1 or kind not in ("F", "B", "BW"):
+    if unit.slices == 1 or kind not in ("F", "B", "BW"):
         return 0.0
-    first = slice == (0 if kind == "F" else slices - 1)
-    last = kind != "F" and slice == 0
+    first = unit.slice == 0 if kind == "F" else unit.is_last
+    last = kind != "F" and unit.slice == 0
     return (first - 2 * last) * costs.carried[chunk]
 
 

@@ -20,7 +20,7 @@ from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.planning.simulation.copies import Copies
 from zbkern.planning.simulation.costs import ChunkCosts, Costs, checked_number
 from zbkern.planning.simulation.memory import Limit, Memory, carried_change, limits_of, static_of_ranks
-from zbkern.planning.simulation.slice_costs import slice_costs
+from zbkern.planning.simulation.slice_costs import unit_costs
 from zbkern.planning.simulation.timeline import Event, Timeline, arrival
 
 _ROUNDING = 1e-9  # relative, of a limit: sums of fractions of one number differ in the last digits
@@ -73,7 +73,7 @@ def simulate(
             '"planned"'
         )
     costs = costs or Costs()
-    flat = slice_costs(costs.per_chunk(len(schedule.placement)), schedule.slices)
+    flat = unit_costs(costs.per_chunk(len(schedule.placement)), schedule, costs.tokens)
     durations = _durations(schedule, flat, jitter, seed)
     run = _Run(schedule, flat, durations, costs)
     if fill == "eager":
@@ -98,7 +98,7 @@ class _Run:
         self._events: list[list[Event]] = [[] for _ in self._rows]
         self._ends: dict[Result | None, float] = {}
         self._memory = [
-            Memory(costs, static, row)
+            Memory(costs, static, row, schedule.units)
             for row, static in zip(schedule.actions, static_of_ranks(costs[0], schedule.placement), strict=True)
         ]
         self._copies = {
@@ -171,9 +171,9 @@ class _Run:
     def _fill(self, rank: int, pending: deque[Action], action: Action, arrived: float) -> None:
         """Runs pending W: as many as must free their memory for an F to fit, then until the input arrives."""
         memory, events = self._memory[rank], self._events[rank]
-        costs, slices = self._of(action.microbatch), len(self._costs)
+        costs, unit = self._of(action.microbatch), self._schedule.units[action.microbatch]
         taken = costs.activation[action.chunk]
-        taken += carried_change(costs, action.kind, action.chunk, action.microbatch % slices, slices)
+        taken += carried_change(costs, action.kind, action.chunk, unit)
         limit = self._limits[rank] - taken if action.kind == "F" else float("inf")
         while pending and (memory.now > limit or events[-1].end < arrived):
             self._execute(rank, pending.popleft())

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import gcd, sqrt
 
+from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.planning.simulation.costs import ChunkCosts
 
 SLICE_UNIT = 128  # tokens: kernels work on multiples of as many rows
@@ -25,6 +26,25 @@ def slice_costs(costs: ChunkCosts, slices: Sequence[int]) -> tuple[ChunkCosts, .
         return (costs,)
     ends = [end / sum(slices) for end in accumulate(slices, initial=0)]
     return tuple(_of_slice(costs, b - a, b * b - a * a) for a, b in pairwise(ends))
+
+
+def unit_costs(costs: ChunkCosts, schedule: Schedule, tokens: int | None) -> tuple[ChunkCosts, ...]:
+    """Of every slice of a sequence, or, where sequences have slices of their own, of every microbatch.
+
+    tokens: of the sequence that the costs are of. Raises ValueError where it is needed and None.
+    """
+    if not schedule.own_slices:
+        return slice_costs(costs, schedule.slices)
+    if tokens is None:
+        raise ValueError(
+            "Costs: tokens must be given for a schedule whose sequences have slices of their own; got None"
+        )
+    found = []
+    for lengths in schedule.own_slices:
+        ends = [end / tokens for end in accumulate(lengths, initial=0)]
+        kept = costs._replace(carried=tuple(each * ends[-1] for each in costs.carried))
+        found += [_of_slice(costs, b - a, b * b - a * a)._replace(carried=kept.carried) for a, b in pairwise(ends)]
+    return tuple(found)
 
 
 def _of_slice(costs: ChunkCosts, length: float, context: float) -> ChunkCosts:

@@ -15,7 +15,7 @@ from zbkern.pipeline.schedules.units import duration
 from zbkern.planning import draw
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.memory import Memory
-from zbkern.planning.simulation.slice_costs import slice_costs
+from zbkern.planning.simulation.slice_costs import unit_costs
 
 _TAKING = ("F", "R", "L")  # what takes memory when it starts
 
@@ -80,14 +80,14 @@ class Timeline:
         Without static memory (`Costs.static`: weights, gradients, optimizer states). F, R and L take their memory at
         their start; the others give theirs back at their end.
         """
-        flat = slice_costs(costs.per_chunk(len(self.schedule.placement)), self.schedule.slices)
+        flat = unit_costs(costs.per_chunk(len(self.schedule.placement)), self.schedule, costs.tokens)
         curves = []
         for rank, row in enumerate(self.events):
             copies = self.copies[rank] if self.copies else ()
             changes = [(e.start if e.action.kind in _TAKING else e.end, e.action) for e in (*row, *copies)]
             if copies:
                 changes.sort(key=lambda change: (change[0], change[1].kind in _TAKING))
-            memory, curve = Memory(flat, row=self.schedule.actions[rank]), []
+            memory, curve = Memory(flat, row=self.schedule.actions[rank], units=self.schedule.units), []
             for time, action in changes:
                 memory.account(action)
                 curve.append((time, memory.now))

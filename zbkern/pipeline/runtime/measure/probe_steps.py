@@ -183,7 +183,7 @@ class ProbeSteps:
         if not self.options.slices:
             return None, {}
         schedule = _all_forwards_first(placement, self.microbatches, (1, 1))
-        check_sliceable(pipe.modules.values(), schedule.slices)
+        check_sliceable(pipe.modules.values())
         stages = self._stages(pipe, schedule)
         timelines = self._steps(pipe, schedule, stages)
         return timelines, {chunk: stage.carries.nbytes_of_one for chunk, stage in stages.items()}

@@ -38,9 +38,9 @@ def make_stages(
 ) -> dict[int, Stage]:
     """The stage of every chunk of the recorder's rank: one that saves memory where the rank's row has R, O or L, or
     where it is to count it (`counts`). parts: what an R runs again, by chunk; by default what the options name."""
-    row, slices, last = schedule.actions[recorder.rank], schedule.slices, len(schedule.placement) - 1
-    own = {last: loss_fn} if len(slices) == 1 or adds_up(loss_fn) else {}  # else SequenceLosses computes it
-    stages = {chunk: (module, chunk, recorder.queue, own.get(chunk), slices) for chunk, module in modules.items()}
+    row, last = schedule.actions[recorder.rank], len(schedule.placement) - 1
+    own = {last: loss_fn} if not schedule.is_sliced or adds_up(loss_fn) else {}  # else SequenceLosses computes it
+    stages = {chunk: (module, chunk, recorder.queue, own.get(chunk), schedule) for chunk, module in modules.items()}
     if not (counts or offloads_or_recomputes(row)):
         return {chunk: Stage(*stage) for chunk, stage in stages.items()}
     lanes = CopyLanes(recorder.device, recorder.now)
@@ -92,10 +92,13 @@ class MemorySavingStage(Stage):
         self._parts = parts
         self._comparisons: float | None = None  # how many R are still to be compared with their F, from the first on
         self._kept: dict[int, Any] = {}  # SavedTensors from F to B, _WaitingTasks from B to W
-        self.use(row, self.carries.slices, self.loss_fn)
+        self._note(row)
 
-    def use(self, row: Sequence[Action], slices: Sequence[int], loss_fn: LossFn | None) -> None:
-        super().use(row, slices, loss_fn)
+    def use(self, schedule: Schedule, row: Sequence[Action], loss_fn: LossFn | None) -> None:
+        super().use(schedule, row, loss_fn)
+        self._note(row)
+
+    def _note(self, row: Sequence[Action]) -> None:
         chunk = self.chunk
         self._streamed = {microbatch for each, microbatch in streamed(row) if each == chunk}
         self._offloaded = {each[::2] for each in offloaded_after(row) if each[1] == chunk}  # pass, microbatch

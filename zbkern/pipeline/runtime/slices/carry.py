@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.slices.sliced_batch import length_of
+from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.wgrad.storages import storage_key
 
 
@@ -166,11 +167,11 @@ class _Append(torch.autograd.Function):
 class Carries:
     """The carries of a chunk's sequences, each from the F of its first slice to the B of that slice.
 
-    slices: the lengths of a sequence's slices, in any unit; a single one needs no carry.
+    schedule: what says which slice a microbatch is; None where all are whole sequences, which need no carry.
     """
 
-    def __init__(self, slices: Sequence[int]) -> None:
-        self.slices = slices
+    def __init__(self, schedule: Schedule | None) -> None:
+        self._schedule = schedule if schedule is not None and schedule.is_sliced else None
         self._sequences: dict[int, _Sequence] = {}
         self.nbytes_of_one = 0  # of a sequence in forwards, as the last slice began
 
@@ -182,17 +183,17 @@ class Carries:
     def begin(self, microbatch: int, tokens: int | None, inputs: Any) -> Mapping[str, Carry]:
         """The argument of the forward of a slice, which has so many tokens, or, where None, as many as its inputs; no
         argument where sequences are whole. Raises TypeError for inputs without a sequence."""
-        if len(self.slices) == 1:
+        if self._schedule is None or self._schedule.units[microbatch].slices == 1:
             return {}
+        number, index, _ = self._schedule.units[microbatch]
         tokens = tokens or length_of(inputs)
         if tokens is None:
             raise TypeError(
                 "Pipeline: a chunk must get a tensor with the sequence as dimension 1 to take it in slices; got "
                 f"{pytree.tree_map_only(Tensor, lambda tensor: list(tensor.shape), inputs)}"
             )
-        number, index = divmod(microbatch, len(self.slices))
         if index == 0:
-            self._sequences[number] = _Sequence(self.slices)
+            self._sequences[number] = _Sequence(self._schedule.slices_of(number))
         sequence = self._sequences[number]
         sequence.starts.append(sequence.starts[index] + tokens)
         self.nbytes_of_one = sequence.nbytes
@@ -202,12 +203,14 @@ class Carries:
         """After the forward of a slice; without a B, what the last one of a sequence leaves is for nobody."""
         if "carry" in side:
             side["carry"].end_forward()
-        if not torch.is_grad_enabled() and (microbatch + 1) % len(self.slices) == 0:
-            self._sequences.pop(microbatch // len(self.slices), None)
+        if self._schedule is not None and not torch.is_grad_enabled():
+            unit = self._schedule.units[microbatch]
+            if unit.is_last:
+                self._sequences.pop(unit.sequence, None)
 
     def gradients(self, microbatch: int) -> list[tuple[Tensor, Tensor]]:
         """What a slice has kept for the next one, with the gradients that came back for it."""
-        number, index = divmod(microbatch, len(self.slices))
+        number, index = self._place(microbatch)
         if number not in self._sequences:
             return []
         states = self._sequences[number].states
@@ -217,7 +220,7 @@ class Carries:
     def end_backward(self, microbatch: int) -> None:
         """After the B of a slice. Raises RuntimeError where gradients of later slices have not arrived, and where what
         was kept for it took no part in it."""
-        number, index = divmod(microbatch, len(self.slices))
+        number, index = self._place(microbatch)
         if number not in self._sequences:
             return
         sequence = self._sequences[number]
@@ -237,6 +240,10 @@ class Carries:
                 )
         if index == 0:
             del self._sequences[number]
+
+    def _place(self, microbatch: int) -> tuple[int, int]:
+        """Its sequence and slice."""
+        return (microbatch, 0) if self._schedule is None else self._schedule.units[microbatch][:2]
 
     def reset(self) -> None:
         self._sequences.clear()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zbkern.pipeline import schedules
 from zbkern.pipeline.runtime.arguments import device_of
 from zbkern.pipeline.runtime.forward_state import left_as_they_were
 from zbkern.pipeline.runtime.slices.sliced_batch import check_sliceable, cut, edges, length_of
@@ -34,7 +35,7 @@ def check_slices(
     numbers are left as they were.
     """
     lengths = slice_lengths("check_slices", slices)
-    check_sliceable([module], lengths)
+    check_sliceable([module])
     tokens = length_of(inputs, side)
     if tokens is None:
         raise ValueError("check_slices: inputs must have a tensor with the sequence as dimension 1; got none")
@@ -59,7 +60,7 @@ def _outputs(
     """What the slices return, tensor by tensor put together, and the gradients that their B began with: random ones
     where none are given. Leaves the gradients of parameters."""
     queue = WGradQueue()
-    stage = Stage(module, 0, queue, None, slices)
+    stage = Stage(module, 0, queue, None, schedules.gpipe(1, 1, slices=slices))
     places = edges("check_slices", tokens, slices)
     outputs = []
     for number, place in enumerate(places):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target
+from zbkern.pipeline.schedules.slices import Unit
 from zbkern.pipeline.transport.tensors import tensors_in
 
 
@@ -47,21 +48,21 @@ class _Begun(NamedTuple):
 
 
 class SequenceLosses:
-    """The losses of a step's sequences on the rank of the last chunk. slices: how many a sequence has."""
+    """The losses of a step's sequences on the rank of the last chunk. units: what its microbatches are."""
 
-    def __init__(self, loss_fn: LossFn, slices: int) -> None:
-        self._loss_fn, self._slices = loss_fn, slices
+    def __init__(self, loss_fn: LossFn, units: Sequence[Unit]) -> None:
+        self._loss_fn, self._units = loss_fn, units
         self._waiting: dict[int, list[tuple[int, Any]]] = {}  # outputs, with their tokens, of sequences not through
         self._begun: dict[int, _Begun] = {}
 
     def forward(self, microbatch: int, outputs: Any, carry: Any, target: Target | None) -> Tensor | None:
-        """Takes the outputs of a slice, which had this `Carry`. Returns the loss of the sequence behind its last slice,
-        which has the target; None before.
+        """Takes the outputs of a slice, which had this `Carry`, None for a whole sequence. Returns the loss of the
+        sequence behind its last slice, which has the target; None before.
 
         Raises TypeError for outputs that cannot be put together."""
-        number, index = divmod(microbatch, self._slices)
-        self._waiting.setdefault(number, []).append((carry.end - carry.start, outputs))
-        if index + 1 < self._slices or target is None:
+        number = self._units[microbatch].sequence
+        self._waiting.setdefault(number, []).append((carry.end - carry.start if carry else 0, outputs))
+        if target is None or not self._units[microbatch].is_last:
             return None
         parts = self._waiting.pop(number)
         leaves, structure = put_together(parts)
@@ -74,9 +75,9 @@ class SequenceLosses:
 
     def gradients(self, microbatch: int) -> Any:
         """Those of the outputs of a slice, in their tree; of the last slice begins the backward of the loss."""
-        number, index = divmod(microbatch, self._slices)
+        number, index, count = self._units[microbatch]
         loss, leaves, places, structure = self._begun[number]
-        if index + 1 == self._slices:
+        if index + 1 == count:
             loss.backward()
             self._begun[number] = _Begun(loss.detach(), leaves, places, structure)
         if index == 0:
@@ -84,7 +85,7 @@ class SequenceLosses:
         parts: list[Tensor | None] = []
         for leaf, by_token in leaves:
             whole = None if leaf is None else leaf.grad
-            once = whole if index + 1 == self._slices else None  # of what each slice has, with that of the last
+            once = whole if index + 1 == count else None  # of what each slice has, with that of the last
             parts.append(whole[:, slice(*places[index])] if by_token and whole is not None else once)
         return pytree.tree_unflatten(parts, structure)
 

@@ -28,9 +28,9 @@ class Target(NamedTuple):
     weight: float
 
 
-def check_sliceable(modules: Iterable[torch.nn.Module], slices: Sequence[int]) -> None:
+def check_sliceable(modules: Iterable[torch.nn.Module]) -> None:
     """Raises TypeError where a module cannot take its sequences in slices, as far as its classes tell."""
-    for module in modules if len(slices) > 1 else ():
+    for module in modules:
         whole: Any = getattr(module, "_orig_mod", getattr(module, "module", module))  # compiled, or in data parallelism
         if hasattr(whole, "check_sliceable"):  # a chunk of `cut`
             whole.check_sliceable()

@@ -1,0 +1,124 @@
+"""Sequences of which each has slices of its own, beside packs and whole ones."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbkern
+from tests.support.chunks import run_pipelines
+from zbkern.pipeline import Action, Carry, Costs, Pipeline, Schedule, ScheduleError, schedules, simulate
+
+WIDTH = 8
+
+
+class Chunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = zbkern.nn.Attention(WIDTH, 2, causal=True)
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
+        x = x + self.attention(x, carry=carry)
+        return x + torch.tanh(self.up(x))
+
+
+def all_forwards_first(own_slices: list[tuple[int, ...]], placement: tuple[int, ...], split: bool) -> Schedule:
+    """Sequences forward in order, and backward in order, each from its last slice."""
+    units, forward, backward = 0, [], []
+    for lengths in own_slices:
+        own = range(units, units + len(lengths))
+        units += len(lengths)
+        forward += own
+        backward += reversed(own)
+    rows = []
+    for rank in range(max(placement) + 1):
+        chunks = [chunk for chunk, owner in enumerate(placement) if owner == rank]
+        row = [Action("F", chunk, unit) for chunk in chunks for unit in forward]
+        for chunk in reversed(chunks):
+            row += [Action("B" if split else "BW", chunk, unit) for unit in backward]
+        if split:
+            row += [Action("W", chunk, unit) for chunk in chunks for unit in backward]
+        rows.append(row)
+    return Schedule.build(rows, placement, units, "all forwards first", own_slices=own_slices)
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    """No sum and no mean over tokens: it needs whole sequences."""
+    return (output - target).square().mean(1).sqrt().sum()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_gradients_are_those_of_whole_sequences(seed: int) -> None:
+    random.seed(seed)
+    own = [tuple(random.randint(1, 6) for _ in range(random.randint(1, 4))) for _ in range(random.randint(1, 7))]
+    schedule = all_forwards_first(own, (0, 1, 1, 0), split=seed % 2 == 0)
+    torch.manual_seed(seed)
+    model = [Chunk().double() for _ in range(4)]
+    plain = copy.deepcopy(model)
+    inputs, targets = ([torch.randn(2, sum(each), WIDTH).double() for each in own] for _ in range(2))
+    losses = [loss_fn(nn.Sequential(*plain)(x), y) / len(own) for x, y in zip(inputs, targets, strict=True)]
+    torch.stack(losses).sum().backward()
+
+    def run(pipe: Pipeline) -> None:
+        loss = pipe.step(inputs, targets, schedule=schedule)
+        outputs = pipe.forward(inputs, schedule=schedule)
+        evaluated = pipe.evaluate(inputs, targets, schedule=schedule)
+        assert not any(stage.carries.nbytes for stage in pipe._stages.values())
+        if outputs is not None:
+            for output, x in zip(outputs, inputs, strict=True):
+                torch.testing.assert_close(output, nn.Sequential(*plain)(x).detach(), rtol=1e-12, atol=1e-12)
+            for found in (loss, evaluated):
+                torch.testing.assert_close(found, torch.stack(losses).sum().detach(), rtol=1e-12, atol=0)
+
+    run_pipelines(schedules.zb_v(2, 2), [zbkern.convert(chunk) for chunk in model], run, loss_fn)
+    for chunk, other in zip(model, plain, strict=True):
+        for parameter, expected in zip(chunk.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_text_and_checksum_keep_the_slices() -> None:
+    schedule = all_forwards_first([(3, 2), (4,), (1, 1, 2)], (0, 1), split=True)
+    again = Schedule.from_csv(schedule.to_csv())
+    assert again == schedule
+    assert again.checksum == schedule.checksum
+    assert schedule.checksum != all_forwards_first([(2, 3), (4,), (1, 1, 2)], (0, 1), split=True).checksum
+    assert [*map(tuple, schedule.units)] == [(0, 0, 2), (0, 1, 2), (1, 0, 1), (2, 0, 3), (2, 1, 3), (2, 2, 3)]
+    with pytest.raises(ScheduleError, match="torch has no slices"):
+        schedule.to_csv(header=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda row: [row[1], row[0], *row[2:]], "slices go forward in order; 0F0 must come first"),
+        (lambda row: [*row[:6], row[7], row[6], *row[8:]], "slices go backward from the last"),
+    ],
+)
+def test_slices_of_a_sequence_have_an_order(change: object, expected: str) -> None:
+    schedule = all_forwards_first([(3, 2), (4,), (1, 1, 2)], (0,), split=True)
+    with pytest.raises(ScheduleError, match=expected):
+        Schedule.build([change(list(schedule.actions[0]))], (0,), 6, own_slices=schedule.own_slices)  # type: ignore[operator]
+    with pytest.raises(ScheduleError, match="own_slices must have the 6 microbatches"):
+        Schedule.build(schedule.actions, (0,), 6, own_slices=[(1, 2), (3,)])
+
+
+def test_simulated_times_and_memory_are_those_of_each_slice() -> None:
+    """A quarter of a sequence takes a quarter of what grows with its length, and a sixteenth of its attention."""
+    costs = Costs(4.0, 6.0, 2.0, attention_forward=2.0, attention_backward=3.0, activation=8.0, carried=2.0, tokens=16)
+    schedule = all_forwards_first([(4, 4), (8,)], (0,), split=True)
+    timeline = simulate(schedule, costs)
+    length = {str(event.action): event.end - event.start for event in timeline.events[0]}
+    assert length["0F0"] == pytest.approx(2 / 4 + 2 / 16)
+    assert length["0F1"] == pytest.approx(2 / 4 + 2 * 3 / 16)
+    assert length["0F2"] == pytest.approx(length["0F0"] + length["0F1"])
+    assert length["0B1"] == pytest.approx(3 / 4 + 3 * 3 / 16)
+    assert length["0W2"] == pytest.approx(2 / 2)
+    held = [memory for _, memory in timeline.memory_held(costs)[0]]
+    assert held[1] == pytest.approx((8 - 2) / 2 + 2 / 2)  # half of a sequence, and its keys
+    with pytest.raises(ValueError, match="tokens must be given"):
+        simulate(schedule, Costs())
