@@ -1,11 +1,18 @@
-"""`zbkern play`: a page on this machine on which schedules, and a plan, are drawn anew as sliders move."""
+"""`zbkern play`: a page on this machine on which schedules, and a plan, are drawn anew as sliders move.
+
+Other pages of the same browser can reach the address, too. They are refused, what is computed is bounded, and the page
+shows what comes in a link as text alone.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
+import math
+import secrets
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +25,7 @@ from zbkern.pipeline.schedules.actions import ScheduleError
 from zbkern.planning import draw
 from zbkern.planning.command import report
 from zbkern.planning.command.answer import search
+from zbkern.planning.command.published import exceeds
 from zbkern.planning.command.question import Question
 from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.costs import Costs
@@ -25,7 +33,9 @@ from zbkern.planning.simulation.timeline import Timeline
 
 PLAN = "plan"
 _SECONDS = 0.3  # of a search: a slider should not have to wait
-_MOST = {"stages": 32, "microbatches": 64, "slices": 16}  # what is drawn in less than a second or two
+_MOST = {"stages": 32, "microbatches": 64, "slices": 16}
+_MOST_PASSES = 60_000  # of all that is drawn: two seconds
+_CONNECTIONS = 16  # at a time
 _NUMBERS = ("forward", "backward", "weight", "communication", "attention", "memory")
 
 
@@ -40,7 +50,7 @@ def add_to(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serves the page until it is interrupted."""
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", arguments.port), _Handler)
+        server = _Server(("127.0.0.1", arguments.port), _Handler)
     except (OSError, OverflowError) as error:
         print(f"zbkern play: argument --port: {error}; choose another one, or 0 for any that is free", file=sys.stderr)
         return 2
@@ -51,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def drawn(given: Mapping[str, str]) -> dict[str, str]:
-    """The picture and the table of the schedules that are given by name; raises ValueError for wrong numbers.
+    """The picture and the table of the schedules that are given by name, the least idle time of those that fit, and the
+    command that plans so; raises ValueError for wrong numbers, and for more than can be drawn at once.
 
     given: "schedules", names with commas between them, and the numbers of `_MOST` and `_NUMBERS`: times of a
     microbatch's passes in one stage, the latency between stages, the share of attention in forward and backward, and
@@ -59,19 +70,40 @@ def drawn(given: Mapping[str, str]) -> dict[str, str]:
     """
     sizes = {name: _number(int, given, name, 1, most) for name, most in _MOST.items()}
     numbers = {name: _number(float, given, name, 0, 1e6) for name in _NUMBERS}
-    names = given.get("schedules", "").split(",")
+    names = {*given.get("schedules", "").split(",")} & {PLAN, *schedules.NAMES}
+    passes = (
+        6 * math.prod(sizes.values()) * (len(names) + 3 * (PLAN in names))
+    )  # of up to two chunks; plans try several
+    if passes > _MOST_PASSES:
+        raise ValueError(f"{passes:,} passes are more than {_MOST_PASSES:,}: choose fewer schedules, stages or slices")
     stages, limit = sizes["stages"], numbers["memory"] * sizes["stages"]
     share, times = numbers["attention"], {name: numbers[name] for name in _NUMBERS[:4]}
     costs = Costs(**times, attention_forward=share * times["forward"], attention_backward=share * times["backward"])
-    published = comparison.timelines(costs, stages, sizes["microbatches"], 1, sizes["slices"])
-    timelines = [each for name, each in zip(schedules.NAMES, published, strict=True) if name in names]
+    published = [name for name in schedules.NAMES if name in names]
+    timelines = comparison.timelines(costs, stages, sizes["microbatches"], 1, sizes["slices"], published)
     if PLAN in names:
         timelines += _planned(costs, sizes, limit)
     if not timelines:
         raise ValueError("choose a schedule; a plan needs memory for at least one microbatch")
     each = [comparison.rechunk(costs, stages, len(timeline.schedule.placement)) for timeline in timelines]
-    table = report.table(timelines, "cost", limit, float(stages))
-    return {"svg": draw.svg(timelines, costs=each, limit=limit), "table": table}
+    fitting = [timeline for timeline in timelines if not exceeds(max(timeline.peak_memory), limit)]
+    best = min(fitting, key=lambda timeline: timeline.cost, default=None)
+    return {
+        "idle": "-" if best is None else f"{best.bubble_rate:.1%}",
+        "best": "none of these fits the memory" if best is None else f"of the time is idle with {best.schedule.name}",
+        "svg": draw.svg(timelines, costs=each, limit=limit),
+        "table": report.table(timelines, "cost", limit, float(stages)),
+        "command": _command(costs, sizes, numbers["memory"]),
+    }
+
+
+def _command(costs: Costs, sizes: Mapping[str, int], memory: float) -> str:
+    written = {name: value for name, value in json.loads(costs.to_json()).items() if value}
+    options = " ".join(f"--{name} {size}" for name, size in sizes.items())
+    return (
+        f"echo '{json.dumps(written)}' > costs.json\n"
+        f"zbkern plan --costs costs.json {options} --memory {memory:g}x --compare"
+    )
 
 
 def _planned(costs: Costs, sizes: Mapping[str, int], limit: float) -> list[Timeline]:
@@ -95,26 +127,79 @@ def _number(kind: type, given: Mapping[str, str], name: str, least: float, most:
     return value
 
 
+class _Server(ThreadingHTTPServer):
+    """One computation at a time; of requests that wait for it only the newest is computed."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._free, self._computing, self._newest = threading.Semaphore(_CONNECTIONS), threading.Lock(), object()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Of a browser that has gone nothing is said."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+    def drawn(self, given: Mapping[str, str]) -> dict[str, str]:
+        """`drawn`; raises ValueError where another request has come meanwhile."""
+        self._newest = mine = object()
+        with self._computing:
+            if self._newest is not mine:
+                raise ValueError("another window has asked for another picture")
+            return drawn(given)
+
+
 class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = 10  # seconds of silence on a connection
+
     def do_GET(self) -> None:
         path = urlsplit(self.path)
-        if path.path == "/":
+        if self._is_foreign():
+            text = "zbkern play answers its own page alone: open the address that it has printed."
+            self._answer(403, "text/plain", text)
+        elif path.path == "/":
             page = resources.files("zbkern.planning.command").joinpath("play.html").read_text(encoding="utf-8")
-            self._answer(200, "text/html", page.replace("@SCHEDULES@", json.dumps([PLAN, *schedules.NAMES])))
+            nonce = secrets.token_urlsafe()
+            page = page.replace("@SCHEDULES@", json.dumps([PLAN, *schedules.NAMES])).replace("@NONCE@", nonce)
+            self._answer(200, "text/html", page, nonce)
         elif path.path == "/drawn":
             try:
-                found = drawn({name: values[-1] for name, values in parse_qs(path.query).items()})
+                found = self.server.drawn({name: values[-1] for name, values in parse_qs(path.query).items()})
                 self._answer(200, "application/json", json.dumps(found))
             except ValueError as error:
                 self._answer(400, "application/json", json.dumps({"error": str(error)}))
         else:
-            self.send_error(404)
+            self._answer(404, "text/plain", "zbkern play has one page: /")
 
-    def _answer(self, status: int, kind: str, text: str) -> None:
+    def _is_foreign(self) -> bool:
+        """Whether a page of another origin asks, or one whose name somebody else has led to this machine."""
+        host, origin, site = (self.headers.get(name) for name in ("Host", "Origin", "Sec-Fetch-Site"))
+        local = host is not None and host.partition(":")[0] in ("127.0.0.1", "localhost")
+        return not local or origin not in (None, f"http://{host}") or site not in (None, "none", "same-origin")
+
+    def _answer(self, status: int, kind: str, text: str, nonce: str = "") -> None:
         body = text.encode()
+        allowed = f"script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; " if nonce else ""
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
+        policy = f"default-src 'none'; {allowed}frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+        self.send_header("Content-Security-Policy", policy)
+        self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         self.wfile.write(body)
 

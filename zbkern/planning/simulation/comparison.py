@@ -46,14 +46,19 @@ def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
 
 
 def timelines(
-    costs: Costs, stages: int, microbatches: int, chunks: int = 1, slices: int | Sequence[int] = 1
+    costs: Costs,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    slices: int | Sequence[int] = 1,
+    names: Sequence[str] = schedules.NAMES,
 ) -> list[Timeline]:
-    """Each published schedule's timeline.
+    """Each published schedule's timeline, or those of these names.
 
     costs: of `chunks` chunks per rank; other schedules get the same model in their number of chunks (see `rechunk`).
     The interleaved ones have `chunks` chunks per rank, two at least.
     """
-    made = [build(name, stages, microbatches, max(2, chunks), slices) for name in schedules.NAMES]
+    made = [build(name, stages, microbatches, max(2, chunks), slices) for name in names]
     return [simulate(each, rechunk(costs, stages * chunks, len(each.placement))) for each in made]
 
 
