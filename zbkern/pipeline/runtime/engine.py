@@ -35,6 +35,7 @@ from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.measure.recorder import Recorded, Recorder, timeline_of
 from zbkern.pipeline.runtime.memory.memory_saving import MemorySavingStage, make_stages
 from zbkern.pipeline.runtime.options import StepOptions
+from zbkern.pipeline.runtime.replicas.agreement import number_of
 from zbkern.pipeline.runtime.replicas.data_parallel import Replicas, check_apart
 from zbkern.pipeline.runtime.replicas.tied_weights import TiedWeights, all_ties
 from zbkern.pipeline.runtime.slices.sequence_loss import SequenceLosses, put_together
@@ -152,6 +153,7 @@ class Pipeline:
         self._begin("step", (inputs, targets, side), schedule)
         self.queue.check_values = self._checked_steps > 0
         self._checked_steps -= 1
+        self._replicas.begin(self.schedule.microbatches)
         with self._failing_together():
             begun = self._run_ahead()  # before which, and after, an optimizer writes weights
             self._tied.begin()
@@ -292,7 +294,10 @@ class Pipeline:
         if os.getpid() != self._process:  # of a forked child: nothing of this is its own
             return
         try:
-            if not self._failed:
+            if not self._failed and not self._closed:
+                self._transport.begin("close")
+                if self.boundary.pending is not None:  # ranks that still wait for this one hear that it closes
+                    self._transport.announce()
                 self.boundary.validate()
         finally:
             if not self._closed:
@@ -347,6 +352,7 @@ class Pipeline:
             for chunk, stage in self._stages.items():
                 stage.use(schedule, actions, own if chunk == self._last else None)
         self._program = list(merge_neighbours(actions))
+        self._passes = number_of([each for each in actions if each.kind != "W"]) if self._replicas.agreement else 0
         self._max_in_flight = peak_microbatches(actions)
         self._max_ahead = speculative_forwards(schedule)[self.rank]
 
@@ -414,7 +420,9 @@ class Pipeline:
         self._calls += 1
         self._step = 2 * self._calls
         self.boundary.pipe = self
-        self._replicas.begin(self.schedule.microbatches)
+        if self._replicas.agreement:
+            with self._failing_together():
+                self._replicas.agreement.check(call, self._passes, self.schedule.microbatches, self.timeout)
 
     def _recover(self, call: str | None) -> None:
         """Connects anew after a failure, with all ranks about to make the same call; collective."""

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pickle import PicklingError
 from typing import Any
 
-from zbkern.pipeline.transport.framing import StallAnswer, StallQuery, decode, encode
-from zbkern.pipeline.transport.mailbox import Mailbox, Values
+from zbkern.pipeline.transport.framing import CallNotice, StallAnswer, StallQuery, decode, encode
+from zbkern.pipeline.transport.mailbox import Call, Mailbox, Values
 from zbkern.pipeline.transport.mailbox import PipelineError as PipelineError
 from zbkern.pipeline.transport.mailbox import Tag as Tag
 
@@ -47,6 +47,16 @@ class Transport(ABC):
         if difference is not None:
             self.fail(difference)
             raise PipelineError(difference)
+
+    def announce(self) -> None:
+        """Tells the other ranks which call this one is in; those that are in another one fail, as this one does."""
+        for peer in self.peers:
+            self._tell(peer, CallNotice(*self._mailbox.call))
+
+    @property
+    @abstractmethod
+    def peers(self) -> Sequence[int]:
+        """The ranks that this one exchanges messages with."""
 
     def begin_action(self, action: object) -> None:
         """What this rank does from now on, for messages."""
@@ -150,8 +160,13 @@ class Transport(ABC):
                 f"{both if waits else 'does not answer'}; {tag} was awaited for {waited:g} s"
             )
 
-    def _hear(self, sender: int, message: StallQuery | StallAnswer) -> None:
-        """A question why this rank sends nothing, or the answer to one."""
+    def _hear(self, sender: int, message: StallQuery | StallAnswer | CallNotice) -> None:
+        """A question why this rank sends nothing, the answer to one, or the call that the sender is in."""
+        if isinstance(message, CallNotice):
+            difference = self._mailbox.compare(sender, Call(*message))
+            if difference is not None:
+                self._stop(difference)
+            return
         if isinstance(message, StallAnswer):
             self._waiting.add(sender)
             return
@@ -166,7 +181,7 @@ class Transport(ABC):
         )
 
     @abstractmethod
-    def _tell(self, peer: int, message: StallQuery | StallAnswer) -> None:
+    def _tell(self, peer: int, message: StallQuery | StallAnswer | CallNotice) -> None:
         """Sends what the peer's `_hear` is called with; no error where it is gone."""
 
     def _stop(self, reason: str) -> None:

@@ -106,6 +106,10 @@ class DistributedTransport(Transport):
         atexit.register(self._end_threads)  # runs after what is registered later
         atexit.register(self.close)
 
+    @property
+    def peers(self) -> list[int]:
+        return self._peers
+
     def send(self, peer: int, tag: Tag | Note, message: Any) -> None:
         if peer == self.rank:
             self._mailbox.put(tag, (message, ()), peer, self._mailbox.call)

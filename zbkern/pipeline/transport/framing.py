@@ -53,6 +53,13 @@ class StallAnswer(NamedTuple):
     """The sender waits for another rank itself, and asks that one."""
 
 
+class CallNotice(NamedTuple):
+    """The sender is in this Call."""
+
+    turn: int
+    name: str
+
+
 class FinalMessage(NamedTuple):
     """Nothing follows. ending: "closed", "failed" with the `reason`, or "lost" when a process has gone."""
 
@@ -60,8 +67,8 @@ class FinalMessage(NamedTuple):
     reason: str
 
 
-Message = TensorHeader | StallQuery | StallAnswer | FinalMessage
-_KINDS: tuple[Any, ...] = (TensorHeader, StallQuery, StallAnswer, FinalMessage)
+Message = TensorHeader | StallQuery | StallAnswer | CallNotice | FinalMessage
+_KINDS: tuple[Any, ...] = (TensorHeader, StallQuery, StallAnswer, CallNotice, FinalMessage)
 
 
 def frame(message: Message) -> list[Tensor]:

@@ -6,8 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 from zbkern.pipeline.transport.base import Transport
-from zbkern.pipeline.transport.framing import StallAnswer, StallQuery
+from zbkern.pipeline.transport.framing import CallNotice, StallAnswer, StallQuery
 from zbkern.pipeline.transport.mailbox import Mailbox
 
 
@@ -16,7 +18,7 @@ class LocalTransport(Transport):
 
     def __init__(self, rank: int, ring: _Ring) -> None:
         super().__init__(rank, ring.size)
-        self._ring, self._openings = ring, 0
+        self._ring, self._openings, self._stores = ring, 0, 0
         ring.members.append(self)
         self.reopen()
 
@@ -25,6 +27,10 @@ class LocalTransport(Transport):
         """All ranks."""
         ring = _Ring(size)
         return [cls(rank, ring) for rank in range(size)]
+
+    @property
+    def peers(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
 
     def send(self, peer: int, tag: Any, message: Any) -> None:
         self.arrival(peer, tag, message)()
@@ -50,11 +56,16 @@ class LocalTransport(Transport):
         self._openings += 1
         self._join(self._mailboxes[self.rank])
 
+    def store(self) -> dist.Store:
+        """What the ranks have in common in their n-th call of this, in the place of torch.distributed's store."""
+        self._stores += 1
+        return dist.PrefixStore(str(self._stores), self._ring.store)
+
     def close(self) -> None:
         for mailbox in self._mailboxes:
             mailbox.closed(self.rank)
 
-    def _tell(self, peer: int, message: StallQuery | StallAnswer) -> None:
+    def _tell(self, peer: int, message: StallQuery | StallAnswer | CallNotice) -> None:
         self._ring.members[peer]._hear(self.rank, message)
 
 
@@ -64,6 +75,7 @@ class _Ring:
     def __init__(self, size: int) -> None:
         self.size = size
         self.members: list[LocalTransport] = []
+        self.store = dist.HashStore()
         self._mailboxes: dict[int, list[Mailbox]] = {}
         self._lock = threading.Lock()
 

@@ -49,7 +49,9 @@ class Values(Note):
 
 
 class Call(NamedTuple):
-    """What a rank does, by its turn: 0 to connect, then every step, evaluation and gather. All ranks do the same."""
+    """What a rank does, by its turn: 0 to connect, then every step, optimizer step, evaluation, gather, and the close.
+
+    All ranks do the same."""
 
     turn: int
     name: str
@@ -86,8 +88,11 @@ class Mailbox:
             if not (isinstance(tag, Tag) and tag.step < self._first_step):
                 self._messages[tag] = message
                 self._changed.notify_all()
-            if call == self.call:
-                return None
+            return None if call == self.call else self.compare(sender, call)
+
+    def compare(self, sender: int, call: Call) -> str | None:
+        """What is wrong where `sender` is in this call, if anything; as `put`."""
+        with self._changed:
             if call.turn > self.call.turn:
                 self._ahead.setdefault(call.turn, {})[call.name] = sender
             if call.turn != self.call.turn or call.name == self.call.name:

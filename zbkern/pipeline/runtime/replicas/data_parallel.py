@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbkern.data_parallel import end_backward, is_sharded, parameter_groups, unsharded
+from zbkern.pipeline.runtime.replicas.agreement import Agreement
 from zbkern.pipeline.transport.base import Transport
 from zbkern.wgrad import WGradQueue, WGradTask, accumulation
 
@@ -41,6 +42,8 @@ class Replicas:
         self._queue = queue
         self._collective = any(map(_is_collective, modules.values()))
         self._exchanges = any(map(_exchanges, modules.values()))
+        roots = [root for reducer in self._reducers.values() for root in reducer.roots]
+        self.agreement = Agreement(modules.values(), roots)
         self._backwards_left: dict[int, int] = {}
         self._pending_wgrads: Counter[int] = Counter()
         if self._reducers:
@@ -156,6 +159,7 @@ class DDPReducer:
     """
 
     gathers = gathers_in_backward = False  # whether forwards, and B, are collective
+    roots: Sequence[Any] = ()
 
     def __init__(self, chunk: int, ddp: nn.parallel.DistributedDataParallel) -> None:
         for option in ("find_unused_parameters", "static_graph"):
@@ -195,8 +199,6 @@ class DDPReducer:
         self._next = len(self._parameters)
         self._ddp.reducer.prepare_for_forward()
         self._ddp.reducer._rebuild_buckets()
-        if self._ddp._check_sync_bufs_pre_fwd():
-            self._ddp._sync_buffers()
 
     def last_backward_done(self) -> None:
         """No more B: gradients may be reduced as soon as their last W has run."""
@@ -223,9 +225,12 @@ class DDPReducer:
         return self._next >= end
 
     def finish(self) -> None:
-        """After the last W of a step: reduces what is left, and waits for all."""
+        """After the last W of a step: reduces what is left, and waits for all; buffers are then those of the first
+        replica, so that one replica may evaluate alone."""
         start, self._next = self._next, len(self._parameters)
         self._announce(start, self._next)
+        if self._ddp._check_sync_bufs_pre_fwd():
+            self._ddp._sync_buffers()
 
     def _announce(self, start: int, end: int) -> None:
         if start == end:
@@ -262,19 +267,19 @@ class FSDPReducer:
 
     def __init__(self, module: nn.Module, roots: Sequence[Any]) -> None:
         self.module = module
-        self._roots = roots
+        self.roots = roots
         self._groups: list[Any] = []
 
     @property
     def gathers_in_backward(self) -> bool:
-        return any(group._reshard_after_forward for root in self._roots for group in parameter_groups(root))
+        return any(group._reshard_after_forward for root in self.roots for group in parameter_groups(root))
 
     def begin(self) -> None:
         self._synchronise(False)
 
     def last_backward_done(self) -> None:
         self._synchronise(True)
-        self._groups = [group for root in reversed(self._roots) for group in reversed(parameter_groups(root))]
+        self._groups = [group for root in reversed(self.roots) for group in reversed(parameter_groups(root))]
 
     def launch_ready(self, waiting: PendingWGrads) -> bool:
         while self._groups:
@@ -285,11 +290,11 @@ class FSDPReducer:
 
     def finish(self) -> None:
         self.launch_ready({})
-        for root in self._roots:
+        for root in self.roots:
             end_backward(root)
 
     def _synchronise(self, last: bool) -> None:
-        for root in self._roots:
+        for root in self.roots:
             root.set_is_last_backward(last)
             root.set_reshard_after_backward(last)
             root.set_requires_gradient_sync(last)

@@ -1,0 +1,140 @@
+"""Replicas with other numbers of microbatches, or other calls: right, or refused before anybody waits."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import zbkern
+from tests.support.meshes import named_mesh
+from zbkern.pipeline import Optimizer, Pipeline, PipelineError, schedules
+
+pytestmark = pytest.mark.dist
+
+WIDTH, COUNTS = 6, (3, 5)
+KINDS = ("ddp", "fsdp, gathered once", "fsdp", "tensor parallel")
+
+
+class Block(nn.Module):
+    """Its buffer is another one on every replica, until somebody makes them equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return torch.tanh(self.linear(x)) + 0.01 * self.seen
+
+
+def blocks() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Block().double() for _ in range(2)]
+
+
+def batch(step: int, count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + count)
+    return torch.randn(2, 2 * count, WIDTH, generator=generator, dtype=torch.double).unbind()
+
+
+def wrapped(kind: str, block: nn.Module) -> nn.Module:
+    mesh = named_mesh(replica=2, stage=2)
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(zbkern.convert(block), process_group=mesh.get_group("replica"))
+    if kind == "tensor parallel":
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+        from torch.distributed.tensor.placement_types import Replicate
+
+        plan = {"linear": ColwiseParallel(output_layouts=Replicate())}
+        return parallelize_module(zbkern.convert(block), mesh["replica"], plan)
+    return fully_shard(zbkern.convert(block), mesh=mesh["replica"], reshard_after_forward=kind == "fsdp")
+
+
+def unequal_numbers(kind: str) -> str | tuple[float, float]:
+    """What is raised, or how far weights, and the loss of an evaluation, are from those of one process."""
+    replica, stage = divmod(dist.get_rank(), 2)
+    start, chunk, plain = time.monotonic(), wrapped(kind, blocks()[stage]), blocks()
+    group = named_mesh(replica=2, stage=2).get_group("stage")
+    count = COUNTS[replica]
+    pipe = Pipeline(chunk, lambda n: schedules.zb_h1(2, n or count), nn.functional.mse_loss, group, timeout=20)
+    inner = torch.optim.SGD(chunk.parameters(), lr=0.5, momentum=0.9)
+    optimizer = Optimizer(inner, pipe, max_norm=0.05, adaptive=False)
+    try:
+        for step in range(4):
+            optimizer.zero_grad()
+            inputs, targets = batch(step, COUNTS[(replica + step) % 2])
+            parts = len(inputs) // 2
+            pipe.step([*inputs.chunk(parts)], [*targets.chunk(parts)])
+            optimizer.step()
+        final = [w.full_tensor() if hasattr(w, "full_tensor") else w for w in optimizer.weights()]
+        evaluated = pipe.evaluate([*batch(9, 2)[0].chunk(2)], [*batch(9, 2)[1].chunk(2)])
+        pipe.close()
+    except PipelineError as error:
+        assert time.monotonic() - start < 15
+        return str(error)
+    reference = torch.optim.SGD(nn.ModuleList(plain).parameters(), lr=0.5, momentum=0.9)
+    first = [[b.clone() for b in block.buffers()] for block in plain]
+    for step in range(4):
+        reference.zero_grad()
+        for which in (1, 0):  # the buffers are those of the first replica
+            for block, values in zip(plain, first, strict=True):
+                block.seen.copy_(values[0])
+            inputs, targets = batch(step, COUNTS[(which + step) % 2])
+            parts = len(inputs) // 2
+            for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+                (nn.functional.mse_loss(plain[1](plain[0](x)), y) / parts / 2).backward()
+        first = [[b.clone() for b in block.buffers()] for block in plain]
+        nn.utils.clip_grad_norm_(nn.ModuleList(plain).parameters(), 0.05)
+        reference.step()
+    off = max((a - b).abs().max().item() for a, b in zip(final, plain[stage].parameters(), strict=True))
+    inputs, targets = batch(9, 2)
+    loss = nn.functional.mse_loss(plain[1].eval()(plain[0].eval()(inputs)), targets)
+    return off, 0.0 if evaluated is None or kind != "ddp" else abs(evaluated.item() - loss.item())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unequal_numbers_of_microbatches_are_right_or_refused(four_ranks: Any, kind: str) -> None:
+    for found in four_ranks.run(unequal_numbers, kind, timeout=60):
+        if kind in ("fsdp", "tensor parallel"):
+            assert "replicas must run the same microbatches in the same order" in found
+            assert "got 3 microbatches on rank" in found
+            assert "and 5 on rank" in found
+        elif kind == "ddp":
+            assert max(found) < 1e-6
+        else:  # FSDP2 leaves buffers alone, and with them outputs
+            assert isinstance(found, tuple)
+
+
+def evaluations_of_one_replica(kind: str) -> list[str]:
+    """What each call of the first replica, which alone evaluates before every step, and of the second raises."""
+    replica, stage = divmod(dist.get_rank(), 2)
+    start, chunk, said = time.monotonic(), wrapped(kind, blocks()[stage]), []
+    group = named_mesh(replica=2, stage=2).get_group("stage")
+    pipe = Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, group, timeout=20)
+    try:
+        for step in range(3):
+            if replica == 0:
+                pipe.evaluate(*batch(step, 4))
+            pipe.step(*batch(step, 4))
+        pipe.close()
+    except PipelineError as error:
+        said.append(str(error))
+    assert time.monotonic() - start < 15
+    return said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_replica_evaluates_alone_or_is_refused(four_ranks: Any, kind: str) -> None:
+    for said in four_ranks.run(evaluations_of_one_replica, kind, timeout=60):
+        if kind == "ddp":
+            assert said == []
+        else:
+            assert "replicas must make the same calls in the same order" in said[0]

@@ -1,0 +1,104 @@
+"""Before a call whose passes are collective over replicas: whether all of them make it, with the same passes.
+
+Ranks of other pipelines that run other passes would wait for each other until the time-out of their process group.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zbkern.data_parallel import is_sharded, state_of
+from zbkern.wgrad import fsdp
+
+
+class Agreement:
+    """Of the ranks with which these chunks communicate in their passes.
+
+    Those are the ranks that FSDP2 shards a chunk over, those of tensor parallelism (DTensor), and those of modules that
+    say so, as ExpertParallel. roots: what `fully_shard` was applied to. Not DistributedDataParallel: replicas of it
+    meet when they reduce.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], roots: Iterable[Any]) -> None:
+        self._roots = [*roots]
+        groups: dict[str, dist.ProcessGroup] = {}
+        modules = [*modules]
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        for mesh in dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)):
+            groups.update((group.group_name, group) for group in mesh.get_all_groups())
+        for part in (part for module in modules for part in module.modules()):
+            if getattr(part, "collective_forward", False):
+                group: Any = getattr(part, "group", None) or dist.group.WORLD
+                groups[group.group_name] = group
+        self._groups = {name: group for name, group in groups.items() if group.size() > 1}
+        self._device = next((p.device for p in parameters), torch.device("cpu"))
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def check(self, call: str, passes: int, microbatches: int, timeout: float) -> None:
+        """Raises ValueError on all of these ranks where some make another call, or run other passes than the others.
+
+        passes: a number of the same ones (`number_of`). Collective. Raises RuntimeError where a rank does not come in
+        `timeout` seconds.
+        """
+        once = self._gathered_once()
+        numbers = [number_of(call), microbatches, passes]
+        for name, group in self._groups.items():
+            rows = _gathered([*numbers[:1], 0, 0] if name in once else numbers, group, self._device, timeout)
+            ranks = dist.get_process_group_ranks(group)
+            for rank, row in zip(ranks, rows, strict=True):
+                if row[0] != rows[0][0]:
+                    raise ValueError(
+                        f"Pipeline.{call}: replicas must make the same calls in the same order, because a pass of one "
+                        f"communicates with the others; ranks {ranks[0]} and {rank} make different ones: call step and "
+                        "evaluate on all of them"
+                    )
+                if row != rows[0]:
+                    raise ValueError(
+                        f"Pipeline.{call}: replicas must run the same microbatches in the same order, because every "
+                        f"pass communicates with the others; got {rows[0][1]} microbatches on rank {ranks[0]} and "
+                        f"{row[1]} on rank {rank}: give all of them one schedule; fully_shard(..., "
+                        "reshard_after_forward=False) gathers once a step, for any number"
+                    )
+
+    def _gathered_once(self) -> set[str]:
+        """The names of groups over which weights are gathered once a step, and not in every pass."""
+        names: dict[str, bool] = {}
+        for root in self._roots:
+            for part in (part for part in root.modules() if is_sharded(part)):
+                state = state_of(part)
+                stays = part is root and getattr(
+                    state, "_auto_reshard_after_forward", False
+                )  # from its first forward on
+                for group in fsdp.groups_of(state):
+                    for each in group.mesh_info.mesh.get_all_groups():
+                        once = stays or not group._reshard_after_forward
+                        names[each.group_name] = names.get(each.group_name, True) and once
+        return {name for name, once in names.items() if once}
+
+
+def number_of(value: object) -> int:
+    """The same for the same text, on every rank."""
+    return zlib.crc32(repr(value).encode())
+
+
+def _gathered(numbers: list[int], group: dist.ProcessGroup, device: torch.device, timeout: float) -> list[list[int]]:
+    """The numbers of all ranks of the group."""
+    device = torch.device("cpu") if "cpu" in dist.get_backend_config(group) else device
+    own = torch.tensor(numbers, device=device)
+    rows: list[Tensor] = [torch.empty_like(own) for _ in range(group.size())]
+    try:
+        dist.all_gather(rows, own, group, async_op=True).wait(timedelta(seconds=timeout))
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group)
+        raise RuntimeError(f"not all of ranks {ranks}, with replicas of this chunk, came to it: {error}") from error
+    return torch.stack(rows).tolist()
