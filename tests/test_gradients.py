@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from contextlib import nullcontext
 from typing import Any
@@ -52,6 +53,42 @@ def test_frozen_between_b_and_w_drops_the_gradient_as_autograd_does() -> None:
     queue.run()
     assert twin.up.weight.grad is None
     assert twin.down.weight.grad is not None
+
+
+class Products(nn.Module):
+    """Layers that are zbkern's, and products with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.weight = nn.Linear(6, 6), nn.LayerNorm(6), nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x)) @ self.weight
+
+
+@pytest.mark.parametrize("name", ["layer.weight", "layer.bias", "norm.weight", "weight"])
+@pytest.mark.parametrize("frozen", list(itertools.product([True, False], repeat=2)))
+def test_thawed_between_b_and_w_has_the_gradients_of_its_backwards(name: str, frozen: tuple[bool, bool]) -> None:
+    """A weight that takes gradients in one B and none in the next, and is trained when W runs."""
+    model, twin = pair(Products)
+    queue = zbkern.WGradQueue()
+    for module in (model, twin):
+        parameter = module.get_parameter(name)
+        torch.manual_seed(0)
+        losses = []
+        for key in range(2):
+            with queue.defer(key):
+                losses.append(module(torch.randn(3, 6, dtype=torch.float64)).square().sum())
+        for key, (loss, is_frozen) in enumerate(zip(losses, frozen, strict=True)):
+            parameter.requires_grad_(not is_frozen)
+            with nullcontext() if module is model else queue.defer(key):
+                loss.backward()
+        parameter.requires_grad_(True)
+    queue.run()
+    for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            testing.assert_close(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -128,8 +128,10 @@ def accumulate(batch: Sequence[list[WGradTask]]) -> None:
             segments = [group[0].tensors] if len(group) == 1 else [task.tensors for task in group]
             group[0].kernel.run(segments, gradients, True)
             return
-    targets = [Target(group[0]) for group in batch]
-    run_into(batch, targets)
+    wanted = [group for group in batch if any(p is not None and p.requires_grad for p in group[0].parameters)]
+    targets = [Target(group[0]) for group in wanted]
+    if wanted:
+        run_into(wanted, targets)
     for target in targets:
         target.commit()
 
@@ -137,6 +139,7 @@ def accumulate(batch: Sequence[list[WGradTask]]) -> None:
 def _existing_gradients(parameters: Sequence[Tensor | None]) -> list[Tensor | None] | None:
     """The `.grad` of each, None for those that take none; None when one is not there to be added to in place."""
     gradients: list[Tensor | None] = []
+    gradient = None
     for parameter in parameters:
         if parameter is None or not parameter.requires_grad:
             gradients.append(None)
@@ -145,7 +148,7 @@ def _existing_gradients(parameters: Sequence[Tensor | None]) -> list[Tensor | No
         if gradient is None or gradient.is_sparse or hasattr(parameter, "main_grad"):
             return None
         gradients.append(gradient)
-    return gradients
+    return None if gradient is None else gradients
 
 
 def run_into(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **options: Any) -> None:
@@ -193,6 +196,8 @@ def sum_gradients(tasks: Sequence[WGradTask]) -> list[tuple[Tensor, Tensor]]:
     sums: dict[int, tuple[Tensor, Tensor]] = {}
     for task in tasks:
         params = [p for p in task.parameters if p is not None and p.requires_grad]
+        if not params:
+            continue
         add = any(id(parameter) in sums for parameter in params)
         for parameter in params:
             if id(parameter) not in sums:

@@ -61,6 +61,10 @@ class WGradTask:
     ) -> None:
         self.kernel = kernel if isinstance(kernel, WGradKernel) else WGradKernel(kernel)
         self.tensors = tensors
+        for parameter in parameters:
+            if parameter is not None and not parameter.requires_grad:  # frozen since F: autograd drops it in B
+                parameters = tuple([p if p is not None and p.requires_grad else None for p in parameters])
+                break
         self.parameters = parameters
         self._arithmetic = arithmetic
         self.name = name

@@ -113,6 +113,34 @@ def test_bad_side_inputs_name_the_argument(side: Any, message: str) -> None:
         pipe.step(torch.ones(8, 4), torch.ones(8, 4), side)
 
 
+@pytest.mark.parametrize("leaf", [True, False])
+@pytest.mark.parametrize("how", ["side", "list", "batch"])
+def test_a_side_input_that_takes_a_gradient_is_refused(how: str, leaf: bool) -> None:
+    """Every rank would be left with a part of it; one rank alone has all of it."""
+    prompt = nn.Parameter(torch.ones(8))
+    mask = prompt if leaf else 2 * prompt
+
+    class Split(Masked):
+        def split_batch(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+            return {"x": batch["x"]}, {"mask": batch["mask"]}
+
+    def call(pipe: Pipeline) -> Any:
+        x = torch.ones(8, 4)
+        with torch.no_grad():
+            pipe.evaluate(x, x, {"mask": mask})
+        side = {"mask": mask} if how == "side" else [{"mask": part} for part in mask.chunk(4)]
+        if how == "batch":
+            return pipe.step({"x": x, "mask": mask}, x)
+        return pipe.step(x, x, side)
+
+    kind = Split if how == "batch" else Masked
+    for error in run_pipelines(schedules.zb_h1(2, 4), [kind(), kind()], call, keep_errors=True):
+        assert "side input 'mask' takes a gradient, of which every rank would get the part of its own" in str(error)
+    if how == "side" and leaf:
+        run_pipelines(schedules.zb_h1(1, 4), [Masked()], call)
+        assert prompt.grad is not None
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_ranks_with_other_batches_are_told_once(caplog: pytest.LogCaptureFixture, named: bool) -> None:
     """As by a loader that gives every rank other rows; but not where ranks that need none pass None."""

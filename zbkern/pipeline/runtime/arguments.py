@@ -134,6 +134,8 @@ def split_batch(
     """
     count, last = schedule.sequences, len(schedule.placement) - 1
     inputs, sides = share_inputs(call, given[0], given[2], count, modules.values())
+    if call == "step" and schedule.stages > 1:
+        _check_no_gradients(sides)
     if any(sides) and inputs is None:
         firsts: list[Any] = [()] * count
     else:
@@ -166,6 +168,16 @@ def split_batch(
             length = place[1] - place[0] or None
             batch.append(Microbatch(cut(first, tokens, place), part, own, _versions(own), length))
     return batch
+
+
+def _check_no_gradients(sides: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for side inputs that take gradients: every rank would have a part of them, of its chunks."""
+    for name, value in (item for side in sides for item in side.items()):
+        if any(tensor.requires_grad for tensor in tensors_in(value)):
+            raise ValueError(
+                f"Pipeline.step: side input {name!r} takes a gradient, of which every rank would get the part of its "
+                f"own chunks; give chunks the parameter, with tied={{{name!r}: parameter}} on their ranks, or detach it"
+            )
 
 
 def _as_dict(value: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.chunks import WIDTH, results_on_threads
+from tests.support.chunks import WIDTH, on_threads, results_on_threads
 from zbkern.pipeline import Pipeline, PipelineError, schedules
 
 
@@ -151,6 +151,40 @@ def frozen_on_one_rank() -> None:
 @pytest.mark.dist
 def test_a_tied_weight_that_one_rank_alone_freezes_is_refused(two_ranks: Any) -> None:
     two_ranks.run(frozen_on_one_rank)
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1)])
+def test_a_tied_weight_that_is_frozen_later_is_frozen_on_all_ranks(frozen: tuple[int, ...]) -> None:
+    """Also where the copies of one rank differ: two chunks with a weight each."""
+    torch.manual_seed(0)
+    chunks = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    for chunk in chunks[1:]:
+        chunk.load_state_dict(chunks[0].state_dict())
+    for chunk in chunks:
+        chunk.tied_parameters = {"weight": chunk.weight}
+
+    def train(transport: Any) -> None:
+        schedule = schedules.zb_v(2, 4)
+        mine = [chunks[number] for number in schedule.chunks_of(transport.rank)]
+        optimizer = torch.optim.SGD(nn.ModuleList(mine).parameters(), lr=0.5)
+        with Pipeline(mine, schedule, nn.functional.mse_loss, transport, timeout=20) as pipe:
+            for step in range(3):
+                for number in frozen if step == 1 else ():
+                    for chunk in mine if len(frozen) == 2 else [chunks[number]]:
+                        chunk.weight.requires_grad_(False)
+                torch.manual_seed(step)
+                optimizer.zero_grad()
+                pipe.step(*torch.randn(2, 8, WIDTH))
+                optimizer.step()
+
+    results = on_threads(2, train)
+    if len(frozen) == 2:
+        assert results == [None, None]
+        assert all(torch.equal(chunk.weight, chunks[0].weight) for chunk in chunks)
+        return
+    for error in results:
+        assert isinstance(error, PipelineError)
+        assert "tied 'weight' must be trained on all ranks that hold it, or frozen on all" in str(error)
 
 
 def frozen_step() -> tuple[bool, float]:

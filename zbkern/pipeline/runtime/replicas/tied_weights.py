@@ -73,14 +73,18 @@ class TiedWeights:
         for name, copies, (first, *others) in self._shared:
             ours = [_local_gradient(parameter) for parameter in copies]
             total = local = ours[0] if len(ours) == 1 else torch.stack(ours).sum(0)
+            trained = {transport.rank: all(parameter.requires_grad for parameter in copies)}
             if transport.rank == first:
                 for rank in others:
                     gradient = transport.receive(rank, _tag(step, name, rank), timeout)
-                    total = total + gradient  # not in place: what was sent must stay
+                    trained[rank] = gradient.requires_grad
+                    total = total + gradient.detach()  # not in place: what was sent must stay
+                _check_trained(name, trained)  # some may have been frozen since the constructor
                 for rank in others:
                     transport.send(rank, _tag(step, name, first), total)
             else:
-                transport.send(first, _tag(step, name, transport.rank), local)
+                sent = local.detach().requires_grad_(trained[transport.rank])  # whether the parameter does
+                transport.send(first, _tag(step, name, transport.rank), sent)
                 total = transport.receive(first, _tag(step, name, first), timeout)
             for local in ours:
                 local.copy_(total)
