@@ -14,31 +14,34 @@ from torch import Tensor, nn
 
 import zbkern
 from tests.support.chunks import make_data, make_model, results_on_threads
-from zbkern.pipeline import Optimizer, Pipeline, checkpoint, schedules
+from zbkern.pipeline import Optimizer, Pipeline, PipelineError, checkpoint, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 
 Call = Callable[[Path, Pipeline, Optimizer | None], object]
 
 
+def rename(chunk: int, key: str) -> str:
+    return f"{chunk}.{key}"
+
+
 def weights_after(call: Call, folder: Path, given: bool) -> list[tuple[dict[str, Tensor], ...]]:
     """By rank: the weights at first, after `call`, and once the step is validated that was pending before it.
 
-    The first rank has stepped, and will hear from the second that the step is skipped. A rank has a folder of its own.
+    The first rank has stepped, and will hear from the second that the step is skipped.
     """
 
     def rank_calls(transport: LocalTransport) -> tuple[dict[str, Tensor], ...]:
         module = zbkern.convert(make_model(2)[transport.rank])
         with Pipeline(module, schedules.zb_h2(2, 4), nn.functional.mse_loss, transport, timeout=20) as pipe:
             optimizer = Optimizer(torch.optim.SGD(module.parameters(), lr=0.1), pipe, max_norm=1e6)
-            here = folder / str(transport.rank)
-            checkpoint.save(here, 0, pipe)
+            checkpoint.save(folder, 0, pipe, rename=rename)
             found = [copy.deepcopy(module.state_dict())]
             pipe.step(*make_data(4))
             if transport.rank == 1:
                 module.linear.weight.grad.fill_(math.nan)
             optimizer.step()
             assert optimizer.pending == (transport.rank == 0)
-            call(here, pipe, optimizer if given else None)
+            call(folder, pipe, optimizer if given else None)
             found.append(copy.deepcopy(module.state_dict()))
             optimizer.validate()
             return *found, module.state_dict()
@@ -47,7 +50,7 @@ def weights_after(call: Call, folder: Path, given: bool) -> list[tuple[dict[str,
 
 
 def load(folder: Path, pipe: Pipeline, optimizer: Optimizer | None) -> None:
-    checkpoint.load(folder, pipe)
+    checkpoint.load(folder, pipe, rename=rename)
     for module in pipe.modules.values():
         with torch.no_grad():
             module.linear.weight.add_(1)  # seen if the step is undone after all
@@ -56,7 +59,7 @@ def load(folder: Path, pipe: Pipeline, optimizer: Optimizer | None) -> None:
 @pytest.mark.parametrize("given", [False, True])
 def test_a_save_waits_for_the_global_check(tmp_path: Path, given: bool) -> None:
     def save(folder: Path, pipe: Pipeline, optimizer: Optimizer | None) -> None:
-        checkpoint.save(folder, 1, pipe, optimizer)
+        checkpoint.save(folder, 1, pipe, optimizer, rename=rename)
 
     for first, saved, validated in weights_after(save, tmp_path, given):
         torch.testing.assert_close(saved, validated, rtol=0, atol=0)
@@ -68,6 +71,30 @@ def test_a_load_gives_up_the_step(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded, validated, rtol=0, atol=0)
         first["linear.weight"] += 1
         torch.testing.assert_close(loaded, first, rtol=0, atol=0)
+
+
+def test_ranks_that_are_threads_write_one_checkpoint(tmp_path: Path) -> None:
+    model, again = make_model(2), make_model(2)
+    nn.init.zeros_(again[1].linear.weight)
+
+    def rank_calls(transport: LocalTransport) -> None:
+        mine, other = model[transport.rank], again[transport.rank]
+        with Pipeline(mine, schedules.zb_h2(2, 4), nn.functional.mse_loss, transport, timeout=20) as pipe:
+            for step in range(3):
+                checkpoint.save(tmp_path, step, pipe, rename=rename)
+            if transport.rank == 1:
+                with pytest.raises(TypeError, match="extra must be"):
+                    checkpoint.save(tmp_path, 4, pipe, extra=object(), rename=rename)
+            else:
+                with pytest.raises(PipelineError, match=r"rank 1: TypeError: .*extra must be"):
+                    checkpoint.save(tmp_path, 4, pipe, rename=rename)
+        with Pipeline(other, schedules.zb_h2(2, 4), nn.functional.mse_loss, rings[transport.rank], timeout=20) as pipe:
+            assert checkpoint.load(tmp_path, pipe, rename=rename) == (2, None)
+
+    rings = LocalTransport.ring(2)
+    results_on_threads(2, rank_calls)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+    torch.testing.assert_close(nn.ModuleList(again).state_dict(), nn.ModuleList(model).state_dict(), rtol=0, atol=0)
 
 
 def test_masters_take_the_weights_of_a_model_that_is_loaded_alone(tmp_path: Path) -> None:

@@ -73,6 +73,53 @@ def caught(timeout: float, action: Any, call: str = "call", pause: float = 0.0) 
     return kind, message, seconds
 
 
+class Failing:
+    """As much of a Transport as an exchange reads."""
+
+    def __init__(self, failure: str | None) -> None:
+        self.failure = failure
+
+
+def exchange_beside(
+    failures: list[tuple[str | None, str | None]], comes: list[bool], timeout: float
+) -> tuple[str, float]:
+    """What this rank raises. failures: of each rank's transport, before and in the call; comes: who makes the call."""
+    rank = dist.get_rank()
+    before, within = failures[rank]
+    transport: Any = Failing(before)
+    start, said = time.monotonic(), "nothing"
+    try:
+        exchange = RankExchange("call", None, timeout, transport=transport)
+        if comes[rank]:
+            with exchange as ranks:
+                transport.failure = within
+                ranks.exchange("there")
+    except PipelineError as error:
+        said = str(error)
+    seconds = time.monotonic() - start
+    dist.barrier()
+    return said, seconds
+
+
+@pytest.mark.parametrize(
+    ("failures", "comes", "timeout", "said"),
+    [
+        ([(None, "rank 1 died"), (None, None)], [True, False], 60, ["call: rank 1 died", "nothing"]),
+        ([(None, None), (None, "rank 0 died")], [False, True], 60, ["nothing", "call: rank 0 died"]),
+        ([("rank 1 died", "rank 1 died"), (None, None)], [True, False], 1, ["call: rank 1 died", "nothing"]),
+        ([("over", "over"), ("over", "over")], [True, True], 60, ["nothing", "nothing"]),
+        ([(None, None), (None, None)], [True, False], 1, ["call: rank 1 did not come to 'there' in 1 s", "nothing"]),
+    ],
+)
+def test_a_failure_that_a_pipeline_knows_of_is_named_and_nobody_beside_it(
+    two_ranks: Any, failures: Any, comes: list[bool], timeout: float, said: list[str]
+) -> None:
+    """At once where it is new; one that was there before may have been caught, and ranks may come all the same."""
+    found = two_ranks.run(exchange_beside, failures, comes, timeout)
+    assert [message for message, _ in found] == said
+    assert max(seconds for _, seconds in found) < 20
+
+
 class Wordless(Exception):
     def __str__(self) -> str:
         raise RuntimeError

@@ -74,7 +74,7 @@ def save(
     that finds it, PipelineError with the rank and the error on the others, and on all when a rank does not come. The
     older checkpoints are then as they were, and ranks can save again. What cannot be deleted is a warning.
     """
-    with RankExchange("checkpoint.save", group, _timeout(timeout, modules)) as ranks:
+    with _exchange("checkpoint.save", group, timeout, modules) as ranks:
         folder = _path(folder)
         check_count("checkpoint: step", step, 0)
         check_count("checkpoint: keep", keep)
@@ -129,7 +129,7 @@ def load(
     is changed. What fails only in the second reading leaves model and optimizer partly loaded, and a warning says so.
     Warns where it holds more than the model, and where it holds different tensors for what is one parameter here.
     """
-    with RankExchange("checkpoint.load", group, _timeout(timeout, modules)) as ranks:
+    with _exchange("checkpoint.load", group, timeout, modules) as ranks:
         folder = _path(folder)
         if step is not None:
             check_count("checkpoint: step", step, 0)
@@ -199,10 +199,10 @@ def latest(folder: str | os.PathLike) -> Path | None:
 _ONE_PLACE = "folder must be one place shared by all ranks"
 
 
-def _timeout(timeout: float | None, modules: Modules) -> float:
-    if timeout is not None:
-        return timeout
-    return modules.timeout if isinstance(modules, Pipeline) else TIMEOUT
+def _exchange(call: str, group: dist.ProcessGroup | None, timeout: float | None, modules: Modules) -> RankExchange:
+    if not isinstance(modules, Pipeline):
+        return RankExchange(call, group, TIMEOUT if timeout is None else timeout)
+    return RankExchange(call, group, modules.timeout if timeout is None else timeout, transport=modules.transport)
 
 
 def _path(folder: str | os.PathLike) -> Path:

@@ -101,7 +101,7 @@ def export_adapter(
     def finish(folder: Path, shards: list[Shard], _: list[Chunk]) -> None:
         _finish_adapter(folder, shards, config)
 
-    with RankExchange("export_adapter", group, timeout) as ranks:
+    with RankExchange("export_adapter", group, timeout, transport=getattr(chunks, "transport", None)) as ranks:
         holders = [holder_of(chunk, name) for chunk in _chunks("export_adapter", chunks)]
         configs = [config_of(holder, name) for holder in holders if holder is not None]
         ranks.exchange("adapters listed", configs, join)
@@ -118,7 +118,7 @@ def _write(
     timeout: float,
 ) -> None:
     """Every rank writes what files_of gives for its chunks, and finish makes of these files on rank 0 what is read."""
-    with RankExchange(caller, group, timeout) as ranks:
+    with RankExchange(caller, group, timeout, transport=getattr(chunks, "transport", None)) as ranks:
         save_file = safetensors(caller).torch.save_file
         mine = _chunks(caller, chunks)
         files = [files_of(chunk) for chunk in mine]  # which first looks at names

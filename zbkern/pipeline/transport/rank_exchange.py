@@ -17,7 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbkern.pipeline.transport.base import check_timeout
+from zbkern.pipeline.transport.base import Transport, check_timeout
+from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.pipeline.transport.mailbox import PipelineError, described
 from zbkern.pipeline.transport.process_groups import place_in, place_in_store
 
@@ -33,16 +34,29 @@ class RankExchange:
 
     call: its name in errors. group: the ranks that take part, None for all; without torch.distributed this process
     alone. timeout: seconds that ranks wait for each other in an `exchange`. hint: added where a rank does not come.
+    transport: that of a Pipeline, if there is one: why it fails is why a rank does not come. Ranks that are its threads
+    exchange through it.
     What the body raises on one rank, or a wrong timeout, ends it on all: that rank raises its own error, the others
     PipelineError with the rank and the error in its message. The next call finds all ranks together again.
     """
 
-    def __init__(self, call: str, group: dist.ProcessGroup | None, timeout: float, hint: str = "") -> None:
+    def __init__(
+        self,
+        call: str,
+        group: dist.ProcessGroup | None,
+        timeout: float,
+        hint: str = "",
+        transport: Transport | None = None,
+    ) -> None:
         self.call = call
         self._timeout, self._hint = timeout, hint
+        self._transport = transport
+        self._failed_before = None if transport is None else transport.failure
         found = place_in(group)
         self.rank, self.size = found or (0, 1)
-        if found is not None:
+        if isinstance(transport, LocalTransport) and transport.size > 1:
+            self.rank, self.size, self._store = transport.rank, transport.size, transport.store()
+        elif found is not None:
             ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
             if self.rank < 0:
                 raise ValueError(f"{call}: group must hold this rank; got ranks {ranks}")
@@ -139,6 +153,10 @@ class RankExchange:
             waited = time.monotonic() - start
             if self._store.check([key]):
                 return
+            failure = None if self._transport is None else self._transport.failure
+            if failure is not None and (failure != self._failed_before or waited > self._timeout):
+                self._store.set(_FAILED, f"{self.call}: {failure}")  # a rank that failed in it will not come
+                continue
             if waited > self._timeout:
                 self._store.set(_FAILED, f"{self.call}: {self._missing(stage)} in {self._timeout:g} s{self._hint}")
                 continue
