@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.support.chunks import results_on_threads
 from tests.support.optimizer_cases import Case, ours
 from tests.support.same import assert_same
+from zbkern.pipeline import checkpoint
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -63,9 +64,7 @@ class Holding(torch.optim.SGD):
         self.held = held
 
 
-@pytest.mark.parametrize(
-    "held", [threading.Lock(), nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), {"deep": [threading.Lock()]}]
-)
+@pytest.mark.parametrize("held", [threading.Lock(), nn.Linear(1, 1), {"deep": [threading.Lock()]}])
 def test_what_cannot_be_copied_is_refused(held: Any) -> None:
     weight = nn.Parameter(torch.ones(1))
     with pytest.raises(ValueError, match=r"undo='snapshot' cannot copy Holding.held, .* use undo=None, or name it in"):
@@ -76,6 +75,31 @@ def test_what_cannot_be_copied_is_refused(held: Any) -> None:
         transient_attributes = frozenset({"held"})
 
     Optimizer(Transient([weight], held), LocalTransport.ring(1)[0])
+
+
+class Box:
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+@pytest.mark.parametrize("undo", ["snapshot", None])
+@pytest.mark.parametrize("wrap", [lambda o: o, lambda o: [o], lambda o: {"a": (1, o)}, Box, lambda o: [Box({"b": o})]])
+def test_optimizers_with_states_of_their_own_within_one_are_refused(wrap: Any, undo: str | None) -> None:
+    """Nothing would save them; not where the state is shared, or where no step depends on them."""
+    weight, transport = nn.Parameter(torch.ones(1)), LocalTransport.ring(1)[0]
+    held = torch.optim.AdamW([weight])
+    with pytest.raises(TypeError, match=r"Optimizer: Holding holds another optimizer, AdamW in held.*whose"):
+        Optimizer(Holding([weight], wrap(held)), transport, undo=undo)
+    with pytest.raises(TypeError, match="checkpoint: Holding holds another optimizer"):
+        checkpoint.save("nowhere", 1, nn.ParameterList([weight]), Holding([weight], wrap(held)))
+    shared = Holding([weight], wrap(held))
+    held.state = shared.state
+    Optimizer(shared, transport, undo=None)
+
+    class Transient(Holding):
+        transient_attributes = frozenset({"held"})
+
+    Optimizer(Transient([weight], wrap(torch.optim.AdamW([weight]))), transport, undo=undo)
 
 
 def test_a_hyperparameter_that_is_a_tensor_stays_the_tensor_it_was() -> None:

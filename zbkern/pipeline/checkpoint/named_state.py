@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.checkpoint.dcp_format import Stored
-from zbkern.pipeline.optimizer.params import equal, hyperparameters, kinds_of, parameters, same_kind
+from zbkern.pipeline.optimizer.params import check_whole, equal, hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.post_validation import Optimizer
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.step_boundary import StepBoundary, boundaries_of
@@ -53,6 +53,8 @@ class NamedState:
                 "checkpoint: optimizer must be an Optimizer, a torch optimizer or None; got "
                 f"{type(self._inner).__name__}"
             )
+        if self._inner is not None:
+            check_whole("checkpoint", self._inner)
         names: dict[int, list[str]] = {}  # of parameters, by id; a tied one has several
         for chunk, module in self._chunks.items():
             for key, value in module.named_parameters(remove_duplicate=False):

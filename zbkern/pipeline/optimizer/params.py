@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,37 @@ from zbkern.pipeline.transport.tensors import local_part
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """All parameters of an optimizer, in its order."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def check_whole(caller: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raises TypeError where it holds other optimizers with states of their own, which nobody would save or put back.
+
+    Not where its `transient_attributes` say that no step depends on them.
+    """
+    left_out = {"state", "param_groups", *getattr(optimizer, "transient_attributes", ())}
+    for name, other in _optimizers_in({name: value for name, value in vars(optimizer).items() if name not in left_out}):
+        if other is not optimizer and other.state is not optimizer.state:
+            raise TypeError(
+                f"{caller}: {type(optimizer).__name__} holds another optimizer, {type(other).__name__} in {name}, "
+                "whose state is not in its own: no checkpoint would have it, and no step could be taken back; use an "
+                "optimizer that keeps the state of all its parameters in `state`"
+            )
+
+
+def _optimizers_in(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Those in an attribute: itself, or in lists, dicts and plain objects there; with the names that lead to them."""
+    if isinstance(value, torch.optim.Optimizer):
+        yield name, value
+    elif depth < 4 and not isinstance(value, (Tensor, torch.nn.Module)) and not callable(value):
+        items: Iterable[tuple[str, Any]] = ()
+        if isinstance(value, (list, tuple, set)):
+            items = ((f"{name}[{index}]", each) for index, each in enumerate(value))
+        elif isinstance(value, dict):
+            items = ((f"{name}[{key!r}]" if name else key, each) for key, each in value.items())
+        elif hasattr(value, "__dict__"):
+            items = ((f"{name}.{key}", each) for key, each in vars(value).items())
+        for below, each in items:
+            yield from _optimizers_in(each, below, depth + 1)
 
 
 def kinds_of(optimizer: torch.optim.Optimizer) -> list[str]:

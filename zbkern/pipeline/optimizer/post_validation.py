@@ -33,7 +33,7 @@ from zbkern.pipeline.optimizer.master_weights import (
     masters_of,
     take_changes_,
 )
-from zbkern.pipeline.optimizer.params import hyperparameters, kinds_of, parameters, same_kind
+from zbkern.pipeline.optimizer.params import check_whole, hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.pending_step import PendingStep
 from zbkern.pipeline.optimizer.undo import UNDO
 from zbkern.pipeline.runtime.engine import Pipeline
@@ -105,6 +105,7 @@ class Optimizer(torch.optim.Optimizer):
                 "Optimizer: optimizer must be a torch.optim.Optimizer, not one within an Optimizer already; got "
                 f"{type(optimizer).__name__}"
             )
+        check_whole("Optimizer", optimizer)
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise TypeError(

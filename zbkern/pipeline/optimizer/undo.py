@@ -85,7 +85,7 @@ def _copied_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     copies = {}
     for name, value in attributes.items():
         try:
-            if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+            if isinstance(value, torch.nn.Module):
                 raise TypeError("it may have state of its own")
             copies[name] = copy.deepcopy(value, memo)
         except Exception as error:
