@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "planner.h"
+#include "planner_batch.h"
 
 namespace py = pybind11;
 using namespace zbkern;
@@ -49,6 +50,36 @@ Ordering ordering_from(const Rows& rows, const std::vector<int>& fused) {
   return {rows, std::vector<char>(fused.begin(), fused.end()), 0};
 }
 
+Growth growth_from(const py::object& source, const char* name) {
+  const py::object growth = source.attr(name);
+  const auto each = [&](const char* part) { return growth.attr(part).cast<std::vector<double>>(); };
+  return {each("fixed"), each("linear"), each("quadratic")};
+}
+
+BatchCosts batch_costs_from(const py::object& source) {
+  BatchCosts costs;
+  costs.placement = source.attr("placement").cast<std::vector<int>>();
+  costs.forward = growth_from(source, "forward"), costs.backward = growth_from(source, "backward"),
+  costs.weight = growth_from(source, "weight"), costs.fused = growth_from(source, "fused");
+  costs.lag = growth_from(source, "lag"), costs.activation = growth_from(source, "activation"),
+  costs.held = growth_from(source, "held"), costs.carried = growth_from(source, "carried");
+  const py::object limit = source.attr("limit");
+  if (!limit.is_none()) costs.limit = limit.cast<Time>();
+  costs.multiple = source.attr("multiple").cast<int>();
+  return costs;
+}
+
+// Rows and their cuts, the events of every rank, the makespan, peaks, and the least peak of orders over the limit.
+py::tuple tuple_from(const BatchOrder& order) {
+  py::list events;
+  for (const auto& row : order.events) {
+    py::list all;
+    for (const auto& each : row) all.append(py::make_tuple(each.kind, each.chunk, each.unit, each.start, each.end));
+    events.append(all);
+  }
+  return py::make_tuple(order.rows.members, order.rows.cuts, events, order.makespan, order.peaks, order.least_peak);
+}
+
 // The result of a search, during which other threads may run.
 template <typename Search>
 auto without_gil(Search search) {
@@ -70,7 +101,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.planning.planner, compiled.";
-  module.attr("version") = 5;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 6;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
              [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
                const Problem problem = problem_from(source);
@@ -98,6 +129,21 @@ PYBIND11_MODULE(_planner, module) {
     const Problem problem = problem_from(source);
     const auto found = without_gil([&] { return search_patterns(problem, start, made_of<Effort>(effort)); });
     return py::make_tuple(tuple_from(found.first), found.second);
+  });
+  module.def("plan_batch", [](const py::object& source, const std::vector<int>& lengths, std::int64_t passes) {
+    const BatchCosts costs = batch_costs_from(source);
+    return tuple_from(without_gil([&] { return plan_batch(costs, lengths, passes); }));
+  });
+  module.def("packed", [](const py::object& source, const std::vector<int>& lengths, int count) {
+    const BatchRows rows = packed(batch_costs_from(source), lengths, count);
+    return py::make_tuple(rows.members, rows.cuts);
+  });
+  module.def("run_batch", [](const py::object& source, const std::vector<std::vector<int>>& members,
+                             const std::vector<std::vector<int>>& cuts, const std::vector<int>& lengths,
+                             const std::vector<std::vector<int>>& orders) {
+    const BatchCosts costs = batch_costs_from(source);
+    const BatchRows rows{members, cuts};
+    return tuple_from(without_gil([&] { return run_batch(costs, rows, lengths, orders); }));
   });
   module.def("anneal", [](const std::vector<py::object>& sources, const Rows& rows, const std::vector<int>& fused,
                           const EffortTuple& effort, bool may_fuse) {

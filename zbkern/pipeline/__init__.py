@@ -12,6 +12,7 @@ from zbkern.pipeline.schedules.actions import Action, ScheduleError
 from zbkern.pipeline.schedules.schedule import Schedule
 
 _HOME = {
+    "BatchPlan": "zbkern.planning.planner",
     "Carry": "zbkern.pipeline.runtime.slices.carry",
     "Costs": "zbkern.planning.simulation.costs",
     "DeferredLogits": "zbkern.pipeline.models",
@@ -36,6 +37,7 @@ _HOME = {
     "layout_to_partition": "zbkern.pipeline.schedules.layout",
     "partition_to_layout": "zbkern.pipeline.schedules.layout",
     "plan": "zbkern.planning.planner",
+    "plan_batch": "zbkern.planning.planner",
     "profile": "zbkern.pipeline.runtime.measure.profiling",
     "profile_layers": "zbkern.pipeline.runtime.measure.profiling",
     "schedules": "zbkern.pipeline.schedules",
@@ -70,6 +72,8 @@ if TYPE_CHECKING:
     from zbkern.pipeline.transport.base import PipelineError as PipelineError
     from zbkern.planning import draw as draw
     from zbkern.planning.planner.arguments import PlanOptions as PlanOptions
+    from zbkern.planning.planner.batch import BatchPlan as BatchPlan
+    from zbkern.planning.planner.batch import plan_batch as plan_batch
     from zbkern.planning.planner.plan import plan as plan
     from zbkern.planning.simulation.costs import Costs as Costs
     from zbkern.planning.simulation.layers import LayerCosts as LayerCosts

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from zbkern.planning.planner.arguments import PlanOptions
+from zbkern.planning.planner.batch import BatchPlan, plan_batch
 from zbkern.planning.planner.idle_time import IdleTime
 from zbkern.planning.planner.plan import Plan, plan
 
-__all__ = ["IdleTime", "Plan", "PlanOptions", "plan"]
+__all__ = ["BatchPlan", "IdleTime", "Plan", "PlanOptions", "plan", "plan_batch"]

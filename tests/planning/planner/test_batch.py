@@ -1,0 +1,159 @@
+"""Plans for one batch: valid, complete, within the limit, and as long as the simulator says."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from zbkern.pipeline import Costs, ScheduleError, simulate
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.planning.planner import native
+from zbkern.planning.planner.batch import BatchPlan, plan_batch
+
+pytestmark = pytest.mark.skipif(native.core is None, reason="the planner's search is not compiled")
+
+TOKENS = 4096
+
+
+def costs_of(chunks: int, generator: random.Random, same: bool = False) -> Costs:
+    """Of a sequence of TOKENS tokens: linear parts of 3 to 5, and as much attention at twice as many tokens."""
+
+    def each(low: float, high: float) -> tuple[float, ...]:
+        first = generator.uniform(low, high)
+        return tuple(first if same else generator.uniform(low, high) for _ in range(chunks))
+
+    linear, attention, overhead = each(3, 5), each(1, 2), each(0.01, 0.1)
+    return Costs(
+        forward=tuple(map(sum, zip(linear, attention, overhead, strict=True))),
+        backward=tuple(a + 2.5 * b + c for a, b, c in zip(linear, attention, overhead, strict=True)),
+        weight=tuple(map(sum, zip(linear, overhead, strict=True))),
+        split_overhead=tuple(0.02 * a + c for a, c in zip(linear, overhead, strict=True)),
+        communication=generator.choice([0.0, 0.3]),
+        activation=each(1, 2),
+        held=each(0.8, 2.2),
+        carried=each(0.01, 0.1),
+        attention_forward=attention,
+        attention_backward=tuple(2.5 * each for each in attention),
+        overhead=overhead,
+        static=each(0, 3),
+        tokens=TOKENS,
+    )
+
+
+def lengths_of(generator: random.Random, count: int) -> list[int]:
+    return [max(1, min(4 * TOKENS, int(generator.lognormvariate(math.log(900), 1.3)))) for _ in range(count)]
+
+
+def placements(generator: random.Random) -> dict[str, Any]:
+    stages = generator.choice([1, 2, 4, 5])
+    return {"stages": stages, **generator.choice([{}, {"chunks": 1}, {"chunks": 2, "placement": "loop"}])}
+
+
+def check_complete(plan: BatchPlan, lengths: list[int]) -> None:
+    Schedule.build(
+        plan.schedule.actions,
+        plan.schedule.placement,
+        len(plan.schedule.units),
+        own_slices=plan.schedule.own_slices,
+    )  # validates
+    assert sorted(number for row in plan.rows for number in row) == list(range(len(lengths)))
+    for row, cut in zip(plan.rows, plan.schedule.own_slices, strict=True):
+        assert sum(cut) == sum(lengths[number] for number in row)
+        assert len(cut) == 1 or len(row) == 1, "a pack is not cut"
+        assert all(length % 128 == 0 for length in cut[:-1])
+        assert min(cut) > 0
+
+
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 120))])
+def test_plans_are_valid_complete_and_within_the_limit(seed: int) -> None:
+    generator = random.Random(seed)
+    lengths, where = lengths_of(generator, generator.randint(1, 40)), placements(generator)
+    costs = costs_of(where["stages"] * where.get("chunks", 2), generator)
+    free = plan_batch(lengths, costs, **where, passes=20_000)
+    limit = generator.uniform(0.6, 1.2) * max(free.peak_memory)
+    plans = [free]
+    try:
+        plans.append(plan_batch(lengths, costs, **where, memory_limit=limit, passes=20_000))
+    except ScheduleError:
+        assert limit < max(free.peak_memory)
+    for plan in plans:
+        check_complete(plan, lengths)
+        assert plan.lower_bound <= plan.makespan * (1 + 1e-9)
+        if plan.published is not None:
+            assert plan.makespan <= plan.published[1] * (1 + 1e-9)
+    assert max(plans[-1].peak_memory) <= limit * (1 + 1e-9) or len(plans) == 1
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 6])
+def test_times_and_memory_are_those_of_the_simulator(seed: int) -> None:
+    """Of sequences that are long enough for none to be packed, since the simulator takes a pack for one sequence."""
+    generator = random.Random(seed)
+    lengths, where = [generator.randint(3000, 20000) for _ in range(5)], placements(generator)
+    costs = costs_of(where["stages"] * where.get("chunks", 2), generator)
+    plan = plan_batch(lengths, costs, **where, passes=20_000)
+    assert all(len(row) == 1 for row in plan.rows)
+    simulated = simulate(plan.schedule, costs)
+    assert plan.makespan == pytest.approx(simulated.makespan, rel=1e-9)
+    assert plan.timeline.makespan == pytest.approx(simulated.makespan, rel=1e-9)
+    assert plan.peak_memory == pytest.approx(simulated.peak_memory, rel=1e-6)
+
+
+def test_a_pack_pays_the_attention_of_each_of_its_sequences() -> None:
+    """One rank, one pack of four: by hand."""
+    costs = Costs(3.0, 4.0, 2.0, attention_forward=1.0, attention_backward=2.0, tokens=100, activation=10.0, held=5.0)
+    plan = plan_batch([50, 50, 50, 50], costs, 1, 1, multiple=1000, passes=1)
+    times: dict[str, float] = defaultdict(float)
+    for event in plan.timeline.events[0]:
+        times[event.action.kind] += event.end - event.start
+    linear, pairs = 200 / 100, 4 * 50**2 / 100**2
+    assert times["F"] == pytest.approx(2 * linear + 1 * pairs)
+    assert times["BW"] + times["B"] + times["W"] == pytest.approx((2 + 2) * linear + 2 * pairs)
+
+
+def test_the_same_lengths_give_the_same_plan() -> None:
+    generator = random.Random(5)
+    lengths, costs = lengths_of(generator, 60), costs_of(8, generator)
+    plans = [plan_batch(lengths, costs, 4, passes=50_000) for _ in range(2)]
+    assert plans[0].schedule == plans[1].schedule
+    assert plans[0].rows == plans[1].rows
+
+
+def test_long_sequences_among_short_ones_are_cut_and_short_ones_packed() -> None:
+    costs = costs_of(16, random.Random(0), same=True)
+    plan = plan_batch([65536, *[300] * 60], costs, 8)
+    whole = [row for row, cut in zip(plan.rows, plan.schedule.own_slices, strict=True) if len(cut) > 1]
+    assert whole == [(0,)]
+    assert max(len(row) for row in plan.rows) > 4
+    assert plan.published is not None
+    assert plan.makespan < 0.5 * plan.published[1]
+    assert "61 sequences" in repr(plan)
+
+
+def test_less_memory_takes_longer_and_too_little_names_the_least() -> None:
+    generator = random.Random(3)
+    lengths, costs = lengths_of(generator, 40), costs_of(8, generator, same=True)
+    free = plan_batch(lengths, costs, 4)
+    tight = plan_batch(lengths, costs, 4, memory_limit=0.7 * max(free.peak_memory))
+    assert max(tight.peak_memory) <= 0.7 * max(free.peak_memory)
+    with pytest.raises(ScheduleError, match=r"got 0\.5, and the least that any order found needs is \d"):
+        plan_batch(lengths, costs, 4, memory_limit=0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "expected"),
+    [
+        (([], Costs(tokens=8), 2), TypeError, "lengths must be a list"),
+        (([4, 0], Costs(tokens=8), 2), ValueError, r"lengths\[1\] must be at least 1"),
+        (([4, 2.5], Costs(tokens=8), 2), TypeError, r"lengths\[1\] must be an int"),
+        (([4], Costs(), 2), ValueError, "costs must have tokens"),
+        (([4], 3, 2), TypeError, "costs must be a zbkern.pipeline.Costs"),
+        (([4], Costs(tokens=8), 0), ValueError, "stages must be at least 1"),
+    ],
+)
+def test_wrong_arguments(arguments: Any, error: type[Exception], expected: str) -> None:
+    with pytest.raises(error, match=expected):
+        plan_batch(*arguments)

@@ -1,0 +1,278 @@
+"""plan_batch: a schedule for one batch of sequences of unequal lengths, made before its step.
+
+Long sequences are cut into slices and short ones are put together in packs, so that all units take about as long; then
+each rank's passes are ordered by a list scheduler and random changes (csrc/planner_batch.h). Whole packs in published
+schedules are tried as well. The result depends on the lengths and the costs alone, so that every rank finds the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from zbkern.pipeline.schedules import generators
+from zbkern.pipeline.schedules.actions import Action, ScheduleError, check_count
+from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.planning.planner import native
+from zbkern.planning.planner.arguments import chunks_per_rank, placement_of
+from zbkern.planning.simulation.costs import ChunkCosts, Costs, checked_number
+from zbkern.planning.simulation.memory import static_of_ranks
+from zbkern.planning.simulation.timeline import Event, Timeline
+
+PASSES = 400_000
+"""How many passes a search runs where nothing else is said: about 40 ms of one native.core."""
+_SCALE = float(2**44)  # of times and memory, which the search has as whole numbers
+_KINDS = ("F", "B", "W", "BW")
+_PUBLISHED = ("one_f_one_b", "zb_h1", "zb_h2", "interleaved", "interleaved_zero_bubble", "zb_v", "v_half")
+_PACKS = (1, 2, 4)  # per rank
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """A schedule of one batch, and what its microbatches are.
+
+    rows: of each microbatch, the numbers of the sequences in it: one, whole or in slices (`schedule.slices_of`), or a
+    pack of whole ones, in this order. makespan: from the first pass to the last, by the costs. lower_bound: of any
+    schedule of this batch, what the busiest rank's passes take alone. peak_memory: of each rank. published: the name
+    and the makespan of the best published schedule of whole packs that fits, None for none.
+    """
+
+    schedule: Schedule
+    rows: tuple[tuple[int, ...], ...]
+    makespan: float
+    lower_bound: float
+    peak_memory: tuple[float, ...]
+    published: tuple[str, float] | None
+    _times: tuple[list[tuple[float, float]], ...] = field(repr=False)
+
+    def __repr__(self) -> str:
+        better = "" if self.published is None else f", {self.published[0]} of packs {self.published[1]:.4g}"
+        cut = sum(len(each) > 1 for each in self.schedule.own_slices)
+        return (
+            f"<BatchPlan: {sum(map(len, self.rows))} sequences in {len(self.rows)} microbatches, {cut} in slices; "
+            f"makespan {self.makespan:.4g}, at least {self.lower_bound:.4g}{better}>"
+        )
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """When each pass runs by the costs."""
+        events = tuple(
+            tuple(Event(rank, action, *time) for action, time in zip(actions, times, strict=True))
+            for rank, (actions, times) in enumerate(zip(self.schedule.actions, self._times, strict=True))
+        )
+        return Timeline(self.schedule, events, self.peak_memory)
+
+
+def plan_batch(
+    lengths: Sequence[int],
+    costs: Costs,
+    stages: int,
+    chunks: int | None = None,
+    placement: str | Sequence[int] | None = None,
+    memory_limit: float | None = None,
+    *,
+    multiple: int = 128,
+    passes: int = PASSES,
+) -> BatchPlan:
+    """A plan of one step for sequences of these lengths, in tokens.
+
+    costs: of a sequence of `costs.tokens` tokens in each chunk, as `profile(..., slices=True)` measures them;
+    attention, overhead and what slices carry tell what others take. stages, chunks, placement: as in `plan`; a V of two
+    chunks per rank by default. memory_limit: of every rank, in the unit of the costs. multiple: of which slices are.
+    passes: how many the search runs again, a budget that is the same on every machine. Raises ScheduleError where the
+    batch does not fit the limit, TypeError or ValueError for other arguments, RuntimeError without the compiled search.
+    """
+    problem = _problem(lengths, costs, stages, chunks, placement, memory_limit, multiple)
+    check_count("plan_batch: passes", passes)
+    numbers = list(lengths)
+    best = _Found(*_core().plan_batch(problem, numbers, passes))
+    published = _best_published(problem, numbers)
+    if published is not None and published[1].makespan < best.makespan:
+        best = published[1]
+    if not best.events:
+        least = best.least_peak / problem.memory_scale
+        raise ScheduleError(
+            f"plan_batch: memory_limit must let the largest unit run; got {memory_limit:g}, and the least that any "
+            f"order found needs is {least:.4g}; raise the limit, or use more chunks or stages"
+        )
+    return _plan_of(problem, best, published)
+
+
+def _core() -> Any:
+    if native.core is None:
+        raise RuntimeError("plan_batch: it needs the compiled search: install zbkern where there is a C++ compiler")
+    return native.core
+
+
+class Growth(NamedTuple):
+    """By chunk: what is fixed, what grows with the tokens, and what with pairs of tokens."""
+
+    fixed: tuple[float, ...]
+    linear: tuple[float, ...]
+    quadratic: tuple[float, ...]
+
+    def times(self, scale: float) -> Growth:
+        return Growth(*(tuple(value * scale for value in part) for part in self))
+
+
+class _Problem(NamedTuple):
+    """What the compiled search reads; times and memory in its own units."""
+
+    placement: tuple[int, ...]
+    forward: Growth
+    backward: Growth
+    weight: Growth
+    fused: Growth
+    lag: Growth
+    activation: Growth
+    held: Growth
+    carried: Growth
+    limit: int | None
+    multiple: int
+    time_scale: float
+    memory_scale: float
+    static: tuple[float, ...]
+    lower_bound: float
+
+
+class _Found(NamedTuple):
+    rows: list[list[int]]
+    cuts: list[list[int]]
+    events: list[list[tuple[int, int, int, int, int]]]
+    makespan: int
+    peaks: list[int]
+    least_peak: int
+
+
+def _problem(
+    lengths: Sequence[int],
+    costs: Costs,
+    stages: int,
+    chunks: int | None,
+    placement: str | Sequence[int] | None,
+    memory_limit: float | None,
+    multiple: int,
+) -> _Problem:
+    if not isinstance(costs, Costs):
+        raise TypeError(f"plan_batch: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
+    if costs.tokens is None:
+        raise ValueError("plan_batch: costs must have tokens, the length of the sequence that they are of; got None")
+    if isinstance(lengths, str) or not isinstance(lengths, Sequence) or not lengths:
+        raise TypeError(f"plan_batch: lengths must be a list of the sequences' numbers of tokens; got {lengths!r}")
+    for number, length in enumerate(lengths):
+        check_count(f"plan_batch: lengths[{number}]", length)
+    check_count("plan_batch: stages", stages)
+    check_count("plan_batch: multiple", multiple)
+    if chunks is None:
+        chunks = 2 if placement is None else chunks_per_rank(placement, stages)
+    _, owners = placement_of("v" if placement is None and chunks == 2 else placement or "loop", stages, chunks)
+    flat = costs.per_chunk(len(owners))
+    return _scaled(flat, owners, costs.tokens, lengths, memory_limit, multiple)
+
+
+def _scaled(
+    flat: ChunkCosts,
+    owners: tuple[int, ...],
+    tokens: int,
+    lengths: Sequence[int],
+    memory_limit: float | None,
+    multiple: int,
+) -> _Problem:
+    shares = [length / tokens for length in lengths]
+    whole, pairs = sum(shares), sum(share * share for share in shares)
+    none = (0.0,) * len(owners)
+
+    def passes(times: Sequence[float], attention: Sequence[float]) -> Growth:
+        parts = []
+        for time, rising, overhead in zip(times, attention, flat.overhead, strict=True):
+            fixed = min(overhead, time)
+            rising = min(rising, time - fixed)
+            parts.append((fixed, (time - rising - fixed) / tokens, rising / tokens**2))
+        return Growth(*zip(*parts, strict=True))
+
+    def by_length(values: Sequence[float]) -> Growth:
+        return Growth(none, tuple(value / tokens for value in values), none)
+
+    forward, backward = passes(flat.forward, flat.attention_forward), passes(flat.backward, flat.attention_backward)
+    weight = passes(flat.weight, none)
+    apart = passes([b + w - both for b, w, both in zip(flat.backward, flat.weight, flat.fused, strict=True)], none)
+    fused = Growth(
+        *(
+            tuple(max(0.0, b + w - split) for b, w, split in zip(*parts, strict=True))
+            for parts in zip(backward, weight, apart, strict=True)
+        )
+    )
+    busy = [0.0] * (max(owners) + 1)
+    for chunk, owner in enumerate(owners):
+        for growth in (forward, fused):
+            of_batch = growth.fixed[chunk] + growth.linear[chunk] * sum(lengths)
+            busy[owner] += of_batch + growth.quadratic[chunk] * sum(length * length for length in lengths)
+    time_scale = _SCALE / max(sum(busy), 1e-300)
+    kept = [max(0.0, every - own) for every, own in zip(flat.activation, flat.carried, strict=True)]
+    memory_scale = _SCALE / max((sum(flat.activation) + sum(flat.held)) * max(whole, pairs), 1e-300)
+    static = tuple(static_of_ranks(flat, owners))
+    limit = None
+    if memory_limit is not None:
+        limit = int((checked_number("plan_batch", "memory_limit", memory_limit) - max(static)) * memory_scale)
+    return _Problem(
+        placement=owners,
+        forward=forward.times(time_scale),
+        backward=backward.times(time_scale),
+        weight=weight.times(time_scale),
+        fused=fused.times(time_scale),
+        lag=by_length((*flat.communication, 0.0)).times(time_scale),
+        activation=by_length(kept).times(memory_scale),
+        held=by_length(flat.held).times(memory_scale),
+        carried=by_length(flat.carried).times(memory_scale),
+        limit=limit,
+        multiple=multiple,
+        time_scale=time_scale,
+        memory_scale=memory_scale,
+        static=static,
+        lower_bound=max(busy),
+    )
+
+
+def _best_published(problem: _Problem, lengths: list[int]) -> tuple[str, _Found] | None:
+    """The best published schedule of whole packs within the limit, with the numbers of packs that people use."""
+    ranks, best = max(problem.placement) + 1, None
+    for per_rank in _PACKS:
+        rows, cuts = _core().packed(problem, lengths, min(len(lengths), per_rank * ranks))
+        for name, orders in _published(problem.placement, len(rows)):
+            found = _Found(*_core().run_batch(problem, rows, cuts, lengths, orders))
+            fits = problem.limit is None or max(found.peaks) <= problem.limit
+            if fits and (best is None or found.makespan < best[1].makespan):
+                best = name, found
+    return best
+
+
+@functools.lru_cache(16)
+def _published(placement: tuple[int, ...], microbatches: int) -> list[tuple[str, list[list[int]]]]:
+    """Those for chunks in these places, as the rows that the compiled search reads."""
+    stages, found = max(placement) + 1, []
+    for name in _PUBLISHED:
+        more = {"chunks": len(placement) // stages} if name.startswith("interleaved") else {}
+        try:
+            schedule = getattr(generators, name)(stages, microbatches, **more)
+        except ScheduleError:
+            continue
+        if schedule.placement == placement:
+            rows = [[n for a in row for n in (_KINDS.index(a.kind), a.chunk, a.microbatch)] for row in schedule.actions]
+            found.append((name, rows))
+    return found
+
+
+def _plan_of(problem: _Problem, best: _Found, published: tuple[str, _Found] | None) -> BatchPlan:
+    rows = tuple(tuple(Action(_KINDS[kind], chunk, unit) for kind, chunk, unit, _, _ in row) for row in best.events)
+    time, memory = 1 / problem.time_scale, 1 / problem.memory_scale
+    return BatchPlan(
+        schedule=Schedule.proven(rows, problem.placement, tuple(map(tuple, best.cuts)), "plan-batch"),
+        rows=tuple(map(tuple, best.rows)),
+        makespan=best.makespan * time,
+        lower_bound=problem.lower_bound,
+        peak_memory=tuple(own + peak * memory for own, peak in zip(problem.static, best.peaks, strict=True)),
+        published=None if published is None else (published[0], published[1].makespan * time),
+        _times=tuple([(start * time, end * time) for *_, start, end in row] for row in best.events),
+    )
