@@ -33,9 +33,10 @@ def prepare(folder: Path, capability: int, only: str) -> int:
     os.environ |= settings
     import torch
 
-    from bench import ahead, fake_driver
+    from bench import ahead
+    from tests.emulator.gpu import gpu
 
-    with fake_driver.gpu(capability), mock.patch.object(torch, "mm"), ahead.Compilers() as compilers:
+    with gpu(capability, runs=False), mock.patch.object(torch, "mm"), ahead.Compilers() as compilers:
         found = [(name, run) for name, run in runs() if matches(only, name)]
         count = compilers.compile((run for _, run in found), work=compile_with_launcher)
         problems = compilers.problems + errors(found)
@@ -85,12 +86,13 @@ def rehearse(capability: int) -> int:
     it. Returns 1 where there are any."""
     import torch
 
-    from bench import ahead, fake_driver
+    from bench import ahead
+    from tests.emulator.gpu import gpu
 
     ahead.name_kernels()
     cache = Path(os.environ["TRITON_CACHE_DIR"])
     before = {*cache.glob("*/*.cubin"), *cache.glob("*/*.so")}
-    with fake_driver.gpu(capability), mock.patch.object(torch, "mm"):
+    with gpu(capability, runs=False), mock.patch.object(torch, "mm"):
         problems = errors(list(runs()))
     compiled = {*cache.glob("*/*.cubin"), *cache.glob("*/*.so")} - before
     print("\n".join([*problems, f"{len(before)} files prepared, {len(compiled)} compiled"]))
@@ -102,9 +104,10 @@ def compile_with_launcher(job: Any) -> None:
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import build
 
-    from bench import ahead, fake_driver
+    from bench import ahead
+    from tests.emulator import library
 
-    fake_driver.load()
+    library.load()
     compiled = ahead.compile_named(job)
     for format_of_programs in ("ELF", ""):
         with mock.patch.object(platform, "architecture", return_value=("64bit", format_of_programs)):

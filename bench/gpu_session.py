@@ -11,7 +11,7 @@ file or the new one: this may be killed at any time. What programs write goes el
 
 --prepare compiles the kernels for --capability into FOLDER on a machine without a GPU (gpu_prepare.py), with the
 versions of Python and Triton that the session will have; --prepared takes them, wherever FOLDER is by then. --rehearse
-runs the list without a GPU, over a driver whose launches are checked and do nothing (fake_driver.py). Without a GPU, or
+runs the list without a GPU, over a driver whose launches are checked and do nothing (tests/emulator). Without a GPU, or
 where the folder of --prepared is missing, it ends with status 2.
 """
 
@@ -77,7 +77,7 @@ def plan(work: Path, seconds: float, rehearsed: int | None) -> list[Job]:
     rehearsed: on which capability that is not here."""
     over, where = ["-m"], []
     if rehearsed is not None:
-        over, where = ["-m", "bench.fake_driver", str(rehearsed)], ["--device", "cpu", "--tiny"]
+        over, where = ["-m", "tests.emulator.gpu", str(rehearsed)], ["--device", "cpu", "--tiny"]
     every_launch = ["-m", "pytest", "-q", "tests/gpu/test_triton_every_launch.py", "-k", "linear_wgrad and bfloat16"]
     if rehearsed is not None:
         every_launch = ["-m", "bench.gpu_prepare", str(rehearsed)]

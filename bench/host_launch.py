@@ -2,7 +2,7 @@
 
     python -m bench.host_launch [--sets 100 10000] [--rounds 5]
 
-No GPU is needed: kernels are compiled for 9.0, and bench/fake_cuda.c checks every launch. That a real driver takes
+No GPU is needed: kernels are compiled for 9.0, and a driver of the tests checks every launch. That a real driver takes
 longer for one is not in these figures; they are processor time of this process, and the least of the rounds.
 """
 
@@ -17,7 +17,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 
-from bench import fake_driver
+from tests.emulator.gpu import gpu
 
 SIZE = 64
 
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sets", type=int, nargs="+", default=[100, 10_000])
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args(argv)
-    with fake_driver.gpu(90):
+    with gpu(90, runs=False):
         from zbkern.kernels.triton.replay import replay
 
         with replay.paused():

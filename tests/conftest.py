@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-# A process either interprets Triton kernels or compiles them, from the first import of triton on. These tests interpret
-# (nothing else in them uses triton); `make test-gpu` sets it to 0.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+# A process either interprets Triton kernels or compiles them, from the first import of triton on. These tests compile;
+# tests/kernels/test_interpreted.py starts one that interprets.
+os.environ.setdefault("TRITON_INTERPRET", "0")
 # One thread for torch in each process: more processes than cores run tests, and threads that wait for others spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_report_header() -> str | None:
     missing = importlib.util.find_spec("triton") is None
-    return "triton is not installed: tests/kernels/interpreted is left out" if missing else None
+    return "triton is not installed: tests/emulator is left out" if missing else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -36,10 +36,13 @@ def test_every_row_is_measured_and_checked(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize("row", [row.name for row in gpu_rows.ROWS[2:]])
 @pytest.mark.slow
 def test_the_rows_fit_our_kernels(row: str, tmp_path: Path) -> None:
-    """In the interpreter, float32: arguments and results; its times mean nothing."""
+    """On an emulated GPU: arguments and results; its times mean nothing."""
     pytest.importorskip("triton", reason="triton is not installed")
+    from tests.emulator import gpu as emulated
+
     options = ["--impl", "triton", "--rows", row, "--seconds", "0.1", "--out", str(tmp_path)]
-    assert gpu.main([*CPU, *options]) == 0
+    with emulated.gpu(90):
+        assert gpu.main([*CPU, *options]) == 0
     (figure,) = json.loads((tmp_path / "gpu.json").read_text())["figures"]["rows"]
     assert "rate" in figure or figure["why not"] == "the row's time was up"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
 
@@ -13,6 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import torch
 
 from bench import tune
+from tests.emulator.gpu import gpu
 from zbkern.kernels import tiles
 from zbkern.kernels.tiles import Tile
 
@@ -84,8 +86,14 @@ def test_a_search_without_time_still_measures_the_rules() -> None:
     assert list(times) == [best]
 
 
+@pytest.fixture
+def emulated() -> Iterator[None]:
+    with gpu(90):
+        yield
+
+
 @pytest.mark.parametrize("op", tune.PRODUCTS)
-def test_a_real_problem_in_the_interpreter(op: str) -> None:
+def test_a_real_problem(op: str, emulated: None) -> None:
     """The tile under test is the one that runs, and its result is checked."""
     problem = tune.Product(op, (40, 24, 48), torch.float16, torch.device("cpu"))
     with tune.table({problem.key: Tile(16, 32, 16, 4, 2, 4)}):
@@ -96,9 +104,8 @@ def test_a_real_problem_in_the_interpreter(op: str) -> None:
     assert problem.rules == tiles.choose(op, *problem.shape, "float16", 90, 4)
 
 
-@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter
 @pytest.mark.parametrize("launch", ["fwd", "dq", "dkdv"])
-def test_a_wrong_tile_of_attention_never_wins(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_tile_of_attention_never_wins(launch: str, emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = tune.Attention(launch, 16, True, 40, torch.device("cpu"))
     right, wrong = tiles.AttentionTile(64, 64, 4, 1), tiles.AttentionTile(64, 64, 4, 4)
     assert problem.rules not in (right, wrong)

@@ -12,15 +12,11 @@ import sys
 import traceback
 from collections import Counter
 
-from tests.emulator import library
-
-if __name__ == "__main__" and "LD_PRELOAD" not in os.environ:  # so that torch's allocations are known
-    given = {"LD_PRELOAD": str(library.library_folder() / "libcuda.so.1"), "TRITON_INTERPRET": "0"}
-    os.execve(sys.executable, [sys.executable, "-m", "tests.emulator", *sys.argv[1:]], {**os.environ, **given})
-os.environ.pop("LD_PRELOAD", None)
+os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 
+from tests.emulator import library
 from tests.emulator.cases import DTYPES, Case, cases, tiles_of
 from tests.emulator.gpu import gpu
 

@@ -159,7 +159,7 @@ class _Cases:
             self.add_typed(f"adversarial rows {kind}", row_checks.adversarial, "cpu", kind, 60, 120)
 
     def loss(self) -> None:
-        smooth = spec.CrossEntropyOptions(ignore_index=3, label_smoothing=0.1, z_loss=1e-3, chunk=100)
+        smooth = spec.CrossEntropyOptions(ignore_index=3, label_smoothing=0.1, z_loss=1e-3, chunk=100, softcap=2.0)
         heads = (([5], 7, 16, True), ([130, 0, 29], 500, 72, False), ([57], 8001, 64, True))
         for options, (rows, *size, bias) in itertools.product((spec.CrossEntropyOptions(), smooth), heads):
             name = f"cross_entropy {rows} {_x(size)} smoothing {options.label_smoothing}{' bias' * bias}"

@@ -1,25 +1,22 @@
-"""A GPU that is not here: Triton compiles for it, and its launches run in the emulator of PTX."""
+"""A GPU that is not here: Triton compiles for it, and its launches run in the emulator of PTX, or are checked only.
+
+As a program it runs a module whose launches are checked and do nothing, and no result is compared:
+`python -m tests.emulator.gpu 90 bench.gpu --device cpu --tiny`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib
+import runpy
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
 from tests.emulator import library
-
-
-def set_options(
-    seed: int = 0, races: bool = True, uninitialised: bool = True, proxies: bool = True, capability: int = 90,
-    verbose: bool = False,
-) -> None:  # fmt: skip
-    """seed: of the order of warps, and of how late asynchronous work is done: at random (seed % 3 == 0), as late as may
-    be (1), at once (2)."""
-    library.load().emu_options(seed, races, uninitialised, proxies, capability, verbose)
 
 
 @functools.cache
@@ -52,13 +49,19 @@ def forget(*functions: Any) -> None:
         function.device_caches.clear()
 
 
-_target: list[int] = []
+_target: list[tuple[int, bool]] = []
 
 
 @contextlib.contextmanager
-def gpu(capability: int, seed: int = 0, processors: int = 4, **options: Any) -> Iterator[None]:
-    """Inside, tensors of the CPU lie on a GPU of that capability. processors: its SMs; few, so that persistent kernels
-    take several tiles each. options: of set_options()."""
+def gpu(
+    capability: int, seed: int = 0, runs: bool = True, processors: int | None = None, verbose: bool = False
+) -> Iterator[None]:
+    """Inside, tensors of the CPU lie on a GPU of that capability.
+
+    seed: of the order of warps, and of how late asynchronous work is done: at random (seed % 3 == 0), as late as may be
+    (1), at once (2). runs: else kernels are compiled as for that GPU, and launches are checked as a driver would, and
+    do nothing. processors: its SMs; four where kernels run, so that persistent ones take several tiles each.
+    """
     import torch
     import triton
     from triton.backends.nvidia.compiler import CUDABackend
@@ -72,13 +75,15 @@ def gpu(capability: int, seed: int = 0, processors: int = 4, **options: Any) -> 
     def resolve(op: str, impl: str, device: Any = None, dtype: Any = None) -> ModuleType:
         return kernels if impl == "triton" else real(op, impl, device, dtype)
 
-    set_options(seed, capability=capability, **options)
-    if _target != [capability]:
+    library.load().emu_options(seed, capability, runs, verbose)
+    if _target != [(capability, runs)]:
         forget()
-        _target[:] = [capability]
+        _target[:] = [(capability, runs)]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", _text))
-        stack.enter_context(mock.patch.object(CUDABackend, "hash", _hash))
+        if runs:
+            stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", _text))
+            stack.enter_context(mock.patch.object(CUDABackend, "hash", _hash))
+        processors = processors or (4 if runs else launches.SMS[capability])
         stack.enter_context(mock.patch.dict(launches.SMS, {capability: processors}))
         stack.enter_context(launches.tiles_of(capability))
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", _of_a_cpu))
@@ -102,3 +107,11 @@ def _of_a_cpu() -> int:  # no mock, whose calls take longer than what bench.host
 
 def _never() -> bool:
     return False
+
+
+if __name__ == "__main__":
+    from zbkern import testing
+
+    capability, sys.argv = int(sys.argv[1]), sys.argv[2:]
+    with gpu(capability, runs=False), mock.patch.object(testing, "assert_close"):
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

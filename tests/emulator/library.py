@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib
 import importlib.util
 import os
 import shutil
@@ -33,14 +34,8 @@ class Finding(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """steps: instructions of warps."""
-
     kernel: str
-    grid: str
-    threads: int
-    steps: int
     seconds: float
-    findings: int
 
 
 def headers() -> Path:
@@ -94,10 +89,22 @@ def load() -> ctypes.CDLL:
     folder = library_folder()
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     found = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
-    found.emu_options.argtypes = [ctypes.c_ulonglong] + [ctypes.c_int] * 5
+    found.emu_options.argtypes = [ctypes.c_ulonglong, ctypes.c_int, ctypes.c_int, ctypes.c_int]
     found.emu_findings.restype = found.emu_launches.restype = found.emu_unsupported.restype = ctypes.c_long
-    found.emu_error.restype = ctypes.c_char_p
+    found.emu_error.restype, found.emu_given.restype = ctypes.c_char_p, ctypes.c_void_p
+    importlib.import_module("torch")  # whose allocator must be there for emu_watch
+    found.emu_watch()
     return found
+
+
+def given_to_driver(call: Callable[[], object]) -> bytes:
+    """What the driver is given by a call: functions, grids, threads, shared memory, streams, parameters."""
+    library, count = load(), ctypes.c_size_t()
+    library.emu_keep(1)
+    call()
+    kept = ctypes.string_at(library.emu_given(ctypes.byref(count)), count.value)
+    library.emu_keep(0)
+    return kept
 
 
 def _lines(function: Callable[..., int], *arguments: object) -> list[str]:
@@ -118,9 +125,9 @@ def findings() -> list[Finding]:
 def launches() -> list[Launched]:
     """Since the last call."""
     rows = [line.split("\t") for line in _lines(load().emu_launches)]
-    return [Launched(r[0], r[1], int(r[2]), int(r[3]), float(r[4]), int(r[5])) for r in rows]
+    return [Launched(kernel, float(seconds)) for kernel, seconds in rows]
 
 
 def unsupported(ptx: str) -> list[str]:
-    """A line for each instruction that the emulator does not have, after one for each function with its length."""
+    """A line for each instruction that the emulator does not have."""
     return _lines(load().emu_unsupported, ctypes.c_char_p(ptx.encode()))

@@ -598,8 +598,8 @@ bool compared_by(int c, float a, float b) {
 #define CASE(x) \
   case x: return compared<x>(a, b);
     CASE(eq)
-    CASE(ne) CASE(lt) CASE(le) CASE(gt) CASE(ge) CASE(equ) CASE(neu) CASE(ltu) CASE(leu) CASE(gtu) CASE(geu) CASE(num)
-        CASE(nan_)
+    CASE(ne)
+    CASE(lt) CASE(le) CASE(gt) CASE(ge) CASE(equ) CASE(neu) CASE(ltu) CASE(leu) CASE(gtu) CASE(geu) CASE(num) CASE(nan_)
 #undef CASE
   }
   return false;
@@ -625,8 +625,8 @@ Handler compare_of(Compare c) {
     if constexpr (SET) return set<T, x>; \
     else return setp<T, x>;
     CASE(eq)
-    CASE(ne) CASE(lt) CASE(le) CASE(gt) CASE(ge) CASE(equ) CASE(neu) CASE(ltu) CASE(leu) CASE(gtu) CASE(geu) CASE(num)
-        CASE(nan_)
+    CASE(ne)
+    CASE(lt) CASE(le) CASE(gt) CASE(ge) CASE(equ) CASE(neu) CASE(ltu) CASE(leu) CASE(gtu) CASE(geu) CASE(num) CASE(nan_)
 #undef CASE
   }
   return nullptr;

@@ -61,7 +61,7 @@ struct MBarrier {
 struct TensorMap {  // of 128 bytes, aligned to 64: what cuTensorMapEncodeTiled makes here
   u64 mark;
   u64 address;
-  u8 type, rank, swizzle, interleave, fill, element, pad[2];
+  u8 type, rank, swizzle, promotion, fill, element, pad[2];
   u64 strides[4];
   u32 lengths[5];  // minus one, for 2^32
   u16 box[5];
@@ -224,12 +224,13 @@ struct Cta {
   int live_warps = 0;
 };
 
+constexpr u64 kMostSteps = 4'000'000'000, kMostFindings = 20;
+
 struct Options {
   u64 seed = 0;
-  bool races = true, uninitialised = true, proxies = true;
-  u64 most_steps = 4'000'000'000ull;
-  u64 most_findings = 20;
   int capability = 90;
+  bool runs = true;  // else launches are checked only
+  bool says = false;
 };
 
 struct Config {

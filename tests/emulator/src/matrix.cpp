@@ -388,19 +388,17 @@ bool complete_products(Warp& w, u64 keep) {
                                       [&](const Product& p) { return p.number == group.done + 1; });
       Product& p = *found;
       each_chunk_read(*each, p, true, -1);
-      if (grid->options.races) {
-        const Shape s = shape_of(*p.instr);
-        const int element = s.a == Type::tf32 ? 4 : bytes_of(s.a);
-        const u32 clock = static_cast<u32>(group.done + 1);
-        const auto read = [&](u32, u32, u32 offset) {
-          if (offset + 16 <= grid->shared_bytes) record_read(*w.cta, offset, 16, group.thread, clock);
-        };
-        if (!s.registers)
-          chunks(layout_of(p.descriptor_a, s.turned_a, element), 16 * static_cast<u32>(each->number & 3), 16,
-                 static_cast<u32>(s.K), read);
-        if (each == members[0])
-          chunks(layout_of(p.descriptor_b, s.turned_b, element), 0, static_cast<u32>(s.N), static_cast<u32>(s.K), read);
-      }
+      const Shape s = shape_of(*p.instr);
+      const int element = s.a == Type::tf32 ? 4 : bytes_of(s.a);
+      const u32 clock = static_cast<u32>(group.done + 1);
+      const auto read = [&](u32, u32, u32 offset) {
+        if (offset + 16 <= grid->shared_bytes) record_read(*w.cta, offset, 16, group.thread, clock);
+      };
+      if (!s.registers)
+        chunks(layout_of(p.descriptor_a, s.turned_a, element), 16 * static_cast<u32>(each->number & 3), 16,
+               static_cast<u32>(s.K), read);
+      if (each == members[0])
+        chunks(layout_of(p.descriptor_b, s.turned_b, element), 0, static_cast<u32>(s.N), static_cast<u32>(s.K), read);
       multiply(*each, p);
       p.done = true;
       p.issued = issued;

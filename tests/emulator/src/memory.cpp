@@ -52,16 +52,12 @@ u32 number_of(const Instr& I) { return static_cast<u32>(&I - grid->function->cod
 }  // namespace
 
 void touch_read(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, bool async_proxy) {
-  const Options& options = grid->options;
-  if (options.uninitialised) {
-    for (u32 i = 0; i < bytes; ++i)
-      if (!cta.written[offset + i]) {
-        grid->report("uninitialised", &w, lane, &I,
-                     "reads " + place((offset + i) / static_cast<u32>(grid->granule)) + ", which nothing has written");
-        break;
-      }
-  }
-  if (!options.races) return;
+  for (u32 i = 0; i < bytes; ++i)
+    if (!cta.written[offset + i]) {
+      grid->report("uninitialised", &w, lane, &I,
+                   "reads " + place((offset + i) / static_cast<u32>(grid->granule)) + ", which nothing has written");
+      break;
+    }
   const int granule = grid->granule, threads = grid->threads;
   const u32 first = offset / static_cast<u32>(granule), last = (offset + bytes - 1) / static_cast<u32>(granule);
   const u32 mine = w.knowledge.seen.at[w.thread];
@@ -78,7 +74,7 @@ void touch_read(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 byt
         grid->report("race", &w, lane, &I,
                      "reads " + place(g) + " that " + who(write) + " writes, unordered (" +
                          instr_at(cta.last_write_instr[g]) + ")");
-      else if (async_proxy && options.proxies && clock > w.knowledge.fenced.at[thread]) {
+      else if (async_proxy && clock > w.knowledge.fenced.at[thread]) {
         bool engine = false;
         for (const auto& each : grid->ctas) engine |= each->engine == thread;
         if (!engine)
@@ -109,7 +105,7 @@ static void check_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 g, bool
       grid->report("race", &w, lane, &I,
                    "writes " + place(g) + " that " + who(write) + " writes, unordered (" +
                        instr_at(cta.last_write_instr[g]) + ")");
-    else if (async_proxy && grid->options.proxies && clock > w.knowledge.fenced.at[thread]) {
+    else if (async_proxy && clock > w.knowledge.fenced.at[thread]) {
       bool engine = false;
       for (const auto& each : grid->ctas) engine |= each->engine == thread;
       if (!engine)
@@ -126,7 +122,6 @@ static void check_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 g, bool
 
 void touch_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, bool same) {
   std::memset(cta.written.data() + offset, 1, bytes);
-  if (!grid->options.races) return;
   const u32 granule = static_cast<u32>(grid->granule);
   const u32 mine = pack(w.thread, w.knowledge.seen.at[w.thread]), number = number_of(I);
   for (u32 g = offset / granule; g <= (offset + bytes - 1) / granule; ++g) {
@@ -137,7 +132,6 @@ void touch_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 by
 }
 
 void begin_async_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, bool proxy) {
-  if (!grid->options.races) return;
   const u32 granule = static_cast<u32>(grid->granule);
   for (u32 g = offset / granule; g <= (offset + bytes - 1) / granule; ++g) {
     check_write(w, I, lane, cta, g, proxy);
@@ -148,7 +142,6 @@ void begin_async_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, 
 
 void end_async_write(Cta& cta, u32 offset, u32 bytes, int thread, u32 clock) {
   std::memset(cta.written.data() + offset, 1, bytes);
-  if (!grid->options.races) return;
   const u32 granule = static_cast<u32>(grid->granule);
   for (u32 g = offset / granule; g <= (offset + bytes - 1) / granule; ++g) {
     cta.pending_writes[g] = 0;
@@ -157,14 +150,12 @@ void end_async_write(Cta& cta, u32 offset, u32 bytes, int thread, u32 clock) {
 }
 
 void record_read(Cta& cta, u32 offset, u32 bytes, int thread, u32 clock) {
-  if (!grid->options.races) return;
   const u32 granule = static_cast<u32>(grid->granule);
   for (u32 g = offset / granule; g <= (offset + bytes - 1) / granule; ++g)
     cta.reads[g * static_cast<u32>(grid->threads) + static_cast<u32>(thread)] = clock;
 }
 
 void hold_granules(Cta& cta, u32 offset, u32 bytes, int add) {
-  if (!grid->options.races) return;
   const u32 granule = static_cast<u32>(grid->granule);
   for (u32 g = offset / granule; g <= (offset + bytes - 1) / granule; ++g)
     cta.pending_reads[g] = static_cast<u16>(cta.pending_reads[g] + add);

@@ -11,7 +11,7 @@ thread_local Grid* grid = nullptr;
 void Grid::report(const char* kind, const Warp* warp, u32 lane, const Instr* instr, const std::string& what) {
   const std::string place = instr ? std::to_string(instr->line) : "";
   if (!said.insert(std::string(kind) + place).second) return;  // once for each instruction
-  if (findings.size() >= options.most_findings) return;
+  if (findings.size() >= kMostFindings) return;
   std::string text;
   if (warp) {
     const Cta& cta = *warp->cta;
@@ -412,7 +412,7 @@ void run_cluster() {
       }
     }
     grid->steps += static_cast<u64>(done);
-    if (grid->steps > grid->options.most_steps) throw Stop("too many steps: " + std::to_string(grid->steps));
+    if (grid->steps > kMostSteps) throw Stop("too many steps: " + std::to_string(grid->steps));
     if (grid->progress != before || w.state != Warp::polling) idle = 0;
   }
   for (auto& cta : grid->ctas) end_of(*cta);

@@ -14,7 +14,10 @@ from zbkern.kernels.triton import linear as triton_linear
 
 
 @pytest.fixture
-def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+def capturing(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, ends = torch.empty(10, 2, 16), torch.tensor([0, 3, 10])
+    options = AttentionOptions(1.0, True, None, ends, ends)
+    triton_attention_tiles.place_tiles(options, "queries", 16, q, q)  # which compiles
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import ctypes
 import gc
 import logging
 import random
@@ -19,7 +18,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from bench import fake_driver
+from tests.emulator import gpu as emulated
+from tests.emulator.library import given_to_driver
 from tests.support import every_launch
 from tests.support.launch_checks import Random
 from zbkern.kernels.triton import common as triton_common
@@ -36,7 +36,7 @@ OTHERS = (("linear_wgrad", torch.float16), ("linear_wgrad", torch.float32))
 
 @pytest.fixture(autouse=True)
 def gpu() -> Iterator[None]:
-    with fake_driver.gpu(90):
+    with emulated.gpu(90, runs=False):
         yield
     replay.forget()
 
@@ -49,20 +49,9 @@ def worked_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def given(call: Callable[[], object]) -> bytes:
-    """What the driver is given by a call: functions, grids, threads, shared memory, streams, parameters."""
-    library, count = fake_driver.load(), ctypes.c_size_t()
-    library.fake_given.restype = ctypes.c_void_p
-    library.fake_keep(1)
-    call()
-    address = library.fake_given(ctypes.byref(count))
-    assert count.value
-    return ctypes.string_at(address, count.value)
-
-
 def through_triton(call: Callable[[], object]) -> bytes:
     with replay.paused():
-        return given(call)
+        return given_to_driver(call)
 
 
 def w_of(x: Tensor, dy: Tensor, *outputs: Tensor | None, **options: Any) -> Callable[[], None]:
@@ -76,17 +65,17 @@ def test_a_hit_is_equal_to_a_miss(name: str, dtype: torch.dtype, worked_out: lis
     """Also of operands elsewhere in memory, on another stream."""
     here, there = (every_launch.cases(triton_kernels, Random(dtype, "cpu"), 32, 48, 16)[name].run for _ in range(2))
     expected = through_triton(here)
-    driver = fake_driver.driver(90)
+    driver = emulated.driver(90)
     driver.get_current_stream = lambda device: 7
     expected_there = through_triton(there)
     assert expected != expected_there
     driver.get_current_stream = lambda device: 0
-    assert given(here) == expected
+    assert given_to_driver(here) == expected
     count = len(worked_out)
-    assert given(here) == expected
+    assert given_to_driver(here) == expected
     driver.get_current_stream = lambda device: 7
     try:
-        assert given(there) == expected_there
+        assert given_to_driver(there) == expected_there
     finally:
         driver.get_current_stream = lambda device: 0
     assert len(worked_out) == count
@@ -101,9 +90,9 @@ def test_sums_by_group(worked_out: list[int]) -> None:
         triton_wgrad.sum_rows(list(zip(rows, ends, strict=True)), sums, True)
 
     expected = through_triton(call)
-    assert given(call) == expected
+    assert given_to_driver(call) == expected
     count = len(worked_out)
-    assert given(call) == expected
+    assert given_to_driver(call) == expected
     assert len(worked_out) == count == 4
 
 
@@ -111,7 +100,7 @@ def test_one_address_and_other_strides_shapes_dtypes(worked_out: list[int]) -> N
     memory, dy = torch.randn(32 * 32).half(), torch.randn(32, 16).half()
     for shape, stride in (((32, 16), (16, 1)), ((32, 16), (32, 1)), ((32, 16), (1, 32)), ((32, 32), (32, 1))):
         call = w_of(memory.as_strided(shape, stride), dy)
-        assert given(call) == given(call)
+        assert given_to_driver(call) == given_to_driver(call)
     assert len(worked_out) == 4
     w_of(memory[: 32 * 16].view(32, 16), dy)()
     assert len(worked_out) == 4
@@ -132,9 +121,9 @@ def test_pointers_that_begin_elsewhere_modulo_16_bytes(worked_out: list[int]) ->
     x, dy, memory = torch.randn(32, 16).half(), torch.randn(32, 16).half(), torch.empty(17 * 16)
     calls = [w_of(x, dy, memory[start : start + 256].view(16, 16), None) for start in (0, 1)]
     expected = [through_triton(call) for call in calls]
-    assert [given(call) for call in calls] == expected
+    assert [given_to_driver(call) for call in calls] == expected
     count = len(worked_out)
-    assert [given(call) for call in calls] == expected
+    assert [given_to_driver(call) for call in calls] == expected
     assert len(worked_out) == count
 
 
@@ -143,7 +132,7 @@ def test_operands_that_are_one_tensor(worked_out: list[int]) -> None:
     x, dy, dweight = torch.randn(32, 16).half(), torch.randn(32, 16).half(), torch.empty(16, 16)
     pairs = (x, x), (x, dy), (dy, x), (dy, dy)
     expected = [through_triton(w_of(*pair, dweight, None)) for pair in pairs]
-    assert [given(w_of(*pair, dweight, None)) for pair in pairs] == expected
+    assert [given_to_driver(w_of(*pair, dweight, None)) for pair in pairs] == expected
     assert len(worked_out) == len(pairs) + 2
 
 
@@ -158,11 +147,11 @@ def test_options_are_told_apart(worked_out: list[int], monkeypatch: pytest.Monke
     expected = [through_triton(call) for call in calls]
     worked_out.clear()
     for _ in range(2):
-        assert [given(call) for call in calls] == expected
-    assert len(worked_out) == 4
+        assert [given_to_driver(call) for call in calls] == expected
+    assert len(worked_out) == 5  # a bias is a launch of its own
     monkeypatch.setattr(triton_wgrad, "precision", lambda dtype: "tf32")
     calls[0]()
-    assert len(worked_out) == 5
+    assert len(worked_out) == 6
 
 
 def test_a_profiler_hears_of_every_launch(worked_out: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Whole layers through Triton's interpreter: the public functions, the queue and merged W, against impl="torch"."""
+"""Whole layers on the emulated GPU: the public functions, the queue and merged W, against impl="torch"."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from zbkern import functional, testing
 from zbkern.kernels.triton import kernels as triton_kernels
 from zbkern.ops.functions import linear as linear_functions
 from zbkern.wgrad import WGradKernel
+
+pytestmark = pytest.mark.usefixtures("hopper")
 
 
 def linear(impl: str, x: Tensor, weights: list[Tensor]) -> Tensor:
@@ -75,8 +77,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("deferred", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    "name", [name if name == "linear" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_gradients_equal_torchs(name: str, deferred: bool) -> None:
     model, shapes = MODELS[name]
 

@@ -8,8 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from bench import fake_driver, virtual_stages
+from bench import virtual_stages
 from build_tools.kernels import jobs
+from tests.emulator.gpu import gpu
 from zbkern.kernels import dispatch
 from zbkern.kernels.triton import kernels
 from zbkern.pipeline import schedules
@@ -31,7 +32,7 @@ def test_what_is_prepared_is_what_is_launched(monkeypatch: pytest.MonkeyPatch) -
         "ZB-H1, eager": (schedules.zb_h1(virtual_stages.STAGES, MICROBATCHES), "eager"),
         "ZB-V": (schedules.zb_v(virtual_stages.STAGES, MICROBATCHES), "planned"),
     }
-    with fake_driver.gpu(90), mock.patch.object(dispatch, "resolve", return_value=kernels):
+    with gpu(90, runs=False), mock.patch.object(dispatch, "resolve", return_value=kernels):
         prepared = variants(jobs.jobs(virtual_stages.launches(kernels, WIDTH, TOKENS)))
         with virtual_stages._of_a_stage(), jobs.recorded() as launched:
             virtual_stages.Runner(model, x, target, []).run(candidates, 1)

@@ -1,6 +1,7 @@
-"""Tensors of more than 2^31 elements, as logits of a large vocabulary: strides fit into 32 bits, offsets do not.
+"""Offsets that overflow, which only Triton's interpreter shows: tests/kernels/test_interpreted.py runs this file.
 
-They lie in the middle of memory that is reserved and not there until touched; an offset that wraps around stays in it.
+Tensors of more than 2^31 elements, as logits of a large vocabulary: strides fit into 32 bits, offsets do not. They lie
+in the middle of memory that is reserved and not there until touched; an offset that wraps around stays in it.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import mmap
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from tests.support import every_launch
+from tests.support.interpreter import quicken
 from zbkern.kernels import spec
 from zbkern.kernels.triton import attention_forward as triton_attention_forward
 from zbkern.kernels.triton import kernels as triton_kernels
@@ -22,6 +26,11 @@ from zbkern.kernels.triton import norm_forward as triton_norm_forward
 
 FAR = 2**30 + 17  # odd, so that products go by pointers, not by descriptors
 RESERVED = 4 * (FAR + 2**20)
+
+
+@pytest.fixture(autouse=True)
+def quick_interpreter() -> None:
+    quicken()
 
 
 def reserved(elements: int, dtype: torch.dtype) -> Tensor:
@@ -129,3 +138,35 @@ def test_cross_entropy(room: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         triton_kernels.cross_entropy_wgrad(segments, (dweight, None), False, **options)
         results.append((loss, lse, dx, dweight))
     assert all(torch.equal(got, wanted) for got, wanted in zip(results[1], results[0], strict=True))
+
+
+@triton.jit
+def _nested(x, y, operation: tl.constexpr):
+    if operation == "add":
+        return x + y
+    if operation == "sub":
+        return x - y
+    return x * y
+
+
+@triton.jit
+def _combine(x_ptr, y_ptr, out_ptr, operation: tl.constexpr):
+    where = tl.arange(0, 4)
+    tl.store(out_ptr + where, _nested(tl.load(x_ptr + where), tl.load(y_ptr + where), operation))
+
+
+def combined(operation: str, x: int, y: int, dtype: torch.dtype) -> list[int]:
+    out = torch.zeros(4, dtype=dtype)
+    _combine[(1,)](*(torch.tensor([1, 2, 3, last], dtype=dtype) for last in (x, y)), out, operation)
+    return out.tolist()
+
+
+@pytest.mark.parametrize(
+    ("operation", "x", "y", "beyond"),
+    [("add", 2**31 - 2, 1, 2), ("sub", 1 - 2**31, 1, 2), ("mul", 2**15, 2**15, 2**16)],
+)
+def test_an_overflow_of_32_bits_ends_the_launch(operation: str, x: int, y: int, beyond: int) -> None:
+    assert combined(operation, x, y, torch.int32) == combined(operation, x, y, torch.int64)
+    with pytest.raises(Exception, match=f"int32 overflow detected for operation {operation}"):
+        combined(operation, x, beyond, torch.int32)
+    combined(operation, x, beyond, torch.int64)
