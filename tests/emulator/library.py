@@ -6,6 +6,7 @@ Modules are PTX text. It takes a minute to compile, from src/, into the user's c
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -58,11 +59,15 @@ def library_folder() -> Path:
         _once(made, [*FLAGS, f"-I{headers()}", "-c", str(source)])
         return made
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, sorted(SOURCES.glob("*.cpp"), key=lambda file: -file.stat().st_size)))
-    names = "".join(sorted(file.name for file in objects))
-    library = kept_in() / "emulator" / _digest(names.encode()) / "libcuda.so.1"
-    _once(library, ["-shared", f"-Wl,-soname,{library.name}", "-Wl,-Bsymbolic", *map(str, objects)])
+    folder = kept_in() / "emulator"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one compiles
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compiled, sorted(SOURCES.glob("*.cpp"), key=lambda file: -file.stat().st_size)))
+        names = "".join(sorted(file.name for file in objects))
+        library = folder / _digest(names.encode()) / "libcuda.so.1"
+        _once(library, ["-shared", f"-Wl,-soname,{library.name}", "-Wl,-Bsymbolic", *map(str, objects)])
     return library.parent
 
 

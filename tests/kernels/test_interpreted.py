@@ -12,7 +12,7 @@ import pytest
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("part", ["test_every_launch", "not test_every_launch"])
+@pytest.mark.parametrize("part", [pytest.param("test_every_launch", marks=pytest.mark.slow), "not test_every_launch"])
 def test_interpreted(part: str) -> None:
     file = Path(__file__).with_name("interpreted.py")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", part, str(file)]
