@@ -141,8 +141,6 @@ class Chunk(nn.Module):
         output, encoded = self._own_output(received, encoded, inputs, side)
         if not self._checked:
             self._check(received, output)
-            if "carry" in side and is_transformer(self.whole):
-                sliced_cache().check_used(self.whole, side["carry"])
             self._checked = True
         if self._last == len(self.all_layers) or (isinstance(output, Tensor) and encoded is None):
             return output

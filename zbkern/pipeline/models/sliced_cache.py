@@ -79,7 +79,7 @@ def check_sliceable(model: Any) -> None:
     name, config = type(model).__name__, model.config
     if getattr(config, "is_encoder_decoder", False) or _cache_argument(model) is None:
         raise _whole(f"{name} has no cache of earlier tokens that its forward reads")
-    if any(isinstance(kind, type) and issubclass(kind, cache_utils.Cache) for kind in _defined_beside(model)):
+    if any(isinstance(kind, type) and kind.__name__.endswith("Cache") for kind in _defined_beside(model)):
         raise _whole(f"{name} keeps earlier tokens in a cache of its own")
     if any(hasattr(module, "_setup_cache") for module in model.modules()):
         raise _whole(f"{name} keeps states of earlier tokens in its layers")
@@ -106,7 +106,7 @@ def arguments_of_slice(model: Any, side: dict[str, Any], carry: Any) -> dict[str
     argument = _cache_argument(model)
     found = {**side, "use_cache": True, str(argument): cache}
     mask, positions = side.get("attention_mask"), side.get("position_ids")
-    if all(isinstance(layer, cache_utils.LinearAttentionLayer) for layer in cache.layers):
+    if not any(isinstance(layer, cache_utils.DynamicLayer) for layer in cache.layers):
         return found  # states alone take the mask of the slice, and no positions
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dim() != 2:
@@ -116,26 +116,20 @@ def arguments_of_slice(model: Any, side: dict[str, Any], carry: Any) -> dict[str
             )
         found["attention_mask"] = carry.append("attention_mask", mask, 1)
     elif positions is not None and positions.dim() == 2 and _heeds_packing(model):
-        packed = masking_utils.find_packed_sequence_indices(carry.append("position_ids", positions, 1))
+        so_far = carry.append("position_ids", positions, 1)
+        packed = masking_utils.find_packed_sequence_indices(so_far)
         if packed is not None:
-            found["attention_mask"] = _packed_masks(model, packed, positions, cache)
+            found["attention_mask"] = _packed_masks(model, packed, so_far, cache)
     if positions is None and "position_ids" in inspect.signature(model.forward).parameters and not _counts(model):
         found["position_ids"] = torch.arange(carry.start, carry.end, device=model.device)[None]
     return found
 
 
-def check_used(model: Any, carry: Any) -> None:
-    """Raises ValueError where a layer has not used the cache, and so has seen nothing of earlier slices."""
-    numbers = {module.layer_idx: name for name, module in _own_layers(model)}
-    used = {key[1] for key in carry.keys if isinstance(key, tuple)}
-    for number, layer in enumerate(cache_utils.DynamicCache(config=model.config).layers):
-        if number in numbers and number not in used and not isinstance(layer, cache_utils.DummyLayer):
-            raise _whole(f"{numbers[number]} of {type(model).__name__} reads nothing of earlier slices from the cache")
-
-
-def _packed_masks(model: Any, packed: Tensor, positions: Tensor, cache: SlicedCache) -> Any:
-    """Masks in which each token sees those of its own sequence among those packed into its row, as numbered."""
-    kind = model.config._attn_implementation
+def _packed_masks(model: Any, packed: Tensor, so_far: Tensor, cache: SlicedCache) -> Any:
+    """Masks in which each token sees those of its own sequence among those packed into its row, as numbered. so_far:
+    positions, in these sequences, of all tokens up to the end of the slice."""
+    kind: str = model.config._attn_implementation
+    chunk: Any = getattr(model.config, "attention_chunk_size", None)
     if kind not in ("eager", "sdpa"):
         raise ValueError(
             "cut: packed rows in slices need attn_implementation 'sdpa' or 'eager', whose masks say what a token sees; "
@@ -145,10 +139,21 @@ def _packed_masks(model: Any, packed: Tensor, positions: Tensor, cache: SlicedCa
     def same(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return packed[batch, query] == packed[batch, key]
 
+    def same_chunk(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return same(batch, head, query, key) & (so_far[batch, query] // chunk == so_far[batch, key] // chunk)
+
+    positions = so_far[:, cache.get_seq_length() :]
     like = torch.empty((*positions.shape, 1), dtype=model.dtype, device=positions.device)
-    return masking_utils.create_masks_for_generate(
-        *(model.config, like, None, cache), position_ids=positions, and_mask_function=same
-    )
+    how = model.config, like, None, cache
+    masks = masking_utils.create_masks_for_generate(*how, and_mask_function=same)
+    if masks is None:  # there are kinds of layers that it has no masks for
+        masks = {"full_attention": masking_utils.create_causal_mask(*how, and_mask_function=same)}
+    if isinstance(masks, dict) and "chunked_attention" in masks:  # chunks begin anew with each sequence
+        causal = masking_utils.causal_mask_function
+        masks["chunked_attention"] = masking_utils.create_chunked_causal_mask(
+            *how, or_mask_function=causal, and_mask_function=same_chunk
+        )
+    return masks
 
 
 def _heeds_packing(model: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ class ForwardState:
         self._entries = [(part._buffers, dict(part._buffers)) for module in modules for part in module.modules()]
         buffers = [each for module in modules for each in module.buffers() if not (is_lazy(each) or _is_expanded(each))]
         self._copies = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
-        self._random, self._device = random_state(device), device
+        self._random, self.device = random_state(device), device
 
     def keep_written(self) -> None:
         """After the forward: gives up the copies of buffers that it has not written."""
@@ -34,7 +34,7 @@ class ForwardState:
                 # batch norm's kernels write running statistics, which its backward saves, and leave their version as
                 # it is: so must this
                 (buffer if buffer._version != version else buffer.data).copy_(copy)
-        set_random_state(self._random, self._device)
+        set_random_state(self._random, self.device)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -61,6 +61,21 @@ def left_as_they_were(modules: Sequence[torch.nn.Module], device: torch.device) 
         before.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextmanager
+def evaluation_mode(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Inside, modules are in evaluation mode; afterwards each of their parts is in the mode that it was in."""
+    modules = [*modules]
+    modes = [(part, part.training) for module in modules for part in module.modules()]  # parents first
+    try:
+        for module in modules:
+            module.eval()
+        yield
+    finally:
+        for part, mode in modes:
+            if part.training is not mode:  # by train(), which some layers override
+                part.train(mode)
 
 
 def _is_expanded(buffer: torch.Tensor) -> bool:

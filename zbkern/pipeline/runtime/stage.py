@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.runtime.memory.storages import wait_for
 from zbkern.pipeline.runtime.slices.carry import Carries
+from zbkern.pipeline.runtime.slices.first_forward import compare_in_slices
 from zbkern.pipeline.runtime.slices.sequence_loss import loss_of
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target
 from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.pipeline.transport.tensors import wait_for
 from zbkern.wgrad import WGradQueue
 
 logger = logging.getLogger("zbkern")
@@ -47,6 +48,8 @@ class Stage:
         self.queue = queue
         self.loss_fn = loss_fn
         self.carries = Carries(schedule)
+        self._compared: set[bool] = set()  # in which modes, training or evaluation, slices were compared with the whole
+        self._fails: str | None = None  # what slices raised in that comparison, where whole sequences did not
         self.splits: bool | None = None  # whether its first B left any W behind
         self._followed = False  # whether a first F has shown where gradients enter
         self._saved: dict[int, tuple[Any, list[Tensor | GradientEdge | None]]] = {}
@@ -63,6 +66,9 @@ class Stage:
 
         side: keyword arguments besides the inputs.
         """
+        if side and "carry" in side and self.module.training not in self._compared:
+            self._compared.add(self.module.training)
+            self._fails = compare_in_slices(self.chunk, self.module, self._call, inputs, side)
         with self.queue.defer((self.chunk, microbatch)):  # layers then know that their W will wait
             outputs = self._outputs(inputs, target, side or {})
         leaves, structure = pytree.tree_flatten(outputs)
@@ -204,21 +210,13 @@ class Stage:
                 f"Pipeline: chunk {self.chunk} must take what {source} it, a tuple as positional arguments and a dict "
                 f"as keyword arguments; {misfit}"
             ) from error
-
-
-@contextmanager
-def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, modules are in evaluation mode; afterwards each of their parts is in the mode that it was in."""
-    modules = [*modules]
-    modes = [(part, part.training) for module in modules for part in module.modules()]  # parents first
-    try:
-        for module in modules:
-            module.eval()
-        yield
-    finally:
-        for part, mode in modes:
-            if part.training is not mode:  # by train(), which some layers override
-                part.train(mode)
+        except Exception as error:
+            if self._fails is None or type(error).__name__ not in self._fails:
+                raise
+            raise ValueError(
+                f"Pipeline: chunk {self.chunk} cannot take its sequences in slices: where it can take whole ones, "
+                f"{self._fails}; use a schedule without slices"
+            ) from error
 
 
 def _why_fused(module: nn.Module) -> str:

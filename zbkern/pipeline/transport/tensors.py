@@ -16,3 +16,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def local_part(tensor: Any) -> Any:
     """What this rank holds of a DTensor; of other tensors all."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def wait_for(tensor: Any) -> Tensor:
+    """The tensor itself, whose memory can be read: a collective's AsyncCollectiveTensor has none of its own."""
+    return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor

@@ -451,7 +451,7 @@ class Looking(nn.Module):
     ("how", "message"),
     [
         ("right", None),
-        ("mean", "Looking gives other outputs in slices, from token 0 on"),
+        ("mean", "Looking. computes something else"),
         ("detached", "the gradient of linear.weight in slices is off"),
     ],
 )

@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 from zbkern.data_parallel import is_sharded
 from zbkern.pipeline.runtime.forward_state import ForwardState
 from zbkern.pipeline.runtime.memory.saved_tensors import Saved, SavedTensors
-from zbkern.pipeline.runtime.memory.storages import Storages, keys, parts, wait_for
+from zbkern.pipeline.runtime.memory.storages import Storages, keys, parts
 from zbkern.pipeline.runtime.replicas.data_parallel import gathered
-from zbkern.pipeline.transport.tensors import tensors_in
+from zbkern.pipeline.transport.tensors import tensors_in, wait_for
 from zbkern.wgrad.checksums import are_same, sums_of
 from zbkern.wgrad.storages import storage_key
 

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from zbkern.pipeline.runtime.memory.storages import Storage, Storages, wait_for
+from zbkern.pipeline.runtime.memory.storages import Storage, Storages
+from zbkern.pipeline.transport.tensors import wait_for
 
 
 class Saved:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zbkern.data_parallel import parameter_groups, unsharded
 from zbkern.pipeline.runtime.memory.host_copies import Copy, CopyLanes
 from zbkern.pipeline.runtime.replicas.data_parallel import sharded_roots
+from zbkern.pipeline.transport.tensors import wait_for
 from zbkern.wgrad.storages import storage_key
 
 
@@ -214,11 +215,6 @@ class Resident:
             if groups and all(len(unsharded(group)) == len(group.fsdp_params) for group in groups):
                 self._roots = []  # all are known
         return storage in self._keys or storage in self._carried
-
-
-def wait_for(tensor: Any) -> Tensor:
-    """The tensor itself, whose memory can be read: a collective's AsyncCollectiveTensor has none of its own."""
-    return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
 
 
 def parts(tensor: Any) -> Iterator[Tensor]:

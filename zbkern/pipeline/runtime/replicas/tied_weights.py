@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from zbkern.pipeline.runtime.memory.storages import wait_for
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.mailbox import Note
-from zbkern.pipeline.transport.tensors import local_part
+from zbkern.pipeline.transport.tensors import local_part, wait_for
 from zbkern.wgrad import accumulation
 
 logger = logging.getLogger("zbkern")

@@ -8,6 +8,7 @@ that the gradients of a slice's own keys are complete when its B comes.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -162,6 +163,13 @@ class _Append(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return (ctx.carry._add_gradient(ctx.key, gradient, ctx.dim, ctx.place), None, None, None, None)
+
+
+def carries_of(slices: Sequence[int]) -> list[Carry]:
+    """Those of one sequence's slices, by their numbers of tokens."""
+    sequence = _Sequence(slices)
+    sequence.starts = [*accumulate(slices, initial=0)]
+    return [Carry(sequence, index) for index in range(len(slices))]
 
 
 class Carries:

@@ -1,0 +1,252 @@
+"""The comparison that a chunk's first forward in slices makes by itself: a few tokens whole, and in two slices.
+
+Every part of the chunk is compared, and then goes on with what it has returned for the whole: rounding does not add up
+from part to part, and the part that needs whole sequences is named.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from zbkern.pipeline.runtime.forward_state import ForwardState, evaluation_mode, random_state
+from zbkern.pipeline.runtime.slices.carry import Carry, carries_of
+from zbkern.pipeline.runtime.slices.sliced_batch import cut
+from zbkern.pipeline.transport.tensors import local_part, tensors_in, wait_for
+
+_TOKENS = 32  # at most
+_EXACT, _EXACT_16_BITS, _EXACT_8_BITS = 5e-3, 5e-2, 0.25  # relative; float32 may be multiplied as TF32
+_OF_8_BITS = {"torchao", "transformer_engine"}
+_stance = threading.Lock()  # torch has one for all threads
+
+logger = logging.getLogger("zbkern")
+
+
+def compare_in_slices(
+    chunk: int, module: nn.Module, call: Callable[..., Any], inputs: Any, side: Mapping[str, Any]
+) -> str | None:
+    """Compares what a chunk returns, without gradients; random numbers and buffers are left as they were.
+
+    call: of the module, with inputs and side inputs, here those of a slice, its carry among them. Raises ValueError
+    naming the first part whose outputs differ. Returns what slices raised, where whole sequences did not. Where nothing
+    can be compared, a warning says why.
+    """
+    carry = side["carry"]
+    tokens = carry.end - carry.start
+    count = max(2, min(_TOKENS, tokens))
+    few = _few((inputs, {**side, "carry": None}), tokens, count)
+    device = next(tensor.device for tensor in [*tensors_in(few), *module.parameters()])
+    before, outputs = ForwardState([module], device), _Outputs(module, count)
+    failure, raised = None, None
+    try:
+        with torch.no_grad(), _eagerly(module), outputs.watched():
+            for what, given, outputs.counted in _batches(few, count):
+                failure = None
+                try:
+                    if not _run(call, given, count, before, outputs):  # dropout, say
+                        with evaluation_mode([module]):
+                            if not _run(call, given, count, before, outputs):
+                                failure = "its forward draws random numbers"
+                except Exception as error:  # the forward itself will raise it, or takes no few tokens
+                    failure = f"{type(error).__name__}: {error}"
+                    raised = raised or (f"a slice{what} raises {failure}" if outputs.in_slices else None)
+                if found := outputs.first_that_differs():
+                    raise ValueError(
+                        f"Pipeline: chunk {chunk} cannot take its sequences in slices{what}: {found} than for whole "
+                        "ones. It must get what comes before a slice from the carry (zbkern.nn.Attention takes it; "
+                        "docs/long_context.md); or use a schedule without slices"
+                    )
+    finally:
+        before.restore()
+        torch.clear_autocast_cache()  # of casts without a graph
+    if failure is not None:
+        logger.warning("chunk %d: slices could not be compared with whole sequences: %s", chunk, failure)
+    return raised
+
+
+def _run(call: Callable[..., Any], given: Any, count: int, before: ForwardState, outputs: _Outputs) -> bool:
+    """A forward of all tokens, and of two slices of them; False where it draws random numbers."""
+
+    def forward(place: tuple[int, int], carry: Carry | None) -> None:
+        outputs.begin(place)
+        inputs, side = cut(given, count, place)
+        call(inputs, {**side, "carry": carry})
+
+    before.restore()
+    drawn = random_state(before.device)
+    try:
+        forward((0, count), None)
+    except Exception:  # of what is beside it for all tokens: as the first slice of a sequence it takes a few
+        before.restore()
+        forward((0, count), carries_of([count])[0])
+    if not _are_same(drawn, random_state(before.device)):
+        return False
+    before.restore()
+    middle = (count + 1) // 2
+    for place, carry in zip([(0, middle), (middle, count)], carries_of([middle, count - middle]), strict=True):
+        forward(place, carry)
+    return True
+
+
+class _Key(NamedTuple):
+    """A tensor that a part is given, or returns: in which of its calls, and where among the others."""
+
+    part: str
+    call: int
+    place: int
+    given: bool
+
+
+class _Outputs:
+    """What the parts of a module return for so many tokens, and how far from it they are for slices of these.
+
+    counted: [rows, tokens], those that are no padding; None for all.
+    """
+
+    def __init__(self, module: nn.Module, tokens: int) -> None:
+        self.counted: Tensor | None = None
+        self.in_slices = False
+        self._module, self._tokens = module, tokens
+        self._place = (0, tokens)
+        self._whole: dict[_Key, Tensor] = {}
+        self._calls: Counter[str] = Counter()
+        self._errors: list[tuple[_Key, Tensor]] = []
+        self._bytes = min((each.element_size() for each in module.parameters() if each.is_floating_point()), default=8)
+
+    def begin(self, place: tuple[int, int]) -> None:
+        """Before a forward of the tokens from the first to before the last."""
+        self._place, self.in_slices = place, place != (0, self._tokens)
+        self._calls.clear()
+        if not self.in_slices:
+            self._whole.clear()
+            self._errors.clear()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        parts = [*self._module.named_modules()]
+        hooks = [part.register_forward_hook(self._hook(name)) for name, part in parts]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def first_that_differs(self) -> str | None:
+        """The part that first computed something else, and by how much."""
+        kinds = {kind.__module__.partition(".")[0] for part in self._module.modules() for kind in type(part).__mro__}
+        rounds = any(getattr(part, "zbkern_recipe", None) for part in self._module.modules())
+        exact = _EXACT_8_BITS if rounds or kinds & _OF_8_BITS else _EXACT if self._bytes > 2 else _EXACT_16_BITS
+        wrong = [(key, float(error)) for key, error in self._errors if not error <= exact]
+        for key, error in wrong:
+            if not key.given:
+                # given something else, it is not the one: that was computed around it
+                before = any(other[:2] == key[:2] and other.given for other, _ in wrong)
+                name = key.part.rpartition(".")[0] if before else key.part
+                kind = type(self._module.get_submodule(name)).__name__
+                return f"{name or 'it'} ({kind}) computes something else, by {error:.1%},"
+        return None
+
+    def _hook(self, name: str) -> Callable[..., Any]:
+        def hook(part: nn.Module, inputs: Any, output: Any) -> Any:
+            call = self._calls[name]
+            self._calls[name] += 1
+            for at, leaf in enumerate(pytree.tree_leaves(inputs)):
+                self._seen(_Key(name, call, at, True), leaf)
+            leaves, structure = pytree.tree_flatten(output)
+            seen = [self._seen(_Key(name, call, at, False), leaf) for at, leaf in enumerate(leaves)]
+            changed = any(one is not other for one, other in zip(seen, leaves, strict=True))
+            return pytree.tree_unflatten(seen, structure) if changed else None
+
+        return hook
+
+    def _seen(self, key: _Key, leaf: Any) -> Any:
+        """Keeps what is returned for the whole, and gives it in the place of what is returned for a slice."""
+        tensor = local_part(wait_for(leaf))
+        if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.dim() < 2 or not tensor.numel():
+            return leaf
+        self._bytes = min(self._bytes, tensor.element_size())
+        if not self.in_slices:
+            if tensor.shape[1] == self._tokens:
+                self._whole[key] = tensor.clone()
+            return leaf
+        whole, place = self._whole.get(key), slice(*self._place)
+        if whole is None or whole[:, place].shape != tensor.shape:
+            return leaf
+        sizes, off = _sizes(whole), _sizes(torch.where(whole[:, place] == tensor, 0, whole[:, place] - tensor))
+        off = off.masked_fill(whole[:, place].isnan().unsqueeze(-1).flatten(2).any(2), 0)
+        if self.counted is not None:
+            if sizes.shape != self.counted.shape:
+                return leaf
+            off = off.masked_fill(~self.counted[:, place] & ~off.isnan(), 0)  # a gradient of zero times NaN is NaN
+        error = off / sizes[:, place].clamp_min(sizes.nanmedian()).clamp_min(torch.finfo(sizes.dtype).tiny)
+        self._errors.append((key, error.max()))
+        return torch.empty_like(tensor).copy_(whole[:, place]) if type(leaf) is Tensor else leaf
+
+
+def _sizes(tensor: Tensor) -> Tensor:
+    """The largest absolute value of each row and token."""
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return wide.abs().unsqueeze(-1).flatten(2).amax(2)
+
+
+def _few(given: Any, tokens: int, count: int) -> Any:
+    """So many tokens of a slice, which has `tokens`; a single one twice."""
+
+    def few(leaf: Tensor) -> Tensor:
+        leaf = leaf.detach()
+        if leaf.dim() < 2 or leaf.shape[1] != tokens:
+            return leaf
+        return leaf.repeat_interleave(2, 1) if tokens < count else leaf[:, :count]
+
+    return pytree.tree_map_only(Tensor, few, given)
+
+
+def _batches(few: Any, count: int) -> Iterator[tuple[str, Any, Tensor | None]]:
+    """What is compared: how it is to be called, the arguments, and which tokens count.
+
+    Padding and packed rows may come in any batch where they can, so that they are put in here. What is computed for
+    padding is for nobody, and need not be the same.
+    """
+    names = {pytree.keystr(path[-1:]).strip("[']"): leaf for path, leaf in pytree.tree_leaves_with_path(few) if path}
+    given = {name: leaf for name, leaf in names.items() if isinstance(leaf, Tensor) and not leaf.is_floating_point()}
+    mask, positions = (given.get(name) for name in ("attention_mask", "position_ids"))
+    if mask is not None and mask.shape[1:] == (count,):
+        for first, last in (2, count - 2), (count // 2 + 1, count):
+            padded = torch.zeros_like(mask)
+            padded[:, first:last] = 1
+            yield " with padding (attention_mask)", _replaced(few, "attention_mask", padded), padded.bool()
+    elif positions is not None and positions.shape[1:] == (count,):
+        begin = torch.arange(count, device=positions.device)
+        packed = torch.where(begin > count // 4, begin - count // 4 - 1, begin).expand_as(positions)
+        yield " of packed rows (position_ids)", _replaced(few, "position_ids", packed), None
+    yield "", few if mask is None else _replaced(few, "attention_mask", torch.ones_like(mask)), None
+
+
+def _replaced(tree: Any, name: str, value: Tensor) -> Any:
+    return pytree.tree_map_with_path(
+        lambda path, leaf: value if pytree.keystr(path[-1:]) == f"['{name}']" else leaf, tree
+    )
+
+
+def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether no random number was drawn between these states."""
+    pairs = [(one[name], other[name]) for name in one]
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+
+
+@contextmanager
+def _eagerly(module: nn.Module) -> Iterator[None]:
+    """Inside, nothing is compiled: hooks of parts run, and no code is made for a few tokens."""
+    if all(part._compiled_call_impl is None and "_orig_mod" not in part._modules for part in module.modules()):
+        yield
+        return
+    with _stance, torch.compiler.set_stance("force_eager"):
+        yield
