@@ -201,7 +201,10 @@ class Case:
         self.side = rng.random() < 0.5
         self.steps = [self.batch() for _ in range(rng.randint(1, 3))]
         self.changes = [rng.random() for _ in self.steps]
-        self.reads = [*rng.choices(READS, k=len(self.steps) - 1), rng.choice(READS[:-1])]  # how weights are read after it
+        self.reads = [
+            *rng.choices(READS, k=len(self.steps) - 1),
+            rng.choice(READS[:-1]),
+        ]
 
     def batch(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Inputs, targets and side inputs of every sequence."""

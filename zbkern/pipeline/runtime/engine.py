@@ -238,7 +238,7 @@ class Pipeline:
                 "parameters to one torch optimizer; call pipe.detach() on every rank to replace it"
             )
         if boundary is not self.boundary:
-            self.boundary.leave()
+            self.boundary.leave(self)
             self.boundary = boundary
             boundary.join(self, rank_order(self.schedule))
 
@@ -301,7 +301,7 @@ class Pipeline:
                 self.boundary.validate()
         finally:
             if not self._closed:
-                self.boundary.leave()
+                self.boundary.leave(self)
             self._closed = True
             self._transport.close()
             for stage in self._stages.values():

@@ -176,9 +176,11 @@ class StepBoundary:
                 "that is not validated; make it with the Pipeline, or call Optimizer.validate() first, on every rank"
             )
 
-    def leave(self) -> None:
+    def leave(self, pipe: Any) -> None:
         """A Pipeline of it has ended."""
         self.open_pipes -= 1
+        if self.pipe is pipe:
+            self.pipe = None
         if not self.open_pipes and self._concluded != self.steps:
             logger.warning(
                 "a Pipeline was closed after a failure, and optimizer step %d was not validated: some ranks may have "
