@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import zbkern
 from zbkern import __main__, info
@@ -43,6 +44,28 @@ def test_info_says_what_of_the_cuda_kernels_was_built_and_why_not_more(
     built = SimpleNamespace(CUDA_VERSION=13010, CUTLASS_VERSION="4.2.0")
     monkeypatch.setitem(sys.modules, "zbkern._cuda", built)
     assert "built with CUDA 13.1 and CUTLASS 4.2.0 for compute capability 9.0" in "\n".join(info.lines())
+
+
+@pytest.mark.parametrize("built", [None, SimpleNamespace(CUDA_VERSION=13010, CUTLASS_VERSION="4.2.0")])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)])
+def test_info_tells_nobody_to_build_what_their_gpu_cannot_run(
+    capability: tuple[int, int], built: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zbkern.kernels import dispatch
+    from zbkern.kernels.cuda import wgrad as cuda_wgrad
+
+    monkeypatch.setitem(sys.modules, "zbkern._cuda", built)
+    monkeypatch.setattr(cuda_wgrad, "_cuda", built)
+    visible = {"is_available": True, "device_count": 1, "get_device_name": "A GPU", "get_device_capability": capability}
+    for name, answer in visible.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    for remembered in (dispatch.why_not, dispatch.resolve):
+        monkeypatch.setattr(dispatch, remembered.__name__, remembered.__wrapped__)
+    text = "\n".join(info.lines())
+    assert ("ZBKERN_BUILD=cuda" in text or "CUDA_HOME" in text) == (capability == (9, 0) and built is None)
+    if capability != (9, 0):
+        assert "written for compute capability 9.0 and this GPU has {}.{}".format(*capability) in text
+    assert ("and W over one microbatch: cuBLAS" in text) == (capability == (10, 0))
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ def _ops() -> list[str]:
         chosen = next((impl for impl in dispatch.candidates(device) if reasons[impl] is None), "nothing")
         named = [impl for impl, reason in reasons.items() if reason is None and impl != chosen]
         if chosen == "triton" and "linear_fwd" in spec.OPS[op]:
-            chosen += " (matmuls with nothing to fuse: cuBLAS)"
+            single_w = torch.cuda.get_device_capability()[0] in dispatch.W_OF_THE_LIBRARY
+            chosen += f" (matmuls with nothing to fuse{' and W over one microbatch' * single_w}: cuBLAS)"
         also = f", where named through {' or '.join(named)}" if named else ""
         passed = [f"  not {impl}: {reason}" for impl, reason in reasons.items() if reason is not None]
         if op == "attention" and device == "cuda":  # which has more to choose from
@@ -99,6 +100,8 @@ def _cuda_kernels() -> str:
     try:
         built = importlib.import_module("zbkern._cuda")
     except ModuleNotFoundError:
+        if _no_gpu_is_of((9, 0)):
+            return "not built: no GPU here is of compute capability 9.0, which they are for"
         if nvcc is None:
             return "not built: nvcc was not found; install the CUDA toolkit or set CUDA_HOME, then install zbkern again"
         return f"not built, but {nvcc} is here: install zbkern again with ZBKERN_BUILD=cuda"
@@ -106,6 +109,16 @@ def _cuda_kernels() -> str:
         return f"built, but they do not load: {error}; install zbkern again"
     version = f"{built.CUDA_VERSION // 1000}.{built.CUDA_VERSION % 1000 // 10}"
     return f"built with CUDA {version} and CUTLASS {built.CUTLASS_VERSION} for compute capability 9.0"
+
+
+def _no_gpu_is_of(capability: tuple[int, int]) -> bool:
+    """Whether there are GPUs, and all are others."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    found = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+    return bool(found) and capability not in found
 
 
 def _version(package: str) -> str | None:

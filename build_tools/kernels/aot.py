@@ -20,9 +20,9 @@ from typing import Any
 from build_tools.kernels import sass as triton_sass
 from build_tools.kernels.jobs import compile_job
 from build_tools.kernels.launches import Named
-from zbkern.kernels.tiles import SHARED_MEMORY
+from zbkern.kernels.tiles import SHARED_MEMORY, unit
 
-CAPABILITIES = (80, 90, 100)
+CAPABILITIES = (80, 89, 90, 100, 120)
 
 TENSOR_MEMORY = 512
 """Columns of an SM's tensor memory, from 10.0 on. For a kernel that asks for more Triton writes an empty one."""
@@ -30,14 +30,15 @@ TENSOR_MEMORY = 512
 INSTRUCTION_CACHE = 128 * 1024
 """Bytes of code that an SM keeps near; of a loop that is larger each turn waits for its own instructions."""
 
+CALL_FRAME = 8
+"""Bytes of stack without a spill where there are bulk copies on 12.x: each may become a call of the driver's."""
+
 SCANNED = 90
 """The capability whose machine code is looked at: nvdisasm takes half a second for the smallest kernel, and only Hopper
 has products that read and write registers while others go on."""
 
 NARROW_ACCESSES = 4
 """Global accesses of one or two bytes that a kernel may have: a row's statistics and the like."""
-
-_PRODUCTS = {80: "mma", 90: "wgmma", 100: "tcgen05"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Report:
     def faults(self) -> list[str]:
         """What a production kernel must not have."""
         found = []
-        if self.stack:
+        if self.stack > (CALL_FRAME if self.instructions["bulk copies"] and self.capability >= 120 else 0):
             found.append(f"spills: {self.stack} bytes of stack per thread")
         limit = 1024 * SHARED_MEMORY[self.capability]
         if self.shared > limit:
@@ -82,7 +83,7 @@ class Report:
             found.append(f"{self.tensor_memory} columns of tensor memory, more than {TENSOR_MEMORY}")
         if not self.ordered:
             found.append("a product may overwrite tensor memory that other warps still read")
-        product = _PRODUCTS[self.capability]
+        product = unit(self.capability)
         if self.wgmma and not self.instructions[product]:
             found.append(f"multiplies matrices without {product}")
         if self.bulk and self.capability >= 90 and not self.instructions["bulk copies"]:

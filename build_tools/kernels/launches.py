@@ -20,7 +20,8 @@ from torch import Tensor
 from build_tools.kernels.jobs import Job, recorded
 from zbkern.kernels.spec import AttentionOptions, CrossEntropyOptions, GateOptions
 
-SMS = {80: 108, 90: 132, 100: 148}
+SMS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 170}
+"""Of an A100, RTX 4090, H100, B200 and RTX 5090."""
 
 Run = tuple[str, Callable[[], object]]
 

@@ -9,7 +9,8 @@ import subprocess
 import sysconfig
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -32,16 +33,19 @@ def extension() -> ModuleType:
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
-def test_another_gpu_is_refused(capability: tuple[int, int]) -> None:
-    assert cuda_wgrad.unfit("13.0", 13000, (9, 0)) is None
-    reason = cuda_wgrad.unfit("13.0", 13000, capability)
-    assert reason.endswith("9.0 and this GPU has {}.{}".format(*capability))
+@pytest.mark.parametrize("built", [None, SimpleNamespace(CUDA_VERSION=13000)])
+def test_another_gpu_is_refused(capability: tuple[int, int], built: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is built: nobody builds what cannot run."""
+    monkeypatch.setattr(cuda_wgrad, "_cuda", built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert cuda_wgrad.why_not().endswith("9.0 and this GPU has {}.{}".format(*capability))
 
 
 @pytest.mark.parametrize("torch_cuda", ["12.8", None])
 def test_a_build_for_another_major_version_of_cuda_is_refused(torch_cuda: str | None) -> None:
-    assert "were built with CUDA 13.0" in cuda_wgrad.unfit(torch_cuda, 13000, (9, 0))
-    assert cuda_wgrad.unfit("13.2", 13000, (9, 0)) is None
+    assert "were built with CUDA 13.0" in cuda_wgrad.unfit(torch_cuda, 13000)
+    assert cuda_wgrad.unfit("13.2", 13000) is None
 
 
 def test_why_it_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def gpu(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     ran: list[str] = []
     for name in ("cuda", "triton", "torch"):
         kernels = {
-            kernel: lambda *_, label=f"{name} {kernel}", **__: ran.append(label)
+            kernel: lambda *some, label=f"{name} {kernel}", **__: ran.extend([label] if some[0] else [])
             for kernel in ("linear_fwd", "linear_dgrad", "linear_wgrad", "linear_wgrads")
         }
         monkeypatch.setitem(dispatch._MODULES, name, SimpleNamespace(**kernels))
@@ -100,8 +100,26 @@ def test_auto_takes_matmuls_with_nothing_to_fuse_from_the_library(gpu: list[str]
     backend.linear_fwd("x", "weight", None, "y")
     backend.linear_fwd("x", "weight", None, "y", "gelu", "z")
     backend.linear_dgrad("dy", "weight", "dx")
-    backend.linear_wgrad([], (None, None), True)
-    backend.linear_wgrads([], True)
+    backend.linear_wgrad([("x", "dy")], (None, None), True)
+    backend.linear_wgrads([([("x", "dy")], (None, None))], True)
     expected = ["torch linear_fwd", "triton linear_fwd", "torch linear_dgrad"]
     assert gpu == [*expected, "triton linear_wgrad", "triton linear_wgrads"]
     assert dispatch.resolve("linear", "triton", "cuda", torch.bfloat16) is dispatch._MODULES["triton"]
+
+
+def test_on_10_auto_takes_w_over_one_segment_from_the_library(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until ours has been measured there: not what is merged, nor what leaves room for other streams."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
+    backend = dispatch.resolve("linear", "auto", "cuda", torch.bfloat16)
+    one, two = [([("x", "dy")] * count, (None, None)) for count in (1, 2)]
+    for layers, options, expected in (
+        ([one], {}, ["torch linear_wgrads"]),
+        ([one, two], {}, ["torch linear_wgrads", "triton linear_wgrads"]),
+        ([one], {"max_tiles": 1}, ["triton linear_wgrads"]),
+    ):
+        gpu.clear()
+        backend.linear_wgrads(layers, True, **options)
+        assert gpu == expected
+    gpu.clear()
+    backend.linear_wgrad(*one, True), backend.linear_wgrad(*two, True)
+    assert gpu == ["torch linear_wgrads", "triton linear_wgrads"]

@@ -39,6 +39,15 @@ def test_large_layers_take_large_tiles_and_small_ones_fill_the_machine() -> None
     assert fewer.m * fewer.n > small.m * small.n
 
 
+@pytest.mark.parametrize("capability", tiles.SHARED_MEMORY)
+@pytest.mark.parametrize("op", OPS)
+def test_operands_of_large_layers_are_on_their_way_while_others_are_multiplied(op: str, capability: int) -> None:
+    """Two steps of them on every chip, in tiles of 128 rows and columns."""
+    tile = tiles.choose(op, 8192, 8192, 8192, "bfloat16", capability, 132)
+    assert tile.stages >= 3, tile
+    assert min(tile.m, tile.n) == 128
+
+
 def test_products_that_share_a_launch_fill_the_machine_together() -> None:
     alone = tiles.choose("wgrad", 1024, 1024, 4096, "bfloat16", 90, 132)
     seven = tiles.choose("wgrad", 1024, 1024, 4096, "bfloat16", 90, 132, others=((1024, 1024),) * 6)

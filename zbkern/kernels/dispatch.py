@@ -4,8 +4,9 @@ A backend is a module that has the kernels of `spec.py` as functions. It is impo
 extension has only the kernels that it is meant to do better than Triton; the others of an op come from there.
 
 On a GPU "auto" takes Triton's kernels, but cuBLAS for a matmul with nothing to fuse, which is known to be near the
-ceiling. No measurement says otherwise yet: W of the CUDA extension runs where impl="cuda" asks for it, and
-`python -m bench.gpu --rows W` compares it with Triton's.
+ceiling; on 10.x W over one microbatch is one of these until ours has been measured there. No measurement says
+otherwise yet: W of the CUDA extension runs where impl="cuda" asks for it, and `python -m bench.gpu --rows W` compares
+it with Triton's.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from zbkern.kernels import spec
+from zbkern.kernels.spec import Outputs, Segments
 
 _MODULES = {
     "cuda": "zbkern.kernels.cuda.wgrad",
@@ -29,6 +32,9 @@ _MODULES = {
 _FALLBACK_BACKEND = {"cuda": "triton"}  # has the kernels that the other one lacks
 
 _CAPABILITIES = {"fp8_linear": (9, 0)}  # what Triton's kernels of an op need, where that is more than 8.0
+
+W_OF_THE_LIBRARY = (10,)
+"""Major compute capabilities on which "auto" gives W over one microbatch to cuBLAS: ours is not measured there."""
 
 _OLDEST_TRITON = (3, 6)
 """Earlier compilers are correct, but spill registers in one kernel of ten (Triton 3.4: 47 of 435 variants)."""
@@ -63,7 +69,9 @@ def resolve(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
     for candidate in candidates(device) if impl == "auto" else (impl,):
         reason = why_not(op, candidate, device, dtype)
         if reason is None:
-            return _auto_backend() if impl == "auto" and candidate == "triton" else _backend(candidate)
+            if impl != "auto" or candidate != "triton":
+                return _backend(candidate)
+            return _auto_backend(torch.cuda.get_device_capability(device)[0] in W_OF_THE_LIBRARY)
     raise UnavailableError(f"{op}: impl={impl!r} cannot run on {device}: {reason}")
 
 
@@ -93,8 +101,9 @@ def _joined(name: str, *owners: ModuleType) -> ModuleType:
 
 
 @functools.cache
-def _auto_backend() -> ModuleType:
-    """Triton's kernels, but F and B of a linear without an activation through torch, which is cuBLAS."""
+def _auto_backend(single_w: bool) -> ModuleType:
+    """Triton's kernels, but F and B of a linear without an activation through torch, which is cuBLAS. single_w: also W
+    over one segment, unless its launch leaves room for work on other streams (max_tiles)."""
     triton, library = _backend("triton"), _backend("torch")
 
     def linear_fwd(
@@ -109,6 +118,20 @@ def _auto_backend() -> ModuleType:
 
     joined = _joined("triton, with matmuls of cuBLAS", triton)
     vars(joined).update(linear_fwd=linear_fwd, linear_dgrad=library.linear_dgrad)
+    if not single_w:
+        return joined
+
+    def linear_wgrads(layers: Iterable[tuple[Segments, Outputs]], accumulate: bool, max_tiles: int = 0) -> None:
+        found: dict[bool, list[tuple[Segments, Outputs]]] = {True: [], False: []}
+        for layer in layers:
+            found[len(layer[0]) == 1 and not max_tiles].append(layer)
+        library.linear_wgrads(found[True], accumulate)
+        triton.linear_wgrads(found[False], accumulate, max_tiles=max_tiles)
+
+    def linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
+        linear_wgrads([(segments, outputs)], accumulate)
+
+    vars(joined).update(linear_wgrad=linear_wgrad, linear_wgrads=linear_wgrads)
     return joined
 
 

@@ -87,13 +87,19 @@ def choose(
         return waves * tile.m * tile.n * factor
 
     def fits(tile: Tile) -> bool:
-        return (bulk or tile.n < 256) and shared_memory(tile, op, size, capability) <= limit
+        wide = bulk and unit(capability) != "mma"  # mma.sync has operands in registers, too
+        return (wide or tile.n < 256) and shared_memory(tile, op, size, capability) <= limit
 
-    candidates = [
-        (fitting[0], factor)
-        for tile, factor in (_HALF if dtype != "float32" else _SINGLE_MMA if unit(capability) == "mma" else _SINGLE)
-        if (fitting := [t for s in range(tile.stages, 1, -1) if fits(t := replace(tile, stages=s))])
-    ]
+    def fitted(tile: Tile) -> Tile | None:
+        """With as many stages as fit. Two on 10.x, of which one is on its way while a B200 multiplies the other in 510
+        cycles, are four of half the depth: then three quarters of the same memory are on their way."""
+        found = next((t for s in range(tile.stages, 1, -1) if fits(t := replace(tile, stages=s))), None)
+        if found is not None and found.stages == 2 and unit(capability) == "tcgen05":
+            return replace(found, k=found.k // 2, stages=4)
+        return found
+
+    some = _HALF if dtype != "float32" else _SINGLE_MMA if unit(capability) == "mma" else _SINGLE
+    candidates = [(found, factor) for tile, factor in some if (found := fitted(tile)) is not None]
     return min(candidates, key=cost)[0]
 
 
@@ -108,15 +114,18 @@ def count(tile: Tile, *shapes: Sequence[int]) -> int:
 
 
 def shared_memory(tile: Tile, op: str, size: int, capability: int) -> int:
-    """Bytes for the operands in flight, `size` bytes per element, and for an output that bulk copies take.
+    """Bytes for the operands in flight, `size` bytes per element, and for an output that bulk copies take, or that is
+    laid out anew for stores.
 
-    wgrad stages float32: on sm_90 one half after the other, on sm_100 (where the tile comes from tensor memory) both.
+    mma.sync multiplies out of registers: of its stages one is there. wgrad stages float32: one half after the other, on
+    10.x (where the tile comes from tensor memory) both.
     """
-    operands = tile.stages * (tile.m + tile.n) * tile.k * size
+    buffers = tile.stages - 1 if unit(capability) == "mma" else tile.stages
+    operands = buffers * (tile.m + tile.n) * tile.k * size
     if capability < 90:
-        return operands
+        return operands + tile.m * tile.n
     wide = 4 if op == "wgrad" else size
-    parts = 1 if capability >= 100 else tile.epilogue_parts()
+    parts = 1 if unit(capability) == "tcgen05" else tile.epilogue_parts()
     return operands + tile.m * tile.n * wide // parts
 
 
@@ -155,14 +164,22 @@ _ATTENTION: dict[tuple[str, str], tuple[_Row, ...]] = {
     ("tf32x3", "dq"): ((64, 16, 8, 2), (16, 16, 8, 2)),
     ("tf32x3", "dkdv"): ((16, 16, 4, 2, True), (16, 16, 8, 2, True)),
 }
-# Where that is not so, the last that applies. "packed": from 9.0 on, where descriptors read on into the next sequence,
+# Where that is not so, the last that applies. "99 KB": of shared memory (8.6, 8.9, 12.x). "12.x": beside bulk copies
+# mma.sync has fewer registers than on 8.x. "packed": from 9.0 on, where descriptors read on into the next sequence,
 # sequences of different lengths have code for the end of each, and fewer registers left. With Triton 3.9 a forward of
 # 128 x 128 spills (9.0, 10.0), as does dq of heads of 64 with 64 keys (10.0), where 3.6 does not. "packed, 3.9": from
 # that Triton on, where dk spills with 8 warps; with 3.6 it does with 4. "capped": the derivative of the cap holds a
 # second block of scores, and one of 64 keys spills with Triton 3.9.
 _ATTENTION_EXCEPT: dict[tuple[str, str, int, str], _Row] = {
     ("mma", "fwd", 64, "packed"): (128, 64, 8, 3),
-    ("mma", "dkdv", 64, "packed"): (32, 64, 8, 3),
+    ("mma", "dkdv", 64, "99 KB"): (32, 128, 8, 2),
+    ("mma", "dkdv", 256, "99 KB"): (16, 64, 4, 2, True),
+    ("mma", "dkdv", 256, "99 KB, capped"): (16, 64, 8, 2, True),
+    ("mma", "dq", 64, "12.x"): (128, 32, 8, 3),
+    ("mma", "dq", 128, "12.x"): (64, 32, 8, 3),
+    ("mma", "dq", 256, "packed"): (32, 16, 8, 2),
+    ("mma", "dkdv", 64, "packed"): (32, 64, 4, 3),
+    ("mma", "dkdv", 256, "packed"): (32, 32, 8, 2, True),
     ("wgmma", "fwd", 128, "packed"): (128, 64, 8, 3),
     ("wgmma", "fwd", 256, "packed"): (64, 64, 8, 2),
     ("wgmma", "dq", 256, "capped"): (64, 32, 8, 2),
@@ -173,7 +190,10 @@ _ATTENTION_EXCEPT: dict[tuple[str, str, int, str], _Row] = {
     ("tcgen05", "fwd", 128, "packed"): (128, 64, 8, 3),
     ("tcgen05", "dq", 64, "packed"): (128, 32, 8, 3),
     ("tcgen05", "dkdv", 256, "packed"): (32, 64, 8, 2, True),
+    ("tf32x3", "fwd", 128, "12.x"): (32, 16, 8, 2),
     ("tf32x3", "dq", 64, "packed"): (32, 16, 8, 2),
+    ("tf32x3", "dq", 128, "12.x"): (16, 16, 8, 1),
+    ("tf32x3", "dkdv", 64, "12.x"): (16, 16, 8, 2, True),
 }
 
 
@@ -196,7 +216,15 @@ def attention(
         return measured
     how, longest = "tf32x3" if dtype == "float32" else unit(capability), _longest(size)
     packed = packed and capability >= 90
-    applies = {"packed": packed, "packed, 3.9": packed and compiler >= (3, 9), "capped": capped}
+    narrow = SHARED_MEMORY.get(capability, 99) == 99
+    applies = {
+        "99 KB": narrow,
+        "99 KB, capped": narrow and capped,
+        "12.x": capability >= 120,
+        "packed": packed,
+        "packed, 3.9": packed and compiler >= (3, 9),
+        "capped": capped,
+    }
     rows = [_ATTENTION_EXCEPT.get((how, launch, longest, case)) for case, holds in applies.items() if holds]
     tile = AttentionTile(*[_ATTENTION[how, launch][_HEADS.index(longest)], *filter(None, rows)][-1])
     streamed = "queries" if launch == "dkdv" else "keys"

@@ -25,27 +25,31 @@ except ImportError as error:
 # how the extension names dtypes
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 DTYPES = (torch.bfloat16, torch.float16)
+CAPABILITY = (9, 0)
 
 
 def why_not(device: torch.device | str | None = None) -> str | None:
     """Why nothing of this module can run on a device, and what would change it; None when it can."""
+    visible = torch.cuda.is_available()
+    if visible and (found := torch.cuda.get_device_capability(device)) != CAPABILITY:
+        return "the CUDA kernels are written for compute capability {}.{} and this GPU has {}.{}".format(
+            *CAPABILITY, *found
+        )
     if _cuda is None:
         return f"the CUDA kernels are not built, or not for this Python: ZBKERN_BUILD=cuda pip install . ({_problem})"
-    if not torch.cuda.is_available():
+    if not visible:
         return "torch sees no CUDA device"
-    return unfit(torch.version.cuda, _cuda.CUDA_VERSION, torch.cuda.get_device_capability(device))
+    return unfit(torch.version.cuda, _cuda.CUDA_VERSION)
 
 
-def unfit(torch_cuda: str | None, built_with: int, capability: tuple[int, int]) -> str | None:
-    """Why a build does not fit. torch_cuda: "12.8"; built_with: 13000; capability: (9, 0)."""
+def unfit(torch_cuda: str | None, built_with: int) -> str | None:
+    """Why a build does not fit. torch_cuda: "12.8"; built_with: 13000."""
     built = f"{built_with // 1000}.{built_with % 1000 // 10}"
     if torch_cuda is None or int(torch_cuda.split(".")[0]) != built_with // 1000:
         return (
             f"the CUDA kernels were built with CUDA {built} and this torch has CUDA {torch_cuda}; "
             "build zbkern with a toolkit of torch's major version, or install a torch for this one"
         )
-    if capability != (9, 0):
-        return "the CUDA kernels are written for compute capability 9.0 and this GPU has {}.{}".format(*capability)
     return None
 
 

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zbkern.kernels import tiles
 from zbkern.kernels.spec import Outputs, Segments
 from zbkern.kernels.triton.common import _INTERPRETED, INTERPRETED, Kernel, dot, offset, rows_dense, widen
-from zbkern.kernels.triton.matmul_tile import Matrix, processors, tile_index
+from zbkern.kernels.triton.matmul_tile import Matrix, capability_of, processors, tile_index
 from zbkern.kernels.triton.multi_matmul import store_tile
 from zbkern.kernels.triton.wgrad import sum_rows
 
@@ -21,7 +22,7 @@ _BLOCK = tl.constexpr(128)
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST = tl.constexpr(1e-30)
 
-_M, _N, _WARPS, _STAGES, _GROUP = 128, 128, 8, 4, 8
+_N, _GROUP = 128, 8
 
 
 def fp8_linear_fwd(
@@ -145,14 +146,16 @@ def _multiply(
     rows = rows_dense(out, copy=add)
     target = Matrix(rows)
     writes = target.describable and not target.transposed
-    result = target.descriptor(_M, _N) if writes else rows
-    operands = Matrix(left).descriptor(_M, 128), Matrix(right).descriptor(_N, 128)
+    # with less shared memory and one buffer fewer than stages, half of the rows leave room for two
+    height, warps, stages = (64, 4, 3) if tiles.unit(capability_of(out.device)) == "mma" else (128, 8, 4)
+    result = target.descriptor(height, _N) if writes else rows
+    operands = Matrix(left).descriptor(height, 128), Matrix(right).descriptor(_N, 128)
     bias = None if bias is None else bias.contiguous()
-    programs = min(triton.cdiv(p, _M) * triton.cdiv(q, _N), processors(out.device))
+    programs = min(triton.cdiv(p, height) * triton.cdiv(q, _N), processors(out.device))
     arguments = (*operands, left_scales, right_scales, result, bias, p, q, r, 1 if writes else rows.stride(0))
     reduces = add and writes and out.dtype == torch.float32 and not INTERPRETED
-    constants = (right_scales.shape[1] == q, add, reduces, writes, _M, _N, _GROUP)
-    _product(programs, arguments, constants, _WARPS, _STAGES)
+    constants = (right_scales.shape[1] == q, add, reduces, writes, height, _N, _GROUP)
+    _product(programs, arguments, constants, warps, stages)
     if rows is not out:
         out.copy_(rows)
 

@@ -193,9 +193,10 @@ def sums_columns(device: torch.device) -> bool:
     """Whether a launch may have a vector: not on 9.x, where products read shared memory while the program goes on.
 
     Triton gives an operand that has a second use, as dy has in a sum of its columns, one buffer less than its partner
-    (docs/triton_ring.md): the copy of a later step overwrites what a product still reads.
+    (docs/triton_ring.md): the copy of a later step overwrites what a product still reads. Nor on 12.x, where the sum's
+    4 KB leave no shared memory for a third stage.
     """
-    return capability_of(device) // 10 != 9
+    return capability_of(device) // 10 not in (9, 12)
 
 
 def run(op: str, products: Sequence[Product], accumulate: bool, max_tiles: int = 0) -> None:
