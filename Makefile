@@ -4,12 +4,13 @@
 # On Linux on x86-64 a plain "torch" brings the CUDA packages, so the CPU build is pinned by its local version.
 TORCH ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),torch==2.13.0+cpu,torch==2.13.0)
 RANKS ?= 2
-# Where benchmarks keep their figures, and test-gpu its logs; OUT=bench/results replaces the repository's figures.
+# Where benchmarks keep their figures; OUT=bench/results replaces the repository's figures.
 OUT   ?= .cache/bench
 # The tests on a GPU compile about 2000 variants of kernels, each in half a second to ten seconds of one core.
-# What has not run after TEST_SECONDS is named at the end; machines are often lent for ten minutes.
+# What has not begun after TEST_SECONDS is skipped.
 SHARDS  ?= $(shell nproc 2>/dev/null || echo 4)
 TEST_SECONDS ?= 540
+GPU_TESTS = TRITON_INTERPRET=0 $(PYTHON) -m pytest -v --seconds $(TEST_SECONDS) tests/gpu
 # Of tests that need no GPU: three processes for two cores, for a test in six waits, and eight at most; 0 runs them in
 # one, for a debugger. Those of one file may run in several: in test_fault_matrix.py they wait for minutes.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) * 3 / 2 )))
@@ -37,7 +38,7 @@ READY  := .cache/ready-$(ZBKERN_BUILD)-$(shell echo $(PYTHON) | cksum | cut -d' 
 READY_FOR_DEMO := $(subst ready-$(ZBKERN_BUILD),ready-demo,$(READY))
 # Machines with GPUs often have no network: what has these three runs the checkout as it is, and nothing is installed.
 ready-gpu:
-	@$(PYTHON) -c 'import pytest, torch, triton' || $(MAKE) setup
+	@$(PYTHON) -c 'import pytest, torch, triton, xdist' || $(MAKE) setup
 endif
 
 export OMP_NUM_THREADS ?= 1
@@ -100,7 +101,7 @@ test-torch: ## the main tests with another torch, in an environment of its own: 
 	'$(TORCHES)/$(TORCH)/bin/python' $(PYTEST) $(SMOKE)
 
 test-gpu: ready-gpu ## every kernel on a GPU: against float64, on streams of its own, in CUDA graphs
-	$(PYTHON) tests/gpu/run.py --out $(OUT)/test-gpu --shards $(SHARDS) --seconds $(TEST_SECONDS)
+	$(GPU_TESTS) -m "gpu and not alone" -n $(SHARDS); code=$$?; $(GPU_TESTS) -m "gpu and alone" && exit $$code
 
 lint: $(READY) ## style, imports and types
 	$(PYTHON) -m ruff check
@@ -110,7 +111,7 @@ lint: $(READY) ## style, imports and types
 bench-pipeline: $(READY) ## our pipelines and torch's on two CPU processes
 	$(PYTHON) -m bench.pipeline --out $(OUT)
 
-kernels-report: $(READY) ## registers, spills and shared memory of the Triton kernels, compiled for sm_80, sm_90 and sm_100
+kernels-report: $(READY) ## registers, spills and shared memory of the Triton kernels, compiled for five chips
 	TRITON_INTERPRET=0 $(PYTHON) -m build_tools.kernels
 
 bench-gpu: ready-gpu ## our kernels on a GPU beside torch's and other libraries', in about 8 minutes

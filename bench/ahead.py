@@ -9,20 +9,24 @@ import functools
 import importlib
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 from build_tools.kernels.jobs import Job, compile_job, jobs, kernel_modules
 
+FOUND = 0.3
+"""Seconds that a kernel in the cache takes at most."""
+
 
 class Compilers:
-    """Processes that compile, from the first call of `compile` until `close`."""
+    """Processes that compile, from the first kernel that is not in the cache until `close`."""
 
     def __init__(self, processes: int | None = None) -> None:
         self.processes = processes or len(os.sched_getaffinity(0))
         self._pool: ProcessPoolExecutor | None = None
-        self._jobs: dict[str, Future] = {}
+        self._seen: set[str] = set()
         self.problems: list[str] = []
 
     def compile(self, runs: Iterable[Callable[[], object]], work: Callable[[Job], object] | None = None) -> int:
@@ -36,15 +40,27 @@ class Compilers:
         name_kernels()
         fresh = []
         for job in jobs(runs):
-            if repr(job) not in self._jobs:
-                if self._pool is None:
-                    context = multiprocessing.get_context("spawn")
-                    self._pool = ProcessPoolExecutor(self.processes, mp_context=context)
-                future = self._jobs[repr(job)] = self._pool.submit(work or compile_named, job)
-                fresh.append(future)
+            if repr(job) not in self._seen:
+                self._seen.add(repr(job))
+                fresh.append(self._begin(work, job))
         errors = [future.exception() for future in fresh]
         self.problems += [f"{type(error).__name__}: {error}" for error in errors if error is not None]
         return len(fresh)
+
+    def _begin(self, work: Callable[[Job], object] | None, job: Job) -> Future:
+        """Here, as long as all are found in the cache, each in a moment: processes take seconds to start."""
+        done: Future = Future()
+        begin = time.perf_counter()
+        if work is None and self._pool is None:
+            try:
+                done.set_result(compile_named(job))
+            except Exception as error:
+                done.set_exception(error)
+            if time.perf_counter() - begin < FOUND:
+                return done
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(self.processes, mp_context=multiprocessing.get_context("spawn"))
+        return done if done.done() else self._pool.submit(work or compile_named, job)
 
     def close(self) -> None:
         """Ends the processes; the next `compile` would start new ones."""

@@ -6,16 +6,22 @@ The time of a row is shared by its shapes; a shape that no time is left for is n
 without a check, which needs no other library: a peer that fails costs its own ratio only. Ratios are medians over
 rounds of the peer's time over ours, so above 1 we are faster. --out FOLDER keeps gpu.json, after each figure, and
 gpu.svg.
+
+After an illegal access no call of a process reaches the GPU any more, and a row may hang: the process then ends, and
+the rows that it has not begun are named. --continue measures those.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: a test of this program, not a measurement")
+    parser.add_argument("--continue", action="store_true", dest="goes_on", help="with rows that --out has not yet")
     report.add_out(parser)
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
@@ -49,24 +56,48 @@ def main(argv: list[str] | None = None) -> int:
     if not rows:
         print(f"no row matches {arguments.rows!r}; there are: {', '.join(row.name for row in gpu_rows.ROWS)}")
         return 2
-    torch.optim.SGD([torch.zeros(1)])  # imports the compiler at its first use: seconds that no row should pay for
+    figures = found_before(arguments.out) if arguments.goes_on else []
+    rows = [row for row in rows if row.name not in {figure["row"] for figure in figures}]
     begin = time.perf_counter()
     with ahead.Compilers() as compilers:
         count = compilers.compile(ours(rows, bench))
     seconds = time.perf_counter() - begin
     if count:
-        print(f"compiled {count} kernels in {seconds:.0f} s, by {compilers.processes} processes", flush=True)
-    figures: list[dict[str, Any]] = []
-    result = {"impl": arguments.impl, "dtype": arguments.dtype, "versions": gpu_peers.versions(), "rows": figures}
-    for figure in measure(rows, bench, arguments.seconds - seconds):
-        figures.append(figure)
-        print(" | ".join(cells(figure)), flush=True)
+        print(f"{count} kernels compiled, or found compiled, in {seconds:.0f} s", flush=True)
+    result: dict[str, Any] = {"impl": arguments.impl, "dtype": arguments.dtype, "versions": gpu_peers.versions()}
+    result |= {"rows": figures, "running": None, "left": [row.name for row in rows]}
+    end = begin + arguments.seconds
+
+    def begins(row: Row) -> None:
+        share = max(end - time.perf_counter(), 0.0) / len(result["left"])
+        result.update(running=row.name, left=result["left"][1:])
         report.write_json("gpu", result, arguments.out)
+        faulthandler.dump_traceback_later(60 + 2 * share, exit=True, file=sys.__stderr__)
+
+    try:
+        for figure in measure(rows, bench, arguments.seconds - seconds, begins):
+            figures.append(figure)
+            print(" | ".join(cells(figure)), flush=True)
+            report.write_json("gpu", result, arguments.out)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    result["running"] = None
     print("\n" + markdown_table(HEADER, [cells(figure) for figure in figures]))
+    if result["left"]:
+        print(f"not begun, as this process has lost the GPU: {', '.join(result['left'])} (--continue measures them)")
     print("\n" + report.write_json("gpu", result, arguments.out))
     if arguments.out is not None:
         roofline.write(arguments.out / "gpu.svg", figures, environment()["gpu"] or str(device))
     return 1 if any("wrong" in figure for figure in figures) else 0
+
+
+def found_before(folder: Path | None) -> list[dict[str, Any]]:
+    """The figures in FOLDER/gpu.json, and the row in which the process that wrote it ended."""
+    if folder is None or not (folder / "gpu.json").exists():
+        return []
+    found = json.loads((folder / "gpu.json").read_text())["figures"]
+    ended = [] if found["running"] is None else [{"row": found["running"], "wrong": "the process ended in it"}]
+    return found["rows"] + ended
 
 
 def ours(rows: list[Row], bench: Bench) -> Iterator[Callable[[], object]]:
@@ -78,12 +109,17 @@ def ours(rows: list[Row], bench: Bench) -> Iterator[Callable[[], object]]:
                 yield from (run for name, run in case.peers.items() if "our" in name)
 
 
-def measure(rows: list[Row], bench: Bench, seconds: float) -> Iterator[dict[str, Any]]:
-    """A figure for every shape of every row: measured, or why not."""
+def measure(
+    rows: list[Row], bench: Bench, seconds: float, begins: Callable[[Row], None] = lambda row: None
+) -> Iterator[dict[str, Any]]:
+    """A figure for every shape of every row: measured, or why not; up to a row after which the GPU does not answer.
+    begins: is told of each row before anything in it runs."""
     end = time.perf_counter() + seconds
     for index, row in enumerate(rows):
+        begins(row)
         begin = time.perf_counter()
         share = (end - begin) / (len(rows) - index)
+        lost = False
         try:
             for case in row.cases(bench):
                 spent = time.perf_counter() - begin
@@ -92,13 +128,29 @@ def measure(rows: list[Row], bench: Bench, seconds: float) -> Iterator[dict[str,
                 if spent > share:
                     yield figure | {"why not": "the row's time was up"}
                     continue
-                yield figure | one(row, case, bench, min(share - spent, max(share / 6, 0.1)))
+                found = one(row, case, bench, min(share - spent, max(share / 6, 0.1)))
+                lost = ("rate" not in found or "missing" in found) and not answers(bench.device)
+                yield figure | found
+                if lost:
+                    break
         except dispatch.UnavailableError as error:
             yield {"row": row.name, "why not": str(error)}
         except torch.OutOfMemoryError as error:
             yield {"row": row.name, "why not": f"out of memory: {str(error).partition('.')[0]}"}
         except Exception as error:  # the other rows still count
+            lost = isinstance(error, torch.AcceleratorError) or not answers(bench.device)
             yield {"row": row.name, "wrong": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+        if lost:
+            return
+
+
+def answers(device: torch.device) -> bool:
+    """Whether this process still reaches the GPU."""
+    try:
+        torch.zeros(1, device=device).item()
+    except Exception:
+        return False
+    return True
 
 
 def one(row: Row, case: Case, bench: Bench, seconds: float) -> dict[str, Any]:

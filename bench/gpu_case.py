@@ -23,15 +23,21 @@ class Sizes:
     copied: int = 2**30
     tokens: tuple[int, ...] = (2048, 4096, 8192)
     merged: tuple[int, ...] = (1024, 2048, 4096)
-    layers: tuple[tuple[int, int], ...] = ((4096, 4096), (11008, 4096), (4096, 11008))  # N, K
-    hidden: tuple[int, int] = (4096, 11008)
+    layers: tuple[tuple[int, int], ...] = ((4096, 4096), (14336, 4096), (4096, 14336))  # N, K, of Llama 3 8B
+    large: tuple[tuple[int, int, int], ...] = (  # tokens, N, K: long microbatches, and Llama 3 70B
+        *((16384, 4096, 4096), (8192, 14336, 4096), (16384, 4096, 14336)),
+        *((4096, 28672, 8192), (8192, 8192, 28672), (16384, 8192, 8192)),
+    )
+    hidden: tuple[int, int] = (4096, 14336)
     heads: tuple[int, int, int] = (32, 128, 8192)  # heads, head size, tokens
     vocabulary: tuple[int, int, int] = (8192, 4096, 128256)  # tokens, features, vocabulary
     norm: tuple[int, int] = (16384, 4096)
+    calls: tuple[int, int] = (100, 20)  # whose host time is measured: sets of operands, and their turns
 
     @classmethod
     def tiny(cls) -> Sizes:
-        return cls(64, 4096, (32,), (16,), ((48, 32),), (32, 48), (2, 16, 32), (16, 32, 64), (24, 32))
+        layers, heads, vocabulary = ((48, 32),), (2, 16, 32), (16, 32, 64)
+        return cls(64, 4096, (32,), (16,), layers, ((64, 32, 48),), (32, 48), heads, vocabulary, (24, 32), (3, 1))
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,8 @@ class Bench:
     def backend(self, op: str) -> ModuleType:
         return dispatch.resolve(op, self.impl, self.device, self.dtype)
 
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, device=self.device).to(self.dtype)
+    def random(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(*shape, device=self.device)).to(self.dtype)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(*shape, device=self.device, dtype=dtype or self.dtype)

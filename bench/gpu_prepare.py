@@ -1,12 +1,15 @@
 """What a session on a GPU need not compile: Triton's cache, filled on a machine without one (bench/gpu_session.py).
 
+    python -m bench.gpu_prepare FOLDER [--capability 90]
+
 FOLDER/triton is the cache: kernels, and the C part of their launches. FOLDER/extension has what is built here of the
-launcher and the CUDA extension (`make cuda`). FOLDER/prepared.json says for which GPU and by which Triton: another
-compiles anew.
+launcher, the planner and the CUDA extension (`make cuda`). FOLDER/prepared.json says for which GPU, of which commit and
+by which Triton: another compiles anew. --rehearse makes every launch with what FOLDER has, and compiles nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -18,6 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from zbkern import reporting
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,7 +45,8 @@ def prepare(folder: Path, capability: int, only: str) -> int:
         found = [(name, run) for name, run in runs() if matches(only, name)]
         count = compilers.compile((run for _, run in found), work=compile_with_launcher)
         problems = compilers.problems + errors(found)
-    (folder / "prepared.json").write_text(json.dumps({"capability": capability, "triton": _triton_key()}) + "\n")
+    made = {"capability": capability, "triton": _triton_key(), "commit": reporting.environment()["commit"]}
+    (folder / "prepared.json").write_text(json.dumps(made) + "\n")
     (folder / "extension").mkdir(exist_ok=True)
     for path in (built := _built()):
         shutil.copy2(path, folder / "extension")
@@ -52,26 +58,28 @@ def prepare(folder: Path, capability: int, only: str) -> int:
 
 
 def runs() -> Iterator[Run]:
-    """(name, run): every kernel as tests run it in three dtypes, then the session's rows of `bench.gpu` and what the
-    stages of `bench.virtual_stages` launch, on operands without values."""
+    """(name, run): every kernel as tests run it in three dtypes, then the rows of `bench.gpu` and what the stages of
+    `bench.virtual_stages` launch, on operands without values."""
     import torch
 
-    from bench import gpu, gpu_rows, gpu_session, virtual_stages
+    from bench import gpu, gpu_rows, virtual_stages
     from bench.gpu_case import Bench, Sizes
     from tests.support import every_launch
     from zbkern.kernels.triton import kernels
 
     class Unwritten(Bench):
-        def random(self, *shape: int) -> torch.Tensor:
+        def random(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
             return self.empty(*shape)
+
+        def zeros(self, *shape: int) -> torch.Tensor:
+            return self.empty(*shape, dtype=torch.float32)
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for name, case in every_launch.cases(kernels, every_launch.Random(dtype, "cpu")).items():
             yield f"{name} {str(dtype)[6:]}", case.run
     bench = Unwritten(torch.device("cpu"), torch.bfloat16, "triton", Sizes())
-    rows = {*gpu_session.FIRST, *(name for names in gpu_session.ROWS.values() for name in names)}
     for row in gpu_rows.ROWS:
-        if row.name in rows and not row.name.endswith("ceiling"):
+        if not row.name.endswith("ceiling"):
             yield from ((row.name, run) for run in gpu.ours([row], bench))
     yield from (("virtual stages", run) for run in virtual_stages.launches(kernels))
 
@@ -133,14 +141,7 @@ def adopt(folder: Path, package: Path = ROOT / "zbkern") -> str:
         shutil.copy2(path, beside)
         beside.replace(package / path.name)  # a process that has it loaded keeps the old file
     taken = ", ".join(path.name.partition(".")[0] for path in extensions) or "none"
-    return f"kernels for {made['capability']}: {fits}; extensions: {taken}"
-
-
-def why_no_gpu() -> str | None:
-    """Why nothing can be measured here."""
-    import torch
-
-    return None if torch.cuda.is_available() else "torch sees no CUDA device (--rehearse tries the program without one)"
+    return f"kernels for {made['capability']} of commit {made['commit']}: {fits}; extensions: {taken}"
 
 
 def matches(only: str, name: str) -> bool:
@@ -163,9 +164,22 @@ def _triton_key() -> str:
 
 def _built() -> list[Path]:
     """The extensions that are built here for this Python."""
-    found = (importlib.util.find_spec(f"zbkern.{name}") for name in ("_launcher", "_cuda"))
+    found = (importlib.util.find_spec(f"zbkern.{name}") for name in ("_launcher", "_planner", "_cuda"))
     return [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]
 
 
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--capability", type=int, default=90, help="of the GPU that is not here")
+    parser.add_argument("--only", default="", help="kernels and rows with this regular expression")
+    parser.add_argument("--rehearse", action="store_true", help="launch what is there, and compile nothing")
+    arguments = parser.parse_args(argv)
+    if not arguments.rehearse:
+        return prepare(arguments.folder, arguments.capability, arguments.only)
+    print(adopt(arguments.folder))
+    return rehearse(arguments.capability)
+
+
 if __name__ == "__main__":
-    sys.exit(rehearse(int(sys.argv[1])))
+    sys.exit(main())

@@ -32,7 +32,7 @@ from zbkern.kernels.tiles import AttentionTile, Tile
 
 PRODUCTS = ("fwd", "dgrad", "wgrad")
 ATTENTION = ("attention fwd", "attention dq", "attention dkdv")
-SHAPES = tuple((m, n, k) for m in (1024, 2048, 4096, 8192) for n, k in ((4096, 4096), (11008, 4096), (4096, 11008)))
+SHAPES = tuple((m, n, k) for m in (1024, 2048, 4096, 8192) for n, k in ((4096, 4096), (14336, 4096), (4096, 14336)))
 WORTH = 1.02
 
 AnyTile = Any  # a Tile or an AttentionTile

@@ -261,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
     with partitions.partitions(STAGES, MULTIPROCESSORS, device) as streams, partitions.told(MULTIPROCESSORS):
         factors = interference(streams, options.width, options.tokens, device)
         report.write_json("virtual_stages", {"interference": factors}, options.out)
-        costs, rows = compare(Runner(model, x, target, streams), options.microbatches, options.rounds, seconds=10)
+        costs, rows = compare(Runner(model, x, target, streams), options.microbatches, options.rounds, seconds=2)
     busy = ", ".join(f"{count}: {factor:.3f}" for count, factor in enumerate(factors, 1))
     print(f"{STAGES} stages of {MULTIPROCESSORS} multiprocessors each")
     print(f"time of a matmul over its time alone, by the number of busy groups: {busy}\n")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import importlib.util
 import os
 import time
@@ -27,7 +26,6 @@ _BEGIN = time.perf_counter()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that take long, too")
-    parser.addoption("--shard", help="3/16: of sixteen equal parts, in which files and parameters are mixed, the third")
     parser.addoption("--seconds", type=float, default=float("inf"), help="tests that begin later than this are skipped")
 
 
@@ -42,11 +40,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--shard"):
-        number, count = map(int, config.getoption("--shard").split("/"))
-        mixed = sorted(items, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
-        items[:] = mixed[number - 1 :: count]
-        config.hook.pytest_deselected(items=[item for item in mixed if item not in set(items)])
     if not config.getoption("--slow"):
         for item in items:
             if "slow" in item.keywords:

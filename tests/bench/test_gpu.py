@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,8 +18,12 @@ from zbkern import testing
 CPU = ["--device", "cpu", "--tiny", "--dtype", "float32"]
 
 
-def test_every_row_is_measured_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert gpu.main([*CPU, "--impl", "torch", "--seconds", "3", "--out", str(tmp_path)]) == 0
+def test_every_row_is_measured_and_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without torch's compiler, whose import takes a second."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)
+    assert gpu.main([*CPU, "--impl", "torch", "--seconds", "5", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "gpu.json").read_text())
     assert {"commit", "torch", "gpu"} <= result["environment"].keys()
     figures = result["figures"]["rows"]
@@ -59,6 +65,13 @@ def row(*cases: Case, goal: str = "ratio", unit: str = "TFLOP/s") -> Row:
     return Row("row", unit, goal, lambda bench: iter(cases))
 
 
+def fine() -> None:
+    pass
+
+
+ACCESS = "CUDA error: an illegal memory access was encountered"
+
+
 def fails() -> None:
     raise AssertionError("differs")
 
@@ -91,6 +104,51 @@ def test_w_is_measured_where_torch_cannot_add_to_float32(name: str, monkeypatch:
     (found,) = (each for each in gpu_rows.ROWS if each.name == name)
     figures = list(gpu.measure([found], bench(), 5.0))
     assert all("rate" in figure and any("addmm" in peer for peer in figure["missing"]) for figure in figures)
+
+
+def illegal_access() -> None:
+    raise torch.AcceleratorError(ACCESS)
+
+
+def test_one_illegal_access_is_not_blamed_on_the_rows_that_follow() -> None:
+    """After it no call of the process reaches the GPU: they are not begun."""
+    begun: list[Row] = []
+    some = [row(case()), row(case(ours=illegal_access), case()), row(case())]
+    figures = list(gpu.measure(some, bench(), 1.0, begun.append))
+    assert [figure.get("wrong", "") for figure in figures] == ["", "AcceleratorError: " + ACCESS]
+    assert begun == some[:2]
+
+
+@pytest.mark.parametrize("bad", [case(peer=illegal_access), case(check=illegal_access)])
+def test_nothing_more_is_measured_once_the_gpu_does_not_answer(bad: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "answers", lambda device: False)
+    assert len(list(gpu.measure([row(bad, case()), row(case())], bench(), 1.0))) == 1
+    assert len(list(gpu.measure([row(case(), case()), row(case())], bench(), 1.0))) == 3
+
+
+def test_rows_that_were_not_begun_are_measured_by_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    rows = [
+        replace(row(case(ours=ours)), name=name) for name, ours in (("a", fine), ("b", illegal_access), ("c", fine))
+    ]
+    monkeypatch.setattr(gpu_rows, "ROWS", rows)
+    options = [*CPU, "--impl", "torch", "--seconds", "1", "--out", str(tmp_path), "--continue"]
+
+    def found() -> dict:
+        return json.loads((tmp_path / "gpu.json").read_text())["figures"]
+
+    assert gpu.main(options) == 1
+    assert found()["left"] == ["c"]
+    assert "not begun, as this process has lost the GPU: c" in capsys.readouterr().out
+    assert gpu.main(options) == 1
+    assert [(figure["row"], "rate" in figure) for figure in found()["rows"]] == [("a", True), ("b", False), ("c", True)]
+    assert (found()["left"], found()["running"]) == ([], None)
+    killed = json.loads((tmp_path / "gpu.json").read_text())
+    killed["figures"] |= {"rows": killed["figures"]["rows"][:1], "running": "b"}
+    (tmp_path / "gpu.json").write_text(json.dumps(killed))
+    gpu.main(options)
+    assert [figure.get("wrong") for figure in found()["rows"]] == [None, "the process ended in it", None]
 
 
 def test_a_row_without_time_left_says_so() -> None:

@@ -1,10 +1,11 @@
-"""The session without a GPU: programs that hang, die or fail cost only their own result; the list itself is right."""
+"""The session without a GPU: programs that start slowly, hang, die or fail cost only their own result."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,59 +25,106 @@ from bench.gpu_session import Job
 ROOT = Path(__file__).parents[2]
 
 
-def program(name: str, text: str, limit: float = 60.0) -> Job:
-    return Job(name, ["-c", text], limit)
+def program(name: str, text: str, share: float = 1.0, place: str = "") -> Job:
+    return Job(name, ["-c", text], share, place)
 
 
-def folders(path: Path) -> tuple[Path, Path]:
-    """Of results, and of what programs write."""
-    return path, path / "work"
+def run(jobs: list[Job], seconds: float, folder: Path) -> dict[str, dict]:
+    """What session.json has of each job then. Programs write to folder/work."""
+    gpu_session.session(jobs, time.monotonic() + seconds, folder, folder / "work", {"gpu": "none"})
+    return result(folder)
 
 
 def result(folder: Path) -> dict[str, dict]:
     return {job["name"]: job for job in json.loads((folder / "session.json").read_text())["jobs"]}
 
 
-def test_every_failure_costs_only_its_own_job(tmp_path: Path) -> None:
+ROWS = """
+import json, os, sys
+from pathlib import Path
+file = Path({folder!r}) / "gpu.json"
+found = json.loads(file.read_text())["figures"] if file.exists() else {{"rows": [], "left": ["a", "b", "c"]}}
+while found["left"]:
+    name, *found["left"] = found["left"]
+    {fate}
+    found["rows"].append({{"row": name, "why not": "no GPU"}})
+    file.write_text(json.dumps({{"figures": found}}))
+"""
+
+
+def rows(folder: Path, fate: str) -> Job:
+    """A program that has measured row after row; fate: what it does in each before."""
+    return program("rows", ROWS.format(folder=str(folder / "work" / "rows"), fate=fate), share=3.0)
+
+
+def test_every_failure_costs_only_its_own_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where each program takes longer to start than its share is."""
+    monkeypatch.setattr(gpu_session, "STARTING", 1.0)
+    late = "import time; time.sleep(0.3); "
+    crash = "file.write_text(json.dumps({'figures': found})); os.abort() if name == 'b' else None"
     jobs = [
-        program("good", "print('so many'); print('11 passed')"),
-        program("wrong", "raise AssertionError('differs')"),
-        program("hangs", "import time; print('begun'); time.sleep(600)", limit=3.0),
-        program("dies", "import os; os.kill(os.getpid(), 9)"),
-        program("cannot", "print('cannot run: no extension'); raise SystemExit(2)"),
-        program("last", "print('done')"),
+        program("good", late + "print('so many'); print('11 passed')", 0.1),
+        program("wrong", late + "raise AssertionError('differs')", 0.1),
+        program("hangs", "import time; print('begun'); time.sleep(600)", 0.1),
+        program("dies", "import os; os.kill(os.getpid(), 9)", 0.1),
+        program("cannot", "print('cannot run: no extension'); raise SystemExit(2)", 0.1),
+        rows(tmp_path, crash),
+        program("last", late + "print('done')", 0.1),
     ]
-    gpu_session.session(jobs, time.monotonic() + 100, *folders(tmp_path))
-    found = result(tmp_path)
-    statuses = ["ok", "wrong", "timed out", "wrong", "cannot run", "ok"]
+    found = run(jobs, 8.0, tmp_path)
+    statuses = ["ok", "wrong", "timed out", "died", "cannot run", "ok", "ok"]
     assert [job["status"] for job in found.values()] == statuses
     assert found["good"]["said"] == "11 passed"
     assert found["wrong"]["said"] == "AssertionError: differs"
     assert found["hangs"]["said"] == "begun"
-    assert 3 <= found["hangs"]["seconds"] < 30
-    assert "cannot run: no extension" in (tmp_path / "session.md").read_text()
+    assert [row["row"] for row in found["rows"]["results"]["gpu"]["figures"]["rows"]] == ["a", "c"]
+    text = (tmp_path / "session.md").read_text()
+    assert "cannot run: no extension" in text
+    assert re.search(r"^\| c .*no GPU", text, re.MULTILINE)
     assert (tmp_path / "log.txt").read_text().startswith("---- good: ok\nso many\n")
     assert {path.name for path in tmp_path.iterdir()} == {"session.json", "session.md", "log.txt", "work"}
 
 
-@pytest.mark.parametrize("fate", ["raise SystemExit(1)", "raise SystemExit(2)"])
-def test_without_an_answer_from_the_gpu_nothing_begins(tmp_path: Path, fate: str) -> None:
-    jobs = [program("a copy", fate), program("other", "")]
-    gpu_session.session(jobs, time.monotonic() + 60, *folders(tmp_path))
-    assert result(tmp_path)["other"]["status"] == "not reached"
+def test_a_program_that_makes_no_progress_is_not_begun_for_ever(tmp_path: Path) -> None:
+    before = "Path('begun').open('a').write('x'); sys.exit(1)"
+    job = rows(tmp_path, f"import os; os.chdir({str(tmp_path)!r}); {before}")
+    (tmp_path / "work" / "rows").mkdir(parents=True)
+    (tmp_path / "work" / "rows" / "gpu.json").write_text(json.dumps({"figures": {"rows": [], "left": ["a", "b"]}}))
+    assert run([job], 20.0, tmp_path)["rows"]["status"] == "wrong"
+    assert (tmp_path / "begun").read_text() == "xx"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("right", [True, False])
-def test_launches_are_replayed_only_where_that_is_right(
-    tmp_path: Path, right: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fate", "other"),
+    [
+        ("raise SystemExit(1)", "not reached"),
+        ("raise SystemExit(2)", "not reached"),
+        ("import os; os.abort()", "ok"),
+        ("import time; time.sleep(600)", "ok"),  # a cold disk, perhaps
+    ],
+)
+def test_where_the_first_says_that_nothing_can_be_measured_nothing_begins(
+    tmp_path: Path, fate: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gpu_session, "STARTING", 0.0)
+    jobs = [program(gpu_session.HEADLINE, fate, 0.1), program("other", "", 10.0)]
+    assert run(jobs, 20.0, tmp_path)["other"]["status"] == other
+
+
+@pytest.mark.parametrize(("said", "status"), [("3 skipped", "cannot run"), ("1 failed, 3 passed in 2s", "ok")])
+def test_tests_that_were_not_run_have_shown_nothing(said: str, status: str) -> None:
+    """Whether pytest found none (5) or skipped all (0)."""
+    job = Job("tests", ["-m", "pytest"], 1.0, said=said)
+    assert gpu_session.verdict(job, 0) == status
+    assert gpu_session.verdict(job, 5) == "cannot run"
+    assert gpu_session.verdict(program("other", "", 1.0), 0) == "ok"
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_launches_are_replayed_only_where_that_is_right(tmp_path: Path, right: bool) -> None:
     probe = program(gpu_session.REPLAYED, f"raise SystemExit({0 if right else 1})")
-    (tmp_path / "told.py").write_text("from zbkern.kernels.triton.replay import replay; print(replay._paused)")
-    ask = Job("ask", ["-m", "told"], 60.0)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    gpu_session.session([program("a copy", ""), probe, ask], time.monotonic() + 100, *folders(tmp_path))
-    assert (ask.status, ask.said) == ("ok", "0" if right else "1")
+    ask = program("ask", "import os; print(os.environ['ZBKERN_REPLAY'])")
+    assert run([probe, ask], 20.0, tmp_path)["ask"]["said"] == ("1" if right else "0")
 
 
 def test_what_was_found_before_it_is_killed_stays(tmp_path: Path) -> None:
@@ -88,18 +136,18 @@ from pathlib import Path
 from bench import gpu_session
 work = Path({str(tmp_path)!r}) / "work"
 figures = f"""
-import os
+import json, os
 from pathlib import Path
-from bench.report import write_json
-count = 0
+file, count = Path({{str(work / 'second' / 'figures.json')!r}}), 0
 while os.getppid() == {{os.getpid()}}:
     count += 1
-    write_json("figures", list(range(count)), Path({{str(work / 'second')!r}}))
+    file.with_suffix('.new').write_text(json.dumps(list(range(count))))
+    file.with_suffix('.new').replace(file)
 """
 programs = {{"first": "print('found')", "second": figures}}
 jobs = [gpu_session.Job(name, ["-c", program], 99.0) for name, program in programs.items()]
 print("begins", flush=True)
-gpu_session.session(jobs, time.monotonic() + 100, Path({str(tmp_path)!r}), work)
+gpu_session.session(jobs, time.monotonic() + 100, Path({str(tmp_path)!r}), work, {{}})
 '''
     command = [sys.executable, "-c", text]
     session = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -117,57 +165,35 @@ gpu_session.session(jobs, time.monotonic() + 100, Path({str(tmp_path)!r}), work)
     found = result(tmp_path)
     assert found["first"]["status"] == "ok"
     assert (tmp_path / "session.md").read_text().endswith("\n")
-    assert found["second"]["results"]["figures"]["figures"][:1] == [0]
+    assert found["second"]["results"]["figures"][:1] == [0]
 
 
-def test_the_list_names_programs_and_rows_that_there_are() -> None:
-    names = {*gpu_session.FIRST, *(name for names in gpu_session.ROWS.values() for name in names)}
-    assert names <= {row.name for row in gpu_rows.ROWS}
-    jobs = gpu_session.plan(Path("out"), 520.0, None)
-    assert [job.name for job in jobs[:2]] == ["a copy", "first figures"]
+def test_the_list_names_programs_tests_and_rows_that_there_are() -> None:
+    assert {*gpu_rows.HEADLINE} <= {row.name for row in gpu_rows.ROWS}
+    jobs = gpu_session.plan(Path("out"))
+    assert [job.name for job in jobs[:2]] == [gpu_session.HEADLINE, gpu_session.REPLAYED]
     for job in jobs:
-        files = [word for word in job.command if word.endswith(".py")]
+        files = [word for word in job.command if word.startswith("tests/")]
         modules = [word.replace(".", "/") + ".py" for word in job.command if word.startswith("bench.")]
         assert all((ROOT / name).exists() for name in files + modules), job.command
 
 
+def test_its_two_commands_run_every_job_once() -> None:
+    text = (ROOT / "bench" / "gpu_minutes.sh").read_text()
+    chosen = [re.search(rf"^  {number}\) seconds=(\d+) jobs='(.*)' ;;$", text, re.MULTILINE) for number in (1, 2)]
+    assert [int(found[1]) for found in chosen] == [280, 370]  # of 5 and of 6.5 minutes
+    for job in gpu_session.plan(Path("out")):
+        assert [bool(re.search(found[2], job.name)) for found in chosen].count(True) == 1, job.name
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_or_what_was_prepared_it_ends_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    out = str(tmp_path / "out")
-    assert gpu_session.main(["--out", out]) == 2
+def test_without_a_gpu_it_ends_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert gpu_session.main(["--out", str(tmp_path / "out")]) == 2
     assert "sees no CUDA device" in capsys.readouterr().out
-    assert gpu_session.main(["--out", out, "--rehearse", "--prepared", str(tmp_path)]) == 2
-    assert "has no prepared.json; fill it by --prepare" in capsys.readouterr().out
-    assert not Path(out).exists()
+    assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_a_rehearsal_takes_what_was_prepared_and_moved_since(tmp_path: Path) -> None:
-    made, moved, out = tmp_path / "made", tmp_path / "moved", tmp_path / "out"
-
-    def session(*options: str, **environment: str) -> str:
-        command = [sys.executable, "-m", "bench.gpu_session", *options]
-        variables = {**os.environ, **environment}
-        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    assert re.match(r"1\d\d kernels and ", session("--prepare", "--out", str(made)))
-    assert sum(path.stat().st_size for path in made.rglob("*") if path.is_file()) < 40 * 2**20
-    assert not list(made.glob("triton/*/*.ptx"))  # only what is loaded
-    assert list(made.glob(f"triton/*/*{sysconfig.get_config_var('EXT_SUFFIX')}"))
-    made.rename(moved)
-    options = ["--rehearse", "--prepared", str(moved), "--out", str(out), "--seconds", "800"]
-    session(*options, "--only", "^replayed launches$", PATH="/no compiler here")
-    assert result(out)["replayed launches"]["said"].endswith(" files prepared, 0 compiled")
-    assert session(*options, "--only", "^(a copy|rows of norms)$").startswith("kernels for 90: taken; ")
-    assert {job["status"] for job in result(out).values()} == {"ok"}
-    figures = result(out)["rows of norms"]["results"]["gpu"]["figures"]["rows"]
-    assert {figure["row"] for figure in figures} == set(gpu_session.ROWS["rows of norms"])
-    assert all("rate" in figure for figure in figures)
-
-
-def test_the_extension_goes_where_a_build_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extensions_go_where_a_build_puts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "before")
     monkeypatch.setattr(gpu_prepare, "_triton_key", lambda: "this")
     package, folder = tmp_path / "zbkern", tmp_path / "prepared"
@@ -177,9 +203,72 @@ def test_the_extension_goes_where_a_build_puts_it(tmp_path: Path, monkeypatch: p
     (package / "_cuda.cpython-312-x.so").write_text("loaded by a process")
     loaded = (package / "_cuda.cpython-312-x.so").open()
     for triton, said in (("this", "taken"), ("another", "not used: another Triton")):
-        (folder / "prepared.json").write_text(json.dumps({"capability": 90, "triton": triton}))
-        assert gpu_prepare.adopt(folder, package).startswith(f"kernels for 90: {said}")
+        (folder / "prepared.json").write_text(json.dumps({"capability": 90, "triton": triton, "commit": "abc"}))
+        assert gpu_prepare.adopt(folder, package).startswith(f"kernels for 90 of commit abc: {said}")
     assert (package / "_cuda.cpython-312-x.so").read_text() == "built elsewhere"
     with loaded:
         assert loaded.read() == "loaded by a process"
     assert os.environ["TRITON_CACHE_DIR"] == str(folder / "triton")
+
+
+def test_all_extensions_that_are_built_are_prepared() -> None:
+    """Without the planner a machine that has not built it would measure published schedules for planned ones."""
+    carried = {path.name.partition(".")[0] for path in gpu_prepare._built()}
+    assert carried == {path.name.partition(".")[0] for path in (ROOT / "zbkern").glob("_*.so")}
+
+
+COLD = """
+import os, time
+if os.environ.pop("COLD", None):  # the session has it, and the programs that it starts
+    time.sleep(12)
+"""
+
+CRASH = """
+def crashes(bench):
+    import os
+    os.abort()
+    yield
+
+ROWS = (*ROWS[:5], Row("crashes", "us", "rate", crashes), *ROWS[5:])
+"""
+
+
+@pytest.mark.slow
+def test_the_whole_session_is_rehearsed_on_a_cold_machine_with_a_row_that_crashes(tmp_path: Path) -> None:
+    """From copies of this checkout in other folders, as a lent machine has one: what was prepared in the first is
+    taken in the second, in which every program of the session starts 12 seconds late."""
+    made, moved, out = tmp_path / "made", tmp_path / "moved", tmp_path / "out"
+    for name in ("bench", "build_tools", "tests", "zbkern", "pyproject.toml"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, made / name)
+    environment = {**os.environ, "OUT": str(out), "REHEARSE": "--rehearse", "PYTHON": sys.executable}
+    environment |= {"PYTHONPATH": "", "SECONDS_GIVEN": "900"}
+
+    def call(*command: str, **settings: str) -> str:
+        variables = {**environment, **settings}
+        done = subprocess.run(command, cwd=made, env=variables, capture_output=True, text=True, timeout=1200)
+        return done.stdout + done.stderr
+
+    prepared = made / ".cache" / "prepared"
+    assert re.search(r"^\d+ kernels and ", call(sys.executable, "-m", "bench.gpu_prepare", str(prepared)), re.MULTILINE)
+    assert sum(path.stat().st_size for path in prepared.rglob("*") if path.is_file()) < 40 * 2**20
+    assert not list(prepared.glob("triton/*/*.ptx"))  # only what is loaded
+    assert list(prepared.glob(f"triton/*/*{sysconfig.get_config_var('EXT_SUFFIX')}"))
+    made.rename(moved)
+    made = moved
+    (moved / "sitecustomize.py").write_text(COLD)
+    with (moved / "bench" / "gpu_rows.py").open("a") as file:
+        file.write(CRASH)
+    said = call("bench/gpu_minutes.sh", "1", COLD="yes", PATH=f"/no compiler here:{os.environ['PATH']}")
+    found = result(out)
+    assert [found[name]["status"] for name in ("headline", "every launch", "rows")] == ["ok", "ok", "wrong"], said
+    assert found["virtual stages"]["said"].startswith("cannot run: this needs a CUDA GPU")
+    assert found["every launch"]["said"].endswith(" files prepared, 0 compiled")
+    figures = found["rows"]["results"]["gpu"]["figures"]["rows"]
+    assert {figure["row"] for figure in figures} == {"crashes", *(row.name for row in gpu_rows.ROWS)}
+    assert [figure for figure in figures if "rate" not in figure] == [
+        {"row": "crashes", "wrong": "the process ended in it"}
+    ]
+    call("bench/gpu_minutes.sh", "2", COLD="yes")
+    assert {job["status"] for job in result(out).values()} == {"cannot run"}
+    assert all(re.search(r"^cannot run: no CUDA|\d skipped", job["said"]) for job in result(out).values())
+    assert {path.name for path in out.iterdir()} == {"session.json", "session.md", "log.txt"}

@@ -101,7 +101,7 @@ def _hash(backend: Any) -> str:  # Triton's cache keeps these apart from what is
     return f"emulated {backend.target}"
 
 
-def _of_a_cpu() -> int:  # no mock, whose calls take longer than what bench.host_launch measures
+def _of_a_cpu() -> int:  # no mock, whose calls take longer than a repeated launch
     return -1
 
 

@@ -60,7 +60,7 @@ def cases(
 ) -> dict[str, Case]:
     """By the name of the launch, all that Triton has: M=m, N=H=n, K=k; W of two segments, added to what is there.
 
-    Tests on a GPU run these sizes, whose kernels `python -m bench.gpu_session --prepare` compiles.
+    Tests on a GPU run these sizes, whose kernels `python -m bench.gpu_prepare` compiles.
     """
     found: dict[str, Case] = {}
     x, dx, dx_too = random(m, k), random(m, k), random(m, k)

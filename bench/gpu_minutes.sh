@@ -1,0 +1,18 @@
+#!/bin/bash
+# What a GPU that is lent for fifteen minutes tells, in two commands, of 5 and of 6.5 minutes:
+#
+#     bench/gpu_minutes.sh 1          W beside cuBLAS and the ceilings, every launch, virtual stages, all other rows
+#     bench/gpu_minutes.sh 2          the tests, tiles of W, the sanitizer
+#     bench/gpu_minutes.sh 2 REGEX    in their place the jobs of bench/gpu_session.py with this regular expression
+#
+# It needs python3 with torch, Triton, pytest and pytest-xdist, and no network. Kernels, and extensions for that Python,
+# come from .cache/prepared, if it is there: python -m bench.gpu_prepare .cache/prepared. Results go to the folder OUT (else
+# .cache/gpu): session.md, session.json, log.txt, from the first seconds on. REHEARSE=--rehearse: without a GPU.
+cd "$(dirname "$0")/.." || exit 2
+case "$1" in
+  1) seconds=280 jobs='headline|every launch|virtual stages|rows' ;;
+  2) seconds=370 jobs='tests|tiles|sanitizer' ;;
+  *) sed -n '2,/^cd/{/^cd/!p}' "$0"; exit 2 ;;
+esac
+exec "${PYTHON:-python3}" -m bench.gpu_session --seconds "${SECONDS_GIVEN:-$seconds}" --only "${2:-$jobs}" \
+  --out "${OUT:-.cache/gpu}" --prepared .cache/prepared $REHEARSE
