@@ -19,11 +19,11 @@ from torch import Tensor
 from zbkern.kernels import dispatch, spec
 from zbkern.kernels.spec import CrossEntropyOptions as CrossEntropyOptions
 from zbkern.kernels.spec import GateOptions as GateOptions
-from zbkern.ops import checks, compiled, table
+from zbkern.ops import checks, table
 from zbkern.ops.functions import attention as attention_functions
 from zbkern.ops.functions import attention_backends, sharded
-from zbkern.ops.functions import loss as loss_functions
 from zbkern.ops.functions import rotary as rotary_functions
+from zbkern.ops.route import ARRIVING, PLAIN, route
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,17 @@ def linear(
         checks.check("linear", checks.LINEAR_TRANSPOSED if transposed else checks.LINEAR, x, weight, bias)
     if activation is not None:
         checks.check_choice("linear", "activation", activation, (None, *spec.ACTIVATIONS))
-    if recipe is None:
-        return table.run(table.LINEAR, x, (weight, bias), activation, transposed, impl=impl, name=name)
-    checks.check_recipe("linear", recipe)
-    if activation is not None or transposed:
-        raise ValueError(
-            f"linear: recipe={recipe!r} needs activation=None and transposed=False; "
-            f"got activation={activation!r}, transposed={transposed}"
-        )
-    return table.run(table.FP8_LINEAR, x, (weight, bias), recipe == "fp8_blockwise_wgrad", impl=impl, name=name)
+    op = table.LINEAR
+    options: tuple[Any, ...] = activation, transposed
+    if recipe is not None:
+        checks.check_recipe("linear", recipe)
+        if activation is not None or transposed:
+            raise ValueError(
+                f"linear: recipe={recipe!r} needs activation=None and transposed=False; "
+                f"got activation={activation!r}, transposed={transposed}"
+            )
+        op, options = table.FP8_LINEAR, (recipe == "fp8_blockwise_wgrad",)
+    return table.run(op, x, (weight, bias), *options, impl=impl, name=name)
 
 
 def gated_mlp(
@@ -234,9 +236,10 @@ def _norm(
         if x.dtype != residual.dtype:  # under autocast a residual stream is often the wider one
             dtype = torch.promote_types(x.dtype, residual.dtype)
             x, residual = x.to(dtype), residual.to(dtype)
-        if table.is_plain(x, residual):
+        way = route(residual, x)
+        if way is PLAIN:
             residual = table.cast_norm(op.name, residual, params)
-        elif table.is_plain(x, None):  # residual may be what a collective has returned without waiting
+        elif way is ARRIVING:
             summed = x + residual
             return table.run(op, summed, params, eps, None, impl=impl, name=name), summed
     return table.run(op, x, params, eps, residual, impl=impl, name=name)
@@ -281,7 +284,7 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if options.scale is None else options.scale
     cap = None if options.softcap is None else float(options.softcap)
     packed = spec.AttentionOptions(float(scale), causal, options.window, *ends, cap)
-    if not table.is_plain(q, k if sinks is None else sinks):
+    if route(q, k if sinks is None else sinks) is not PLAIN:
         return attention_functions.attention_with_torch(sinks, q, k, v, packed)
     if impl == "auto" and q.is_cuda:
         runs = dispatch.why_not("attention", "triton", q.device, q.dtype) is None
@@ -301,7 +304,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, impl:
     arguments that do not fit.
     """
     checks.check_rotary(x, cos, sin)
-    if not table.is_plain(x, cos):
+    if route(x, cos) is not PLAIN:
         return rotary_functions.rotary_with_torch(x, cos, sin, interleaved)
     backend = dispatch.resolve("rotary", impl, x.device, x.dtype)
     return rotary_functions.Rotary.apply(backend, x, cos, sin, interleaved, False)
@@ -334,14 +337,8 @@ def linear_cross_entropy(
         kept = options.ignore_index, options.label_smoothing, options.z_loss
         options = CrossEntropyOptions(*kept, chunk, options.softcap)
     rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1).long()  # torch's loss takes no others
-    compiling = torch.compiler.is_compiling()
-    cut = compiled.can_defer_sharded(rows, weight, bias) if compiling else table.defers_dtensors(rows, weight, bias)
-    if cut:  # torch's loss, within loss_parallel() without gathering the logits
-        logits = linear(rows, weight, bias, impl=impl, name=name)
-        loss = loss_functions.cross_entropy_with_torch(logits, targets, options)
-    else:
-        op, sums = table.LINEAR_CROSS_ENTROPY, reduction != "none"
-        loss = table.run(op, rows, (weight, bias), targets, options, sums, impl=impl, name=name)
+    op, sums = table.LINEAR_CROSS_ENTROPY, reduction != "none"
+    loss = table.run(op, rows, (weight, bias), targets, options, sums, impl=impl, name=name)
     if reduction == "none":
         return loss.view(target.shape)
     if reduction == "sum":

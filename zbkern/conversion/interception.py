@@ -25,10 +25,11 @@ from torch.utils import _pytree as pytree
 from zbkern import functional, nn, wgrad
 from zbkern.conversion.intercepted_functions import HANDLERS, KEYWORDS
 from zbkern.kernels import dispatch
-from zbkern.ops import autograd, compiled
+from zbkern.ops import autograd
 from zbkern.ops.functions import sharded
 from zbkern.ops.functions.grouped import GroupedLinear
 from zbkern.ops.functions.products import Kind, ParameterView, Product, ViewValue
+from zbkern.ops.route import within_transform
 from zbkern.ops.table import cast_product
 from zbkern.wgrad.storages import storage_key
 
@@ -124,7 +125,7 @@ class Interception(TorchFunctionMode):
         """False within a checkpoint that this forward has begun: it is computed again outside of this forward, and must
         save the same tensors then. False within torch.vmap and its like, too, which see through torch's functions only.
         """
-        return _saved_tensors_hooks() == self._saving and not compiled.within_transform()
+        return _saved_tensors_hooks() == self._saving and not within_transform()
 
     def results(self, output: Any) -> Any:
         """What the module returns, with parameters and views of them as values whose gradient waits."""

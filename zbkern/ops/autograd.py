@@ -21,7 +21,7 @@ from zbkern.wgrad import accumulation, queue
 Params = tuple["Tensor | None", ...]
 
 
-class Route(enum.Enum):
+class Attachment(enum.Enum):
     """How the weight gradients of one call reach their parameters."""
 
     ATTACHED = "the graph has edges to the weights; W may wait"
@@ -29,7 +29,7 @@ class Route(enum.Enum):
     IMMEDIATE = "the graph has edges to the weights; W never waits"
 
 
-_DETACHED = Route.DETACHED  # looked up once: in its class a member takes 60 ns to find
+_DETACHED = Attachment.DETACHED  # looked up once: in its class a member takes 60 ns to find
 
 
 class OpCall:
@@ -38,14 +38,14 @@ class OpCall:
     backend: a module of kernels (kernels/spec.py), or a SeparableFunction.
     """
 
-    __slots__ = ("backend", "ddp_managed", "may_defer", "name", "params", "params_requiring_grad", "route")
+    __slots__ = ("attachment", "backend", "ddp_managed", "may_defer", "name", "params", "params_requiring_grad")
 
     def __init__(self, params: Params, backend: Any, name: str) -> None:
         self.params: tuple[Any, ...] = params  # which may be None, the function knows
         self.params_requiring_grad = params  # None for the others; meant for DETACHED, elsewhere the edges tell
         self.backend = backend
         self.name = name
-        self.route = Route.ATTACHED
+        self.attachment = Attachment.ATTACHED
         self.ddp_managed = False  # DistributedDataParallel waits for these gradients
         self.may_defer = True
 
@@ -62,8 +62,8 @@ def apply(function: type[torch.autograd.Function], call: OpCall, x: Tensor, *arg
     if not torch.is_grad_enabled():
         return function.forward(_NoGradContext(2 + len(arguments) + len(call.params)), call, x.detach(), *arguments)
     if queue.possible:
-        _choose_route(call)
-    if call.route is _DETACHED:
+        _choose_attachment(call)
+    if call.attachment is _DETACHED:
         return function.apply(call, x, *arguments, _anchor)
     return function.apply(call, x, *arguments, *call.params)
 
@@ -84,7 +84,7 @@ ANCHOR = torch.autograd.graph.get_gradient_edge(_anchor).node
 """The edge of functions without edges to their weights."""
 
 
-def _choose_route(call: OpCall) -> None:
+def _choose_attachment(call: OpCall) -> None:
     """Detaches within `defer`, and where hooks or a framework wait for the gradient at its accumulation."""
     call.may_defer = queue.may_defer()
     detach = wgrad.current() is not None
@@ -103,11 +103,11 @@ def _choose_route(call: OpCall) -> None:
     if ddp is not None:
         call.ddp_managed = True
         if ddp.find_unused_parameters or ddp.static_graph:  # both read the graph from the outputs to the parameters
-            call.route = Route.IMMEDIATE
+            call.attachment = Attachment.IMMEDIATE
             return
         detach = True
     if detach and any(p is not None for p in params_requiring_grad):
-        call.route = Route.DETACHED
+        call.attachment = Attachment.DETACHED
         call.params_requiring_grad = params_requiring_grad
 
 
@@ -120,7 +120,7 @@ def weight_gradients(
     part: slice | None = None,
     reads: wgrad.Segment = (),
 ) -> Sequence[Tensor | None]:
-    """The gradients of `call.params`, or None where a queue (or the route) has taken them over.
+    """The gradients of `call.params`, or None where a queue, or hooks, have taken them over.
 
     tensors: what the kernel reads, detached. needs: ctx.needs_input_grad, the edges' last. arithmetic: the flops of the
     kernel, or what counts them. part: which params the kernel is for; None for all. reads: see `WGradTask`.
@@ -128,7 +128,7 @@ def weight_gradients(
     """
     params = call.params_requiring_grad if part is None else call.params_requiring_grad[part]
     scope = wgrad.current() if call.may_defer else None
-    if call.route is _DETACHED:
+    if call.attachment is _DETACHED:
         if torch._C._will_engine_execute_node(ANCHOR) and (part is None or any(p is not None for p in params)):
             for parameter in params:
                 if parameter is not None and accumulation.has_main_grad_flags(parameter):
@@ -148,7 +148,7 @@ def weight_gradients(
         return params
     # Hooks that came after the forward run in this backward, so their gradient must be there now; autograd.grad returns
     # what it was asked for and accumulates nothing.
-    if scope is not None and call.route is Route.ATTACHED and all(_may_wait(p) for p in needed_params):
+    if scope is not None and call.attachment is Attachment.ATTACHED and all(_may_wait(p) for p in needed_params):
         scope[0].add(wgrad.WGradTask(kernel, tensors, params, arithmetic, call.name, False, reads), scope[1])
         return (None,) * len(params)
     if kernel.allocate is not None and all(p.dtype == tensors[0].dtype for p in needed_params):
@@ -189,7 +189,7 @@ def differentiable_backward(
 
     Recomputes the op with torch's operations, forward(*params, *inputs); inputs: the arguments of `apply` after call.
     """
-    detached = call.route is _DETACHED
+    detached = call.attachment is _DETACHED
     with torch.enable_grad():
         # Views: what comes before x in the graph may depend on the same weights, and that is not this op's share.
         params = [_second_order(call, p) if detached else _view(p) for p in call.params]
@@ -215,7 +215,7 @@ def _second_order(call: OpCall, parameter: Tensor | None) -> Tensor | None:
     if parameter is None or not parameter.requires_grad:
         return parameter
     own = OpCall((parameter,), call.backend, call.name)
-    own.route, own.ddp_managed, own.may_defer = call.route, call.ddp_managed, call.may_defer
+    own.attachment, own.ddp_managed, own.may_defer = call.attachment, call.ddp_managed, call.may_defer
     return _WithoutEdge.apply(own, parameter.detach(), _anchor)
 
 

@@ -1,4 +1,4 @@
-"""Layers inside torch.compile: the same deferral, from within a traced graph and without breaking it.
+"""The table's columns for torch.compile: the same deferral, from within a traced graph and without breaking it.
 
 The compiler sees torch's own operations on detached weights, so it traces and fuses F and B as it likes; behind each
 matmul stands a `_Tap`, an identity whose backward calls one opaque operator, `zbkern::weight_gradient`. At run time
@@ -7,52 +7,17 @@ that operator (`compiled_operators.py`) makes the `WGradTask`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from zbkern.kernels import reference
-from zbkern.ops import compiled_operators
+from zbkern.ops import compiled_operators  # noqa: F401 (registers the operators)
 from zbkern.ops.functions import linear as linear_functions
+from zbkern.ops.functions import loss as loss_functions
 from zbkern.ops.functions import sharded
-from zbkern.wgrad import queue
-
-
-def may_defer() -> bool:
-    """Inside torch.compile: True while some queue exists, in a forward that is not exported."""
-    if not (queue.possible and compiled_operators.AVAILABLE and torch.is_grad_enabled()):
-        return False
-    if torch.compiler._is_exporting_flag:  # is_exporting() is True in whatever older compilers trace
-        return False
-    if compiled_operators.compiled_autograd() or within_transform():
-        return False
-    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is None
-
-
-@torch.compiler.assume_constant_result
-def within_transform() -> bool:
-    """Whether torch.vmap, torch.func.grad or their like, or torch.autograd.forward_ad, are around this; they see
-    through torch's operations only."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-def can_defer(x: Tensor, *weights: Tensor | None) -> bool:
-    """Whether it may, for weights whose gradients are not needed in B."""
-    if not may_defer():
-        return False
-    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in (x, *weights) if tensor is not None):
-        return False
-    return _are_leaves(weights)
-
-
-def _are_leaves(weights: Sequence[Tensor | None]) -> bool:
-    """Whether some take a gradient, and all that do are leaves: parameters, into which W can accumulate."""
-    trainable = [w for w in weights if w is not None and w.requires_grad]
-    return len(trainable) > 0 and all(w.is_leaf for w in trainable)
 
 
 def linear(weight: Tensor, bias: Tensor | None, x: Tensor, activation: str | None, transposed: bool) -> Tensor:
@@ -61,11 +26,6 @@ def linear(weight: Tensor, bias: Tensor | None, x: Tensor, activation: str | Non
     y = F.linear(x, detached.t() if transposed else detached, None if bias is None else bias.detach().to(x.dtype))
     y = _Tap.apply(y, "transposed" if transposed else "linear", weight, bias, [], None, x.detach())
     return y if activation is None else reference.activation_function(activation)(y)
-
-
-def can_defer_sharded(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """The same for DTensors, as far as one can see before their placements are known."""
-    return may_defer() and sharded.is_sharded(x, weight, bias) and _are_leaves((weight, bias))
 
 
 @torch.compiler.allow_in_graph
@@ -80,6 +40,11 @@ def sharded_linear(weight: Any, bias: Any, x: Any, activation: str | None, trans
     pairs = zip(placements, weight.placements, strict=True)
     sums = [mine.is_shard() and whole.is_replicate() for mine, whole in pairs]
     return _Tap.apply(y, "linear", *own, sums, placements, x.detach().to_local())
+
+
+def sharded_head(weight: Any, bias: Any, x: Any, target: Tensor, options: Any, sums: bool) -> Tensor:
+    """functional.linear_cross_entropy of DTensors, as sharded.linear_cross_entropy."""
+    return loss_functions.cross_entropy_with_torch(sharded_linear(weight, bias, x, None, False), target, options)
 
 
 def embedding(weight: Tensor, indices: Tensor, padding_idx: int | None) -> Tensor:

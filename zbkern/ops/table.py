@@ -1,6 +1,6 @@
-"""The ops whose W may wait, a row for each: its autograd function, and its forms where that cannot run.
+"""The ops whose W may wait: a row for each, and a column for each `route` that a call can go (route.py).
 
-`run` is the way of every public op from checked arguments to its function: the same prologue for all.
+`run` is the way of every public op from checked arguments to its column: the same prologue for all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern import wgrad
 from zbkern.kernels import dispatch
 from zbkern.ops import autograd, compiled
 from zbkern.ops.functions import collectives, grouped, sharded
@@ -21,6 +20,7 @@ from zbkern.ops.functions import embedding as embeddings
 from zbkern.ops.functions import linear as linears
 from zbkern.ops.functions import loss as losses
 from zbkern.ops.functions import norm as norms
+from zbkern.ops.route import ARRIVING, PLAIN, route
 
 Params = tuple[Any, ...]  # tensors or None
 
@@ -48,34 +48,34 @@ def cast_norm(op: str, x: Tensor, params: Params) -> Tensor:
 
 @dataclass(frozen=True)
 class Op:
-    """name: what errors call it; kernels: its name in spec.OPS where that is another one.
+    """name: what errors call it; kernels: its name in spec.OPS where that is another one. cast: what autocast makes of
+    x; raises TypeError for parameters of another dtype. The others are columns, one for each `route`; where one is
+    empty, torch's operations do:
 
-    function: forward(ctx, call, x, *options, *edges). with_torch(*params, x, *options): the same in torch's own
-    operations; None where there is no such form. deferring: the same inside torch.compile, with a tap at which W is
-    deferred. of_dtensors(call, x, *options): where all are DTensors and W may wait. cast: what autocast makes of x;
-    raises TypeError for parameters of another dtype.
+    function: an autograd function, forward(ctx, call, x, *options, *edges). with_torch(*params, x, *options): the same
+    in torch's own operations; None where there is no such form. compiled, compiled_dtensors: as with_torch, with a tap
+    at which W is deferred. dtensors(call, x, *options).
     """
 
     name: str
     function: type[torch.autograd.Function]
     with_torch: Callable[..., Any] | None
-    deferring: Callable[..., Any] | None = None
-    of_dtensors: Callable[..., Any] | None = None
+    compiled: Callable[..., Any] | None = None
+    compiled_dtensors: Callable[..., Any] | None = None
+    dtensors: Callable[..., Any] | None = None
     cast: Callable[[str, Tensor, Params], Tensor] = cast_product
     kernels: str = ""
 
 
 LINEAR = Op(
-    *("linear", linears.Linear, linears.linear_with_torch, compiled.linear),
-    of_dtensors=sharded.linear,
+    *("linear", linears.Linear, linears.linear_with_torch),
+    *(compiled.linear, compiled.sharded_linear, sharded.linear),
 )
 FP8_LINEAR = Op("linear", linears.FP8Linear, None, kernels="fp8_linear")
 GATED_MLP = Op(
     *("gated_mlp", linears.GatedMLP, linears.gated_mlp_with_torch),
     functools.partial(linears.gated_mlp_with_torch, linear=compiled.linear),
 )
-
-
 GROUPED_LINEAR = Op(
     *("grouped_linear", grouped.GroupedLinear, grouped.grouped_linear_with_torch, compiled.grouped_linear),
 )
@@ -85,61 +85,44 @@ GROUPED_MLP = Op(
 )
 EMBEDDING = Op(
     *("embedding", embeddings.Embedding, embeddings.embedding_with_torch, compiled.embedding),
-    of_dtensors=functools.partial(autograd.apply, sharded.ShardedEmbedding),
+    dtensors=functools.partial(autograd.apply, sharded.ShardedEmbedding),
     cast=lambda op, x, params: x,
 )
 RMS_NORM = Op("rms_norm", norms.Norm, norms.rms_norm_with_torch, cast=cast_norm)
 LAYER_NORM = Op("layer_norm", norms.Norm, norms.layer_norm_with_torch, cast=cast_norm)
-LINEAR_CROSS_ENTROPY = Op("linear_cross_entropy", losses.LinearCrossEntropy, losses.linear_cross_entropy_with_torch)
+LINEAR_CROSS_ENTROPY = Op(
+    *("linear_cross_entropy", losses.LinearCrossEntropy, losses.linear_cross_entropy_with_torch),
+    compiled_dtensors=compiled.sharded_head,
+    dtensors=sharded.linear_cross_entropy,
+)
 
 
 def run(op: Op, x: Tensor, params: Params, *options: Any, impl: str, name: str, own: Tensor | None = None) -> Any:
-    """The op through its autograd function, by the backend that impl says; options: the op's.
+    """The op by its route, through the backend that impl says where that is one of kernels; options: the op's.
 
     own: what this rank has of the first parameter, where x is plain and the parameters are DTensors.
     """
-    if not is_plain(x, params[0] if own is None else own):
-        return _run_elsewhere(op, x, params, options, impl, name)
-    x = op.cast(op.name, x, params)
-    deciding = x if x.is_floating_point() else params[0]  # an embedding's x is integers
-    backend = dispatch.resolve(op.kernels or op.name, impl, deciding.device, deciding.dtype)
-    return autograd.apply(op.function, autograd.OpCall(params, backend, name), x, *options)
-
-
-def is_plain(x: Tensor, weight: Tensor | None) -> bool:
-    """False for tensor subclasses, sparse tensors, under function transforms and inside torch.compile: these need
-    operations that torch can see through. There the whole backward is one piece, and its W does not wait."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) in _PLAIN
-        and type(weight) in _PLAIN
-        and x.layout is torch.strided
-        and not compiled.within_transform()
-    )
-
-
-_PLAIN = (Tensor, torch.nn.Parameter, type(None))
-
-
-def defers_dtensors(*tensors: Tensor | None) -> bool:
-    """True for DTensors in a forward whose W may wait: elsewhere torch's own operations do the whole backward."""
-    return not torch.compiler.is_compiling() and wgrad.current() is not None and sharded.is_sharded(*tensors)
-
-
-def _run_elsewhere(op: Op, x: Tensor, params: Params, options: tuple[Any, ...], impl: str, name: str) -> Any:
-    compiling = torch.compiler.is_compiling()
-    if not compiling and collectives.is_wrapped(x):  # what a collective has returned without waiting
-        return run(op, collectives.Arrived.apply(x), params, *options, impl=impl, name=name)
-    if op.with_torch is None:
+    first = params[0] if own is None else own
+    way = route(x, first, params)
+    if way is ARRIVING:
+        x = collectives.Arrived.apply(x)
+        way = route(x, first, params)
+    if way is PLAIN:
+        x = op.cast(op.name, x, params)
+        deciding = x if x.is_floating_point() else params[0]  # an embedding's x is integers
+        backend = dispatch.resolve(op.kernels or op.name, impl, deciding.device, deciding.dtype)
+        return autograd.apply(op.function, autograd.OpCall(params, backend, name), x, *options)
+    form = getattr(op, way)
+    if form is None:
+        way, form = "with_torch", op.with_torch
+    if form is None:
         raise ValueError(
             f"{op.name}: a recipe needs plain tensors outside of torch.compile and of function transforms; got "
             f"{type(x).__name__} and {type(params[0]).__name__}; use torch.compiler.disable on the module, or no recipe"
         )
-    if compiling and op.deferring is not None and compiled.can_defer(x, *params):
-        return op.deferring(*params, op.cast(op.name, x, params), *options)
-    if compiling and op is LINEAR and compiled.can_defer_sharded(x, *params):
-        return compiled.sharded_linear(*params, op.cast(op.name, x, params), *options)
-    if op.of_dtensors is not None and defers_dtensors(x, *params):
+    if way == "dtensors":
         backend = dispatch.resolve(op.kernels or op.name, impl, params[0].device, params[0].dtype)
-        return op.of_dtensors(autograd.OpCall(params, backend, name), x, *options)
-    return op.with_torch(*params, x, *options)
+        return form(autograd.OpCall(params, backend, name), x, *options)
+    if way != "with_torch":
+        x = op.cast(op.name, x, params)
+    return form(*params, x, *options)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zbkern.kernels.spec import CrossEntropyOptions as Options
-from zbkern.ops.autograd import OpCall, Route, differentiable_backward, weight_gradients
+from zbkern.ops.autograd import Attachment, OpCall, differentiable_backward, weight_gradients
 from zbkern.ops.functions.linear import linear_with_torch
 from zbkern.wgrad import WGradKernel, accumulation, queue
 
@@ -63,7 +63,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def _may_wait(call: OpCall) -> bool:
     """Whether a queue may take the W of this call, or hooks need it by itself."""
-    return queue.possible and (call.route is Route.DETACHED or (call.may_defer and call.route is Route.ATTACHED))
+    how = call.attachment
+    return queue.possible and (how is Attachment.DETACHED or (call.may_defer and how is Attachment.ATTACHED))
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from zbkern.ops.functions._shapes import Layout, as_rows
 from zbkern.ops.functions.collectives import arriving, cover_backward_of, local_of
 from zbkern.ops.functions.embedding import embedding_with_torch
 from zbkern.ops.functions.linear import linear_with_torch
+from zbkern.ops.functions.loss import cross_entropy_with_torch
 from zbkern.wgrad import Segment, WGradFunction, WGradKernel, accumulation
 
 if TYPE_CHECKING:
@@ -91,6 +92,11 @@ def linear(call: OpCall, x: DTensor, activation: str | None, transposed: bool) -
     if activation is None and not transposed:
         return apply(ShardedLinear, call, x)
     return linear_with_torch(call.params[0], call.params[1], x, activation, transposed)
+
+
+def linear_cross_entropy(call: OpCall, x: DTensor, target: Tensor, options: Any, sums: bool) -> Tensor:
+    """functional.linear_cross_entropy of DTensors: torch's loss; in loss_parallel() it does not gather the logits."""
+    return cross_entropy_with_torch(apply(ShardedLinear, call, x), target, options)
 
 
 class ShardedEmbedding(torch.autograd.Function):
