@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.configurations import H100, path_of, setting_of
 from zbkern import __main__
 from zbkern.pipeline import LayerCosts, ModelCosts, Schedule, layers_of, plan, simulate
 from zbkern.planning.command.published import published_timelines
 from zbkern.planning.command.question import USABLE, Setting
 from zbkern.planning.cost_model.architecture import load_architecture
-from zbkern.planning.cost_model.hardware import TABLE, load_hardware
+from zbkern.planning.cost_model.hardware import TABLE
 from zbkern.planning.cost_model.model_costs import Job
 from zbkern.planning.planner.partition import balanced_partitions, even_partitions
 
-CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
-LLAMA = ["plan", "--config", str(CONFIGURATIONS / "llama-3-8b.json"), "--stages", "4", "--microbatches", "8"]
+LLAMA = ["plan", "--config", path_of("llama-3-8b"), "--stages", "4", "--microbatches", "8"]
 QUICK = ["--effort", "0"]
 
 
@@ -63,17 +63,17 @@ def test_a_model_is_planned_and_compared(capsys: pytest.CaptureFixture, tmp_path
 def test_layers_are_counted_by_the_names_that_cut_has(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     """A partition that counts layers which the transformers library does not build is no partition of its model."""
     transformers = pytest.importorskip("transformers", minversion="5.0", reason="names are those of version 5")
-    config = json.loads((CONFIGURATIONS / "deepseek-v3.json").read_text())
+    config = json.loads(Path(path_of("deepseek-v3")).read_text())
     for predictors in (1, 0):
         (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": predictors}))
         model = load_architecture(tmp_path)
-        names = [layer.name for layer in Setting(model, load_hardware("h100"), Job(64)).costs.layers]
+        names = [layer.name for layer in Setting(model, H100, Job(64)).costs.layers]
         sizes = ["--stages", "16", "--microbatches", "8", "--expert-parallel", "64", "--sequence", "64"]
         assert __main__.main(["plan", "--config", str(tmp_path), *sizes, *QUICK]) == 0
         text = " ".join(capsys.readouterr().out.split())
         assert "layers by chunk: model.embed_tokens, model.layers.0 to 60, model.norm with the head" in text
         assert ("then model.layers.61, each with a head, which models of the transf" in text) == bool(predictors)
-        assert plan(Setting(model, load_hardware("h100"), Job(64)).costs, 4, 4, effort=0).layers == tuple(names)
+        assert plan(Setting(model, H100, Job(64)).costs, 4, 4, effort=0).layers == tuple(names)
     small = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "moe_intermediate_size": 16}
     small |= {"n_routed_experts": 8, "kv_lora_rank": 8, "q_lora_rank": 8, "vocab_size": 16}
     library = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**small, num_hidden_layers=61))
@@ -115,7 +115,7 @@ def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path
     table = json.loads(TABLE.read_text())
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"mine": {**table["h100"], "title": "My GPU", "memory": 1e12}}))
-    model = ["plan", "--config", str(CONFIGURATIONS / "gpt-oss-120b.json"), "--stages", "2", "--microbatches", "4"]
+    model = ["plan", "--config", path_of("gpt-oss-120b"), "--stages", "2", "--microbatches", "4"]
     more = ["--expert-parallel", "8", "--hardware", str(own), "--gpu", "mine", "--sequence", "1024", *QUICK]
     assert __main__.main([*model, *more]) == 0
     text = capsys.readouterr().out
@@ -180,10 +180,9 @@ def test_a_table_of_hardware_with_a_wrong_field(
 
 
 def test_weights_in_fp8_are_beside_those_in_bf16() -> None:
-    model, job = load_architecture(CONFIGURATIONS / "llama-3-8b.json"), Job(4096)
-    narrow, wide = (Setting(model, load_hardware("h100"), each) for each in (dataclasses.replace(job, fp8=True), job))
-    more = [a.static - b.static for a, b in zip(narrow.costs.layers, wide.costs.layers, strict=True)]
-    assert more == pytest.approx([0, *[2 * each.static / 18 for each in wide.costs.layers[1:-1]], 0], rel=1e-3)
+    narrow, wide = (setting_of("llama-3-8b", fp8=fp8).costs.layers for fp8 in (True, False))
+    more = [a.static - b.static for a, b in zip(narrow, wide, strict=True)]
+    assert more == pytest.approx([0, *[2 * each.static / 18 for each in wide[1:-1]], 0], rel=1e-3)
 
 
 def test_a_placement_says_how_many_chunks_there_are(capsys: pytest.CaptureFixture) -> None:
@@ -218,8 +217,7 @@ def test_published_schedules_get_the_partition_that_suits_them() -> None:
 
 @pytest.mark.parametrize("limit", [None, 36e9, 30e9])
 def test_published_schedules_get_the_fastest_cut_that_fits(limit: float | None) -> None:
-    model = load_architecture(CONFIGURATIONS / "gemma-2-9b.json")
-    costs = Setting(model, load_hardware("h100"), Job(4096, tensor_parallel=2)).costs
+    costs = setting_of("gemma-2-9b", tensor_parallel=2).costs
     for found in published_timelines(costs, 4, 8, limit):
         schedule = found.schedule
         chunks, limits = len(schedule.placement), None if limit is None else [limit] * 4
@@ -263,8 +261,7 @@ def test_a_measured_step_is_what_it_took(with_options: bool, capsys: pytest.Capt
 
 
 def test_a_measured_block_is_what_it_took(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    model = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
-    costs = Setting(model, load_hardware("h100"), Job(4096)).costs
+    costs = setting_of("llama-3-8b").costs
     path = dataclasses.replace(costs, layers=costs.layers[5:6]).save(tmp_path / "block.json")
     assert __main__.main([*LLAMA, *QUICK, "--calibrate", str(path)]) == 0
     (factor,) = re.findall(r"corrected\s+by\s+block.json:\s+F\s+([\d.]+)", capsys.readouterr().out)

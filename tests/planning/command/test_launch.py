@@ -16,24 +16,37 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.support.configurations import H100, path_of, question_of
 from zbkern import __main__
 from zbkern.pipeline import Schedule
+from zbkern.planning.command import launch
+from zbkern.planning.command.answer import Answer, answer
+from zbkern.planning.command.question import Question, Setting
+from zbkern.planning.cost_model.architecture import load_architecture
+from zbkern.planning.cost_model.model_costs import Job
 
-CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
 TINY = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, **SIZES}
 
 
-def planned(path: Path, *options: str) -> Path:
+def planned(path: Path, stages: int = 2, **sizes: Any) -> Path:
+    """The program for a tiny model, beside its configuration."""
     (path / "config.json").write_text(json.dumps(TINY))
-    sizes = ["--stages", "2", "--microbatches", "4", "--sequence", "16", "--microbatch-size", "2", "--effort", "0"]
-    assert __main__.main(["plan", "--config", str(path), *sizes, *options, "--out", str(path / "launch.py")]) == 0
+    setting = Setting(load_architecture(path), H100, Job(16, 2, **sizes))
+    found = answer(Question(stages, 4, setting=setting, effort=0))
+    launch.write(path / "launch.py", found.plan, setting, path)
     return path / "launch.py"
 
 
-def sharded(path: Path, *options: str) -> Path:
+def written(name: str, folder: Path, found: Answer) -> str:
+    """The program for a published configuration."""
+    launch.write(folder / "launch.py", found.plan, found.question.setting, Path(path_of(name)))
+    return (folder / "launch.py").read_text()
+
+
+def sharded(path: Path, **sizes: Any) -> Path:
     """One stage, of which two layers are recomputed."""
-    program = planned(path, "--stages", "1", "--data-parallel", "2", "--fully-shard", *options)
+    program = planned(path, 1, data_parallel=2, fully_shard=True, **sizes)
     text = program.read_text()
     assert "RECOMPUTED = []" in text
     program.write_text(text.replace("RECOMPUTED = []", "RECOMPUTED = [1, 3]"))
@@ -60,12 +73,12 @@ def losses(program: Path) -> list[float]:
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo")
 def test_the_program_trains_as_planned(two_ranks: Any, four_ranks: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    layouts = {"plain": (two_ranks, []), "tensor": (four_ranks, ["--tensor-parallel", "2"])}
-    layouts["replicas"] = four_ranks, ["--data-parallel", "2"]
+    layouts = {"plain": (two_ranks, {}), "tensor": (four_ranks, {"tensor_parallel": 2})}
+    layouts["replicas"] = four_ranks, {"data_parallel": 2}
     found = {}
-    for name, (ranks, options) in layouts.items():
+    for name, (ranks, sizes) in layouts.items():
         (tmp_path / name).mkdir()
-        shown = ranks.run(losses, planned(tmp_path / name, *options))
+        shown = ranks.run(losses, planned(tmp_path / name, **sizes))
         (found[name],) = [each for each in shown if each]  # one rank tells: of the last stage of the first pipeline
     assert found["plain"][0] == pytest.approx(4.6, abs=0.1)  # ln 96
     assert found["plain"][1] < found["plain"][0]
@@ -83,12 +96,12 @@ def test_the_program_shards_all_that_replicas_have(two_ranks: Any, four_ranks: A
     for folder in folders:
         folder.mkdir()
     with mock.patch.dict(TINY, tie_word_embeddings=True):
-        programs = planned(folders[0], "--stages", "1", "--data-parallel", "2"), sharded(folders[1])
+        programs = planned(folders[0], 1, data_parallel=2), sharded(folders[1])
         for program in programs:  # they add the head's gradients in another order, which bf16 would round
             program.write_text(program.read_text().replace("param_dtype=torch.bfloat16", "param_dtype=torch.float32"))
         (whole, _), (tied, _) = (two_ranks.run(losses, program) for program in programs)
     shared, _ = two_ranks.run(losses, sharded(folders[2]))
-    (divided,) = [each for each in four_ranks.run(losses, sharded(folders[3], "--tensor-parallel", "2")) if each]
+    (divided,) = [each for each in four_ranks.run(losses, sharded(folders[3], tensor_parallel=2)) if each]
     assert tied == whole
     assert divided == pytest.approx(shared, abs=2e-3)  # bf16
     assert shared[0] != whole[0]
@@ -117,7 +130,7 @@ def test_replicas_of_a_model_in_bfloat16_share_masters_in_float32(
     """As published configurations are: one replica has its masters in the Optimizer."""
     pytest.importorskip("transformers")
     with mock.patch.dict(TINY, dtype="bfloat16"):
-        program = planned(tmp_path, "--stages", str(2 // replicas), "--data-parallel", str(replicas))
+        program = planned(tmp_path, 2 // replicas, data_parallel=replicas)
     assert two_ranks.run(dtypes, program) == [{torch.bfloat16 if replicas == 1 else torch.float32}] * 2
 
 
@@ -127,7 +140,7 @@ def test_replicas_of_a_model_in_bfloat16_share_masters_in_float32(
 def test_the_program_says_how_it_is_started(options: list[str], capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     more = ["--sequence", "2048", "--effort", "0", "--out", str(path)]
-    assert __main__.main(["plan", "--config", str(CONFIGURATIONS / "llama-3-8b.json"), *options, *more]) == 0
+    assert __main__.main(["plan", "--config", path_of("llama-3-8b"), *options, *more]) == 0
     assert f"wrote {path}" in capsys.readouterr().out
     text = path.read_text()
     compile(text, str(path), "exec")
@@ -152,38 +165,30 @@ def test_it_is_started_on_as_many_gpus_as_were_planned(
     stages: int, tensor: int, nodes: int, per_node: int, last: int, tmp_path: Path
 ) -> None:
     """Nodes of 8 GPUs are full, but for the last one, and a group of tensor parallelism is within one."""
-    sizes = ["--stages", str(stages), "--tensor-parallel", str(tensor), "--microbatches", "4", "--effort", "0"]
-    path = tmp_path / "launch.py"
-    config = ["--config", str(CONFIGURATIONS / "llama-3-8b.json")]
-    assert __main__.main(["plan", *config, *sizes, "--out", str(path)]) == 0
-    text = path.read_text()
+    text = written("llama-3-8b", tmp_path, answer(question_of("llama-3-8b", stages, 4, tensor_parallel=tensor)))
     assert f"torchrun --nnodes {nodes} --nproc-per-node {per_node} " in text
     assert re.findall(r"The last node starts it with --nproc-per-node (\d+)", text) == ([str(last)] if last else [])
 
 
 def test_layers_that_one_microbatch_recomputes_are_recomputed(tmp_path: Path) -> None:
-    sizes = ["--stages", "1", "--microbatches", "2", "--microbatch-size", "2", "--sequence", "8192", "--effort", "0"]
-    options = ["--data-parallel", "16", "--fully-shard", "--recompute", "--chunks", "8"]
-    path = tmp_path / "launch.py"
-    config = ["plan", "--config", str(CONFIGURATIONS / "llama-3-8b.json")]
-    assert __main__.main([*config, *sizes, *options, "--out", str(path), str(tmp_path / "plan.csv")]) == 0
-    schedule = (tmp_path / "plan.csv").read_text()
-    bounds = [*map(int, re.search(r"# partition: (.*)", schedule)[1].split()), 34]
-    chunks = {action.chunk for row in Schedule.from_csv(schedule).actions for action in row if action.kind == "R"}
+    sizes = {"microbatch_size": 2, "sequence": 8192, "data_parallel": 16, "fully_shard": True}
+    found = answer(question_of("llama-3-8b", 1, 2, {"recompute": True, "chunks": 8}, **sizes))
+    bounds = [*found.plan.partition, 34]
+    chunks = {action.chunk for row in found.plan.schedule.actions for action in row if action.kind == "R"}
     expected = [layer for chunk in sorted(chunks) for layer in range(bounds[chunk], bounds[chunk + 1])]
     assert 0 < len(expected) < 34
-    assert f"RECOMPUTED = {expected}" in path.read_text()
+    assert f"RECOMPUTED = {expected}" in written("llama-3-8b", tmp_path, found)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
-            ["--config", str(CONFIGURATIONS / "gpt-oss-120b.json"), "--expert-parallel", "16"],
+            ["--config", path_of("gpt-oss-120b"), "--expert-parallel", "16"],
             "keep the experts of a layer on one GPU",
         ),
         (
-            ["--config", str(CONFIGURATIONS / "deepseek-v3.json"), "--memory", "1e14"],
+            ["--config", path_of("deepseek-v3"), "--memory", "1e14"],
             "plan with num_nextn_predict_layers 0 in config.json",
         ),
         ([], "a program trains a model; give it with --config"),

@@ -5,23 +5,14 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from tests.support.configurations import H100, model_of, path_of
 from zbkern import __main__
 from zbkern.planning.command import layouts
 from zbkern.planning.command.question import LAYOUT_EFFORT, LayoutQuestion, Setting
-from zbkern.planning.cost_model.architecture import load_architecture
-from zbkern.planning.cost_model.hardware import load_hardware
 from zbkern.planning.cost_model.model_costs import Job, outside
-
-CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
-H100 = load_hardware("h100")
-
-
-def model(name: str):
-    return load_architecture(CONFIGURATIONS / f"{name}.json")
 
 
 def sizes_of(layout: layouts.Layout) -> tuple[int, int, int, int, int, int, bool]:
@@ -38,7 +29,7 @@ def sizes_of(layout: layouts.Layout) -> tuple[int, int, int, int, int, int, bool
 
 
 def test_all_layouts_that_divide_are_there_once() -> None:
-    found = [sizes_of(each) for each in layouts.layouts(LayoutQuestion(model("gpt-oss-120b"), H100, 24, 48))]
+    found = [sizes_of(each) for each in layouts.layouts(LayoutQuestion(model_of("gpt-oss-120b"), H100, 24, 48))]
     assert len(found) == len({*found})
     for tensor, stages, data, expert, microbatches, size, shard in found:
         assert tensor * stages * data == 24
@@ -53,7 +44,7 @@ def test_all_layouts_that_divide_are_there_once() -> None:
 
 
 def test_a_table_may_have_the_gpus_of_a_node_as_a_float() -> None:
-    question = [LayoutQuestion(model("llama-3-8b"), replace(H100, gpus_per_node=each), 8, 8) for each in (4, 4.0)]
+    question = [LayoutQuestion(model_of("llama-3-8b"), replace(H100, gpus_per_node=each), 8, 8) for each in (4, 4.0)]
     both = [[sizes_of(each) for each in layouts.layouts(one)] for one in question]
     assert both[0] == both[1] != []
 
@@ -63,10 +54,10 @@ def test_layouts_that_cannot_work_have_no_estimate() -> None:
     odd = replace(H100, gpus_per_node=7)
     assert all(
         layouts.estimate(each) is None
-        for each in layouts.layouts(LayoutQuestion(model("llama-3-8b"), odd, 7, 7))
+        for each in layouts.layouts(LayoutQuestion(model_of("llama-3-8b"), odd, 7, 7))
         if each.setting.job.tensor_parallel == 7
     )
-    assert layouts.search(LayoutQuestion(model("llama-3-405b"), H100, 16, 16)) == []
+    assert layouts.search(LayoutQuestion(model_of("llama-3-405b"), H100, 16, 16)) == []
 
 
 @pytest.mark.parametrize(
@@ -80,7 +71,7 @@ def test_layouts_that_cannot_work_have_no_estimate() -> None:
 )
 def test_no_layout_is_faster_than_the_first(name: str, gpus: int, batch: int) -> None:
     """Of all, each planned for the whole batch, quickly: estimates and plans of few microbatches lose nothing."""
-    question = LayoutQuestion(model(name), H100, gpus, batch, effort=0)
+    question = LayoutQuestion(model_of(name), H100, gpus, batch, effort=0)
     best = layouts.search(question)
     assert [each.seconds for each in best] == sorted(each.seconds for each in best)
     assert all(max(each.plan.timeline.peak_memory) <= each.layout.setting.limit for each in best)
@@ -94,7 +85,7 @@ def test_no_layout_is_faster_than_the_first(name: str, gpus: int, batch: int) ->
 
 @pytest.mark.slow
 def test_the_parts_of_a_step_are_the_step() -> None:
-    for answer in layouts.search(LayoutQuestion(model("llama-3-8b"), H100, 4, 8, effort=0)):
+    for answer in layouts.search(LayoutQuestion(model_of("llama-3-8b"), H100, 4, 8, effort=0)):
         setting, stages = answer.layout.setting, answer.layout.stages
         step = answer.plan.timeline.cost / 1e3 + outside(*setting, stages)
         assert answer.seconds == pytest.approx(step, rel=1e-12)
@@ -104,7 +95,7 @@ def test_the_parts_of_a_step_are_the_step() -> None:
 
 @pytest.mark.slow
 def test_the_printed_options_plan_the_same_step(run_plan) -> None:
-    path = str(CONFIGURATIONS / "llama-3-8b.json")
+    path = path_of("llama-3-8b")
     printed = run_plan("--config", path, "--gpus", "4", "--batch", "16")
     first = re.search(r"(?m)^.* microbatches of .*?(\d[\d.]*) s  ", printed)
     options = re.search(r"--stages.*?--microbatch-size \d+(?: --\S+| \d+)*", printed, re.DOTALL)
@@ -119,7 +110,7 @@ def test_the_printed_options_plan_the_same_step(run_plan) -> None:
 @pytest.mark.slow
 def test_weights_are_sharded_where_they_would_not_fit(run_plan) -> None:
     """Llama 3 8B on 16 GPUs, as published with FSDP alone: 54 GB of weights, gradients and states each without."""
-    path, sizes = str(CONFIGURATIONS / "llama-3-8b.json"), ["--batch", "128", "--sequence", "8192", "--effort", "0"]
+    path, sizes = path_of("llama-3-8b"), ["--batch", "128", "--sequence", "8192", "--effort", "0"]
     printed = run_plan("--config", path, "--gpus", "16", *sizes)
     (row,) = re.findall(r"(?m)^fsdp 16, 8 microbatches of 1 .*", printed)
     assert float(re.search(r"([\d.]+) GB", row)[1]) < 60
@@ -132,7 +123,7 @@ def test_weights_are_sharded_where_they_would_not_fit(run_plan) -> None:
 def test_one_stage_recomputes_where_it_must() -> None:
     """gpt-oss on 64 GPUs: a microbatch of 8 sequences keeps more than a GPU has."""
     job = Job(4096, 8, expert_parallel=4, data_parallel=64, fully_shard=True)
-    layout = layouts.Layout(stages=1, microbatches=1, setting=Setting(model("gpt-oss-120b"), H100, job))
+    layout = layouts.Layout(stages=1, microbatches=1, setting=Setting(model_of("gpt-oss-120b"), H100, job))
     _, tried = layouts.estimate(layout)
     assert tried.recompute
     answer = layouts.planned(replace(tried, effort=0, time_limit=60))
@@ -144,7 +135,7 @@ def test_one_stage_recomputes_where_it_must() -> None:
 
 @pytest.mark.slow
 def test_a_layout_to_compare_with_says_why_it_loses(run_plan) -> None:
-    path = str(CONFIGURATIONS / "llama-3-8b.json")
+    path = path_of("llama-3-8b")
     sizes = ["--config", path, "--gpus", "8", "--batch", "16", "--sequence", "4096", "--effort", "0"]
     lines = [line.strip() for line in run_plan(*sizes, "--stages", "1", "--tensor-parallel", "8").splitlines()]
     rows = [line for line in lines if line.startswith("tp 8, ") and "plan-linear" in line]
@@ -154,7 +145,7 @@ def test_a_layout_to_compare_with_says_why_it_loses(run_plan) -> None:
     few = ["--config", path, "--gpus", "4", "--batch", "4", "--effort", "0", "--microbatch-size", "8"]
     assert re.search(r"yours +--microbatch-size 8: .* cannot be divided so", run_plan(*few))
     own = {"stages": 1, "tensor_parallel": 1, "expert_parallel": 1}
-    found = layouts.why_not(LayoutQuestion(model("gpt-oss-120b"), H100, 32, 64, own=own))
+    found = layouts.why_not(LayoutQuestion(model_of("gpt-oss-120b"), H100, 32, 64, own=own))
     assert re.match(r"fsdp 32, 2 microbatches of 1: does not fit: .* holds [\d.]+ GB of weights", found)
 
 
@@ -176,7 +167,7 @@ def test_a_layout_to_compare_with_says_why_it_loses(run_plan) -> None:
     ],
 )
 def test_errors_name_the_argument_and_the_remedy(run_plan, arguments: list[str], message: str) -> None:
-    path = str(CONFIGURATIONS / "llama-3-405b.json")
+    path = path_of("llama-3-405b")
     assert message in run_plan(*(path if each == "C" else each for each in arguments), status=2)
 
 

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import re
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zbkern import __main__
+from tests.support.configurations import H100, model_of, question_of, setting_of
 from zbkern.pipeline import LayerCosts, ModelCosts, ScheduleError, plan
-from zbkern.planning.command.remedies import remedies
-from zbkern.planning.cost_model.architecture import load_architecture
-from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job, model_costs
+from zbkern.planning.command.answer import answer
+from zbkern.planning.command.remedies import remedies, why_not
 from zbkern.planning.simulation.needs import least_need, least_uneven, least_work
 
-CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
 LIMIT = 72e9
-H100 = load_hardware("h100")
-
-
-def costs_of(name: str, **sizes: int) -> ModelCosts:
-    return model_costs(load_architecture(CONFIGURATIONS / f"{name}.json"), H100, Job(**sizes))
 
 
 def fits(name: str, stages: int, **sizes: int) -> bool:
     try:
-        found = plan(costs_of(name, **sizes), stages, 2, memory_limit=LIMIT, effort=0)
+        found = plan(setting_of(name, **sizes).costs, stages, 2, memory_limit=LIMIT, effort=0)
     except ScheduleError:
         return False
     return max(found.timeline.peak_memory) <= LIMIT
@@ -52,7 +43,7 @@ def test_each_option_makes_it_fit(name: str, stages: int, given: dict[str, int])
     one = dict.fromkeys(("microbatch_size", "tensor_parallel", "expert_parallel"), 1)
     sizes = {**one, "data_parallel": 0, **given}
     assert not fits(name, stages, **sizes)
-    found = remedies(load_architecture(CONFIGURATIONS / f"{name}.json"), H100, stages, sizes, LIMIT)
+    found = remedies(model_of(name), H100, stages, sizes, LIMIT)
     assert found
     assert ("--fully-shard" in found) == (stages == 1)
     for option in found:
@@ -63,32 +54,28 @@ def test_each_option_makes_it_fit(name: str, stages: int, given: dict[str, int])
             assert not fits(name, changes["stages"] - 1, **sizes)
 
 
-@pytest.mark.slow
-def test_options_leave_the_memory_limit_and_the_chunks_as_they_were_given(capsys: pytest.CaptureFixture) -> None:
+def test_options_leave_the_memory_limit_and_the_chunks_as_they_were_given() -> None:
     """A limit of 2x counts what a microbatch holds, which tensor parallelism divides as it divides weights."""
-    config = ["plan", "--config", str(CONFIGURATIONS / "llama-3-8b.json"), "--microbatches", "8", "--effort", "0"]
 
-    def named(*options: str) -> list[str]:
-        assert __main__.main([*config, "--stages", "4", *options]) == 2
-        return re.search(r"it fits with (--.*)\n", capsys.readouterr().err)[1].split(" or ")
+    def named(**asked: Any) -> list[str]:
+        return re.search("it fits with (--.*)", why_not(question_of("llama-3-8b", 4, 8, asked)))[1].split(" or ")
 
-    limit = ["--memory", "2x"]
-    for option in named(*limit):
-        assert __main__.main([*config, "--stages", "4", *limit, *option.split()]) == 0
-    limit = ["--memory", "32e9"]
-    assert "--stages 6" in named(*limit, "--chunks", "5")
-    for chunks in (["--chunks", "6"], ["--placement", ",".join("0123" * 6)]):  # 36 of 34 layers
-        assert not any("--stages" in option for option in named(*limit, *chunks))
+    for option in named(memory=(2.0, True)):
+        key, value = option.removeprefix("--").replace("-", "_").split()
+        sizes = {"stages": 4, key: int(value)}
+        assert answer(question_of("llama-3-8b", microbatches=8, asked={"memory": (2.0, True)}, **sizes))
+    limit = (32e9, False)
+    assert "--stages 6" in named(memory=limit, chunks=5)
+    for given in ({"chunks": 6}, {"placement": (0, 1, 2, 3) * 6}):  # 36 of 34 layers
+        assert not any("--stages" in option for option in named(memory=limit, **given))
 
 
-def test_a_placement_that_is_spelt_out_is_for_its_number_of_stages(capsys: pytest.CaptureFixture) -> None:
-    config = ["plan", "--config", str(CONFIGURATIONS / "llama-3-8b.json"), "--microbatches", "8", "--effort", "0"]
-    short = [*config, "--stages", "4", "--memory", "32e9"]
+def test_a_placement_that_is_spelt_out_is_for_its_number_of_stages() -> None:
     found = {}
-    for placement in ("linear", "0,1,2,3", "v", "0,1,2,3,3,2,1,0"):
-        assert __main__.main([*short, "--placement", placement]) == 2
-        found[placement] = "--stages" in capsys.readouterr().err.partition("it fits with")[2]
-    assert found == {"linear": True, "0,1,2,3": False, "v": True, "0,1,2,3,3,2,1,0": False}
+    for placement in ("linear", (0, 1, 2, 3), "v", (0, 1, 2, 3, 3, 2, 1, 0)):
+        short = question_of("llama-3-8b", 4, 8, {"memory": (32e9, False), "placement": placement})
+        found[placement] = "--stages" in why_not(short)
+    assert found == {"linear": True, (0, 1, 2, 3): False, "v": True, (0, 1, 2, 3, 3, 2, 1, 0): False}
 
 
 def test_the_least_need_is_that_of_the_best_cut() -> None:

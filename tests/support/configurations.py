@@ -1,0 +1,37 @@
+"""Published configurations of models, and questions about training them on H100s."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from zbkern.planning.command.question import FLAGS, SIZES, Question, Setting
+from zbkern.planning.cost_model.architecture import Architecture, load_architecture
+from zbkern.planning.cost_model.hardware import load_hardware
+from zbkern.planning.cost_model.model_costs import Job
+
+CONFIGURATIONS = Path(__file__).parents[2] / "bench" / "configurations"
+H100 = load_hardware("h100")
+
+
+def path_of(name: str) -> str:
+    return str(CONFIGURATIONS / f"{name}.json")
+
+
+def model_of(name: str) -> Architecture:
+    return load_architecture(path_of(name))
+
+
+def setting_of(name: str, **sizes: Any) -> Setting:
+    """sizes: of a Job; sequences have 4096 tokens."""
+    return Setting(model_of(name), H100, Job(**{"sequence": 4096, **sizes}))
+
+
+def question_of(
+    name: str, stages: int, microbatches: int, asked: dict[str, Any] | None = None, **sizes: Any
+) -> Question:
+    """asked: what else is asked; the plan is the quick one."""
+    sizes = {**SIZES, **dict.fromkeys(FLAGS, False), **sizes}
+    return Question(
+        stages, microbatches, setting=setting_of(name, **sizes), sizes=sizes, **{"effort": 0, **(asked or {})}
+    )
