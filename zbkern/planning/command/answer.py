@@ -89,12 +89,8 @@ def _savings(question: Question) -> dict[str, Plan]:
 
 def _named(question: Question) -> Plan:
     """The schedule that is named, with the lower bound for any order of its chunks in the limit, if there is one."""
-    name, costs, limit = question.schedule, question.costs, question.limit
-    assert name is not None
+    schedule, costs, limit = question.named, question.costs, question.limit
     assert isinstance(costs, Costs)
-    if isinstance(question.slices, str):
-        raise WrongArgument("--slices", f"{name} is as it is told: give a number, or lengths")
-    schedule = comparison.build(name, question.stages, question.microbatches, question.chunks, question.slices)
     peak = max(simulate(schedule, costs).peak_memory)
     if limit is not None and exceeds(peak, limit):
         raise WrongArgument(

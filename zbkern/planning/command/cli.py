@@ -107,10 +107,12 @@ def _check_chunks(question: Question, costs: str | None) -> None:
             raise WrongArgument("--schedule", why)
         if question.placement is not None:
             raise WrongArgument("--placement", f"{name} has its own; leave out --placement, or --schedule")
-        chunks = comparison.build(name, question.stages, 1, question.chunks).chunks
-        if question.chunks not in (None, chunks):
+        if question.slices == "auto":
+            raise WrongArgument("--slices", f"{name} is as it is told: give a number, or lengths")
+        if question.chunks not in (None, question.named.chunks):
+            has = f"{name} has {question.named.chunks} per rank"
             others = " or ".join(comparison.INTERLEAVED)
-            raise WrongArgument("--chunks", f"{name} has {chunks} per rank; leave --chunks out, or use {others}")
+            raise WrongArgument("--chunks", f"{has}; leave --chunks out, or use {others}")
     try:
         _ = question.parts
     except ValueError as error:

@@ -10,13 +10,12 @@ from typing import Any
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.schedules.units import number
-from zbkern.planning.command.published import on_its_best_cut
-from zbkern.planning.command.question import FLAGS, SIZES, Setting, WrongArgument, option
+from zbkern.planning.command.published import step_time
+from zbkern.planning.command.question import FLAGS, SIZES, Question, Setting, WrongArgument, option
 from zbkern.planning.cost_model import calibration
 from zbkern.planning.cost_model.architecture import Architecture, load_architecture
 from zbkern.planning.cost_model.hardware import Hardware, load_hardware
 from zbkern.planning.cost_model.model_costs import Job, model_costs
-from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.json_file import parse_object, read_text
 from zbkern.planning.simulation.layers import ModelCosts
 
@@ -96,15 +95,14 @@ def _calibration(
         raise ValueError(f"it must have the seconds of a step, above 0 and below {_LONGEST:.0e}, as in {_STEP}")
     if None in (stages, microbatches) or name not in schedules.NAMES:
         raise ValueError(f"it must have stages, microbatches and a schedule of {', '.join(schedules.NAMES)}: {_STEP}")
-    schedule = comparison.build(name, stages, microbatches, chunks)
-    if chunks not in (None, schedule.chunks):
-        raise ValueError(f"chunks: {name} has {schedule.chunks} per rank; leave chunks out")
     setting = Setting(architecture, hardware, Job(**_sizes(run)))
-    used = setting.of_peak(setting.tokens(microbatches) / seconds / setting.job.gpus(stages))
+    question = Question(stages, microbatches, setting=setting, chunks=chunks, schedule=name)
+    if chunks not in (None, question.named.chunks):
+        raise ValueError(f"chunks: {name} has {question.named.chunks} per rank; leave chunks out")
+    _, used = question.speed(seconds)
     if used > ((hardware.fp8_flops or 0.0) / hardware.matmul_flops if run["fp8"] else 1.0):
         raise ValueError(
             f"a step of {number(seconds)} s would use {used:.0%} of the peak flops: give all sizes of the run, as in "
             + _STEP
         )
-    passes = on_its_best_cut(schedule, setting.costs, None).makespan / 1e3
-    return calibration.of_step(passes + setting.beside(stages), seconds, source)
+    return calibration.of_step(step_time(question), seconds, source)

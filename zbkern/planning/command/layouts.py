@@ -252,13 +252,12 @@ def _recomputes(found: Plan) -> bool:
 
 def _figures(answer: Planned) -> list[str]:
     layout, found = answer.layout, answer.plan
-    setting = layout.setting
-    tokens = setting.tokens(layout.microbatches) / answer.seconds / setting.job.gpus(layout.stages)
+    tokens, share = layout.speed(answer.seconds)
     schedule = f"{found.schedule.name} x{found.schedule.chunks}"
     if _recomputes(found) and "saving" not in schedule:
         schedule += ", recomputes"
     memory = amount(max(found.timeline.peak_memory), "bytes")
-    return [schedule, f"{number(answer.seconds)} s", f"{tokens:,.0f}", f"{setting.of_peak(tokens):.1%}", memory]
+    return [schedule, f"{number(answer.seconds)} s", f"{tokens:,.0f}", f"{share:.1%}", memory]
 
 
 def _divisors(count: int) -> list[int]:

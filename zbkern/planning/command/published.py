@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from zbkern.pipeline import schedules
 from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.planning.command.question import Question
 from zbkern.planning.planner.annealing import measured
 from zbkern.planning.planner.arguments import problem_of
 from zbkern.planning.planner.partition import balanced_partitions, even_partitions
@@ -28,10 +29,17 @@ def published_timelines(
     are left out.
     """
     made = [comparison.build(name, stages, microbatches, slices=slices) for name in schedules.NAMES]
-    return [on_its_best_cut(each, costs, limit) for each in made if len(each.placement) <= len(costs.layers)]
+    return [_on_its_best_cut(each, costs, limit) for each in made if len(each.placement) <= len(costs.layers)]
 
 
-def on_its_best_cut(schedule: Schedule, costs: ModelCosts, limit: float | None) -> Timeline:
+def step_time(question: Question) -> float:
+    """Seconds of a step with the schedule that is asked for, on the cut that suits it."""
+    assert question.setting is not None
+    passes = _on_its_best_cut(question.named, question.setting.costs, None).makespan
+    return passes / 1e3 + question.setting.beside(question.stages)
+
+
+def _on_its_best_cut(schedule: Schedule, costs: ModelCosts, limit: float | None) -> Timeline:
     microbatches, limits = schedule.sequences, None if limit is None else [limit] * schedule.stages
     balanced = balanced_partitions(costs, schedule.placement, microbatches, limits)
     even = even_partitions(len(costs.layers), len(schedule.placement))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.schedules.units import TIME_UNITS
 from zbkern.planning.cost_model.architecture import Architecture
 from zbkern.planning.cost_model.hardware import Hardware
@@ -77,10 +78,6 @@ class Setting(NamedTuple):
         """Seconds of a step that no pass has."""
         return outside(*self, stages)
 
-    def of_peak(self, rate: float) -> float:
-        """The share of a GPU's peak flops, in bf16, that so many tokens per second take on it."""
-        return rate * flops(self.architecture, self.job.sequence) / self.hardware.matmul_flops
-
     @property
     def limit(self) -> float:
         """Bytes that a rank may hold."""
@@ -131,10 +128,16 @@ class Question:
         """The costs of every layer, or of every chunk. Raises ValueError where they are of another number of chunks."""
         if isinstance(self.costs, ModelCosts):
             return self.costs
-        chunks = self.chunks or chunks_per_rank(self.placement, self.stages)
         if self.schedule is not None:
-            chunks = comparison.build(self.schedule, self.stages, 1, self.chunks).chunks
-        return self.costs.per_chunk(self.stages * chunks)
+            return self.costs.per_chunk(len(self.named.placement))
+        return self.costs.per_chunk(self.stages * (self.chunks or chunks_per_rank(self.placement, self.stages)))
+
+    @cached_property
+    def named(self) -> Schedule:
+        """The published schedule that is asked for."""
+        assert self.schedule is not None
+        assert not isinstance(self.slices, str)
+        return comparison.build(self.schedule, self.stages, self.microbatches, self.chunks, self.slices)
 
     @property
     def saves_memory(self) -> bool:
@@ -144,15 +147,20 @@ class Question:
     @property
     def whole(self) -> float:
         """What one microbatch holds in the whole model."""
-        parts = self.parts
-        return sum(each.activation for each in parts.layers) if isinstance(parts, ModelCosts) else sum(parts.activation)
+        return self._sum("activation")
 
     @property
     def measure(self) -> float:
         """The same as a measure of memory; 0 where memory has model states in it."""
+        return 0.0 if self._sum("static") else self.whole
+
+    def _sum(self, name: str) -> float:
         parts = self.parts
-        static = [each.static for each in parts.layers] if isinstance(parts, ModelCosts) else parts.static
-        return 0.0 if any(static) else self.whole
+        return (
+            sum(getattr(each, name) for each in parts.layers)
+            if isinstance(parts, ModelCosts)
+            else sum(getattr(parts, name))
+        )
 
     @property
     def limit(self) -> float | None:
@@ -161,6 +169,13 @@ class Question:
             return None if self.setting is None else self.setting.limit
         value, relative = self.memory
         return value * self.whole if relative else value
+
+    def speed(self, seconds: float) -> tuple[float, float]:
+        """Tokens per second on each GPU in steps that take so long, and the share of its peak flops, in bf16."""
+        assert self.setting is not None
+        model, gpu, job = self.setting
+        rate = self.setting.tokens(self.microbatches) / seconds / job.gpus(self.stages)
+        return rate, rate * flops(model, job.sequence) / gpu.matmul_flops
 
 
 class LayoutQuestion(NamedTuple):

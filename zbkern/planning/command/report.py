@@ -38,7 +38,7 @@ def text(answer: Answer, width: int) -> str:
     question, costs, setting = answer.question, answer.question.costs, answer.question.setting
     lines = [describe(answer, width), *_gains(answer, width)]
     if setting is not None:
-        lines += _step(answer.plan, setting, question.objective, width)
+        lines += _step(question, answer.plan, setting, width)
     elif isinstance(costs, ModelCosts):
         lines.append(cut(answer.plan, len(costs.layers), width))
     parts = [] if setting is None else [_title(question, setting)]
@@ -276,13 +276,13 @@ def _title(question: Question, setting: Setting) -> str:
     )
 
 
-def _step(found: Plan, setting: Setting, objective: str, width: int) -> list[str]:
+def _step(question: Question, found: Plan, setting: Setting, width: int) -> list[str]:
     """The costs of a layer, the cut, and how long a step takes."""
     chunks = cut(found, len(setting.costs.layers), width, f": {_counted(setting.architecture)}")
-    beside = setting.beside(found.schedule.stages)
-    seconds = getattr(found.timeline, objective) / 1e3 + beside
-    rate = setting.tokens(found.schedule.sequences) / seconds
-    each = rate / setting.job.gpus(found.schedule.stages)
+    beside = setting.beside(question.stages)
+    seconds = getattr(found.timeline, question.objective) / 1e3 + beside
+    rate = setting.tokens(question.microbatches) / seconds
+    each, share = question.speed(seconds)
     placement = found.schedule.placement
     static = amount(max(static_of_ranks(found.costs.per_chunk(len(placement)), placement)), "bytes")
     return [
@@ -291,7 +291,7 @@ def _step(found: Plan, setting: Setting, objective: str, width: int) -> list[str
         figure("static", f"{static} at most by rank: weights, gradients, optimizer states", width),
         figure(
             "step",
-            f"{number(seconds)} s, {rate:,.0f} tokens/s, {each:,.0f} per GPU, {setting.of_peak(each):.1%} of the peak "
+            f"{number(seconds)} s, {rate:,.0f} tokens/s, {each:,.0f} per GPU, {share:.1%} of the peak "
             "flops; "
             f"{number(beside)} s of it are the optimizer's step and what is not hidden of traffic between pipelines; "
             f"{how_exact(setting.architecture, setting.hardware)}",
