@@ -327,30 +327,34 @@ class Pipeline:
         """
         return compare(self.gather_timeline(), None if costs is None else in_seconds(costs))
 
-    def _use_schedule(self, schedule: Schedule, stages: Mapping[int, Stage] | None = None) -> None:
-        """From the next step on, this schedule, valid and of the same chunks in the same places; on every rank.
+    def use_stages(
+        self, schedule: Schedule, options: StepOptions, parts: Mapping[int, Any] | None = None, counts: bool = False
+    ) -> dict[int, Any]:
+        """New stages of its chunks for steps with this schedule, by chunk: to measure what they keep; on every rank.
 
-        stages: those of these chunks from then on, for measuring, which checks them.
+        options, parts, counts: as for `make_stages`.
         """
-        if schedule is self.schedule and self._stages and stages is None:
+        for stage in self._stages.values():
+            stage.close()
+        made = self._replicas.modules, schedule, self._loss_fn, self._recorder, options
+        self._stages = stages = make_stages(*made, parts, counts)
+        return stages
+
+    def _use_schedule(self, schedule: Schedule) -> None:
+        """From the next step on, this schedule, valid and of the same chunks in the same places; on every rank."""
+        if schedule is self.schedule and self._stages:
             return
         self.schedule = schedule
         actions = schedule.actions[self.rank]
         can_save = any(isinstance(stage, MemorySavingStage) for stage in self._stages.values())
-        if stages is None and (not self._stages or (offloads_or_recomputes(actions) and not can_save)):
-            modules = self._replicas.modules
-            stages = make_stages(modules, schedule, self._loss_fn, self._recorder, self._options)
-            self._recorder.watch([stage for stage in stages.values() if isinstance(stage, MemorySavingStage)])
+        if not self._stages or (offloads_or_recomputes(actions) and not can_save):
+            made = self.use_stages(schedule, self._options)
+            self._recorder.watch([stage for stage in made.values() if isinstance(stage, MemorySavingStage)])
         self._sequence_losses, own = None, self._loss_fn
         if own is not None and schedule.is_sliced and not adds_up(own):
             self._sequence_losses, own = SequenceLosses(own, schedule.units), None
-        if stages is not None:
-            for stage in self._stages.values():
-                stage.close()
-            self._stages = {**stages}
-        else:
-            for chunk, stage in self._stages.items():
-                stage.use(schedule, actions, own if chunk == self._last else None)
+        for chunk, stage in self._stages.items():
+            stage.use(schedule, actions, own if chunk == self._last else None)
         self._program = list(merge_neighbours(actions))
         self._passes = number_of([each for each in actions if each.kind != "W"]) if self._replicas.agreement else 0
         self._max_in_flight = peak_microbatches(actions)

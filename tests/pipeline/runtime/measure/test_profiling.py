@@ -106,6 +106,30 @@ def test_gradients_buffers_and_random_state_stay_as_they_were() -> None:
     assert torch.equal(block.linear.weight.grad, torch.ones(16, 16))
 
 
+class Sliceable(nn.Sequential):
+    def forward(self, x: torch.Tensor, carry: Any = None) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_every_step_runs_the_schedule_that_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B and W, both as one pass, an R of a part, and slices."""
+    found: set[tuple[frozenset[str], int]] = set()
+    gather = Pipeline.gather_timeline
+
+    def noted(pipe: Pipeline) -> Timeline:
+        timeline = gather(pipe)
+        actions = [event.action for row in timeline.events for event in row]
+        found.add((frozenset(action.kind for action in actions), 1 + max(action.microbatch for action in actions)))
+        return timeline
+
+    monkeypatch.setattr(Pipeline, "gather_timeline", noted)
+    data, block = torch.randn(8, 4, 16), Sliceable(zbkern.nn.Linear(16, 16), nn.GELU())
+    options = ProfileOptions(1, recompute=("1",), slices=True)
+    costs = profile([block], [0], nn.functional.mse_loss, data, data, options=options)
+    assert found == {(frozenset({*kinds}), 4) for kinds in ("FBW", ("F", "BW"), "FRBW")} | {(frozenset("FBW"), 8)}
+    assert costs.checkpoint[0] < costs.activation[0]
+
+
 class Mixed(nn.Module):
     """A linear that zbkern has, and one whose W it never sees."""
 

@@ -20,11 +20,9 @@ from zbkern.pipeline.runtime.forward_state import left_as_they_were
 from zbkern.pipeline.runtime.measure.clock import EventClock
 from zbkern.pipeline.runtime.measure.links import slowest_link
 from zbkern.pipeline.runtime.measure.measured_costs import MeasuredChunk, Measurements, largest_message
-from zbkern.pipeline.runtime.memory.memory_saving import make_stages
 from zbkern.pipeline.runtime.memory.recomputation import parts_of
 from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, check_sliceable, length_of
-from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.schedules.actions import Action, check_count
 from zbkern.pipeline.schedules.program import merge_neighbours
 from zbkern.pipeline.schedules.schedule import Schedule
@@ -83,10 +81,11 @@ class ProbeSteps:
                 stack.enter_context(watch.watching())
             record = StepOptions(record=True)
             pipe = stack.enter_context(Pipeline(modules, apart, self.loss_fn, self.group, device, options=record))
-            plain, counting = dict(pipe._stages), self._stages(pipe, apart, {}, counts=True)
-            self._steps(pipe, apart, counting, 0)
+            counting = pipe.use_stages(apart, StepOptions(copy_size=self.options.copy_size), {}, counts=True)
+            self._steps(pipe, apart, 0)
             held_bytes = {chunk: stage.kept_sizes for chunk, stage in counting.items()}
-            separate = self._steps(pipe, apart, plain)
+            pipe.use_stages(apart, StepOptions(copy_size=self.options.copy_size))
+            separate = self._steps(pipe, apart)
             held = _held_bytes(pipe)
             merged, fused = self._steps(pipe, apart, merge=True), self._steps(pipe, _changed(apart, _fused))
             recomputing, again = self._recompute(pipe, apart, layers)
@@ -126,13 +125,11 @@ class ProbeSteps:
         self,
         pipe: Pipeline,
         schedule: Schedule,
-        stages: Mapping[int, Stage] | None = None,
         repeats: int | None = None,
         merge: bool = False,
     ) -> list[Timeline]:
         """Those of so many steps of this schedule, after one to warm up; of more while their times differ."""
         pipe.queue.merge = merge
-        pipe._use_schedule(schedule, stages)
         timelines: list[Timeline] = []
         repeats = self.options.repeats if repeats is None else repeats
         while len(timelines) <= repeats or (
@@ -140,7 +137,7 @@ class ProbeSteps:
         ):
             for parameter in (p for module in pipe.modules.values() for p in module.parameters()):
                 parameter.grad = None
-            pipe.step(*self.batch)
+            pipe.step(*self.batch, schedule=schedule)
             timelines.append(_in_milliseconds(pipe.gather_timeline()))
         return timelines[1:]
 
@@ -174,8 +171,8 @@ class ProbeSteps:
             )
         before = {Action("B", at, each): Action("R", at, each) for at in again for each in range(schedule.microbatches)}
         schedule = _changed(schedule, lambda each: [before[each], each] if each in before else [each])
-        stages = self._stages(pipe, schedule, parts)
-        timelines = self._steps(pipe, schedule, stages)
+        stages = pipe.use_stages(schedule, StepOptions(copy_size=self.options.copy_size), parts)
+        timelines = self._steps(pipe, schedule)
         return timelines, {at: (sum(stages[at].kept_sizes), stages[at].output_again_bytes) for at in parts}
 
     def _in_slices(self, pipe: Pipeline, placement: tuple[int, ...]) -> tuple[list[Timeline] | None, dict[int, int]]:
@@ -184,16 +181,9 @@ class ProbeSteps:
             return None, {}
         schedule = _all_forwards_first(placement, self.microbatches, (1, 1))
         check_sliceable(pipe.modules.values())
-        stages = self._stages(pipe, schedule)
-        timelines = self._steps(pipe, schedule, stages)
+        stages = pipe.use_stages(schedule, StepOptions(copy_size=self.options.copy_size))
+        timelines = self._steps(pipe, schedule)
         return timelines, {chunk: stage.carries.nbytes_of_one for chunk, stage in stages.items()}
-
-    def _stages(
-        self, pipe: Pipeline, schedule: Schedule, parts: Mapping[int, Parts] | None = None, counts: bool = False
-    ) -> dict[int, Any]:
-        """Those of the pipeline's modules for another schedule, with R of these parts."""
-        options = StepOptions(copy_size=self.options.copy_size)
-        return make_stages(pipe.modules, schedule, self.loss_fn, pipe._recorder, options, parts, counts)
 
 
 class _ForwardWatch:
