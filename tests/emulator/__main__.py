@@ -9,38 +9,13 @@ import argparse
 import itertools
 import os
 import sys
-import traceback
 from collections import Counter
 
 os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 
-from tests.emulator import library
-from tests.emulator.cases import DTYPES, Case, cases, tiles_of
-from tests.emulator.gpu import gpu
-
-
-def faults(case: Case, capability: int, seeds: list[int]) -> tuple[dict[str, str], int, float]:
-    """What is wrong, by its kind; how many launches there were, and how long they took in seconds."""
-    found: dict[str, str] = {}
-    launched, seconds = 0, 0.0
-    for seed in seeds:
-        with gpu(capability, seed), tiles_of(case):
-            from zbkern.kernels.triton import kernels
-
-            torch.manual_seed(0)
-            try:
-                case.run(kernels)
-            except Exception as error:
-                kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
-                text = str(error).strip() or traceback.format_exc(limit=-2)
-                found.setdefault(f"{kind} (seed {seed})", text.splitlines()[0])
-        for finding in library.findings():
-            found.setdefault(finding.kind, f"{finding.kernel}: {finding.text}")
-        done = library.launches()
-        launched, seconds = launched + len(done), seconds + sum(each.seconds for each in done)
-    return found, launched, seconds
+from tests.emulator.cases import DTYPES, cases, faults
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from unittest import mock
 
 import torch
 
+from tests.emulator import library
+from tests.emulator.gpu import gpu
 from tests.support import attention_checks, every_launch, row_checks
 from tests.support import launch_checks as checks
 from zbkern.kernels import spec, tiles
@@ -27,18 +30,6 @@ class Case(NamedTuple):
     name: str
     run: Callable[[ModuleType], None]
     large: bool = False
-
-
-@contextlib.contextmanager
-def tiles_of(case: Case) -> Iterator[None]:
-    """Inside, kernels have that case's tiles."""
-    real = tiles.choose
-
-    def choose(op: str, p: int, q: int, r: int, dtype: str, capability: int, sms: int, *more: object) -> tiles.Tile:
-        return real(op, max(p, 4096), max(q, 4096), r, dtype, capability, 132, *more)
-
-    with mock.patch.object(tiles, "choose", choose if case.large else real):
-        yield
 
 
 class _Cases:
@@ -176,6 +167,19 @@ class _Cases:
             "softcap sinks": {"queries": [150, 43], "softcap": 30.0, "sinks": True},
             "device ends": {"queries": [150, 43], "beyond": 30},
         }
+        edges: tuple[dict[str, Any], ...] = (
+            {"queries": [133, 133], "keys": [64, 64], "heads": (2, 1)},  # the first queries see nothing
+            {"queries": [65, 3], "keys": [40, 33], "window": 7, "beyond": 1, "softcap": 1.5},
+            {"queries": [40], "window": 1},
+            {"queries": [1, 0, 33, 16, 0], "keys": [20, 3, 0, 18, 2], "causal": False, "beyond": 40},
+            {"queries": [0, 0], "beyond": 5, "sinks": True},
+            {"queries": [33], "scale": -0.3},
+            {"queries": [18], "scale": 0.0},
+            {"queries": [20], "size": 1},
+            {"queries": [17, 17], "keys": [50, 50], "size": 16, "value_size": 40},
+        )
+        for given in edges:
+            self.add_typed(f"attention {given}", attention_checks.attention, **{"size": 64, **given})
         for size in (16, 40, 64, 96, 128) if self.single else (16, 40, 64, 96, 128, 256):
             for name, given in masks.items():
                 self.add_typed(f"attention {size} {name}", attention_checks.attention, **given, size=size)
@@ -213,3 +217,37 @@ def cases(capability: int, dtype: torch.dtype) -> list[Case]:
     ):
         part()
     return made.found
+
+
+def faults(case: Case, capability: int, seeds: Sequence[int]) -> tuple[dict[str, str], int, float]:
+    """What is wrong, by its kind; how many launches there were, and how long they took in seconds."""
+    found: dict[str, str] = {}
+    launched, seconds = 0, 0.0
+    for seed in seeds:
+        with gpu(capability, seed), _tiles_of(case):
+            from zbkern.kernels.triton import kernels
+
+            torch.manual_seed(0)
+            try:
+                case.run(kernels)
+            except Exception as error:
+                kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
+                text = str(error).strip() or traceback.format_exc(limit=-2)
+                found.setdefault(f"{kind} (seed {seed})", text.splitlines()[0])
+        for finding in library.findings():
+            found.setdefault(finding.kind, f"{finding.kernel}: {finding.text}")
+        done = library.launches()
+        launched, seconds = launched + len(done), seconds + sum(each.seconds for each in done)
+    return found, launched, seconds
+
+
+@contextlib.contextmanager
+def _tiles_of(case: Case) -> Iterator[None]:
+    """Inside, kernels have that case's tiles."""
+    real = tiles.choose
+
+    def choose(op: str, p: int, q: int, r: int, dtype: str, capability: int, sms: int, *more: object) -> tiles.Tile:
+        return real(op, max(p, 4096), max(q, 4096), r, dtype, capability, 132, *more)
+
+    with mock.patch.object(tiles, "choose", choose if case.large else real):
+        yield
