@@ -15,8 +15,8 @@ GPU_TESTS = TRITON_INTERPRET=0 $(PYTHON) -m pytest -v --seconds $(TEST_SECONDS) 
 # one, for a debugger. Those of one file may run in several: in test_fault_matrix.py they wait for minutes.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) * 3 / 2 )))
 PYTEST  = -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal --hypothesis-profile ci
-# `make test-torch` keeps an environment of every torch here, and runs these in it; no kernels under Triton's
-# interpreter, for torch 2.8 brings a Triton whose interpreter is faulty.
+# `make test-torch` keeps an environment of every torch here, and runs these in it; no Triton kernels, which need the
+# Triton of torch 2.10.
 TORCHES ?= .cache/torch
 SMOKE    = tests/test_import.py tests/ops/test_functional.py tests/test_gradients.py tests/conversion/test_conversion.py \
 	tests/ops/test_autograd.py tests/wgrad/test_queue.py tests/ops/test_compile.py tests/docs/test_readme.py \
@@ -44,7 +44,7 @@ endif
 export OMP_NUM_THREADS ?= 1
 # Where it is set, each of the tests' many processes compiles every file anew: a sixth of their time.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup ready-gpu cuda demo test test-all test-torch test-gpu lint bench-pipeline bench-gpu bench-split kernels-report clean
+.PHONY: help setup ready-gpu cuda demo test test-all emulate test-torch test-gpu lint bench-pipeline bench-gpu bench-split kernels-report clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 20
@@ -91,6 +91,11 @@ test: $(READY) ## the tests that need no GPU, without the slow ones
 
 test-all: test ## and the slow ones, and properties on more examples
 	$(PYTHON) $(PYTEST) --slow -m "slow or more_examples" --hypothesis-profile thorough
+
+emulate: $(READY) ## compiled kernels on an emulator: every launch, layout, dtype and seed; half an hour and more
+	$(PYTHON) -m tests.emulator --jobs $(SHARDS)
+	$(PYTHON) -m tests.emulator.taken_out
+	$(PYTHON) -m tests.emulator.extension || test $$? = 2
 
 test-torch: ## the main tests with another torch, in an environment of its own: make test-torch TORCH=torch==2.8.0
 	@test -x '$(TORCHES)/$(TORCH)/bin/python' || python3 -m venv '$(TORCHES)/$(TORCH)'

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -18,27 +21,35 @@ import torch
 from tests.emulator.cases import DTYPES, cases, faults
 
 
+def row(capability: int, dtype: str, index: int, seeds: Sequence[int]) -> tuple[dict[str, str], int, float]:
+    """faults() of a case by its place, in another process."""
+    torch.set_float32_matmul_precision("highest")
+    return faults(cases(capability, DTYPES[dtype])[index], capability, seeds)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 90])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
-    parser.add_argument("--part", default="0/1", help="i/n: every n-th case from the i-th on")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
-    torch.set_float32_matmul_precision("highest")
+    wanted = [
+        (capability, dtype, index, case.name)
+        for capability, dtype in itertools.product(arguments.capability, arguments.dtype)
+        for index, case in enumerate(cases(capability, DTYPES[dtype]))
+        if any(text in case.name for text in arguments.only)
+    ]
     counts: Counter[tuple[int, str, str]] = Counter()
-    part, parts = map(int, arguments.part.split("/"))
-    for capability, dtype in itertools.product(arguments.capability, arguments.dtype):
-        listed = [c for c in cases(capability, DTYPES[dtype]) if any(text in c.name for text in arguments.only)]
-        for case in listed[part::parts]:
-            found, launched, seconds = faults(case, capability, arguments.seeds)
+    with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        rows = [pool.submit(row, *place, arguments.seeds) for *place, _ in wanted]
+        for (capability, dtype, _, name), done in zip(wanted, rows, strict=True):
+            found, launched, seconds = done.result()
             verdict = "; ".join(found) or "ok"
             counts[capability, dtype, "bad" if found else "ok"] += 1
-            print(
-                f"sm_{capability} {dtype} {case.name:<66} {launched:>4} launches {seconds:>7.2f} s  {verdict}",
-                flush=True,
-            )
+            what = f"sm_{capability} {dtype} {name:<66}"
+            print(f"{what} {launched:>4} launches {seconds:>7.2f} s  {verdict}", flush=True)
             for kind, text in found.items():
                 print(f"        {kind}: {text[:700]}", flush=True)
     for key, count in sorted(counts.items()):

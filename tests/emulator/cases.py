@@ -219,8 +219,11 @@ def cases(capability: int, dtype: torch.dtype) -> list[Case]:
     return made.found
 
 
-def faults(case: Case, capability: int, seeds: Sequence[int]) -> tuple[dict[str, str], int, float]:
-    """What is wrong, by its kind; how many launches there were, and how long they took in seconds."""
+def faults(
+    case: Case, capability: int, seeds: Sequence[int], launches: ModuleType | None = None
+) -> tuple[dict[str, str], int, float]:
+    """What is wrong, by its kind; how many launches there were, and how long they took in seconds. launches: whose, of
+    Triton's kernels when not given."""
     found: dict[str, str] = {}
     launched, seconds = 0, 0.0
     for seed in seeds:
@@ -229,7 +232,7 @@ def faults(case: Case, capability: int, seeds: Sequence[int]) -> tuple[dict[str,
 
             torch.manual_seed(0)
             try:
-                case.run(kernels)
+                case.run(kernels if launches is None else launches)
             except Exception as error:
                 kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
                 text = str(error).strip() or traceback.format_exc(limit=-2)
