@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.configurations import H100, model_of, question_of, setting_of
+from tests.support.configurations import question_of, setting_of
 from zbkern.pipeline import LayerCosts, ModelCosts, ScheduleError, plan
 from zbkern.planning.command.answer import answer
 from zbkern.planning.command.remedies import remedies, why_not
@@ -43,7 +43,7 @@ def test_each_option_makes_it_fit(name: str, stages: int, given: dict[str, int])
     one = dict.fromkeys(("microbatch_size", "tensor_parallel", "expert_parallel"), 1)
     sizes = {**one, "data_parallel": 0, **given}
     assert not fits(name, stages, **sizes)
-    found = remedies(model_of(name), H100, stages, sizes, LIMIT)
+    found = remedies(question_of(name, stages, 2, {"memory": (LIMIT, False)}, **sizes))
     assert found
     assert ("--fully-shard" in found) == (stages == 1)
     for option in found:

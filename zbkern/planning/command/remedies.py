@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from zbkern.pipeline.schedules.units import amount, number
-from zbkern.planning.command.question import Question
-from zbkern.planning.cost_model.architecture import Architecture
-from zbkern.planning.cost_model.hardware import Hardware
-from zbkern.planning.cost_model.model_costs import Job, model_costs
+from zbkern.planning.command.question import Question, option
+from zbkern.planning.cost_model.model_costs import Job
 from zbkern.planning.planner.arguments import chunks_per_rank
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.needs import fits, least_need
@@ -26,18 +24,12 @@ def why_not(question: Question) -> str | None:
     setting, stages, limit = question.setting, question.stages, question.limit
     if setting is None or limit is None:
         return None
-    costs = setting.costs
-    need = least_need(costs, stages)
-    if need.total <= limit or (question.saves_memory and may_fit_with_saving(costs, stages, limit)):
+    need = least_need(setting.costs, stages)
+    if need.total <= limit or (question.saves_memory and may_fit_with_saving(setting.costs, stages, limit)):
         return None
-    given, relative = question.memory or (limit, False)
-    placement = question.placement
-    chunks = question.chunks or (2 if placement == "v" else chunks_per_rank(placement, stages))
-    options = remedies(*setting[:2], stages, question.sizes, given, relative=relative, chunks=chunks)
-    if isinstance(placement, tuple):  # the rank of every chunk of so many stages
-        options = [each for each in options if not each.startswith("--stages")]
+    options = remedies(question)
     what = f"it fits with {' or '.join(options)}" if options else "no one of the options for sizes makes it fit"
-    if 0 < limit < _LEAST_LIMIT and not relative:
+    if 0 < limit < _LEAST_LIMIT and not (question.memory and question.memory[1]):
         what = f"a limit is in bytes: --memory {number(limit)}e9 for as many GB"
     return f"nothing fits in {amount(limit, 'bytes')}: {need.describe(stages, 'bytes')}; {what}"
 
@@ -49,36 +41,29 @@ def may_fit_with_saving(costs: ModelCosts, stages: int, limit: float) -> bool:
     return fits(replace(costs, layers=tuple(thinner)), stages, limit)
 
 
-def remedies(
-    architecture: Architecture,
-    hardware: Hardware,
-    stages: int,
-    sizes: Mapping[str, Any],
-    limit: float,
-    *,
-    relative: bool = False,
-    chunks: int = 1,
-) -> list[str]:
+def remedies(question: Question) -> list[str]:
     """Options with the least change of their numbers, each of which makes the model fit.
 
-    sizes: arguments of the `Job`, as they were given: what follows from the others follows from those that are tried.
-    relative: the limit counts what one microbatch holds in the whole model. chunks: per rank, at least.
+    What follows from the sizes that were given follows from those that are tried.
     """
-    found, given = [], {"stages": stages, **sizes}
-    for name, values in _to_try(given, architecture, chunks).items():
-        for value in values:
-            if _fits(architecture, hardware, limit, relative, **{**given, name: value}):
-                found.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
-                break
+    found = []
+    for name, values in _to_try(question).items():
+        value = next((each for each in values if _fits(question, **{name: each})), None)
+        if value is not None:
+            found.append(option(name) + ("" if value is True else f" {value}"))
     return found
 
 
-def _to_try(given: Mapping[str, Any], architecture: Architecture, chunks: int) -> dict[str, Sequence[int]]:
+def _to_try(question: Question) -> dict[str, Sequence[int]]:
     """Values of every option, in the order in which they are tried."""
-    stages, sizes = given["stages"], {name: value for name, value in given.items() if name != "stages"}
-    job, layers = Job(**sizes), len(architecture.blocks) + 2 * (1 + architecture.predictors)
+    assert question.setting is not None
+    model, job = question.setting.architecture, Job(**question.sizes)
+    stages, placement = question.stages, question.placement
+    chunks = question.chunks or (2 if placement == "v" else chunks_per_rank(placement, stages))
+    most = (len(model.blocks) + 2 * (1 + model.predictors)) // chunks
+    fixed = job.fully_shard or isinstance(placement, tuple)  # the rank of every chunk of so many stages
     return {
-        "stages": () if job.fully_shard else range(stages + 1, layers // chunks + 1),
+        "stages": () if fixed else range(stages + 1, most + 1),
         "tensor_parallel": [value for by in _TIMES if (value := job.tensor_parallel * by) <= _WIDEST],
         "expert_parallel": [job.expert_parallel * by for by in _TIMES],
         "data_parallel": [job.data_parallel * by for by in _TIMES],
@@ -88,12 +73,13 @@ def _to_try(given: Mapping[str, Any], architecture: Architecture, chunks: int) -
     }
 
 
-def _fits(
-    architecture: Architecture, hardware: Hardware, limit: float, relative: bool, stages: int, **sizes: Any
-) -> bool:
+def _fits(question: Question, stages: int | None = None, **sizes: Any) -> bool:
+    assert question.setting is not None
+    stages = stages or question.stages
     try:
-        costs = model_costs(architecture, hardware, Job(**sizes))
+        setting = question.setting._replace(job=Job(**{**question.sizes, **sizes}))
+        costs, limit = setting.costs, replace(question, setting=setting).limit
     except ValueError:  # heads or experts that cannot be divided so
         return False
-    whole = sum(layer.activation for layer in costs.layers)
-    return fits(costs, stages, limit * whole if relative else limit)
+    assert limit is not None
+    return fits(costs, stages, limit)
