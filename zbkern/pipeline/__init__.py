@@ -23,6 +23,8 @@ _HOME = {
     "Pipeline": "zbkern.pipeline.runtime.engine",
     "PipelineError": "zbkern.pipeline.transport.base",
     "PlanOptions": "zbkern.planning.planner",
+    "PlannedBatch": "zbkern.pipeline.batches",
+    "PlannedBatches": "zbkern.pipeline.batches",
     "ProfileOptions": "zbkern.pipeline.runtime.options",
     "StepOptions": "zbkern.pipeline.runtime.options",
     "Timeline": "zbkern.planning.simulation.timeline",
@@ -51,6 +53,8 @@ __all__ = ["Action", "Schedule", "ScheduleError", *_HOME]
 if TYPE_CHECKING:
     from zbkern.pipeline import checkpoint as checkpoint
     from zbkern.pipeline import schedules as schedules
+    from zbkern.pipeline.batches import PlannedBatch as PlannedBatch
+    from zbkern.pipeline.batches import PlannedBatches as PlannedBatches
     from zbkern.pipeline.models.cutting import cut as cut
     from zbkern.pipeline.models.cutting import layer_chunks as layer_chunks
     from zbkern.pipeline.models.deferred_logits import DeferredLogits as DeferredLogits

@@ -100,6 +100,17 @@ def plan_batch(
     return _plan_of(problem, best, published)
 
 
+def sequence_work(costs: Costs, length: int) -> float:
+    """The time of all passes of a sequence of so many tokens in all chunks, whole, in the unit of the costs."""
+    count = max(
+        len(value) if isinstance(value, tuple) else 1 for value in (costs.forward, costs.backward, costs.weight)
+    )
+    flat, share = costs.per_chunk(count), length / (costs.tokens or length)
+    attention = sum(flat.attention_forward) + sum(flat.attention_backward)
+    whole = sum(flat.forward) + sum(flat.fused)
+    return (whole - attention) * share + attention * share * share
+
+
 def _core() -> Any:
     if native.core is None:
         raise RuntimeError("plan_batch: it needs the compiled search: install zbkern where there is a C++ compiler")

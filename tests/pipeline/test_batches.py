@@ -1,0 +1,161 @@
+"""Steps of a dataset of unequal sequences, planned one by one, against one process."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zbkern
+from tests.support.chunks import results_on_threads
+from zbkern.pipeline import Costs, Pipeline, PlannedBatches, cut, schedules, token_loss
+from zbkern.planning.planner import native
+
+pytestmark = pytest.mark.skipif(native.core is None, reason="the planner's search is not compiled")
+
+VOCABULARY = 31
+COSTS = Costs(
+    2.0,
+    3.5,
+    1.0,
+    attention_forward=1.0,
+    attention_backward=2.5,
+    overhead=0.05,
+    activation=1.0,
+    held=1.2,
+    carried=0.1,
+    tokens=64,
+)
+
+
+def dataset_of(count: int, longest: int = 120, labelled: float = 1.0) -> list[dict[str, list[int]]]:
+    generator = random.Random(0)
+    found = []
+    for _ in range(count):
+        length = max(1, min(longest, int(generator.lognormvariate(2.5, 1.2))))
+        tokens = [generator.randrange(VOCABULARY) for _ in range(length)]
+        labels = [token if generator.random() < labelled else -100 for token in tokens]
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 4}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=VOCABULARY)
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).double().train()
+
+
+def one_process(model: nn.Module, sequences: list[dict[str, list[int]]]) -> float:
+    """The mean loss over all labelled tokens, sequence by sequence; leaves the gradients."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for sequence in sequences:
+        tokens, labels = (torch.tensor(sequence[name])[None] for name in ("input_ids", "labels"))
+        logits = model(input_ids=tokens).logits[0, :-1]
+        total = total + nn.functional.cross_entropy(logits, labels[0, 1:], ignore_index=-100, reduction="sum")
+        count += int((labels[0, 1:] != -100).sum())
+    (total / count).backward()
+    return (total / count).item()
+
+
+@pytest.mark.parametrize(("labelled", "limit"), [(1.0, None), (0.5, 12.0)])
+def test_steps_equal_one_process(labelled: float, limit: float | None) -> None:
+    dataset, model = dataset_of(24, labelled=labelled), llama()
+    own = {"sequences": 8, "multiple": 8, "memory_limit": limit}
+    seen: list[list[int]] = []
+    plain = copy.deepcopy(model)
+    expected = [
+        one_process(plain, [dataset[number] for number in batch.sequences])
+        for batch in PlannedBatches(dataset, COSTS, 2, **own)  # type: ignore[arg-type]
+    ]
+
+    def train(transport: Any) -> tuple[list[float], list[nn.Module]]:
+        schedule = schedules.zb_v(2, 2)
+        chunks = [zbkern.convert(chunk) for chunk in cut(copy.deepcopy(model), schedule, rank=transport.rank)]
+        losses = []
+        with Pipeline(chunks, schedule, token_loss, transport) as pipe:
+            for batch in PlannedBatches(dataset, COSTS, 2, **own):  # type: ignore[arg-type]
+                loss = pipe.step(batch.inputs, batch.targets, schedule=batch.plan.schedule)
+                if loss is not None:
+                    losses.append(loss.item())
+                    seen.append(batch.sequences)
+        return losses, chunks
+
+    (losses, first), (_, second) = results_on_threads(2, train)
+    assert losses == pytest.approx(expected, rel=1e-6)  # Llama computes its norms and positions in float32
+    assert sorted(number for sequences in seen for number in sequences) == list(range(24))
+    gradients = {name: p.grad for chunk in (*first, *second) for name, p in chunk.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_both_packs_and_slices_are_in_these_steps() -> None:
+    plans = [batch.plan for batch in PlannedBatches(dataset_of(24), COSTS, 2, sequences=8, multiple=8)]
+    assert any(len(row) > 1 for plan in plans for row in plan.rows)
+    assert any(len(cut) > 1 for plan in plans for cut in plan.schedule.own_slices)
+
+
+def test_an_epoch_can_be_resumed_and_the_next_has_another_order() -> None:
+    dataset = dataset_of(20)
+    batches = PlannedBatches(dataset, COSTS, 2, sequences=6, multiple=8)
+    whole = [batch.sequences for batch in batches]
+    assert [len(sequences) for sequences in whole] == [6, 6, 6, 2]
+    assert [batch.sequences for batch in batches] != whole
+    first = PlannedBatches(dataset, COSTS, 2, sequences=6, multiple=8)
+    for number, batch in enumerate(first):
+        assert batch.sequences == whole[number]
+        if number == 1:
+            break
+    again = PlannedBatches(dataset, COSTS, 2, sequences=6, multiple=8)
+    again.load_state_dict(first.state_dict())
+    assert [batch.sequences for batch in again] == whole[2:]
+
+
+def test_a_budget_of_tokens() -> None:
+    dataset = dataset_of(30)
+    for batch in PlannedBatches(dataset, COSTS, 2, tokens=100, multiple=8):
+        lengths = [len(dataset[number]["input_ids"]) for number in batch.sequences]
+        assert sum(lengths) <= 100 or len(lengths) == 1
+
+
+def test_replicas_share_every_step_by_work_and_one_mean_over_tokens() -> None:
+    dataset = dataset_of(40)
+    shares = [list(PlannedBatches(dataset, COSTS, 2, sequences=20, multiple=8, replica=r, replicas=2)) for r in (0, 1)]
+    for both in zip(*shares, strict=True):
+        together = sorted(number for batch in both for number in batch.sequences)
+        assert len({*together}) == 20
+        counted = sum(len(dataset[number]["input_ids"]) - 1 for number in together)
+        for batch in both:
+            weight = batch.targets[0].weight / len(batch.targets)  # of a token's loss in this replica's
+            assert weight.item() == pytest.approx(2 / counted)
+        tokens = [sum(len(dataset[number]["input_ids"]) for number in batch.sequences) for batch in both]
+        assert max(tokens) < 1.6 * min(tokens)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, "one of sequences and tokens"),
+        ({"sequences": 2, "tokens": 3}, "one of sequences and tokens"),
+        ({"sequences": 2, "replica": 2, "replicas": 2}, "replica must be from 0 to 1"),
+    ],
+)
+def test_wrong_arguments(arguments: Any, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        PlannedBatches([[1, 2]], COSTS, 2, **arguments)
+
+
+@pytest.mark.parametrize("wrong", [[], [[1, 2]], [1.5, 2.0], {"input_ids": [1, 2], "labels": [1]}])
+def test_a_sequence_that_is_none_is_named(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="sequence 0 must be a list of at least one token"):
+        list(PlannedBatches([wrong], COSTS, 2, sequences=1))
+
+
+def test_fewer_sequences_than_replicas() -> None:
+    with pytest.raises(ValueError, match="a sequence for each of the 2 replicas; got 1"):
+        list(PlannedBatches([[1, 2]], COSTS, 2, sequences=2, replicas=2))
