@@ -210,10 +210,6 @@ class Attention(Layer):
         **factory: Any,
     ) -> None:
         super().__init__(impl=impl)
-        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        for argument, value in sizes.items():
-            if value is not None and not isinstance(value, int):
-                raise TypeError(f"Attention: {argument} must be an int; got {value!r}")
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if self.num_heads < 1 or self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:

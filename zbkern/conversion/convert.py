@@ -63,10 +63,9 @@ def convert(
     compute may wait; where not, their forward is in `no_defer`. None leaves that as it is.
     recipe: for every `nn.Linear` that filter takes, its own or converted here (functional.linear has what there are);
     call convert again with another filter for other modules.
-    `unconverted` tells what stayed, `restore` undoes it. Raises TypeError for a model that is no module, ValueError for
-    an impl or a recipe that does not exist.
+    `unconverted` tells what stayed, `restore` undoes it. Raises ValueError for an impl or a recipe that does not
+    exist.
     """
-    _check("convert", model, filter)
     if defer is not None and not callable(defer):
         raise TypeError(f"convert: defer must be callable as defer(name, module); got {type(defer).__name__}")
     checks.check_recipe("convert", recipe)
@@ -93,7 +92,6 @@ def convert(
 
 def restore(model: Model, filter: Filter | None = None) -> Model:
     """Gives converted modules the behaviour back that they had; returns `model`, changed in place."""
-    _check("restore", model, filter)
     for name, module in model.named_modules():
         if filter is not None and not filter(name, module):
             continue
@@ -107,7 +105,6 @@ def restore(model: Model, filter: Filter | None = None) -> Model:
 
 def unconverted(model: Module) -> dict[str, str]:
     """Every module with parameters of its own that is not zbkern's, by name, with the reason it was not converted."""
-    _check("unconverted", model, None)
     reasons = {}
     for name, module in model.named_modules():
         if any(True for _ in module.parameters(recurse=False)) and not _is_ours(type(module)):
@@ -141,13 +138,8 @@ def coverage(model: Module, loss: Callable[[], Tensor]) -> Coverage:
     loss: computes a loss of the model, a tensor of one element, as in `lambda: model(**batch).loss`. Parameters of one
     dimension are left out: their gradients cost next to nothing. Gradients and random numbers are left as they were;
     buffers that a forward updates are not. For a model that is not wrapped (DistributedDataParallel, FSDP2) yet.
-    Raises TypeError for wrong arguments, ValueError where no such parameter gets a gradient.
+    Raises ValueError where no such parameter gets a gradient.
     """
-    _check("coverage", model, None)
-    if not callable(loss):
-        raise TypeError(
-            f"coverage: loss must be callable, as in lambda: model(**batch).loss; got {type(loss).__name__}"
-        )
     matrices = {name: p for name, p in model.named_parameters() if p.dim() >= 2}
     before = [(p, p.grad) for p in model.parameters()]
     devices = {p.device for p in matrices.values() if p.device.type == "cuda"}
@@ -157,13 +149,6 @@ def coverage(model: Module, loss: Callable[[], Tensor]) -> Coverage:
             parameter.grad = None
         with torch.random.fork_rng(list(devices)), torch.enable_grad(), queue.defer():
             value = loss()
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise TypeError(f"coverage: loss must return a tensor of one element; got {got}")
-            if not value.requires_grad:
-                raise ValueError(
-                    "coverage: loss must depend on parameters of model that require a gradient; it does not"
-                )
             multiplied = _multiplied(value.grad_fn)
             value.backward()
         tasks = queue.tasks()
@@ -319,10 +304,3 @@ def _original(kind: type[Module]) -> type[Module] | None:
 def _made_of(kind: type[Module]) -> tuple[type[Module], type[Module]] | None:
     """The behaviour and the class that were joined to this one; None for classes that were not made here."""
     return next((parts for parts, made in _SUBCLASSES.items() if made is kind), None)
-
-
-def _check(caller: str, model: Module, filter: Filter | None) -> None:
-    if not isinstance(model, Module):
-        raise TypeError(f"{caller}: model must be a torch.nn.Module; got {type(model).__name__}")
-    if filter is not None and not callable(filter):
-        raise TypeError(f"{caller}: filter must be callable as filter(name, module); got {type(filter).__name__}")

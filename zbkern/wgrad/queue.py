@@ -126,8 +126,6 @@ class WGradQueue:
 
     def add(self, task: WGradTask, key: Hashable = None) -> None:
         """Adds a task to those that wait. Layers call this; so can a layer of your own (see `current`)."""
-        if not isinstance(task, WGradTask):
-            raise TypeError(f"WGradQueue.add: task must be a WGradTask; got {type(task).__name__}")
         _check_key("add", key)
         task.key = key
         with self._lock:

@@ -74,10 +74,7 @@ class WGradTask:
         self.storages: list[int] = []  # those of `tensors`, as a queue has counted them
         self.sums: list[Tensor] | None = None  # of the values of `tensors`, where a queue compares them
         self.reads = reads
-        try:
-            self.version = self.current_version()
-        except AttributeError:
-            raise TypeError(f"WGradTask: tensors must be a tuple of tensors; got {tensors!r}") from None
+        self.version = self.current_version()
         self.weight = (self.kernel.run, *map(id, parameters))  # equal for tasks that one kernel can sum up
 
     def current_version(self) -> int:

@@ -29,10 +29,6 @@ def save(
     limit: the memory that a rank may hold, drawn above its curve.
     Raises ValueError for another suffix or count, TypeError for what is no list of timelines or no path.
     """
-    if not isinstance(path, (str, Path)):
-        raise TypeError(
-            f"draw.save: path must be a str or Path, such as 'plan.svg'; got {type(path).__name__} {path!r}"
-        )
     path = Path(path)
     if path.suffix == ".json":
         text = json.dumps({"traceEvents": trace.events(timelines, titles), "displayTimeUnit": "ms"})

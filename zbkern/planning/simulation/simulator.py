@@ -55,10 +55,6 @@ def simulate(
 
     Raises ScheduleError when the schedule is not valid, TypeError or ValueError for other arguments.
     """
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"simulate: schedule must be a zbkern.pipeline.Schedule; got {type(schedule).__name__}")
-    if costs is not None and not isinstance(costs, Costs):
-        raise TypeError(f"simulate: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
     check_count("simulate: parts", parts)
     check_count("simulate: seed", seed, 0)
     checked_number("simulate", "jitter", jitter, math.inf)
