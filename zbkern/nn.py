@@ -16,6 +16,7 @@ from zbkern import functional
 from zbkern.kernels.reference import activation_function
 from zbkern.ops import checks
 from zbkern.ops.expert_parallel import ExpertParallel as ExpertParallel
+from zbkern.wgrad import current
 
 
 class Layer(torch.nn.Module):
@@ -193,7 +194,8 @@ class Attention(Layer):
     forward: with cu_seqlens (as in functional.attention), x is [tokens, dim], sequences one after the other. rotary:
     (cos, sin), each [tokens, up to head_dim / 2], turns q and k as functional.rotary does. carry: that of a slice of
     the sequences (docs/long_context.md); x and rotary are then of the slice, cu_seqlens of the whole.
-    Raises TypeError or ValueError for sizes that do not fit, and with a carry where it is not causal.
+    Raises TypeError or ValueError for sizes that do not fit, with a carry where it is not causal, and without one in a
+    Pipeline's forward of a slice.
     """
 
     def __init__(
@@ -231,6 +233,11 @@ class Attention(Layer):
         rotary: tuple[Tensor, Tensor] | None = None,
         carry: Any = None,
     ) -> Tensor:
+        if carry is None and not torch.compiler.is_compiling() and (found := current()) and found[0].in_slice:
+            raise ValueError(
+                "Attention: carry must be handed to it in a schedule with slices, or it sees nothing of earlier ones: "
+                "attention(x, carry=carry), with what the chunk's forward gets; got None"
+            )
         turning = [self.num_heads + self.num_kv_heads, self.num_kv_heads]
         qk, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(turning, dim=-2)
         if rotary is not None:

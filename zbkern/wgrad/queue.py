@@ -50,6 +50,8 @@ class WGradQueue:
     check_values: an attribute, False at first. Of W that are added while it is True the values that they read are
     compared between B and W: writes that torch does not count (through `.data`, say) are errors, too. Waits for the
     device.
+    in_slice: an attribute, False at first. True while a forward inside `defer` is of a slice of its sequences, in which
+    attention needs what came before.
     weight_copies: an attribute, None at first. A WeakIdKeyDictionary for as long as nobody writes weights (a Pipeline's
     step): layers keep there what they make of a weight, its 8-bit form, say. Its version alone does not tell: torch's
     fused optimizers leave it as it was.
@@ -86,6 +88,7 @@ class WGradQueue:
         self.wgrads_per_collective = wgrads_per_collective
         self.regather_inputs = regather_inputs
         self.check_values = False
+        self.in_slice = False
         self.weight_copies: WeakIdKeyDictionary | None = None
         self.peak_bytes = 0
         self.listeners: list[Callable[[Sequence[WGradTask]], None]] = []

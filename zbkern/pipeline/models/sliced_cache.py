@@ -81,13 +81,8 @@ def check_sliceable(model: Any) -> None:
         raise _whole(f"{name} has no cache of earlier tokens that its forward reads")
     if any(isinstance(kind, type) and kind.__name__.endswith("Cache") for kind in _defined_beside(model)):
         raise _whole(f"{name} keeps earlier tokens in a cache of its own")
-    if any(hasattr(module, "_setup_cache") for module in model.modules()):
-        raise _whole(f"{name} keeps states of earlier tokens in its layers")
-    for part, module in _own_layers(model):
-        if getattr(module, "is_causal", True) is False:
-            raise _whole(f"{part} of {name} attends to later tokens, too")
-        if not _goes_on(module):
-            raise _whole(f"{part} of {name} begins each forward with a new state")
+    if stuck := [part for part, module in model.named_modules() if not _goes_on(module)]:
+        raise _whole(f"{stuck[0]} of {name} begins each forward with a new state")
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError(
             f"cut: {name} reads no cache with gradient checkpointing: call model.gradient_checkpointing_disable() (as "
@@ -180,7 +175,8 @@ def _forwards(model: Any) -> list[Any]:
 
 
 def _goes_on(module: nn.Module) -> bool:
-    """Whether a recurrent layer, which reads a state, begins there; those of the library hand it on by this name."""
+    """Whether a recurrent layer, which reads a state, begins there; those of the library hand it on by this name. What
+    a state is worth may be less than the rounding of 16 bits."""
     code = inspect.unwrap(type(module).forward).__code__
     names = {name for each in code.co_consts if isinstance(each, tuple) for name in each}
     return "get_recurrent_state" not in code.co_names or bool(names & {"initial_state", "initial_states"})
@@ -189,12 +185,6 @@ def _goes_on(module: nn.Module) -> bool:
 def _cache_argument(model: Any) -> str | None:
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in parameters if name in _CACHE_ARGUMENTS), None)
-
-
-def _own_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """The modules of this chunk that have a number among the layers."""
-    modules = [each for each in model.named_modules() if isinstance(getattr(each[1], "layer_idx", None), int)]
-    return [(name, module) for name, module in modules if not getattr(module, "held_elsewhere", False)]
 
 
 def _whole(why: str) -> ValueError:

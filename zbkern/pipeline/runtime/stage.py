@@ -66,11 +66,14 @@ class Stage:
 
         side: keyword arguments besides the inputs.
         """
-        if side and "carry" in side and self.module.training not in self._compared:
+        in_slice = side is not None and "carry" in side
+        if in_slice and self.module.training not in self._compared:
             self._compared.add(self.module.training)
-            self._fails = compare_in_slices(self.chunk, self.module, self._call, inputs, side)
+            self._fails = compare_in_slices(self.chunk, self.module, self._call, inputs, side or {})
         with self.queue.defer((self.chunk, microbatch)):  # layers then know that their W will wait
+            self.queue.in_slice = in_slice
             outputs = self._outputs(inputs, target, side or {})
+            self.queue.in_slice = False
         leaves, structure = pytree.tree_flatten(outputs)
         self._check_outputs(leaves)
         if torch.is_grad_enabled():

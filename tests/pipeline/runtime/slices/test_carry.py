@@ -371,8 +371,6 @@ class Mixed(nn.Module):
     [
         (Plain(1, 1), loss_fn, 3, TOKENS, "Plain must take the keyword argument carry"),
         (Mixed(nn.BatchNorm1d(4)), loss_fn, 3, TOKENS, "part is a BatchNorm1d, which needs whole sequences"),
-        (Mixed(nn.LSTM(4, 4)), loss_fn, 3, TOKENS, "part is a LSTM"),
-        (Mixed(nn.MultiheadAttention(4, 2)), loss_fn, 3, TOKENS, "part is a MultiheadAttention"),
         (Forgetful(""), loss_fn, 25, TOKENS, "long enough for 25 slices"),
         (Forgetful(""), told, 3, 1, "targets must have the 24 tokens of a sequence as dimension 1"),
         (Forgetful("appends once"), loss_fn, 3, TOKENS, "every slice must append to 'keys'; slice 0 has not"),

@@ -23,7 +23,7 @@ from zbkern.pipeline.runtime.slices.sliced_batch import cut
 from zbkern.pipeline.transport.tensors import local_part, tensors_in, wait_for
 
 _TOKENS = 32  # at most
-_EXACT, _EXACT_16_BITS, _EXACT_8_BITS = 5e-3, 5e-2, 0.25  # relative; float32 may be multiplied as TF32
+_EXACT, _EXACT_TF32, _EXACT_16_BITS, _EXACT_8_BITS = 1e-3, 5e-3, 3e-2, 0.25  # relative
 _OF_8_BITS = {"torchao", "transformer_engine"}
 _stance = threading.Lock()  # torch has one for all threads
 
@@ -141,9 +141,7 @@ class _Outputs:
 
     def first_that_differs(self) -> str | None:
         """The part that first computed something else, and by how much."""
-        kinds = {kind.__module__.partition(".")[0] for part in self._module.modules() for kind in type(part).__mro__}
-        rounds = any(getattr(part, "zbkern_recipe", None) for part in self._module.modules())
-        exact = _EXACT_8_BITS if rounds or kinds & _OF_8_BITS else _EXACT if self._bytes > 2 else _EXACT_16_BITS
+        exact = self._exact()
         wrong = [(key, float(error)) for key, error in self._errors if not error <= exact]
         for key, error in wrong:
             if not key.given:
@@ -153,6 +151,16 @@ class _Outputs:
                 kind = type(self._module.get_submodule(name)).__name__
                 return f"{name or 'it'} ({kind}) computes something else, by {error:.1%},"
         return None
+
+    def _exact(self) -> float:
+        """How much rounding may leave in a part."""
+        parts = [*self._module.modules()]
+        kinds = {kind.__module__.partition(".")[0] for part in parts for kind in type(part).__mro__}
+        if kinds & _OF_8_BITS or any(getattr(part, "zbkern_recipe", None) for part in parts):
+            return _EXACT_8_BITS
+        if self._bytes <= 2:
+            return _EXACT_16_BITS
+        return _EXACT if torch.get_float32_matmul_precision() == "highest" else _EXACT_TF32
 
     def _hook(self, name: str) -> Callable[..., Any]:
         def hook(part: nn.Module, inputs: Any, output: Any) -> Any:

@@ -13,11 +13,6 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.transport.tensors import tensors_in
 
-_WHOLE = (  # these mix the tokens of what they are given, and take nothing from slices before
-    *(torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer),
-    *(torch.nn.RNNBase, torch.nn.modules.batchnorm._BatchNorm),
-)
-
 LossFn = Callable[[Any, Any], Tensor]  # of one microbatch: loss_fn(output, target)
 
 
@@ -41,10 +36,10 @@ def check_sliceable(modules: Iterable[torch.nn.Module]) -> None:
                 "and hand it to its attention (zbkern.nn.Attention takes it); or use a schedule without slices"
             )
         for name, part in whole.named_modules():
-            if isinstance(part, _WHOLE) and not (isinstance(part, _WHOLE[-1]) and not part.training):
+            if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and part.training:
                 raise TypeError(
-                    f"Pipeline: {name or type(part).__name__} is a {type(part).__name__}, which needs whole sequences: "
-                    "replace it (zbkern.nn.Attention takes slices), or use a schedule without slices"
+                    f"Pipeline: {name or 'it'} is a {type(part).__name__}, which needs whole sequences: replace it, or "
+                    "use a schedule without slices"
                 )
 
 

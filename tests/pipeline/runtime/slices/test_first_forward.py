@@ -1,0 +1,302 @@
+"""The comparison that the first forward of a chunk in slices makes: what it finds, and what it lets alone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zbkern
+from tests.support.chunks import one_rank, results_on_threads
+from zbkern.pipeline import Pipeline, PipelineError, schedules
+from zbkern.pipeline.runtime.slices.carry import Carry
+from zbkern.pipeline.transport.local import LocalTransport
+
+WIDTH, TOKENS, ROWS = 8, 48, 2
+
+
+class Causal(nn.Module):
+    """Attention by torch, which gets its earlier keys and values from the carry."""
+
+    def __init__(self, hands_on: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inner, self.out, self.hands_on, self.dropout = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            hands_on,
+            dropout,
+        )
+
+    def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
+        q, k, v = self.inner(x).unflatten(2, (2, -1)).transpose(1, 2).chunk(3, -1)
+        if carry is not None and self.hands_on:
+            k, v = carry.append((id(self), "k"), k, 2), carry.append((id(self), "v"), v, 2)
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        y = F.scaled_dot_product_attention(q, k, v, seen, self.dropout if self.training else 0.0)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Alone(nn.Module):
+    """What makes something of the tokens that it is given, by itself."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class CausalConvolution(nn.Conv1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x.mT, (3, 0))).mT
+
+
+class Positions(nn.Embedding):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(torch.arange(x.shape[1]))
+
+
+class ByToken(nn.Module):
+    """Experts that choose tokens, or are chosen by them."""
+
+    def __init__(self, chooses: bool) -> None:
+        super().__init__()
+        self.router, self.chooses = nn.Linear(WIDTH, 4), chooses
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).flatten(0, 1).softmax(-1)
+        y = torch.zeros_like(x).flatten(0, 1)
+        chosen = scores.argmax(-1)
+        for index, expert in enumerate(self.experts):
+            rows = scores[:, index].topk(len(y) // 4).indices if self.chooses else (chosen == index).nonzero()[:, 0]
+            y = y.index_add(0, rows, expert(x.flatten(0, 1)[rows]) * scores[rows, index, None])
+        return y.view_as(x)
+
+
+class Chunk(nn.Module):
+    """A right layer before and after another one; keywords: it takes the carry by these alone."""
+
+    def __init__(self, part: nn.Module, takes: bool = False) -> None:
+        super().__init__()
+        self.before, self.part, self.after, self.takes = Causal(), part, nn.Linear(WIDTH, WIDTH), takes
+
+    def forward(self, x: Tensor, **keywords: Any) -> Tensor:
+        x = x + self.before(x, carry=keywords["carry"])
+        return self.after(x + self.part(x, **(keywords if self.takes else {})))
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+class TorchAttention(nn.MultiheadAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "attention without the carry": (lambda: Causal(hands_on=False), "part (Causal)"),
+    "attention of zbkern": (lambda: zbkern.nn.Attention(WIDTH, 2, causal=True), "part (Attention)"),
+    "attention of torch": (lambda: TorchAttention(WIDTH, 2, batch_first=True), "part (TorchAttention)"),
+    "is_causal": (lambda: Alone(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)), "part (Alone)"),
+    "sums of the tokens before": (lambda: Alone(lambda x: x.cumsum(1)), "part (Alone)"),
+    "a causal convolution": (lambda: CausalConvolution(WIDTH, WIDTH, 4), "part (CausalConvolution)"),
+    "positions that begin anew": (lambda: Positions(TOKENS, WIDTH), "part (Positions)"),
+    "a mean over tokens": (lambda: Alone(lambda x: x - x.mean(1, keepdim=True)), "part (Alone)"),
+    "group norm": (lambda: Alone(lambda x: F.group_norm(x.mT, 2).mT), "part (Alone)"),
+    "batch norm": (lambda: Alone(lambda x: F.batch_norm(x.mT, None, None, training=True).mT), "part (Alone)"),
+    "experts that choose": (lambda: ByToken(chooses=True), "part (ByToken)"),
+    "a recurrent layer": (lambda: Recurrent(WIDTH, WIDTH, batch_first=True), "part (Recurrent)"),
+    "tokens in reverse": (lambda: Alone(lambda x: x.flip(1)), "part (Alone)"),
+    "noise of its own": (lambda: Causal(dropout=0.5, hands_on=False), "part (Causal)"),
+}
+RIGHT: dict[str, Callable[[], nn.Module]] = {
+    "attention": Causal,
+    "dropout": lambda: Causal(dropout=0.5),
+    "experts that are chosen": lambda: ByToken(chooses=False),
+    "norms": lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Dropout(0.1)),
+    "zeros": lambda: Alone(torch.zeros_like),
+    "in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)),
+    "large values": lambda: Alone(lambda x: x * torch.tensor([1e4] + [1.0] * (WIDTH - 1)).to(x)),
+}
+
+
+def chunk_with(part: nn.Module, dtype: torch.dtype) -> nn.Module:
+    return zbkern.convert(Chunk(part, isinstance(part, Causal)).to(dtype))
+
+
+def batch(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.randn(2, ROWS, TOKENS, WIDTH).to(dtype).unbind()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_needs_whole_sequences_is_named(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    part, message = WRONG[name]
+    module = chunk_with(part(), dtype)
+    with (
+        pytest.raises(PipelineError, match="chunk 0 cannot take its sequences in slices") as raised,
+        one_rank(module, schedules.zb_h1(1, 2, slices=2)) as pipe,
+    ):
+        pipe.step(*batch(dtype))
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_takes_slices_is_let_alone(name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    """The gradients of the first step, and the random numbers of its dropout, are those without the comparison."""
+    torch.manual_seed(0)
+    module = chunk_with(RIGHT[name](), dtype)
+    x, y = batch(dtype)
+    found = []
+    for compared in (False, True):
+        again = copy.deepcopy(module)
+        with one_rank(again, schedules.zb_h1(1, 2, slices=2)) as pipe:
+            pipe._stages[0]._compared |= set() if compared else {True, False}
+            torch.manual_seed(1)
+            random.seed(1)
+            pipe.step(x, y)
+        found.append([parameter.grad for parameter in again.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert one is other is None or torch.equal(one, other)
+    assert not caplog.records
+
+
+def test_deep_chunks_in_16_bits() -> None:
+    """Rounding of many layers does not add up, and one wrong layer among them is found."""
+    torch.manual_seed(0)
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Causal() for _ in range(40))
+
+        def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
+            for block in self.blocks:
+                x = x + 0.05 * block(x, carry)
+            return x
+
+    right = Deep().to(torch.bfloat16)
+    wrong = copy.deepcopy(right)
+    wrong.blocks[31].hands_on = False
+    with one_rank(right, schedules.zb_h1(1, 2, slices=3)) as pipe:
+        pipe.step(*batch(torch.bfloat16))
+    with (
+        pytest.raises(PipelineError, match=r"blocks\.31 \(Causal\)"),
+        one_rank(wrong, schedules.zb_h1(1, 2, slices=3)) as pipe,
+    ):
+        pipe.step(*batch(torch.bfloat16))
+
+
+class Counts(nn.Module):
+    """A buffer that every forward in training changes, and a mode of its own in which alone it is wrong."""
+
+    def __init__(self, wrong_in: bool | None) -> None:
+        super().__init__()
+        self.linear, self.wrong_in = nn.Linear(WIDTH, WIDTH), wrong_in
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
+        self.calls += 1
+        return self.linear(x.cumsum(1) if self.training is self.wrong_in else x)
+
+
+@pytest.mark.parametrize("wrong_in", [None, True, False])
+def test_both_modes_are_compared_and_buffers_put_back(wrong_in: bool | None) -> None:
+    module = Counts(wrong_in).double()
+    with one_rank(module, schedules.zb_h1(1, 2, slices=2)) as pipe:
+        for number, (call, mode) in enumerate([(pipe.evaluate, False), (pipe.step, True)]):
+            if mode is wrong_in:
+                with pytest.raises(PipelineError, match=r"it \(Counts\) computes something else"):
+                    call(*batch(torch.float64))
+                return
+            call(*batch(torch.float64))
+            assert module.calls == 4 * (number + 1)
+
+
+def test_a_forward_that_takes_no_few_tokens_is_let_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
+            assert x.shape[1] == TOKENS // 2
+            return self.linear(x)
+
+    with caplog.at_level(logging.WARNING), one_rank(Whole().double(), schedules.zb_h1(1, 2, slices=2)) as pipe:
+        pipe.step(*batch(torch.float64))
+    record = caplog.records[0]
+    assert "chunk 0: slices could not be compared with whole sequences: AssertionError" in record.getMessage()
+
+
+class Padded(nn.Module):
+    """Attention to what is no padding; forgets: the mask of slices before."""
+
+    def __init__(self, forgets: bool) -> None:
+        super().__init__()
+        self.inner, self.forgets = nn.Linear(WIDTH, 3 * WIDTH), forgets
+
+    def forward(self, x: Tensor, attention_mask: Tensor, carry: Carry | None = None) -> Tensor:
+        q, k, v = self.inner(x).chunk(3, -1)
+        if carry is not None:
+            k, v, seen = (carry.append(name, each, 1) for name, each in zip("kvm", (k, v, attention_mask), strict=True))
+            attention_mask = F.pad(attention_mask, (carry.start, 0), value=1) if self.forgets else seen
+        own = torch.eye(k.shape[1], dtype=torch.bool)[carry.start if carry else 0 :]  # or padding would see nothing
+        causal = torch.ones_like(own).tril(k.shape[1] - q.shape[1])
+        return F.scaled_dot_product_attention(q, k, v, causal & attention_mask.bool()[:, None] | own)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_padding_counts_also_where_the_first_batch_has_none(forgets: bool) -> None:
+    inputs, targets = batch(torch.float64)
+    mask = {"attention_mask": torch.ones(ROWS, TOKENS, dtype=torch.long)}
+    with one_rank(Padded(forgets).double(), schedules.zb_h1(1, 2, slices=2)) as pipe:
+        if forgets:
+            with pytest.raises(PipelineError, match=r"in slices with padding \(attention_mask\): it \(Padded\)"):
+                pipe.step(inputs, targets, mask)
+        else:
+            pipe.step(inputs, targets, mask)
+
+
+def test_attention_raises_without_the_carry_of_its_slice() -> None:
+    class Forgets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = zbkern.nn.Attention(WIDTH, 2, causal=True)
+
+        def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
+            return self.attention(x, carry=carry if x.shape[1] > 20 else None)
+
+    def run(transport: LocalTransport) -> None:
+        with Pipeline([Forgets().double()], schedules.zb_h1(1, 2, slices=(2, 1)), F.mse_loss, transport) as pipe:
+            pipe._stages[0]._compared |= {True, False}
+            pipe.step(*batch(torch.float64))
+
+    with pytest.raises(PipelineError, match="Attention: carry must be handed to it in a schedule with slices"):
+        results_on_threads(1, run)
+
+
+def test_compiled_parts_are_compared_as_they_are_written() -> None:
+    torch.manual_seed(0)
+    for wrong in (False, True):
+        module = Chunk(Causal(hands_on=not wrong), takes=True).double()
+        module.part.compile(backend="eager")
+        with one_rank(module, schedules.zb_h1(1, 2, slices=2)) as pipe:
+            if wrong:
+                with pytest.raises(PipelineError, match=r"part \(Causal\) computes something else"):
+                    pipe.step(*batch(torch.float64))
+            else:
+                pipe.step(*batch(torch.float64))
