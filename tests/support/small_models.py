@@ -41,6 +41,22 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_groups": 2, "chunk_size": 8, **TOKENS},
     ),
     "bamba": ("Bamba", {**DECODER, **SPACE, "attn_layer_indices": [1, 3]}),
+    "falcon_h1": ("FalconH1", {**DECODER, **SPACE, "head_dim": 8, "mamba_d_ssm": 64, "mamba_n_groups": 1}),
+    "zamba2": (
+        "Zamba2",
+        {**DECODER, "mamba_d_state": 8, "mamba_expand": 2, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1}
+        | {"chunk_size": 8, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1, "use_mem_rope": True},
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {**DECODER, "head_dim": 8, "ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2}
+        | {"chunk_size": 8, "layers_block_type": ["mamba", "attention", "mamba", "attention"]},
+    ),
+    "llama4": (
+        "Llama4Text",
+        {**DECODER, "head_dim": 8, "attention_chunk_size": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
+        | {"intermediate_size_mlp": 48, "interleave_moe_layer_step": 1},
+    ),
     "lfm2": ("Lfm2", {**DECODER, "full_attn_idxs": [1, 3]}),
     "qwen3_next": (
         "Qwen3Next",

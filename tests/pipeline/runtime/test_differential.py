@@ -120,6 +120,46 @@ class Frozen(nn.Module):
         return self.linear(self.norm(x))
 
 
+class Context(nn.Module):
+    """Attention to the tokens before that are no padding, of the same sequence among those packed into a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor, attention_mask: Any = None, position_ids: Any = None, carry: Any = None) -> Tensor:
+        q, k, v = self.inner(x).chunk(3, -1)
+        known = {"k": k, "v": v, "attention_mask": attention_mask, "position_ids": position_ids}
+        if carry is not None:
+            known = {name: None if t is None else carry.append((id(self), name), t, 1) for name, t in known.items()}
+        start = known["k"].shape[1] - x.shape[1]
+        seen = torch.ones(len(x), x.shape[1], start + x.shape[1], dtype=torch.bool).tril(start)
+        if attention_mask is not None:
+            seen &= known["attention_mask"].bool()[:, None]
+        if position_ids is not None:
+            number = (known["position_ids"] == 0).cumsum(1)
+            seen &= number[:, start:, None] == number[:, None]
+        own = torch.eye(seen.shape[2], dtype=torch.bool)[start:]  # or padding would see nothing
+        return F.scaled_dot_product_attention(q, known["k"], known["v"], seen | own)
+
+
+class Sums(nn.Module):
+    """A state that goes on from token to token, to which padding adds nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, attention_mask: Any = None, position_ids: Any = None, carry: Any = None) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        sums = (y if attention_mask is None else y * attention_mask[..., None]).cumsum(1)
+        if carry is not None and (state := carry.state(id(self))) is not None:
+            sums = sums + state
+        if carry is not None:
+            carry.keep(id(self), sums[:, -1:])
+        return sums / TOKENS
+
+
 BY_TOKEN: list[Callable[[], nn.Module]] = [  # which slices of sequences may cut
     lambda: nn.Sequential(nn.Linear(WIDTH, 7), nn.GELU(), nn.Linear(7, WIDTH, bias=False)),
     lambda: nn.Sequential(nn.LayerNorm(WIDTH), parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
@@ -130,6 +170,7 @@ BY_TOKEN: list[Callable[[], nn.Module]] = [  # which slices of sequences may cut
     Frozen,
     nn.Identity,
 ]
+IN_SLICES: list[Callable[[], nn.Module]] = [*BY_TOKEN, Context, Sums]
 OTHERS: list[Callable[[], nn.Module]] = [Hooked, Counts, Recurrent, SelfAttention]
 
 
@@ -145,10 +186,10 @@ class Chunk(nn.Module):
     def tied_parameters(self) -> dict[str, Tensor]:
         return {} if self.tied is None else {"tied": self.tied}
 
-    def forward(self, x: Tensor, first: Tensor | None = None, scale: Tensor | None = None, carry: Any = None) -> Any:
+    def forward(self, x: Tensor, first: Tensor | None = None, scale: Tensor | None = None, **context: Any) -> Any:
         y = x if first is None else x + torch.cos(first)
         for piece in self.pieces:
-            y = y + piece(y)
+            y = y + (piece(y, **context) if isinstance(piece, Context | Sums) else piece(y))
         if self.tied is not None:
             y = y + F.linear(y, self.tied)
         if scale is not None:
@@ -174,7 +215,7 @@ class Case:
         count = len(self.schedule.placement)
         self.saves = any(action.kind in "ROL" for row in self.schedule.actions for action in row)
         self.tied = count > 1 and rng.random() < 0.3
-        kinds = BY_TOKEN if self.sliced else BY_TOKEN + OTHERS
+        kinds = IN_SLICES if self.sliced else BY_TOKEN + OTHERS
         if self.schedule.stages == 1 and not self.sliced:
             kinds = [*kinds, lambda: nn.Dropout(0.3)]
         self.chunks = [
@@ -198,7 +239,9 @@ class Case:
         self.merge = rng.choice([True, False])
         self.make_optimizer = rng.choice([None, *OPTIMIZERS])
         self.max_norm, self.undo = rng.choice([None, 0.1, 10.0]), rng.choice(["snapshot", None])
+        self.loss = rng.choice([*LOSSES])
         self.side = rng.random() < 0.5
+        self.rows = rng.choice(["plain", "padded on the left", "padded on the right", "packed"])
         self.steps = [self.batch() for _ in range(rng.randint(1, 3))]
         self.changes = [rng.random() for _ in self.steps]
         self.reads = [
@@ -206,13 +249,21 @@ class Case:
             rng.choice(READS[:-1]),
         ]
 
-    def batch(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Inputs, targets and side inputs of every sequence."""
-        rows = self.rng.randint(1, 3)
-        return [
-            (randn(rows, TOKENS, WIDTH), randn(rows, TOKENS, WIDTH), randn(rows, TOKENS, 1))
-            for _ in range(self.schedule.sequences)
-        ]
+    def batch(self) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        """Inputs, targets and side inputs of every sequence; targets of padding are 0."""
+        rows, found = self.rng.randint(1, 3), []
+        for _ in range(self.schedule.sequences):
+            target = randn(rows, TOKENS, WIDTH)
+            side = {"scale": randn(rows, TOKENS, 1)} if self.side else {}
+            ends = torch.tensor([self.rng.randint(1, TOKENS) for _ in range(rows)])[:, None]
+            if self.sliced and self.rows == "packed":
+                side["position_ids"] = torch.arange(TOKENS) - ends * (torch.arange(TOKENS) >= ends)
+            elif self.sliced and self.rows != "plain":
+                mask = (torch.arange(TOKENS) < ends).long()
+                side["attention_mask"] = mask.flip(1) if self.rows == "padded on the left" else mask
+                target = target * side["attention_mask"][..., None]
+            found.append((randn(rows, TOKENS, WIDTH), target, side))
+        return found
 
     def change(self, chunks: list[Chunk], step: int) -> None:
         """What users do between steps."""
@@ -225,11 +276,47 @@ class Case:
 
     def describe(self) -> str:
         pieces = [[type(piece).__name__ for piece in chunk.pieces] for chunk in self.chunks]
-        names = ("fill", "options", "merge", "tied", "side", "max_norm", "undo", "reads")
+        names = ("loss", "rows", "fill", "options", "merge", "tied", "side", "max_norm", "undo", "reads")
         told = {name: vars(self)[name] for name in names}
         return f"{pieces}\n{told}\n{self.schedule.to_csv()}"
 
 
+def counted(target: Tensor) -> Tensor:
+    """[rows, tokens], 0 for padding."""
+    return (target != 0).any(-1).double()
+
+
+def sum_of_tokens(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target).square().sum(-1) * counted(target)).sum() / 10
+
+
+sum_of_tokens.reduction = "sum"  # type: ignore[attr-defined]
+
+
+def weighed(output: Tensor, target: Tensor) -> Tensor:
+    """A mean by weights of the targets' own."""
+    weights = target.square().sum(-1)
+    return ((output - target).square().sum(-1) * weights).sum() / weights.sum()
+
+
+def mean_of_rows(output: Tensor, target: Tensor) -> Tensor:
+    each, which = (output - target).square().sum(-1), counted(target)
+    return ((each * which).sum(1) / which.sum(1)).mean()
+
+
+def ratio(output: Tensor, target: Tensor) -> Tensor:
+    """One per sequence, clipped."""
+    ratios = torch.exp((output * target).sum(-1).mean(1) / 10)
+    return torch.minimum(ratios, ratios.clamp(0.8, 1.2)).sum() + output.square().mean()
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": F.mse_loss,
+    "sum": sum_of_tokens,
+    "weighed": weighed,
+    "mean of rows": mean_of_rows,
+    "ratio": ratio,
+}
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda parameters: torch.optim.SGD(parameters, lr=0.001, momentum=0.9),
     lambda parameters: torch.optim.AdamW(parameters, lr=0.001, eps=0.1),  # else gradients of rounding move weights
@@ -270,7 +357,7 @@ def one_process(case: Case, chunks: list[Chunk]) -> list[Any]:
     return found
 
 
-def losses_of(case: Case, chunks: list[Chunk], step: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+def losses_of(case: Case, chunks: list[Chunk], step: list[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> list[Tensor]:
     """Each sequence's share of the loss; forwards in the schedule's order, in which random numbers are drawn."""
     count, values = len(step), {}
     order = [(chunk, sequence) for sequence in range(count) for chunk in range(len(chunks))]
@@ -279,13 +366,13 @@ def losses_of(case: Case, chunks: list[Chunk], step: list[tuple[Tensor, Tensor, 
         order = [(action.chunk, action.microbatch) for action in ran if action.kind == "F"]
     for chunk, sequence in order:
         given = values[chunk - 1, sequence] if chunk else step[sequence][0]
-        keywords = {"scale": step[sequence][2]} if case.side else {}
+        keywords = step[sequence][2]
         arguments = given if isinstance(given, tuple) else (given,)
         if isinstance(given, dict):
             keywords, arguments = {**keywords, **given}, ()
         values[chunk, sequence] = chunks[chunk](*arguments, **keywords)
     last = len(chunks) - 1
-    return [F.mse_loss(values[last, sequence], step[sequence][1]) / count for sequence in range(count)]
+    return [LOSSES[case.loss](values[last, sequence], step[sequence][1]) / count for sequence in range(count)]
 
 
 def state_of(case: Case, chunks: list[Chunk]) -> list[Tensor | None]:
@@ -306,7 +393,7 @@ def pipelined(case: Case, chunks: list[Chunk]) -> list[Any]:
         mine = [chunks[chunk] for chunk in case.schedule.chunks_of(transport.rank)]
         found: list[Any] = []
         with Pipeline(
-            mine, case.schedule, F.mse_loss, transport, fill=case.fill, timeout=30, options=case.options
+            mine, case.schedule, LOSSES[case.loss], transport, fill=case.fill, timeout=30, options=case.options
         ) as pipe:
             pipe.queue.merge = case.merge
             optimizer: Any = None
@@ -320,7 +407,7 @@ def pipelined(case: Case, chunks: list[Chunk]) -> list[Any]:
                 pipe.gather(0)
                 inputs, targets, side = (list(each) for each in zip(*step, strict=True))
                 nn.ModuleList(mine).zero_grad()
-                loss = pipe.step(inputs, targets, [{"scale": each} for each in side] if case.side else None)
+                loss = pipe.step(inputs, targets, side if any(side) else None)
                 if optimizer is not None:
                     optimizer.step()
                     read(case.reads[number], pipe, optimizer, others[transport.rank])
