@@ -374,7 +374,6 @@ void touch_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 by
 void begin_async_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, bool proxy);
 void end_async_write(Cta& cta, u32 offset, u32 bytes, int thread, u32 clock);
 void record_read(Cta& cta, u32 offset, u32 bytes, int thread, u32 clock);
-void fence(Warp& w);  // fence.proxy.async
 MBarrier& mbarrier_at(Warp& w, const Instr& I, u32 lane, u64 address);
 
 // ---- async work ----

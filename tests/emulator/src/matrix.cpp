@@ -173,33 +173,6 @@ Layout layout_of(u64 descriptor, bool turned, int element) {
           element};
 }
 
-void decode16(const u8* from, Type type, float* out) {
-  switch (type) {
-    case Type::bf16: {
-      u16 v[8];
-      std::memcpy(v, from, 16);
-      for (int i = 0; i < 8; ++i) out[i] = f32_of(static_cast<u32>(v[i]) << 16);
-      break;
-    }
-    case Type::f16: {
-      _Float16 v[8];
-      std::memcpy(v, from, 16);
-      for (int i = 0; i < 8; ++i) out[i] = static_cast<float>(v[i]);
-      break;
-    }
-    case Type::tf32: {
-      u32 v[4];
-      std::memcpy(v, from, 16);
-      for (int i = 0; i < 4; ++i) out[i] = f32_of(v[i] & 0xffffe000u);
-      break;
-    }
-    default: {
-      const float* table = table8(type == Type::e4m3);
-      for (int i = 0; i < 16; ++i) out[i] = table[from[i]];
-    }
-  }
-}
-
 struct Shape {
   Type a, b;
   int N, K;
@@ -354,6 +327,33 @@ int number_after(const std::string& text, char letter) {
 }
 
 }  // namespace
+
+void decode16(const void* from, Type type, float* out) {
+  switch (type) {
+    case Type::bf16: {
+      u16 v[8];
+      std::memcpy(v, from, 16);
+      for (int i = 0; i < 8; ++i) out[i] = f32_of(static_cast<u32>(v[i]) << 16);
+      break;
+    }
+    case Type::f16: {
+      _Float16 v[8];
+      std::memcpy(v, from, 16);
+      for (int i = 0; i < 8; ++i) out[i] = static_cast<float>(v[i]);
+      break;
+    }
+    case Type::tf32: {
+      u32 v[4];
+      std::memcpy(v, from, 16);
+      for (int i = 0; i < 4; ++i) out[i] = f32_of(v[i] & 0xffffe000u);
+      break;
+    }
+    default: {
+      const float* table = table8(type == Type::e4m3);
+      for (int i = 0; i < 16; ++i) out[i] = table[static_cast<const u8*>(from)[i]];
+    }
+  }
+}
 
 void gather(const Layout& o, const u8* shared, Type type, u32 first, u32 rows, u32 K, float* out, u32 row, u32 column) {
   float v[16];

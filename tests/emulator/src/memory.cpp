@@ -47,12 +47,19 @@ std::string instr_at(u32 number) {
   return "line " + std::to_string(I.line) + " `" + I.text + "`";
 }
 
+// Whether what it writes is no store of a warp, which the async proxy would have to be told of.
+bool is_hardware(u32 number) {
+  const auto& parts = grid->function->code[number - 1].parts;
+  return parts[0] == "tcgen05" || (parts[0] == "mbarrier" && parts[1] == "inval");
+}
+
 u32 number_of(const Instr& I) { return static_cast<u32>(&I - grid->function->code.data()) + 1; }
 
 }  // namespace
 
 void touch_read(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, bool async_proxy) {
-  for (u32 i = 0; i < bytes; ++i)
+  // Triton's loops for 10.x load, unguarded, what a step that does not happen would need, and throw it away.
+  for (u32 i = 0; i < bytes && (async_proxy || grid->options.capability < 100); ++i)
     if (!cta.written[offset + i]) {
       grid->report("uninitialised", &w, lane, &I,
                    "reads " + place((offset + i) / static_cast<u32>(grid->granule)) + ", which nothing has written");
@@ -105,7 +112,7 @@ static void check_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 g, bool
       grid->report("race", &w, lane, &I,
                    "writes " + place(g) + " that " + who(write) + " writes, unordered (" +
                        instr_at(cta.last_write_instr[g]) + ")");
-    else if (async_proxy && clock > w.knowledge.fenced.at[thread]) {
+    else if (async_proxy && clock > w.knowledge.fenced.at[thread] && !is_hardware(cta.last_write_instr[g])) {
       bool engine = false;
       for (const auto& each : grid->ctas) engine |= each->engine == thread;
       if (!engine)
@@ -625,7 +632,9 @@ void cluster_wait(Warp& w, const Instr& I, u32 m) {
 }
 
 void fence(Warp& w, const Instr& I, u32 m) {
-  if (m && (I.has("proxy") || I.has("mbarrier_init"))) ptx::fence(w);
+  if (!m || !(I.has("proxy") || I.has("mbarrier_init"))) return;
+  w.knowledge.fenced.join(w.knowledge.seen, grid->threads);
+  ++w.knowledge.seen.at[w.thread];
 }
 
 // ---- mbarrier ----
@@ -993,11 +1002,6 @@ void bulk_wait(Warp& w, const Instr& I, u32 m) { finish_copies(w, m, I.args[0].b
 void prefetch(Warp&, const Instr&, u32) {}
 
 }  // namespace
-
-void fence(Warp& w) {
-  w.knowledge.fenced.join(w.knowledge.seen, grid->threads);
-  ++w.knowledge.seen.at[w.thread];
-}
 
 MBarrier& mbarrier_at(Warp& w, const Instr& I, u32 lane, u64 address) {
   u32 offset;

@@ -46,6 +46,8 @@ void chunks(const Layout& o, u32 first, u32 rows, u32 K, F f) {
   }
 }
 
+void decode16(const void* from, Type type, float* out);  // 16 bytes of an operand
+
 // Number (r, k) to out[(r - first) * row + k * column].
 void gather(const Layout& o, const u8* shared, Type type, u32 first, u32 rows, u32 K, float* out, u32 row, u32 column);
 

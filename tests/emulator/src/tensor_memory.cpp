@@ -25,6 +25,13 @@ u32 shadow(u32 half, u32 column) {
 
 u32* cell(Cta& cta, u32 lane, u32 column) { return cta.tensor.data() + lane * kColumns + column; }
 
+// What a product reads. What is loaded may be thrown away: loads are not guarded, stores are.
+void touch_operand(Warp& w, const Instr& I, u32 offset, u32 bytes) {
+  if (std::memchr(w.cta->written.data() + offset, 0, bytes))
+    grid->report("uninitialised", &w, 0, &I, "reads tensor memory that nothing has written");
+  touch_read(w, I, 0, *w.cta, offset, bytes, false);
+}
+
 bool allocated(Warp& w, const Instr& I, u32 column, u32 columns) {
   for (const auto& [first, count] : w.cta->tensor_columns)
     if (column >= first && column + columns <= first + count) return true;
@@ -53,7 +60,6 @@ void alloc(Warp& w, const Instr& I, u32) {
   u32 offset;
   Cta& block = shared_block(w, address_of(w, I.args[0], 0) & 0xffffffff, offset);
   shared_write(w, I, 0, block, offset, 4, &at);
-  fence(w);  // the hardware, not the warp, has written it
 }
 
 void dealloc(Warp& w, const Instr& I, u32) {
@@ -198,7 +204,9 @@ void mma(Warp& w, const Instr& I, u32 m) {
     TensorWork work;
     work.instr = &I, work.warp = &w;
     work.to = static_cast<u32>(address_of(w, I.args[0], lane));
-    work.a = in64(w, I.args[1].base)[lane], work.b = in64(w, I.args[2].base)[lane];
+    const bool kept = I.args[1].form == Arg::address;  // A is in tensor memory, too
+    work.a = kept ? address_of(w, I.args[1], lane) : in64(w, I.args[1].base)[lane];
+    work.b = in64(w, I.args[2].base)[lane];
     work.descriptor = in32(w, I.args[3].base)[lane];
     work.add = in_pred(w, I.args[4].base) >> lane & 1;
     Product5 p;
@@ -206,7 +214,7 @@ void mma(Warp& w, const Instr& I, u32 m) {
     const u32 first = work.to >> 16;
     if (first != 0 && (p.M == 128 || first != 16))
       return wrong(w, I, "a product to lanes from " + std::to_string(first));
-    if (!allocated(w, I, work.to & 0xffff, p.N)) return;
+    if (!allocated(w, I, work.to & 0xffff, p.N) || (kept && !allocated(w, I, work.a & 0xffff, 8))) return;
     work.clock = ++pipe.issued;
     // It comes after what its warp has seen, and after all before it in its pipe.
     const int thread = std::exchange(w.thread, pipe.thread);
@@ -219,12 +227,16 @@ void mma(Warp& w, const Instr& I, u32 m) {
       touch_read(w, I, static_cast<u32>(lane), cta, offset, 16, true);
       record_read(cta, offset, 16, pipe.thread, work.clock);
     };
-    chunks(layout_of(w, I, work.a, p.turned_a, p.a), 0, p.M, p.K, touch);
+    if (!kept) chunks(layout_of(w, I, work.a, p.turned_a, p.a), 0, p.M, p.K, touch);
     chunks(layout_of(w, I, work.b, p.turned_b, p.b), 0, p.N, p.K, touch);
     for (u32 row = 0; row < p.M; row += 16) {
       const u32 offset = shadow(lane_of(p, work.to, row) / 16, work.to & 0xffff),
                 bytes = p.N * static_cast<u32>(grid->granule);
-      if (work.add) touch_read(w, I, static_cast<u32>(lane), cta, offset, bytes, false);
+      if (kept) {
+        const u32 from = shadow(lane_of(p, static_cast<u32>(work.a), row) / 16, work.a & 0xffff);
+        touch_operand(w, I, from, 8 * static_cast<u32>(grid->granule));
+      }
+      if (work.add) touch_operand(w, I, offset, bytes);
       touch_write(w, I, static_cast<u32>(lane), cta, offset, bytes);
     }
     w.thread = thread, w.knowledge.seen.at[pipe.thread] = seen;
@@ -256,7 +268,14 @@ void multiply(const TensorWork& work) {
   static thread_local float a[128 * 32], b[32 * 256], c[256];
   Product5 p;
   decode(w, I, work.descriptor, p);
-  gather(layout_of(w, I, work.a, p.turned_a, p.a), cta.shared.data(), p.a, 0, p.M, p.K, a, 32, 1);
+  if (I.args[1].form == Arg::address) {
+    for (u32 row = 0; row < p.M; ++row)
+      for (u32 half = 0; half < 2; ++half)
+        decode16(cell(cta, lane_of(p, static_cast<u32>(work.a), row), (work.a & 0xffff) + 4 * half), p.a,
+                 a + row * 32 + half * p.K / 2);
+  } else {
+    gather(layout_of(w, I, work.a, p.turned_a, p.a), cta.shared.data(), p.a, 0, p.M, p.K, a, 32, 1);
+  }
   gather(layout_of(w, I, work.b, p.turned_b, p.b), cta.shared.data(), p.b, 0, p.N, p.K, b, 1, 256);
   for (u32 row = 0; row < p.M; ++row) {
     u32* to = cell(cta, lane_of(p, work.to, row), work.to & 0xffff);
@@ -299,7 +318,7 @@ Handler choose_tensor(Instr& I) {  // tcgen05.mma.cta_group::1.kind::f16, tcgen0
     return nothing;  // what they order is in order here
   if (I.has("cta_group::2")) return nullptr;
   if (what == "mma") {
-    const bool plain = I.args.size() == 5 && I.parts.size() == 4 && I.args[1].form == Arg::plain &&
+    const bool plain = I.args.size() == 5 && I.parts.size() == 4 && I.args[2].form == Arg::plain &&
                        (I.args[4].base.kind == Kind::pred || I.args[4].base.kind == Kind::constant);
     I.extra = I.has("kind::f16") ? 0 : I.has("kind::tf32") ? 1 : I.has("kind::f8f6f4") ? 2 : -1;
     return plain && I.extra >= 0 ? mma : nullptr;
