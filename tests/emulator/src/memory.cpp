@@ -47,12 +47,6 @@ std::string instr_at(u32 number) {
   return "line " + std::to_string(I.line) + " `" + I.text + "`";
 }
 
-// Whether what it writes is no store of a warp, which the async proxy would have to be told of.
-bool is_hardware(u32 number) {
-  const auto& parts = grid->function->code[number - 1].parts;
-  return parts[0] == "tcgen05" || (parts[0] == "mbarrier" && parts[1] == "inval");
-}
-
 u32 number_of(const Instr& I) { return static_cast<u32>(&I - grid->function->code.data()) + 1; }
 
 }  // namespace
@@ -98,6 +92,7 @@ void touch_read(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 byt
 // same: what is written is what is there, as where several warps hold the same part of a tile.
 static void check_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 g, bool async_proxy, bool same = false) {
   const int threads = grid->threads;
+  u32* reads = cta.reads.data() + g * static_cast<u32>(threads);
   if (cta.pending_reads[g])
     grid->report("race", &w, lane, &I, "writes " + place(g) + " while asynchronous work still reads it");
   if (cta.pending_writes[g])
@@ -112,8 +107,11 @@ static void check_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 g, bool
       grid->report("race", &w, lane, &I,
                    "writes " + place(g) + " that " + who(write) + " writes, unordered (" +
                        instr_at(cta.last_write_instr[g]) + ")");
-    else if (async_proxy && clock > w.knowledge.fenced.at[thread] && !is_hardware(cta.last_write_instr[g])) {
-      bool engine = false;
+    else if (async_proxy && clock > w.knowledge.fenced.at[thread]) {
+      // What a warp has read back lies there, and an mbarrier that is invalid holds nothing.
+      const auto& parts = grid->function->code[cta.last_write_instr[g] - 1].parts;
+      bool engine = parts[0] == "mbarrier" && parts[1] == "inval";
+      for (int t = 0; t < threads; ++t) engine |= reads[t] != 0;
       for (const auto& each : grid->ctas) engine |= each->engine == thread;
       if (!engine)
         grid->report("proxy-write", &w, lane, &I,
@@ -121,10 +119,10 @@ static void check_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 g, bool
                          " wrote, without fence.proxy.async between (" + instr_at(cta.last_write_instr[g]) + ")");
     }
   }
-  const u32* reads = cta.reads.data() + g * static_cast<u32>(threads);
   for (int t = 0; t < threads; ++t)
     if (reads[t] > w.knowledge.seen.at[t] && t != w.thread && !same)
       grid->report("race", &w, lane, &I, "writes " + place(g) + " that " + who(pack(t, 1)) + " reads, unordered");
+  if (!same) std::fill_n(reads, threads, 0u);  // those from now on are of what is written here
 }
 
 void touch_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, bool same) {
