@@ -29,7 +29,7 @@ def row(capability: int, dtype: str, index: int, seeds: Sequence[int]) -> tuple[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--capability", type=int, nargs="+", default=[80, 90])
+    parser.add_argument("--capability", type=int, nargs="+", default=[80, 90, 100, 120])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")

@@ -42,6 +42,10 @@ KINDS = {
         "expect_tx": r"^\s*@%p\d+ mbarrier\.arrive\.expect_tx[^;]*;",
     },
 }
+KINDS[100] = {kind: pattern for kind, pattern in KINDS[90].items() if "wgmma" not in kind} | {
+    "tcgen05.wait": r"^\s*tcgen05\.wait::[^;]*;\s*bar\.sync\s+0;",
+    "tcgen05.commit": r"^\s*@%p\d+ tcgen05\.commit[^;]*;",
+}
 
 
 class Tried(NamedTuple):

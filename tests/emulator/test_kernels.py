@@ -1,6 +1,6 @@
 """Compiled kernels against the reference in float64, without a race, an access beside memory, or a deadlock.
 
-The twenty cases that matter most run always, every launch for both targets as a slow test, all of cases.py by
+The cases that matter most run always, every launch for each target as a slow test, all of cases.py by
 `make emulate`.
 """
 
@@ -22,6 +22,10 @@ MATTER = {
     (80, "bf16"): (
         *("linear_fwd act 200x136x264 plain", "linear_wgrad 4 seg 200x136x264 plain to float32 add bias"),
         *("grouped_linear 256x128", "attention 64 packed heads"),
+    ),
+    (100, "bf16"): (
+        *("linear_fwd 63x129x65", "linear_wgrad 4 seg 200x136x264 plain to bfloat16 add bias"),
+        "fp8_linear 63x129x65",
     ),
 }  # fmt: skip
 
@@ -50,7 +54,7 @@ def test_what_matters(capability: int, dtype: str, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_every_launch(capability: int, name: str) -> None:
     matching = [case for case in cases(capability, DTYPES["bf16"]) if case.name.startswith(name)]
     if not matching and name.startswith("fp8"):

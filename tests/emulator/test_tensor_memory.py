@@ -25,9 +25,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )  # fmt: skip
 
 from tests.emulator import library
-from tests.emulator.cases import cases, tiles_of
 from tests.emulator.gpu import driver, gpu
-from zbkern.kernels.triton import kernels
 
 SHAPES = ("32x32b", "16x64b", "16x128b", "16x256b")  # of 64 rows, the first is 16x32bx2
 
@@ -152,21 +150,3 @@ def test_what_is_left_out_is_noticed(without: str, kind: str) -> None:
         _multiply(torch.bfloat16)
     product.device_caches.clear()
     assert kind in _kinds()
-
-
-LAUNCHES = (
-    "linear_wgrad 4 seg 200x136x264 plain to bfloat16 add bias",
-    "linear_fwd 63x129x65",
-    "linear_wgrads 8 aligned large tiles",
-    "fp8_linear 63x129x65",
-    "grouped_gated 136",
-    "attention 16 cross",
-)
-
-
-@pytest.mark.parametrize("name", [LAUNCHES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in LAUNCHES[1:])])
-def test_launches(name: str) -> None:
-    case = next(each for each in cases(100, torch.bfloat16) if each.name == name)
-    with gpu(100, seed=2), tiles_of(case):
-        case.run(kernels)
-    assert not _kinds()
