@@ -67,9 +67,9 @@ def test_the_timeout_of_a_pipeline_is_the_default(tmp_path: Path, monkeypatch: p
     seen: list[float] = []
     real = save_load.RankExchange
 
-    def watched(call: str, group: Any, timeout: float) -> Any:
+    def watched(call: str, group: Any, timeout: float, **options: Any) -> Any:
         seen.append(timeout)
-        return real(call, group, timeout)
+        return real(call, group, timeout, **options)
 
     monkeypatch.setattr(save_load, "RankExchange", watched)
     transport = LocalTransport.ring(1)[0]

@@ -211,7 +211,9 @@ def expected(case: Case) -> str:
     victim = case.victim
     if case.place == "before connecting":
         return f"rank {victim} did not come to 'connect'"
-    if case.place in CHECKPOINT and case.fault in ("kill", "stop"):
+    if case.place in CHECKPOINT and case.fault == "kill":
+        return f"{case.place.replace(' ', '.')}: rank {victim} (did not come to|exited unexpectedly)"
+    if case.place in CHECKPOINT and case.fault == "stop":
         return f"{case.place.replace(' ', '.')}: rank {victim} did not come to 'arguments checked' in 3 s"
     if case.fault == "kill":
         return f"rank {victim} exited unexpectedly"

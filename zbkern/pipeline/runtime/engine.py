@@ -299,6 +299,9 @@ class Pipeline:
                 if self.boundary.pending is not None:  # ranks that still wait for this one hear that it closes
                     self._transport.announce()
                 self.boundary.validate()
+        except PipelineError:
+            self._failed = True
+            raise
         finally:
             if not self._closed:
                 self.boundary.leave(self)
@@ -426,7 +429,9 @@ class Pipeline:
         self.boundary.pipe = self
         if self._replicas.agreement:
             with self._failing_together():
-                self._replicas.agreement.check(call, self._passes, self.schedule.microbatches, self.timeout)
+                self._replicas.agreement.check(
+                    call, self._passes, self.schedule.microbatches, self._transport, self.timeout
+                )
 
     def _recover(self, call: str | None) -> None:
         """Connects anew after a failure, with all ranks about to make the same call; collective."""

@@ -5,9 +5,9 @@ Ranks of other pipelines that run other passes would wait for each other until t
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbkern.data_parallel import is_sharded, state_of
+from zbkern.pipeline.transport.base import PipelineError, Transport
 from zbkern.wgrad import fsdp
+
+_PAUSE = 0.0001  # seconds between looks at what has come
 
 
 class Agreement:
@@ -44,16 +47,16 @@ class Agreement:
     def __bool__(self) -> bool:
         return bool(self._groups)
 
-    def check(self, call: str, passes: int, microbatches: int, timeout: float) -> None:
+    def check(self, call: str, passes: int, microbatches: int, transport: Transport, timeout: float) -> None:
         """Raises ValueError on all of these ranks where some make another call, or run other passes than the others.
 
-        passes: a number of the same ones (`number_of`). Collective. Raises RuntimeError where a rank does not come in
-        `timeout` seconds.
+        passes: a number of the same ones (`number_of`). transport: this rank's pipeline, whose failure ends this, too.
+        Collective. Raises RuntimeError where a rank does not come in `timeout` seconds.
         """
         once = self._gathered_once()
         numbers = [number_of(call), microbatches, passes]
         for name, group in self._groups.items():
-            rows = _gathered([*numbers[:1], 0, 0] if name in once else numbers, group, self._device, timeout)
+            rows = _gathered([*numbers[:1], 0, 0] if name in once else numbers, group, self._device, transport, timeout)
             ranks = dist.get_process_group_ranks(group)
             for rank, row in zip(ranks, rows, strict=True):
                 if row[0] != rows[0][0]:
@@ -91,14 +94,20 @@ def number_of(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-def _gathered(numbers: list[int], group: dist.ProcessGroup, device: torch.device, timeout: float) -> list[list[int]]:
+def _gathered(
+    numbers: list[int], group: dist.ProcessGroup, device: torch.device, transport: Transport, timeout: float
+) -> list[list[int]]:
     """The numbers of all ranks of the group."""
     device = torch.device("cpu") if "cpu" in dist.get_backend_config(group) else device
     own = torch.tensor(numbers, device=device)
     rows: list[Tensor] = [torch.empty_like(own) for _ in range(group.size())]
-    try:
-        dist.all_gather(rows, own, group, async_op=True).wait(timedelta(seconds=timeout))
-    except RuntimeError as error:
-        ranks = dist.get_process_group_ranks(group)
-        raise RuntimeError(f"not all of ranks {ranks}, with replicas of this chunk, came to it: {error}") from error
+    work, start = dist.all_gather(rows, own, group, async_op=True), time.monotonic()
+    while not work.is_completed():  # no wait: this pipeline may fail meanwhile, and other replicas know nothing of that
+        if transport.failure is not None:
+            raise PipelineError(transport.failure)
+        if time.monotonic() - start > timeout:
+            ranks = dist.get_process_group_ranks(group)
+            raise RuntimeError(f"not all of ranks {ranks}, with replicas of this chunk, came to it in {timeout:g} s")
+        time.sleep(_PAUSE)
+    work.wait()
     return torch.stack(rows).tolist()
