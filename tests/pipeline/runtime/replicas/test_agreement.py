@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zbkern
-from tests.support.meshes import named_mesh
 from zbkern.pipeline import Optimizer, Pipeline, PipelineError, schedules
 
 pytestmark = pytest.mark.dist
@@ -47,8 +47,12 @@ def batch(step: int, count: int) -> tuple[Tensor, Tensor]:
     return torch.randn(2, 2 * count, WIDTH, generator=generator, dtype=torch.double).unbind()
 
 
-def wrapped(kind: str, block: nn.Module) -> nn.Module:
-    mesh = named_mesh(replica=2, stage=2)
+def fresh_mesh() -> DeviceMesh:
+    """With groups of its own: those of a case that failed may have a collective under way that not all have begun."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
+
+
+def wrapped(kind: str, block: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(zbkern.convert(block), process_group=mesh.get_group("replica"))
     if kind == "tensor parallel":
@@ -63,9 +67,9 @@ def wrapped(kind: str, block: nn.Module) -> nn.Module:
 def unequal_numbers(kind: str) -> str | tuple[float, float]:
     """What is raised, or how far weights, and the loss of an evaluation, are from those of one process."""
     replica, stage = divmod(dist.get_rank(), 2)
-    start, chunk, plain = time.monotonic(), wrapped(kind, blocks()[stage]), blocks()
-    group = named_mesh(replica=2, stage=2).get_group("stage")
-    pipe = Pipeline(chunk, lambda n: schedules.zb_h1(2, n), nn.functional.mse_loss, group, timeout=20)
+    mesh, start, plain = fresh_mesh(), time.monotonic(), blocks()
+    chunk, group = wrapped(kind, blocks()[stage], mesh), mesh.get_group("stage")
+    pipe = Pipeline(chunk, lambda n: schedules.zb_h1(2, n), nn.functional.mse_loss, group, timeout=600)
     inner = torch.optim.SGD(chunk.parameters(), lr=0.5, momentum=0.9)
     optimizer = Optimizer(inner, pipe, max_norm=0.05, adaptive=False)
     try:
@@ -79,7 +83,7 @@ def unequal_numbers(kind: str) -> str | tuple[float, float]:
         evaluated = pipe.evaluate([*batch(9, 2)[0].chunk(2)], [*batch(9, 2)[1].chunk(2)])
         pipe.close()
     except PipelineError as error:
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 60
         return str(error)
     reference = torch.optim.SGD(nn.ModuleList(plain).parameters(), lr=0.5, momentum=0.9)
     first = [[b.clone() for b in block.buffers()] for block in plain]
@@ -103,7 +107,7 @@ def unequal_numbers(kind: str) -> str | tuple[float, float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_unequal_numbers_of_microbatches_are_right_or_refused(four_ranks: Any, kind: str) -> None:
-    for found in four_ranks.run(unequal_numbers, kind, timeout=60):
+    for found in four_ranks.run(unequal_numbers, kind, timeout=120):
         if kind in ("fsdp", "tensor parallel"):
             assert "replicas must run the same microbatches in the same order" in found
             assert "got 3 microbatches on rank" in found
@@ -117,9 +121,9 @@ def test_unequal_numbers_of_microbatches_are_right_or_refused(four_ranks: Any, k
 def evaluations_of_one_replica(kind: str) -> list[str]:
     """What each call of the first replica, which alone evaluates before every step, and of the second raises."""
     replica, stage = divmod(dist.get_rank(), 2)
-    start, chunk, said = time.monotonic(), wrapped(kind, blocks()[stage]), []
-    group = named_mesh(replica=2, stage=2).get_group("stage")
-    pipe = Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, group, timeout=20)
+    mesh, start, said = fresh_mesh(), time.monotonic(), []
+    chunk, group = wrapped(kind, blocks()[stage], mesh), mesh.get_group("stage")
+    pipe = Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, group, timeout=600)
     try:
         for step in range(3):
             if replica == 0:
@@ -128,13 +132,13 @@ def evaluations_of_one_replica(kind: str) -> list[str]:
         pipe.close()
     except PipelineError as error:
         said.append(str(error))
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 60
     return said
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_replica_evaluates_alone_or_is_refused(four_ranks: Any, kind: str) -> None:
-    for said in four_ranks.run(evaluations_of_one_replica, kind, timeout=60):
+    for said in four_ranks.run(evaluations_of_one_replica, kind, timeout=120):
         if kind == "ddp":
             assert said == []
         else:
