@@ -33,7 +33,7 @@ from zbkern.pipeline.runtime.arguments import (
 from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
 from zbkern.pipeline.runtime.forward_state import ForwardState, evaluation_mode
 from zbkern.pipeline.runtime.measure.recorder import Recorded, Recorder, timeline_of
-from zbkern.pipeline.runtime.memory.memory_saving import MemorySavingStage, make_stages
+from zbkern.pipeline.runtime.memory.memory_saving import MemorySavingStage
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.replicas.agreement import number_of
 from zbkern.pipeline.runtime.replicas.data_parallel import Replicas, check_apart
@@ -41,6 +41,7 @@ from zbkern.pipeline.runtime.replicas.tied_weights import TiedWeights, all_ties
 from zbkern.pipeline.runtime.slices.sequence_loss import SequenceLosses, put_together
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, adds_up, check_sliceable
 from zbkern.pipeline.runtime.stage import Stage
+from zbkern.pipeline.runtime.stages import make_stages
 from zbkern.pipeline.runtime.step_boundary import StepBoundary, boundary_of
 from zbkern.pipeline.runtime.step_schedules import StepSchedules
 from zbkern.pipeline.schedules.actions import Action

@@ -18,37 +18,13 @@ from zbkern.pipeline.runtime.memory.recomputation import RecomputedTensors, part
 from zbkern.pipeline.runtime.memory.saved_tensors import SavedTensors
 from zbkern.pipeline.runtime.memory.storages import Offload, Resident, Storage, Storages
 from zbkern.pipeline.runtime.options import StepOptions
-from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target, adds_up
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target
 from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.schedules.program import offloaded_after, offloads_or_recomputes, recomputed, streamed
+from zbkern.pipeline.schedules.program import offloaded_after, recomputed, streamed
 from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.wgrad import WGradQueue, WGradTask
-
-
-def make_stages(
-    modules: Mapping[int, torch.nn.Module],
-    schedule: Schedule,
-    loss_fn: LossFn | None,
-    recorder: Recorder,
-    options: StepOptions,
-    parts: Mapping[int, Mapping[torch.nn.Module, Any]] | None = None,
-    counts: bool = False,
-) -> dict[int, Stage]:
-    """The stage of every chunk of the recorder's rank: one that saves memory where the rank's row has R, O or L, or
-    where it is to count it (`counts`). parts: what an R runs again, by chunk; by default what the options name."""
-    row, last = schedule.actions[recorder.rank], len(schedule.placement) - 1
-    own = {last: loss_fn} if not schedule.is_sliced or adds_up(loss_fn) else {}  # else SequenceLosses computes it
-    stages = {chunk: (module, chunk, recorder.queue, own.get(chunk), schedule) for chunk, module in modules.items()}
-    if not (counts or offloads_or_recomputes(row)):
-        return {chunk: Stage(*stage) for chunk, stage in stages.items()}
-    lanes = CopyLanes(recorder.device, recorder.now)
-    how: Any = {"row": row, "lanes": lanes, "recorder": recorder, "options": options}
-    return {
-        chunk: MemorySavingStage(*stage, **how, parts=None if parts is None else parts.get(chunk, {}))
-        for chunk, stage in stages.items()
-    }
 
 
 def _named_parts(
