@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -50,27 +50,58 @@ class QueueStore:
         """What TransformerEngine asks before it puts a W here."""
         return True
 
-    def put(self, tensors: Sequence[Tensor], function: Callable[..., Any]) -> None:
-        """Defers function(*tensors), which returns the gradients of weight and bias; or adds the weight's itself."""
+    def put(self, tensors: Sequence[Any], function: Callable[..., Any]) -> None:
+        """Defers function(*tensors), which returns the gradients of weight and bias; or adds the weight's itself.
+
+        The bias's is None where B has computed it, as in FP8, whose tensors are TransformerEngine's own storages.
+        """
         module = self.module
         fused = module.fuse_wgrad_accumulation
+        parts = [_Parts(tensor) for tensor in tensors]
 
         def run(segments: Sequence[wgrad.Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
             for segment in segments:  # one: each task has a function of its own
-                for output, gradient in zip(outputs, function(*segment), strict=False):
-                    if output is not None:
+                left = iter(segment)
+                for output, gradient in zip(outputs, function(*[part.whole(left) for part in parts]), strict=False):
+                    if output is not None and gradient is not None:
                         output.add_(gradient) if accumulate else output.copy_(gradient)
+                    elif output is not None and not accumulate:
+                        output.zero_()
             if fused:
                 module.weight.grad_added_to_main_grad = True
                 module._trigger_wgrad_accumulation_and_reduce_hooks()
 
-        bias = getattr(module, "bias", None)
-        params = () if fused else (module.weight, bias if bias is not None and bias.numel() else None)  # an empty one
         name = f"{type(module).__name__} of TransformerEngine"
-        task = wgrad.WGradTask(run, tuple([tensor.detach() for tensor in tensors]), params, name=name)
+        flat = tuple([tensor for part in parts for tensor in part.tensors])
+        task = wgrad.WGradTask(run, flat, (None if fused else module.weight, self._bias(tensors)), name=name)
         scope = wgrad.current()
         wgrad.run_in_backward(task) if scope is None else scope[0].add(task, scope[1])
+
+    def _bias(self, tensors: Sequence[Any]) -> Tensor | None:
+        """The bias, where its gradient comes with W: neither in FP8, nor of one that is added after the product."""
+        bias, module = getattr(self.module, "bias", None), self.module
+        apart = not getattr(module, "apply_bias", True) or getattr(module, "gemm_bias_unfused_add", False)
+        plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+        return bias if bias is not None and bias.numel() and plain and not apart else None  # none is an empty one
 
     def pop(self) -> NoReturn:
         """Called by the module's `backward_dw`, which has nothing to do."""
         raise RuntimeError("the W of this module waits in a zbkern queue: call queue.run() instead of backward_dw()")
+
+
+class _Parts:
+    """What W is given: a tensor, or a storage that holds some, such as those of FP8 numbers and their scales."""
+
+    def __init__(self, given: Any) -> None:
+        self._kind, self._fields = type(given), {} if isinstance(given, Tensor) else dict(vars(given))
+        self._names = [name for name, value in self._fields.items() if isinstance(value, Tensor)]
+        held = [given] if isinstance(given, Tensor) else [self._fields[name] for name in self._names]
+        self.tensors = [tensor.detach() for tensor in held]
+
+    def whole(self, tensors: Iterator[Tensor]) -> Any:
+        """It again, with the next of these tensors, which are copies where they have been offloaded."""
+        if not self._fields:
+            return next(tensors)
+        made = object.__new__(self._kind)
+        made.__dict__.update(self._fields, **dict(zip(self._names, tensors, strict=False)))
+        return made
