@@ -109,6 +109,7 @@ def train(modules: list[torch.nn.Module], inputs: Tensor, targets: Tensor) -> No
         return torch.nn.functional.cross_entropy(output, target)
 
     assert_type(profile(modules, (0, 1), loss_fn, inputs, targets), Costs)
+    Pipeline(modules[0], schedule(), loss_fn).close()
     with Pipeline(modules, schedule(), loss_fn, fill="eager", tied={"head": targets}) as pipe:
         assert_type(pipe, Pipeline)
         optimizer = Optimizer(torch.optim.AdamW(modules[0].parameters()), pipe, max_norm=1.0, undo=None)

@@ -535,6 +535,14 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_models_that_are_no_chain_are_refused() -> None:
     with pytest.raises(ValueError, match=r"AutoModelForCausalLM makes a decoder.*; got ViTConfig: Unrec[^\n]*$"):
         cut(transformers.ViTConfig(), schedules.zb_h1(2, 2), rank=0)
+    speech = transformers.Wav2Vec2Model(
+        transformers.Wav2Vec2Config(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, layerdrop=0.0,
+            num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+        )
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"Wav2Vec2Model has no embedding of tokens or images.*; name them: layers="):
+        cut(speech, schedules.zb_h1(2, 2), rank=0)
     model = make("qwen3_moe")
     model.config.output_router_logits = True
     with pytest.raises(ValueError, match="output_router_logits must be False"):
@@ -558,6 +566,21 @@ def test_an_argument_that_the_model_would_ignore_is_refused() -> None:
     ):
         chunk(tokens, atention_mask=mask)
     chunk(tokens, attention_mask=mask, num_items_in_batch=4)  # what the library hands on to all models
+    with pytest.raises(ValueError, match=r"'attn_mask' and .* such as 'attention_mask'$"):
+        chunk(tokens, attn_mask=mask)
+    with pytest.raises(ValueError, match=r"'weather' and would ignore it: leave it out of the batch and of side$"):
+        chunk(tokens, weather=mask)
+
+
+def test_no_other_name_is_suggested_where_none_is_similar() -> None:
+    """xLSTM has no mask, and a tokenizer's batch has one."""
+    config = transformers.xLSTMConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_heads=4)
+    tokens, mask, _ = batch()
+    (chunk,) = cut(config, schedules.zb_h1(1, 2), rank=0)
+    with pytest.raises(
+        ValueError, match=r"'attention_mask' and would ignore it: leave it out of the batch and of side$"
+    ):
+        chunk(tokens, attention_mask=mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

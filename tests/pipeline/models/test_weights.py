@@ -15,7 +15,7 @@ from torch import nn
 import zbkern
 from tests.support.resident import Resident
 from tests.support.same import assert_same
-from tests.support.small_models import BERT, KINDS, config_of, make, transformers
+from tests.support.small_models import BERT, KINDS, TEXT, config_of, make, transformers
 from zbkern.pipeline import Optimizer, Pipeline, PipelineError, cut, export, schedules, token_loss, token_targets
 from zbkern.pipeline.models import weights as loading
 
@@ -450,3 +450,40 @@ def test_an_index_names_files_of_its_folder(tmp_path: Path) -> None:
             model = small()
         with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json must name files of its own folder; got"):
             cut(model, ALONE, [0], weights=inside)
+
+
+@pytest.mark.parametrize("index", ['{"weight_map": {"0.weight": 3}}', '{"weight_map": [1]}', "[]", "{}", "no JSON"])
+def test_an_index_that_is_none_is_refused(index: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with torch.device("meta"):
+        model = small()
+    with pytest.raises(ValueError, match=r'cut: weights: .*index.json must have a "weight_map" of names'):
+        cut(model, ALONE, [0], weights=tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"0.weight": "pipe"}}')
+    with torch.device("meta"):
+        model = small()
+    with pytest.raises(ValueError, match=r"cut: weights: cannot read .*pipe: there is no such file"):
+        cut(model, ALONE, [0], weights=tmp_path)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_buffers_that_the_model_around_them_sets(reads: bool, tmp_path: Path) -> None:
+    """Falcon-H1's multipliers, which are in no file and are those of the configuration."""
+    sizes = {**TEXT, "num_key_value_heads": 2, "head_dim": 8, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8}
+    config = transformers.FalconH1Config(
+        **sizes, mamba_n_groups=1, mamba_d_state=8, mamba_expand=2, ssm_multipliers=[0.5, 2.0, 3.0, 4.0, 5.0]
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    for rank in range(2):
+        (chunk,) = cut(config, TWO, weights=tmp_path if reads else None, rank=rank)
+        own = [name for name in chunk.layer_names if ".layers." in name]
+        assert own
+        for name in own:
+            buffer = f"{name}.mamba.mup_vector"
+            assert torch.equal(chunk.get_buffer(buffer), model.get_buffer(buffer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,17 @@ def test_torch_letters_are_not_ours() -> None:
 def test_csv_that_is_no_schedule_is_refused(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         Schedule.from_csv(text)
+
+
+def test_a_line_of_commas_takes_no_memory() -> None:
+    text = "," * 2_000_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(ScheduleError):
+            Schedule.from_csv(text)
+        assert tracemalloc.get_traced_memory()[1] < 8 * len(text)
+    finally:
+        tracemalloc.stop()
 
 
 def build(*rows: str, placement: tuple[int, ...] | None = None, microbatches: int = 1) -> Schedule:

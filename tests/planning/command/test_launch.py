@@ -199,3 +199,17 @@ def test_what_it_cannot_write(options: list[str], message: str, capsys: pytest.C
     assert __main__.main(["plan", *sizes, *options]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such names")
+def test_no_name_of_a_file_ends_the_docstring(tmp_path: Path) -> None:
+    folder = tmp_path / '"""\nraise SystemExit("ran")\n"""'
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    path = tmp_path / 'a"""b\\.py'
+    sizes = ["--stages", "2", "--microbatches", "4", "--sequence", "16", "--effort", "0"]
+    assert __main__.main(["plan", "--config", str(folder), *sizes, "--out", str(path)]) == 0
+    names = runpy.run_path(str(path))
+    assert "Trains '''\nraise" in names["__doc__"]
+    assert names["CONFIG"] == str(folder.resolve() if Path(names["CONFIG"]).is_dir() else folder / "config.json")
+    assert names["SCHEDULE"].stages == 2

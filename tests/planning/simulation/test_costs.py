@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zbkern.pipeline import Costs, LayerCosts, plan, schedules, simulate
+from zbkern.pipeline import Costs, LayerCosts, ModelCosts, plan, schedules, simulate
 from zbkern.planning.simulation import comparison, drift
 
 
@@ -96,3 +96,18 @@ def test_the_smallest_costs_can_be_simulated_and_planned(smallest: float) -> Non
     costs = Costs(smallest, smallest, smallest, smallest, smallest, smallest)
     found = plan(costs, 2, 4, effort=1)
     assert 0 <= found.lower_bound <= max(found.bubble_rate, 0) < 1
+
+
+def test_they_are_shown_in_a_line() -> None:
+    """Of a plan with all its costs, too: four digits, equal numbers once, and nothing that is as by default."""
+    costs = Costs([1 / 3] * 30 + [2.0], weight=[1.0, 1 / 7] * 15 + [1.0], activation=2**30, memory_unit="bytes")
+    assert repr(costs) == (
+        "Costs(forward=(0.3333 x 30, 2), weight=(1, 0.1429, 1, 0.1429, 1, 0.1429, and so on: 31), "
+        "activation=1.074e+09, held=1.074e+09, memory_unit='bytes')"
+    )
+    layers = ModelCosts((LayerCosts("block", 1.0, 1.0, 1.0),) * 8, latency=0.25)
+    assert repr(layers) == "ModelCosts(layers=<8 LayerCosts>, latency=0.25)"
+    found = plan(layers, 2, 4, chunks=1, effort=0)
+    assert repr(found).startswith("<Plan: <Schedule plan")
+    assert ", cut before layers [0, 4]>" in repr(found)
+    assert len(repr(found)) < 250

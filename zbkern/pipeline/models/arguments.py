@@ -14,6 +14,7 @@ from zbkern.pipeline.models.layers import is_transformer
 # Beginnings of arguments' names in the library: of images, videos and sound; and of all that the first chunk takes.
 _OF_ENCODERS = ("pixel_values", "input_features", "input_values")
 _EMBEDDED = ("inputs_embeds", *_OF_ENCODERS)
+_SIMILAR = 0.75  # attn_mask is to attention_mask, and attention_mask is not to output_attentions
 # Kinds of models that use what an encoder gives in no other place
 _ENCODERS_BEFORE_BLOCKS = ("llava", "qwen2_vl", "qwen2_5_vl", "gemma3")
 
@@ -66,10 +67,13 @@ def refuse_unknown(whole: Any, known: frozenset[str], side: dict[str, Any]) -> N
     """The library's models take any further argument, and do nothing with it."""
     for name in side if known else ():
         if name not in known:
-            like = difflib.get_close_matches(name, known, 1) or ["attention_mask"]
+            like = difflib.get_close_matches(name, known, 1, _SIMILAR)
+            if "mask" in name:
+                like += [each for each in ("attention_mask",) if each in known]
+            rename = f", or give it by the name that the model has for it, such as {like[0]!r}" if like else ""
             raise ValueError(
                 f"cut: {type(whole).__name__} has no argument {name!r} and would ignore it: leave it out of "
-                f"the batch and of side, or give it by the name that the model has for it, such as {like[0]!r}"
+                f"the batch and of side{rename}"
             )
 
 

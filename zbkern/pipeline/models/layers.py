@@ -164,7 +164,13 @@ def _of_stack(model: Any, stack: str, outermost: str) -> dict[str, str]:
     """The layers of the blocks in a module, and of what stands beside it and what holds it, as far as the outermost."""
     config = model.config.get_text_config()
     part = model.get_submodule(stack)
-    embedding = name_in(model, part.get_input_embeddings())
+    try:
+        embedding = name_in(model, part.get_input_embeddings())
+    except NotImplementedError as error:  # of sounds and of numbers over time
+        raise ValueError(
+            f"layers_of: {type(model).__name__} has no embedding of tokens or images, by which layers would be found; "
+            f"{_REMEDY}; or make chunks by hand, any modules each of which takes what the one before returns"
+        ) from error
     lists = {name: each for name, each in part.named_modules(prefix=stack) if isinstance(each, nn.ModuleList)}
     blocks = [name for name, each in lists.items() if len(each) == config.num_hidden_layers]
     blocks = blocks or [name for name, each in lists.items() if len(each) > 1 and len({*map(type, each)}) == 1]

@@ -58,6 +58,9 @@ def fill(
                 )
             if stored is None or is_transformer(model):  # where others draw a buffer, they draw the weights with it
                 _draw(model, chunk, drawn, init, seed)
+            unset = [name for name in drawn if not _has_value(chunk, name)]
+            if unset and is_transformer(model):
+                _draw_from_outside(model, chunk, unset)
             _check_values(chunk, drawn)
 
 
@@ -118,13 +121,34 @@ def _first_holder(model: nn.Module, layers: Sequence[str], parameter: nn.Paramet
     return next((layer, name) for layer, name, each in named if each is parameter)
 
 
-def _check_values(chunk: Chunk, names: Sequence[str]) -> None:
+def _draw_from_outside(model: Any, chunk: Chunk, names: Sequence[str]) -> None:
+    """Values for buffers that the library sets in `_init_weights` of a model around them: Falcon-H1's multipliers."""
+    twin = copy.deepcopy(model)  # on the meta device, but for these
+    found: dict[str, Tensor] = {}
     for name in names:
         prefix, _, key = name.rpartition(".")
-        module = chunk.get_submodule(prefix)
-        tensor = getattr(module, key)
-        as_made = not (tensor.is_floating_point() or tensor._version or tensor.any())
-        if tensor.numel() and (as_made or tensor.flatten()[0].isnan()):
+        if key in twin.get_submodule(prefix)._buffers:
+            found[name] = twin.get_submodule(prefix)._buffers[key] = torch.full_like(
+                chunk.get_buffer(name), torch.nan, device="cpu"
+            )
+    for outer in {name.rsplit(".", count)[0] for name in found for count in range(1, name.count(".") + 1)}:
+        if is_transformer(part := twin.get_submodule(outer)):
+            part._init_weights(part)
+    for name, buffer in found.items():
+        chunk.get_buffer(name).copy_(buffer)
+
+
+def _has_value(chunk: Chunk, name: str) -> bool:
+    prefix, _, key = name.rpartition(".")
+    tensor = getattr(chunk.get_submodule(prefix), key)
+    as_made = not (tensor.is_floating_point() or tensor._version or tensor.any())
+    return not (tensor.numel() and (as_made or tensor.flatten()[0].isnan()))
+
+
+def _check_values(chunk: Chunk, names: Sequence[str]) -> None:
+    for name in names:
+        if not _has_value(chunk, name):
+            module = chunk.get_submodule(name.rpartition(".")[0])
             raise ValueError(
                 f"cut: {name!r} must get its values from weights=, from init=, or from reset_parameters of "
                 f"{type(module).__name__}; it has none. "
@@ -195,7 +219,14 @@ def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
     """Slices of all tensors of the folder, by name, which read nothing yet."""
     open_file = safetensors("cut").safe_open
     if (folder / INDEX).is_file():
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        try:
+            names = sorted({*json.loads((folder / INDEX).read_text())["weight_map"].values()})
+            "".join(names)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f'cut: weights: {folder / INDEX} must have a "weight_map" of names of tensors to names of files; got '
+                f"{type(error).__name__}: {error}"
+            ) from error
         if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
             raise ValueError(f"cut: weights: {folder / INDEX} must name files of its own folder; got {outside[0]!r}")
     elif (folder / SINGLE).is_file():
@@ -207,6 +238,8 @@ def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
         )
     stored = {}
     for name in names:
+        if not (folder / name).is_file():  # a pipe would be waited for
+            raise ValueError(f"cut: weights: cannot read {folder / name}: there is no such file")
         try:
             file = files.enter_context(open_file(folder / name, framework="pt"))
         except (OSError, safetensors("cut").SafetensorError) as error:

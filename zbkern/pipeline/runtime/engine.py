@@ -80,7 +80,7 @@ class Pipeline:
 
     def __init__(
         self,
-        modules: Iterable[torch.nn.Module],
+        modules: torch.nn.Module | Iterable[torch.nn.Module],
         schedule: Schedule | Callable[[int], Schedule],
         loss_fn: LossFn | None,
         group: dist.ProcessGroup | Transport | None = None,

@@ -15,6 +15,7 @@ Rows = Sequence[Sequence[Action]]
 _TO_TORCH = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 _TO_OURS = {letter: kind for kind, letter in _TO_TORCH.items()} | {"R": "R", "O": "O", "L": "L"}
 _CELL = re.compile(r"(\d+)([FIWBROL])(\d+(?::\d+/\d+)?)")
+_FILLED = re.compile(r"[^,]+")  # one after the other: a line may be long, and have nothing but commas
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # run side by side in torch; here one after the other
 _OTHER = re.compile(r"\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
@@ -43,7 +44,7 @@ def read(
     comments = [line.lstrip("# ").partition(":") for line in lines if line.startswith("#")]
     header = {key.strip(): value.strip() for key, _, value in comments}
     rows = [
-        tuple(action for cell in line.split(",") for action in _actions(cell.strip()))
+        tuple(action for cell in _FILLED.finditer(line) for action in _actions(cell[0].strip()))
         for line in lines
         if line[:1] != "#"
     ]

@@ -104,7 +104,7 @@ _PIPELINE = {
     "names": "Pipeline, Schedule, cut",
     "numbers": """\
 PARTITION = $partition
-SCHEDULE = Schedule.from_csv(Path(__file__).with_name("$schedule").read_text())
+SCHEDULE = Schedule.from_csv(Path(__file__).with_name($csv).read_text())
 MICROBATCHES = SCHEDULE.sequences""",
     "build": """\
 def chunks_of(config: object, mesh: DeviceMesh, device: torch.device) -> list[torch.nn.Module]:
@@ -201,14 +201,15 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
         schedule.write_text(found.schedule.to_csv(), encoding="utf-8")
     parts = _PROGRAM.safe_substitute(_FULLY_SHARDED if job.fully_shard else _PIPELINE)
     program = Template(parts).substitute(
-        model=config.name,
+        model=_in_docstring(config.name),
         layout=", ".join(f"{size} {name}" for name, size in sizes.items() if size > 1) or "one GPU",
         nodes=nodes,
         per_node=per_node,
         rendezvous=" --rdzv-backend c10d --rdzv-endpoint HOST:29400" if nodes > 1 else "",
-        name=path.name,
+        name=_in_docstring(path.name),
         last=f"\n\nThe last node starts it with --nproc-per-node {rest}." if rest else "",
-        schedule=schedule.name,
+        schedule=_in_docstring(schedule.name),
+        csv=repr(schedule.name),
         config=repr(str(config.resolve())),
         sizes=", ".join(map(str, sizes.values())),
         fp8=_FP8 if job.fp8 else "",
@@ -219,6 +220,11 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
         recomputed=_recomputed(found),
     )
     path.write_text(program, encoding="utf-8")
+
+
+def _in_docstring(name: str) -> str:
+    """A name, as far as it does not end a string."""
+    return ascii(name)[1:-1].replace('"', "'")
 
 
 def _recomputed(found: Plan) -> list[int]:

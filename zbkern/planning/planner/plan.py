@@ -53,6 +53,11 @@ class Plan:
     partition: tuple[int, ...] | None = None
     layers: tuple[str, ...] | None = None
 
+    def __repr__(self) -> str:
+        bound = "optimal" if self.optimal else f"at least {self.lower_bound:.1%}"
+        where = "" if self.partition is None else f", cut before layers {[*self.partition]}"
+        return f"<Plan: {self.schedule}, {self.timeline}, {bound}{where}>"
+
     @property
     def bubble_rate(self) -> float:
         return self.timeline.bubble_rate

@@ -39,7 +39,7 @@ class ChunkCosts(NamedTuple):
     carried: tuple[float, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Costs(JsonFile):
     """Times and memory of one microbatch, of whole sequences, in one chunk: a number, or one per chunk in model order.
 

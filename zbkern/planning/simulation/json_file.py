@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from zbkern.pipeline.schedules.units import number
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -15,7 +18,12 @@ _LARGEST = 16 * 2**20  # bytes: costs of 10,000 layers are 6 MB
 
 
 class JsonFile:
-    """A dataclass that is saved as a JSON object."""
+    """A dataclass that is saved as a JSON object, and shown with four digits, without what is as by default."""
+
+    def __repr__(self) -> str:
+        values = [(each, getattr(self, each.name)) for each in fields(self)]  # type: ignore[arg-type]
+        shown = [f"{each.name}={_shown(value)}" for each, value in values if value != each.default]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def to_json(self) -> str:
         """The JSON object with the fields' names."""
@@ -42,6 +50,22 @@ class JsonFile:
     def load(cls, path: str | Path) -> Self:
         """What is in a JSON file that `save` wrote, or that was written by hand. Raises OSError or ValueError."""
         return cls.from_json(read_text(path))
+
+
+_MOST_SHOWN = 6  # of numbers after each other
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return number(value)
+    if not isinstance(value, tuple) or not value:
+        return repr(value)
+    if is_dataclass(value[0]):
+        return f"<{len(value)} {type(value[0]).__name__}>"
+    runs = [(_shown(each), len([*same])) for each, same in groupby(value)]
+    parts = [text if count == 1 else f"{text} x {count}" for text, count in runs]
+    more = f", and so on: {len(value)}" if len(parts) > _MOST_SHOWN else ""
+    return f"({', '.join(parts[:_MOST_SHOWN])}{more})"
 
 
 def read_text(path: str | Path) -> str:

@@ -68,7 +68,7 @@ class LayerCosts:
                 checked_number(f"LayerCosts: of layer {self.name!r}", name, getattr(self, name))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelCosts(JsonFile):
     """Layers in model order, and the links between ranks: a message takes latency + its size / bandwidth.
 

@@ -65,7 +65,10 @@ class ProbeSteps:
             )
 
     def run(
-        self, modules: Iterable[torch.nn.Module], placement: tuple[int, ...], layers: tuple[str, ...] = ()
+        self,
+        modules: torch.nn.Module | Iterable[torch.nn.Module],
+        placement: tuple[int, ...],
+        layers: tuple[str, ...] = (),
     ) -> Measurements:
         """Measures this rank's modules with those of the other ranks; collective. Leaves gradients as they were.
 

@@ -22,7 +22,7 @@ Group = dist.ProcessGroup | Transport | None
 
 
 def profile(
-    modules: Iterable[torch.nn.Module],
+    modules: torch.nn.Module | Iterable[torch.nn.Module],
     placement: Sequence[int],
     loss_fn: LossFn | None,
     inputs: Any = None,
