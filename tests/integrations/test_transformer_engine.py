@@ -170,6 +170,14 @@ def test_the_pages_block() -> None:
         testing.assert_close(ours.grad, expected.grad)
 
 
+def test_with_a_frozen_bias_the_weight_has_its_gradient() -> None:
+    model, _ = models(bias=True, fused=True)
+    model[0].bias.requires_grad_(False)
+    model(torch.randn(5, 8)).sum().backward()
+    assert model[0].weight.main_grad.any()
+    assert model[0].bias.grad is None
+
+
 def test_a_frozen_weight_has_no_gradient() -> None:
     model, _ = models(bias=True, fused=False)
     model[0].weight.requires_grad_(False)

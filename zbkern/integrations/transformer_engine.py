@@ -73,7 +73,9 @@ class QueueStore:
 
         name = f"{type(module).__name__} of TransformerEngine"
         flat = tuple([tensor for part in parts for tensor in part.tensors])
-        task = wgrad.WGradTask(run, flat, (None if fused else module.weight, self._bias(tensors)), name=name)
+        bias = self._bias(tensors)
+        parameters = (module.weight, bias) if not fused else () if bias is None else (None, bias)
+        task = wgrad.WGradTask(run, flat, parameters, name=name)
         scope = wgrad.current()
         wgrad.run_in_backward(task) if scope is None else scope[0].add(task, scope[1])
 
@@ -82,7 +84,8 @@ class QueueStore:
         bias, module = getattr(self.module, "bias", None), self.module
         apart = not getattr(module, "apply_bias", True) or getattr(module, "gemm_bias_unfused_add", False)
         plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
-        return bias if bias is not None and bias.numel() and plain and not apart else None  # none is an empty one
+        has_one = bias is not None and bias.numel() > 0 and bias.requires_grad  # none is an empty one
+        return bias if has_one and plain and not apart else None
 
     def pop(self) -> NoReturn:
         """Called by the module's `backward_dw`, which has nothing to do."""

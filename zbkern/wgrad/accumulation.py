@@ -128,12 +128,17 @@ def accumulate(batch: Sequence[list[WGradTask]]) -> None:
             segments = [group[0].tensors] if len(group) == 1 else [task.tensors for task in group]
             group[0].kernel.run(segments, gradients, True)
             return
-    wanted = [group for group in batch if any(p is not None and p.requires_grad for p in group[0].parameters)]
+    wanted = [group for group in batch if _is_wanted(group[0].parameters)]
     targets = [Target(group[0]) for group in wanted]
     if wanted:
         run_into(wanted, targets)
     for target in targets:
         target.commit()
+
+
+def _is_wanted(parameters: Sequence[Tensor | None]) -> bool:
+    """Whether one takes a gradient; a task of none at all is wanted for what its kernel does by itself."""
+    return not parameters or any(parameter is not None and parameter.requires_grad for parameter in parameters)
 
 
 def _existing_gradients(parameters: Sequence[Tensor | None]) -> list[Tensor | None] | None:
