@@ -1,4 +1,4 @@
-"""The programs and commands of docs/models.md, as they stand: the programs one after the other on four ranks."""
+"""The programs of docs/models.md and docs/planning.md, one after the other on four ranks, and the pages' commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zbkern import __main__
 from zbkern.pipeline import layers_of
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "models.md"
+PAGES = [ROOT / "docs" / name for name in ("models.md", "planning.md")]
 WIDTH = 8
 
 
@@ -67,8 +67,8 @@ def check_weights(names: dict[str, Any], folder: str) -> None:
 
 
 def run_page(folder: str) -> tuple[str, bool, int]:
-    """The page's programs in one namespace; the schedule of its second one, and what its last chunk begins with."""
-    cutting, without_logits, measuring, by_layer, from_file = blocks(PAGE)
+    """The pages' programs in one namespace; the schedule that was measured for, and what the last chunk begins with."""
+    cutting, without_logits, measuring, by_layer, from_file = (code for page in PAGES for code in blocks(page))
     names: dict[str, Any] = dict(batch())
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

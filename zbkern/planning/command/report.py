@@ -340,7 +340,7 @@ def _assumptions(gpu: Hardware, width: int) -> str:
         f"Computed from flops and bytes with shares fitted to published runs{corrected}, and not measured: programs "
         f"get {gpu.matmul_share:.0%} of the GPU's peak in W's large products, "
         f"{gpu.matmul_share * gpu.forward_backward_share:.0%} in those of F and B, {gpu.memory_share:.0%} of its "
-        f"memory's bandwidth and {gpu.network_share:.0%} of the links'. docs/models.md says what else is assumed."
+        f"memory's bandwidth and {gpu.network_share:.0%} of the links'. docs/cost_model.md says what else is assumed."
     )
     source = f"Peaks: {gpu.source or 'of a table that names no source'}."
     return "\n".join(textwrap.fill(each, width) for each in (text, source))
