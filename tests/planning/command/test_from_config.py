@@ -54,7 +54,9 @@ def test_a_model_is_planned_and_compared(capsys: pytest.CaptureFixture, tmp_path
     (planned,) = [each for name, each in rows if name.startswith("plan-")]
     assert float(planned) == seconds  # with what is beside the passes
     shares = "programs get 70% of the GPU's peak in W's large products, 51% in those of F and B, 46% of its memory's"
-    assert f"and not measured: {shares} bandwidth and 91% of the links'. docs/cost_model.md says" in " ".join(text.split())
+    assert f"and not measured: {shares} bandwidth and 91% of the links'. docs/cost_model.md says" in " ".join(
+        text.split()
+    )
     assert "Peaks: NVIDIA H100 datasheet, SXM" in text
 
 
