@@ -1,7 +1,4 @@
-"""What calls of the Triton kernels launch, compiled for three GPUs that need not be here.
-
-In a process of its own: this one interprets Triton kernels, and a process does one or the other.
-"""
+"""What calls of the Triton kernels launch, compiled for five GPUs that need not be here."""
 
 from __future__ import annotations
 
@@ -16,9 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from build_tools.kernels import aot as triton_aot
 from build_tools.kernels import jobs, launches
+from zbkern.kernels import tiles
 from zbkern.kernels.tiles import SHARED_MEMORY
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -44,6 +43,20 @@ def test_products_and_sums_are_joined_whatever_the_compiler_would_choose(monkeyp
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # as it is from Triton 3.10 on
     parsed = make_backend(GPUTarget("cuda", 90, 32)).parse_options(compile_options(8, 3))
     assert (parsed.num_warps, parsed.num_stages, parsed.enable_fp_fusion) == (8, 3, True)
+
+
+def test_each_chip_has_its_own_tiles_also_after_another() -> None:
+    """Of dense and of grouped products: what was planned for one chip is forgotten before the next."""
+    from zbkern.kernels.triton.matmul_tile import plan
+
+    for capability in (*triton_aot.CAPABILITIES, *triton_aot.CAPABILITIES[::-1]):
+        with launches.tiles_of(capability):
+            for groups in (1, 8):
+                arguments = ("wgrad", 4096, 4096, 4096)
+                tile, _ = plan(*arguments, torch.bfloat16, torch.device("meta"), True, groups=groups)
+                others = ((4096, 4096),) * (groups - 1)
+                sms = launches.SMS[capability]
+                assert tile == tiles.choose(*arguments, "bfloat16", capability, sms, True, others)
 
 
 @pytest.mark.slow

@@ -15,12 +15,11 @@ from zbkern.kernels.triton.grouped_tile import (
     load_rows,
     matrix_of,
     padded,
-    plan_groups,
     ragged_argument,
     row_tiles,
     store_rows,
 )
-from zbkern.kernels.triton.matmul_tile import Matrix, as_operand, has_bulk_copies, pieces, precision, tile_index
+from zbkern.kernels.triton.matmul_tile import Matrix, as_operand, has_bulk_copies, pieces, plan, precision, tile_index
 
 
 @Kernel
@@ -82,7 +81,7 @@ def _run_product(op: str, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None
     left, right, target = as_rows(a), as_operand(b), Matrix(written := rows_dense(out, copy=False))
     bulk = has_bulk_copies(a.device)
     reads, writes = bulk and left.describable and right.describable, bulk and target.describable
-    tile, programs = plan_groups(op, groups, -(-rows // groups), q, r, a.dtype, a.device, reads and writes)
+    tile, programs = plan(op, -(-rows // groups), q, r, a.dtype, a.device, reads and writes, groups=groups)
     parts = tile.epilogue_parts(writes)
     x, x_stride = ragged_argument(left, tile.m, tile.k, reads)
     matrices, w_stride = right.argument(tile.k, tile.n, reads)

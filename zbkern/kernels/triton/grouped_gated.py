@@ -10,8 +10,8 @@ from zbkern.kernels.triton.activation import gate_of, halves
 from zbkern.kernels.triton.gate_tile import gate_constants, gate_parts, regular
 from zbkern.kernels.triton.gated import gated_dgrad
 from zbkern.kernels.triton.grouped import grouped_linear_dgrad, grouped_linear_fwd
-from zbkern.kernels.triton.grouped_tile import as_rows, padded, plan_groups, ragged_argument
-from zbkern.kernels.triton.matmul_tile import as_operand, has_bulk_copies, precision
+from zbkern.kernels.triton.grouped_tile import as_rows, padded, ragged_argument
+from zbkern.kernels.triton.matmul_tile import as_operand, has_bulk_copies, plan, precision
 
 
 def grouped_gated_fwd(
@@ -37,7 +37,7 @@ def grouped_gated_dgrad(
     left, right = as_rows(dy), as_operand(weight)
     reads = has_bulk_copies(dy.device) and left.describable and right.describable
     wide = reads and not options.interleaved  # a tile of 256 columns beside an interleaved z spills on sm_90
-    tile, programs = plan_groups("dgrad", groups, -(-rows // groups), hidden, r, dy.dtype, dy.device, wide)
+    tile, programs = plan("dgrad", -(-rows // groups), hidden, r, dy.dtype, dy.device, wide, groups=groups)
     x, x_stride = ragged_argument(left, tile.m, tile.k, reads)
     matrices, w_stride = right.argument(tile.k, tile.n, reads)
     strides = (x_stride, right.group_stride, w_stride, z.stride(0), dz.stride(0), h.stride(0))

@@ -4,17 +4,13 @@ Tiles of rows begin where a group does: none has rows of two. What a tile would 
 group is cut off, with pointers by a mask, with bulk copies by a descriptor that has a border at any row (`ragged`).
 """
 
-import functools
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from zbkern.kernels import tiles
 from zbkern.kernels.triton.common import offset, rows_dense
-from zbkern.kernels.triton.matmul_tile import Matrix, as_operand, load, operand, plan, store
+from zbkern.kernels.triton.matmul_tile import Matrix, as_operand, load, operand, store
 
 _BILLION = 1 << 30
 
@@ -120,12 +116,6 @@ def ragged_descriptor(matrix: Matrix, rows: int, columns: int) -> TensorDescript
 def ragged_argument(matrix: Matrix, rows: int, columns: int, bulk: bool) -> tuple[Tensor | TensorDescriptor, int]:
     """What a kernel is given of rows that are found on the device, and as their stride."""
     return (ragged_descriptor(matrix, rows, columns), 1) if bulk else (matrix.tensor, matrix.stride)
-
-
-@functools.lru_cache(maxsize=4096)
-def plan_groups(op: str, groups: int, p: int, q: int, r: int, *options: Any) -> tuple[tiles.Tile, int]:
-    """`plan` for as many matrices [p, q] as there are groups."""
-    return plan(op, p, q, r, *options, others=((p, q),) * (groups - 1))
 
 
 def padded(groups: int) -> int:

@@ -14,11 +14,10 @@ from zbkern.kernels.triton.grouped_tile import (
     group_end,
     load_rows,
     padded,
-    plan_groups,
     ragged_argument,
     row_counts,
 )
-from zbkern.kernels.triton.matmul_tile import Matrix, has_bulk_copies, pieces, precision, tile_index
+from zbkern.kernels.triton.matmul_tile import Matrix, has_bulk_copies, pieces, plan, precision, tile_index
 from zbkern.kernels.triton.multi_matmul import SLOTS, columns, store_tile
 from zbkern.kernels.triton.wgrad import sum_rows
 
@@ -139,7 +138,7 @@ def _run_sums(pairs: Sequence[tuple[Matrix, Matrix, Tensor]], out: Tensor, accum
     reads = bulk and all(a.describable and b.describable for a, b, _ in pairs)
     writes = bulk and target.describable
     most = -(-sum(a.tensor.shape[0] for a, _, _ in pairs) // groups)
-    tile, programs = plan_groups("wgrad", groups, p, q, most, dtype, device, reads and writes)
+    tile, programs = plan("wgrad", p, q, most, dtype, device, reads and writes, groups=groups)
     parts = tile.epilogue_parts(writes)
     slots = [
         (ragged_argument(a, tile.k, tile.m, reads)[0], ragged_argument(b, tile.k, tile.n, reads)[0], ends)

@@ -229,9 +229,12 @@ def plan(
     device: torch.device,
     describable: bool,
     others: tuple[tuple[int, int], ...] = (),
+    groups: int = 1,
 ) -> tuple[tiles.Tile, int]:
-    """(tile, programs to start) for [p, q] and `others` in one launch. describable: operands and outputs all are."""
+    """(tile, programs to start) for as many [p, q] as there are groups, and `others`, in one launch. describable:
+    operands and outputs all are."""
     capability, sms = _machine(device)
+    others += ((p, q),) * (groups - 1)
     tile = tiles.choose(op, p, q, r, str(dtype).removeprefix("torch."), capability, sms, describable, others)
     return tile, min(sms, tiles.count(tile, (p, q), *others))
 
