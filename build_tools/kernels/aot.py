@@ -74,7 +74,7 @@ class Report:
     def faults(self) -> list[str]:
         """What a production kernel must not have."""
         found = []
-        if self.stack > (CALL_FRAME if self.instructions["bulk copies"] and self.capability >= 120 else 0):
+        if self.stack > (CALL_FRAME if self.bulk and self.capability >= 120 else 0):
             found.append(f"spills: {self.stack} bytes of stack per thread")
         limit = 1024 * SHARED_MEMORY[self.capability]
         if self.shared > limit:
