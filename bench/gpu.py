@@ -58,29 +58,28 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     figures = found_before(arguments.out) if arguments.goes_on else []
     rows = [row for row in rows if row.name not in {figure["row"] for figure in figures}]
-    begin = time.perf_counter()
-    with ahead.Compilers() as compilers:
-        count = compilers.compile(ours(rows, bench))
-    seconds = time.perf_counter() - begin
-    if count:
-        print(f"{count} kernels compiled, or found compiled, in {seconds:.0f} s", flush=True)
     result: dict[str, Any] = {"impl": arguments.impl, "dtype": arguments.dtype, "versions": gpu_peers.versions()}
     result |= {"rows": figures, "running": None, "left": [row.name for row in rows]}
-    end = begin + arguments.seconds
+    report.write_json("gpu", result, arguments.out)
+    end = time.perf_counter() + arguments.seconds
+    compilers = ahead.Compilers()
 
     def begins(row: Row) -> None:
         share = max(end - time.perf_counter(), 0.0) / len(result["left"])
         result.update(running=row.name, left=result["left"][1:])
         report.write_json("gpu", result, arguments.out)
         faulthandler.dump_traceback_later(60 + 2 * share, exit=True, file=sys.__stderr__)
+        if bench.impl != "torch":
+            compilers.compile(ours(row, bench))
 
     try:
-        for figure in measure(rows, bench, arguments.seconds - seconds, begins):
+        for figure in measure(rows, bench, arguments.seconds, begins):
             figures.append(figure)
             print(" | ".join(cells(figure)), flush=True)
             report.write_json("gpu", result, arguments.out)
     finally:
         faulthandler.cancel_dump_traceback_later()
+        compilers.close()
     result["running"] = None
     print("\n" + markdown_table(HEADER, [cells(figure) for figure in figures]))
     if result["left"]:
@@ -100,13 +99,12 @@ def found_before(folder: Path | None) -> list[dict[str, Any]]:
     return found["rows"] + ended
 
 
-def ours(rows: list[Row], bench: Bench) -> Iterator[Callable[[], object]]:
-    """Everything in these rows that runs kernels of ours."""
-    for row in rows:
-        with contextlib.suppress(Exception):  # `measure` will meet it, too
-            for case in row.cases(bench):
-                yield case.ours
-                yield from (run for name, run in case.peers.items() if "our" in name)
+def ours(row: Row, bench: Bench) -> Iterator[Callable[[], object]]:
+    """Everything in it that runs kernels of ours."""
+    with contextlib.suppress(Exception):  # `measure` will meet it, too
+        for case in row.cases(bench):
+            yield case.ours
+            yield from (run for name, run in case.peers.items() if "our" in name)
 
 
 def measure(

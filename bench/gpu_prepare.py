@@ -80,7 +80,7 @@ def runs() -> Iterator[Run]:
     bench = Unwritten(torch.device("cpu"), torch.bfloat16, "triton", Sizes())
     for row in gpu_rows.ROWS:
         if not row.name.endswith("ceiling"):
-            yield from ((row.name, run) for run in gpu.ours([row], bench))
+            yield from ((row.name, run) for run in gpu.ours(row, bench))
     yield from (("virtual stages", run) for run in virtual_stages.launches(kernels))
 
 
