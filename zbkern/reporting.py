@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import subprocess
@@ -60,6 +61,7 @@ def _processor() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
+@functools.cache
 def _commit(checkout: Path) -> str:
     if not (checkout / ".git").exists():  # git would look further up, and find another project's
         return "unknown"
