@@ -11,20 +11,11 @@ import multiprocessing
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 os.environ["TRITON_INTERPRET"] = "0"
 
-import torch
-
-from tests.emulator.cases import DTYPES, cases, faults
-
-
-def row(capability: int, dtype: str, index: int, seeds: Sequence[int]) -> tuple[dict[str, str], int, float]:
-    """faults() of a case by its place, in another process."""
-    torch.set_float32_matmul_precision("highest")
-    return faults(cases(capability, DTYPES[dtype])[index], capability, seeds)
+from tests.emulator.cases import DTYPES, cases, faults_at
 
 
 def main() -> int:
@@ -43,7 +34,7 @@ def main() -> int:
     ]
     counts: Counter[tuple[int, str, str]] = Counter()
     with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        rows = [pool.submit(row, *place, arguments.seeds) for *place, _ in wanted]
+        rows = [pool.submit(faults_at, *place, arguments.seeds) for *place, _ in wanted]
         for (capability, dtype, _, name), done in zip(wanted, rows, strict=True):
             found, launched, seconds = done.result()
             verdict = "; ".join(found) or "ok"

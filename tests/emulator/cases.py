@@ -244,6 +244,11 @@ def faults(
     return found, launched, seconds
 
 
+def faults_at(capability: int, dtype: str, index: int, seeds: Sequence[int]) -> tuple[dict[str, str], int, float]:
+    """faults() of a case by its place, for another process."""
+    return faults(cases(capability, DTYPES[dtype])[index], capability, seeds)
+
+
 @contextlib.contextmanager
 def _tiles_of(case: Case) -> Iterator[None]:
     """Inside, kernels have that case's tiles."""
