@@ -35,11 +35,14 @@ def driver(capability: int) -> Any:
 def forget(*functions: Any) -> None:
     """What was compiled in this process, of zbkern's kernels and of these jitted functions: neither Triton nor zbkern
     asks again for which target."""
+    from triton.compiler import compiler
+
     from build_tools.kernels.jobs import kernel_modules
     from zbkern.kernels.triton.common import Kernel
     from zbkern.kernels.triton.replay import replay
 
     replay.forget()
+    compiler.max_shared_mem.cache_clear()
     for module in kernel_modules():
         for value in vars(importlib.import_module(module)).values():
             if isinstance(value, Kernel):
