@@ -45,8 +45,9 @@ def build() -> tuple[Path, list[Path]]:
                 flag.replace("code=sm_90a", "code=compute_90a") for flag in cuda.flags(source, toolkit, interpreter)
             ]
             keep = ["--keep", "--keep-dir", str(folder)] if source.suffix == ".cu" else []
-            command = [toolkit.nvcc, *flags, *keep, "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
-            subprocess.run(command, check=True)
+            part = folder / f"{source.stem}.o"
+            if not part.exists():
+                subprocess.run([toolkit.nvcc, *flags, *keep, "-c", str(source), "-o", str(part)], check=True)
         objects = sorted(map(str, folder.glob("cuda_*.o")))
         subprocess.run([machine.compiler or "g++", "-shared", *objects, "-o", str(made)], check=True)
     return made, sorted(folder.glob("*.ptx"))
