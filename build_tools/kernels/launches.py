@@ -408,15 +408,13 @@ def machine(capability: int) -> Iterator[None]:
 @contextlib.contextmanager
 def tiles_of(capability: int) -> Iterator[None]:
     """Inside, kernels choose tiles as on a GPU of that capability, whatever GPU is here."""
-    from zbkern.kernels.triton import grouped_tile as triton_grouped_tile
     from zbkern.kernels.triton import matmul_tile as triton_matmul_tile
     from zbkern.kernels.triton.replay import replay
 
-    plans = triton_matmul_tile.plan.cache_clear, triton_grouped_tile.plan_groups.cache_clear
     with contextlib.ExitStack() as stack:
         machine = capability, SMS[capability]
         stack.enter_context(mock.patch.object(triton_matmul_tile, "_machine", return_value=machine))
-        for remembered in (*plans, replay.forget):
+        for remembered in (triton_matmul_tile.plan.cache_clear, replay.forget):
             remembered()
             stack.callback(remembered)
         yield

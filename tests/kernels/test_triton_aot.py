@@ -207,20 +207,6 @@ def test_a_ring_that_a_pending_product_needs_one_more_buffer_of(buffers: int, pe
     assert len(report.faults()) == faults
 
 
-def test_tiles_of_groups_are_those_of_the_chip_that_is_played() -> None:
-    import torch
-
-    from zbkern.kernels.triton.grouped_tile import plan_groups
-
-    arguments = ("fwd", 8, 4096, 4096, 4096, torch.bfloat16, torch.device("meta"), False)
-    found = []
-    for capability in (80, 100, 80):
-        with launches.tiles_of(capability):
-            found.append(plan_groups(*arguments))
-    assert found[0] == found[2]
-    assert [programs for _, programs in found] == [launches.SMS[80], launches.SMS[100], launches.SMS[80]]
-
-
 def test_no_stride_is_kept_from_being_compiled_in() -> None:
     """An argument of an annotated type is never a constant on a GPU, not even a stride of 1: elements of rows would be
     loaded one by one."""
