@@ -310,7 +310,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         cut(model.config, TWO, weights=tmp_path, rank=0)
     model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
     (tmp_path / "parts" / "model-00002-of-00008.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"cannot read .*model-00002-of-00008\.safetensors: No such file"):
+    with pytest.raises(ValueError, match=r"cannot read .*model-00002-of-00008\.safetensors: there is no such file"):
         cut(model.config, TWO, weights=tmp_path / "parts", rank=0)
     path.unlink()
     with pytest.raises(ValueError, match="has neither: from_pretrained"):

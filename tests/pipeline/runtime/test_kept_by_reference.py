@@ -147,13 +147,20 @@ def test_values_that_w_reads_are_compared_in_two_steps_or_in_all(always: bool) -
 
 
 def test_side_inputs_that_a_slice_changes_are_told() -> None:
-    """A tensor that is not cut is every slice's, and every chunk reads it."""
+    """A tensor that is not cut is every slice's, and every chunk reads it. Here from the second step on: in the first,
+    a comparison with whole sequences would tell that they differ."""
 
     class Scaled(nn.Linear):
-        def forward(self, x: Tensor, scale: Tensor, carry: Any = None) -> Tensor:
-            return super().forward(x) * scale.add_(1).clone()
+        change = 0
 
+        def forward(self, x: Tensor, scale: Tensor, carry: Any = None) -> Tensor:
+            return super().forward(x) * (scale.add_(self.change).clone() if self.change else scale)
+
+    module = Scaled(4, 4)
     schedule, data = schedules.one_f_one_b(1, 1, slices=2), torch.ones(1, 6, 4)
     message = r"side inputs of microbatch 1, .*'scale'.* were modified in place"
-    with pytest.raises(PipelineError, match=message), one_rank(Scaled(4, 4), schedule) as pipe:
+    pipe = one_rank(module, schedule)
+    pipe.step(data, data, [{"scale": torch.ones(4)}])
+    module.change = 1
+    with pytest.raises(PipelineError, match=message), pipe:
         pipe.step(data, data, [{"scale": torch.ones(4)}])

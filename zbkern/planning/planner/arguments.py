@@ -81,6 +81,8 @@ class Request:
 
     def __post_init__(self) -> None:
         costs, placement, slices = self.costs, self.placement, self.slices
+        if not isinstance(costs, (Costs, ModelCosts)):
+            raise TypeError(f"plan: costs must be a zbkern.pipeline.Costs or ModelCosts; got {type(costs).__name__}")
         if placement is not None and not isinstance(placement, Sequence):
             raise TypeError(
                 f"plan: placement must be one of {PLACEMENTS} or a list with the rank of every chunk; got "

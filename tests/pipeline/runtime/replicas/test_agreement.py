@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from typing import Any
 
@@ -142,4 +143,5 @@ def test_one_replica_evaluates_alone_or_is_refused(four_ranks: Any, kind: str) -
         if kind == "ddp":
             assert said == []
         else:
-            assert "replicas must make the same calls in the same order" in said[0]
+            # one that has begun its next step is told of its passes
+            assert re.search("replicas must (make the same calls|run the same microbatches) in the same order", said[0])
