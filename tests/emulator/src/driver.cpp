@@ -268,8 +268,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
     if (steps[i] != 1) return refuse("element steps of " + number(steps[i]));
     made.lengths[i] = static_cast<u32>(lengths[i] - 1), made.box[i] = static_cast<u16>(box[i]), made.steps[i] = 1;
     if (i + 1 == rank) break;
-    if (!strides[i] || strides[i] % 16 || strides[i] >= 1ull << 40)
-      return refuse("a stride of " + number(strides[i]) + " bytes");
+    if (strides[i] % 16 || strides[i] >= 1ull << 40) return refuse("a stride of " + number(strides[i]) + " bytes");
     made.strides[i] = strides[i];
   }
   if (box[0] * size % 16) return refuse("a box whose rows have " + number(box[0] * size) + " bytes");
