@@ -145,6 +145,7 @@ class Stage:
 
     def reset(self) -> None:
         """Forgets microbatches that were begun and not finished."""
+        self.queue.in_slice = False
         self._saved.clear()
         self.carries.reset()
 
@@ -178,9 +179,9 @@ class Stage:
 
     def _outputs(self, inputs: Any, target: Target | None, side: Mapping[str, Any]) -> Any:
         records = torch.is_grad_enabled()
-        defers = getattr(self.module, "deferred_logits", None)  # a chunk of `cut`
         takes = target is not None and getattr(self.loss_fn, "takes_deferred_logits", False)
-        with nullcontext() if defers is None or not takes else defers():
+        defers = getattr(self.module, "deferred_logits", None) if takes else None  # a chunk of `cut`
+        with nullcontext() if defers is None else defers():
             outputs = self._call(inputs, side)
         if torch.is_grad_enabled() is not records:
             torch.set_grad_enabled(records)
