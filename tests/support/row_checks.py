@@ -45,7 +45,10 @@ def norm(
     partials, one = (torch.full((1 + centered, p, features), float("nan"), **wide) for p in (count, 1))
     launches.norm_dgrad(dy, normed, weight, mean, rstd, dx, partials if weighted else None, dsummed)
     arguments = (dy, normed, weight, mean, rstd, dx, one if weighted else None, dsummed)
-    copies = checks.compare(None, "norm_dgrad", {"dx": dx}, *arguments, scale=scale)
+    terms = scale
+    if features == 1 and not centered:  # the gradient is what is left of two such terms, which nearly cancel
+        terms = max(scale, float((dy.double() * rstd[:, None] * (1 if weight is None else weight)).abs().max()))
+    copies = checks.compare(None, "norm_dgrad", {"dx": dx}, *arguments, scale=terms)
     if weighted:
         sums = [torch.ones(features, **wide) for _ in range(1 + centered)]
         launches.norm_wgrad([(partials,), (partials,)], sums, True)
