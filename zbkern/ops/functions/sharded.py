@@ -265,7 +265,8 @@ def placements_for_w(x: DTensor, weight: DTensor, bias: DTensor | None) -> tuple
     """How dy of linear(x, weight, bias) must be cut so that W is a product of local parts; None where it is not."""
     from torch.distributed.tensor import Replicate, Shard
 
-    last, placements = x.dim() - 1, list[Any]()
+    last = x.dim() - 1
+    placements: list[Any] = []  # not list[Any](): torch 2.8 cannot trace it
     for rows, own in zip(x.placements, weight.placements, strict=True):
         by_tokens = rows.is_shard() and not rows.is_shard(last)
         placements.append(Shard(last) if own.is_shard(0) else rows if by_tokens else Replicate())
