@@ -176,8 +176,10 @@ def test_models_and_schedules(fresh_ranks: Any, package: str, name: str, schedul
     assert min(fresh_ranks.run(step, package, name, schedule, 1, 1, False, False)) > 0
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-@pytest.mark.parametrize("name", ["llama3", "qwen3_moe", "deepseek_v3"])
+# compiled experts are torch's own _grouped_mm, which traces bf16 alone: these models are float32 here
+@pytest.mark.parametrize(
+    ("name", "compiled"), [("llama3", False), ("llama3", True), ("qwen3_moe", False), ("deepseek_v3", False)]
+)
 def test_selective_checkpointing(fresh_ranks: Any, package: str, name: str, compiled: bool) -> None:
     assert min(fresh_ranks.run(step, package, name, "ZBVZeroBubble", 1, 1, True, compiled, timeout=400)) > 0
 
