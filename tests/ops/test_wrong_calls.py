@@ -298,7 +298,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("draw.save([], 'x.svg')", ValueError, "draw: timelines is empty; give at least one"),
     ("draw.save([simulate(S.zb_h1(2, 2))], 'x')", ValueError, "draw.save: path must end in .svg, .html or .json"),
     # planner
-    ("plan(3, 2, 2)", AttributeError, "'int' object has no attribute 'tokens'"),
+    ("plan(3, 2, 2)", TypeError, "plan: costs must be a zbkern.pipeline.Costs or ModelCosts; got int"),
     ("plan(C, 0, 2)", ValueError, "plan: stages must be at least 1; got 0"),
     ("plan(C, '2', 2)", TypeError, "plan: stages must be an int; got str '2'"),
     ("plan(C, 2, 0)", ValueError, "plan: microbatches must be at least 1; got 0"),

@@ -55,9 +55,10 @@ class Agreement:
         """
         once = self._gathered_once()
         numbers = [number_of(call), microbatches, passes]
-        for name, group in self._groups.items():
-            rows = _gathered([*numbers[:1], 0, 0] if name in once else numbers, group, self._device, transport, timeout)
+        for group in self._groups.values():
             ranks = dist.get_process_group_ranks(group)
+            own = [*numbers[:1], 0, 0] if tuple(ranks) in once else numbers
+            rows = _gathered(own, group, self._device, transport, timeout)
             for rank, row in zip(ranks, rows, strict=True):
                 if row[0] != rows[0][0]:
                     raise ValueError(
@@ -73,9 +74,10 @@ class Agreement:
                         "reshard_after_forward=False) gathers once a step, for any number"
                     )
 
-    def _gathered_once(self) -> set[str]:
-        """The names of groups over which weights are gathered once a step, and not in every pass."""
-        names: dict[str, bool] = {}
+    def _gathered_once(self) -> set[tuple[int, ...]]:
+        """The ranks over which weights are gathered once a step, and not in every pass: equal meshes may have groups of
+        other names, and torch keep the first of them."""
+        found: dict[tuple[int, ...], bool] = {}
         for root in self._roots:
             for part in (part for part in root.modules() if is_sharded(part)):
                 state = state_of(part)
@@ -85,8 +87,9 @@ class Agreement:
                 for group in fsdp.groups_of(state):
                     for each in group.mesh_info.mesh.get_all_groups():
                         once = stays or not group._reshard_after_forward
-                        names[each.group_name] = names.get(each.group_name, True) and once
-        return {name for name, once in names.items() if once}
+                        ranks = tuple(dist.get_process_group_ranks(each))
+                        found[ranks] = found.get(ranks, True) and once
+        return {ranks for ranks, once in found.items() if once}
 
 
 def number_of(value: object) -> int:
