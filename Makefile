@@ -84,7 +84,7 @@ demo: export MALLOC_TRIM_THRESHOLD_ ?= 1099511627776
 demo: export MALLOC_MMAP_THRESHOLD_ ?= 33554432
 demo: export PYTHONWARNINGS ?= ignore:Failed to initialize NumPy
 demo: $(READY_FOR_DEMO) ## compare schedules on this machine, then train with the best one
-	$(PYTHON) -m torch.distributed.run --nproc-per-node $(RANKS) examples/train_gpt.py --steps 40 --out demo
+	$(PYTHON) -m torch.distributed.run --nproc-per-node $(RANKS) examples/train_gpt.py --steps 12 --log-every 4 --out demo
 
 test: $(READY) ## the tests that need no GPU, without the slow ones
 	$(PYTHON) $(PYTEST)

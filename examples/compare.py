@@ -34,7 +34,7 @@ from zbkern.pipeline import Costs, ProfileOptions, Schedule, ScheduleError, prof
 from zbkern.reporting import environment, machine_line, markdown_table
 
 CANDIDATES = {"1F1B": ("one_f_one_b", 1), "ZB-H2": ("zb_h2", 1), "ZB-V": ("zb_v", 1), "ZB-V, 2 slices": ("zb_v", 2)}
-ROUNDS, STEPS = 3, 2
+ROUNDS, STEPS = 2, 2
 WHEN = """Idle: the share of a step in which a rank waits, as measured and as planned. Peak MB: of the rank with most.
 These are as many microbatches as ranks, where pipelines idle: long sequences are few. With many short ones 1F1B hardly
 idles, and nothing is gained: --microbatches 16 --context 128 shows it."""
