@@ -32,6 +32,7 @@ from bench import ranks
 from bench.report import add_out, write_json
 from bench.slices import Allocated
 from zbkern.pipeline import Costs, Pipeline, ProfileOptions, Schedule, plan_batch, profile, schedules
+from zbkern.planning.planner.batch import sequence_work
 from zbkern.reporting import environment, machine_line, markdown_table
 
 RANKS, BLOCKS, WIDTH, HEADS, LONGEST = 2, 4, 256, 4, 2048
@@ -102,14 +103,12 @@ class Step(NamedTuple):
 
 def balanced(lengths: Sequence[int], count: int, costs: Costs) -> list[list[int]]:
     """The sequences in so many packs, the longest first, each to the pack with the least work."""
-    linear = costs.forward - costs.attention_forward + costs.backward - costs.attention_backward + costs.weight
-    attention = (costs.attention_forward + costs.attention_backward) / costs.tokens
     rows: list[list[int]] = [[] for _ in range(count)]
     load = [0.0] * count
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         least = load.index(min(load))
         rows[least].append(number)
-        load[least] += lengths[number] * (linear + attention * lengths[number])
+        load[least] += sequence_work(costs, lengths[number])
     return [row for row in rows if row]
 
 

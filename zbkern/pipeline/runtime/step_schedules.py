@@ -63,8 +63,8 @@ class StepSchedules:
                 f"microbatches to one; got {type(schedule).__name__}"
             )
         schedule.validate()
-        counted = any(offloads_or_recomputes(row) for row in schedule.actions)
-        if counted and (self._fill != "planned" or self._options.max_wgrad_bytes is not None):
+        moves_w = self._fill != "planned" or self._options.max_wgrad_bytes is not None
+        if moves_w and any(offloads_or_recomputes(row) for row in schedule.actions):
             raise ValueError(
                 f'{call}: fill must be "planned" and max_wgrad_bytes None with a schedule that offloads or recomputes '
                 f"(R, O, L), whose memory is counted in its own order; got {self._fill!r} and "
