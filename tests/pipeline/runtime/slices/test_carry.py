@@ -297,6 +297,12 @@ def test_how_often_a_loss_is_called(loss: Any, calls: int) -> None:
             assert sum(outputs.shape[0] * outputs.shape[1] for outputs in seen) == labels.numel()
 
 
+def test_a_model_without_a_trained_weight() -> None:
+    inputs, target = torch.randn(2, 8, 3).double(), torch.randn(2, 8, 3).double()
+    with one_rank(nn.Identity(), schedules.zb_h1(1, 2, slices=4)) as pipe:
+        torch.testing.assert_close(pipe.step(inputs, target), nn.functional.mse_loss(inputs, target))
+
+
 class Summary(nn.Module):
     """Returns something of its slice beside what is of its tokens, or something of its own."""
 

@@ -67,10 +67,8 @@ class SequenceLosses:
         parts = self._waiting.pop(number)
         leaves, structure = put_together(parts)
         loss = loss_of(self._loss_fn, pytree.tree_unflatten([leaf for leaf, _ in leaves], structure), target)
-        if loss.requires_grad:
-            self._begun[number] = _Begun(
-                loss, leaves, [*pairwise(accumulate((length for length, _ in parts), initial=0))], structure
-            )
+        places = [*pairwise(accumulate((length for length, _ in parts), initial=0))]
+        self._begun[number] = _Begun(loss, leaves, places, structure)
         return loss.detach()
 
     def gradients(self, microbatch: int) -> Any:
@@ -78,7 +76,8 @@ class SequenceLosses:
         number, index, count = self._units[microbatch]
         loss, leaves, places, structure = self._begun[number]
         if index + 1 == count:
-            loss.backward()
+            if loss.requires_grad:  # no weight where it does not: all are frozen, or there is none
+                loss.backward()
             self._begun[number] = _Begun(loss.detach(), leaves, places, structure)
         if index == 0:
             del self._begun[number]
