@@ -17,7 +17,7 @@ from zbkern import functional
 from zbkern.conversion import convert as conversion
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.options import StepOptions
-from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.schedules.schedule import Schedule
 
 LINEARS = (layers.ColumnParallelLinear, layers.RowParallelLinear)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zbkern.pipeline.schedules.actions import Action, ScheduleError
-from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.schedules.actions import Action, ScheduleError
+from zbkern.schedules.schedule import Schedule
 
 _HOME = {
     "BatchPlan": "zbkern.planning.planner",
@@ -36,13 +36,13 @@ _HOME = {
     "export_adapter": "zbkern.pipeline.models",
     "layer_chunks": "zbkern.pipeline.models",
     "layers_of": "zbkern.pipeline.models",
-    "layout_to_partition": "zbkern.pipeline.schedules.layout",
-    "partition_to_layout": "zbkern.pipeline.schedules.layout",
+    "layout_to_partition": "zbkern.schedules.layout",
+    "partition_to_layout": "zbkern.schedules.layout",
     "plan": "zbkern.planning.planner",
     "plan_batch": "zbkern.planning.planner",
     "profile": "zbkern.pipeline.runtime.measure.profiling",
     "profile_layers": "zbkern.pipeline.runtime.measure.profiling",
-    "schedules": "zbkern.pipeline.schedules",
+    "schedules": "zbkern.schedules",
     "simulate": "zbkern.planning.simulation.simulator",
     "token_loss": "zbkern.pipeline.models",
     "token_targets": "zbkern.pipeline.models",
@@ -51,8 +51,8 @@ _HOME = {
 __all__ = ["Action", "Schedule", "ScheduleError", *_HOME]
 
 if TYPE_CHECKING:
+    from zbkern import schedules as schedules
     from zbkern.pipeline import checkpoint as checkpoint
-    from zbkern.pipeline import schedules as schedules
     from zbkern.pipeline.batches import PlannedBatch as PlannedBatch
     from zbkern.pipeline.batches import PlannedBatches as PlannedBatches
     from zbkern.pipeline.models.cutting import cut as cut
@@ -71,8 +71,6 @@ if TYPE_CHECKING:
     from zbkern.pipeline.runtime.options import StepOptions as StepOptions
     from zbkern.pipeline.runtime.slices.carry import Carry as Carry
     from zbkern.pipeline.runtime.slices.check_slices import check_slices as check_slices
-    from zbkern.pipeline.schedules.layout import layout_to_partition as layout_to_partition
-    from zbkern.pipeline.schedules.layout import partition_to_layout as partition_to_layout
     from zbkern.pipeline.transport.base import PipelineError as PipelineError
     from zbkern.planning import draw as draw
     from zbkern.planning.planner.arguments import PlanOptions as PlanOptions
@@ -85,6 +83,8 @@ if TYPE_CHECKING:
     from zbkern.planning.simulation.simulator import simulate as simulate
     from zbkern.planning.simulation.timeline import Event as Event
     from zbkern.planning.simulation.timeline import Timeline as Timeline
+    from zbkern.schedules.layout import layout_to_partition as layout_to_partition
+    from zbkern.schedules.layout import partition_to_layout as partition_to_layout
 
 
 def __getattr__(name: str) -> Any:

@@ -28,9 +28,9 @@ from tests.support.ahead import (
 from tests.support.chunks import results_on_threads
 from tests.support.same import assert_same
 from zbkern.pipeline import Optimizer, Pipeline, schedules
-from zbkern.pipeline.schedules.warmup import speculative_forwards
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.schedules.warmup import speculative_forwards
 
 
 def train(

@@ -23,8 +23,8 @@ import zbkern
 from tests.planning.simulation.test_differential import is_valid, random_rows
 from tests.support.chunks import results_on_threads
 from zbkern.pipeline import Optimizer, Pipeline, Schedule, StepOptions, schedules
-from zbkern.pipeline.schedules.dependencies import order_of_running
 from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.schedules.dependencies import order_of_running
 
 WIDTH, TOKENS = 4, 6
 

@@ -18,11 +18,11 @@ from tests.support.chunks import make_data, make_model, needed, on_threads, one_
 from tests.support.same import assert_gradients
 from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, StepOptions, schedules
 from zbkern.pipeline.runtime.measure.clock import EventClock
-from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.schedules.program import merge_neighbours
-from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.transport.base import LONGEST_TIMEOUT, Tag
 from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.schedules.actions import Action
+from zbkern.schedules.program import merge_neighbours
+from zbkern.schedules.schedule import Schedule
 
 
 def steps_on_threads(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from zbkern.pipeline import Costs, ScheduleError, simulate
-from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.planning.planner import native
 from zbkern.planning.planner.batch import BatchPlan, plan_batch
+from zbkern.schedules.schedule import Schedule
 
 pytestmark = pytest.mark.skipif(native.core is None, reason="the planner's search is not compiled")
 

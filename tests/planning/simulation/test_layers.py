@@ -7,7 +7,7 @@ import math
 import pytest
 
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts, plan, schedules, simulate
-from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern.schedules.actions import ScheduleError
 
 
 def block(name: str = "block", time: float = 1.0, **more) -> LayerCosts:

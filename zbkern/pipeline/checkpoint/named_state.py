@@ -15,8 +15,8 @@ from zbkern.pipeline.optimizer.params import check_whole, equal, hyperparameters
 from zbkern.pipeline.optimizer.post_validation import Optimizer
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.step_boundary import StepBoundary, boundaries_of
-from zbkern.pipeline.schedules.units import some
 from zbkern.pipeline.transport.tensors import tensors_in
+from zbkern.schedules.units import some
 
 Modules = Pipeline | Mapping[int, nn.Module] | nn.Module
 Rename = Callable[[int, str], str]

@@ -32,9 +32,9 @@ from zbkern.pipeline.checkpoint.named_state import (
 )
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.forward_state import random_state, set_random_state
-from zbkern.pipeline.schedules.actions import check_count
-from zbkern.pipeline.schedules.units import some
 from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
+from zbkern.schedules.actions import check_count
+from zbkern.schedules.units import some
 
 logger = logging.getLogger("zbkern")
 

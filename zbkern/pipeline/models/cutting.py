@@ -16,9 +16,9 @@ from zbkern.pipeline.models import weights as loading
 from zbkern.pipeline.models.chunk import Chunk
 from zbkern.pipeline.models.layers import Layer, built, layers_of, shared_parameters
 from zbkern.pipeline.models.stand_ins import After, Before, Entry, Flow, Outside, like_parameter
-from zbkern.pipeline.schedules.layout import check_partition, layout_to_partition
-from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.transport.process_groups import place_in
+from zbkern.schedules.layout import check_partition, layout_to_partition
+from zbkern.schedules.schedule import Schedule
 
 
 def cut(

@@ -31,8 +31,8 @@ from zbkern.pipeline.models.adapters import (
 from zbkern.pipeline.models.chunk import Chunk
 from zbkern.pipeline.models.layers import is_transformer
 from zbkern.pipeline.models.weights import INDEX, SINGLE, library_converts, safetensors
-from zbkern.pipeline.schedules.units import some
 from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
+from zbkern.schedules.units import some
 
 _OURS = re.compile(r"model(-\d{5}-of-\d{5}(\.\d+)?)?\.safetensors")
 """The names that exports have; others in the folder stay."""

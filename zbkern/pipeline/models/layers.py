@@ -26,7 +26,7 @@ class Layer(NamedTuple):
 
     @property
     def letter(self) -> str:
-        """What Megatron's layouts call it (`zbkern.pipeline.schedules.layout`)."""
+        """What Megatron's layouts call it (`zbkern.schedules.layout`)."""
         return KINDS[self.kind]
 
 

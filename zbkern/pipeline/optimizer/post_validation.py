@@ -38,10 +38,10 @@ from zbkern.pipeline.optimizer.pending_step import PendingStep
 from zbkern.pipeline.optimizer.undo import UNDO
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.step_boundary import StepBoundary
-from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import Transport, check_timeout
 from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_neighbours, tied_names
 from zbkern.pipeline.transport.norm_chain import NormChain
+from zbkern.schedules.warmup import rank_order
 from zbkern.wgrad.accumulation import gradient_of, main_grad_of
 
 logger = logging.getLogger("zbkern")

@@ -22,12 +22,12 @@ from zbkern.pipeline.runtime.slices.sliced_batch import (
     edges,
     length_of,
 )
-from zbkern.pipeline.schedules.actions import ScheduleError
-from zbkern.pipeline.schedules.program import FILLS
-from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.transport.base import check_timeout
 from zbkern.pipeline.transport.connect import check_tied
 from zbkern.pipeline.transport.tensors import tensors_in
+from zbkern.schedules.actions import ScheduleError
+from zbkern.schedules.program import FILLS
+from zbkern.schedules.schedule import Schedule
 
 
 def check(loss_fn: LossFn | None, fill: str, tied: Any, timeout: float, options: StepOptions) -> None:

@@ -44,11 +44,6 @@ from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.runtime.stages import make_stages
 from zbkern.pipeline.runtime.step_boundary import StepBoundary, boundary_of
 from zbkern.pipeline.runtime.step_schedules import StepSchedules
-from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.schedules.dependencies import producer
-from zbkern.pipeline.schedules.program import forwards, merge_neighbours, offloads_or_recomputes, peak_microbatches
-from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.schedules.warmup import rank_order, speculative_forwards
 from zbkern.pipeline.transport.base import PipelineError, Tag, Transport
 from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place
 from zbkern.pipeline.transport.mailbox import described
@@ -56,6 +51,11 @@ from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.drift import Drift, compare, in_seconds
 from zbkern.planning.simulation.timeline import Sample, Timeline
+from zbkern.schedules.actions import Action
+from zbkern.schedules.dependencies import producer
+from zbkern.schedules.program import forwards, merge_neighbours, offloads_or_recomputes, peak_microbatches
+from zbkern.schedules.schedule import Schedule
+from zbkern.schedules.warmup import rank_order, speculative_forwards
 from zbkern.wgrad import WGradQueue
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from zbkern.pipeline.schedules.actions import Action
 from zbkern.pipeline.transport.mailbox import PipelineError, described
 from zbkern.pipeline.transport.tensors import tensors_in
+from zbkern.schedules.actions import Action
 from zbkern.wgrad import WGradQueue
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbkern.pipeline.schedules.actions import check_count
 from zbkern.planning.simulation.costs import COPY_SIZE
+from zbkern.schedules.actions import check_count
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from zbkern.pipeline.runtime.slices.carry import Carries
 from zbkern.pipeline.runtime.slices.first_forward import compare_in_slices
 from zbkern.pipeline.runtime.slices.sequence_loss import loss_of
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target
-from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.transport.tensors import wait_for
+from zbkern.schedules.actions import Action
+from zbkern.schedules.schedule import Schedule
 from zbkern.wgrad import WGradQueue
 
 logger = logging.getLogger("zbkern")

@@ -13,8 +13,8 @@ from zbkern.pipeline.runtime.memory.memory_saving import MemorySavingStage
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, adds_up
 from zbkern.pipeline.runtime.stage import Stage
-from zbkern.pipeline.schedules.program import offloads_or_recomputes
-from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.schedules.program import offloads_or_recomputes
+from zbkern.schedules.schedule import Schedule
 
 
 def make_stages(

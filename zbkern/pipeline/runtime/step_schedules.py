@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from zbkern.pipeline.runtime.options import StepOptions
-from zbkern.pipeline.schedules.actions import ScheduleError
-from zbkern.pipeline.schedules.program import offloads_or_recomputes
-from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.schedules.actions import ScheduleError
+from zbkern.schedules.program import offloads_or_recomputes
+from zbkern.schedules.schedule import Schedule
 
 
 class StepSchedules:

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbkern.pipeline.schedules.actions import ScheduleError
-from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.schedules.warmup import rank_order
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.distributed import DistributedTransport, meet
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.pipeline.transport.mailbox import PipelineError, described
 from zbkern.pipeline.transport.process_groups import place_in
+from zbkern.schedules.actions import ScheduleError
+from zbkern.schedules.schedule import Schedule
+from zbkern.schedules.warmup import rank_order
 
 
 def place(group: Any) -> tuple[int, int]:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zbkern.pipeline.schedules.actions import ScheduleError
-from zbkern.pipeline.schedules.units import amount, duration, enough
 from zbkern.planning.command.published import exceeds, published_timelines
 from zbkern.planning.command.question import Question, WrongArgument, option
 from zbkern.planning.command.remedies import may_fit_with_saving, why_not
@@ -19,6 +17,8 @@ from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
+from zbkern.schedules.actions import ScheduleError
+from zbkern.schedules.units import amount, duration, enough
 
 _WORTH_TRYING = 0.01  # of the objective
 _QUICK = 2  # rounds of the searches that only tell what an option would give

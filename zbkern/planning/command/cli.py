@@ -13,8 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from zbkern.pipeline import schedules
-from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern import schedules
 from zbkern.planning import draw
 from zbkern.planning.command import from_config, launch, layouts, plan_options, report
 from zbkern.planning.command.answer import answer
@@ -24,6 +23,7 @@ from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.costs import ChunkCosts, Costs
 from zbkern.planning.simulation.json_file import read_text
 from zbkern.planning.simulation.layers import ModelCosts
+from zbkern.schedules.actions import ScheduleError
 
 SUFFIXES = (".svg", ".html", ".json", ".torch.csv", ".csv", ".txt", ".py")
 _DECIDED = (

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zbkern.pipeline import schedules
-from zbkern.pipeline.schedules.units import number
+from zbkern import schedules
 from zbkern.planning.command.published import step_time
 from zbkern.planning.command.question import FLAGS, SIZES, Question, Setting, WrongArgument, option
 from zbkern.planning.cost_model import calibration
@@ -18,6 +17,7 @@ from zbkern.planning.cost_model.hardware import Hardware, load_hardware
 from zbkern.planning.cost_model.model_costs import Job, model_costs
 from zbkern.planning.simulation.json_file import parse_object, read_text
 from zbkern.planning.simulation.layers import ModelCosts
+from zbkern.schedules.units import number
 
 _STEP = '{"seconds": 12.3, "schedule": "one_f_one_b", "stages": 8, "microbatches": 32, "tensor_parallel": 8}'
 

@@ -12,9 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from zbkern.pipeline.schedules.actions import ScheduleError
-from zbkern.pipeline.schedules.program import recomputed
-from zbkern.pipeline.schedules.units import amount, number
 from zbkern.planning.command import report
 from zbkern.planning.command.answer import search as plan_of
 from zbkern.planning.command.question import FLAGS, SIZES, LayoutQuestion, Question, Setting, spelt
@@ -22,6 +19,9 @@ from zbkern.planning.command.remedies import SAVING_CHUNKS, may_fit_with_saving
 from zbkern.planning.cost_model.model_costs import Job, model_costs
 from zbkern.planning.planner import Plan
 from zbkern.planning.simulation.needs import fits, least_need, least_work
+from zbkern.schedules.actions import ScheduleError
+from zbkern.schedules.program import recomputed
+from zbkern.schedules.units import amount, number
 
 _MICROBATCH_SIZES = (1, 2, 4, 8)
 _MOST_STAGES = 64

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zbkern.pipeline import schedules
+from zbkern import schedules
 from zbkern.planning.command.question import FLAGS, LAYOUT_EFFORT, SIZES, option
 from zbkern.planning.planner.arguments import PLACEMENTS, Slices
 from zbkern.planning.planner.plan import EFFORT

@@ -20,8 +20,7 @@ from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from zbkern.pipeline import schedules
-from zbkern.pipeline.schedules.actions import ScheduleError
+from zbkern import schedules
 from zbkern.planning import draw
 from zbkern.planning.command import report
 from zbkern.planning.command.answer import search
@@ -30,6 +29,7 @@ from zbkern.planning.command.question import Question
 from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.timeline import Timeline
+from zbkern.schedules.actions import ScheduleError
 
 PLAN = "plan"
 _SECONDS = 0.3  # of a search: a slider should not have to wait

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbkern.pipeline import schedules
-from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern import schedules
 from zbkern.planning.command.question import Question
 from zbkern.planning.planner.annealing import measured
 from zbkern.planning.planner.arguments import problem_of
@@ -16,6 +15,7 @@ from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.memory import static_of_ranks
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
+from zbkern.schedules.schedule import Schedule
 
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 

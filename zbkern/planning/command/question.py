@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.schedules.units import TIME_UNITS
 from zbkern.planning.cost_model.architecture import Architecture
 from zbkern.planning.cost_model.hardware import Hardware
 from zbkern.planning.cost_model.model_costs import Job, flops, model_costs, outside
@@ -17,6 +15,8 @@ from zbkern.planning.planner.plan import EFFORT
 from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.costs import ChunkCosts, Costs
 from zbkern.planning.simulation.layers import ModelCosts
+from zbkern.schedules.schedule import Schedule
+from zbkern.schedules.units import TIME_UNITS
 
 USABLE = 0.9
 """Of a GPU's memory: the rest is for what the model of costs leaves out, and for fragmentation."""

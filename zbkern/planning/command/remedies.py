@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from zbkern.pipeline.schedules.units import amount, number
 from zbkern.planning.command.question import Question, option
 from zbkern.planning.cost_model.model_costs import Job
 from zbkern.planning.planner.arguments import chunks_per_rank
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.needs import fits, least_need
+from zbkern.schedules.units import amount, number
 
 _TIMES = [2**power for power in range(1, 10)]  # as many, or as few
 _WIDEST, _SHORTEST = 64, 256  # tensor parallelism, and tokens, that are worth naming

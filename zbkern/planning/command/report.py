@@ -8,10 +8,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from zbkern.pipeline.schedules import grid as grids
-from zbkern.pipeline.schedules.program import offloads_or_recomputes, recomputed
-from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.schedules.units import amount, duration, number
 from zbkern.planning.command.answer import Answer
 from zbkern.planning.command.published import exceeds
 from zbkern.planning.command.question import Question, Setting
@@ -23,6 +19,10 @@ from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.memory import static_of_ranks
 from zbkern.planning.simulation.needs import least_uneven
 from zbkern.planning.simulation.timeline import Timeline
+from zbkern.schedules import grid as grids
+from zbkern.schedules.program import offloads_or_recomputes, recomputed
+from zbkern.schedules.schedule import Schedule
+from zbkern.schedules.units import amount, duration, number
 
 _MARGIN = 10  # columns of the names of figures
 _WORTH_STAGES = 0.01  # of the objective: for less nobody changes the number of stages

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zbkern.pipeline.schedules.units import TIME_UNITS
 from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
+from zbkern.schedules.units import TIME_UNITS
 
 _PASSES = ("forward", "backward", "weight")
 _MEMORY = ("activation", "held")

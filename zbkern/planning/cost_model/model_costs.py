@@ -21,13 +21,13 @@ from copy import copy
 from dataclasses import dataclass
 from math import gcd
 
-from zbkern.pipeline.schedules.actions import check_count
 from zbkern.planning.cost_model.architecture import Architecture, Block
 from zbkern.planning.cost_model.expert_traffic import reached
 from zbkern.planning.cost_model.hardware import Hardware
 from zbkern.planning.cost_model.layer_kinds import Core, Experts, Part, Product
 from zbkern.planning.simulation.costs import COPY_SIZE
 from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
+from zbkern.schedules.actions import check_count
 
 _WIDTH = 2  # bytes of a bf16 number
 _WIDE = 4  # of an fp32 number: statistics, gradients

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from zbkern.pipeline.schedules.actions import Event
-from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.schedules.units import amount, duration
+from zbkern.schedules.actions import Event
+from zbkern.schedules.schedule import Schedule
+from zbkern.schedules.units import amount, duration
 
 _KINDS = {
     "F": ("#3f83c9", "forward"),

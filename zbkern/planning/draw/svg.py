@@ -16,10 +16,10 @@ from html import escape
 from importlib import resources
 from typing import Any, NamedTuple
 
-from zbkern.pipeline.schedules.actions import Event
-from zbkern.pipeline.schedules.units import amount, duration, number
 from zbkern.planning.draw import style
 from zbkern.planning.draw.style import Drawable
+from zbkern.schedules.actions import Event
+from zbkern.schedules.units import amount, duration, number
 
 _LEFT, _RIGHT, _TITLE, _ROW, _GAP, _AXIS = 64, 16, 28, 24, 20, 30
 _LANE = 16  # of the copies in one direction

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zbkern.pipeline.schedules.actions import Event
-from zbkern.pipeline.schedules.units import TIME_UNITS
 from zbkern.planning.draw.style import Drawable, checked, lanes
+from zbkern.schedules.actions import Event
+from zbkern.schedules.units import TIME_UNITS
 
 _COUNTERS = ("pending W", "held bytes", "bytes allocated")
 

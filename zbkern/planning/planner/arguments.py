@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from zbkern.pipeline import schedules
-from zbkern.pipeline.schedules.actions import ScheduleError, check_count
-from zbkern.pipeline.schedules.slices import slice_lengths
-from zbkern.pipeline.schedules.units import amount, enough
+from zbkern import schedules
 from zbkern.planning.planner.problem import Problem, freed_memory, most_memory, taken_memory
 from zbkern.planning.simulation.costs import ChunkCosts, Costs, checked_number
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.memory import Limit, limits_of, static_of_ranks
 from zbkern.planning.simulation.slice_costs import SLICE_UNIT, equal_lengths, equal_times, slice_costs
+from zbkern.schedules.actions import ScheduleError, check_count
+from zbkern.schedules.slices import slice_lengths
+from zbkern.schedules.units import amount, enough
 
 PLACEMENTS = ("linear", "loop", "v", "zigzag")
 OBJECTIVES = ("cost", "makespan")

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from zbkern.pipeline.schedules import generators
-from zbkern.pipeline.schedules.actions import Action, ScheduleError, check_count
-from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.planning.planner import native
 from zbkern.planning.planner.arguments import chunks_per_rank, placement_of
 from zbkern.planning.simulation.costs import ChunkCosts, Costs, checked_number
 from zbkern.planning.simulation.memory import static_of_ranks
 from zbkern.planning.simulation.timeline import Event, Timeline
+from zbkern.schedules import generators
+from zbkern.schedules.actions import Action, ScheduleError, check_count
+from zbkern.schedules.schedule import Schedule
 
 PASSES = 400_000
 """How many passes a search runs where nothing else is said: about 40 ms of one native.core."""

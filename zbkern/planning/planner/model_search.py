@@ -11,9 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice, pairwise
 
-from zbkern.pipeline import schedules
-from zbkern.pipeline.schedules.actions import ScheduleError
-from zbkern.pipeline.schedules.units import amount
+from zbkern import schedules
 from zbkern.planning.planner.arguments import DoesNotFit, Request, placement_of
 from zbkern.planning.planner.incumbents import Budget
 from zbkern.planning.planner.partition import Partition, balanced_partitions, even_partitions, work_of
@@ -23,6 +21,8 @@ from zbkern.planning.planner.published import Published
 from zbkern.planning.planner.search import Search
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.needs import least_need
+from zbkern.schedules.actions import ScheduleError
+from zbkern.schedules.units import amount
 
 
 class ModelSearch:

@@ -13,15 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from zbkern.pipeline.schedules.actions import Action, ScheduleError
-from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.schedules.slices import Unit
-from zbkern.pipeline.schedules.units import amount
 from zbkern.planning.simulation.costs import ChunkCosts, Costs
 from zbkern.planning.simulation.memory import carried_change, limits_of, static_of_ranks
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.slice_costs import slice_costs
 from zbkern.planning.simulation.timeline import Timeline
+from zbkern.schedules.actions import Action, ScheduleError
+from zbkern.schedules.schedule import Schedule
+from zbkern.schedules.slices import Unit
+from zbkern.schedules.units import amount
 
 _ROUNDING = 1e-9  # relative, of a limit
 _LEADS = (1.0, 2.0)  # how many copies before its use something is loaded; either alone: up to 1.4% slower on average

@@ -7,8 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zbkern.pipeline.schedules.actions import ScheduleError
-from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.planning.planner import native
 from zbkern.planning.planner.arguments import DoesNotFit, PlanOptions, Request, Slices, placement_of, problem_of
 from zbkern.planning.planner.bounds import cost_bound
@@ -24,6 +22,8 @@ from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.memory import Limit, limits_of
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
+from zbkern.schedules.actions import ScheduleError
+from zbkern.schedules.schedule import Schedule
 
 logger = logging.getLogger("zbkern")
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
-from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.schedules.slices import Unit, order_of_backward
 from zbkern.planning.planner import native
 from zbkern.planning.simulation.costs import ChunkCosts, Costs
 from zbkern.planning.simulation.memory import carried_change
 from zbkern.planning.simulation.slice_costs import slice_costs
+from zbkern.schedules.actions import Action
+from zbkern.schedules.schedule import Schedule
+from zbkern.schedules.slices import Unit, order_of_backward
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 Rows = list[list[int]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from zbkern.pipeline import schedules
-from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern import schedules
 from zbkern.planning.planner.problem import Ordering, grouped, ordering_of
+from zbkern.schedules.schedule import Schedule
 
 
 class Published:

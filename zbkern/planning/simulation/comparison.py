@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbkern.pipeline import schedules
-from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern import schedules
 from zbkern.planning.simulation.costs import PARTS, Costs, number_fields
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
+from zbkern.schedules.schedule import Schedule
 
 INTERLEAVED = ("interleaved", "interleaved_zero_bubble")
 """The generators that take any number of chunks per rank."""

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.schedules.program import offloaded_after, streamed
 from zbkern.planning.simulation.costs import ChunkCosts, Costs
 from zbkern.planning.simulation.timeline import Event
+from zbkern.schedules.actions import Action
+from zbkern.schedules.program import offloaded_after, streamed
 
 _Key = tuple[int, int]  # chunk, microbatch
 _ENDS_LOAD = ("B", "BW", "W")  # what needs what a load brings

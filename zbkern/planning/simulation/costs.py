@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from zbkern.pipeline.schedules.actions import check_count
-from zbkern.pipeline.schedules.units import MEMORY_UNITS, TIME_UNITS
 from zbkern.planning.simulation.json_file import JsonFile
+from zbkern.schedules.actions import check_count
+from zbkern.schedules.units import MEMORY_UNITS, TIME_UNITS
 
 PerChunk = float | Sequence[float]
 COPY_SIZE = 64 * 2**20  # bytes: a millisecond or two of a link to the host, and a small part of a chunk's activations

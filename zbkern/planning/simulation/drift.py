@@ -10,13 +10,13 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.schedules.dependencies import result
-from zbkern.pipeline.schedules.units import TIME_UNITS, duration
 from zbkern.planning import draw
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline, arrival, ends_of
+from zbkern.schedules.actions import Action
+from zbkern.schedules.dependencies import result
+from zbkern.schedules.units import TIME_UNITS, duration
 
 _TIMES = (
     *("forward", "backward", "weight", "communication", "split_overhead", "merge_saving", "recompute"),

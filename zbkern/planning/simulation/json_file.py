@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zbkern.pipeline.schedules.units import number
+from zbkern.schedules.units import number
 
 if TYPE_CHECKING:
     from typing_extensions import Self

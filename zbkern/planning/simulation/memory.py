@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.schedules.program import recomputed, streamed
-from zbkern.pipeline.schedules.slices import Unit
 from zbkern.planning.simulation.costs import ChunkCosts, checked_number
+from zbkern.schedules.actions import Action
+from zbkern.schedules.program import recomputed, streamed
+from zbkern.schedules.slices import Unit
 
 Limit = float | Sequence[float] | None  # one number, or one per rank
 

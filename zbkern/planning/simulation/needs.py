@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zbkern.pipeline.schedules.units import amount, enough
 from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
+from zbkern.schedules.units import amount, enough
 
 _ROUNDS = 50  # of bisection: the least need is found to rounding
 

@@ -13,15 +13,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbkern.pipeline.schedules.actions import COPIES, Action, check_count
-from zbkern.pipeline.schedules.dependencies import Result, order_of_running, result
-from zbkern.pipeline.schedules.program import FILLS, offloads_or_recomputes, recomputed
-from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.planning.simulation.copies import Copies
 from zbkern.planning.simulation.costs import ChunkCosts, Costs, checked_number
 from zbkern.planning.simulation.memory import Limit, Memory, carried_change, limits_of, static_of_ranks
 from zbkern.planning.simulation.slice_costs import unit_costs
 from zbkern.planning.simulation.timeline import Event, Timeline, arrival
+from zbkern.schedules.actions import COPIES, Action, check_count
+from zbkern.schedules.dependencies import Result, order_of_running, result
+from zbkern.schedules.program import FILLS, offloads_or_recomputes, recomputed
+from zbkern.schedules.schedule import Schedule
 
 _ROUNDING = 1e-9  # relative, of a limit: sums of fractions of one number differ in the last digits
 

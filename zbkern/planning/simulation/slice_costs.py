@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import gcd, sqrt
 
-from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.planning.simulation.costs import ChunkCosts
+from zbkern.schedules.schedule import Schedule
 
 SLICE_UNIT = 128  # tokens: kernels work on multiples of as many rows
 _PARTS = 1024  # of a sequence, at least, whose slices are multiples of one where its tokens are not known

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.schedules.actions import Event as Event
-from zbkern.pipeline.schedules.dependencies import Result, producer, result
-from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.schedules.units import duration
 from zbkern.planning import draw
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.memory import Memory
 from zbkern.planning.simulation.slice_costs import unit_costs
+from zbkern.schedules.actions import Action
+from zbkern.schedules.actions import Event as Event
+from zbkern.schedules.dependencies import Result, producer, result
+from zbkern.schedules.schedule import Schedule
+from zbkern.schedules.units import duration
 
 _TAKING = ("F", "R", "L")  # what takes memory when it starts
 

@@ -23,14 +23,14 @@ from zbkern.pipeline.runtime.measure.measured_costs import MeasuredChunk, Measur
 from zbkern.pipeline.runtime.memory.recomputation import parts_of
 from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, check_sliceable, length_of
-from zbkern.pipeline.schedules.actions import Action, check_count
-from zbkern.pipeline.schedules.program import merge_neighbours
-from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.schedules.slices import order_of_backward
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.planning.simulation import drift
 from zbkern.planning.simulation.timeline import Timeline
+from zbkern.schedules.actions import Action, check_count
+from zbkern.schedules.program import merge_neighbours
+from zbkern.schedules.schedule import Schedule
+from zbkern.schedules.slices import order_of_backward
 
 logger = logging.getLogger("zbkern")
 

@@ -11,9 +11,9 @@ import torch
 
 from zbkern.pipeline.runtime.measure.clock import EventClock
 from zbkern.pipeline.runtime.memory.host_copies import Copy
-from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.planning.simulation.timeline import Event, Sample, Timeline, measured
+from zbkern.schedules.actions import Action
+from zbkern.schedules.schedule import Schedule
 from zbkern.wgrad import WGradQueue
 
 

@@ -20,10 +20,10 @@ from zbkern.pipeline.runtime.memory.storages import Offload, Resident, Storage, 
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target
 from zbkern.pipeline.runtime.stage import Stage
-from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.schedules.program import offloaded_after, recomputed, streamed
-from zbkern.pipeline.schedules.schedule import Schedule
 from zbkern.pipeline.transport.tensors import tensors_in
+from zbkern.schedules.actions import Action
+from zbkern.schedules.program import offloaded_after, recomputed, streamed
+from zbkern.schedules.schedule import Schedule
 from zbkern.wgrad import WGradQueue, WGradTask
 
 

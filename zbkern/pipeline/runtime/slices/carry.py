@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.slices.sliced_batch import length_of
-from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.schedules.schedule import Schedule
 from zbkern.wgrad.storages import storage_key
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from zbkern.pipeline import schedules
+from zbkern import schedules
 from zbkern.pipeline.runtime.arguments import device_of
 from zbkern.pipeline.runtime.forward_state import evaluation_mode, left_as_they_were
 from zbkern.pipeline.runtime.slices.sliced_batch import check_sliceable, cut, edges, length_of
 from zbkern.pipeline.runtime.stage import Stage
-from zbkern.pipeline.schedules.slices import slice_lengths
 from zbkern.pipeline.transport.tensors import tensors_in
+from zbkern.schedules.slices import slice_lengths
 from zbkern.wgrad import WGradQueue
 
 _EXACT = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative; of others, 16 bits, 5e-2

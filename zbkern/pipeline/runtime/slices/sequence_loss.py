@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target
-from zbkern.pipeline.schedules.slices import Unit
 from zbkern.pipeline.transport.tensors import tensors_in
+from zbkern.schedules.slices import Unit
 
 
 def loss_of(loss_fn: LossFn, outputs: Any, target: Target) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from zbkern.pipeline.schedules.actions import Action
+from zbkern.schedules.actions import Action
 
 Result = tuple[str, int, int]
 _GIVING = ("F", "B", "BW")  # what other chunks wait for, and what waits for them

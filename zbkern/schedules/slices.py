@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from zbkern.pipeline.schedules.actions import Action, ScheduleError
+from zbkern.schedules.actions import Action, ScheduleError
 
 
 class Unit(NamedTuple):

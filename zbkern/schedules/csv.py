@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from zbkern.pipeline.schedules.actions import Action, ScheduleError
+from zbkern.schedules.actions import Action, ScheduleError
 
 Rows = Sequence[Sequence[Action]]
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zbkern.pipeline.schedules import csv, grid
-from zbkern.pipeline.schedules.actions import KINDS, Action, ScheduleError
-from zbkern.pipeline.schedules.slices import Unit, units_of
-from zbkern.pipeline.schedules.validation import validate
+from zbkern.schedules import csv, grid
+from zbkern.schedules.actions import KINDS, Action, ScheduleError
+from zbkern.schedules.slices import Unit, units_of
+from zbkern.schedules.validation import validate
 
 
 @dataclass(frozen=True)

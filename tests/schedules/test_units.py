@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zbkern.pipeline.schedules.units import amount, duration, enough, number, some
+from zbkern.schedules.units import amount, duration, enough, number, some
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from zbkern.pipeline import schedules
-from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.schedules.warmup import rank_order, speculative_forwards
+from zbkern.schedules.schedule import Schedule
+from zbkern.schedules.warmup import rank_order, speculative_forwards
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from zbkern.pipeline.schedules.actions import COPIES, Action
+from zbkern.schedules.actions import COPIES, Action
 
 FILLS = ("planned", "eager")  # W where the schedule has it, or wherever the rank would wait
 

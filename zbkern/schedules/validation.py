@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import count
 from typing import NoReturn
 
-from zbkern.pipeline.schedules import grid
-from zbkern.pipeline.schedules.actions import COPIES, KINDS, Action, ScheduleError, check_count
-from zbkern.pipeline.schedules.dependencies import Result, order_of_running, producer
-from zbkern.pipeline.schedules.slices import Unit, slice_lengths, units_of
+from zbkern.schedules import grid
+from zbkern.schedules.actions import COPIES, KINDS, Action, ScheduleError, check_count
+from zbkern.schedules.dependencies import Result, order_of_running, producer
+from zbkern.schedules.slices import Unit, slice_lengths, units_of
 
 _Rows = Sequence[Sequence[Action]]
 

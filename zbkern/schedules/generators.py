@@ -15,10 +15,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from zbkern.pipeline.schedules import building_blocks
-from zbkern.pipeline.schedules.actions import Action, ScheduleError, check_count
-from zbkern.pipeline.schedules.schedule import Schedule
-from zbkern.pipeline.schedules.slices import late_backwards, slice_lengths
+from zbkern.schedules import building_blocks
+from zbkern.schedules.actions import Action, ScheduleError, check_count
+from zbkern.schedules.schedule import Schedule
+from zbkern.schedules.slices import late_backwards, slice_lengths
 
 Slices = int | Sequence[int]
 _Rows = Sequence[Sequence[Action]]  # the actions of every rank

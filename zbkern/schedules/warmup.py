@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zbkern.pipeline.schedules.schedule import Schedule
+from zbkern.schedules.schedule import Schedule
 
 
 def rank_order(schedule: Schedule) -> list[int]:

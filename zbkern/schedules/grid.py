@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbkern.pipeline.schedules.actions import Action
-from zbkern.pipeline.schedules.dependencies import Result, order_of_running, producer, result
+from zbkern.schedules.actions import Action
+from zbkern.schedules.dependencies import Result, order_of_running, producer, result
 
 Rows = Sequence[Sequence[Action]]  # the actions of every rank
 _IDLE = "."
