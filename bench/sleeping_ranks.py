@@ -81,7 +81,7 @@ def measure(
     seconds = [unit * share / schedule.chunks for share in (FORWARD, BACKWARD, WEIGHT)]
     travel = unit * COMMUNICATION
     count = schedule.microbatches
-    ring = ranks.delayed_ring(schedule.stages, lambda *_: travel)
+    ring = ranks.delayed_ring(schedule.ranks, lambda *_: travel)
 
     def step(rank: int) -> float:
         modules = {chunk: Chunk(layers) for chunk in schedule.chunks_of(rank)}

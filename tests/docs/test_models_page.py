@@ -89,7 +89,7 @@ def run_page(folder: str) -> tuple[str, bool, int]:
         names["pipe"].close()
         found = names["found"][0]
         assert [each.name for each in names["costs"].layers] == [each.name for each in layers_of(whole_model(folder))]
-        assert (len(found.partition), found.schedule.stages) == (len(found.schedule.placement), 4)
+        assert (len(found.partition), found.schedule.ranks) == (len(found.schedule.placement), 4)
         check_weights(names, folder)
         exec(from_file, names)
         check_weights(names, folder)

@@ -25,7 +25,7 @@ def test_valid_for_any_size(name: str) -> None:
         for microbatches in (*range(1, 10), 13, 16, 17):
             schedule = GENERATORS[name](stages, microbatches)
             schedule.validate()
-            assert (schedule.stages, schedule.microbatches, schedule.name) == (stages, microbatches, name)
+            assert (schedule.ranks, schedule.microbatches, schedule.name) == (stages, microbatches, name)
             passes_per_chunk = 3 * microbatches - sum(
                 action.kind == "BW" and action.chunk == 0 for row in schedule.actions for action in row
             )

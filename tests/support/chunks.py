@@ -122,7 +122,7 @@ def run_pipelines(
         with Pipeline(mine, schedule, loss_fn, transport, **options) as pipe:
             return function(pipe)
 
-    return (on_threads if keep_errors else results_on_threads)(schedule.stages, call, delay)
+    return (on_threads if keep_errors else results_on_threads)(schedule.ranks, call, delay)
 
 
 def step_and_evaluate(
@@ -135,7 +135,7 @@ def step_and_evaluate(
         with Pipeline([*map(zbkern.convert, chunks)], schedule, loss_fn, transport, timeout=30) as pipe:
             return [pipe.step(*batch), pipe.evaluate(*batch)], chunks
 
-    found = results_on_threads(schedule.stages, of_rank)
+    found = results_on_threads(schedule.ranks, of_rank)
     losses = [loss for mine, _ in found for loss in mine if loss is not None]
     assert len(losses) == 2
     return losses, [chunk for _, chunks in found for chunk in chunks]

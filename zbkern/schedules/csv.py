@@ -48,9 +48,10 @@ def read(
         for line in lines
         if line[:1] != "#"
     ]
-    microbatches = 1 + max((action.microbatch for row in rows for action in row), default=-1)
+    units = 1 + max((action.microbatch for row in rows for action in row), default=-1)
     cut = tuple(_slices(part) for part in header.get("slices", "1").split(","))
     same, own = (cut[0], ()) if len(cut) == 1 else ((1,), cut)
+    microbatches = len(own) or -(-units // len(same))
     return rows, _placement(rows), microbatches, header.get("name", "custom"), same, own
 
 

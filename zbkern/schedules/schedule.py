@@ -22,9 +22,10 @@ class Schedule:
     """The ordered actions of every rank, and the rank of every chunk in model order.
 
     actions[rank] is what that rank does, in order; placement[chunk] is the rank that holds the chunk; microbatches is
-    how many each step has; name is what tables and titles call it. slices: where every sequence is cut, the lengths of
-    its slices from first to last, in any unit; a microbatch is then one slice, and i is slice i % n of sequence i // n.
-    own_slices: of each sequence its own lengths, in tokens, where they are not the same for all.
+    how many each step has; name is what tables and titles call it. slices: where the sequences of every microbatch are
+    cut, the lengths of the slices from first to last, in any unit; own_slices: for each microbatch its own lengths, in
+    tokens, where they are not the same for all. An action then moves one slice, a unit: `units` says of which
+    microbatch. Without slices, units are microbatches.
     """
 
     actions: tuple[tuple[Action, ...], ...]
@@ -37,27 +38,22 @@ class Schedule:
     def __repr__(self) -> str:
         chunks = f"{self.chunks} chunk{'s' if self.chunks > 1 else ''} each"
         cut = f", {len(self.slices)} slices of a sequence each" if len(self.slices) > 1 else ""
-        cut = f" in {self.microbatches} slices" if self.own_slices else cut
-        return f"<Schedule {self.name}: {self.stages} ranks, {chunks}, {self.sequences} microbatches{cut}>"
+        cut = f" in {len(self.units)} slices" if self.own_slices else cut
+        return f"<Schedule {self.name}: {self.ranks} ranks, {chunks}, {self.microbatches} microbatches{cut}>"
 
     @property
-    def stages(self) -> int:
+    def ranks(self) -> int:
         """Number of ranks."""
         return len(self.actions)
 
     @property
     def chunks(self) -> int:
         """Chunks per rank."""
-        return len(self.placement) // self.stages
-
-    @property
-    def sequences(self) -> int:
-        """Microbatches of whole sequences: as many as there are microbatches where nothing is cut into slices."""
-        return len(self.own_slices) or self.microbatches // len(self.slices)
+        return len(self.placement) // self.ranks
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """Of each microbatch, which sequence it is of, and which slice."""
+        """What actions move, by the number in them: each is a slice of a microbatch, or all of one."""
         return units_of(self.microbatches, self.slices, self.own_slices)
 
     @property
@@ -65,9 +61,9 @@ class Schedule:
         """Whether any sequence is cut."""
         return len(self.slices) > 1 or any(len(each) > 1 for each in self.own_slices)
 
-    def slices_of(self, sequence: int) -> tuple[int, ...]:
-        """The lengths of a sequence's slices."""
-        return self.own_slices[sequence] if self.own_slices else self.slices
+    def slices_of(self, microbatch: int) -> tuple[int, ...]:
+        """The lengths of a microbatch's slices."""
+        return self.own_slices[microbatch] if self.own_slices else self.slices
 
     @cached_property
     def checksum(self) -> int:
@@ -78,9 +74,9 @@ class Schedule:
 
     def chunks_of(self, rank: int) -> list[int]:
         """The chunks that `rank` holds, in model order. Raises ScheduleError for a rank that the schedule has not."""
-        if rank not in range(self.stages):
+        if rank not in range(self.ranks):
             raise ScheduleError(
-                f"Schedule {self.name}: chunks_of: rank must be from 0 to {self.stages - 1}; got {rank!r}"
+                f"Schedule {self.name}: chunks_of: rank must be from 0 to {self.ranks - 1}; got {rank!r}"
             )
         return [chunk for chunk, owner in enumerate(self.placement) if owner == rank]
 
@@ -109,7 +105,7 @@ class Schedule:
         name: str,
     ) -> Schedule:
         """One that its maker knows to be valid: validating takes longer than some searches do."""
-        schedule = cls(actions, placement, sum(map(len, own_slices)), name, own_slices=own_slices)
+        schedule = cls(actions, placement, len(own_slices), name, own_slices=own_slices)
         object.__setattr__(schedule, "_valid", True)
         return schedule
 

@@ -1,8 +1,8 @@
-"""Sequences in slices: a microbatch is then a slice of a sequence, and those of one sequence have an order.
+"""Sequences in slices: what a schedule moves, a unit, is then a slice of a microbatch's sequences.
 
 A decoder is causal: slices go forward from the first to the last, each reading what the ones before it left, and
-backward from the last to the first. Microbatches are numbered along the sequences: with n slices of each, microbatch
-i is slice i % n of sequence i // n.
+backward from the last to the first. Units are numbered along the microbatches: with n slices of each, unit i is slice
+i % n of microbatch i // n.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from zbkern.schedules.actions import Action, ScheduleError
 
 
 class Unit(NamedTuple):
-    """What a schedule moves: a slice, by its number, of the slices of a sequence; where there is one, all of it."""
+    """What a schedule moves: a slice, by its number, of the slices of a microbatch; where there is one, all of it."""
 
-    sequence: int
+    microbatch: int
     slice: int
     slices: int
 
@@ -26,8 +26,8 @@ class Unit(NamedTuple):
 
 
 def units_of(microbatches: int, slices: Sequence[int], own: Sequence[Sequence[int]] = ()) -> tuple[Unit, ...]:
-    """The units of sequences that all have these slices, or of which each has its own."""
-    counts = [len(each) for each in own] or [len(slices)] * (microbatches // len(slices))
+    """The units of microbatches that all have these slices, or of which each has its own."""
+    counts = [len(each) for each in own] or [len(slices)] * microbatches
     return tuple(Unit(number, index, count) for number, count in enumerate(counts) for index in range(count))
 
 

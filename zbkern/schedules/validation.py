@@ -25,26 +25,22 @@ def validate(
 ) -> None:
     """Returns when the schedule can run to its end; raises ScheduleError that marks the first offending action."""
     _check_frame(len(rows), placement, microbatches, name)
-    if microbatches % len(slice_lengths(f"Schedule {name}", slices)):
+    for lengths in (slices, *own_slices):
+        slice_lengths(f"Schedule {name}", lengths)
+    if own_slices and (len(slices) > 1 or len(own_slices) != microbatches):
         raise ScheduleError(
-            f"Schedule {name}: microbatches must be a multiple of the {len(slices)} slices of a sequence; got "
-            f"{microbatches}"
+            f"Schedule {name}: own_slices must be those of the {microbatches} microbatches, and slices be left out; "
+            f"got {len(own_slices)} and slices {slices}"
         )
-    if own_slices:
-        total = sum(len(slice_lengths(f"Schedule {name}", each)) for each in own_slices)
-        if len(slices) > 1 or total != microbatches:
-            raise ScheduleError(
-                f"Schedule {name}: own_slices must have the {microbatches} microbatches, and slices be left out; got "
-                f"{total} and slices {slices}"
-            )
     units = units_of(microbatches, slices, own_slices) if own_slices else len(slices)
+    count = sum(map(len, own_slices)) or microbatches * len(slices)
     for rank in range(len(rows)):
-        _Row(rows, placement, microbatches, name, units, rank).check()
+        _Row(rows, placement, name, count, units, rank).check()
     _check_progress(rows, placement, name)
 
 
 def _check_frame(ranks: int, placement: Sequence[int], microbatches: int, name: str) -> None:
-    for what, number in (("stages", ranks), ("microbatches", microbatches)):
+    for what, number in (("ranks", ranks), ("microbatches", microbatches)):
         check_count(f"Schedule {name}: {what}", number, error=ScheduleError)
     for rank in placement:
         check_count(f"Schedule {name}: placement", rank, 0, ScheduleError)
@@ -62,13 +58,13 @@ class _Row:
         self,
         rows: _Rows,
         placement: Sequence[int],
-        microbatches: int,
         name: str,
+        count: int,  # of units
         units: Sequence[Unit] | int,  # or the number of slices of every sequence
         rank: int,
     ) -> None:
-        self._rows, self._placement, self._microbatches, self._name = rows, placement, microbatches, name
-        self._units, self._rank = units, rank
+        self._rows, self._placement, self._name = rows, placement, name
+        self._count, self._units, self._rank = count, units, rank
         self._index = 0
         self._done: dict[tuple[int, int], list[str]] = defaultdict(list)  # by (chunk, microbatch): kinds in their order
         self._parts: dict[tuple[int, int], tuple[int, set[int]]] = {}  # into how many a W is cut, and those that ran
@@ -102,8 +98,8 @@ class _Row:
             self._fail(f"chunks are 0 to {len(self._placement) - 1}")
         if self._placement[chunk] != self._rank:
             self._fail(f"chunk {chunk} is placed on rank {self._placement[chunk]}")
-        if not 0 <= microbatch < self._microbatches:
-            self._fail(f"microbatches are 0 to {self._microbatches - 1}")
+        if not 0 <= microbatch < self._count:
+            self._fail(f"microbatches are 0 to {self._count - 1}")
 
     def _check_order(self, action: Action, before: list[str]) -> None:
         """Against what has run of the same microbatch in the same chunk: `before`, to which the action is added."""
@@ -184,7 +180,7 @@ class _Row:
 
     def _check_complete(self) -> None:
         for chunk in (chunk for chunk, owner in enumerate(self._placement) if owner == self._rank):
-            for microbatch in range(self._microbatches):
+            for microbatch in range(self._count):
                 before = self._done[chunk, microbatch]
                 wanted = ("F",) if "BW" in before else ("F", "B", "W")
                 missing = next((kind for kind in wanted if kind not in before), None)

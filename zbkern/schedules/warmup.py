@@ -18,7 +18,7 @@ def speculative_forwards(schedule: Schedule) -> list[int]:
     needs an action that is not among them, so that every rank gets to validate.
     """
     order = rank_order(schedule)
-    position = [0] * schedule.stages
+    position = [0] * schedule.ranks
     done: set[tuple[int, int]] = set()
     for chunk, rank in enumerate(order):
         if schedule.placement[chunk] != rank or chunk == len(schedule.placement) - 1:

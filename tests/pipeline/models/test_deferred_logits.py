@@ -64,10 +64,10 @@ def trained(model: nn.Module, loss_fn: Any, schedule: Schedule, converted: bool 
         chunks = cut(copy.deepcopy(model), schedule, rank=transport.rank)
         modules = [zbkern.convert(chunk) if converted else chunk for chunk in chunks]
         with Pipeline(modules, schedule, loss_fn, transport, timeout=30, **how) as pipe:
-            given = tokens, token_targets(labels, schedule.sequences), {"attention_mask": mask}
+            given = tokens, token_targets(labels, schedule.microbatches), {"attention_mask": mask}
             return [pipe.step(*given), pipe.evaluate(*given)], chunks, pipe.queue.peak_bytes
 
-    found = results_on_threads(schedule.stages, of_rank)
+    found = results_on_threads(schedule.ranks, of_rank)
     losses = [loss for mine, _, _ in found for loss in mine if loss is not None]
     return losses, gradients_of([chunk for _, chunks, _ in found for chunk in chunks]), max(each[2] for each in found)
 

@@ -83,7 +83,7 @@ def check(kind: str, schedule: Schedule, partition: Sequence[int] | None, folder
     again = {**whole.state_dict(), **dict(whole.named_buffers())}
     assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
     config = transformers.AutoConfig.from_pretrained(folder)  # names the class, with its head
-    for rank in range(schedule.stages):
+    for rank in range(schedule.ranks):
         for chunk in cut(config, schedule, partition, weights=folder, rank=rank):
             held = {**dict(chunk.named_buffers()), **chunk.state_dict()}
             here = {name: value for name, value in held.items() if not isinstance(value, Placeholder)}

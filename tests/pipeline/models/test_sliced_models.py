@@ -63,12 +63,13 @@ def batch(kind: str) -> tuple[dict[str, Tensor], Tensor]:
 
 def check(family: str, kind: str, schedule: Schedule) -> None:
     model, (arguments, labels) = make(family), batch(kind)
-    targets = token_targets(labels, schedule.sequences)
-    ranks = [copy.deepcopy(model) for _ in range(schedule.stages)]
-    rows = [slice(4 * i // schedule.sequences, 4 * (i + 1) // schedule.sequences) for i in range(schedule.sequences)]
+    targets = token_targets(labels, schedule.microbatches)
+    ranks = [copy.deepcopy(model) for _ in range(schedule.ranks)]
+    count = schedule.microbatches
+    rows = [slice(4 * i // count, 4 * (i + 1) // count) for i in range(count)]
     parts = [{name: value[each] for name, value in arguments.items()} for each in rows]
     losses = [
-        token_loss(model(**part, use_cache=False).logits, target) / schedule.sequences
+        token_loss(model(**part, use_cache=False).logits, target) / count
         for part, target in zip(parts, targets, strict=True)
     ]
     expected = torch.stack(losses).sum()
@@ -79,7 +80,7 @@ def check(family: str, kind: str, schedule: Schedule) -> None:
         with Pipeline(chunks, schedule, token_loss, transport) as pipe:
             return [pipe.step(arguments, targets), pipe.evaluate(arguments, targets)]
 
-    for found in results_on_threads(schedule.stages, run):
+    for found in results_on_threads(schedule.ranks, run):
         for loss in found:
             if loss is not None:
                 torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)

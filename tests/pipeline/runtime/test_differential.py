@@ -216,7 +216,7 @@ class Case:
         self.saves = any(action.kind in "ROL" for row in self.schedule.actions for action in row)
         self.tied = count > 1 and rng.random() < 0.3
         kinds = IN_SLICES if self.sliced else BY_TOKEN + OTHERS
-        if self.schedule.stages == 1 and not self.sliced:
+        if self.schedule.ranks == 1 and not self.sliced:
             kinds = [*kinds, lambda: nn.Dropout(0.3)]
         self.chunks = [
             Chunk(
@@ -252,7 +252,7 @@ class Case:
     def batch(self) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
         """Inputs, targets and side inputs of every sequence; targets of padding are 0."""
         rows, found = self.rng.randint(1, 3), []
-        for _ in range(self.schedule.sequences):
+        for _ in range(self.schedule.microbatches):
             target = randn(rows, TOKENS, WIDTH)
             side = {"scale": randn(rows, TOKENS, 1)} if self.side else {}
             ends = torch.tensor([self.rng.randint(1, TOKENS) for _ in range(rows)])[:, None]
@@ -419,8 +419,8 @@ def pipelined(case: Case, chunks: list[Chunk]) -> list[Any]:
                 pipe.gather(0)
         return found
 
-    others = LocalTransport.ring(case.schedule.stages)
-    return results_on_threads(case.schedule.stages, run)[0]
+    others = LocalTransport.ring(case.schedule.ranks)
+    return results_on_threads(case.schedule.ranks, run)[0]
 
 
 def read(how: str, pipe: Pipeline, optimizer: Optimizer, transport: LocalTransport) -> None:

@@ -36,7 +36,7 @@ def steps_on_threads(
     model = make_model(chunks)
     expected = copy.deepcopy(model)
     loss = plain(expected, inputs, targets)
-    pipes: list[Any] = [None] * schedule.stages
+    pipes: list[Any] = [None] * schedule.ranks
 
     def rank_steps(pipe: Pipeline) -> list[Any]:
         pipes[pipe.rank], found, data = pipe, [], needed(pipe, inputs, targets)

@@ -122,11 +122,11 @@ def check(
 
 @pytest.mark.parametrize(("max_norm", "exact"), [(100.0, 1e-12), (0.5, 1e-6)])  # a clipping factor is float32
 def test_every_step_may_have_a_schedule_of_its_own(max_norm: float, exact: float) -> None:
-    check(V(2, 2), [*((schedule.sequences, schedule) for schedule in STEPS), (2, None)], max_norm, exact)
+    check(V(2, 2), [*((schedule.microbatches, schedule) for schedule in STEPS), (2, None)], max_norm, exact)
 
 
 def test_values_kept_by_reference_are_compared_in_every_schedule() -> None:
-    check(STEPS[-1], [(schedule.sequences, schedule) for schedule in STEPS], options=StepOptions(check_values=True))
+    check(STEPS[-1], [(schedule.microbatches, schedule) for schedule in STEPS], options=StepOptions(check_values=True))
 
 
 @pytest.mark.parametrize("fill", ["planned", "eager"])

@@ -46,7 +46,7 @@ def test_a_model_is_planned_and_compared(capsys: pytest.CaptureFixture, tmp_path
     (partition,) = re.findall(r"^ +partition=\[(.*)\]$", text, re.MULTILINE)
     assert numbers(partition) == [sum(numbers(cut)[:chunk]) for chunk in range(len(numbers(cut)))]
     assert f"# partition: {partition.replace(',', '')}\n" in out.read_text()
-    assert Schedule.from_csv(out.read_text()).stages == 4
+    assert Schedule.from_csv(out.read_text()).ranks == 4
     rows = re.findall(r"^([a-z_0-9-]+) +\d+ +([\d.]+) s +[\d,]+ +[\d.]+%", text, re.MULTILINE)
     names, steps = [name for name, _ in rows], [float(step) for _, step in rows]
     assert {"one_f_one_b", "zb_v", "interleaved", "gpipe"} < set(names)

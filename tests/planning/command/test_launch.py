@@ -153,7 +153,7 @@ def test_the_program_says_how_it_is_started(options: list[str], capsys: pytest.C
         assert replicas * rows * int(re.search(r"MICROBATCHES = (\d+)", text)[1]) == 64
         return
     schedule = Schedule.from_csv(path.with_suffix(".schedule.csv").read_text())
-    assert (schedule.stages, replicas * rows * schedule.sequences) == (2, 64)
+    assert (schedule.ranks, replicas * rows * schedule.microbatches) == (2, 64)
     assert len(json.loads(re.search(r"PARTITION = (.*)", text)[1])) == len(schedule.placement)
 
 
@@ -212,4 +212,4 @@ def test_no_name_of_a_file_ends_the_docstring(tmp_path: Path) -> None:
     names = runpy.run_path(str(path))
     assert "Trains '''\nraise" in names["__doc__"]
     assert names["CONFIG"] == str(folder.resolve() if Path(names["CONFIG"]).is_dir() else folder / "config.json")
-    assert names["SCHEDULE"].stages == 2
+    assert names["SCHEDULE"].ranks == 2

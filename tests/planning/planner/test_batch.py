@@ -57,7 +57,7 @@ def check_complete(plan: BatchPlan, lengths: list[int]) -> None:
     Schedule.build(
         plan.schedule.actions,
         plan.schedule.placement,
-        len(plan.schedule.units),
+        len(plan.schedule.own_slices),
         own_slices=plan.schedule.own_slices,
     )  # validates
     assert sorted(number for row in plan.rows for number in row) == list(range(len(lengths)))

@@ -32,7 +32,7 @@ def noisy_cost(schedule: Schedule, costs: Costs = COSTS) -> float:
     """The mean of 32 steps with 10% noise of every pass, and ranks up to 20% slower or faster."""
     found = []
     for seed in range(32):
-        speeds = [random.Random(100 * seed + rank).uniform(0.8, 1.2) for rank in range(schedule.stages)]
+        speeds = [random.Random(100 * seed + rank).uniform(0.8, 1.2) for rank in range(schedule.ranks)]
         found.append(simulate(schedule, with_speeds(schedule, speeds, costs), jitter=0.1, seed=seed).cost)
     return fmean(found)
 

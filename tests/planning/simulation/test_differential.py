@@ -161,7 +161,7 @@ def test_random_schedules_are_judged_and_run_as_the_rules_say(cases: int) -> Non
         shown = {
             cell if cell[0].isdigit() else "" for line in schedule.to_text().split("\n") for cell in line.split()[2:]
         }
-        assert len(placement) == schedule.stages or cells == shown - {""}
+        assert len(placement) == schedule.ranks or cells == shown - {""}
         check_run(schedule, random_costs(rng, len(placement)), rng)
         valid += 1
     assert cases / 5 < valid < cases * 0.95

@@ -146,9 +146,9 @@ def _rank(rank: int | None, group: dist.ProcessGroup | None, schedule: Schedule)
         return rank
     if (place := place_in(group)) is not None:
         return place[0]
-    if schedule.stages > 1:
+    if schedule.ranks > 1:
         raise ValueError(
-            f"cut: rank must be given where torch.distributed is not initialised; the schedule has {schedule.stages}"
+            f"cut: rank must be given where torch.distributed is not initialised; the schedule has {schedule.ranks}"
         )
     return 0
 

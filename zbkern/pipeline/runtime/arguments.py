@@ -49,10 +49,10 @@ def check_place(
     schedule: Schedule, rank: int, size: int, modules: Sequence[torch.nn.Module], loss_fn: LossFn | None
 ) -> None:
     """Raises ScheduleError, ValueError or TypeError where these are not the modules and the loss of this rank."""
-    if size != schedule.stages:
+    if size != schedule.ranks:
         raise ScheduleError(
-            f"Pipeline: the schedule has {schedule.stages} stages and the group {size} ranks; "
-            f"build the schedule with stages={size}"
+            f"Pipeline: the schedule has {schedule.ranks} ranks and the group {size}; "
+            f"build the schedule with ranks={size}"
         )
     chunks = schedule.chunks_of(rank)
     if len(modules) != len(chunks):
@@ -132,9 +132,9 @@ def split_batch(
 
     Raises TypeError or ValueError as `split` does, and for sequences that cannot be cut into slices.
     """
-    count, last = schedule.sequences, len(schedule.placement) - 1
+    count, last = schedule.microbatches, len(schedule.placement) - 1
     inputs, sides = share_inputs(call, given[0], given[2], count, modules.values())
-    if call == "step" and schedule.stages > 1:
+    if call == "step" and schedule.ranks > 1:
         _check_no_gradients(sides)
     if any(sides) and inputs is None:
         firsts: list[Any] = [()] * count

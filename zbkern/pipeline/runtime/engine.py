@@ -141,7 +141,7 @@ class Pipeline:
         """One step: forward and backward of all microbatches; gradients are then in `.grad` as after `backward()`.
 
         inputs: needed on the first chunk's rank; targets: on the last chunk's: pytrees of tensors that are split along
-        dimension 0 into `schedule.sequences` equal parts, or lists of that many parts already split. side: what every
+        dimension 0 into `schedule.microbatches` equal parts, or lists of as many parts already split. side: what every
         chunk needs from the batch besides, positions and masks, say: {name: tensor}, or a list of them, on every rank;
         each chunk gets its microbatch's as keyword arguments, and no rank sends them. With it `inputs` may be None,
         None, for no other argument. schedule: of this step alone, any of the same chunks in the same places, the same
@@ -154,7 +154,7 @@ class Pipeline:
         self._begin("step", (inputs, targets, side), schedule)
         self.queue.check_values = self._checked_steps > 0
         self._checked_steps -= 1
-        self._replicas.begin(self.schedule.microbatches)
+        self._replicas.begin(len(self.schedule.units))
         with self._failing_together():
             begun = self._run_ahead()  # before which, and after, an optimizer writes weights
             self._tied.begin()
@@ -201,7 +201,7 @@ class Pipeline:
             with self._failing_together():
                 self.boundary.validate()
                 with torch.no_grad(), evaluation_mode(self.modules.values()):
-                    self._run([(action,) for action in forwards(self._stages, self.schedule.microbatches)])
+                    self._run([(action,) for action in forwards(self._stages, len(self.schedule.units))])
         finally:
             self._recorder = recorder
             self._use_schedule(last)
@@ -252,7 +252,7 @@ class Pipeline:
     @property
     def last_timeline(self) -> Timeline:
         """When this rank's actions of the last step ran, in seconds since its first; other ranks' rows are empty."""
-        ranks = [Recorded() for _ in range(self.schedule.stages)]
+        ranks = [Recorded() for _ in range(self.schedule.ranks)]
         ranks[self.rank] = Recorded(self._recorder.events(), copies=self._recorder.copies())
         return timeline_of(self.schedule, ranks)
 
@@ -409,7 +409,7 @@ class Pipeline:
             self._recover(None if wrong else announced)
         elif self.boundary.broken:  # since another Pipeline of these chunks has failed
             self.boundary.recover(self._transport, self.timeout)
-        if call == "step" and self._calls == 0 and self.schedule.stages > 1:
+        if call == "step" and self._calls == 0 and self.schedule.ranks > 1:
             batches = self.gather((identity(inputs), identity(targets)))
             if self.rank == 0:
                 check_same_batch(batches)
@@ -431,7 +431,7 @@ class Pipeline:
         if self._replicas.agreement:
             with self._failing_together():
                 self._replicas.agreement.check(
-                    call, self._passes, self.schedule.microbatches, self._transport, self.timeout
+                    call, self._passes, len(self.schedule.units), self._transport, self.timeout
                 )
 
     def _recover(self, call: str | None) -> None:

@@ -54,7 +54,7 @@ class StepSchedules:
         """What ranks compare: nothing of the pipeline's own schedule, which they compared when it was made."""
         if schedule.checksum == self.first.checksum:
             return ""
-        return f" of {schedule.name} with {schedule.sequences} microbatches ({schedule.checksum:08x})"
+        return f" of {schedule.name} with {schedule.microbatches} microbatches ({schedule.checksum:08x})"
 
     def _checked(self, call: str, schedule: Any) -> Schedule:
         if not isinstance(schedule, Schedule):

@@ -105,7 +105,7 @@ _PIPELINE = {
     "numbers": """\
 PARTITION = $partition
 SCHEDULE = Schedule.from_csv(Path(__file__).with_name($csv).read_text())
-MICROBATCHES = SCHEDULE.sequences""",
+MICROBATCHES = SCHEDULE.microbatches""",
     "build": """\
 def chunks_of(config: object, mesh: DeviceMesh, device: torch.device) -> list[torch.nn.Module]:
     \"""This rank's chunks, converted and divided, then sharded among the replicas.\"""
@@ -190,7 +190,7 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
             "models of the transformers library do not have the layers that predict further tokens: plan with "
             "num_nextn_predict_layers 0 in config.json"
         )
-    stages, schedule = found.schedule.stages, path.with_suffix(".schedule.csv")
+    stages, schedule = found.schedule.ranks, path.with_suffix(".schedule.csv")
     gpus = job.gpus(stages)
     tensor, most = job.tensor_parallel, hardware.gpus_per_node
     per_node = min(gpus, most // tensor * tensor or most)  # whole groups of tensor parallelism, where they fit a node

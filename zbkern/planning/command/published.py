@@ -40,7 +40,7 @@ def step_time(question: Question) -> float:
 
 
 def _on_its_best_cut(schedule: Schedule, costs: ModelCosts, limit: float | None) -> Timeline:
-    microbatches, limits = schedule.sequences, None if limit is None else [limit] * schedule.stages
+    microbatches, limits = schedule.microbatches, None if limit is None else [limit] * schedule.ranks
     balanced = balanced_partitions(costs, schedule.placement, microbatches, limits)
     even = even_partitions(len(costs.layers), len(schedule.placement))
     cuts = [costs.chunk_costs(each, schedule.placement) for each in dict.fromkeys([*balanced, *even])]

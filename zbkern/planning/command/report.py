@@ -56,7 +56,7 @@ def describe(answer: Answer, width: int) -> str:
     objective, limit, whole = question.objective, question.limit, question.measure
     schedule, timeline = plan.schedule, plan.timeline
     each = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
-    title = f"{schedule.name}: {schedule.stages} ranks, {each} each, {schedule.sequences} microbatches"
+    title = f"{schedule.name}: {schedule.ranks} ranks, {each} each, {schedule.microbatches} microbatches"
     if len(schedule.slices) > 1:
         title += f" in {len(schedule.slices)} slices each"
     which = "these chunks" if limit is None else "these chunks in this memory"
@@ -138,7 +138,7 @@ def idle_lines(answer: Answer, width: int) -> list[str]:
 
 def _about_load(plan: Plan, layers: ModelCosts | None) -> str:
     """With layers, how little it could be by their work alone: in so many stages, and in a number that suits better."""
-    cause, stages = f"rank {plan.idle.busiest} has the most work", plan.schedule.stages
+    cause, stages = f"rank {plan.idle.busiest} has the most work", plan.schedule.ranks
     if layers is None:
         recomputes = recomputed(plan.schedule.actions[plan.idle.busiest])
         return f"{cause}, R included: a higher limit" if recomputes else f"{cause}: divide the model more evenly"

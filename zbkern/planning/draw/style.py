@@ -100,7 +100,7 @@ def shade(kind: str, index: int, count: int) -> str:
 def label(schedule: Schedule, microbatch: int) -> str:
     """Of a microbatch: its number; of a slice 2.0, 2.1, ..., the sequence and the slice."""
     unit = schedule.units[microbatch]
-    return f"{unit.sequence}.{unit.slice}" if unit.slices > 1 else str(unit.sequence)
+    return f"{unit.microbatch}.{unit.slice}" if unit.slices > 1 else str(unit.microbatch)
 
 
 def is_light(colour: str) -> bool:

@@ -129,7 +129,7 @@ def _memory(timeline: Drawable, costs: Any) -> tuple[Sequence[float], Sequence[T
         return [0.0] * len(timeline.events), [[]] * len(timeline.events)
     schedule = timeline.schedule
     of_chunks = costs.per_chunk(len(schedule.placement)).static
-    static = [sum(of_chunks[chunk] for chunk in schedule.chunks_of(rank)) for rank in range(schedule.stages)]
+    static = [sum(of_chunks[chunk] for chunk in schedule.chunks_of(rank)) for rank in range(schedule.ranks)]
     both = zip(static, timeline.memory_held(costs), strict=True)
     return static, [[(time, always + held) for time, held in track] for always, track in both]
 

@@ -46,7 +46,7 @@ def fit(
     objective: "cost" or "makespan". A schedule that fits as it is comes back as it is. Raises ScheduleError where
     nothing makes it fit, ValueError where the costs lack what is to be added.
     """
-    limits = limits_of("fit", memory_limit, schedule.stages)
+    limits = limits_of("fit", memory_limit, schedule.ranks)
     assert limits is not None
     plain = simulate(schedule, costs)
     if _fits(plain, limits):

@@ -153,7 +153,7 @@ def judged(schedule: Schedule, costs: Costs, limit: Limit, objective: str) -> Pl
 
 def _bound(schedule: Schedule, costs: Costs, limit: Limit, objective: str) -> float:
     """What no order of the schedule's chunks within the limit is below."""
-    problem = problem_of(costs, schedule.placement, schedule.sequences, limit, objective, schedule.slices)
+    problem = problem_of(costs, schedule.placement, schedule.microbatches, limit, objective, schedule.slices)
     return cost_bound(problem) / problem.time_scale
 
 
@@ -177,7 +177,7 @@ def _candidates(request: Request, costs: Costs, budget: Budget) -> list[Search]:
 
 def _compared(timeline: Timeline, costs: Costs, limit: Limit, objective: str, bound: float) -> Plan:
     """With the share of the ranks' time that is idle where the objective is at its lower bound, and whether it is."""
-    reached, ranks = getattr(timeline, objective), timeline.schedule.stages
+    reached, ranks = getattr(timeline, objective), timeline.schedule.ranks
     least = min(bound, reached)
     lower = max(0.0, 1.0 - sum(timeline.busy) / (ranks * least)) if least > 0 else 0.0
     idle = idle_time(timeline, costs, objective, limits_of("plan", limit, ranks))
@@ -195,7 +195,7 @@ def _saving(
     orders = [(plan, timeline) for plan in plans for timeline in with_fused(plan.schedule, plan.costs)]
     for plan in {(plan.schedule.placement, plan.schedule.slices): plan for plan in plans}.values():
         for make in generators_of(plan.schedule.placement):
-            schedule = make(len(limits), plan.schedule.sequences, slices=plan.schedule.slices)
+            schedule = make(len(limits), plan.schedule.microbatches, slices=plan.schedule.slices)
             orders += [(plan, timeline) for timeline in with_fused(schedule, plan.costs)]
     best: Plan | None = None
     for plan, timeline in sorted(orders, key=lambda order: getattr(order[1], objective)):

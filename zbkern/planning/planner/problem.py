@@ -231,7 +231,7 @@ def serial_ordering(problem: Problem, fuse: bool) -> Ordering:
 
 def ordering_of(schedule: Schedule) -> Ordering:
     """A published schedule as orders: without parts of W, and the microbatches of a chunk in order. No cost yet."""
-    chunks, microbatches = len(schedule.placement), schedule.microbatches
+    chunks, microbatches = len(schedule.placement), len(schedule.units)
     order = order_of_backward(microbatches, len(schedule.slices))
     place = {microbatch: number for number, microbatch in enumerate(order)}  # of its B and its W
     fused = [0] * (chunks * microbatches)
@@ -273,4 +273,4 @@ def schedule_of(orders: Ordering, problem: Problem, name: str) -> Schedule:
             if not fused or kind == BACKWARD:
                 actions.append(Action("BW" if fused else "FBW"[kind], chunk, microbatch))
         rows.append(actions)
-    return Schedule.build(rows, problem.placement, problem.microbatches, name, problem.slices)
+    return Schedule.build(rows, problem.placement, problem.sequences, name, problem.slices)

@@ -113,7 +113,7 @@ def hops(timelines: Sequence[Timeline]) -> dict[int, float]:
         starts = {result(event.action): event.start for row in timeline.events for event in row}
         for low, high in pairwise(range(len(schedule.placement))):
             if schedule.placement[low] != schedule.placement[high]:
-                pairs = range(schedule.microbatches)
+                pairs = range(len(schedule.units))
                 there = min(starts["F", high, m] - ends["F", low, m] for m in pairs)
                 back = min(starts["B", low, m] - ends["B", high, m] for m in pairs)
                 found[low] = min(found.get(low, math.inf), max(0.0, (there + back) / 2))
@@ -189,7 +189,7 @@ class Drift:
     @property
     def time_lost(self) -> tuple[TimeLost, ...]:
         """Per rank, where the time went."""
-        return tuple(self._time_lost(rank) for rank in range(self.measured.schedule.stages))
+        return tuple(self._time_lost(rank) for rank in range(self.measured.schedule.ranks))
 
     def actions(self) -> list[tuple[Action, float]]:
         """Every pass with its measured minus its planned duration, largest first."""

@@ -73,7 +73,7 @@ def simulate(
     durations = _durations(schedule, flat, jitter, seed)
     run = _Run(schedule, flat, durations, costs)
     if fill == "eager":
-        limits = limits_of("simulate", memory_limit, schedule.stages)
+        limits = limits_of("simulate", memory_limit, schedule.ranks)
         run.fill_eagerly(parts, limits or _Run(schedule, flat, durations, costs).timeline().peak_memory)
     return replace(run.timeline(), unit=costs.time_unit or "", memory_unit=costs.memory_unit or "")
 
@@ -185,7 +185,7 @@ def _durations(
 
     by_slice = [{"F": each.forward, "B": each.backward, "W": each.weight, "BW": each.fused} for each in costs]
     durations = {}
-    for microbatch in range(schedule.microbatches):
+    for microbatch in range(len(schedule.units)):
         lengths = by_slice[microbatch % len(costs)]
         for chunk in range(len(schedule.placement)):
             for kind, cost in lengths.items():

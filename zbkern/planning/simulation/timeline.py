@@ -71,7 +71,7 @@ class Timeline:
         return 1.0 - sum(self.busy) / (known * cost) if cost > 0 else 0.0
 
     def __repr__(self) -> str:
-        name, ranks, cost = self.schedule.name, self.schedule.stages, duration(self.cost, self.unit)
+        name, ranks, cost = self.schedule.name, self.schedule.ranks, duration(self.cost, self.unit)
         return f"<Timeline of {name}: {ranks} ranks, cost {cost}, idle {self.bubble_rate:.1%}>"
 
     def memory_held(self, costs: Costs) -> list[list[tuple[float, float]]]:

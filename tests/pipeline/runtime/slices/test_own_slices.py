@@ -44,7 +44,7 @@ def all_forwards_first(own_slices: list[tuple[int, ...]], placement: tuple[int, 
         if split:
             row += [Action("W", chunk, unit) for chunk in chunks for unit in backward]
         rows.append(row)
-    return Schedule.build(rows, placement, units, "all forwards first", own_slices=own_slices)
+    return Schedule.build(rows, placement, len(own_slices), "all forwards first", own_slices=own_slices)
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -102,8 +102,8 @@ def test_text_and_checksum_keep_the_slices() -> None:
 def test_slices_of_a_sequence_have_an_order(change: object, expected: str) -> None:
     schedule = all_forwards_first([(3, 2), (4,), (1, 1, 2)], (0,), split=True)
     with pytest.raises(ScheduleError, match=expected):
-        Schedule.build([change(list(schedule.actions[0]))], (0,), 6, own_slices=schedule.own_slices)  # type: ignore[operator]
-    with pytest.raises(ScheduleError, match="own_slices must have the 6 microbatches"):
+        Schedule.build([change(list(schedule.actions[0]))], (0,), 3, own_slices=schedule.own_slices)  # type: ignore[operator]
+    with pytest.raises(ScheduleError, match="own_slices must be those of the 6 microbatches"):
         Schedule.build(schedule.actions, (0,), 6, own_slices=[(1, 2), (3,)])
 
 

@@ -282,18 +282,18 @@ def _held_bytes(pipe: Pipeline) -> dict[int, float]:
     return held
 
 
-def _all_forwards_first(placement: tuple[int, ...], sequences: int, slices: tuple[int, ...] = (1,)) -> Schedule:
+def _all_forwards_first(placement: tuple[int, ...], microbatches: int, slices: tuple[int, ...] = (1,)) -> Schedule:
     """All F, then all B, then all W: no rank waits inside a pass, and each first pass shows the latency of its edge."""
     actions: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
-    microbatches = sequences * len(slices)
-    pairs = [(chunk, microbatch) for chunk in range(len(placement)) for microbatch in range(microbatches)]
-    last, order = len(placement) - 1, order_of_backward(microbatches, len(slices))
-    for chunk, microbatch in sorted(pairs, key=lambda pair: (pair[0] + pair[1], pair[0])):
-        actions[placement[chunk]].append(Action("F", chunk, microbatch))
-    for chunk, microbatch in sorted(pairs, key=lambda pair: (last - pair[0] + pair[1], -pair[0])):
-        actions[placement[chunk]].append(Action("B", chunk, order[microbatch]))
-    for chunk, microbatch in pairs:
-        actions[placement[chunk]].append(Action("W", chunk, microbatch))
+    units = microbatches * len(slices)
+    pairs = [(chunk, unit) for chunk in range(len(placement)) for unit in range(units)]
+    last, order = len(placement) - 1, order_of_backward(units, len(slices))
+    for chunk, unit in sorted(pairs, key=lambda pair: (pair[0] + pair[1], pair[0])):
+        actions[placement[chunk]].append(Action("F", chunk, unit))
+    for chunk, unit in sorted(pairs, key=lambda pair: (last - pair[0] + pair[1], -pair[0])):
+        actions[placement[chunk]].append(Action("B", chunk, order[unit]))
+    for chunk, unit in pairs:
+        actions[placement[chunk]].append(Action("W", chunk, unit))
     return Schedule.build(actions, placement, microbatches, "profile", slices)
 
 

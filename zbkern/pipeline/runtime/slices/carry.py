@@ -214,7 +214,7 @@ class Carries:
         if self._schedule is not None and not torch.is_grad_enabled():
             unit = self._schedule.units[microbatch]
             if unit.is_last:
-                self._sequences.pop(unit.sequence, None)
+                self._sequences.pop(unit.microbatch, None)
 
     def gradients(self, microbatch: int) -> list[tuple[Tensor, Tensor]]:
         """What a slice has kept for the next one, with the gradients that came back for it."""

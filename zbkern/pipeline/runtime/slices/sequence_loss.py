@@ -60,7 +60,7 @@ class SequenceLosses:
         sequence behind its last slice, which has the target; None before.
 
         Raises TypeError for outputs that cannot be put together."""
-        number = self._units[microbatch].sequence
+        number = self._units[microbatch].microbatch
         self._waiting.setdefault(number, []).append((carry.end - carry.start if carry else 0, outputs))
         if target is None or not self._units[microbatch].is_last:
             return None
