@@ -24,8 +24,7 @@ SMOKE    = tests/test_import.py tests/ops/test_functional.py tests/test_gradient
 	tests/pipeline/test_torch_pipelining.py
 PIP    = $(PYTHON) -m pip --disable-pip-version-check
 
-# The CUDA kernels take minutes to compile: they are built where a GPU is visible, or by `make cuda`.
-export ZBKERN_BUILD ?= $(if $(wildcard /dev/nvidia0 /dev/dxg),auto,cpu)
+export ZBKERN_BUILD ?= auto
 
 ifeq ($(origin PYTHON),undefined)
 PYTHON := .venv/bin/python

@@ -1,15 +1,17 @@
 """Builds what can be built here; everything else about the package is in pyproject.toml.
 
 The package works with nothing compiled. Where a C++ compiler is found, the planner's search is compiled, without which
-plans are only constructed, and on Linux the launcher of Triton kernels; where nvcc is found, the CUDA kernels are. A
-compile that fails is an error. The environment variable ZBKERN_BUILD decides: "auto" (the default) builds what this
-machine has compilers for, "cpu" all but the CUDA kernels, "cuda" insists on them, "off" builds nothing.
+plans are only constructed, and on Linux the launcher of Triton kernels; where nvcc and a GPU that they are for are
+found, the CUDA kernels are. A compile that fails is an error. The environment variable ZBKERN_BUILD decides: "auto"
+(the default) builds what this machine has compilers and GPUs for, "cpu" all but the CUDA kernels, "cuda" insists on
+them, also for another machine, "off" builds nothing.
 build_tools/decision.py is the decision.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -43,6 +45,14 @@ def extension(part: str, platform: str) -> Extension:
         libraries=["dl"] if part == "launcher" else [],
         language="c++",
     )
+
+
+def description() -> str:
+    """README for where its files are not: without pictures, and with a page's path in the place of a link to it."""
+    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)\n*", "", text)
+    link = r"\[([^\]]+)\]\((?![a-z]+:)([^)\s]+)\)"
+    return re.sub(link, lambda found: found[1] if found[1] in found[2] else f"{found[1]} ({found[2]})", text)
 
 
 class FreshBuild(build):
@@ -91,4 +101,9 @@ class LoudBuild(build_ext):
 if __name__ == "__main__":
     parts = decide(this_machine()).parts
     commands = {"build": FreshBuild, "build_ext": LoudBuild}
-    setup(ext_modules=[extension(part, sys.platform) for part in parts], cmdclass=commands)
+    setup(
+        ext_modules=[extension(part, sys.platform) for part in parts],
+        cmdclass=commands,
+        long_description=description(),
+        long_description_content_type="text/markdown",
+    )

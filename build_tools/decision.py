@@ -55,7 +55,7 @@ def decide(machine: Machine) -> Decision:
         raise ValueError(f"ZBKERN_BUILD=cuda: {reason}; or build without the CUDA kernels: ZBKERN_BUILD=cpu")
     linux = machine.platform.startswith("linux")
     host = () if machine.compiler is None else ("planner", "launcher") if linux else ("planner",)
-    useful = not machine.visible or CAPABILITY in machine.visible  # where no GPU is visible, for another machine
+    useful = CAPABILITY in machine.visible  # where no GPU is, minutes of compiling are asked for by name
     builds_cuda = mode == "cuda" or (mode == "auto" and reason is None and useful)
     return Decision((*host, "cuda") if builds_cuda else host, jobs_at_a_time(machine.environment, machine.cores))
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
 import zbkern
+from zbkern import functional, nn, pipeline, testing, wgrad
+from zbkern.pipeline import checkpoint
 
 
 def run_python(code: str) -> str:
@@ -39,3 +43,39 @@ def test_public_names_resolve(name: str) -> None:
         pytest.fail(f"zbkern.__all__ promises {name}, which does not exist")
     assert getattr(zbkern, name) is not None
     assert name in dir(zbkern)
+
+
+@pytest.mark.parametrize("module", [functional, nn, testing, checkpoint], ids=lambda module: module.__name__)
+def test_a_star_brings_what_a_module_defines_and_nothing_that_it_imports(module: ModuleType) -> None:
+    found = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    assert {name for name in found if not name.startswith("_")} - {*module.__all__} <= made_by_convert
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+made_by_convert = {"Layer", "TransposedLinear", "ForeignRMSNorm", "eps_of"}  # and their base class
+
+
+@pytest.mark.parametrize(
+    "module", [zbkern, functional, nn, pipeline, testing, wgrad], ids=lambda module: module.__name__
+)
+def test_every_public_name_has_a_docstring(module: ModuleType) -> None:
+    """And every method and property of a public class; forward of a layer is described by its class."""
+    without = []
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value):
+            own = vars(value).get("__doc__") or ""
+            without += [name] * (not own or own.startswith(f"{name}("))  # what a dataclass writes by itself
+            without += [f"{name}.{member}" for member in vars(value) if undescribed(value, member)]
+        elif inspect.ismodule(value) or inspect.isfunction(value):
+            without += [name] * (not value.__doc__)
+    assert without == []
+
+
+def undescribed(kind: type, member: str) -> bool:
+    """inspect.getdoc also finds what a base class says of a method."""
+    value = inspect.getattr_static(kind, member)
+    is_method = isinstance(value, property | staticmethod | classmethod) or inspect.isfunction(value)
+    is_field = member in getattr(kind, "__dataclass_fields__", ())  # the class's docstring has those
+    is_forward = member == "forward" and hasattr(kind, "extra_repr")
+    return not (member.startswith("_") or is_forward or is_field) and is_method and not inspect.getdoc(value)

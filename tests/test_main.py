@@ -100,6 +100,13 @@ def test_a_layer_without_torch_says_what_it_needs(monkeypatch: pytest.MonkeyPatc
         zbkern.__getattr__("wgrad")
 
 
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        __main__.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"zbkern {zbkern.__version__}\n"
+
+
 def test_an_unknown_command_is_refused() -> None:
     process = subprocess.run([sys.executable, "-m", "zbkern", "fly"], capture_output=True, text=True, check=False)
     assert process.returncode == 2

@@ -37,10 +37,10 @@ def executable(path: Path, text: str = "#!/bin/sh\n") -> str:
     ("mode", "compiler", "nvcc", "parts"),
     [
         (None, GCC, None, ("planner", "launcher")),
-        (None, GCC, NVCC, ("planner", "launcher", "cuda")),
+        (None, GCC, NVCC, ("planner", "launcher")),  # nvcc and no GPU: minutes that nobody has asked for
         (None, None, None, ()),
         (None, None, NVCC, ()),  # nvcc needs a C++ compiler
-        ("auto", GCC, NVCC, ("planner", "launcher", "cuda")),
+        ("auto", GCC, NVCC, ("planner", "launcher")),
         ("cpu", GCC, NVCC, ("planner", "launcher")),
         ("cpu", None, NVCC, ()),
         ("cuda", GCC, NVCC, ("planner", "launcher", "cuda")),
@@ -84,8 +84,8 @@ def test_asking_for_cuda_where_it_cannot_be_says_why(change: dict[str, str | Non
 
 @pytest.mark.parametrize(
     ("visible", "mode", "built"),
-    [((), "auto", True), (("9.0",), "auto", True), (("8.6", "9.0"), "auto", True), (("12.0",), "auto", False),
-     (("12.0",), "cuda", True)],
+    [((), "auto", False), ((), "cuda", True), (("9.0",), "auto", True), (("8.6", "9.0"), "auto", True),
+     (("12.0",), "auto", False), (("12.0",), "cuda", True)],
 )  # fmt: skip
 def test_cuda_kernels_are_built_for_a_gpu_that_runs_them(visible: tuple[str, ...], mode: str, built: bool) -> None:
     parts = decide(Machine({"ZBKERN_BUILD": mode}, GCC, NVCC, visible)).parts
@@ -93,7 +93,7 @@ def test_cuda_kernels_are_built_for_a_gpu_that_runs_them(visible: tuple[str, ...
 
 
 def test_number_of_jobs() -> None:
-    assert decide(Machine({}, GCC, NVCC, cores=6)) == Decision(("planner", "launcher", "cuda"), 6)
+    assert decide(Machine({}, GCC, NVCC, ("9.0",), cores=6)) == Decision(("planner", "launcher", "cuda"), 6)
     assert decide(Machine({"MAX_JOBS": "2"}, GCC, NVCC, cores=6)).jobs == 2
     for wrong in ("0", "-1", "many"):
         with pytest.raises(ValueError, match="MAX_JOBS must be a positive number"):

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
+    import zbkern
     from zbkern.planning.command import cli, play
 
     parser = argparse.ArgumentParser(prog="zbkern", description="Zero-bubble pipeline parallelism for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {zbkern.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="what this machine can run, and how to get what is missing")
     info.set_defaults(run=_info)

@@ -17,13 +17,28 @@ import torch
 from torch import Tensor
 
 from zbkern.kernels import dispatch, spec
-from zbkern.kernels.spec import CrossEntropyOptions as CrossEntropyOptions
-from zbkern.kernels.spec import GateOptions as GateOptions
+from zbkern.kernels.spec import CrossEntropyOptions, GateOptions
 from zbkern.ops import checks, table
 from zbkern.ops.functions import attention as attention_functions
 from zbkern.ops.functions import attention_backends, sharded
 from zbkern.ops.functions import rotary as rotary_functions
 from zbkern.ops.route import ARRIVING, PLAIN, route
+
+__all__ = [
+    "AttentionOptions",
+    "CrossEntropyOptions",
+    "GateOptions",
+    "attention",
+    "embedding",
+    "gated_mlp",
+    "grouped_linear",
+    "grouped_mlp",
+    "layer_norm",
+    "linear",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rotary",
+]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,20 @@ from torch import Tensor
 from zbkern import functional
 from zbkern.kernels.reference import activation_function
 from zbkern.ops import checks
-from zbkern.ops.expert_parallel import ExpertParallel as ExpertParallel
+from zbkern.ops.expert_parallel import ExpertParallel
 from zbkern.wgrad import current
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Embedding",
+    "ExpertParallel",
+    "Experts",
+    "LayerNorm",
+    "Linear",
+    "LinearCrossEntropy",
+    "RMSNorm",
+]
 
 
 class Layer(torch.nn.Module):

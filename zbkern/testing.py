@@ -12,6 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+__all__ = [
+    "TOLERANCE",
+    "Timing",
+    "assert_close",
+    "assert_same_gradients",
+    "attention_flops",
+    "linear_flops",
+    "measure",
+    "storage_bytes",
+    "tolerance_of",
+]
+
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-10,
     torch.float32: 2e-5,
@@ -101,6 +113,7 @@ class Timing:
 
     @property
     def median(self) -> float:
+        """Over rounds, in seconds."""
         return statistics.median(self.seconds)
 
     def ratio(self, other: Timing) -> float:

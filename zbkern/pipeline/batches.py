@@ -86,9 +86,11 @@ class PlannedBatches:
         self._epoch = self._first = 0  # of the epoch's order, the first sequence of the next step
 
     def state_dict(self) -> dict[str, int]:
+        """The place in the dataset, behind the steps that have been taken."""
         return {"epoch": self._epoch, "first": self._first}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on from a place that `state_dict` gave, with the same dataset and arguments."""
         self._epoch, self._first = state["epoch"], state["first"]
 
     def __iter__(self) -> Iterator[PlannedBatch]:

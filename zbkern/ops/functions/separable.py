@@ -47,14 +47,17 @@ class SeparableFunction:
 
     @staticmethod
     def forward(ctx: Any, *inputs_and_weights: Any) -> Any:
+        """F: y, a tensor or several, of the inputs and then the weights."""
         raise NotImplementedError("SeparableFunction: a subclass needs forward(ctx, *inputs, *weights)")
 
     @staticmethod
     def dgrad(ctx: Any, *dy: Any) -> tuple[Any, Sequence[Any]]:
+        """B: the gradients of the inputs, and what W is called with."""
         raise NotImplementedError("SeparableFunction: a subclass needs dgrad(ctx, *dy)")
 
     @staticmethod
     def wgrad(*kept: Any) -> Any:
+        """W: the gradients of the weights."""
         raise NotImplementedError("SeparableFunction: a subclass needs wgrad(*kept), or launch")
 
     @classmethod

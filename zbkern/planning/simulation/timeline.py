@@ -52,10 +52,12 @@ class Timeline:
 
     @property
     def cost(self) -> float:
+        """The longest span of a rank, from its own first F to its own last W."""
         return max((row[-1].end - row[0].start for row in self.events if row), default=0.0)
 
     @property
     def makespan(self) -> float:
+        """From the first start to the last end over all ranks."""
         rows = [row for row in self.events if row]
         return max(row[-1].end for row in rows) - min(row[0].start for row in rows) if rows else 0.0
 
@@ -66,6 +68,7 @@ class Timeline:
 
     @property
     def bubble_rate(self) -> float:
+        """The share of `cost` in which a rank is idle, mean over ranks: 0 to 1."""
         cost = self.cost
         known = sum(1 for row in self.events if row)  # a pipeline's last_timeline has one rank's
         return 1.0 - sum(self.busy) / (known * cost) if cost > 0 else 0.0

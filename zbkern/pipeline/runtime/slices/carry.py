@@ -44,8 +44,7 @@ class Carry:
 
     A module calls `append` with what later slices read beside their own, keys and values say, and `keep` with what they
     go on from, a recurrent state. Each key, any hashable value, is one tensor of one layer: `(self, "keys")` will do.
-    Run again, as in a checkpoint, the same calls give the same. start, end: of its tokens in the sequence, as in a
-    Python slice.
+    Run again, as in a checkpoint, the same calls give the same.
     """
 
     def __init__(self, sequence: _Sequence, index: int) -> None:
@@ -54,10 +53,12 @@ class Carry:
 
     @property
     def start(self) -> int:
+        """The place of the slice's first token in the sequence."""
         return self._sequence.starts[self._index]
 
     @property
     def end(self) -> int:
+        """The place behind the slice's last token in the sequence, as in a Python slice."""
         return self._sequence.starts[self._index + 1]
 
     @property
