@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import subprocess
 import sys
 from types import ModuleType
@@ -70,6 +71,21 @@ def test_every_public_name_has_a_docstring(module: ModuleType) -> None:
         elif inspect.ismodule(value) or inspect.isfunction(value):
             without += [name] * (not value.__doc__)
     assert without == []
+
+
+@pytest.mark.parametrize("module", [zbkern, functional, nn, pipeline, wgrad, checkpoint], ids=lambda m: m.__name__)
+def test_many_arguments_do_not_share_a_paragraph(module: ModuleType) -> None:
+    """More than six are a section, `Args:`."""
+    for name in module.__all__:
+        value = getattr(module, name)
+        is_error = inspect.isclass(value) and issubclass(value, Exception)
+        if is_error or not (inspect.isclass(value) or inspect.isfunction(value)):
+            continue
+        arguments = {*inspect.signature(value).parameters}
+        for paragraph in re.split(r"\n\s*\n", inspect.getdoc(value) or ""):
+            described = re.findall(r"(?:^|[.;] |\n)((?:\w+, )*\w+): ", paragraph)
+            found = arguments & {each for group in described for each in group.split(", ")}
+            assert paragraph.startswith("Args:") or len(found) <= 6, f"{name}: {found}"
 
 
 def undescribed(kind: type, member: str) -> bool:

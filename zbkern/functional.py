@@ -63,15 +63,20 @@ def linear(
     recipe: str | None = None,
     name: str = "",
 ) -> Tensor:
-    """activation(x weight^T + bias) with separate B and W.
+    """activation(x weight^T + bias) with separate B and W: [..., N].
 
-    x: [..., K]; weight: [N, K], or [K, N] when transposed; bias: [N] or None; returns [..., N], all of one dtype and
-    device (under autocast, x and the result take autocast's dtype and the gradients stay the weight's). activation:
-    None, "gelu", "gelu_tanh", "relu" or "silu". recipe: "fp8_blockwise" multiplies 8-bit numbers in forward and B, with
-    a scale for each 1 x 128 of x and dy and 128 x 128 of the weight, and leaves W as it is (DeepSeek-V3, arXiv
-    2412.19437); "fp8_blockwise_wgrad" in W, too, with one for each 128 x 1 of x and dy. Without activation, and not
-    inside torch.compile, function transforms or on DTensors. On GPUs of compute capability 9.0 and later; "torch"
-    computes the same values slowly, on any device.
+    Args:
+        x: [..., K]; all tensors are of one dtype and device (under autocast, x and the result take autocast's dtype and
+            the gradients stay the weight's).
+        weight: [N, K], or [K, N] when transposed.
+        bias: [N] or None.
+        activation: None, "gelu", "gelu_tanh", "relu" or "silu".
+        recipe: "fp8_blockwise" multiplies 8-bit numbers in forward and B, with a scale for each 1 x 128 of x and dy and
+            128 x 128 of the weight, and leaves W as it is (DeepSeek-V3, arXiv 2412.19437); "fp8_blockwise_wgrad" in W,
+            too, with one for each 128 x 1 of x and dy. Without activation, and not inside torch.compile, function
+            transforms or on DTensors. On GPUs of compute capability 9.0 and later; "torch" computes the same values
+            slowly, on any device.
+
     Raises TypeError or ValueError for arguments that do not fit, UnavailableError for an impl that cannot run.
     """
     if not checks.fits_linear(x, weight, bias, transposed):
@@ -273,20 +278,25 @@ def attention(
     sinks: Tensor | None = None,
     name: str = "",
 ) -> Tensor:
-    """softmax(scale q k^T + mask) v; options: window, scale and cap. Only `sinks` is a parameter: the rest of the
-    backward is B.
+    """softmax(scale q k^T + mask) v: [batch, tokens, heads, Dv]; only `sinks` is a parameter, the rest of it is B.
 
-    q: [batch, tokens, heads, D]; k: [batch, keys, kv_heads, D]; v: [batch, keys, kv_heads, Dv], where heads is a
-    multiple of kv_heads (grouped-query attention); returns [batch, tokens, heads, Dv]. causal: a query sees keys up to
-    its own place; the last query and the last key have the same place.
-    cu_seqlens: for packed sequences of different lengths, [0, end of the first, ..., T]; q is then [T, heads, D], k and
-    v likewise. cu_seqlens_k: the same for the keys, where their lengths differ from those of the queries. Both are
-    lists, or int32 or int64 tensors. Tensors on q's device are read there, and the host does not wait for them (except
-    with impl="torch"); on a GPU their values are not checked, and where they end before T the rest of the result is 0.
-    In a CUDA graph Triton's core takes these alone.
-    sinks: [heads], the score of one more key per head, which every query sees and whose value is 0, as in gpt-oss;
-    their gradient is W. impl: on a GPU "auto" chooses among zbkern's core, torch's and an installed FlashAttention;
-    `zbkern info` says which.
+    Args:
+        q: [batch, tokens, heads, D].
+        k: [batch, keys, kv_heads, D], where heads is a multiple of kv_heads (grouped-query attention).
+        v: [batch, keys, kv_heads, Dv].
+        causal: a query sees keys up to its own place; the last query and the last key have the same place.
+        options: window, scale and cap.
+        cu_seqlens: for packed sequences of different lengths, [0, end of the first, ..., T]; q is then [T, heads, D], k
+            and v likewise.
+        cu_seqlens_k: the same for the keys, where their lengths differ from those of the queries. Both are lists, or
+            int32 or int64 tensors. Tensors on q's device are read there, and the host does not wait for them (except
+            with impl="torch"); on a GPU their values are not checked, and where they end before T the rest of the
+            result is 0. In a CUDA graph Triton's core takes these alone.
+        sinks: [heads], the score of one more key per head, which every query sees and whose value is 0, as in gpt-oss;
+            their gradient is W.
+        impl: on a GPU "auto" chooses among zbkern's core, torch's and an installed FlashAttention; `zbkern info` says
+            which.
+
     Raises TypeError or ValueError for arguments that do not fit, UnavailableError for an impl that cannot run.
     """
     if not isinstance(options, AttentionOptions):
@@ -338,12 +348,19 @@ def linear_cross_entropy(
 ) -> Tensor:
     """cross_entropy(x weight^T + bias, target) without ever holding all logits.
 
-    x: [..., K]; weight: [V, K]; bias: [V] or None; target: [...] integers in 0..V-1 or options.ignore_index. reduction:
-    "mean" over the targets that count, "sum", or "none" for [...]. options: of its chunk, fp32 on a CPU takes at most
-    128 rows, of which the caches hold more, or K / 4, which large matmuls need. The loss is float32 (float64 for
-    float64 x). With every `impl`, "auto" too: where a WGradQueue exists, W computes the logits a second time; where W
-    cannot wait (no queue exists, or inside `no_defer`), forward computes the gradients of a summed loss, of weights in
-    fp32 at least, with the logits that it has: three matmuls instead of four (docs/layers.md says which one to choose).
+    Args:
+        x: [..., K].
+        weight: [V, K].
+        target: [...] integers in 0..V-1 or options.ignore_index.
+        bias: [V] or None.
+        reduction: "mean" over the targets that count, "sum", or "none" for [...].
+        options: of its chunk, fp32 on a CPU takes at most 128 rows, of which the caches hold more, or K / 4, which
+            large matmuls need.
+
+    The loss is float32 (float64 for float64 x). With every `impl`, "auto" too: where a WGradQueue exists, W computes
+    the logits a second time; where W cannot wait (no queue exists, or inside `no_defer`), forward computes the
+    gradients of a summed loss, of weights in fp32 at least, with the logits that it has: three matmuls instead of four
+    (docs/layers.md says which one to choose).
     """
     checks.check("linear_cross_entropy", checks.LINEAR_CROSS_ENTROPY, x, weight, target, bias)
     checks.check_cross_entropy(options, reduction)

@@ -200,12 +200,17 @@ def _is_product(linear: torch.nn.Module) -> bool:
 class Attention(Layer):
     """Self-attention with its projections: one product for q, k and v, the core, the output projection.
 
-    dim: of input and output [batch, tokens, dim]. num_kv_heads: heads of keys and values, fewer than num_heads for
-    grouped-query attention; num_heads when None. head_dim: dim / num_heads when None. causal, options:
-    as in functional.attention. sinks: adds a parameter `sinks` [num_heads], 0 at first.
+    Args:
+        dim: of input and output [batch, tokens, dim].
+        num_kv_heads: heads of keys and values, fewer than num_heads for grouped-query attention; num_heads when None.
+        head_dim: dim / num_heads when None.
+        causal, options: as in functional.attention.
+        sinks: adds a parameter `sinks` [num_heads], 0 at first.
+
     forward: with cu_seqlens (as in functional.attention), x is [tokens, dim], sequences one after the other. rotary:
     (cos, sin), each [tokens, up to head_dim / 2], turns q and k as functional.rotary does. carry: that of a slice of
     the sequences (docs/long_context.md); x and rotary are then of the slice, cu_seqlens of the whole.
+
     Raises TypeError or ValueError for sizes that do not fit, with a carry where it is not causal, and without one in a
     Pipeline's forward of a slice.
     """

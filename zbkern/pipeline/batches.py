@@ -40,11 +40,14 @@ class _Item(NamedTuple):
 class PlannedBatches:
     """An epoch of steps at a time, shuffled, the same on every rank of a pipeline; each is planned during the last one.
 
-    dataset: has a length, and gives for a number a list of tokens, or a mapping with "input_ids" and, where not all
-    tokens count, "labels" (-100 for those that do not). costs, stages, chunks, placement, memory_limit, multiple: as
-    for `plan_batch`. sequences, tokens: how many a step has, one of the two; the last step of an epoch may have fewer.
-    replica, replicas: which of how many data-parallel pipelines this is: each step's sequences are divided over them by
-    work, and the losses' mean over replicas is that over all tokens. device: of the tensors.
+    Args:
+        dataset: has a length, and gives for a number a list of tokens, or a mapping with "input_ids" and, where not all
+            tokens count, "labels" (-100 for those that do not).
+        costs, stages, chunks, placement, memory_limit, multiple: as for `plan_batch`.
+        sequences, tokens: how many a step has, one of the two; the last step of an epoch may have fewer.
+        replica, replicas: which of how many data-parallel pipelines this is: each step's sequences are divided over
+            them by work, and the losses' mean over replicas is that over all tokens.
+        device: of the tensors.
 
     `state_dict` and `load_state_dict` keep the place, as a DataLoader's that can be resumed do. Raises TypeError or
     ValueError for wrong arguments, and in a step for a sequence without tokens, or fewer sequences than replicas.

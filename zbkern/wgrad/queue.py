@@ -27,34 +27,36 @@ from zbkern.wgrad.task import WGradTask
 class WGradQueue:
     """Holds the W of every backward that ran inside `defer`, and runs it when asked, in any order.
 
-    max_bytes: held bytes above which the oldest W run at once instead of waiting, but for those of parameters with
-    hooks, which see all of a backward; None for no limit.
-    merge: True runs the pending tasks of one weight as one kernel (equal to separate kernels up to rounding); False
-    runs each by itself.
-    listeners: functions, called with the tasks that have just run, once their gradients are complete. Every method may
-    be called from any thread; a scope of `defer` belongs to the thread that opened it.
+    Args:
+        max_bytes: held bytes above which the oldest W run at once instead of waiting, but for those of parameters with
+            hooks, which see all of a backward; None for no limit.
+        merge: True runs the pending tasks of one weight as one kernel (equal to separate kernels up to rounding); False
+            runs each by itself.
+        stream: a CUDA stream on which W runs beside other work (`side_stream.py` explains how, and priorities); None
+            for the current one. A merged W holds a multiprocessor for longer than several: merge=False lets others in.
+            Gradients are then complete where `join` or `run()` of everything was called; until then nothing else may
+            touch them, a backward that does not defer included. Gradients with hooks, which may look at them at once,
+            are computed on the current stream.
+        wgrads_per_collective: how many pending W run while a collective of a backward inside `defer` is in flight:
+            tensor-parallel layers and `zbkern.nn.ExpertParallel` start the collective, run so many W, and only then
+            wait for it.
+        regather_inputs: True lets a sequence-parallel linear keep this rank's shard of its input instead of the
+            gathered input, and W all-gathers it again: less memory, one more all-gather. Such a W communicates, so all
+            ranks of a tensor-parallel group must then run the same W in the same order (not `fill="eager"`, nor a
+            `max_bytes`). These two may be set at any time, as attributes.
 
-    stream: a CUDA stream on which W runs beside other work (`side_stream.py` explains how, and priorities);
-    None for the current one. A merged W holds a multiprocessor for longer than several: merge=False lets others in.
-    Gradients are then complete where `join` or `run()` of everything was called; until then nothing else may touch
-    them, a backward that does not defer included. Gradients with hooks, which may look at them at once, are computed
-    on the current stream.
+    Attributes:
+        listeners: functions, called with the tasks that have just run, once their gradients are complete.
+        check_values: False at first. Of W that are added while it is True the values that they read are compared
+            between B and W: writes that torch does not count (through `.data`, say) are errors, too. Waits for the
+            device.
+        in_slice: False at first. True while a forward inside `defer` is of a slice of its sequences, in which attention
+            needs what came before.
+        weight_copies: None at first. A WeakIdKeyDictionary for as long as nobody writes weights (a Pipeline's step):
+            layers keep there what they make of a weight, its 8-bit form, say. Its version alone does not tell: torch's
+            fused optimizers leave it as it was.
 
-    wgrads_per_collective: how many pending W run while a collective of a backward inside `defer` is in flight:
-    tensor-parallel layers and `zbkern.nn.ExpertParallel` start the collective, run so many W, and only then wait for
-    it.
-    regather_inputs: True lets a sequence-parallel linear keep this rank's shard of its input instead of the gathered
-    input, and W all-gathers it again: less memory, one more all-gather. Such a W communicates, so all ranks of a
-    tensor-parallel group must then run the same W in the same order (not `fill="eager"`, nor a `max_bytes`). Both may
-    be set at any time.
-    check_values: an attribute, False at first. Of W that are added while it is True the values that they read are
-    compared between B and W: writes that torch does not count (through `.data`, say) are errors, too. Waits for the
-    device.
-    in_slice: an attribute, False at first. True while a forward inside `defer` is of a slice of its sequences, in which
-    attention needs what came before.
-    weight_copies: an attribute, None at first. A WeakIdKeyDictionary for as long as nobody writes weights (a Pipeline's
-    step): layers keep there what they make of a weight, its 8-bit form, say. Its version alone does not tell: torch's
-    fused optimizers leave it as it was.
+    Every method may be called from any thread; a scope of `defer` belongs to the thread that opened it.
 
     >>> queue = WGradQueue()
     >>> with queue.defer(key=0):          # doctest: +SKIP

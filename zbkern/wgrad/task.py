@@ -36,12 +36,15 @@ class WGradKernel(NamedTuple):
 class WGradTask:
     """One W: run `kernel.run(segments, outputs, accumulate)` into the gradients of `parameters`.
 
-    kernel: a WGradKernel, or its `run` alone; outputs are aligned with `parameters` (None where a parameter takes no
-    gradient). tensors: what this task's one segment holds, usually the layer's input and its output gradient, detached.
-    arithmetic: the flops of this W, or a function of `tensors` that counts them on demand. ddp_managed: the
-    gradients must go through autograd's accumulation although the parameters have no hooks that can be seen, because
-    DistributedDataParallel's reducer waits for them there. reads: what else the kernel reads, parameters say,
-    whose memory lives on anyway; like `tensors` they must not have been modified when W runs.
+    Args:
+        kernel: a WGradKernel, or its `run` alone; outputs are aligned with `parameters` (None where a parameter takes
+            no gradient).
+        tensors: what this task's one segment holds, usually the layer's input and its output gradient, detached.
+        arithmetic: the flops of this W, or a function of `tensors` that counts them on demand.
+        ddp_managed: the gradients must go through autograd's accumulation although the parameters have no hooks that
+            can be seen, because DistributedDataParallel's reducer waits for them there.
+        reads: what else the kernel reads, parameters say, whose memory lives on anyway; like `tensors` they must not
+            have been modified when W runs.
     """
 
     __slots__ = (

@@ -60,15 +60,21 @@ def save(
 ) -> Path:
     """Writes `folder`/step-00000042 and returns its path on every rank once it is complete and on the disk; collective.
 
-    folder: on a file system that all ranks share. modules: a Pipeline; or {chunk number in model order: module} of this
-    rank; or one module, the whole model. optimizer: an Optimizer or a torch optimizer of their parameters; the last
-    step of a Pipeline's own is validated first, given or not. extra: what else a run needs to go on, the same on all
-    ranks, such as the data position: numbers, strings, tensors, and lists and dicts of them. rename: rename(chunk, key)
-    is the name in the whole model of what the chunk's module calls `key`; needed where every chunk numbers its layers
-    from zero. keep: how many checkpoints stay, the newest. group: the ranks that take part, None for all of the world,
-    also where the Pipeline runs on some of them; without torch.distributed this process alone. timeout: seconds that
-    ranks wait for each other before and after they write; None for the Pipeline's, or 1800. States of random number
-    generators (torch's, Python's) are saved by rank.
+    Args:
+        folder: on a file system that all ranks share.
+        modules: a Pipeline; or {chunk number in model order: module} of this rank; or one module, the whole model.
+        optimizer: an Optimizer or a torch optimizer of their parameters; the last step of a Pipeline's own is validated
+            first, given or not.
+        extra: what else a run needs to go on, the same on all ranks, such as the data position: numbers, strings,
+            tensors, and lists and dicts of them.
+        rename: rename(chunk, key) is the name in the whole model of what the chunk's module calls `key`; needed where
+            every chunk numbers its layers from zero.
+        keep: how many checkpoints stay, the newest.
+        group: the ranks that take part, None for all of the world, also where the Pipeline runs on some of them;
+            without torch.distributed this process alone.
+        timeout: seconds that ranks wait for each other before and after they write; None for the Pipeline's, or 1800.
+
+    States of random number generators (torch's, Python's) are saved by rank.
     Raises ValueError when two tensors get one name, when a parameter of the optimizer is in no module, or when ranks
     have different steps or folders, TypeError for an `extra` that could not be read again, and OSError: on the rank
     that finds it, PipelineError with the rank and the error on the others, and on all when a rank does not come. The

@@ -36,14 +36,20 @@ def cut(
 ) -> list[Chunk]:
     """This rank's chunks of a model, in model order, as `Pipeline` takes them (convert them first); not collective.
 
-    model: a model of the transformers library or its configuration, or any module; on the meta device
-    (`with torch.device("meta")`) no rank holds more than its chunks, otherwise the chunks share its parameters. plan: a
-    `Plan`, or a `Schedule`. partition: the first layer of every chunk (`layers_of` numbers them), or Megatron's layout,
-    as in "Ett|ttL"; None for the plan's, or an even one. layers: as for `layers_of`. weights: a folder of safetensors
-    files, as `from_pretrained` reads it, for a model on the meta device; this rank's tensors alone are read. init: for
-    such a model without weights, init(module) sets the parameters of a module; None for the model's own way. seed: of
-    these, with the name of the layer: weights do not depend on the partition. rank: None for this process's in
-    `group`. device: of parameters that were on the meta device, None for the CPU, "meta" to leave them there.
+    Args:
+        model: a model of the transformers library or its configuration, or any module; on the meta device
+            (`with torch.device("meta")`) no rank holds more than its chunks, otherwise the chunks share its parameters.
+        plan: a `Plan`, or a `Schedule`.
+        partition: the first layer of every chunk (`layers_of` numbers them), or Megatron's layout, as in "Ett|ttL";
+            None for the plan's, or an even one.
+        layers: as for `layers_of`.
+        weights: a folder of safetensors files, as `from_pretrained` reads it, for a model on the meta device; this
+            rank's tensors alone are read.
+        init: for such a model without weights, init(module) sets the parameters of a module; None for the model's own
+            way.
+        seed: of these, with the name of the layer: weights do not depend on the partition.
+        rank: None for this process's in `group`.
+        device: of parameters that were on the meta device, None for the CPU, "meta" to leave them there.
 
     A chunk runs the model's own forward, with placeholders for what other ranks compute, under the names of the whole
     model, so that checkpoints load with any partition. It declares the weights that it shares with other chunks. What

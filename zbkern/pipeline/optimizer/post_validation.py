@@ -65,20 +65,25 @@ class Optimizer(torch.optim.Optimizer):
     take it, and a step that is done late or again uses the hyperparameters and gradients it was called with. Hooks on
     the step run once per step that counts (docs/pipeline.md).
 
-    optimizer: any torch optimizer whose `step()` needs no closure. pipe: the Pipeline; or its ranks in the order of the
-    model, as a process group, a Transport, or None for all ranks: then call `validate()` before weights are read.
-    max_norm: gradients are scaled down to this 2-norm over all ranks; None for never. A step with gradients that are
-    not finite (or of a norm beyond fp32) is skipped. master_weights: parameters below fp32 get fp32 copies, which
-    the torch optimizer updates in their place; gradients are read from `main_grad` where a parameter has one. undo: how
-    a step is rolled back: "snapshot" (exact, any optimizer, memory of parameters and state once more), "inverse" (AdamW
-    and SGD; no memory, equal up to rounding), or None: never step before validation. A
-    `main_grad` is copied until the step is validated where the step may be done again with it. adaptive: after a step
-    that was clipped or skipped, validate the next one before stepping, as norms of consecutive steps are alike. tied:
-    {name: parameter} of weights that several ranks hold with equal gradients, which count once; by default those of
-    which a Pipeline has made this the case.
-    timeout: seconds to wait for a message; a Pipeline's by default. Raises TypeError or ValueError for arguments out of
-    range, for an undo that does not fit the optimizer, and for an optimizer that has a parameter twice or a max_norm of
-    its own. All ranks construct theirs together.
+    Args:
+        optimizer: any torch optimizer whose `step()` needs no closure.
+        pipe: the Pipeline; or its ranks in the order of the model, as a process group, a Transport, or None for all
+            ranks: then call `validate()` before weights are read.
+        max_norm: gradients are scaled down to this 2-norm over all ranks; None for never. A step with gradients that
+            are not finite (or of a norm beyond fp32) is skipped.
+        master_weights: parameters below fp32 get fp32 copies, which the torch optimizer updates in their place;
+            gradients are read from `main_grad` where a parameter has one.
+        undo: how a step is rolled back: "snapshot" (exact, any optimizer, memory of parameters and state once more),
+            "inverse" (AdamW and SGD; no memory, equal up to rounding), or None: never step before validation. A
+            `main_grad` is copied until the step is validated where the step may be done again with it.
+        adaptive: after a step that was clipped or skipped, validate the next one before stepping, as norms of
+            consecutive steps are alike.
+        tied: {name: parameter} of weights that several ranks hold with equal gradients, which count once; by default
+            those of which a Pipeline has made this the case.
+        timeout: seconds to wait for a message; a Pipeline's by default.
+
+    Raises TypeError or ValueError for arguments out of range, for an undo that does not fit the optimizer, and for an
+    optimizer that has a parameter twice or a max_norm of its own. All ranks construct theirs together.
 
     Attributes: `last_norm`, the norm of the last validated step, before clipping (None at first); `undone`, how often
     this rank took a step back; `clipped`, `skipped`: how many validated steps were; `optimizer`: the torch optimizer;

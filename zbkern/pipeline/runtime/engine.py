@@ -62,15 +62,21 @@ from zbkern.wgrad import WGradQueue
 class Pipeline:
     """This rank's part of a pipeline: its chunks of the model, driven by a schedule.
 
-    modules: this rank's chunks in model order; convert them (`zbkern.convert`) so that their W can wait. They may then
-    be wrapped in DistributedDataParallel or sharded by `fully_shard`, over ranks that hold the same chunks of other
-    pipelines: gradients are reduced once a step, under W (docs/data_parallel.md). schedule: of all steps that are given
-    no other one; or a function that makes it for a number of microbatches, such as `lambda n: zb_v(4, n)`. loss_fn:
-    called as loss_fn(output, target) for one microbatch on the last chunk's rank, None will do elsewhere. group: the
-    pipeline's ranks, None for all; or a Transport. fill: "planned" or "eager". tied: {name: parameter} of weights that
-    several ranks hold: those that give the same name get the sum of their gradients; a module may declare its own in an
-    attribute `tied_parameters`, as those of `cut` do. timeout: seconds to wait for one message before the step fails;
-    to connect, ranks wait as long as init_process_group was given. options: what else a step does (`StepOptions`).
+    Args:
+        modules: this rank's chunks in model order; convert them (`zbkern.convert`) so that their W can wait. They may
+            then be wrapped in DistributedDataParallel or sharded by `fully_shard`, over ranks that hold the same chunks
+            of other pipelines: gradients are reduced once a step, under W (docs/data_parallel.md).
+        schedule: of all steps that are given no other one; or a function that makes it for a number of microbatches,
+            such as `lambda n: zb_v(4, n)`.
+        loss_fn: called as loss_fn(output, target) for one microbatch on the last chunk's rank, None will do elsewhere.
+        group: the pipeline's ranks, None for all; or a Transport.
+        fill: "planned" or "eager".
+        tied: {name: parameter} of weights that several ranks hold: those that give the same name get the sum of their
+            gradients; a module may declare its own in an attribute `tied_parameters`, as those of `cut` do.
+        timeout: seconds to wait for one message before the step fails; to connect, ranks wait as long as
+            init_process_group was given.
+        options: what else a step does (`StepOptions`).
+
     Raises ScheduleError or ValueError when modules, schedule and group do not fit together, PipelineError when a rank
     does not come.
 

@@ -13,12 +13,17 @@ from zbkern.schedules.actions import check_count
 class StepOptions:
     """What a Pipeline does in a step besides its actions; on each rank as it likes.
 
-    record: keep samples of the W queue and of memory (`Pipeline.samples`). max_wgrad_bytes: bytes that waiting W may
-    pin before the oldest run at once, None for no limit. copy_size: bytes of activations after which an offload begins
-    to copy them, while the forward goes on (`Costs.copy_size` is the planner's). recompute: which parts of a chunk its
-    R run again, patterns of their names in the chunk ("*norm*", "layers.*.mlp") and classes (torch.nn.SiLU); the whole
-    chunk where there are none. check_values: compare what an R computes with what its F did, and what W reads with what
-    it was in B, in every step, and not in the first two only. Raises TypeError or ValueError for anything else.
+    Args:
+        record: keep samples of the W queue and of memory (`Pipeline.samples`).
+        max_wgrad_bytes: bytes that waiting W may pin before the oldest run at once, None for no limit.
+        copy_size: bytes of activations after which an offload begins to copy them, while the forward goes on
+            (`Costs.copy_size` is the planner's).
+        recompute: which parts of a chunk its R run again, patterns of their names in the chunk ("*norm*",
+            "layers.*.mlp") and classes (torch.nn.SiLU); the whole chunk where there are none.
+        check_values: compare what an R computes with what its F did, and what W reads with what it was in B, in every
+            step, and not in the first two only.
+
+    Raises TypeError or ValueError for anything else.
     """
 
     record: bool = False
@@ -37,14 +42,19 @@ class StepOptions:
 class ProfileOptions:
     """How `profile` and `profile_layers` measure.
 
-    repeats: steps of every kind after one to warm up, of which times are medians; up to four times as many while the
-    quartiles of any pass's times are more than 10% apart, and a warning where they remain so. bytes_per_parameter: of a
-    weight, its gradient and optimizer states together, which a rank's memory includes (`static`); None for AdamW's two
-    moments, all in the weight's dtype. copy_size: that of the `StepOptions` to come; in the costs it is what transfers
-    of these activations have, which end with whole tensors. recompute: likewise, the parts of chunks that an R runs
-    again, for the time of R and what an F keeps; else an R is a whole F, which keeps what it is given. In a chunk
-    without such a part there is nothing to recompute. slices: also measure sequences in two slices, for what plans of
-    slices weigh: attention, overhead, and what is carried. Raises TypeError or ValueError for anything else.
+    Args:
+        repeats: steps of every kind after one to warm up, of which times are medians; up to four times as many while
+            the quartiles of any pass's times are more than 10% apart, and a warning where they remain so.
+        bytes_per_parameter: of a weight, its gradient and optimizer states together, which a rank's memory includes
+            (`static`); None for AdamW's two moments, all in the weight's dtype.
+        copy_size: that of the `StepOptions` to come; in the costs it is what transfers of these activations have, which
+            end with whole tensors.
+        recompute: likewise, the parts of chunks that an R runs again, for the time of R and what an F keeps; else an R
+            is a whole F, which keeps what it is given. In a chunk without such a part there is nothing to recompute.
+        slices: also measure sequences in two slices, for what plans of slices weigh: attention, overhead, and what is
+            carried.
+
+    Raises TypeError or ValueError for anything else.
     """
 
     repeats: int = 3

@@ -32,14 +32,18 @@ _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last
 class PlanOptions:
     """What few need to set of a `plan`.
 
-    objective: what to minimise, "cost" or "makespan" (see `Timeline`). partition: the first layer of every chunk, for
-    `ModelCosts`; searched for where it is None. time_limit: seconds after which the search ends, if `effort` is not
-    over by then; the plan then depends on the machine. seed: of the search; another one finds other plans. progress:
-    is called with a line about the search before every round, and with an empty one at the end. slice_tokens: slices
-    that are chosen are multiples of so many tokens, where the costs say how many a sequence has. steady: of orders
-    within 0.3% of the best that are found, take those that cost least in the mean of two: as planned, and where ranks
-    are up to 20% slower or faster, unless the best are proven optimal or published, after a search for such orders;
-    False for the best as they are.
+    Args:
+        objective: what to minimise, "cost" or "makespan" (see `Timeline`).
+        partition: the first layer of every chunk, for `ModelCosts`; searched for where it is None.
+        time_limit: seconds after which the search ends, if `effort` is not over by then; the plan then depends on the
+            machine.
+        seed: of the search; another one finds other plans.
+        progress: is called with a line about the search before every round, and with an empty one at the end.
+        slice_tokens: slices that are chosen are multiples of so many tokens, where the costs say how many a sequence
+            has.
+        steady: of orders within 0.3% of the best that are found, take those that cost least in the mean of two: as
+            planned, and where ranks are up to 20% slower or faster, unless the best are proven optimal or published,
+            after a search for such orders; False for the best as they are.
 
     Raises TypeError or ValueError for what is none of these.
     """

@@ -78,11 +78,16 @@ def plan_batch(
 ) -> BatchPlan:
     """A plan of one step for sequences of these lengths, in tokens.
 
-    costs: of a sequence of `costs.tokens` tokens in each chunk, as `profile(..., slices=True)` measures them;
-    attention, overhead and what slices carry tell what others take. stages, chunks, placement: as in `plan`; a V of two
-    chunks per rank by default. memory_limit: of every rank, in the unit of the costs. multiple: of which slices are.
-    passes: how many the search runs again, a budget that is the same on every machine. Raises ScheduleError where the
-    batch does not fit the limit, TypeError or ValueError for other arguments, RuntimeError without the compiled search.
+    Args:
+        costs: of a sequence of `costs.tokens` tokens in each chunk, as `profile(..., slices=True)` measures them;
+            attention, overhead and what slices carry tell what others take.
+        stages, chunks, placement: as in `plan`; a V of two chunks per rank by default.
+        memory_limit: of every rank, in the unit of the costs.
+        multiple: of which slices are.
+        passes: how many the search runs again, a budget that is the same on every machine.
+
+    Raises ScheduleError where the batch does not fit the limit, TypeError or ValueError for other arguments,
+    RuntimeError without the compiled search.
     """
     problem = _problem(lengths, costs, stages, chunks, placement, memory_limit, multiple)
     check_count("plan_batch: passes", passes)

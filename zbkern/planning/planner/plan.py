@@ -79,26 +79,28 @@ def plan(
 ) -> Plan:
     """The best schedule found for these costs; with those of layers, also how to cut and place the model.
 
-    costs: `Costs` of every chunk, or `ModelCosts` of every layer: then partition, `chunks` and `placement` are searched
-    for unless they are given. stages: ranks. chunks: per rank; for `Costs` 1 by default, or as many as a placement that
-    is spelt out has. placement: "linear" (neighbouring chunks on one rank), "loop" (0..p-1, again 0..p-1), "v" (down,
-    then up), "zigzag" (the V repeated), or the rank of every chunk; for `Costs` linear, v or zigzag by default, for 1,
-    2 and more chunks; for layers "linear" is one chunk per rank where `chunks` is not given. memory_limit: of one
-    rank's `peak_memory`, in the unit of `costs.activation` and including what the rank holds all the time: one number,
-    one per rank, or None for none.
-
-    effort: rounds of search, each of twice the work of the one before (0: the constructive answer alone, about a second
-    or less). Work is counted, and not time, so that the plan is the same on every machine, however busy. More effort is
-    never worse, but by 0.3% for a plan that slow ranks delay less (`PlanOptions.steady`); more memory is now and then,
-    by chance: each limit is searched by itself.
-
-    offload, recompute: where that is faster than an order that fits as it is, the schedule has actions that offload
-    activations (and what W needs) to the host and load them back, or that recompute activations; for costs that say
-    what these cost.
-
-    slices: of every sequence: a number, whose lengths are then equal, or longer where there is less context so that all
-    take as long, whichever is better; the length of each; or "auto" to choose a number, too, with a plan that is no
-    worse than that of whole sequences. microbatches are those of whole sequences.
+    Args:
+        costs: `Costs` of every chunk, or `ModelCosts` of every layer: then partition, `chunks` and `placement` are
+            searched for unless they are given.
+        stages: ranks.
+        microbatches: of a step, whole sequences.
+        chunks: per rank; for `Costs` 1 by default, or as many as a placement that is spelt out has.
+        placement: "linear" (neighbouring chunks on one rank), "loop" (0..p-1, again 0..p-1), "v" (down, then up),
+            "zigzag" (the V repeated), or the rank of every chunk; for `Costs` linear, v or zigzag by default, for 1, 2
+            and more chunks; for layers "linear" is one chunk per rank where `chunks` is not given.
+        memory_limit: of one rank's `peak_memory`, in the unit of `costs.activation` and including what the rank holds
+            all the time: one number, one per rank, or None for none.
+        effort: rounds of search, each of twice the work of the one before (0: the constructive answer alone, about a
+            second or less). Work is counted, and not time, so that the plan is the same on every machine, however busy.
+            More effort is never worse, but by 0.3% for a plan that slow ranks delay less (`PlanOptions.steady`); more
+            memory is now and then, by chance: each limit is searched by itself.
+        offload, recompute: where that is faster than an order that fits as it is, the schedule has actions that offload
+            activations (and what W needs) to the host and load them back, or that recompute activations; for costs that
+            say what these cost.
+        slices: of every sequence: a number, whose lengths are then equal, or longer where there is less context so that
+            all take as long, whichever is better; the length of each; or "auto" to choose a number, too, with a plan
+            that is no worse than that of whole sequences.
+        options: what few need to set.
 
     Every published schedule that fits takes part, for layers on even and on balanced partitions, so that none is
     better. Where zbkern was installed without a C++ compiler the plan is the best of them, and a warning says so. The

@@ -43,31 +43,35 @@ class ChunkCosts(NamedTuple):
 class Costs(JsonFile):
     """Times and memory of one microbatch, of whole sequences, in one chunk: a number, or one per chunk in model order.
 
-    forward, backward, weight: time of F, B and W, all in one unit (B is the input gradient alone). communication:
-    latency of the edge between neighbouring chunks on different ranks, a number or one per edge (edge i joins chunks i
-    and i+1, and is as slow for gradients as for activations). activation: memory a microbatch holds after F until B;
-    held: what it holds between B and W, inputs and output gradients; as much as the activation where it is not given
-    (a Llama block holds more: `profile` measures it). A fused BW takes backward + weight - split_overhead. merge_saving
-    is what a W gains when it directly follows another W of the same chunk. static: memory of the chunk's model
-    states, which stay during the whole step: weights, gradients and optimizer states.
-
-    recompute: time of R, by default that of F. checkpoint: memory that a microbatch holds between an F and its R, what
-    the chunk was given; needed for schedules that recompute. offload_bandwidth, reload_bandwidth: memory per time of
-    copies from a rank's device to its host and back; needed for schedules that offload. copy_slowdown: how much longer
-    a pass takes, as a share of its time, while one copy runs beside it. copy_size: memory of one transfer of
-    activations to the host or back, which go in the order in which F leaves and B needs them; None where those of a
-    microbatch are one transfer.
-
-    Of the passes of a slice, whose costs otherwise grow with its length: attention_forward, attention_backward: of
-    forward and backward, the time that grows with the length times the mean context (the keys before a query).
-    overhead: of each F, B and W, the time that does not shrink with the length. carried: of the activation, what a
-    sequence keeps for its later slices, keys and values: it is there as a whole from the sequence's first F to its last
-    B, and their gradients take as much from its first B on. tokens: of a sequence, where they are known: slices that a
-    plan chooses are then multiples of 128. Without slices none of these matters.
-
-    time_unit: "s", "ms", "us", or None where times have no unit. memory_unit: "bytes", or None where memory has no
-    unit; `memory_limit` and `peak_memory` are in the same one. Tables, pictures and errors print the units that are
-    known (15 ms, 24.5 GB) and plain numbers otherwise.
+    Args:
+        forward, backward, weight: time of F, B and W, all in one unit (B is the input gradient alone).
+        communication: latency of the edge between neighbouring chunks on different ranks, a number or one per edge
+            (edge i joins chunks i and i+1, and is as slow for gradients as for activations).
+        activation: memory a microbatch holds after F until B.
+        held: what it holds between B and W, inputs and output gradients; as much as the activation where it is not
+            given (a Llama block holds more: `profile` measures it).
+        split_overhead: a fused BW takes backward + weight - split_overhead.
+        merge_saving: what a W gains when it directly follows another W of the same chunk.
+        static: memory of the chunk's model states, which stay during the whole step: weights, gradients and optimizer
+            states.
+        recompute: time of R, by default that of F.
+        checkpoint: memory that a microbatch holds between an F and its R, what the chunk was given; needed for
+            schedules that recompute.
+        offload_bandwidth, reload_bandwidth: memory per time of copies from a rank's device to its host and back; needed
+            for schedules that offload.
+        copy_slowdown: how much longer a pass takes, as a share of its time, while one copy runs beside it.
+        copy_size: memory of one transfer of activations to the host or back, which go in the order in which F leaves
+            and B needs them; None where those of a microbatch are one transfer.
+        attention_forward, attention_backward: this and the next three are for the passes of a slice, whose costs
+            otherwise grow with its length. Of forward and backward, the time that grows with the length times the mean
+            context (the keys before a query).
+        overhead: of each F, B and W, the time that does not shrink with the length.
+        carried: of the activation, what a sequence keeps for its later slices, keys and values: it is there as a whole
+            from the sequence's first F to its last B, and their gradients take as much from its first B on.
+        tokens: of a sequence, where they are known: slices that a plan chooses are then multiples of 128.
+        time_unit: "s", "ms", "us", or None where times have no unit.
+        memory_unit: "bytes", or None where memory has no unit; `memory_limit` and `peak_memory` are in the same one.
+            Tables, pictures and errors print the units that are known (15 ms, 24.5 GB) and plain numbers otherwise.
 
     Raises TypeError or ValueError for anything but numbers from 0 to 1e100 and these units.
     """

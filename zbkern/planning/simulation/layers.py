@@ -24,17 +24,18 @@ _AS_IN_COSTS = (*COPY_FIELDS, "time_unit", "memory_unit", "tokens")
 class LayerCosts:
     """One layer: times and memory of one microbatch, as in `Costs`, and what the layer holds and passes on.
 
-    held: as much as the activation where it is not given. output: memory of what it passes to the next layer (its
-    gradient is as large). static: memory of its model states: weights, gradients and optimizer states. tied:
-    layers of the same name here share one `static`, an embedding and the head that is its transpose: a rank with
-    several of them holds it once.
-
-    recompute, checkpoint: of an R that runs named parts of a chunk again: its time in this layer, and what an F with
-    such an R keeps of the layer, the layer's input among it. Both or none, for all layers of a model; where they are
-    not given, an R runs the whole chunk, which keeps its input. output_again: how much of the output such an R computes
-    again, which a next layer in the same chunk does not keep as its input.
-
-    attention_forward, attention_backward, overhead, carried: what matters to slices of a sequence, as in `Costs`.
+    Args:
+        held: as much as the activation where it is not given.
+        output: memory of what it passes to the next layer (its gradient is as large).
+        static: memory of its model states: weights, gradients and optimizer states.
+        tied: layers of the same name here share one `static`, an embedding and the head that is its transpose: a rank
+            with several of them holds it once.
+        recompute, checkpoint: of an R that runs named parts of a chunk again: its time in this layer, and what an F
+            with such an R keeps of the layer, the layer's input among it. Both or none, for all layers of a model;
+            where they are not given, an R runs the whole chunk, which keeps its input.
+        output_again: how much of the output such an R computes again, which a next layer in the same chunk does not
+            keep as its input.
+        attention_forward, attention_backward, overhead, carried: what matters to slices of a sequence, as in `Costs`.
 
     Raises TypeError or ValueError for numbers that `Costs` would not take.
     """

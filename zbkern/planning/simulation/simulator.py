@@ -38,12 +38,14 @@ def simulate(
 ) -> Timeline:
     """The timeline of one step: all events, cost, bubble rate and memory per rank.
 
-    costs: `Costs()`, all passes of unit length, when not given. fill: "planned" runs every W where the schedule has it;
-    "eager" keeps only the order of F and B and runs the oldest pending W, in `parts` parts, whenever the next input
-    has not arrived, and before an F that would exceed `memory_limit` (one number, or one per rank; by default the
-    schedule's own peak): what the engine does with fill="eager". jitter: each pass takes its cost times a normal
-    variate of mean 1 and this deviation, at least 0; the sample depends on `seed` and not on the order or the fill, so
-    that both can be compared on it.
+    Args:
+        costs: `Costs()`, all passes of unit length, when not given.
+        fill: "planned" runs every W where the schedule has it; "eager" keeps only the order of F and B and runs the
+            oldest pending W, in `parts` parts, whenever the next input has not arrived, and before an F that would
+            exceed `memory_limit` (one number, or one per rank; by default the schedule's own peak): what the engine
+            does with fill="eager".
+        jitter: each pass takes its cost times a normal variate of mean 1 and this deviation, at least 0; the sample
+            depends on `seed` and not on the order or the fill, so that both can be compared on it.
 
     Memory: every rank starts with its chunks' `static`; F adds the chunk's activation when it starts; B leaves `held`
     when it ends, and BW nothing; W releases `held` when it ends, a part of n its n-th. A W that directly follows

@@ -35,14 +35,19 @@ def profile(
 ) -> Costs:
     """Costs of this pipeline, the same on every rank: times in milliseconds, memory in bytes; collective.
 
-    modules: this rank's chunks, converted. placement: the rank of each chunk in model order. options: how it is
-    measured (`ProfileOptions`). The others are as for `Pipeline` and its `step`, with inputs, targets and side inputs
-    of `microbatches` microbatches. Times are medians over microbatches and steps, with all ranks busy: of F, B and W
-    apart, of fused BW (`split_overhead`), and of W that are merged (`merge_saving`); rank 0 logs a warning where they
-    spread too far to plan with. communication is one number, or one per edge where one takes more than twice as long as
-    another. Gradients, buffers (running statistics) and random numbers are left as they were. Under tensor parallelism,
-    memory is that of this rank's part, and every pipeline measures times of its own: give all of them the schedule
-    planned for one. Raises TypeError or ValueError as a `Pipeline` does.
+    Args:
+        modules: this rank's chunks, converted.
+        placement: the rank of each chunk in model order.
+        loss_fn, group, device: as for `Pipeline`.
+        inputs, targets, side: as for its `step`, of `microbatches` microbatches.
+        options: how it is measured (`ProfileOptions`).
+
+    Times are medians over microbatches and steps, with all ranks busy: of F, B and W apart, of fused BW
+    (`split_overhead`), and of W that are merged (`merge_saving`); rank 0 logs a warning where they spread too far to
+    plan with. communication is one number, or one per edge where one takes more than twice as long as another.
+    Gradients, buffers (running statistics) and random numbers are left as they were. Under tensor parallelism, memory
+    is that of this rank's part, and every pipeline measures times of its own: give all of them the schedule planned for
+    one. Raises TypeError or ValueError as a `Pipeline` does.
     """
     if not isinstance(placement, Iterable) or not all(isinstance(rank, int) and rank >= 0 for rank in placement):
         raise TypeError(f"profile: placement must be a list of ranks, one per chunk in model order; got {placement!r}")
@@ -65,18 +70,22 @@ def profile_layers(
 ) -> ModelCosts:
     """Costs of every layer, from which `plan` cuts the model into chunks; the same on every rank; collective.
 
-    layers: this rank's, by name, converted: each takes what the one before returns, across ranks, too, so that ranks
-    hold any cut of the model; with one rank, all layers. The others are as for `profile`, targets and loss_fn for the
-    rank of the last layer. latency and bandwidth are measured between every rank and the next, with
-    messages of one number and of the most that a layer sends, and are those of the slowest link. Without a second rank
-    there is no link, and messages take no time. forward_overhead is what a forward of one of `layer_chunks`
-    takes besides its layer; the layers' times do not have it. Layers with the same classes, settings, parameters and
-    size of output take equally long, the median of their times; the first and the last, which gives no gradient of its
-    input and which computes the loss, are apart. Layers are tied (`LayerCosts.tied`) that declare a shared parameter,
-    as `layer_chunks` do, on whichever ranks they are, or that share one on a rank. Parts that are recomputed may be
-    whole layers: their names here begin with the layer's own, unless the layer is one of `layer_chunks`, which have
-    those of the model. For a model of the transformers library `layer_chunks` makes the layers. Raises TypeError or
-    ValueError as `profile` does.
+    Args:
+        layers: this rank's, by name, converted: each takes what the one before returns, across ranks, too, so that
+            ranks hold any cut of the model; with one rank, all layers. For a model of the transformers library
+            `layer_chunks` makes them.
+        loss_fn, targets: for the rank of the last layer.
+        inputs, microbatches, group, device, side, options: as for `profile`. Parts that are recomputed may be whole
+            layers: their names here begin with the layer's own, unless the layer is one of `layer_chunks`, which have
+            those of the model.
+
+    latency and bandwidth are measured between every rank and the next, with messages of one number and of the most that
+    a layer sends, and are those of the slowest link. Without a second rank there is no link, and messages take no time.
+    forward_overhead is what a forward of one of `layer_chunks` takes besides its layer; the layers' times do not have
+    it. Layers with the same classes, settings, parameters and size of output take equally long, the median of their
+    times; the first and the last, which gives no gradient of its input and which computes the loss, are apart. Layers
+    are tied (`LayerCosts.tied`) that declare a shared parameter, as `layer_chunks` do, on whichever ranks they are, or
+    that share one on a rank. Raises TypeError or ValueError as `profile` does.
     """
     if not isinstance(layers, Mapping) or not layers:
         raise TypeError(
