@@ -112,3 +112,10 @@ def test_there_is_no_import_circle() -> None:
     """Imports for types alone count, too."""
     graph = {module: imports_of_zbkern(module, typed=True) for module in modules()}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_no_test_imports_another() -> None:
+    """What several share is in tests/support."""
+    pattern = re.compile(r"^(?:from|import) tests\.\S*\btest_\S+", re.MULTILINE)
+    wrong = {path.name: found for path in ROOT.glob("tests/**/*.py") if (found := pattern.findall(path.read_text()))}
+    assert not wrong

@@ -12,17 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.programs import EXAMPLES, example
 from zbkern.pipeline import ScheduleError, checkpoint, schedules
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
 pytestmark = pytest.mark.dist
-
-
-def example(name: str) -> Any:
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    return __import__(name)
 
 
 SMALL = {"steps": 6, "microbatches": 4, "layers": 4, "width": 16, "heads": 2, "context": 8, "lr": 3e-3, "log_every": 2}

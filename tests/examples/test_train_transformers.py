@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.examples.test_train_gpt import example
+from tests.support.programs import example
 
 transformers = pytest.importorskip("transformers", reason="needs the transformers library: pip install zbkern[test]")
 if int(transformers.__version__.split(".")[0]) < 5:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.test_cuda_sanitizer import SMALL_RUN
 from tests.support import launch_checks
+from tests.support.cuda_run import SMALL_RUN
 from tests.support.host_extension import HostExtension
 from zbkern import testing
 from zbkern.kernels import reference

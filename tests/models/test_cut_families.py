@@ -1,6 +1,6 @@
 """Of every family of language models in the transformers library, chunks on up to four ranks equal the whole model.
 
-Configurations are those of test_families. A family that cannot be cut says why, and is in REFUSED.
+Configurations are those of tests/support/families.py. A family that cannot be cut says why, and is in REFUSED.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tests.models.test_families import ATTEMPTS, at_most, families, loss_of, small
+from tests.support.families import ATTEMPTS, at_most, families, loss_of, small
 from zbkern.pipeline import cut, layers_of, schedules, token_loss, token_targets
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="cut is for transformers 5")

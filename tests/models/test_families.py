@@ -5,10 +5,7 @@ Configurations are tiny and weights random; shares are by elements of parameters
 
 from __future__ import annotations
 
-import functools
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,117 +13,13 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.small_families import OWN
+from tests.support.families import CODERS, at_most, families, loss_of, models_of
 from zbkern import testing
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="families are those of version 5 and later")
 
-# Whatever of these a configuration has becomes small
-SMALL: dict[str, Any] = {
-    name: size
-    for size, names in (
-        (0, "pad_token_id"),
-        (1, "n_shared_experts n_group topk_group first_k_dense_replace bos_token_id"),
-        (2, "num_hidden_layers num_key_value_heads num_experts_per_tok n_layer n_layers num_layers eos_token_id"),
-        (4, "num_attention_heads num_local_experts num_experts n_routed_experts qk_rope_head_dim qk_nope_head_dim"),
-        (4, "n_head n_heads state_size rotary_dim"),
-        (8, "head_dim kv_lora_rank v_head_dim qk_head_dim hidden_size_per_layer_input mamba_chunk_size"),
-        (16, "q_lora_rank"),
-        (24, "moe_intermediate_size shared_expert_intermediate_size"),
-        (32, "hidden_size n_embd d_model word_embed_proj_dim attention_hidden_size"),
-        (48, "intermediate_size ffn_dim ffn_hidden_size"),
-        (61, "vocab_size vocab_size_per_layer_input"),
-        (64, "max_position_embeddings n_positions n_ctx"),
-        (0.0, "resid_pdrop embd_pdrop attn_pdrop hidden_dropout attention_dropout dropout hidden_dropout_prob"),
-        (0.0, "attention_probs_dropout_prob activation_dropout"),
-    )
-    for name in names.split()
-}
-HEADS = ("head_dim", "qk_head_dim", "v_head_dim", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
-CODERS = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
-# Attempts, the first that gives a model counts: what a family does not bear, and what it needs
-ATTEMPTS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-    ((), {}),
-    (HEADS[:1], {}),
-    (HEADS, {}),
-    ((), {"num_hidden_layers": 4}),
-    ((), {f"{coder}_{name}": value for coder in ("encoder", "decoder") for name, value in CODERS.items()}),
-    ((), {"num_experts_per_tok": 1}),
-    ((), {"num_heads": 8, "expand": 2, "n_groups": 1, "is_decoder": True}),
-]
 USUAL = ["gemma", "gpt_oss", "jetmoe", "mixtral", "qwen3_moe", "whisper"]
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
-
-
-def families() -> list[str]:
-    """By their names alone: to import every family takes seconds, and each process of the tests collects them."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING_NAMES)
-
-
-def small(name: str, without: tuple[str, ...], other: dict[str, Any]) -> nn.Module:
-    kind = transformers.CONFIG_MAPPING[name]
-    default = kind()
-    values = {
-        key: value
-        for key, value in {**SMALL, **other}.items()
-        if key not in without
-        and isinstance(getattr(default, key, ""), int | float | None)
-        and not isinstance(getattr(kind, key, None), property)
-    }
-    return configured(name, values)
-
-
-def configured(name: str, values: dict[str, Any]) -> nn.Module:
-    """The family's model of these settings; skips what is not small."""
-    kind = transformers.CONFIG_MAPPING[name]
-    config = kind(**values)
-    with torch.device("meta"):
-        size = sum(p.numel() for p in transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind](config).parameters())
-    if size > 20e6:
-        pytest.skip(f"{size / 1e6:.0f} million parameters: this family needs a configuration of its own")
-    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind](config)
-
-
-def loss_of(model: nn.Module) -> torch.Tensor:
-    torch.manual_seed(1)
-    indices = torch.randint(3, 60, (2, 12))
-    return model(input_ids=indices, labels=indices).loss
-
-
-@contextmanager
-def at_most(seconds: int) -> Iterator[None]:
-    """Skips what takes longer: a configuration that could not be made small."""
-
-    def stop(*_: Any) -> None:
-        pytest.skip(f"takes more than {seconds} s: this family needs a configuration of its own")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def models_of(name: str) -> tuple[nn.Module, nn.Module]:
-    """Two equal small models of the family that compute a loss; skips where none of the attempts gives one."""
-    reasons = []
-    attempts = [functools.partial(small, name, *attempt) for attempt in ATTEMPTS]
-    for make in [functools.partial(configured, name, OWN[name])] if name in OWN else attempts:
-        torch.manual_seed(0)
-        try:
-            loss_of(make().float())
-        except Exception as error:  # whatever a configuration that does not fit raises
-            reasons.append(f"{type(error).__name__}: {error}")
-            continue
-        model, twin = (make().float().train() for _ in range(2))
-        twin.load_state_dict(model.state_dict())
-        return model, twin
-    pytest.skip(f"no small configuration: {reasons[0]}")
 
 
 def check(model: nn.Module, twin: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor] = loss_of) -> None:

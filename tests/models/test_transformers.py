@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbkern
-from tests.models.test_families import models_of
+from tests.support.families import models_of
 from zbkern import testing
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="families are those of version 5 and later")

@@ -10,22 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
+from tests.support.expert_parallel import block
 from tests.support.meshes import cpu_mesh
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 8, 12, 4, 2
 TOKENS = {"even": [6] * 4, "uneven": [5, 9, 1, 3], "none on rank 0": [0, 7, 4, 2], "none at all": [0] * 4}
-
-
-def block(ranks: int, rank: int, group: Any = None) -> nn.Module:
-    """The block of a model that is the same on all ranks, with this rank's share of the experts."""
-    torch.manual_seed(0)
-    whole = zbkern.nn.Experts(WIDTH, HIDDEN, EXPERTS, bias=True, dtype=torch.float64)
-    router = zbkern.nn.Linear(WIDTH, EXPERTS, bias=False, dtype=torch.float64)
-    share = EXPERTS // ranks
-    own = zbkern.nn.Experts(WIDTH, HIDDEN, share, bias=True, dtype=torch.float64)
-    for ours, theirs in zip(own.parameters(), whole.parameters(), strict=True):
-        ours.data.copy_(theirs.data[rank * share : (rank + 1) * share])
-    return zbkern.nn.ExpertParallel(own, router, TOP_K, group)
 
 
 def tokens(case: str, ranks: int) -> list[Tensor]:

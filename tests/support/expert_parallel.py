@@ -129,3 +129,15 @@ def stages_of(kind: str, layout: tuple[int, int, str], fill: str = "planned") ->
     if kind == "experts":
         return Stages(*layout, fill)
     return tensor_parallel.Stages(*layout, kind == "tied", kind == "sequence", fill)
+
+
+def block(ranks: int, rank: int, group: Any = None) -> nn.Module:
+    """The block of a model that is the same on all ranks, with this rank's share of the experts."""
+    torch.manual_seed(0)
+    whole = zbkern.nn.Experts(WIDTH, HIDDEN, EXPERTS, bias=True, dtype=torch.float64)
+    router = zbkern.nn.Linear(WIDTH, EXPERTS, bias=False, dtype=torch.float64)
+    share = EXPERTS // ranks
+    own = zbkern.nn.Experts(WIDTH, HIDDEN, share, bias=True, dtype=torch.float64)
+    for ours, theirs in zip(own.parameters(), whole.parameters(), strict=True):
+        ours.data.copy_(theirs.data[rank * share : (rank + 1) * share])
+    return zbkern.nn.ExpertParallel(own, router, TOP_K, group)

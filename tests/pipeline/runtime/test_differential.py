@@ -20,8 +20,8 @@ from torch.nn.utils import clip_grad_norm_, parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import zbkern
-from tests.planning.simulation.test_differential import is_valid, random_rows
 from tests.support.chunks import results_on_threads
+from tests.support.random_schedules import is_valid, random_rows
 from zbkern.pipeline import Optimizer, Pipeline, Schedule, StepOptions, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.schedules.dependencies import order_of_running

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
-from tests.ops.test_expert_parallel import TOP_K, WIDTH, block
 from tests.support.chunks import results_on_threads
+from tests.support.expert_parallel import TOP_K, WIDTH, block
 from zbkern.pipeline import Pipeline, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 

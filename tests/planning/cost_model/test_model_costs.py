@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bench.test_split import LLAMA, held_and_saved
+from bench.split_models import LLAMA
+from tests.support.llama_block import held_and_saved
 from zbkern.pipeline import ModelCosts
 from zbkern.planning.cost_model.architecture import KINDS, Architecture, architecture, load_architecture
 from zbkern.planning.cost_model.hardware import TABLE, Hardware, load_hardware

@@ -7,95 +7,15 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import time
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from tests.planning.simulation.test_simulator import Ticks, assert_equal
-from zbkern.pipeline import Action, Costs, Schedule, ScheduleError, schedules, simulate
-
-ORDER = re.compile(r"F(R|OL)?(BW|B(OL)?(W|P+))")  # of a microbatch in a chunk; P is a part of a W
-
-Rows = list[list[Action]]
-
-
-def random_rows(rng: random.Random) -> tuple[Rows, tuple[int, ...], int]:
-    """A published schedule whose backwards are split and divided, with R, O and L; every other is disturbed."""
-    published = getattr(schedules, rng.choice(schedules.NAMES))(rng.randint(1, 4), rng.randint(1, 5))
-    rows = [list(row) for row in published.actions]
-    for row in rows:
-        for action in [each for each in row if each.kind in ("BW", "W") and rng.random() < 0.4]:
-            at, kind = row.index(action), action.kind
-            weights = [action._replace(kind="W")]
-            if rng.random() < 0.5:
-                count = rng.randint(2, 3)
-                weights = [weights[0]._replace(part=(index, count)) for index in rng.sample(range(count), count)]
-            row[at : at + 1] = [action._replace(kind="B")] if kind == "BW" else []
-            for weight in weights:
-                row.insert(rng.randint(at + (kind == "BW"), len(row)), weight)
-        for action in [each for each in row if each.kind in ("F", "B") and rng.random() < 0.3]:
-            first, last = row.index(action) + 1, last_before_next(row, action)
-            added = ["R"] if action.kind == "F" and rng.random() < 0.5 else ["O", "L"]
-            places = sorted(rng.randint(first, last) for _ in added)
-            for kind, place in reversed(list(zip(added, places, strict=True))):
-                row.insert(place, action._replace(kind=kind))
-    if rng.random() < 0.5:
-        disturb(rng, rows)
-    return rows, published.placement, published.microbatches
-
-
-def last_before_next(row: list[Action], action: Action) -> int:
-    """Where the next pass of its microbatch is: the backward after an F, the first of W after a B."""
-    kinds = ("B", "BW") if action.kind == "F" else ("W",)
-    return next(i for i, each in enumerate(row) if each[1:3] == action[1:3] and each.kind in kinds)
-
-
-def disturb(rng: random.Random, rows: Rows) -> None:
-    row = rng.choice(rows)
-    at, other = rng.randrange(len(row)), rng.randrange(len(row))
-    change = rng.choice(["swap", "lose", "double", "change"])
-    if change == "swap":
-        row[at], row[other] = row[other], row[at]
-    elif change == "lose":
-        del row[at]
-    elif change == "double":
-        row.insert(other, row[at])
-    else:
-        row[at] = row[at]._replace(kind=rng.choice(["F", "B", "W", "BW", "R", "O", "L"]))
-
-
-def is_valid(rows: Rows, placement: tuple[int, ...], microbatches: int) -> bool:
-    """By the rules of `actions.py`, and by running the ranks until none gets any further."""
-    for chunk, owner in enumerate(placement):
-        for microbatch in range(microbatches):
-            mine = [action for action in rows[owner] if action[1:3] == (chunk, microbatch)]
-            parts = [action.part for action in mine if action.part is not None]
-            whole = {(index, parts[0][1]) for index in range(parts[0][1])} if parts else set()
-            told = "".join("P" if action.part else action.kind for action in mine)
-            if not ORDER.fullmatch(told) or sorted(parts) != sorted(whole):
-                return False
-            if any(action.part and action.kind != "W" for action in mine):
-                return False
-    done: set[tuple[str, int, int]] = set()
-    left = [list(row) for row in rows]
-    while any(left):
-        ready = [row for row in left if row and needed(row[0], len(placement)) <= done]
-        if not ready:
-            return False
-        for row in ready:
-            kind, chunk, microbatch, _ = row.pop(0)
-            done.add(("B" if kind == "BW" else kind, chunk, microbatch))
-    return True
-
-
-def needed(action: Action, chunks: int) -> set[tuple[str, int, int]]:
-    kind, chunk, microbatch, _ = action
-    if kind == "F" and chunk:
-        return {("F", chunk - 1, microbatch)}
-    return {("B", chunk + 1, microbatch)} if kind in ("B", "BW") and chunk + 1 < chunks else set()
+from tests.support.random_schedules import is_valid, needed, random_rows
+from tests.support.ticks import Ticks, assert_equal
+from zbkern.pipeline import Costs, Schedule, ScheduleError, simulate
 
 
 def random_costs(rng: random.Random, chunks: int) -> Costs:

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.planning.simulation.test_differential import is_valid, random_rows
 from tests.support.chunks import make_data, make_model, one_rank, plain, run_pipelines
+from tests.support.random_schedules import is_valid, random_rows
 from tests.support.same import assert_same
 from tests.support.saving import Wide, schedule_of
 from zbkern.pipeline import (
