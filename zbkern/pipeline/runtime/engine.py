@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from zbkern.pipeline.runtime.arguments import (
 from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
 from zbkern.pipeline.runtime.forward_state import ForwardState, evaluation_mode
 from zbkern.pipeline.runtime.measure.recorder import Recorded, Recorder, timeline_of
-from zbkern.pipeline.runtime.memory.memory_saving import MemorySavingStage
+from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.replicas.agreement import number_of
 from zbkern.pipeline.runtime.replicas.data_parallel import Replicas, check_apart
@@ -41,7 +41,6 @@ from zbkern.pipeline.runtime.replicas.tied_weights import TiedWeights, all_ties
 from zbkern.pipeline.runtime.slices.sequence_loss import SequenceLosses, put_together
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, adds_up, check_sliceable
 from zbkern.pipeline.runtime.stage import Stage
-from zbkern.pipeline.runtime.stages import make_stages
 from zbkern.pipeline.runtime.step_boundary import StepBoundary, boundary_of
 from zbkern.pipeline.runtime.step_schedules import StepSchedules
 from zbkern.pipeline.transport.base import PipelineError, Tag, Transport
@@ -114,9 +113,11 @@ class Pipeline:
         self._replicas = Replicas(by_chunk, self.queue)
         self._last = len(schedule.placement) - 1
         self._loss_fn = loss_fn
-        self._recorder = Recorder(rank, self.device, self.queue, options.record)
+        self.recorder = Recorder(rank, self.device, self.queue, options.record)
         self._options = options
-        self._stages: Mapping[int, Stage] = {}
+        self.stages = {chunk: Stage(part, chunk, self.queue, None) for chunk, part in self._replicas.modules.items()}
+        self._ledger: Ledger | None = None
+        self._program: list[tuple[Action, ...]] = []
         self.rank = rank
         self._use_schedule(schedule)
         copies = all_ties(modules, tied)
@@ -197,26 +198,25 @@ class Pipeline:
         self._run_forwards("forward", (inputs, targets, side), schedule)
         self.completed += 1
         self._batch, results, self._results = [], self._results, []
-        return results if self._last in self._stages else None
+        return results if self._last in self.stages else None
 
     def _run_forwards(self, call: str, given: tuple[Any, Any, Any], schedule: Schedule | None) -> None:
-        last = self.schedule
-        recorder, self._recorder = self._recorder, Recorder(self.rank, self.device, self.queue, False)
+        last, self.recorder.paused = self.schedule, True
         try:
             self._begin(call, given, schedule)
             with self._failing_together():
                 self.boundary.validate()
                 with torch.no_grad(), evaluation_mode(self.modules.values()):
-                    self._run([(action,) for action in forwards(self._stages, len(self.schedule.units))])
+                    self._run([(action,) for action in forwards(self.stages, len(self.schedule.units))])
         finally:
-            self._recorder = recorder
+            self.recorder.paused = False
             self._use_schedule(last)
             self._replicas.discard()
 
     @property
     def modules(self) -> dict[int, torch.nn.Module]:
         """This rank's modules by the number of their chunk."""
-        return {chunk: stage.module for chunk, stage in self._stages.items()}
+        return {chunk: stage.module for chunk, stage in self.stages.items()}
 
     @property
     def transport(self) -> Transport:
@@ -259,7 +259,7 @@ class Pipeline:
     def last_timeline(self) -> Timeline:
         """When this rank's actions of the last step ran, in seconds since its first; other ranks' rows are empty."""
         ranks = [Recorded() for _ in range(self.schedule.ranks)]
-        ranks[self.rank] = Recorded(self._recorder.events(), copies=self._recorder.copies())
+        ranks[self.rank] = Recorded(self.recorder.events(), copies=self.recorder.copies())
         return timeline_of(self.schedule, ranks)
 
     def gather(self, value: Any) -> list[Any]:
@@ -281,12 +281,12 @@ class Pipeline:
         Where the schedule has R, O or L, `peak_memory` is what microbatches held at most on each rank that has them, in
         bytes.
         """
-        return timeline_of(self.schedule, self.gather(self._recorder.recorded()))
+        return timeline_of(self.schedule, self.gather(self.recorder.recorded()))
 
     @property
     def samples(self) -> list[Sample]:
         """With record=True: after every action of the last step, what the queue and the device's memory held."""
-        return self._recorder.samples()
+        return self.recorder.samples()
 
     def abandon(self) -> None:
         """Drops what was begun, after a failure; the next step opens the connections anew."""
@@ -314,8 +314,7 @@ class Pipeline:
                 self.boundary.leave(self)
             self._closed = True
             self._transport.close()
-            for stage in self._stages.values():
-                stage.close()
+            self.use_ledger(None)
         if not self._failed and self._transport.failure is not None:
             self._failed = True
             raise PipelineError(self._transport.failure)
@@ -337,34 +336,32 @@ class Pipeline:
         """
         return compare(self.gather_timeline(), None if costs is None else in_seconds(costs))
 
-    def use_stages(
-        self, schedule: Schedule, options: StepOptions, parts: Mapping[int, Any] | None = None, counts: bool = False
-    ) -> dict[int, Any]:
-        """New stages of its chunks for steps with this schedule, by chunk: to measure what they keep; on every rank.
-
-        options, parts, counts: as for `make_stages`.
-        """
-        for stage in self._stages.values():
-            stage.close()
-        made = self._replicas.modules, schedule, self._loss_fn, self._recorder, options
-        self._stages = stages = make_stages(*made, parts, counts)
-        return stages
+    def use_ledger(self, ledger: Ledger | None) -> None:
+        """Between steps: from now on this one holds what microbatches need between passes; None: autograd itself."""
+        if self._ledger is not None:
+            self._ledger.close()
+        self._ledger = ledger
+        for stage in self.stages.values():
+            stage.ledger = ledger
+        self.recorder.watch([] if ledger is None else [ledger, *self.stages.values()])
+        if ledger is not None:
+            ledger.use(self.schedule.actions[self.rank])
 
     def _use_schedule(self, schedule: Schedule) -> None:
         """From the next step on, this schedule, valid and of the same chunks in the same places; on every rank."""
-        if schedule is self.schedule and self._stages:
+        if schedule is self.schedule and self._program:
             return
         self.schedule = schedule
         actions = schedule.actions[self.rank]
-        can_save = any(isinstance(stage, MemorySavingStage) for stage in self._stages.values())
-        if not self._stages or (offloads_or_recomputes(actions) and not can_save):
-            made = self.use_stages(schedule, self._options)
-            self._recorder.watch([stage for stage in made.values() if isinstance(stage, MemorySavingStage)])
+        if self._ledger is not None:
+            self._ledger.use(actions)
+        elif offloads_or_recomputes(actions):
+            self.use_ledger(Ledger(self.modules, self.recorder, self._options))
         self._sequence_losses, own = None, self._loss_fn
         if own is not None and schedule.is_sliced and not adds_up(own):
             self._sequence_losses, own = SequenceLosses(own, schedule.units), None
-        for chunk, stage in self._stages.items():
-            stage.use(schedule, actions, own if chunk == self._last else None)
+        for chunk, stage in self.stages.items():
+            stage.use(schedule, own if chunk == self._last else None)
         self._program = list(merge_neighbours(actions))
         self._passes = number_of([each for each in actions if each.kind != "W"]) if self._replicas.agreement else 0
         self._max_in_flight = peak_microbatches(actions)
@@ -429,7 +426,8 @@ class Pipeline:
             self._transport.fail(f"rank {self.rank}: {wrong}")
             raise wrong
         self._results, self._parts, self._returns_outputs = [], [], call == "forward"
-        self._recorder.clear()
+        if call == "step":
+            self.recorder.clear()
         self._in_flight = 0
         self._calls += 1
         self._step = 2 * self._calls
@@ -470,7 +468,7 @@ class Pipeline:
             before.restore()
             torch.clear_autocast_cache()  # casts of weights that have changed
             self._forget()
-            self._recorder.clear()
+            self.recorder.clear()
         return 0
 
     def _is_validated(self) -> bool:
@@ -504,12 +502,16 @@ class Pipeline:
             self._running = outer
 
     def _run(self, program: Iterable[tuple[Action, ...]]) -> None:
-        transport, recorder = self._transport, self._recorder
+        transport, recorder = self._transport, self.recorder
+        handlers: dict[str, Callable[..., None]]
+        handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "BW": self._backward}
+        if self._ledger is not None:
+            handlers.update(self._ledger.handlers)
         for group in program:
             action = group[0]
             transport.begin_action(action)
             with recorder.label(action):
-                self._HANDLERS[action.kind](self, *group)
+                handlers[action.kind](*group)
         while self.queue.pending():  # eager: W that ran in no wait
             self._run_oldest()
         self.queue.join()
@@ -519,9 +521,9 @@ class Pipeline:
         _, chunk, microbatch, _ = action
         if self.fill == "eager":
             self._free_memory_for_forward()
-        stage, given = self._stages[chunk], self._batch[microbatch]
+        stage, given = self.stages[chunk], self._batch[microbatch]
         inputs = self._forward_input = given.inputs if chunk == 0 else self._await("F", action)
-        start = self._recorder.now()
+        start = self.recorder.now()
         target = given.target if chunk == self._last and not self._returns_outputs else None
         side = {**given.checked_side(microbatch), **stage.carries.begin(microbatch, given.tokens, inputs)}
         outputs = stage.forward(microbatch, inputs, target, side)
@@ -537,7 +539,7 @@ class Pipeline:
                 loss = self._sequence_losses.forward(microbatch, outputs, side.get("carry"), target)
             self._results += [] if loss is None else [loss]
         self._forward_input = None
-        self._recorder.done((action,), start)
+        self.recorder.done((action,), start)
 
     def _returned(self, microbatch: int, outputs: Any, side: Mapping[str, Any]) -> list[Any]:
         """What `forward` returns for a microbatch, behind its last slice."""
@@ -556,55 +558,37 @@ class Pipeline:
     def _backward(self, action: Action) -> None:
         kind, chunk, microbatch, _ = action
         gradients = None if chunk == self._last else self._await("B", action)
-        self._stages[chunk].prepare(microbatch)
-        start = self._recorder.now()
+        self.stages[chunk].prepare(microbatch)
+        start = self.recorder.now()
         if chunk == self._last and self._sequence_losses is not None:
             with self.queue.defer((chunk, microbatch)):
                 gradients = self._sequence_losses.gradients(microbatch)
         fused = kind == "BW" and not self._replicas  # whose reductions begin while other W run: these come after B
-        outputs = self._stages[chunk].backward_input(microbatch, gradients, fused=fused)
+        outputs = self.stages[chunk].backward_input(microbatch, gradients, fused=fused)
         if kind == "BW":
             self._replicas.backward_done(chunk)
-            self._stages[chunk].weight(microbatch)
+            self.stages[chunk].weight(microbatch)
         self._in_flight -= 1
         if chunk > 0:
             self._send(chunk - 1, "B", microbatch, outputs)
         if kind == "B":
             self._replicas.backward_done(chunk)
-        self._recorder.done((action,), start)
+        self.recorder.done((action,), start)
 
     def _weight(self, *actions: Action) -> None:
         chunk, part = actions[0].chunk, actions[0].part
-        if self._stages[chunk].splits is False:
-            self._stages[chunk].warn_of_fused_backward()
+        if self.stages[chunk].splits is False:
+            self.stages[chunk].warn_of_fused_backward()
         if self.fill == "eager":
             return
-        for action in actions:
-            self._stages[chunk].prepare(action.microbatch)
-        start = self._recorder.now()
+        microbatches = [action.microbatch for action in actions]
+        self.stages[chunk].prepare(*microbatches)
+        start = self.recorder.now()
         if part is None:
-            self._stages[chunk].weight(*(action.microbatch for action in actions))
+            self.stages[chunk].weight(*microbatches)
         else:
-            self._stages[chunk].weight_part(actions[0].microbatch, *part)
-        self._recorder.done(actions, start)
-
-    def _save_memory(self, action: Action) -> None:
-        start = self._recorder.now()
-        stage = self._stages[action.chunk]
-        assert isinstance(stage, MemorySavingStage)
-        stage.save_memory(action)
-        if action.kind == "R":
-            self._recorder.done((action,), start)
-        else:
-            self._recorder.held()
-
-    _HANDLERS: ClassVar[dict[str, Callable[..., None]]] = {
-        "F": _forward,
-        "B": _backward,
-        "W": _weight,
-        "BW": _backward,
-        **dict.fromkeys(("R", "O", "L"), _save_memory),
-    }
+            self.stages[chunk].weight_part(microbatches[0], *part)
+        self.recorder.done(actions, start)
 
     # ---- waiting, sending, filling
 
@@ -620,7 +604,7 @@ class Pipeline:
 
     def _ready(self, tag: Tag) -> bool:
         """Whether the message is there by the time the device wants it, and not the host, which may be far ahead."""
-        self._recorder.catch_up()
+        self.recorder.catch_up()
         return self._transport.ready(tag)
 
     def _send(self, chunk: int, kind: str, microbatch: int, message: Any) -> None:
@@ -635,10 +619,10 @@ class Pipeline:
     def _run_oldest(self, key: Any = None) -> None:
         chunk, microbatch = self.queue.keys()[0]
         action = Action("W", chunk, microbatch)
-        start = self._recorder.now()
-        with self._recorder.label(action):
+        start = self.recorder.now()
+        with self.recorder.label(action):
             self.queue.run_one(key)
-        self._recorder.done((action,), start)
+        self.recorder.done((action,), start)
 
     def _loss(self) -> Tensor | None:
         self.completed += 1
@@ -650,7 +634,9 @@ class Pipeline:
         self._forward_input, self._in_flight = None, 0
         self.queue.discard()
         self._replicas.discard()
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             stage.reset()
+        if self._ledger is not None:
+            self._ledger.reset()
         if self._sequence_losses is not None:
             self._sequence_losses.reset()

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.slices.carry import Carries
 from zbkern.pipeline.runtime.slices.first_forward import compare_in_slices
 from zbkern.pipeline.runtime.slices.sequence_loss import loss_of
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target
 from zbkern.pipeline.transport.tensors import wait_for
-from zbkern.schedules.actions import Action
 from zbkern.schedules.schedule import Schedule
 from zbkern.wgrad import WGradQueue
 
@@ -47,6 +48,7 @@ class Stage:
         self.chunk = chunk
         self.queue = queue
         self.loss_fn = loss_fn
+        self.ledger: Ledger | None = None  # which holds what a microbatch needs, where R, O and L change that
         self.carries = Carries(schedule)
         self._compared: set[bool] = set()  # in which modes, training or evaluation, slices were compared with the whole
         self._fails: str | None = None  # what slices raised in that comparison, where whole sequences did not
@@ -54,10 +56,15 @@ class Stage:
         self._followed = False  # whether a first F has shown where gradients enter
         self._saved: dict[int, tuple[Any, list[Tensor | GradientEdge | None]]] = {}
 
-    def use(self, schedule: Schedule, row: Sequence[Action], loss_fn: LossFn | None) -> None:
-        """Between steps: from now on this schedule, of which this rank has these actions, and this loss."""
+    def use(self, schedule: Schedule, loss_fn: LossFn | None) -> None:
+        """Between steps: from now on this schedule, and this loss."""
         self.loss_fn = loss_fn
         self.carries = Carries(schedule)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what slices carry."""
+        return self.carries.nbytes
 
     def forward(
         self, microbatch: int, inputs: Any, target: Target | None = None, side: Mapping[str, Any] | None = None
@@ -70,9 +77,11 @@ class Stage:
         if in_slice and self.module.training not in self._compared:
             self._compared.add(self.module.training)
             self._fails = compare_in_slices(self.chunk, self.module, self._call, inputs, side or {})
-        with self.queue.defer((self.chunk, microbatch)):  # layers then know that their W will wait
+        key = self.chunk, microbatch
+        run = self._outputs if self.ledger is None else partial(self.ledger.forward, key, self._outputs)
+        with self.queue.defer(key):  # layers then know that their W will wait
             self.queue.in_slice = in_slice
-            outputs = self._outputs(inputs, target, side or {})
+            outputs = run(inputs, target, side or {})
             self.queue.in_slice = False
         leaves, structure = pytree.tree_flatten(outputs)
         self._check_outputs(leaves)
@@ -84,8 +93,11 @@ class Stage:
         self.carries.end_forward(microbatch, side or {})
         return pytree.tree_unflatten([None if leaf is None else _to_send(leaf) for leaf in leaves], structure)
 
-    def prepare(self, microbatch: int) -> None:
-        """Waits for what a B or W of this microbatch needs and is not there yet: a load, in stages that have any."""
+    def prepare(self, *microbatches: int) -> None:
+        """Waits for what a B or W of these microbatches needs first, where that is being loaded."""
+        if self.ledger is not None:
+            for microbatch in microbatches:
+                self.ledger.prepare((self.chunk, microbatch))
 
     def backward_input(self, microbatch: int, gradients: Any, *, fused: bool = False) -> Any:
         """B: runs the backward with every W deferred under (chunk, microbatch); returns the gradients of the inputs.
@@ -104,26 +116,31 @@ class Stage:
             if root is not None and (gradient is not None or loss)
         ]
         pairs += self.carries.gradients(microbatch)
-        if pairs:
-            with nullcontext() if fused else self.queue.defer((self.chunk, microbatch)):
-                ends, arrived = zip(*pairs, strict=True)
-                torch.autograd.backward(ends, arrived)
-            if self.splits is None and not fused:
-                may_have_run = self.queue.max_bytes is not None
-                is_trained = any(parameter.requires_grad for parameter in self.module.parameters())
-                self.splits = may_have_run or self.queue.pending((self.chunk, microbatch)) > 0 or not is_trained
+        key = self.chunk, microbatch
+        with nullcontext() if self.ledger is None else self.ledger.backward(key):
+            if pairs:
+                with nullcontext() if fused else self.queue.defer(key):
+                    ends, arrived = zip(*pairs, strict=True)
+                    torch.autograd.backward(ends, arrived)
+                if self.splits is None and not fused:
+                    may_have_run = self.queue.max_bytes is not None
+                    is_trained = any(parameter.requires_grad for parameter in self.module.parameters())
+                    self.splits = may_have_run or self.queue.pending(key) > 0 or not is_trained
         self.carries.end_backward(microbatch)
         return pytree.tree_map(_take_gradient, inputs) if self.chunk > 0 else None
 
     def weight(self, *microbatches: int) -> None:
         """W of these microbatches, merged into one launch per weight."""
-        self.queue.run([(self.chunk, microbatch) for microbatch in microbatches])
+        keys: list[Any] = [(self.chunk, microbatch) for microbatch in microbatches]
+        with nullcontext() if self.ledger is None else self.ledger.weight(keys):
+            self.queue.run(keys)
 
     def weight_part(self, microbatch: int, index: int, count: int) -> None:
         """Part `index` of `count` of a W: its share of the tasks that are still pending."""
         key = (self.chunk, microbatch)
-        for _ in range(-(-self.queue.pending(key) // (count - index))):
-            self.queue.run_one(key)
+        with nullcontext() if self.ledger is None else self.ledger.weight_part(key):
+            for _ in range(-(-self.queue.pending(key) // (count - index))):
+                self.queue.run_one(key)
 
     def warn_of_fused_backward(self) -> None:
         """Says once that this chunk's B does everything, so that the schedule's W are empty."""
@@ -148,9 +165,6 @@ class Stage:
         self.queue.in_slice = False
         self._saved.clear()
         self.carries.reset()
-
-    def close(self) -> None:
-        """Ends what runs beside the passes, in stages that have any; no-op the second time."""
 
     def _root(self, output: Any) -> Tensor | GradientEdge | None:
         """Where this output's gradient enters the graph: the output itself need not live on to its B."""

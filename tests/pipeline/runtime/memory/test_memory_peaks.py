@@ -13,7 +13,6 @@ import zbkern
 from tests.support.chunks import one_rank
 from tests.support.saving import Wide, saved_in_turn, schedule_of, with_actions
 from zbkern.pipeline import (
-    Action,
     Pipeline,
     ProfileOptions,
     Schedule,
@@ -71,14 +70,7 @@ def streaming(copy_size: int) -> tuple[float, float, float]:
     in_forward: list[float] = []
     options = StepOptions(copy_size=copy_size)
     with one_rank(modules, schedule, options=options) as pipe:
-        recorder = pipe._recorder
-        load = pipe._stages[0].save_memory
-
-        def look(action: Action) -> None:
-            in_forward.append(recorder.peak_bytes)
-            load(action)
-
-        pipe._stages[0].save_memory = look  # type: ignore[method-assign]
+        modules[0].register_forward_hook(lambda *_: in_forward.append(pipe.recorder.peak_bytes))
         pipe.step(data, data)
     return costs.per_chunk(1).streamed[0], in_forward[0], costs.per_chunk(1).activation[0]
 

@@ -418,6 +418,17 @@ def test_evaluation_saves_nothing() -> None:
         assert pipe.gather_timeline().peak_memory == peak
 
 
+def test_a_schedule_that_saves_memory_may_come_first_in_an_evaluation() -> None:
+    plain = schedule_of("0F0 0F1 0B0 0B1 0W0 0W1", microbatches=2)
+    saving = schedule_of("0F0 0O0 0F1 0L0 0BW0 0R1 0BW1", microbatches=2)
+    with one_rank([Watched()], plain) as pipe:
+        loss = pipe.evaluate(batch(2), batch(2), schedule=saving)
+        assert loss == pipe.step(batch(2), batch(2), schedule=saving)
+        timeline = pipe.gather_timeline()
+        assert [event.action.kind for event in timeline.copies[0]] == ["O", "L"]
+        assert timeline.peak_memory[0] > 0
+
+
 # ---- failures
 
 

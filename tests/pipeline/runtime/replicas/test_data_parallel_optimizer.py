@@ -44,7 +44,7 @@ class Trained:
             return original(microbatch, *inputs)
 
         with Pipeline(setup.modules, setup.schedule, mean_square, mesh().get_group("stage"), timeout=30) as pipe:
-            for chunk, stage in pipe._stages.items():
+            for chunk, stage in pipe.stages.items():
                 stage.forward = functools.partial(forward, chunk, stage.forward)
             optimizer = Optimizer(
                 make_optimizer(setup.parameters()),

@@ -109,7 +109,7 @@ def check(
     def run(pipe: Pipeline) -> list[Tensor | None]:
         arguments = *needed(pipe, inputs, labels), {"positions": positions} if side else None
         found = [pipe.step(*arguments), pipe.evaluate(*arguments)]
-        assert not any(stage.carries.nbytes for stage in pipe._stages.values())
+        assert not any(stage.carries.nbytes for stage in pipe.stages.values())
         return found
 
     for losses in run_pipelines(schedule, chunks, run, loss_fn, **options):

@@ -68,7 +68,7 @@ def test_gradients_are_those_of_whole_sequences(seed: int) -> None:
         loss = pipe.step(inputs, targets, schedule=schedule)
         outputs = pipe.forward(inputs, schedule=schedule)
         evaluated = pipe.evaluate(inputs, targets, schedule=schedule)
-        assert not any(stage.carries.nbytes for stage in pipe._stages.values())
+        assert not any(stage.carries.nbytes for stage in pipe.stages.values())
         if outputs is not None:
             for output, x in zip(outputs, inputs, strict=True):
                 torch.testing.assert_close(output, nn.Sequential(*plain)(x).detach(), rtol=1e-12, atol=1e-12)

@@ -20,7 +20,8 @@ from zbkern.pipeline.runtime.forward_state import left_as_they_were
 from zbkern.pipeline.runtime.measure.clock import EventClock
 from zbkern.pipeline.runtime.measure.links import slowest_link
 from zbkern.pipeline.runtime.measure.measured_costs import MeasuredChunk, Measurements, largest_message
-from zbkern.pipeline.runtime.memory.recomputation import parts_of
+from zbkern.pipeline.runtime.memory.ledger import Ledger
+from zbkern.pipeline.runtime.memory.recomputation import Parts, parts_of
 from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, check_sliceable, length_of
 from zbkern.pipeline.transport.base import Transport
@@ -34,7 +35,6 @@ from zbkern.schedules.slices import order_of_backward
 
 logger = logging.getLogger("zbkern")
 
-Parts = Mapping[torch.nn.Module, Any]  # as of `parts_of`
 STEADY = 0.1  # no more steps where the quartiles of each pass's times are this near to each other
 PATIENCE = 4  # times as many steps at most
 _WHICH_LAYER = {"idx", "index", "layer_id", "layer_idx", "number", "zbkern_name"}  # attributes, in any library
@@ -84,10 +84,9 @@ class ProbeSteps:
                 stack.enter_context(watch.watching())
             record = StepOptions(record=True)
             pipe = stack.enter_context(Pipeline(modules, apart, self.loss_fn, self.group, device, options=record))
-            counting = pipe.use_stages(apart, StepOptions(copy_size=self.options.copy_size), {}, counts=True)
+            held_bytes = self._new_ledger(pipe).kept_sizes
             self._steps(pipe, apart, 0)
-            held_bytes = {chunk: stage.kept_sizes for chunk, stage in counting.items()}
-            pipe.use_stages(apart, StepOptions(copy_size=self.options.copy_size))
+            pipe.use_ledger(None)
             separate = self._steps(pipe, apart)
             held = _held_bytes(pipe)
             merged, fused = self._steps(pipe, apart, merge=True), self._steps(pipe, _changed(apart, _fused))
@@ -174,9 +173,10 @@ class ProbeSteps:
             )
         before = {Action("B", at, each): Action("R", at, each) for at in again for each in range(schedule.microbatches)}
         schedule = _changed(schedule, lambda each: [before[each], each] if each in before else [each])
-        stages = pipe.use_stages(schedule, StepOptions(copy_size=self.options.copy_size), parts)
+        ledger = self._new_ledger(pipe, parts)
         timelines = self._steps(pipe, schedule)
-        return timelines, {at: (sum(stages[at].kept_sizes), stages[at].output_again_bytes) for at in parts}
+        pipe.use_ledger(None)
+        return timelines, {at: (sum(ledger.kept_sizes[at]), ledger.output_again_bytes[at]) for at in parts}
 
     def _in_slices(self, pipe: Pipeline, placement: tuple[int, ...]) -> tuple[list[Timeline] | None, dict[int, int]]:
         """Steps with every sequence in two slices, and the bytes that one leaves to the other; None where not asked."""
@@ -184,9 +184,14 @@ class ProbeSteps:
             return None, {}
         schedule = _all_forwards_first(placement, self.microbatches, (1, 1))
         check_sliceable(pipe.modules.values())
-        stages = pipe.use_stages(schedule, StepOptions(copy_size=self.options.copy_size))
         timelines = self._steps(pipe, schedule)
-        return timelines, {chunk: stage.carries.nbytes_of_one for chunk, stage in stages.items()}
+        return timelines, {chunk: stage.carries.nbytes_of_one for chunk, stage in pipe.stages.items()}
+
+    def _new_ledger(self, pipe: Pipeline, parts: Mapping[int, Parts] | None = None) -> Ledger:
+        """One that counts from now on; parts: as for it."""
+        ledger = Ledger(pipe.modules, pipe.recorder, StepOptions(copy_size=self.options.copy_size), parts)
+        pipe.use_ledger(ledger)
+        return ledger
 
 
 class _ForwardWatch:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ class Recorder:
         self.rank = rank
         self.device = device
         self.queue = queue
+        self.paused = False  # in calls that are no step
         self._sample = sample
         self._holders: Sequence[Any] = ()
         self._clock = EventClock(device)
@@ -55,6 +57,8 @@ class Recorder:
 
     def done(self, actions: tuple[Action, ...], start: Any) -> None:
         """These actions ran as one launch from `start` until now."""
+        if self.paused:
+            return
         end = self.now()
         self._marks.append((actions, start, end))
         self.held()
@@ -71,10 +75,14 @@ class Recorder:
         if self._holders:
             self.peak_bytes = max(self.peak_bytes, sum(holder.nbytes for holder in self._holders))
 
-    def transfers(self, action: Action) -> list[Copy]:
-        """A list to add the copies to that an O or L consists of, as they begin."""
+    def copying(self, action: Action) -> Callable[[Copy], None]:
+        """What to call with the copies that an O or L consists of, as they begin."""
         self._copies.append((action, []))
-        return self._copies[-1][1]
+        return partial(self._copy_begins, self._copies[-1][1])
+
+    def _copy_begins(self, copies: list[Copy], copy: Copy) -> None:
+        copies.append(copy)
+        self.held()  # what a forward holds before it waits for a copy
 
     def copies(self) -> list[Event]:
         """An event for every O and L, which ends when its last transfer ends and is as long as all of them took

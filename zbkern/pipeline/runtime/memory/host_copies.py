@@ -24,12 +24,13 @@ class Copy(NamedTuple):
     marks: Callable[[], tuple[Any, Any] | None]
 
 
-class CopyLanes:
-    """The two lanes of a device; now: the clock's mark of a moment (of the current stream)."""
+class Lanes:
+    """The two lanes of a device, for transfers of about copy_size bytes; now: the clock's mark of a moment (of the
+    current stream)."""
 
-    def __init__(self, device: torch.device, now: Callable[[], Any]) -> None:
+    def __init__(self, device: torch.device, now: Callable[[], Any], copy_size: int) -> None:
         lane = _StreamLane if device.type == "cuda" else _ThreadLane
-        self.device = device
+        self.device, self.copy_size = device, copy_size
         self.out, self.back = lane(device, now), lane(device, now)
 
     def close(self) -> None:

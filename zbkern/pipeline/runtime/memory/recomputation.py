@@ -9,34 +9,36 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from zbkern.data_parallel import is_sharded
 from zbkern.pipeline.runtime.forward_state import ForwardState
-from zbkern.pipeline.runtime.memory.saved_tensors import Saved, SavedTensors
-from zbkern.pipeline.runtime.memory.storages import Storages, keys, parts
+from zbkern.pipeline.runtime.memory.storages import Saved, Storages, keys, parts
 from zbkern.pipeline.runtime.replicas.data_parallel import gathered
 from zbkern.pipeline.transport.tensors import tensors_in, wait_for
 from zbkern.wgrad.checksums import are_same, sums_of
 from zbkern.wgrad.storages import storage_key
 
+Parts = Mapping[nn.Module, Any]  # what runs again, each with the module of FSDP2 that gathers its weights, or None
 
-def parts_of(module: torch.nn.Module, named: Sequence[str | type], name: str = "") -> dict[torch.nn.Module, Any]:
-    """The outermost modules in a module that one of `named` names: patterns of their names, or classes; each with the
-    module of FSDP2 that gathers its weights for it, or None.
+
+def parts_of(module: nn.Module, named: Sequence[str | type], name: str = "") -> dict[nn.Module, Any]:
+    """The outermost modules in a module that one of `named` names: patterns of their names, or classes.
 
     name: of the module itself, which is then one of them. Stand-ins for layers of other ranks, which `cut` leaves in a
     chunk, are none.
     """
-    found: dict[str, torch.nn.Module] = {}
-    sharded: list[tuple[str, torch.nn.Module]] = []  # parents first
+    found: dict[str, nn.Module] = {}
+    sharded: list[tuple[str, nn.Module]] = []  # parents first
     for path, part in module.named_modules(prefix=name):
         within = any(path.startswith(f"{outer}.") for outer in found)
         here = path and not within and not getattr(type(part), "held_elsewhere", False)
@@ -46,6 +48,18 @@ def parts_of(module: torch.nn.Module, named: Sequence[str | type], name: str = "
             sharded.append((path, part))
     above = {path: [owner for outer, owner in sharded if not outer or path.startswith(f"{outer}.")] for path in found}
     return {part: above[path][-1] if above[path] and not is_sharded(part) else None for path, part in found.items()}
+
+
+def named_parts(module: nn.Module, chunk: int, named: Sequence[str | type]) -> Parts:
+    """`parts_of` a chunk that has an R. Raises ValueError where it has none of them."""
+    found = parts_of(module, named)
+    if named and not found:
+        names = [name for name, _ in module.named_modules()][1:9]
+        raise ValueError(
+            f"StepOptions: recompute must name a part of every chunk that has an R in the schedule; chunk {chunk} has "
+            f"none for {tuple(named)}; its modules are {names} and so on"
+        )
+    return found
 
 
 class _Later(NamedTuple):
@@ -62,101 +76,93 @@ class _Later(NamedTuple):
         return self.saved.fill(torch.empty(0, dtype=self.dtype, device=memory.device).set_(memory, *self.place))
 
 
+@dataclass(frozen=True)  # no tuple: pytree would look into it
 class _Input:
     """A tensor that a forward was given, in its arguments."""
 
-    def __init__(self, saved: Saved, requires_grad: bool) -> None:
-        self._saved, self._requires_grad = saved, requires_grad
+    saved: Saved
+    requires_grad: bool
 
-    @property
     def tensor(self) -> Tensor:
-        return self._saved.get().detach().requires_grad_(self._requires_grad)
+        return self.saved.get().detach().requires_grad_(self.requires_grad)
 
 
 class _Run:
     """A forward that is to run again, of a part or of everything: `call` with what it was `given`, where an `_Input` is
     in the place of every tensor; and what an R fills."""
 
-    def __init__(self, call: Callable[..., Any], given: Any, module: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, call: Callable[..., Any], given: Any, module: nn.Module, device: torch.device) -> None:
         self.call, self.given, self.module = call, given, module
         self.before = ForwardState([module], device)
-        self.autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        self.autocast = torch.autocast(
+            device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+        )
         self.sums: list[Tensor] | None = None  # of its outputs, to be compared
         self.inside: list[Saved] = []
         self.later: list[_Later] = []
 
 
-class RecomputedTensors(SavedTensors):
-    """The same of a forward of which an R runs parts again, or everything: `recompute` fills in what these save.
+class Recomputation:
+    """A forward of which an R runs parts again, or everything: `run` fills in what these have saved.
 
-    parts: these, each with the module of FSDP2 that gathers its weights, or None. compares: what they return, the first
-    and the second time.
+    storages: where all is counted. parts: these, each with the module of FSDP2 that gathers its weights, or None.
+    compares: what they return, the first and the second time.
     """
 
-    def __init__(self, storages: Storages, parts: Mapping[torch.nn.Module, Any], compares: bool) -> None:
-        super().__init__(storages)
-        self._parts, self._compares = parts, compares
+    def __init__(self, storages: Storages, parts: Parts, compares: bool) -> None:
+        self._storages, self._parts, self._compares = storages, parts, compares
         self._runs: list[_Run] = []
-        self._within: torch.nn.Module | None = None  # what runs, of that which runs again
+        self._within: nn.Module | None = None  # what runs, of that which runs again
         self._given: list[tuple[Tensor, int]] = []  # to it, with their versions
         self._outputs: dict[int, tuple[weakref.ref[Any], int, _Run, int]] = {}  # by key: version, run, and which
+        self.output_bytes = 0  # of the outputs, what the R computes again
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
+    def forward(self, module: nn.Module, call: Callable[..., Any], *arguments: Any) -> Any:
+        """The first one: what call(*arguments) returns, in which the module runs."""
         with ExitStack() as stack:
             for part in self._parts:
                 stack.callback(part.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
                 stack.callback(part.register_forward_hook(self._leave).remove)
-            stack.enter_context(super().saving())
-            yield
-        self._outputs.clear()
-
-    def begin(self, module: torch.nn.Module, call: Callable[..., Any], arguments: Any, keywords: Any) -> None:
-        """What comes, until `end`, is call(*arguments, **keywords), in which `module` runs: all of it again."""
-        self._given = [(tensor, tensor._version) for tensor in tensors_in((arguments, keywords))]
-        given = pytree.tree_map_only(Tensor, lambda t: _Input(self._pack(t), t.requires_grad), (arguments, keywords))
-        self._runs.append(_Run(call, given, module, self.storages.device))
-        self._within = module
-
-    def end(self, outputs: Any) -> None:
-        """What `begin` began has given these outputs."""
-        if self._within is not None:
-            self._runs[-1].before.keep_written()
-            self._runs[-1].sums = _sums(outputs) if self._compares else None
-            self._within = None
-
-    def computed_again(self, outputs: Any) -> int:
-        """Bytes of the tensors among these that are outputs of parts, for inside `saving`."""
+            stack.enter_context(saved_tensors_hooks(self._pack, Saved.get))
+            if not self._parts:
+                self._begin(module, call, arguments, {})
+            outputs = call(*arguments)
+            if not self._parts:
+                self._end(outputs)
         again = [tensor for tensor in tensors_in(outputs) if self._output(tensor) is not None]
-        return sum({storage_key(each): each.untyped_storage().nbytes() for each in again}.values())
+        self.output_bytes = sum({storage_key(each): each.untyped_storage().nbytes() for each in again}.values())
+        self._outputs.clear()
+        return outputs
 
-    def recompute(self, defer: Callable[[], AbstractContextManager[Any]]) -> None:
+    def run(self, defer: Callable[[], AbstractContextManager[Any]]) -> None:
         """Runs what is to run again, in the order in which it ran; defer: what a forward of the chunk runs in."""
-        runs, self._runs = self._runs, []
-        for run in runs:
-            arguments, keywords = pytree.tree_map_only(_Input, lambda given: given.tensor, run.given)
+        for run in self._runs:
+            arguments, keywords = pytree.tree_map_only(_Input, _Input.tensor, run.given)
             run.before.restore()
             filled = itertools.count()
-            fill = partial(self._fill, run.inside, filled)
-            enabled, dtype = run.autocast
-            autocast = torch.autocast(self.storages.device.type, dtype, enabled)
-            hooks = torch.autograd.graph.saved_tensors_hooks(fill, Saved.get)
-            with defer(), gathered(self._parts.get(run.module)), autocast, hooks:
+            hooks = saved_tensors_hooks(partial(self._fill, run.inside, filled), Saved.get)
+            with defer(), gathered(self._parts.get(run.module)), run.autocast, hooks:
                 outputs = pytree.tree_leaves(run.call(*arguments, **keywords))
             _check_repeated(run, next(filled), outputs)
             for later in run.later:
-                self.storages.add(later.fill(outputs))
+                self._storages.add(later.fill(outputs))
 
-    def _fill(self, places: Sequence[Saved], filled: Iterator[int], tensor: Tensor) -> Saved:
-        """Fills the places that the first forward has left, in their order."""
-        index = next(filled)
-        saved = places[index] if index < len(places) else Saved()
-        self.storages.add(saved.fill(tensor))
-        return saved
+    def _begin(self, module: nn.Module, call: Callable[..., Any], arguments: Any, keywords: Any) -> None:
+        """What comes, until `_end`, is call(*arguments, **keywords), in which `module` runs: all of it again."""
+        self._given = [(tensor, tensor._version) for tensor in tensors_in((arguments, keywords))]
+        given = pytree.tree_map_only(Tensor, lambda t: _Input(self._pack(t), t.requires_grad), (arguments, keywords))
+        self._runs.append(_Run(call, given, module, self._storages.lanes.device))
+        self._within = module
 
-    def _enter(self, part: torch.nn.Module, arguments: Any, keywords: Any) -> None:
+    def _end(self, outputs: Any) -> None:
+        """What `_begin` began has given these outputs."""
+        self._runs[-1].before.keep_written()
+        self._runs[-1].sums = _sums(outputs) if self._compares else None
+        self._within = None
+
+    def _enter(self, part: nn.Module, arguments: Any, keywords: Any) -> None:
         if self._within is None and self._saves():
-            self.begin(part, part, arguments, keywords)
+            self._begin(part, part, arguments, keywords)
 
     def _saves(self) -> bool:
         """Whether what is saved now comes here: not within a checkpoint, which runs its layers again by itself, nor
@@ -164,11 +170,11 @@ class RecomputedTensors(SavedTensors):
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return torch.is_grad_enabled() and hooks is not None and hooks[0] == self._pack
 
-    def _leave(self, part: torch.nn.Module, arguments: Any, output: Any) -> None:
+    def _leave(self, part: nn.Module, arguments: Any, output: Any) -> None:
         if self._within is not part:
             return
         given, self._given, run = self._given, [], self._runs[-1]
-        self.end(output)
+        self._end(output)
         if any(tensor._version != version for tensor, version in given):
             raise RuntimeError(
                 f"{type(part).__name__} modifies what it is given in place, so that it cannot run again alone; name "
@@ -181,14 +187,17 @@ class RecomputedTensors(SavedTensors):
 
     def _pack(self, tensor: Tensor) -> Saved:
         if self._within is not None:
-            self._runs[-1].inside.append(Saved())
-            return self._runs[-1].inside[-1]
-        if (output := self._output(tensor)) is not None:
+            saved = Saved()
+            self._runs[-1].inside.append(saved)
+        elif (output := self._output(tensor)) is not None:
             run, index = output
-            place = int(tensor.storage_offset()), tensor.shape, tensor.stride()
-            run.later.append(_Later(Saved(), index, tensor.dtype, place))
-            return run.later[-1].saved
-        return super()._pack(tensor)
+            saved = Saved()
+            run.later.append(
+                _Later(saved, index, tensor.dtype, (int(tensor.storage_offset()), tensor.shape, tensor.stride()))
+            )
+        else:
+            saved = self._storages.save(tensor)
+        return saved
 
     def _output(self, tensor: Tensor) -> tuple[_Run, int] | None:
         """The run of a part, and which of its outputs this tensor is, or a view of it."""
@@ -197,6 +206,13 @@ class RecomputedTensors(SavedTensors):
         storage, version, run, index = self._outputs[storage_key(tensor)]
         # else another storage has its key, or it changed
         return (run, index) if storage() is not None and version == tensor._version else None
+
+    def _fill(self, places: Sequence[Saved], filled: Iterator[int], tensor: Tensor) -> Saved:
+        """Fills the places that the first forward has left, in their order."""
+        index = next(filled)
+        saved = places[index] if index < len(places) else Saved()
+        self._storages.add(saved.fill(tensor))
+        return saved
 
 
 _ROUNDING = 1e-2  # of sums in no fixed order, to the usual one
