@@ -43,7 +43,7 @@ endif
 export OMP_NUM_THREADS ?= 1
 # Where it is set, each of the tests' many processes compiles every file anew: a sixth of their time.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup ready-gpu cuda demo test test-all emulate test-torch test-gpu lint bench-pipeline bench-gpu bench-split kernels-report clean
+.PHONY: help setup ready-gpu cuda demo test test-all emulate test-torch test-gpu lint site bench-pipeline bench-gpu bench-split kernels-report clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 20
@@ -111,6 +111,10 @@ lint: $(READY) ## style, imports and types
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
 	$(PYTHON) -m mypy
+
+site: $(READY) ## the pages and all docstrings as a site, in .cache/site; a link that leads nowhere is an error
+	$(PIP) install --quiet --editable '.[site]'
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
 
 bench-pipeline: $(READY) ## our pipelines and torch's on two CPU processes
 	$(PYTHON) -m bench.pipeline --out $(OUT)

@@ -56,15 +56,18 @@ def convert(
     ops whose W waits (`interception.py`): experts, routers, convolutions, norms that multiply by 1 + weight, subclasses
     with a forward of their own. `coverage` names what has its W in B all the same: weights that a forward computes
     (torch.nn.utils.parametrizations), and parameters of modules inside it that a forward uses without calling these.
-    filter(name, module) says whether to convert that module; None converts all. impl: "auto", "cuda", "triton" or
-    "torch", which the converted modules keep as `zbkern_impl`, as do zbkern's own among the model's; None leaves it as
-    it is, "auto" at first. A named one that cannot run raises UnavailableError when a module is called.
-    defer(name, module) says of every module of the model, converted or not, whether W of what it and its children
-    compute may wait; where not, their forward is in `no_defer`. None leaves that as it is.
-    recipe: for every `nn.Linear` that filter takes, its own or converted here (functional.linear has what there are);
-    call convert again with another filter for other modules.
-    `unconverted` tells what stayed, `restore` undoes it. Raises ValueError for an impl or a recipe that does not
-    exist.
+
+    Args:
+        filter: filter(name, module) says whether to convert that module; None converts all.
+        impl: "auto", "cuda", "triton" or "torch", which the converted modules keep as `zbkern_impl`, as do zbkern's own
+            among the model's; None leaves it as it is, "auto" at first. A named one that cannot run raises
+            UnavailableError when a module is called.
+        defer: defer(name, module) says of every module of the model, converted or not, whether W of what it and its
+            children compute may wait; where not, their forward is in `no_defer`. None leaves that as it is.
+        recipe: for every `nn.Linear` that filter takes, its own or converted here (functional.linear has what there
+            are); call convert again with another filter for other modules.
+
+    `unconverted` tells what stayed, `restore` undoes it. Raises ValueError for an impl or a recipe that does not exist.
     """
     if defer is not None and not callable(defer):
         raise TypeError(f"convert: defer must be callable as defer(name, module); got {type(defer).__name__}")
