@@ -28,4 +28,5 @@ for first in range(0, len(lines) - 7, 8):
 export(out, pipe)  # from_pretrained(out) reads it
 if torch.distributed.get_rank() == 0:
     tokenizer.save_pretrained(out)
+    print(f"wrote the model and its tokenizer to {out}", flush=True)
 pipe.close()

@@ -46,4 +46,5 @@ for batch in PlannedBatches(dataset, costs, ranks, sequences=32):  # the same on
 export(out, pipe)
 if torch.distributed.get_rank() == 0:
     tokenizer.save_pretrained(out)
+    print(f"wrote the model and its tokenizer to {out}", flush=True)
 pipe.close()

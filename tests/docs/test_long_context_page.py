@@ -33,6 +33,7 @@ def test_the_program_runs_as_it_stands(two_ranks: Any, tmp_path: Path) -> None:
         for of_rank in two_ranks.run(run_program, blocks(PAGE)[0], str(folder), str(text), str(out))
         for line in of_rank
     ]
+    printed.remove(f"wrote the model and its tokenizer to {out}")
     losses = [float(re.fullmatch(r"lines \d+ to \d+: loss ([\d.]+)", line)[1]) for line in printed]
     batch = transformers.AutoTokenizer.from_pretrained(folder)(lines[:8], padding=True, return_tensors="pt")
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
@@ -41,6 +42,7 @@ def test_the_program_runs_as_it_stands(two_ranks: Any, tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(expected, abs=1e-4)
     assert losses[-1] < losses[0]
     assert [*out.glob("*.safetensors")]
+    assert transformers.AutoTokenizer.from_pretrained(out)("the pipeline").input_ids == [1, 2]
 
 
 def test_the_modules_take_slices() -> None:

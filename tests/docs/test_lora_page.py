@@ -38,6 +38,7 @@ def test_the_program_runs_as_it_stands(two_ranks: Any, tmp_path: Path) -> None:
     printed = [
         line for of_rank in two_ranks.run(run_program, program, str(folder), str(text), str(out)) for line in of_rank
     ]
+    assert printed.pop().startswith(f"wrote the adapter to {out}/adapter")
     losses = [float(re.fullmatch(r"lines \d+ to \d+: loss ([\d.]+)", line)[1]) for line in printed]
     assert len(losses) == STEPS
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -45,6 +46,7 @@ def test_the_program_runs_as_it_stands(two_ranks: Any, tmp_path: Path) -> None:
 
     adapted = peft.PeftModel.from_pretrained(base, out / "adapter")
     assert loss_of(adapted, folder, lines[:8]) < losses[-1] < losses[0]
+    assert transformers.AutoTokenizer.from_pretrained(out / "merged")("the pipeline").input_ids == [1, 2]
     merged = transformers.AutoModelForCausalLM.from_pretrained(out / "merged").state_dict()
     expected = adapted.merge_and_unload().state_dict()
     assert merged.keys() == expected.keys()

@@ -30,7 +30,13 @@ LINES = 60  # an epoch is six batches, so that the program begins its text anew
 
 def run_page(*arguments: str, stop_in: int | None = None) -> int:
     """The page's program, to which the system says after some step that it must stop; the step that it came to."""
-    names: dict[str, Any] = {}
+    return told_by_page(*arguments, stop_in=stop_in)[0]
+
+
+def told_by_page(*arguments: str, stop_in: int | None = None) -> tuple[int, list[str]]:
+    """And what it has printed."""
+    printed: list[str] = []
+    names: dict[str, Any] = {"print": lambda line, flush: printed.append(line)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", *arguments])
         patch.setattr(dist, "init_process_group", lambda backend: None)  # there is one already
@@ -40,7 +46,8 @@ def run_page(*arguments: str, stop_in: int | None = None) -> int:
             exec(block(PAGE, "SummaryWriter"), names)
         finally:
             signal.signal(signal.SIGTERM, before)
-    return names["step"]
+    postfix = getattr(names["bar"], "postfix", None)  # of a bar that is shown
+    return names["step"], [*printed, postfix] if postfix else printed
 
 
 def interrupted(step: Any, number: int | None) -> Any:
@@ -56,8 +63,8 @@ def interrupted(step: Any, number: int | None) -> Any:
     return counted
 
 
-def stopped_and_resumed(*arguments: str) -> list[int]:
-    return [run_page(*arguments, stop_in=8), run_page(*arguments)]
+def stopped_and_resumed(*arguments: str) -> list[tuple[int, list[str]]]:
+    return [told_by_page(*arguments, stop_in=8), told_by_page(*arguments)]
 
 
 def scalars(folder: Path, name: str) -> dict[int, float]:
@@ -126,7 +133,13 @@ def test_the_program_does_what_trainer_does(two_ranks: Any, tmp_path: Path) -> N
     torch.testing.assert_close(tensors(out), dict(weights), rtol=1e-4, atol=1e-6)
 
     again = tmp_path / "again"
-    assert two_ranks.run(stopped_and_resumed, str(model), str(text), str(again)) == [[8, STEPS], [8, STEPS]]
+    (stopped, resumed), elsewhere = two_ranks.run(stopped_and_resumed, str(model), str(text), str(again))
+    assert elsewhere == [(8, []), (STEPS, [])]
+    eighth, last = (f"loss={scalars(out, 'loss')[step]:.4f}" for step in (8, STEPS))
+    assert stopped == (8, [eighth])
+    wrote = f"wrote the model and its tokenizer to {again}"
+    assert resumed == (STEPS, [f"goes on after step 8, from {again}/checkpoints", wrote, last])
+    assert transformers.AutoTokenizer.from_pretrained(again)("the pipeline").input_ids == [1, 2]
     assert scalars(again, "loss") == scalars(out, "loss")
     torch.testing.assert_close(tensors(again), tensors(out), rtol=0, atol=0)
 

@@ -58,6 +58,7 @@ def test_it_trains_like_one_process_and_its_model_is_read_back(two_ranks: Any, t
     save_model(model, tied=False)
     lines = write_lines(text, 8 * STEPS)
     printed = [line for lines_of_rank in two_ranks.run(run, str(model), str(text), str(out)) for line in lines_of_rank]
+    assert printed.pop() == f"wrote the model and its tokenizer to {out}"  # by rank 0, which is last of a V
     losses = [float(re.fullmatch(r"lines \d+ to \d+: loss ([\d.]+)", line)[1]) for line in printed]
     assert losses == pytest.approx(losses_of_one_process(model, lines), abs=1e-4)  # printed with four places
     assert losses[-1] < losses[0]

@@ -27,6 +27,7 @@ def test_it_trains_and_its_model_is_read_back(two_ranks: Any, tmp_path: Path) ->
     lines = write_lines(text, 32)
     text.write_text("\n".join(lines * 3) + "\n")
     ran = two_ranks.run(run_program, PROGRAM.read_text(), str(model), str(text), str(out))
+    assert ran[0].pop() == f"wrote the model and its tokenizer to {out}"
     found = [re.fullmatch(r"32 sequences in \d+ microbatches: loss ([\d.]+)", line)[1] for rank in ran for line in rank]
     losses = [*map(float, found)]
     assert len(losses) == 3

@@ -116,6 +116,15 @@ def test_pictures_of_both(tmp_path: Path) -> None:
         assert "measured" in text
 
 
+def test_what_was_not_planned_is_not_called_so(tmp_path: Path) -> None:
+    """Beside a plan of 3.5 %, a disturbed step idled ten times as much, and so did the simulation with its times."""
+    found = drift.compare(simulate(schedules.zb_h1(4, 8), COSTS))
+    text = found.save(tmp_path / "drift.svg").read_text()
+    assert "simulated with the step&#x27;s own times" in text or "simulated with the step's own times" in text
+    assert "planned" not in text + found.to_text()
+    assert "planned" in drift.compare(found.measured, COSTS).to_text()
+
+
 def test_a_better_schedule_for_the_costs_that_a_step_has_shown() -> None:
     measured = simulate(schedules.one_f_one_b(4, 8), COSTS)
     found = plan(drift.compare(measured).costs, 4, 8, effort=1)

@@ -160,7 +160,7 @@ def compare(measured: Timeline, given: Costs | None = None) -> Drift:
             )
     planned_with = given or costs([measured])
     planned = simulate(measured.schedule, planned_with)
-    return Drift(replace(planned, unit=measured.unit), measured, planned_with)
+    return Drift(replace(planned, unit=measured.unit), measured, planned_with, given is not None)
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,15 @@ class TimeLost:
 
 @dataclass(frozen=True)
 class Drift:
-    """A measured step next to the plan for it, simulated with `costs`."""
+    """A measured step next to its schedule simulated with `costs`: those of a plan, or the step's own medians.
+
+    given: whether the costs were a plan's; with those of a disturbed step the simulation idles as much as the step.
+    """
 
     planned: Timeline
     measured: Timeline
     costs: Costs
+    given: bool = True
 
     @property
     def time_lost(self) -> tuple[TimeLost, ...]:
@@ -202,10 +206,11 @@ class Drift:
         if worst < 0:
             raise ValueError(f"Drift.to_text: worst must be the number of passes to list, at least 0; got {worst}")
         whole = self.planned.cost
+        word, how = ("planned", "") if self.given else ("simulated", " with the step's own times")
         lines = [
-            f"measured {self.measured.cost:.4g}, planned {duration(whole, self.measured.unit)}: "
+            f"measured {self.measured.cost:.4g}, {word}{how} {duration(whole, self.measured.unit)}: "
             f"{self.measured.cost / whole - 1:+.1%}; idle {self.measured.bubble_rate:.1%}, "
-            f"planned {self.planned.bubble_rate:.1%}",
+            f"{word} {self.planned.bubble_rate:.1%}",
             "rank    cost  compute     late     host",
         ]
         for lost in self.time_lost:
@@ -216,7 +221,8 @@ class Drift:
 
     def save(self, path: str | Path) -> Path:
         """Both timelines in one picture or trace, by the suffix: .svg, .html, or .json (Perfetto)."""
-        return draw.save([self.planned, self.measured], path, ["planned", "measured"])
+        title = "planned" if self.given else "simulated with the step's own times"
+        return draw.save([self.planned, self.measured], path, [title, "measured"])
 
     def _time_lost(self, rank: int) -> TimeLost:
         mine, plan = self.measured.events[rank], self.planned.events[rank]
