@@ -14,6 +14,7 @@ from torch import nn
 
 import zbkern
 from tests.support import pages
+from tests.support.chunks import one_rank
 from zbkern.pipeline import Optimizer, Pipeline, StepOptions, schedules
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
@@ -44,6 +45,17 @@ def run_example(folder: str) -> tuple[int, bool]:
 def test_the_example_runs(two_ranks: Any, tmp_path: Path) -> None:
     assert two_ranks.run(run_example, str(tmp_path / "run")) == [(3, True), (3, False)]
     assert (tmp_path / "run" / "step-00000002").is_dir()
+
+
+def test_a_module_adds_its_loss() -> None:
+    (code,) = [block for block in blocks() if "import add_loss" in block]
+    names: dict[str, Any] = {"torch": torch}
+    exec(code, names)
+    router, inputs = names["Router"](8, 4), torch.randn(6, 8)
+    with one_rank(router, schedules.zb_h1(1, 2)) as pipe:
+        pipe.step(inputs, torch.zeros(6, 4))
+        expected = 1e-3 * router.gate(inputs).logsumexp(-1).square().mean().item()
+        assert pipe.auxiliary_losses() == pytest.approx({"z-loss": expected})
 
 
 def logging_example(line: str) -> str:
@@ -159,5 +171,5 @@ def test_what_happened(two_ranks: Any, tmp_path: Path) -> None:
 
 
 def test_no_program_of_the_page_is_left_out() -> None:
-    told = ["torchrun", "AveragedModel", "bubble_rate", "drift"]
+    told = ["torchrun", "AveragedModel", "bubble_rate", "import add_loss", "drift"]
     assert [mark in block for mark, block in zip(told, blocks(), strict=True)] == [True] * len(told)

@@ -28,6 +28,7 @@ _HOME = {
     "ProfileOptions": "zbkern.pipeline.runtime.options",
     "StepOptions": "zbkern.pipeline.runtime.options",
     "Timeline": "zbkern.planning.simulation.timeline",
+    "add_loss": "zbkern.pipeline.auxiliary_losses",
     "check_slices": "zbkern.pipeline.runtime.slices.check_slices",
     "checkpoint": "zbkern.pipeline.checkpoint",
     "cut": "zbkern.pipeline.models",
@@ -53,6 +54,7 @@ __all__ = ["Action", "Schedule", "ScheduleError", *_HOME]
 if TYPE_CHECKING:
     from zbkern import schedules as schedules
     from zbkern.pipeline import checkpoint as checkpoint
+    from zbkern.pipeline.auxiliary_losses import add_loss as add_loss
     from zbkern.pipeline.batches import PlannedBatch as PlannedBatch
     from zbkern.pipeline.batches import PlannedBatches as PlannedBatches
     from zbkern.pipeline.models.cutting import cut as cut

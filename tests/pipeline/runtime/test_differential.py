@@ -6,6 +6,7 @@ Every slow run has another seed, which an error names: ZBKERN_SEED=... repeats i
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import random
 import time
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import zbkern
 from tests.support.chunks import results_on_threads
 from tests.support.random_schedules import is_valid, random_rows
-from zbkern.pipeline import Optimizer, Pipeline, Schedule, StepOptions, schedules
+from zbkern.pipeline import Optimizer, Pipeline, Schedule, StepOptions, add_loss, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.schedules.dependencies import order_of_running
 
@@ -58,6 +59,29 @@ class Twice(nn.Module):
         x = x if x.requires_grad else x.clone().requires_grad_()  # or a reentrant one would have no gradient
         y: Any = checkpoint(self.linear, x, use_reentrant=self.reentrant)
         return torch.tanh(self.linear(torch.sin(y)))
+
+
+class Penalised(nn.Module):
+    """Adds a loss of its own, also within a checkpoint of torch's. added: in one process, the list for what it adds."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.linear, self.reentrant = nn.Linear(WIDTH, WIDTH), reentrant
+        self.added: list[Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.added is not None or self.reentrant is None:
+            return self.inner(x)
+        x = x if x.requires_grad else x.clone().requires_grad_()
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+    def inner(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        penalty = y.square().mean()
+        if self.added is None:
+            return add_loss(y, penalty, "penalty")
+        self.added.append(penalty)
+        return y
 
 
 class Counts(nn.Module):
@@ -167,6 +191,7 @@ BY_TOKEN: list[Callable[[], nn.Module]] = [  # which slices of sequences may cut
     Products,
     lambda: Twice(False),
     lambda: Twice(True),
+    *(functools.partial(Penalised, reentrant) for reentrant in (None, False, True)),
     Frozen,
     nn.Identity,
 ]
@@ -337,7 +362,9 @@ def random_schedule(rng: random.Random) -> Schedule:
 
 
 def one_process(case: Case, chunks: list[Chunk]) -> list[Any]:
-    """What every step leaves with plain torch: its loss, gradients, weights after the optimizer, and buffers."""
+    """What every step leaves with plain torch: its losses, gradients, weights after the optimizer, and buffers."""
+    for piece in [piece for chunk in chunks for piece in chunk.pieces if isinstance(piece, Penalised)]:
+        piece.added = []
     chunks[-1].tied = chunks[0].tied if case.tied else None
     model, found = nn.ModuleList(chunks), []
     optimizer = case.make_optimizer and case.make_optimizer([*model.parameters()] or [{"params": []}])
@@ -345,21 +372,25 @@ def one_process(case: Case, chunks: list[Chunk]) -> list[Any]:
         case.change(chunks, number)
         model.zero_grad()
         losses = losses_of(case, chunks, step)
-        for loss in losses:
+        for loss, added in losses:
             if loss.requires_grad:
-                loss.backward()
-        total = sum(loss.item() for loss in losses)
+                (loss + added).backward()
+        totals = [torch.tensor(sum(torch.as_tensor(each[which]).item() for each in losses)) for which in (0, 1)]
         if optimizer is not None:
             if case.max_norm is not None:
                 clip_grad_norm_(model.parameters(), case.max_norm)
             optimizer.step()
-        found.append((torch.tensor(total), *state_of(case, chunks)))
+        found.append((*totals, *state_of(case, chunks)))
     return found
 
 
-def losses_of(case: Case, chunks: list[Chunk], step: list[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> list[Tensor]:
-    """Each sequence's share of the loss; forwards in the schedule's order, in which random numbers are drawn."""
-    count, values = len(step), {}
+def losses_of(
+    case: Case, chunks: list[Chunk], step: list[tuple[Tensor, Tensor, dict[str, Tensor]]]
+) -> list[tuple[Tensor, Any]]:
+    """Each sequence's share of the loss, and of what pieces add to it.
+
+    Forwards are in the schedule's order, in which random numbers are drawn."""
+    count, values, added = len(step), {}, [0.0] * len(step)
     order = [(chunk, sequence) for sequence in range(count) for chunk in range(len(chunks))]
     if not case.sliced:
         ran = [action for _, action in order_of_running(case.schedule.actions, len(chunks))]
@@ -371,8 +402,12 @@ def losses_of(case: Case, chunks: list[Chunk], step: list[tuple[Tensor, Tensor, 
         if isinstance(given, dict):
             keywords, arguments = {**keywords, **given}, ()
         values[chunk, sequence] = chunks[chunk](*arguments, **keywords)
-    last = len(chunks) - 1
-    return [LOSSES[case.loss](values[last, sequence], step[sequence][1]) / count for sequence in range(count)]
+        for piece in [piece for piece in chunks[chunk].pieces if isinstance(piece, Penalised)]:
+            added[sequence] += sum(piece.added) / count
+            piece.added.clear()
+    last = [values[len(chunks) - 1, sequence] for sequence in range(count)]
+    losses = [LOSSES[case.loss](output, target) / count for output, (_, target, _) in zip(last, step, strict=True)]
+    return [*zip(losses, added, strict=True)]
 
 
 def state_of(case: Case, chunks: list[Chunk]) -> list[Tensor | None]:
@@ -413,9 +448,10 @@ def pipelined(case: Case, chunks: list[Chunk]) -> list[Any]:
                     read(case.reads[number], pipe, optimizer, others[transport.rank])
                 assert pipe.queue.pending() == pipe.queue.bytes == 0
                 losses = [each for each in pipe.gather(None if loss is None else loss.item()) if each is not None]
+                losses += [pipe.auxiliary_losses().get("penalty", 0.0)]
                 if transport.rank == 0:
                     is_final = optimizer is None or case.reads[number] != READS[-1]
-                    found.append((torch.tensor(losses[0]), *(state_of(case, chunks) if is_final else ())))
+                    found.append((*map(torch.tensor, losses), *(state_of(case, chunks) if is_final else ())))
                 pipe.gather(0)
         return found
 

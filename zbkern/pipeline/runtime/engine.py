@@ -7,6 +7,7 @@ runs task by task whenever the rank would otherwise wait, or when it must make r
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zbkern.pipeline.auxiliary_losses import Share
 from zbkern.pipeline.runtime.arguments import (
     Microbatch,
     check,
@@ -275,6 +277,15 @@ class Pipeline:
                 )
             return self._transport.gather(value, self.timeout)
 
+    def auxiliary_losses(self) -> dict[str, float]:
+        """What modules have added to the loss of the last step, or evaluation, with `add_loss`: {name: value}, over all
+        ranks; collective. They are not in what `step` and `evaluate` return.
+        """
+        found: dict[str, float] = {}
+        for of_stage in itertools.chain(*self.gather([stage.losses.totals() for stage in self.stages.values()])):
+            found.update({name: found.get(name, 0.0) + value for name, value in of_stage.items()})
+        return found
+
     def gather_timeline(self) -> Timeline:
         """The last step of all ranks on one clock (the ranks of one machine share it), in seconds; collective.
 
@@ -426,6 +437,8 @@ class Pipeline:
             self._transport.fail(f"rank {self.rank}: {wrong}")
             raise wrong
         self._results, self._parts, self._returns_outputs = [], [], call == "forward"
+        for stage in self.stages.values():
+            stage.losses.clear()
         if call == "step":
             self.recorder.clear()
         self._in_flight = 0
@@ -535,7 +548,7 @@ class Pipeline:
         elif self._sequence_losses is None:
             self._results.append(outputs.detach())
         else:
-            with self.queue.defer((chunk, microbatch)):
+            with self.queue.defer((chunk, microbatch)), stage.losses.during(None, Share(self.schedule.microbatches)):
                 loss = self._sequence_losses.forward(microbatch, outputs, side.get("carry"), target)
             self._results += [] if loss is None else [loss]
         self._forward_input = None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from zbkern.pipeline.auxiliary_losses import AuxiliaryLosses, Share
 from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.slices.carry import Carries
 from zbkern.pipeline.runtime.slices.first_forward import compare_in_slices
@@ -50,6 +51,8 @@ class Stage:
         self.loss_fn = loss_fn
         self.ledger: Ledger | None = None  # which holds what a microbatch needs, where R, O and L change that
         self.carries = Carries(schedule)
+        self.losses = AuxiliaryLosses()
+        self._microbatches = 1 if schedule is None else schedule.microbatches
         self._compared: set[bool] = set()  # in which modes, training or evaluation, slices were compared with the whole
         self._fails: str | None = None  # what slices raised in that comparison, where whole sequences did not
         self.splits: bool | None = None  # whether its first B left any W behind
@@ -59,7 +62,7 @@ class Stage:
     def use(self, schedule: Schedule, loss_fn: LossFn | None) -> None:
         """Between steps: from now on this schedule, and this loss."""
         self.loss_fn = loss_fn
-        self.carries = Carries(schedule)
+        self.carries, self._microbatches = Carries(schedule), schedule.microbatches
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +82,10 @@ class Stage:
             self._fails = compare_in_slices(self.chunk, self.module, self._call, inputs, side or {})
         key = self.chunk, microbatch
         run = self._outputs if self.ledger is None else partial(self.ledger.forward, key, self._outputs)
-        with self.queue.defer(key):  # layers then know that their W will wait
+        carry = side["carry"] if side is not None and in_slice else None
+        share = Share(self._microbatches, *(() if carry is None else carry.place))
+        # layers then know that their W will wait
+        with self.queue.defer(key), self.losses.during(microbatch, share):
             self.queue.in_slice = in_slice
             outputs = run(inputs, target, side or {})
             self.queue.in_slice = False
@@ -119,7 +125,9 @@ class Stage:
         key = self.chunk, microbatch
         with nullcontext() if self.ledger is None else self.ledger.backward(key):
             if pairs:
-                with nullcontext() if fused else self.queue.defer(key):
+                # on this thread, also where no W waits
+                scope = torch.autograd.set_multithreading_enabled(False) if fused else self.queue.defer(key)
+                with scope, self.losses.during(microbatch):
                     ends, arrived = zip(*pairs, strict=True)
                     torch.autograd.backward(ends, arrived)
                 if self.splits is None and not fused:
@@ -165,6 +173,7 @@ class Stage:
         self.queue.in_slice = False
         self._saved.clear()
         self.carries.reset()
+        self.losses.clear()
 
     def _root(self, output: Any) -> Tensor | GradientEdge | None:
         """Where this output's gradient enters the graph: the output itself need not live on to its B."""

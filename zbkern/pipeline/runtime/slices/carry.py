@@ -62,6 +62,11 @@ class Carry:
         return self._sequence.starts[self._index + 1]
 
     @property
+    def place(self) -> tuple[Sequence[int], int]:
+        """The first tokens of the slices that have begun, with the end of the last, and which of them this one is."""
+        return self._sequence.starts, self._index
+
+    @property
     def keys(self) -> set[Hashable]:
         """Of all that slices of the sequence have appended and kept so far."""
         return {*self._sequence.ends, *(key for key, _ in self._sequence.states)}

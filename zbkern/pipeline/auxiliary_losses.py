@@ -1,0 +1,112 @@
+"""add_loss: a loss that a module adds where it is, such as a z-loss, or one that balances experts.
+
+An activation goes through a function that returns it, and whose backward begins that of the loss. So the loss needs no
+way out of the module, and is there again in whatever runs again: a checkpointed region, say.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@torch.compiler.disable(reason="what a loss counts for is another number in every microbatch")
+def add_loss(activation: Tensor, value: Tensor, name: str = "auxiliary") -> Tensor:
+    """Adds a loss to that of the step, inside of a module: `hidden = add_loss(hidden, value)`. Returns the activation.
+
+    activation: any tensor that the module goes on with, and that the loss of the model depends on. value: a tensor of
+    one number, with its graph. name: under which `Pipeline.auxiliary_losses` reports it, with others of that name.
+
+    Like what loss_fn returns, it is a mean over microbatches: each counts for 1 / microbatches, and a slice of a
+    sequence for its share of the tokens. Outside of a Pipeline it counts once, as if it was added to what `backward`
+    is called on. `evaluate` reports it, too. Raises TypeError or ValueError for what is no loss or no activation.
+    """
+    if not isinstance(activation, Tensor) or not activation.is_floating_point():
+        raise TypeError(f"add_loss: activation must be a tensor of floating-point numbers; got {_kind(activation)}")
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise TypeError(f"add_loss: value must be a floating-point tensor with its graph; got {_kind(value)}")
+    if value.numel() != 1:
+        raise ValueError(f"add_loss: value must be one number, such as .mean() gives; got shape {list(value.shape)}")
+    return _AddLoss.apply(activation, value, None if _running.note is None else _running.note(name, value))
+
+
+def _kind(value: Any) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+
+
+class Share(NamedTuple):
+    """What a microbatch counts for in a step of so many, and a slice by its tokens.
+
+    starts: of its slices that have begun, and the end of the last: a list that grows in forwards.
+    number: of the slice.
+    """
+
+    microbatches: int
+    starts: Sequence[int] = (0, 1)
+    number: int = 0
+
+    @property
+    def weight(self) -> float:
+        """For when the last slice has begun."""
+        return (self.starts[self.number + 1] - self.starts[self.number]) / self.starts[-1] / self.microbatches
+
+
+class AuxiliaryLosses:
+    """The losses that modules of a chunk add in a step."""
+
+    def __init__(self) -> None:
+        self._shares: dict[Hashable, Share] = {}
+        self._values: list[tuple[str, Tensor, Share]] = []
+
+    def clear(self) -> None:
+        self._shares.clear()
+        self._values.clear()
+
+    @contextmanager
+    def during(self, key: Hashable, share: Share | None = None) -> Iterator[None]:
+        """Inside, on this thread, losses are added: those of a forward, which has this share, under a key; or, without
+        a share, those of what runs again in the backward of the forward that had the key."""
+
+        def note(name: str, value: Tensor) -> Share:
+            if share is not None:
+                self._values.append((name, value.detach().clone(), share))
+            return self._shares[key]
+
+        if share is not None:
+            self._shares[key] = share
+        outer, _running.note = _running.note, note
+        try:
+            yield
+        finally:
+            _running.note = outer
+
+    def totals(self) -> dict[str, float]:
+        """By name; waits for the device."""
+        found: dict[str, float] = {}
+        for name, value, share in self._values:
+            found[name] = found.get(name, 0.0) + float(value) * share.weight
+        return found
+
+
+class _Running(threading.local):
+    note: Any = None
+
+
+_running = _Running()
+
+
+class _AddLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor, value: Tensor, share: Share | None) -> Tensor:
+        ctx.share, ctx.like = share, {"size": value.shape, "dtype": value.dtype, "device": value.device}
+        return activation.view_as(activation)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight = 1.0 if ctx.share is None else ctx.share.weight
+        return gradient, torch.full(**ctx.like, fill_value=weight), None
