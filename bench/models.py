@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     print(markdown_table(head, [row(each) for each in found]))
     print("\nA model of flops and bytes, and no measurement. held: of the activation of all blocks, between B and W.")
-    print("(!): more than 0.9 of the GPU's memory, so that something would have to be recomputed.")
+    print("(!): more than a GPU has beside what the runtime takes, so that something would have to be recomputed.")
     print("\n" + report.write_json("models", {"gpu": options.gpu, "rows": found}, options.out))
     return 0
 
@@ -139,7 +139,7 @@ def _of_context(options: argparse.Namespace) -> int:
     found = context.table(options)
     print(markdown_table(context.HEAD, [context.row(each) for each in found]))
     print("\nShares of idle time, in a model of flops and bytes: no measurement. xN: chunks per rank.")
-    print("(!): more than 0.9 of the GPU's memory, so that something would have to be recomputed.")
+    print("(!): more than a GPU has beside what the runtime takes, so that something would have to be recomputed.")
     print("\n" + report.write_json("context", {"gpu": options.gpu, "rows": found}, options.out))
     return 0
 

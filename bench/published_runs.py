@@ -1,11 +1,13 @@
 """Training speeds that others have published against those that the model of costs predicts.
 
-    python -m bench.published_runs FILE.json
+    python -m bench.published_runs [FILE.json] [--write]
     python -m bench.published_runs --gains
 
-FILE.json: {"runs": [...]}, each with a model as the transformers library writes it, a GPU, the layout and the measured
-speed, in TFLOP/s per GPU with attention counted as a full square, or in tokens/s per GPU.
+FILE.json (by default bench/published_runs.json): {"models": {...}, "runs": [...]}, each run with a model by its name or
+as the transformers library writes it, a GPU, the layout (1 where it is left out) and the measured speed, in TFLOP/s per
+GPU with attention counted as a full square, or in tokens/s per GPU. SOFTWARE says what is different in what ran them.
 
+--write: errors by kind of run and of gains, as zbkern/planning/cost_model/errors.json, which `zbkern plan` prints.
 --gains: what ZB-1p and ZB-2p gain over 1F1B in Table 4 of arXiv 2401.10241, predicted from the shapes of its Table 3
 alone: every rank but the first and the last has as many layers, embedding and head count as one, and the orders are
 those for equal ranks (ZB-1p is ZB-H1 in all of its Table 5), with the step after a barrier for 1F1B alone.
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbkern.pipeline import Costs, ModelCosts, plan, schedules
+from zbkern.planning.cost_model import exactness
 from zbkern.planning.cost_model.architecture import Architecture, architecture
 from zbkern.planning.cost_model.hardware import Hardware, load_hardware
 from zbkern.planning.cost_model.model_costs import Job, flops, model_costs, outside
@@ -54,11 +57,35 @@ ZERO_BUBBLE = {
 }
 
 
+RUNS = Path(__file__).with_suffix(".json")
+
+
+class Software(NamedTuple):
+    """What ran: its kernel of attention, the table's name for its GPU, how much of messages it hides, and what it
+    computes again of the products of F where a run says "selective"; None and {} for what is as on today's H100s."""
+
+    attention: str | None = None
+    gpus: Mapping[str, str] = {}
+    exposed_share: float | None = None
+    selective: float = 0.0
+
+
+SOFTWARE = {  # by a word of a run's source, of which the first counts
+    "llm-foundry": Software("flash_attention_1"),  # torch 1.13 and the Triton kernel, by its submit_benchmarks.py
+    "2205.05198": Software("unfused"),  # "selective" recomputes the core of attention alone
+    # every second product; tensor parallelism is not overlapped, of which 0.9 is fitted
+    "torchtitan": Software("flash_attention_2", {"h100": "h100-500w"}, 0.9, 0.5),
+    "Megatron": Software("cudnn"),
+    "NeMo": Software("cudnn"),
+}
+_ONE = ("microbatch_size", "tensor_parallel", "expert_parallel", "data_parallel", "context_parallel")
+
+
 class Result(NamedTuple):
-    """A run, and its speed in the unit of the file."""
+    """A run, its kind, and its speed in the unit of the file."""
 
     run: Mapping[str, Any]
-    experts: bool
+    kind: str
     predicted: float
 
     @property
@@ -67,27 +94,41 @@ class Result(NamedTuple):
         return self.predicted / self.run["measured"] - 1
 
 
-def predict(run: Mapping[str, Any], hardware: Hardware | None = None) -> Result:
+def software(run: Mapping[str, Any]) -> Software:
+    return next((found for word, found in SOFTWARE.items() if word in run.get("source", "")), Software())
+
+
+def hardware_of(run: Mapping[str, Any]) -> Hardware:
+    ran = software(run)
+    gpu = load_hardware(ran.gpus.get(run["gpu"], run["gpu"]), attention=ran.attention)
+    return gpu if ran.exposed_share is None else replace(gpu, exposed_share=ran.exposed_share)
+
+
+def predict(run: Mapping[str, Any], models: Mapping[str, Any] = {}, hardware: Hardware | None = None) -> Result:
     """The speed of interleaved 1F1B, or of 1F1B for one chunk, with what a step has outside of its passes."""
-    model = architecture(run["model"])
-    hardware = hardware or load_hardware(run["gpu"])
-    sizes = {name: run[name] for name in ("tensor_parallel", "expert_parallel", "data_parallel")}
-    job = Job(run["sequence"], run["microbatch_size"], **sizes, fully_shard=run.get("fully_shard", False))
-    stages = run["pipeline_parallel"]
+    model = architecture(models[run["model"]] if isinstance(run["model"], str) else run["model"])
+    hardware = hardware or hardware_of(run)
+    sizes = {name: run.get(name, 1) for name in _ONE}
+    job = Job(run["sequence"], **sizes, fully_shard=run.get("fully_shard", False))
+    stages = run.get("pipeline_parallel", 1)
     seconds = _passes(run, model, hardware, job) + outside(model, hardware, job, stages)
-    tokens = run["microbatches"] * job.tokens / (seconds * stages * job.tensor_parallel)
+    tokens = run["microbatches"] * job.tokens / (seconds * stages * job.tensor_parallel * job.context_parallel)
     found = tokens * flops(model, job.sequence, masked=False) / 1e12 if "FLOP" in run["unit"] else tokens
-    return Result(run, model.experts is not None, found)
+    return Result(run, exactness.group(model, hardware, job), found)
 
 
 def _passes(run: Mapping[str, Any], model: Architecture, hardware: Hardware, job: Job) -> float:
     """Seconds: the makespan, since these optimizers synchronise."""
+    said, ran = run.get("recomputation", ""), software(run)
     costs = logits_once(model_costs(model, hardware, job))
-    if str(run.get("recomputation", "")).startswith("full"):
-        costs = replace(
-            costs, layers=tuple(replace(each, backward=each.backward + each.forward) for each in costs.layers)
-        )
-    stages, chunks, microbatches = run["pipeline_parallel"], run["chunks"], run["microbatches"]
+    layers = []
+    for each in costs.layers:
+        core = each.attention_forward
+        again = ran.selective * (each.forward - core) or core
+        again = each.forward if said.startswith("full") else again if said.startswith("selective") else 0.0
+        layers.append(replace(each, backward=each.backward + again))
+    costs = replace(costs, layers=tuple(layers))
+    stages, chunks, microbatches = run.get("pipeline_parallel", 1), run.get("chunks", 1), run["microbatches"]
     if stages == 1:  # no order of one rank's passes is faster than another
         return microbatches * sum(_fused(costs.chunk_costs([0])))
     if chunks == 1:
@@ -130,8 +171,8 @@ def gains(shape: Shape, microbatches: int) -> tuple[float, float]:
     return one, two
 
 
-def gains_table() -> str:
-    """A row for every column of Table 4, and how many gains are predicted closely."""
+def gains_table() -> tuple[str, dict[str, float]]:
+    """A row for every column of Table 4, how many gains are predicted closely, and their error."""
     rows, errors = [], []
     for name, shape in ZERO_BUBBLE.items():
         for microbatches, (baseline, *speeds) in shape.speeds.items():
@@ -144,7 +185,8 @@ def gains_table() -> str:
     head = ["run", *(f"{name}{what}" for name in ("ZB-1p", "ZB-2p") for what in ("", ", published", ", points"))]
     close = sum(abs(each) <= WITHIN for each in errors)
     summary = f"{close} of {len(errors)} gains within 2 points, the worst off by {100 * max(map(abs, errors)):.1f}"
-    return f"{markdown_table(head, rows)}\n\n{summary}"
+    mean = math.sqrt(sum(each**2 for each in errors) / len(errors))
+    return f"{markdown_table(head, rows)}\n\n{summary}", {"runs": len(errors), "rms": round(mean, 4)}
 
 
 def _fused(costs: Any) -> tuple[float, float]:
@@ -169,26 +211,42 @@ def ranked(results: Sequence[Result]) -> tuple[int, int]:
     return right, count
 
 
+def by_kind(results: Sequence[Result]) -> dict[str, dict[str, float]]:
+    """Of every kind of run how many there are, and their errors."""
+    kinds: dict[str, list[Result]] = {}
+    for each in results:
+        kinds.setdefault(each.kind, []).append(each)
+    return {
+        kind: {"runs": len(some), "rms": round(rms(some), 4), "mean": round(sum(e.error for e in some) / len(some), 4)}
+        for kind, some in sorted(kinds.items())
+    }
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, nargs="?", help='{"runs": [...]}')
+    parser.add_argument("file", type=Path, nargs="?", default=RUNS, help='{"models": {...}, "runs": [...]}')
     parser.add_argument("--gains", action="store_true", help="of ZB-1p and ZB-2p over 1F1B instead of a file's runs")
+    parser.add_argument("--write", action="store_true", help="the errors that zbkern plan prints")
     options = parser.parse_args(arguments)
-    if options.gains == (options.file is not None):
-        parser.error("give a file of runs, or --gains")
     if options.gains:
-        print(gains_table())
+        print(gains_table()[0])
         return 0
-    results = [predict(run) for run in json.loads(options.file.read_text(encoding="utf-8"))["runs"]]
+    given = json.loads(options.file.read_text(encoding="utf-8"))
+    results = [predict(run, given.get("models", {})) for run in given["runs"]]
     rows = [
-        [each.run["run"], f"{each.predicted:,.1f}", f"{each.run['measured']:,.1f}", f"{each.error:+.1%}"]
+        [each.run["run"], each.kind, f"{each.predicted:,.1f}", f"{each.run['measured']:,.1f}", f"{each.error:+.1%}"]
         for each in results
     ]
-    print(markdown_table(["run", "predicted", "published", "error"], rows))
-    dense, experts = ([each for each in results if each.experts == kind] for kind in (False, True))
+    print(markdown_table(["run", "kind", "predicted", "published", "error"], rows))
+    kinds = by_kind(results)
+    lines = [[kind, each["runs"], f"{each['rms']:.1%}", f"{each['mean']:+.1%}"] for kind, each in kinds.items()]
+    print("\n" + markdown_table(["kind", "runs", "rms", "mean"], lines))
+    dense, experts = ([each for each in results if ("experts" in each.kind) == kind] for kind in (False, True))
     right, pairs = ranked(results)
     errors = f"dense rms {rms(dense):.1%}, experts rms {rms(experts):.1%}"
     print(f"\n{errors}, {right} of {pairs} pairs of layouts ranked as measured")
+    if options.write:
+        exactness.TABLE.write_text(json.dumps({"speeds": kinds, "gains": {"a100": gains_table()[1]}}, indent=1) + "\n")
     return 0
 
 

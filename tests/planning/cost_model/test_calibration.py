@@ -85,6 +85,5 @@ def test_what_does_not_describe_a_block_is_refused() -> None:
         of_blocks(COSTS, measured(twice), 1, "")
     with pytest.raises(TypeError, match="Hardware: calibration is for zbkern plan --calibrate; got 2"):
         Hardware(**{**vars(H100), "calibration": 2})
-    assert Calibration().applied(COSTS) == replace(
-        COSTS, layers=tuple(replace(layer, split_overhead=0.0) for layer in COSTS.layers)
-    )
+    for before, after in zip(COSTS.layers, Calibration().applied(COSTS).layers, strict=True):
+        assert vars(after) == pytest.approx(vars(before))  # what nobody measured is as computed, also the split's cost

@@ -177,7 +177,7 @@ def _check_whether_given(arguments: Namespace) -> None:
     for name in ("config", "batch") if layouts else ("stages", "microbatches"):
         if getattr(arguments, name) is None:
             raise WrongArgument(option(name), needed)
-    of_models = ("gpu", "hardware", "calibrate", *FLAGS, *SIZES)
+    of_models = ("gpu", "hardware", "attention", "calibrate", *FLAGS, *SIZES)
     for applies, names, why in (
         (not layouts, ("batch",), "it goes with --gpus; without, --microbatches says how much a step has"),
         (layouts, _DECIDED, "--gpus decides about it; leave one of the two out"),

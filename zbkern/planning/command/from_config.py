@@ -39,15 +39,19 @@ def reading(argument: str, path: str | Path | None, of_content: str = "") -> Ite
 
 
 def read(given: Mapping[str, Any]) -> tuple[Architecture, Hardware]:
-    """Those of --config, --gpu and --hardware, corrected by --calibrate. Raises WrongArgument.
+    """Those of --config, --gpu, --hardware and --attention, corrected by --calibrate. Raises WrongArgument.
 
     given: all of these, the sizes, stages and microbatches by name, None for what was not given.
     """
-    config, gpu, table, measured = (given[name] for name in ("config", "gpu", "hardware", "calibrate"))
+    names = ("config", "gpu", "hardware", "attention", "calibrate")
+    config, gpu, table, kernel, measured = (given[name] for name in names)
     with reading("--config", config):
         architecture = load_architecture(config)
     with reading("--hardware", table, "--gpu" if table is None else "--gpu, --hardware"):
         hardware = load_hardware("h100" if gpu is None else gpu, table)
+    if kernel is not None:
+        with reading("--attention", None):
+            hardware = load_hardware("h100" if gpu is None else gpu, table, kernel)
     if given["fp8"] and hardware.fp8_flops is None:
         raise WrongArgument(
             "--fp8", f"{hardware.title} has no FP8, or its table no fp8_flops; leave it out, or add them"

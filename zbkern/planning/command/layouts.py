@@ -16,6 +16,7 @@ from zbkern.planning.command import report
 from zbkern.planning.command.answer import search as plan_of
 from zbkern.planning.command.question import FLAGS, SIZES, LayoutQuestion, Question, Setting, spelt
 from zbkern.planning.command.remedies import SAVING_CHUNKS, may_fit_with_saving
+from zbkern.planning.cost_model.exactness import how_exact
 from zbkern.planning.cost_model.model_costs import Job, model_costs
 from zbkern.planning.planner import Plan
 from zbkern.planning.simulation.needs import fits, least_need, least_work
@@ -190,7 +191,8 @@ def planned(layout: Layout) -> Planned | None:
 def _parts(layout: Layout, found: Plan) -> dict[str, float]:
     """Seconds of a step, by what takes them."""
     setting, costs, microbatches = layout.setting, layout.setting.costs, layout.microbatches
-    hidden = replace(setting.hardware, exposed_share=0.0), replace(setting.job, fully_shard=False)
+    gpu = replace(setting.hardware, exposed_share=0.0, hiding_share=1.0, link_bandwidth=1e30, network_bandwidth=1e30)
+    hidden = gpu, replace(setting.job, fully_shard=False)
     silent = model_costs(setting.architecture, *hidden)
     work, computing = (microbatches * least_work(each, layout.stages) / 1e3 for each in (costs, silent))
     busy = max(found.timeline.busy) / 1e3
@@ -211,7 +213,12 @@ def describe(question: LayoutQuestion, answers: list[Planned], width: int) -> st
         rows.append([name(each.layout), *_figures(each), f"{each.seconds / best.seconds - 1:.1%}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    lines += ["", report.figure("exact", f"speeds {report.how_exact(*best.layout.setting[:2])}", width)]
+    lines += [
+        "",
+        report.figure(
+            "exact", f"of the first: {how_exact(*best.layout.setting, split=report.splits(best.plan.schedule))}", width
+        ),
+    ]
     for index, other in enumerate(answers[1:]):
         lines.append(report.figure("" if index else "behind", why(best, other), width))
     lines.append(report.figure("first", f"alone, searched for longer, with its assumptions: {_options(best)}", width))

@@ -70,7 +70,7 @@ _HELP = {
     "for a plan that cuts them into chunks; without it every pass takes 1",
     "--memory": "the most a rank may hold: 1.5x is 1.5 times what one microbatch holds in the whole model (1F1B needs "
     "1x, and the costs' static memory besides), a plain number is in the unit of the costs' activation, bytes with "
-    "--config; without it there is no limit, with --config 0.9 of the GPU's memory",
+    "--config; without it there is no limit, with --config what the GPU has beside the context and its groups",
     "--chunks": "chunks per rank (default 1, or those of --schedule; what is best for costs of layers)",
     "--placement": f"where the chunks are: {', '.join(PLACEMENTS)}, or the rank of every chunk, such as 0,1,1,0",
     "--objective": "what to minimise: cost, the longest span of a rank (default), or makespan, the span of all of them",
@@ -92,6 +92,7 @@ _HELP = {
     "--costs and --schedule do not go with it, and the table of published schedules is always printed",
     "--gpu": "with --config: a GPU in the table of hardware (default h100)",
     "--hardware": "with --config: a table of your own, in the form of zbkern/planning/cost_model/hardware.json",
+    "--attention": "with --config: the kernel of attention, one of the table for the GPU (default: the first)",
     "--calibrate": "with --config: corrects what is computed by what was measured: blocks of the model, as "
     "profile_layers and ModelCosts.save wrote them, of the sizes given here (with --gpus: one sequence on one GPU); or "
     'a step of a training run, {"seconds": 12.3}, 1F1B with the sizes given here, or with those beside the seconds',
@@ -136,6 +137,7 @@ def add_to(commands: Any) -> argparse.ArgumentParser:
     add("--config", type=Path, metavar="FILE")
     add("--gpu", metavar="NAME")
     add("--hardware", type=Path, metavar="FILE")
+    add("--attention", metavar="NAME")
     add("--calibrate", type=Path, metavar="FILE")
     for name in SIZES:
         add(option(name), type=_count, metavar="N")

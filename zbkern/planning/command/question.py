@@ -18,9 +18,6 @@ from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.units import TIME_UNITS
 
-USABLE = 0.9
-"""Of a GPU's memory: the rest is for what the model of costs leaves out, and for fragmentation."""
-
 SIZES = {
     "tensor_parallel": 1,
     "expert_parallel": 1,
@@ -80,8 +77,9 @@ class Setting(NamedTuple):
 
     @property
     def limit(self) -> float:
-        """Bytes that a rank may hold."""
-        return USABLE * self.hardware.memory
+        """Bytes that a rank may hold: it communicates in the pipeline, and in a group for each other parallelism."""
+        parallel = ("tensor_parallel", "expert_parallel", "context_parallel", "data_parallel")
+        return self.hardware.usable(1 + sum(getattr(self.job, name) > 1 for name in parallel))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from zbkern.planning.command.answer import Answer
 from zbkern.planning.command.published import exceeds
 from zbkern.planning.command.question import Question, Setting
 from zbkern.planning.cost_model.architecture import Architecture
+from zbkern.planning.cost_model.exactness import how_exact
 from zbkern.planning.cost_model.hardware import Hardware
 from zbkern.planning.cost_model.model_costs import parameters, predictors
 from zbkern.planning.planner import Plan
@@ -110,6 +111,11 @@ def fused_lines(schedule: Schedule) -> list[str]:
     if not fused:
         return []
     return [f"{'backward':<9} {fused} of {fused + kinds.count('B')} in one pass, BW, the others as B and W"]
+
+
+def splits(schedule: Schedule) -> bool:
+    """Whether some backwards are two passes."""
+    return any(action.kind == "W" for row in schedule.actions for action in row)
 
 
 def idle_lines(answer: Answer, width: int) -> list[str]:
@@ -294,19 +300,10 @@ def _step(question: Question, found: Plan, setting: Setting, width: int) -> list
             f"{number(seconds)} s, {rate:,.0f} tokens/s, {each:,.0f} per GPU, {share:.1%} of the peak "
             "flops; "
             f"{number(beside)} s of it are the optimizer's step and what is not hidden of traffic between pipelines; "
-            f"{how_exact(setting.architecture, setting.hardware)}",
+            f"{how_exact(*setting, split=splits(found.schedule))}",
             width,
         ),
     ]
-
-
-def how_exact(architecture: Architecture, hardware: Hardware) -> str:
-    """The error of speeds of this kind of model, from runs that were left out of the fit; or what corrected them."""
-    if hardware.calibration.source:
-        return hardware.calibration.describe()
-    experts = architecture.experts is not None
-    kind, error, runs = ("runs with experts", 0.11, 5) if experts else ("dense runs", 0.08, 7)
-    return f"within {error:.0%} (rms) of {runs} published {kind}, each left out of the fit"
 
 
 def _counted(architecture: Architecture) -> str:
@@ -336,10 +333,12 @@ def _block_costs(setting: Setting) -> str:
 def _assumptions(gpu: Hardware, width: int) -> str:
     """What programs get of a GPU, which no datasheet says; where the rest is told; and where the peaks are from."""
     corrected = f", then corrected by {gpu.calibration.source}" if gpu.calibration.source else ""
+    kernel = f" ({gpu.attention})" if gpu.attention else ""
     text = (
         f"Computed from flops and bytes with shares fitted to published runs{corrected}, and not measured: programs "
         f"get {gpu.matmul_share:.0%} of the GPU's peak in W's large products, "
-        f"{gpu.matmul_share * gpu.forward_backward_share:.0%} in those of F and B, {gpu.memory_share:.0%} of its "
+        f"{gpu.matmul_share * gpu.forward_backward_share:.0%} in those of F and B, {gpu.attention_forward_share:.0%} "
+        f"and {gpu.attention_backward_share:.0%} in F and B of attention{kernel}, {gpu.memory_share:.0%} of its "
         f"memory's bandwidth and {gpu.network_share:.0%} of the links'. docs/cost_model.md says what else is assumed."
     )
     source = f"Peaks: {gpu.source or 'of a table that names no source'}."

@@ -15,8 +15,8 @@ _MEMORY = ("activation", "held")
 class Calibration:
     """Measured over computed: the times of F, B and W and the bytes of a layer, and everything else of a step.
 
-    split_overhead: what B and W take longer apart, as a share of both, where it is measured. rest: messages, and what
-    of a step is no pass. source: what was measured; empty where nothing was.
+    split_overhead: what B and W take longer apart, as a share of both; None where it is not measured. rest: messages,
+    and what of a step is no pass. source: what was measured; empty where nothing was.
     """
 
     forward: float = 1.0
@@ -24,7 +24,7 @@ class Calibration:
     weight: float = 1.0
     activation: float = 1.0
     held: float = 1.0
-    split_overhead: float = 0.0
+    split_overhead: float | None = None
     rest: float = 1.0
     source: str = ""
 
@@ -44,12 +44,14 @@ class Calibration:
 
     def _corrected(self, layer: LayerCosts) -> LayerCosts:
         backward, weight = layer.backward * self.backward, layer.weight * self.weight
+        both, apart = layer.backward + layer.weight, self.split_overhead
+        apart = (layer.split_overhead / both if both else 0.0) if apart is None else apart
         return replace(
             layer,
             forward=layer.forward * self.forward,
             backward=backward,
             weight=weight,
-            split_overhead=self.split_overhead * (backward + weight),
+            split_overhead=apart * (backward + weight),
             merge_saving=layer.merge_saving * self.weight,
             attention_forward=layer.attention_forward * self.forward,
             attention_backward=layer.attention_backward * self.backward,

@@ -26,12 +26,18 @@ class Product(NamedTuple):
 class Core(NamedTuple):
     """What is computed without weights. width: multiply-adds for every pair of a token and one that it sees; window:
     tokens that each sees, None for all, in chunks one after another where `chunked`; state: multiply-adds of a token
-    with a state of fixed size."""
+    with a state of fixed size; heads: softmaxes of every pair."""
 
     width: int
     window: int | None = None
     chunked: bool = False
     state: int = 0
+    heads: int = 0
+
+    @property
+    def size(self) -> float:
+        """Of a head, mean of keys and values; 128 where there is no softmax."""
+        return self.width / (2 * self.heads) if self.heads else 128
 
     def flops(self, sequence: int) -> float:
         """Forward, per token of a sequence, over what the mask and the window leave."""
@@ -121,7 +127,7 @@ def attention(
         # the input; q, k and v before rotary, which v keeps alive; q and k after it; the core's output
         kept=features + 3 * queries + 3 * keys + 2 * gate + _STATISTIC * heads,
         moved=(2 * (queries + keys) + 3 * gate, 2 * (queries + keys) + 5 * gate),
-        core=Core(2 * queries, window, chunked),
+        core=Core(2 * queries, window, chunked, heads=heads),
         heads=heads,
         keys=2 * keys,
         key_heads=key_heads,
@@ -150,7 +156,7 @@ def latent_attention(
         # the input; both small vectors before and after their norms; q and k with positions; values, core's output
         kept=features + 2 * small + rotary + 2 * size + heads * content + 2 * values + _STATISTIC * heads,
         moved=(4 * size + 2 * small, 4 * size + 4 * small),
-        core=Core(size + values),
+        core=Core(size + values, heads=heads),
         unheld=features,
         heads=heads,
         carried=size + values,

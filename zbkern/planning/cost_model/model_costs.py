@@ -4,10 +4,11 @@ A model, and no measurement. It assumes:
 - a matrix product takes as long as its flops or its bytes, whichever is longer, at the shares of the peaks that
   `Hardware` names, a small one longer; attention, at shares of its own, computes what its mask leaves; other
   operations take their bytes; every layer and every pass takes some time of its own;
-- bf16, and zbkern's own layers: B and W apart cost nothing, the gated MLP and FlashAttention recompute what they can,
+- bf16, and zbkern's own layers: the gated MLP and FlashAttention recompute what they can,
   logits never exist as a whole, W accumulates in fp32 in place, and nothing else is recomputed or offloaded;
 - what is between the layers of tensor parallelism is split among its GPUs, too (sequence parallelism); of its messages
-  and those of experts `Hardware.exposed_share` takes time; every expert gets as many tokens as the others, and a
+  and those of experts time takes what the layer's own work cannot hide (`Hardware.exposed_share`, `hiding_share`);
+  every expert gets as many tokens as the others, and a
   token is sent once to every GPU that has some of its experts (`zbkern.nn.ExpertParallel` sends it once per expert);
 - of a sequence in slices keys and values of all heads stay, also where their layer has a window or makes them from
   small vectors, as caches of the transformers library have them;
@@ -190,7 +191,7 @@ class _Layer:
         self.name, self.features, self.tied = name, features, tied
         self.hardware, self.job = hardware, job
         self.forward = self.backward = self.weight = self.saving = 0.0
-        self.gathered = self.reduced = self.stepped = self.whole = 0.0
+        self.gathered = self.reduced = self.stepped = self.whole = self.messages = 0.0
         self.activation = self.held = self.static = 0.0
         self.attention_forward = self.attention_backward = self.overhead = self.carried = 0.0
 
@@ -208,7 +209,7 @@ class _Layer:
 
         def times(rows: float) -> tuple[float, float, float]:
             """Of F or B, of W, and of a W that is merged, which reads and writes the gradient once with others."""
-            edges = gpu.matmul_ramp * (matrices / rows + 1 / inputs + 1 / outputs)
+            edges = gpu.steepness * gpu.matmul_ramp * (matrices / rows + 1 / inputs + 1 / outputs)
             product = (1 + edges) * 2 * rows * inputs * outputs / share
             moved = _WIDTH * rows * (inputs + outputs)
             quantised = self.seconds(_QUANTISED * rows * inputs) if narrow != wide else 0.0
@@ -232,7 +233,8 @@ class _Layer:
         """
         gpu, job = self.hardware, self.job
         flops = job.rows * core.flops(job.sequence) / job.tensor_parallel / gpu.matmul_flops
-        more = 1 + gpu.attention_ramp / job.sequence
+        flops *= 1 + gpu.steepness * gpu.softmax_share * (128 / core.size - 1)
+        more = 1 + gpu.steepness * gpu.attention_ramp / job.sequence
         rising = rising_share(1.0 if core.window is None else min(1.0, core.window / job.sequence))
         self.attention_forward += rising * flops / gpu.attention_forward_share
         self.attention_backward += rising * 2.5 * flops / gpu.attention_backward_share
@@ -335,7 +337,7 @@ class _Layer:
             for share, place in zip(reached(experts, tuple(places)), places, strict=True)
         )
         time = max(
-            nodes * size / self.hardware.network_bandwidth,
+            nodes * size / (self.hardware.network_bandwidth * self.hardware.all_to_all_share),
             gpus * size * (inside - 1) / inside / self.hardware.link_bandwidth,
         )
         self._message(2 * time)
@@ -348,6 +350,8 @@ class _Layer:
         output = _WIDTH * self.job.rows * self.features / self.job.tensor_parallel
         same = ("forward", "backward", "weight", "attention_forward", "attention_backward", "overhead")
         times = {name: _MS * getattr(self, name) for name in same}
+        apart = self.hardware.split_share * (times["backward"] + times["weight"]) if self.backward else 0.0
+        times |= {"backward": times["backward"] + apart, "split_overhead": apart}
         rest = {name: getattr(self, name) for name in ("activation", "held", "static", "carried")}
         return LayerCosts(self.name, **times, **rest, merge_saving=_MS * self.saving, output=output, tied=self.tied)
 
@@ -358,9 +362,14 @@ class _Layer:
 
     def _message(self, time: float) -> None:
         """Two messages that take so long together at the peak bandwidth, forward and again backward."""
-        exposed = (time / self.hardware.network_share + 2 * self.hardware.latency) * self.hardware.exposed_share
-        self.forward += exposed
-        self.backward += exposed
+        self.messages += time / self.hardware.network_share + 2 * self.hardware.latency
+
+    def wait_for_messages(self) -> None:
+        """What F and B take longer for their messages: what computing cannot hide, because it waits or is too short."""
+        gpu = self.hardware
+        least = gpu.exposed_share * self.messages
+        self.forward += max(least, self.messages - gpu.hiding_share * self.forward)
+        self.backward += max(least, self.messages - gpu.hiding_share * self.backward)
 
 
 def rising_share(window: float) -> float:
@@ -392,6 +401,7 @@ def _head(name: str, architecture: Architecture, hardware: Hardware, job: Job) -
     twice = layer.backward - layer.seconds(_WIDTH * job.rows / ranks * 4 * features)
     layer.forward, layer.backward, layer.weight = layer.forward + twice, layer.backward - twice, layer.weight + twice
     layer.gather_and_scatter()
+    layer.wait_for_messages()
     layer.keep(job.rows / ranks, 3 * features, features)  # input, its norm, and its gradient
     return layer
 
@@ -412,6 +422,7 @@ def _block(
         layer.keep(rows, 2 * features, 3 * features)
     for part in block.parts:
         layer.part(part)
+    layer.wait_for_messages()
     return layer
 
 

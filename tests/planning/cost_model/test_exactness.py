@@ -1,0 +1,47 @@
+"""What is said of the error of a speed belongs to its kind of run, and to nothing where none was checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.support.configurations import CONFIGURATIONS
+from zbkern.planning.cost_model.architecture import load_architecture
+from zbkern.planning.cost_model.calibration import of_step
+from zbkern.planning.cost_model.exactness import TABLE, how_exact
+from zbkern.planning.cost_model.hardware import load_hardware
+from zbkern.planning.cost_model.model_costs import Job
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "job", "kind"),
+    [
+        ("llama-3-8b", "h100", Job(8192), "h100, dense, up to 8K tokens"),
+        ("llama-3-8b", "h100", Job(8193), ""),
+        ("llama-3-8b", "mi300x", Job(8192), ""),
+        ("llama-3-8b", "h100", Job(8192, fp8=True), ""),
+        ("llama-3-8b", "h100", Job(8192, context_parallel=2), ""),
+        ("gpt-oss-120b", "h100", Job(4096, expert_parallel=8), "h100, experts within a node"),
+        ("gpt-oss-120b", "h100", Job(4096, expert_parallel=64), "h100, experts across nodes"),
+        ("gpt-oss-120b", "gb200", Job(4096, expert_parallel=64), "gb200, experts within a node"),
+    ],
+)
+def test_it_is_that_of_runs_of_the_same_kind(model: str, gpu: str, job: Job, kind: str) -> None:
+    said = how_exact(load_architecture(CONFIGURATIONS / f"{model}.json"), load_hardware(gpu), job, split=False)
+    if not kind:
+        assert said.startswith("its speed is not checked against any run (")
+        return
+    errors = json.loads(TABLE.read_text())["speeds"][kind]
+    which = f"{errors['runs']} published runs ({kind})"
+    assert said.startswith(f"rms error {errors['rms']:.1%} in {which}, {abs(errors['mean']):.1%} too ")
+
+
+def test_gains_of_the_split_are_checked_where_somebody_measured_them() -> None:
+    model, job = load_architecture(CONFIGURATIONS / "llama-3-8b.json"), Job(4096)
+    told = {gpu: how_exact(model, load_hardware(gpu), job, split=True) for gpu in ("a100", "h100")}
+    assert "the gain of B and W apart: rms error 1.6 points in 24 published ones" in told["a100"]
+    assert "the gain of B and W apart is not checked on this GPU" in told["h100"]
+    measured = replace(load_hardware("h100"), calibration=of_step(2.0, 3.0, "log.json"))
+    assert how_exact(model, measured, job, split=True).startswith("corrected by log.json")
