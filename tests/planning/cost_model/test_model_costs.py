@@ -432,7 +432,7 @@ def test_the_table_of_hardware(tmp_path: Path) -> None:
     assert (mine.name, H100.name, H100.attention) == ("", "h100", "flash_attention_3")
     older = load_hardware("h100", attention="flash_attention_2")
     assert older.attention_forward_share == table["h100"]["attention"]["flash_attention_2"][0] < 0.4
-    with pytest.raises(ValueError, match="attention of a100 must be one of flash_attention_2, .*; got 'cudnn'"):
+    with pytest.raises(ValueError, match=r"attention of a100 must be one of flash_attention_2, .*; got 'cudnn'"):
         load_hardware("a100", attention="cudnn")
     assert load_hardware("a100").host_bandwidth == 32e9  # PCIe 4.0 x16
     assert dataclasses.replace(H100, host_bandwidth=None).host_bandwidth is None

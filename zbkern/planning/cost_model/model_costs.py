@@ -350,7 +350,8 @@ class _Layer:
         output = _WIDTH * self.job.rows * self.features / self.job.tensor_parallel
         same = ("forward", "backward", "weight", "attention_forward", "attention_backward", "overhead")
         times = {name: _MS * getattr(self, name) for name in same}
-        apart = self.hardware.split_share * (times["backward"] + times["weight"]) if self.backward else 0.0
+        divided = times["backward"] - times["attention_backward"] + times["weight"]  # attention's core has no W
+        apart = self.hardware.split_share * divided if self.backward else 0.0
         times |= {"backward": times["backward"] + apart, "split_overhead": apart}
         rest = {name: getattr(self, name) for name in ("activation", "held", "static", "carried")}
         return LayerCosts(self.name, **times, **rest, merge_saving=_MS * self.saving, output=output, tied=self.tied)
