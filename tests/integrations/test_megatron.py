@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 import zbkern
 from tests.support.frameworks import installed
 from tests.support.pages import block
+from tests.support.transformer_engine import Linear
 from zbkern.pipeline import StepOptions, schedules
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
@@ -291,6 +292,23 @@ def every_weight_waits(folder: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"sequence_parallel": True}], ids=str)
 def test_every_weight_waits(fresh_ranks: Any, package: str, options: dict[str, Any]) -> None:
     fresh_ranks.run(every_weight_waits, package, options, timeout=240)
+
+
+def layers_of_transformer_engine(folder: str) -> tuple[int, bool]:
+    with megatron(folder, pipeline_model_parallel_size=2):
+        from zbkern.integrations.megatron import convert
+
+        layer, queue = Linear(4, 4, bias=True), zbkern.WGradQueue()
+        convert(torch.nn.Sequential(layer))
+        with queue.defer():
+            layer(torch.randn(3, 4)).sum().backward()
+        waiting = queue.pending()
+        queue.run()
+        return waiting, layer.weight.grad is not None
+
+
+def test_layers_of_transformer_engine_wait(fresh_ranks: Any, package: str) -> None:
+    assert fresh_ranks.run(layers_of_transformer_engine, package) == [(1, True)] * 2
 
 
 def refusals(folder: str) -> None:

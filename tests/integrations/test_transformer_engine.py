@@ -12,83 +12,11 @@ from torch import Tensor, nn
 
 import zbkern
 from tests.support.pages import block
+from tests.support.transformer_engine import GroupedLinear, LayerNormMLP, Linear
 from zbkern import testing
 from zbkern.integrations.transformer_engine import use_queue
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
-
-
-class Float8Storage:
-    """As those of TransformerEngine: no tensor, made of two, and nothing but arguments by name makes one."""
-
-    def __new__(cls, *, data: Tensor, scale: Tensor) -> Float8Storage:
-        made = object.__new__(cls)
-        made._data, made._scale, made._transpose = data, scale, None
-        return made
-
-    def dequantize(self) -> Tensor:
-        return self._data * self._scale
-
-
-def quantised(x: Tensor) -> Float8Storage:
-    return Float8Storage(data=x / 4, scale=torch.tensor(4.0))
-
-
-class Product(torch.autograd.Function):
-    """B of te.Linear 2.20: the input's gradient is returned, W is put into the module's store, with a function that
-    returns those of weight and bias; of the latter None where B has it, which is so in FP8."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, module: Any) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.module = module
-        return nn.functional.linear(x, weight, bias if bias.numel() else None)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        module = ctx.module
-        has_bias = bool(module.bias.numel())
-
-        def wgrad_gemm(x: Any, dy: Any) -> tuple[Any, ...]:
-            if module.fp8:
-                x, dy = x.dequantize(), dy.dequantize()
-            fused = module.fuse_wgrad_accumulation
-            dw = weight.main_grad.addmm_(dy.t(), x) if fused else dy.t() @ x
-            return dw, dy.sum(0) if has_bias and not module.fp8 else None
-
-        module.wgrad_store.put([quantised(x), quantised(dy)] if module.fp8 else [x, dy], wgrad_gemm)
-        return dy @ weight, None, dy.sum(0) if has_bias and module.fp8 else None, None
-
-
-class Store:
-    """Its own store: one for each module, which delays or does not."""
-
-    def __init__(self, delays: bool) -> None:
-        self.delay_wgrad_compute = lambda: delays
-
-
-class Linear(nn.Module):
-    """te.Linear: without a bias, its bias is an empty tensor."""
-
-    def __init__(
-        self, inputs: int, outputs: int, bias: bool, fused: bool = False, delays: bool = True, fp8: bool = False
-    ) -> None:
-        super().__init__()
-        self.fp8 = fp8
-        self.weight = nn.Parameter(torch.randn(outputs, inputs))
-        self.bias = nn.Parameter(torch.randn(outputs)) if bias else torch.empty(0)
-        self.fuse_wgrad_accumulation, self.wgrad_store = fused, Store(delays)
-        self.reduced = 0
-
-    def _trigger_wgrad_accumulation_and_reduce_hooks(self) -> None:
-        self.reduced += 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Product.apply(x, self.weight, self.bias, self)
-
-    def backward_dw(self) -> None:
-        self.wgrad_store.pop()
 
 
 def models(bias: bool, fused: bool, fp8: bool = False) -> tuple[nn.Sequential, nn.Sequential]:
@@ -186,14 +114,65 @@ def test_a_frozen_weight_has_no_gradient() -> None:
     assert model[0].bias.grad is not None
 
 
+@pytest.mark.parametrize("frozen", ["", "fc1_weight", "fc2_weight", "fc1_bias", "fc2_bias"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_both_w_of_a_layer_norm_mlp_are_one(fused: bool, frozen: str) -> None:
+    model, plain = LayerNormMLP(8, 12, fused), LayerNormMLP(8, 12, fused)
+    plain.load_state_dict(model.state_dict())
+    for each in (model, plain):
+        dict(each.named_parameters()).get(frozen, torch.empty(0)).requires_grad_(False)
+    use_queue(model)
+    queue = zbkern.WGradQueue()
+    for key, x in enumerate(torch.randn(3, 5, 8)):
+        plain.with_torch(x).square().sum().backward()
+        with queue.defer(key):
+            model(x).square().sum().backward()
+    assert queue.pending() == 3
+    queue.run([2, 0])
+    queue.run()
+    for name, ours in model.named_parameters():
+        expected = plain.get_parameter(name).grad
+        if fused and name.endswith("weight"):
+            testing.assert_close(ours.main_grad, torch.zeros_like(ours) if expected is None else expected)
+        elif expected is None:
+            assert ours.grad is None
+        else:
+            testing.assert_close(ours.grad, expected)
+    assert model.reduced == (3 if fused else 0)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_are_one(bias: bool, fp8: bool) -> None:
+    model, counts = GroupedLinear(3, 8, 12, bias, fp8=fp8), [4, 0, 5]
+    plain = [nn.Linear(8, 12, bias) for _ in range(3)]
+    for number, linear in enumerate(plain):
+        linear.load_state_dict({name: model.get_parameter(f"{name}{number}") for name in linear.state_dict()})
+    use_queue(nn.Sequential(model))
+    queue = zbkern.WGradQueue()
+    for key, x in enumerate(torch.randn(3, 9, 8)):
+        torch.cat([linear(rows) for linear, rows in zip(plain, x.split(counts), strict=True)]).square().sum().backward()
+        with queue.defer(key):
+            model(x, counts).square().sum().backward()
+    assert queue.pending() == 3
+    (task, *_) = queue.tasks()
+    assert len(task.tensors) == 6 * (2 if fp8 else 1)  # inputs and output gradients; an FP8 storage is two
+    queue.exchange(task, [tensor.clone() for tensor in task.tensors])
+    queue.run()
+    for number, linear in enumerate(plain):
+        weight = model.get_parameter(f"weight{number}")
+        assert weight.grad_added_to_main_grad
+        testing.assert_close(weight.main_grad, linear.weight.grad)
+        if bias:
+            testing.assert_close(model.get_parameter(f"bias{number}").grad, linear.bias.grad)
+    assert model.reduced == 3
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="made with delay_wgrad_compute=True; it has none"):
         use_queue(nn.Sequential(nn.Linear(2, 2), Linear(2, 2, True, delays=False)))
-    several = Linear(2, 2, True)
-    several.weight0 = several.weight
-    del several.weight
-    with pytest.raises(ValueError, match=r"module '1' must have one weight; Linear has several"):
-        use_queue(nn.Sequential(nn.GELU(), several))
+    with pytest.raises(ValueError, match=r"module '1' must be made with fuse_wgrad_accumulation=True"):
+        use_queue(nn.Sequential(nn.GELU(), GroupedLinear(2, 2, 2, True, fused=False)))
     model, _ = models(bias=True, fused=False)
     with pytest.raises(RuntimeError, match=r"call queue.run\(\) instead of backward_dw"):
         model[0].backward_dw()

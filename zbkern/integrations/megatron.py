@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zbkern import functional
 from zbkern.conversion import convert as conversion
+from zbkern.integrations import transformer_engine
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.schedules.schedule import Schedule
@@ -27,12 +28,15 @@ def convert(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn
 
     ColumnParallelLinear and RowParallelLinear keep their class, their weights and their collectives; their product
     becomes `zbkern.functional.linear`, and `zbkern.convert` sees to all other modules. W is added to `main_grad`
-    wherever a weight has one, so that gradient_accumulation_fusion changes nothing. Before or after Megatron's
-    DistributedDataParallel wraps a chunk. Raises ValueError with defer_embedding_wgrad_compute.
+    wherever a weight has one, so that gradient_accumulation_fusion changes nothing. TransformerEngine's layers made
+    with delay_wgrad_compute=True leave their W there, too; others of its layers compute it in B. Before or after
+    Megatron's DistributedDataParallel wraps a chunk. Raises ValueError with defer_embedding_wgrad_compute.
     """
     chunks: list[Any] = [model] if isinstance(model, torch.nn.Module) else [*model]
     for chunk in chunks:
         conversion.convert(chunk, filter=lambda _, module: not isinstance(module, LINEARS))
+        if any(map(transformer_engine.delays, chunk.modules())):
+            transformer_engine.use_queue(chunk)
         for module in chunk.modules():
             if isinstance(module, LINEARS):
                 if module.config.defer_embedding_wgrad_compute:
