@@ -48,8 +48,6 @@ def loaded(folder: Path, step: int | None = None) -> tuple[int, float]:
         ({"step": -1}, ValueError),
         ({"timeout": 0}, ValueError),
         ({"timeout": -1}, ValueError),
-        ({"timeout": "a"}, TypeError),
-        ({"timeout": True}, TypeError),
         ({"timeout": float("inf")}, ValueError),
         ({"timeout": float("nan")}, ValueError),
     ],
@@ -182,7 +180,7 @@ def test_a_folder_that_is_a_file_is_an_error(tmp_path: Path) -> None:
         lambda: checkpoint.load(file, make()),
         lambda: checkpoint.latest(file),
     ):
-        with pytest.raises(ValueError, match=r"folder must be a directory.*file"):
+        with pytest.raises(OSError, match=r"(File exists|Not a directory).*file"):
             call()
     assert file.read_text() == "mine"
 

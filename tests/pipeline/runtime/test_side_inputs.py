@@ -104,7 +104,7 @@ def test_ranks_with_other_side_inputs_are_refused(change: Callable[[dict[str, Te
         ),
         ([{}] * 3, "side is a list of 3 microbatches"),
         ([torch.ones(2)] * 4, "side must be {name: tensor}"),
-        ({"other": torch.ones(8)}, "inputs give and side gives it.*unexpected keyword argument 'other'|missing"),
+        ({"other": torch.ones(8)}, "unexpected keyword argument 'other'"),
     ],
 )
 def test_bad_side_inputs_name_the_argument(side: Any, message: str) -> None:

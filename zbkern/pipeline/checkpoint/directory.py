@@ -33,7 +33,7 @@ def name_of(step: int) -> str:
 
 
 def complete(folder: Path) -> dict[int, Path]:
-    """The folder's checkpoints by their steps, oldest first. Raises ValueError for what is no folder."""
+    """The folder's checkpoints by their steps, oldest first."""
     found: dict[int, Path] = {}
     for path, step, state in sorted(_entries(folder), key=lambda entry: entry[2] is None):  # whole names replace others
         if state in (None, "replaced") and _is_checkpoint(path):
@@ -55,7 +55,6 @@ def lost(folder: Path, step: int | None) -> list[Path]:
 
 def begin(folder: Path, step: int) -> Path:
     """Makes the new folder that a checkpoint is written into, after what interrupted saves have left is deleted."""
-    _must_be_a_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / name_of(step)
     if os.path.lexists(final) and not _is_checkpoint(final):
@@ -86,17 +85,11 @@ def commit(scratch: Path, step: int, keep: int) -> Path:
 
 def _entries(folder: Path) -> list[tuple[Path, int, str | None]]:
     """(path, step, state) of what is ours in the folder by its name; state: None for a whole name."""
-    _must_be_a_folder(folder)
     if not _exists(folder):
         return []
     named = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())]
     found = [(path, int(match["step"]), match["state"]) for path, match in named if match is not None]
     return [(path, step, state) for path, step, state in found if path.name.split(".")[0] == name_of(step)]
-
-
-def _must_be_a_folder(folder: Path) -> None:
-    if _exists(folder) and not folder.is_dir():
-        raise ValueError(f"checkpoint: folder must be a directory, or not be there yet; got {folder}, a file")
 
 
 def _is_checkpoint(path: Path) -> bool:

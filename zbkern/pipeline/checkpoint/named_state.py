@@ -34,7 +34,7 @@ class NamedState:
 
     modules: a Pipeline, {chunk number: module}, or the whole model. optimizer: an Optimizer, a torch optimizer or None.
     rename: (chunk number, key in its module) -> name in the whole model. rank: this one's, of `size`. Raises TypeError
-    for other arguments, ValueError when two tensors of a chunk get one name, or a parameter of the optimizer is in no
+    for another optimizer, ValueError when two tensors of a chunk get one name, or a parameter of the optimizer is in no
     module.
     """
 
@@ -43,8 +43,6 @@ class NamedState:
     ) -> None:
         self.rank, self.size = rank, size
         self._chunks = _chunks(modules)
-        if rename is not None and not callable(rename):
-            raise TypeError(f"checkpoint: rename must be callable as rename(chunk, key), or None; got {rename!r}")
         self._rename = rename
         self._inner = optimizer.optimizer if isinstance(optimizer, Optimizer) else optimizer
         self._masters = optimizer.masters if isinstance(optimizer, Optimizer) else []
@@ -359,11 +357,6 @@ def _chunks(modules: Modules) -> Mapping[int, nn.Module]:
         return {0: modules}
     if isinstance(modules, Pipeline):
         return modules.modules
-    if not isinstance(modules, Mapping) or not all(isinstance(module, nn.Module) for module in modules.values()):
-        raise TypeError(
-            "checkpoint: modules must be a Pipeline, {chunk number: module}, or one module; got "
-            f"{type(modules).__name__}"
-        )
     return modules
 
 

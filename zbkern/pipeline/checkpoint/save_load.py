@@ -81,7 +81,7 @@ def save(
     older checkpoints are then as they were, and ranks can save again. What cannot be deleted is a warning.
     """
     with _exchange("checkpoint.save", group, timeout, modules) as ranks:
-        folder = _path(folder)
+        folder = Path(folder)
         check_count("checkpoint: step", step, 0)
         check_count("checkpoint: keep", keep)
         state = NamedState(modules, optimizer, rename, ranks.rank, ranks.size)
@@ -136,7 +136,7 @@ def load(
     Warns where it holds more than the model, and where it holds different tensors for what is one parameter here.
     """
     with _exchange("checkpoint.load", group, timeout, modules) as ranks:
-        folder = _path(folder)
+        folder = Path(folder)
         if step is not None:
             check_count("checkpoint: step", step, 0)
         state = NamedState(modules, optimizer, rename, ranks.rank, ranks.size)
@@ -196,8 +196,8 @@ def load(
 
 
 def latest(folder: str | os.PathLike) -> Path | None:
-    """The newest checkpoint of a folder, None where there is none. Raises ValueError for what is no folder."""
-    return directory.find(_path(folder), None)
+    """The newest checkpoint of a folder, None where there is none."""
+    return directory.find(Path(folder), None)
 
 
 # ---- arguments, and what ranks must agree on
@@ -209,12 +209,6 @@ def _exchange(call: str, group: dist.ProcessGroup | None, timeout: float | None,
     if not isinstance(modules, Pipeline):
         return RankExchange(call, group, TIMEOUT if timeout is None else timeout)
     return RankExchange(call, group, modules.timeout if timeout is None else timeout, transport=modules.transport)
-
-
-def _path(folder: str | os.PathLike) -> Path:
-    if not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"checkpoint: folder must be a path; got {type(folder).__name__} {folder!r}")
-    return Path(folder)
 
 
 def _check_agreement(values: list[tuple[int | None, list[tuple[str, int, str]]]]) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.replicas.tied_weights import digest_of
 from zbkern.pipeline.runtime.slices.sliced_batch import (
     LossFn,
@@ -30,19 +29,12 @@ from zbkern.schedules.program import FILLS
 from zbkern.schedules.schedule import Schedule
 
 
-def check(loss_fn: LossFn | None, fill: str, tied: Any, timeout: float, options: StepOptions) -> None:
-    """Raises TypeError or ValueError for what cannot be an argument of a Pipeline; schedules are checked apart."""
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"Pipeline: loss_fn must be callable as loss_fn(output, target); got {loss_fn!r}")
+def check(fill: str, tied: Any, timeout: float) -> None:
+    """Raises TypeError or ValueError for what would be misunderstood; schedules are checked apart."""
     if fill not in FILLS:
         raise ValueError(f"Pipeline: fill must be one of {FILLS}; got {fill!r}")
     check_tied("Pipeline", tied)
     check_timeout("Pipeline", timeout)
-    if not isinstance(options, StepOptions):
-        raise TypeError(
-            "Pipeline: options must be a zbkern.pipeline.StepOptions, as in StepOptions(record=True), or None; "
-            f"got {options!r}"
-        )
 
 
 def check_place(
@@ -67,15 +59,11 @@ def check_place(
 
 
 def module_list(caller: str, modules: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The chunks of a rank; one module that can be called is one chunk. Raises TypeError for anything else."""
+    """The chunks of a rank; one module that can be called is one chunk. Raises TypeError for what hides one."""
     if isinstance(modules, torch.nn.ModuleList):
         modules = iter(modules)
     found = [modules] if isinstance(modules, torch.nn.Module) or not isinstance(modules, Iterable) else [*modules]
     for module in found:
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(
-                f"{caller}: modules must be this rank's chunks, each a torch.nn.Module; got {type(module).__name__}"
-            )
         if "compile" in vars(type(module._modules.get("_orig_mod"))):  # of torch.compile(module)
             raise TypeError(
                 f"{caller}: {type(module._orig_mod).__name__} compiles its layers one by one: call compile() of the "
@@ -85,16 +73,12 @@ def module_list(caller: str, modules: torch.nn.Module | Iterable[torch.nn.Module
 
 
 def device_of(device: torch.device | str | None, modules: Sequence[torch.nn.Module]) -> torch.device:
-    """The device asked for, by number, else that of the first parameter. Raises TypeError or ValueError for none."""
+    """The device asked for, by number, else that of the first parameter. Raises ValueError for a GPU that is none."""
     if device is None:
         parameter = next((p for module in modules for p in module.parameters()), None)
         return torch.device("cpu") if parameter is None else parameter.device
-    try:
-        device = torch.device(device)
-    except (TypeError, RuntimeError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"Pipeline: device must be a torch.device, its name or None; got {device!r}") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    device = torch.device(device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():  # a torch for CPUs says riddles
         raise ValueError(
             f"Pipeline: device must be one of this machine's {torch.cuda.device_count()} GPUs; got {device}"
         )
@@ -266,17 +250,13 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
         return value
     leaves, spec = pytree.tree_flatten(value)
     tensors = [leaf for leaf in leaves if leaf is not None]
-    if not leaves or any(not isinstance(x, Tensor) or x.dim() == 0 for x in tensors):
+    others = [leaf for leaf in tensors if not isinstance(leaf, Tensor) or leaf.dim() == 0]
+    if not leaves or others:
         raise TypeError(
             f"Pipeline.{call}: {name} must hold tensors with a batch dimension, as a tokenizer's return_tensors='pt' "
-            f"gives them; got {_not_a_batch(name, value)}; a list with one entry per microbatch may hold anything"
+            f"gives them; got {(others or [value])[0]!r}; a list with one entry per microbatch may hold anything"
         )
     for tensor in tensors:
-        if tensor.layout is not torch.strided:
-            raise TypeError(
-                f"Pipeline.{call}: {name} must hold dense tensors to be split; got {tensor.layout}; pass a list with "
-                "one entry per microbatch"
-            )
         if tensor.shape[0] % count:
             raise ValueError(
                 f"Pipeline.{call}: dimension 0 of {name} must be a multiple of the {count} microbatches; got "
@@ -284,15 +264,6 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
             )
     parts = [[None] * count if leaf is None else leaf.tensor_split(count) for leaf in leaves]
     return [pytree.tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
-
-
-def _not_a_batch(name: str, value: Any) -> str:
-    """What stands first in a value, and where, that has no batch dimension."""
-    for path, leaf in pytree.tree_leaves_with_path(value):
-        if leaf is not None and not (isinstance(leaf, Tensor) and leaf.dim()):
-            kind = "a scalar" if isinstance(leaf, Tensor) else type(leaf).__name__
-            return f"{kind} in {name}{pytree.keystr(path)}"
-    return repr(value)
 
 
 def split_side(call: str, side: Any, count: int) -> list[dict[str, Any]]:

@@ -48,7 +48,6 @@ from zbkern.pipeline.runtime.step_schedules import StepSchedules
 from zbkern.pipeline.transport.base import PipelineError, Tag, Transport
 from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place
 from zbkern.pipeline.transport.mailbox import described
-from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.drift import Drift, compare, in_seconds
 from zbkern.planning.simulation.timeline import Sample, Timeline
@@ -100,7 +99,7 @@ class Pipeline:
     ) -> None:
         modules = module_list("Pipeline", modules)
         options = StepOptions() if options is None else options
-        check(loss_fn, fill, tied, timeout, options)
+        check(fill, tied, timeout)
         rank, size = place(group)
         self._schedules = StepSchedules(schedule, size, fill, options)
         self.schedule = schedule = self._schedules.first  # of the last step
@@ -271,10 +270,6 @@ class Pipeline:
         """
         self._check_open("gather")
         with self._failing_together():
-            if tensors_in(value):
-                raise TypeError(
-                    "Pipeline.gather: value must be numbers, not tensors; call .item() or .tolist() on them"
-                )
             return self._transport.gather(value, self.timeout)
 
     def auxiliary_losses(self) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -227,16 +226,6 @@ class Stage:
             arguments, keywords = (), {**inputs, **side}
         try:
             return self.module(*arguments, **keywords)
-        except TypeError as error:
-            misfit = _misfit(self.module, arguments, keywords)
-            if misfit is None:
-                raise
-            source = "inputs give" if self.chunk == 0 else f"chunk {self.chunk - 1} returns"
-            source += " and side gives" if side else ""
-            raise TypeError(
-                f"Pipeline: chunk {self.chunk} must take what {source} it, a tuple as positional arguments and a dict "
-                f"as keyword arguments; {misfit}"
-            ) from error
         except Exception as error:
             if self._fails is None or type(error).__name__ not in self._fails:
                 raise
@@ -281,16 +270,3 @@ def _take_gradient(leaf: Any) -> Tensor | None:
         return None
     gradient, leaf.grad = leaf.grad, None
     return None if gradient is None else _resolved(gradient)
-
-
-def _misfit(module: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str | None:
-    """Why the module's forward cannot be called with these arguments; None where it can."""
-    try:
-        signature = inspect.signature(module.forward)
-    except ValueError:  # compiled to something that has none
-        return None
-    try:
-        signature.bind(*arguments, **keywords)
-    except TypeError as error:
-        return f"its forward{signature} does not: {error}"
-    return None

@@ -57,11 +57,6 @@ class StepSchedules:
         return f" of {schedule.name} with {schedule.microbatches} microbatches ({schedule.checksum:08x})"
 
     def _checked(self, call: str, schedule: Any) -> Schedule:
-        if not isinstance(schedule, Schedule):
-            raise TypeError(
-                f"{call}: schedule must be a zbkern.pipeline.Schedule, or for a Pipeline a function from a number of "
-                f"microbatches to one; got {type(schedule).__name__}"
-            )
         schedule.validate()
         moves_w = self._fill != "planned" or self._options.max_wgrad_bytes is not None
         if moves_w and any(offloads_or_recomputes(row) for row in schedule.actions):

@@ -6,7 +6,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pickle import PicklingError
 from typing import Any
 
 from zbkern.pipeline.transport.framing import CallNotice, StallAnswer, StallQuery, decode, encode
@@ -112,10 +111,7 @@ class Transport(ABC):
         self._gathers += 1
         n = self._gathers
         earlier, everything = (Values(n, f"what {which} ranks give to gather {n}") for which in ("earlier", "all"))
-        try:
-            values = [encode(value)]
-        except (AttributeError, PicklingError) as error:  # of a lambda, or of another function that is not a module's
-            raise TypeError(f"cannot pickle {value!r}: {error}") from None
+        values = [encode(value)]
         decode(values[0])  # what others could not read is an error here
         if self.rank > 0:
             values = self.receive(self.rank - 1, earlier, timeout) + values
@@ -190,12 +186,10 @@ class Transport(ABC):
 
 
 def check_timeout(function: str, timeout: float) -> float:
-    """`timeout`, seconds to wait for one message. Raises TypeError for what is no number, ValueError out of range.
+    """`timeout`, seconds to wait for one message. Raises ValueError for one out of range.
 
     function: what the caller is called in errors. There is no "for ever": a rank that is stuck would never be named.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"{function}: timeout must be a number of seconds above 0; got {timeout!r}")
     if not 0 < timeout <= LONGEST_TIMEOUT:  # False for NaN, too
         raise ValueError(
             f"{function}: timeout must be a number of seconds above 0 and at most {LONGEST_TIMEOUT} (a year); "

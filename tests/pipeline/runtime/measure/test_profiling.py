@@ -247,8 +247,6 @@ def test_layers_of_one_process_need_no_group() -> None:
     )
     assert [layer.static for layer in costs.layers] == [18 * 20] * 2
     assert costs.layers[0].tied == costs.layers[1].tied == "rank 0: 0"
-    with pytest.raises(TypeError, match=r"profile_layers: layers must be a mapping .*; got list"):
-        profile_layers([nn.Linear(4, 4)])
     with pytest.raises(ValueError, match="profile_layers: microbatches must be at least 1; got 0"):
         profile_layers(layers, microbatches=0)
 

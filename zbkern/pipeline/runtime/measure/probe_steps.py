@@ -45,7 +45,7 @@ class ProbeSteps:
     """How to measure: function is the one that does, under which errors are reported; batch: inputs, targets and side
     inputs of a step; the others are as for it.
 
-    Raises TypeError or ValueError for microbatches that are no number of them, and for other options.
+    Raises TypeError or ValueError for microbatches that are no number of them.
     """
 
     function: str
@@ -58,11 +58,6 @@ class ProbeSteps:
 
     def __post_init__(self) -> None:
         check_count(f"{self.function}: microbatches", self.microbatches)
-        if not isinstance(self.options, ProfileOptions):
-            raise TypeError(
-                f"{self.function}: options must be a zbkern.pipeline.ProfileOptions, as in ProfileOptions(repeats=5), "
-                f"or None; got {self.options!r}"
-            )
 
     def run(
         self,

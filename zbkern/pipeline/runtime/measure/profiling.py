@@ -49,8 +49,6 @@ def profile(
     is that of this rank's part, and every pipeline measures times of its own: give all of them the schedule planned for
     one. Raises TypeError or ValueError as a `Pipeline` does.
     """
-    if not isinstance(placement, Iterable) or not all(isinstance(rank, int) and rank >= 0 for rank in placement):
-        raise TypeError(f"profile: placement must be a list of ranks, one per chunk in model order; got {placement!r}")
     group = or_alone(group) if len({*placement}) == 1 else group
     batch = inputs, targets, side
     steps = ProbeSteps("profile", batch, microbatches, loss_fn, group, device, options or ProfileOptions())
@@ -87,11 +85,6 @@ def profile_layers(
     are tied (`LayerCosts.tied`) that declare a shared parameter, as `layer_chunks` do, on whichever ranks they are, or
     that share one on a rank. Raises TypeError or ValueError as `profile` does.
     """
-    if not isinstance(layers, Mapping) or not layers:
-        raise TypeError(
-            f"profile_layers: layers must be a mapping with the module of every name, such as dict(model."
-            f"named_children()); got {type(layers).__name__}"
-        )
     group = or_alone(group)
     batch = inputs, targets, side
     steps = ProbeSteps("profile_layers", batch, microbatches, loss_fn, group, device, options or ProfileOptions())

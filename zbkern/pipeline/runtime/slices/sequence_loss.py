@@ -23,13 +23,10 @@ def loss_of(loss_fn: LossFn, outputs: Any, target: Target) -> Tensor:
     """Its share of the step's loss. Raises TypeError for what is not a loss of these outputs."""
     loss = loss_fn(outputs, target.value)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        if isinstance(loss, Tensor):
-            got = f"shape {list(loss.shape)}; reduce it, with .mean()"
-        elif isinstance(loss, (int, float)):
-            got = f"{loss!r}; leave out .item()"
-        else:
-            got = f"{type(loss).__name__}; return the loss alone, and put the rest into a list of yours"
-        raise TypeError(f"Pipeline: loss_fn must return a tensor of one number; got {got}")
+        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(
+            f"Pipeline: loss_fn must return the loss alone, a tensor of one number without .item(); got {got}"
+        )
     if not loss.requires_grad and any(output.requires_grad for output in tensors_in(outputs)):
         raise TypeError(
             "Pipeline: loss_fn must return a loss that depends on the output's graph; got one that is detached; "
