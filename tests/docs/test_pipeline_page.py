@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 import zbkern
 from tests.support import pages
 from tests.support.chunks import one_rank
-from zbkern.pipeline import Optimizer, Pipeline, StepOptions, schedules
+from zbkern.pipeline import Optimizer, Pipeline, StepOptions, cut, schedules, token_loss, token_targets
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
 
@@ -81,6 +82,25 @@ def test_the_log_line(two_ranks: Any) -> None:
     nothing, text = two_ranks.run(logging_example, line)
     assert nothing == ""
     assert re.fullmatch(r"step 0: loss [\d.]+, norm [\d.]+, idle [\d.]+%", text)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+def test_several_optimizers() -> None:
+    """Embeddings, norms and the head are not the matrices' optimizer's, and a step is one of both."""
+    from tests.support.small_models import batch, make
+
+    block = next(block for block in blocks() if "torch.optim.Muon" in block)
+    schedule = schedules.zb_h1(1, 2)
+    chunks = [zbkern.convert(chunk) for chunk in cut(make("llama"), schedule, rank=0)]
+    with one_rank(chunks, schedule, token_loss) as pipe:
+        names: dict[str, Any] = {"torch": torch, "chunks": chunks, "pipe": pipe, "Optimizer": Optimizer}
+        exec(block, names)
+        tokens, _, labels = batch()
+        pipe.step({"input_ids": tokens}, token_targets(labels, 2))
+        norms = [get_total_norm([p.grad for p in names[part]]).item() for part in ("matrices", "rest")]
+        names["optimizer"].step()
+    assert len(names["matrices"]) == 4 * 7
+    assert names["optimizer"].last_norms == pytest.approx(norms, rel=1e-6)
 
 
 def growing_batches() -> int:
@@ -171,5 +191,5 @@ def test_what_happened(two_ranks: Any, tmp_path: Path) -> None:
 
 
 def test_no_program_of_the_page_is_left_out() -> None:
-    told = ["torchrun", "AveragedModel", "bubble_rate", "import add_loss", "drift"]
+    told = ["torchrun", "AveragedModel", "bubble_rate", "import add_loss", "torch.optim.Muon", "drift"]
     assert [mark in block for mark, block in zip(told, blocks(), strict=True)] == [True] * len(told)

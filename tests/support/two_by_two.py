@@ -130,20 +130,28 @@ def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.02)
 
 
+Pairs = list[tuple[torch.optim.Optimizer, float]]  # with the norm that its gradients are clipped to
+
+
+def one_pair(parameters: list[nn.Parameter]) -> Pairs:
+    return [(make_optimizer(parameters), MAX_NORM)]
+
+
 Forces = tuple[tuple[tuple[int, int], float], ...]  # ((chunk, step), the gradient of its gain)
 
 
 @functools.cache
 def plain_steps(
-    chunks: int, steps: int, forces: Forces = ()
+    chunks: int, steps: int, forces: Forces = (), make_pairs: Callable[[list[nn.Parameter]], Pairs] = one_pair
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], list[float]]:
     """One process and both replicas' data: gradients and weights after every step, losses of replica 0."""
     model = make_model(chunks)
     named = {f"{c}.{name}": p for c, module in enumerate(model) for name, p in module.named_parameters()}
-    optimizer = make_optimizer(list(named.values()))
+    pairs = make_pairs(list(named.values()))
     gradients, weights, losses = [], [], []
     for step in range(steps):
-        optimizer.zero_grad()
+        for parameter in named.values():
+            parameter.grad = None
         for replica in range(2):
             for index, (x, y) in enumerate(zip(*(part.split(1) for part in batch(step, replica)), strict=True)):
                 for chunk, module in enumerate(model):
@@ -155,7 +163,8 @@ def plain_steps(
                     losses = [*losses, 0.0] if index == 0 else losses
                     losses[-1] += loss.item()
         gradients.append({name: p.grad.clone() for name, p in named.items()})
-        if not forces or math.isfinite(clip_in_float64(list(named.values()), MAX_NORM)):
+        norms = [clip_in_float64(each.param_groups[0]["params"], limit) for each, limit in pairs if forces]
+        for optimizer, _ in pairs if all(map(math.isfinite, norms)) else ():
             optimizer.step()
         weights.append({name: p.detach().clone() for name, p in named.items()})
     return gradients, weights, losses

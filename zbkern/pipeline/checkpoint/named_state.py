@@ -29,7 +29,8 @@ class NamedState:
         master.NAME               fp32 master weights of an Optimizer
         optimizer.ENTRY.NAME      the optimizer's state of a parameter, where it is a tensor and ENTRY has no dot
         values.NAME               all other entries of a parameter, packed
-        others.RANK               the optimizer's state that is of no parameter
+        others.RANK               the optimizer's state that is of no parameter; others.RANK.1 that of the second
+                                  torch optimizer of several
         group.RANK.INDEX          hyperparameters, the names of the parameters that have them, the kind of optimizer
 
     modules: a Pipeline, {chunk number: module}, or the whole model. optimizer: an Optimizer, a torch optimizer or None.
@@ -44,15 +45,16 @@ class NamedState:
         self.rank, self.size = rank, size
         self._chunks = _chunks(modules)
         self._rename = rename
-        self._inner = optimizer.optimizer if isinstance(optimizer, Optimizer) else optimizer
-        self._masters = optimizer.masters if isinstance(optimizer, Optimizer) else []
-        if self._inner is not None and not isinstance(self._inner, torch.optim.Optimizer):
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
-                "checkpoint: optimizer must be an Optimizer, a torch optimizer or None; got "
-                f"{type(self._inner).__name__}"
+                f"checkpoint: optimizer must be an Optimizer, a torch optimizer or None; got {type(optimizer).__name__}"
             )
-        if self._inner is not None:
-            check_whole("checkpoint", self._inner)
+        self._optimizers = (
+            optimizer.optimizers if isinstance(optimizer, Optimizer) else [optimizer] if optimizer else []
+        )
+        self._masters = optimizer.masters if isinstance(optimizer, Optimizer) else []
+        for each in self._optimizers:
+            check_whole("checkpoint", each)
         names: dict[int, list[str]] = {}  # of parameters, by id; a tied one has several
         for chunk, module in self._chunks.items():
             for key, value in module.named_parameters(remove_duplicate=False):
@@ -64,14 +66,15 @@ class NamedState:
         names.update({id(master): names[id(p)] for p, master in self._masters if id(p) in names})
         self._names = names
         self._as_saved: set[str] = set()  # whose optimizer state is of the dtypes that it had then
-        self._own: dict[str, Tensor] = {}  # the optimizer's parameters, in its order
-        for parameter in [] if self._inner is None else parameters(self._inner):
-            if id(parameter) not in names:
-                raise ValueError(
-                    f"checkpoint: a parameter of the optimizer, of shape {list(parameter.shape)}, is in none of the "
-                    "modules; pass all modules of this rank"
-                )
-            self._own.update(dict.fromkeys(names[id(parameter)], parameter))
+        self._own: dict[str, Tensor] = {}  # the optimizers' parameters, in their order
+        for each in self._optimizers:
+            for parameter in parameters(each):
+                if id(parameter) not in names:
+                    raise ValueError(
+                        f"checkpoint: a parameter of the optimizer, of shape {list(parameter.shape)}, is in none of "
+                        "the modules; pass all modules of this rank"
+                    )
+                self._own.update(dict.fromkeys(names[id(parameter)], parameter))
 
     @property
     def device(self) -> torch.device:
@@ -86,11 +89,10 @@ class NamedState:
         """Everything of this rank; parameters and states are the tensors themselves, not copies."""
         entries = self._entries()
         found = {f"model.{name}": v if isinstance(v, Tensor) else pack(v, name) for _, _, name, v in entries}
-        if self._inner is None:
-            return found
-        self._check_unshared(self._inner.state)
+        states = {key: state for each in self._optimizers for key, state in each.state.items()}
+        self._check_unshared(states)
         for name, parameter in self._own.items():
-            state = self._inner.state.get(parameter)
+            state = states.get(parameter)
             if state is None:
                 continue
             values = {}
@@ -101,16 +103,20 @@ class NamedState:
                     values[entry] = value
             if values or not state:
                 found[f"values.{name}"] = pack(values, f"the optimizer's state of {name!r}")
-        others = {key: value for key, value in self._inner.state.items() if not isinstance(key, Tensor)}
-        if others:
-            found[f"others.{self.rank}"] = pack(others, "the optimizer's state")
+        for place, each in enumerate(self._optimizers):
+            others = {key: value for key, value in each.state.items() if not isinstance(key, Tensor)}
+            if others:
+                found[_key_of_others(self.rank, place)] = pack(others, "the optimizer's state")
         found.update({f"master.{name}": master for _, master in self._masters for name in self._names[id(master)]})
-        settings = zip(self._inner.param_groups, hyperparameters(self._inner), strict=True)
-        for index, (group, values) in enumerate(settings):
+        settings = [
+            (kinds_of(each), *both)
+            for each in self._optimizers
+            for both in zip(each.param_groups, hyperparameters(each), strict=True)
+        ]
+        for index, (kinds, group, values) in enumerate(settings):
             names = [name for parameter in group["params"] for name in self._names[id(parameter)]]
-            found[f"group.{self.rank}.{index}"] = pack(
-                {"names": names, "values": values, "kinds": kinds_of(self._inner)}, "param_groups"
-            )
+            described = {"names": names, "values": values, "kinds": kinds}
+            found[f"group.{self.rank}.{index}"] = pack(described, "param_groups")
         return found
 
     def _check_unshared(self, state: Mapping[Any, Any]) -> None:
@@ -147,9 +153,7 @@ class NamedState:
         for names in self._names.values():
             for name in names[1:]:
                 found.pop(f"model.{name}", None)
-        if self._inner is None:
-            return found
-        for key, what in stored.items():
+        for key, what in stored.items() if self._optimizers else ():
             kind, name = _parse(key)
             if name in self._own and name != self._names[id(self._own[name])][0]:
                 continue  # another name of a tied parameter
@@ -189,50 +193,53 @@ class NamedState:
 
         ranks: how many have saved.
         """
-        if self._inner is None:
-            return
         groups = [unpack(value) for key, value in loaded.items() if _parse(key)[0] == "group"]
-        for group in groups:
-            if not self._own.keys().isdisjoint(group["names"]) and not same_kind(self._inner, group["kinds"]):
+        for each in self._optimizers:
+            own = {name for parameter in parameters(each) for name in self._names[id(parameter)]}
+            other = next(
+                (g for g in groups if not own.isdisjoint(g["names"]) and not same_kind(each, g["kinds"])), None
+            )
+            if other is not None:
                 raise ValueError(
-                    f"checkpoint.load: it holds the state of {group['kinds'][0]}, and the optimizer is "
-                    f"{type(self._inner).__name__}; load it with that kind, or without optimizer= for the model alone"
+                    f"checkpoint.load: it holds the state of {other['kinds'][0]}, and the optimizer is "
+                    f"{type(each).__name__}; load it with that kind, or without optimizer= for the model alone"
                 )
-        if isinstance(self._inner, torch.optim.LBFGS) and [*self._own] not in [group["names"] for group in groups]:
+        is_one_vector = any(isinstance(each, torch.optim.LBFGS) for each in self._optimizers)
+        if is_one_vector and [*self._own] not in [group["names"] for group in groups]:
             raise ValueError(
                 "checkpoint.load: LBFGS keeps one vector of all its parameters, and others were saved; load it with "
                 "the same parameters on each rank, or without optimizer= for the model alone"
             )
         self._settings = self._settings_in(groups)
-        self._others = self._others_in(loaded, ranks)
+        self._others = [self._others_in(loaded, ranks, place) for place in range(len(self._optimizers))]
 
     def take(self, loaded: Mapping[str, Tensor]) -> None:
-        """Puts what `targets` made, and somebody has filled, into modules and torch optimizer."""
+        """Puts what `targets` made, and somebody has filled, into modules and torch optimizers."""
         for chunk, module in self._chunks.items():
             entries = {}
             for key, value in module.state_dict().items():
                 found = loaded.get(f"model.{self._name(chunk, key)}", value)  # itself: loaded under its first name
                 entries[key] = found if isinstance(value, Tensor) else unpack(found)
             module.load_state_dict(entries)
-        if self._inner is None:
-            return
-        order = {id(parameter): index for index, parameter in enumerate(parameters(self._inner))}
-        state: dict[Any, Any] = {index: {} for index in order.values()}
+        states: dict[int, dict[Any, Any]] = {id(parameter): {} for parameter in self._own.values()}
         for key, value in loaded.items():
             kind, name = _parse(key)
-            entries = state[order[id(self._own[name])]] if name in self._own else {}
             if kind == "optimizer":
-                entries[key.split(".")[1]] = value
+                states[id(self._own[name])][key.split(".")[1]] = value
             elif kind == "values":
-                entries.update(unpack(value))
-        state = {**state, **self._others}
-        groups = self._inner.state_dict()["param_groups"]
-        for group, described, settings in zip(self._inner.param_groups, groups, self._settings, strict=True):
-            described.update({name: _where(group.get(name), value) for name, value in settings.items()})
-        self._inner.load_state_dict({"state": state, "param_groups": groups})
-        for index, parameter in enumerate(parameters(self._inner)):
-            if self._names[id(parameter)][0] in self._as_saved:
-                _set_exactly(self._inner.state.get(parameter, {}), state[index], parameter.device)
+                states[id(self._own[name])].update(unpack(value))
+        every_setting = iter(self._settings)
+        for optimizer, others in zip(self._optimizers, self._others, strict=True):
+            own = [*parameters(optimizer)]
+            state = {index: states[id(parameter)] for index, parameter in enumerate(own)}
+            groups = optimizer.state_dict()["param_groups"]
+            for group, described in zip(optimizer.param_groups, groups, strict=True):
+                settings = next(every_setting)
+                described.update({name: _where(group.get(name), value) for name, value in settings.items()})
+            optimizer.load_state_dict({"state": {**state, **others}, "param_groups": groups})
+            for index, parameter in enumerate(own):
+                if self._names[id(parameter)][0] in self._as_saved:
+                    _set_exactly(optimizer.state.get(parameter, {}), state[index], parameter.device)
         with torch.no_grad():
             for parameter, master in self._masters:
                 master.copy_(loaded.get(f"master.{self._names[id(master)][0]}", parameter))
@@ -241,7 +248,7 @@ class NamedState:
         """The hyperparameters of every group of this optimizer, none of an empty one. groups: those of all ranks."""
         saved = {name: group["values"] for group in groups for name in group["names"]}
         found: list[dict[str, Any]] = []
-        for group in getattr(self._inner, "param_groups", []):
+        for group in (group for each in self._optimizers for group in each.param_groups):
             names = [self._names[id(parameter)] for parameter in group["params"]]
             if missing := [of_one[0] for of_one in names if saved.keys().isdisjoint(of_one)]:
                 raise ValueError(
@@ -258,18 +265,20 @@ class NamedState:
             found.append(settings[0] if settings else {})
         return found
 
-    def _others_in(self, loaded: Mapping[str, Tensor], ranks: int) -> dict[Any, Any]:
-        """The optimizer's state that is of no parameter: what all ranks have alike, or this rank's own."""
-        found = {key: value for key, value in loaded.items() if _parse(key)[0] == "others"}
+    def _others_in(self, loaded: Mapping[str, Tensor], ranks: int, place: int) -> dict[Any, Any]:
+        """An optimizer's state that is of no parameter: what all ranks have alike, or this rank's own."""
+        keys = [_key_of_others(rank, place) for rank in range(ranks)]
+        found = {key: loaded[key] for key in keys if key in loaded}
         first = next(iter(found.values()), None)
-        own = found.get(f"others.{self.rank}")
+        own = found.get(_key_of_others(self.rank, place))
         if first is None or (own is None and ranks == self.size):
             return {}
         if len(found) == ranks and all(torch.equal(value, first) for value in found.values()):
             return unpack(first)
         if own is None or ranks != self.size:
+            name = type(self._optimizers[place]).__name__
             raise ValueError(
-                f"checkpoint.load: the {type(self._inner).__name__} of each of the {ranks} ranks that saved it has its "
+                f"checkpoint.load: the {name} of each of the {ranks} ranks that saved it has its "
                 f"own state that is of no parameter; load it with as many ranks; got {self.size}"
             )
         return unpack(own)
@@ -363,7 +372,11 @@ def _chunks(modules: Modules) -> Mapping[int, nn.Module]:
 def _parse(key: str) -> tuple[str, str]:
     """(kind, NAME) of a key; NAME is empty for kinds that have none."""
     kind, _, rest = key.partition(".")
-    return kind, rest if kind in ("model", "master", "values") else rest.partition(".")[2]
+    return kind, rest if kind in ("model", "master", "values") else rest.partition(".")[2] * (kind == "optimizer")
+
+
+def _key_of_others(rank: int, place: int) -> str:
+    return f"others.{rank}" + f".{place}" * (place > 0)
 
 
 def is_of_model(key: str) -> bool:

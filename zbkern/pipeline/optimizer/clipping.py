@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -22,35 +22,40 @@ def check_max_norm(caller: str, max_norm: Any) -> None:
         raise ValueError(f"{caller}: max_norm must be above 0; got {max_norm}; pass math.inf to clip nothing")
 
 
-def sum_of_squares(gradients: Sequence[Tensor], uncounted: Sequence[Tensor] = ()) -> Tensor:
-    """The sum of the squares of all elements, fp64 [], on the device of the gradients; not finite when one is not.
+def sum_of_squares(groups: Sequence[Sequence[Tensor]], uncounted: Sequence[Tensor] = ()) -> Tensor:
+    """The sums of the squares of all elements, fp64 [groups], on the device of the gradients.
 
-    uncounted: tensors that are not part of the sum, except that it is not finite when one of them is not.
-    Also infinite when a single gradient's norm is beyond the range of fp32. Not finite on every rank of a mesh when one
-    of them alone has such a value in what all of them hold alike, or else they would not validate the same steps.
+    groups: the gradients of each norm. uncounted: tensors that are part of no sum. A sum is not finite when an element
+    of its gradients or of an uncounted tensor is not. Also infinite when a single gradient's norm is beyond fp32. Not
+    finite on every rank of a mesh when one of them alone has such a value in what all of them hold alike, or else they
+    would not validate the same steps.
     """
-    kinds: dict[tuple[Any, ...], list[Tensor]] = {}
-    for counted, gradient in (*((True, gradient) for gradient in gradients), *((False, each) for each in uncounted)):
-        where = None
-        if isinstance(gradient, DTensor):
-            if any(placement.is_partial() for placement in gradient.placements):
-                summed = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-                gradient = gradient.redistribute(placements=summed)
-            where = gradient.device_mesh, gradient.placements
-            gradient = gradient.to_local()
-        kinds.setdefault((where, counted), []).append(gradient)
+    places: dict[Any, list[list[Tensor]]] = {}  # where gradients are: those of each norm, then the uncounted
+    for index, gradients in enumerate((*groups, uncounted)):
+        for gradient in gradients:
+            where = None
+            if isinstance(gradient, DTensor):
+                if any(placement.is_partial() for placement in gradient.placements):
+                    summed = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+                    gradient = gradient.redistribute(placements=summed)
+                where = gradient.device_mesh, gradient.placements
+                gradient = gradient.to_local()
+            places.setdefault(where, [[] for _ in range(len(groups) + 1)])[index].append(gradient)
     whole, cut = [], []
-    for (where, counted), alike in kinds.items():
-        total = _squared_norm(alike) if counted else _unless_finite(_squared_norm(alike))
+    for where, lists in places.items():
+        device = next(gradient.device for gradients in lists for gradient in gradients)
+        *counted, others = (_squared_norm(gradients, device) for gradients in lists)
+        total = torch.stack(counted) + _unless_finite(others)
         if where is None or all(placement.is_replicate() for placement in where[1]):
             whole.append(total)
         else:
             cut.append((total, where))
+    result = torch.zeros(len(groups), dtype=torch.float64)
     if not whole and not cut:
-        return torch.zeros((), dtype=torch.float64)
+        return result
     device = whole[0].device if whole else cut[0][0].device
-    result = sum((value.to(device) for value in whole), torch.zeros((), dtype=torch.float64, device=device))
-    found = _unless_finite(result)  # what the sums over shards bring to the other ranks
+    result = sum((value.to(device) for value in whole), result.to(device))
+    found = _unless_finite(result.sum())  # what the sums over shards bring to the other ranks
     for part, (mesh, placements) in cut:
         sums = [placement if placement.is_replicate() else Partial() for placement in placements]  # replicas count once
         shards = DTensor.from_local(part + found.to(part.device), mesh, sums, run_check=False)
@@ -58,8 +63,8 @@ def sum_of_squares(gradients: Sequence[Tensor], uncounted: Sequence[Tensor] = ()
     return result
 
 
-def _squared_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The sum of the squares of all elements, fp64 [], on the first one's device.
+def _squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of the squares of all elements, fp64 [], on this device.
 
     The norms of single tensors are taken in fp32 at least: infinite where one is beyond that.
     """
@@ -67,9 +72,9 @@ def _squared_norm(gradients: Iterable[Tensor]) -> Tensor:
     for gradient in gradients:
         gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
         alike.setdefault((gradient.device, torch.promote_types(gradient.dtype, torch.float32)), []).append(gradient)
-    device, _ = next(iter(alike))
     norms = [torch.stack(torch._foreach_norm(found, 2, dtype=wide)) for (_, wide), found in alike.items()]
-    return torch.cat([norm.to(device, torch.float64) for norm in norms]).square().sum()
+    squares = [norm.to(device, torch.float64) for norm in norms]
+    return torch.cat(squares or [torch.zeros(0, dtype=torch.float64, device=device)]).square().sum()
 
 
 def _unless_finite(value: Tensor) -> Tensor:

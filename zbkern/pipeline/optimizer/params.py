@@ -27,8 +27,9 @@ def check_whole(caller: str, optimizer: torch.optim.Optimizer) -> None:
         if other is not optimizer and other.state is not optimizer.state:
             raise TypeError(
                 f"{caller}: {type(optimizer).__name__} holds another optimizer, {type(other).__name__} in {name}, "
-                "whose state is not in its own: no checkpoint would have it, and no step could be taken back; use an "
-                "optimizer that keeps the state of all its parameters in `state`"
+                "whose state is not in its own: no checkpoint would have it, and no step could be taken back; give all "
+                "that it holds to Optimizer([(first, max_norm), (second, max_norm)], pipe), which drives several, or "
+                "use an optimizer that keeps the state of all its parameters in `state`"
             )
 
 

@@ -14,11 +14,10 @@ to roll back.
 
 from __future__ import annotations
 
-import inspect
+import itertools
 import logging
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,23 +25,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zbkern.pipeline.optimizer.clipping import check_max_norm, clip_coefficient, scale_gradients_, sum_of_squares
-from zbkern.pipeline.optimizer.master_weights import (
-    copy_masters_to_params,
-    install_masters,
-    masters_of,
-    take_changes_,
-)
-from zbkern.pipeline.optimizer.params import check_whole, hyperparameters, kinds_of, parameters, same_kind
+from zbkern.pipeline.optimizer.clipping import clip_coefficient, scale_gradients_, sum_of_squares
+from zbkern.pipeline.optimizer.master_weights import Pairs, install_masters
+from zbkern.pipeline.optimizer.params import hyperparameters, parameters
+from zbkern.pipeline.optimizer.parts import check_unique, parts_of, prepare_undo
 from zbkern.pipeline.optimizer.pending_step import PendingStep
-from zbkern.pipeline.optimizer.undo import UNDO
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.step_boundary import StepBoundary
 from zbkern.pipeline.transport.base import Transport, check_timeout
 from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_neighbours, tied_names
 from zbkern.pipeline.transport.norm_chain import NormChain
 from zbkern.schedules.warmup import rank_order
-from zbkern.wgrad.accumulation import gradient_of, main_grad_of
+from zbkern.wgrad.accumulation import main_grad_of
 
 logger = logging.getLogger("zbkern")
 
@@ -54,47 +48,52 @@ _REGISTER = tuple(
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Drives a torch optimizer of this rank's parameters as one with those of all other ranks of a pipeline.
+    """Drives torch optimizers of this rank's parameters as one with those of all other ranks of a pipeline.
 
     >>> optimizer = Optimizer(torch.optim.AdamW(chunk.parameters()), pipe, max_norm=1.0)    # doctest: +SKIP
     >>> optimizer.zero_grad()
     >>> loss = pipe.step(inputs, targets)
     >>> optimizer.step()
+    >>> optimizer = Optimizer([(muon, None), (adamw, 1.0)], pipe)                           # doctest: +SKIP
 
-    It is a torch.optim.Optimizer itself, with the groups, state and hooks of the one it drives: learning-rate schedules
-    take it, and a step that is done late or again uses the hyperparameters and gradients it was called with. Hooks on
-    the step run once per step that counts (docs/pipeline.md).
+    It is a torch.optim.Optimizer itself, with the groups, state and hooks of the ones it drives: learning-rate
+    schedules take it, and a step that is done late or again uses the hyperparameters and gradients it was called with.
+    Hooks on the step run once per step that counts (docs/pipeline.md).
 
     Args:
-        optimizer: any torch optimizer whose `step()` needs no closure.
+        optimizer: any torch optimizer whose `step()` needs no closure; or several, in one order on all ranks: pairs
+            (torch optimizer, its max_norm), each clipped by the norm of its own gradients, or a list with one norm.
         pipe: the Pipeline; or its ranks in the order of the model, as a process group, a Transport, or None for all
             ranks: then call `validate()` before weights are read.
         max_norm: gradients are scaled down to this 2-norm over all ranks; None for never. A step with gradients that
-            are not finite (or of a norm beyond fp32) is skipped.
+            are not finite (or of a norm beyond fp32) is skipped, by all torch optimizers.
         master_weights: parameters below fp32 get fp32 copies, which the torch optimizer updates in their place;
             gradients are read from `main_grad` where a parameter has one.
         undo: how a step is rolled back: "snapshot" (exact, any optimizer, memory of parameters and state once more),
-            "inverse" (AdamW and SGD; no memory, equal up to rounding), or None: never step before validation. A
-            `main_grad` is copied until the step is validated where the step may be done again with it.
+            "inverse" (AdamW and SGD; no memory, equal up to rounding), or None: never step before validation, also
+            where one of several optimizers has no such inverse. A `main_grad` is copied until the step is validated
+            where the step may be done again with it.
         adaptive: after a step that was clipped or skipped, validate the next one before stepping, as norms of
             consecutive steps are alike.
         tied: {name: parameter} of weights that several ranks hold with equal gradients, which count once; by default
             those of which a Pipeline has made this the case.
         timeout: seconds to wait for a message; a Pipeline's by default.
 
-    Raises TypeError or ValueError for arguments out of range, for an undo that does not fit the optimizer, and for an
-    optimizer that has a parameter twice or a max_norm of its own. All ranks construct theirs together.
+    Raises TypeError or ValueError for arguments out of range, for an undo that does not fit a single optimizer, for a
+    parameter that comes twice, and where ranks differ in max_norm or in which optimizer has a tied weight. All ranks
+    construct theirs together.
 
-    Attributes: `last_norm`, the norm of the last validated step, before clipping (None at first); `undone`, how often
-    this rank took a step back; `clipped`, `skipped`: how many validated steps were; `optimizer`: the torch optimizer;
-    `masters`: (parameter, its fp32 copy) pairs.
+    Attributes: `last_norm`, the norm of all gradients of the last validated step, before clipping (None at first);
+    `last_norms`: those of pairs, in their order; `undone`, how often this rank took a step back; `clipped`, `skipped`:
+    how many validated steps were; `optimizers`: the torch optimizers; `optimizer`: the only one; `masters`: (parameter,
+    its fp32 copy) pairs.
     """
 
     _step_supports_amp_scaling = True  # has GradScaler.step call `step` on every rank, also where it found infinity
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer | tuple[torch.optim.Optimizer, float | None]],
         pipe: Pipeline | Transport | dist.ProcessGroup | None = None,
         *,
         max_norm: float | None = None,
@@ -105,60 +104,42 @@ class Optimizer(torch.optim.Optimizer):
         timeout: float | None = None,
     ) -> None:
         # torch.optim.Optimizer.__init__ is left out: it would make groups and state of its own
-        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, Optimizer):
-            raise TypeError(
-                "Optimizer: optimizer must be a torch.optim.Optimizer, not one within an Optimizer already; got "
-                f"{type(optimizer).__name__}"
-            )
-        check_whole("Optimizer", optimizer)
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise TypeError(
-                f"Optimizer: {type(optimizer).__name__}.step() computes losses by a closure, and one rank's is not "
-                "the model's; use an optimizer that steps with the gradients that are there"
-            )
-        if max_norm is not None:
-            check_max_norm("Optimizer", max_norm)
-        if not master_weights and masters_of(optimizer):
-            raise ValueError(
-                f"Optimizer: {type(optimizer).__name__} has the fp32 masters of an Optimizer before this one, and "
-                "without them the model's parameters would stay as they are; give master_weights=True"
-            )
         pipeline = pipe if isinstance(pipe, Pipeline) else None
         if pipeline is not None and pipeline.optimizer is not None:
             raise ValueError(
-                "Optimizer: this Pipeline has an Optimizer already, and gradients have one norm: give all parameters "
-                "to one torch optimizer; call pipe.detach() on every rank to replace it"
+                "Optimizer: this Pipeline has an Optimizer already, and gradients have one norm: give it all "
+                "torch optimizers in a list; call pipe.detach() on every rank to replace it"
             )
         check_tied("Optimizer", tied)
-        if undo not in (*UNDO, None):
-            raise ValueError(f"Optimizer: undo must be one of {(*UNDO, None)}; got {undo!r}")
         if timeout is not None:
             check_timeout("Optimizer", timeout)
-        self.optimizer = optimizer
+        self._parts, self._limits = parts_of(optimizer, max_norm, master_weights, undo)
+        self.optimizers = [part.optimizer for part in self._parts]
+        if len(self.optimizers) == 1:
+            self.optimizer = self.optimizers[0]
         for name in _REGISTER:
-            setattr(self, name, getattr(optimizer, name))
-        self.max_norm = max_norm
+            setattr(self, name, getattr(self.optimizers[0 if "_pre_" in name else -1], name))
         self.adaptive = adaptive
         self.timeout = timeout if timeout is not None else 1800.0 if pipeline is None else pipeline.timeout
         self.last_norm: float | None = None
+        self.last_norms: list[float] = []
         self.undone = self.clipped = self.skipped = 0
-        self.device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
-        self.masters = masters_of(optimizer)
-        self._check_unique()
+        self.device = next((p.device for p in parameters(self)), torch.device("cpu"))
         candidates = [*self._model_parameters(), *(() if pipeline is None else pipeline.tied.values())]
         shared = tied_names(candidates, tied)
-        self._has_masters = master_weights
-        if master_weights:
-            install_masters(optimizer)
-        self._undo: Any = UNDO[undo](optimizer) if undo is not None else None
+        self._has_masters, self._undo = master_weights, undo
         transport = connect_neighbours(pipe, self.device) if pipeline is None else pipeline.transport
         self._owned = transport if pipeline is None and transport is not pipe else None
         self._cautious = False
         with closing_on_error(transport, self._owned is not None, "its Optimizer"):
             ranks = [*range(transport.size)] if pipeline is None else rank_order(pipeline.schedule)
             cut = any(isinstance(p, DTensor) and p.requires_grad for p in self._model_parameters())
-            self._chain = NormChain(transport, ranks, cut, shared.values(), max_norm, self.timeout)
+            places = {id(p): place for place, part in enumerate(self._parts) for p in part.model_parameters()}
+            copies = {name: places.get(key) for key, name in shared.items()}
+            clipping: Any = (
+                [[p.name, self._limits[p.norm]] for p in self._parts] if len(self._limits) > 1 else self._limits[0]
+            )
+            self._chain = NormChain(transport, ranks, cut, copies, clipping, self.timeout)
             self._uncounted = self._counted_elsewhere(shared)
             self.boundary = StepBoundary(joint=False) if pipeline is None else pipeline.boundary
             self.boundary.take(self, self._chain, self._model_parameters())
@@ -167,18 +148,25 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the torch optimizer, whose lists a load replaces; schedules may change them right after `step`."""
-        return self.optimizer.param_groups
+        """Those of the torch optimizers, whose lists a load replaces; schedules may change them right after `step`."""
+        groups = [optimizer.param_groups for optimizer in self.optimizers]
+        return groups[0] if len(groups) == 1 else [*itertools.chain(*groups)]
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Settings of groups that name none of their own."""
-        return self.optimizer.defaults
+        """Settings of groups that name none of their own; none where there are several torch optimizers."""
+        return self.optimizers[0].defaults if len(self.optimizers) == 1 else {}
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the torch optimizer, as its last update left it."""
-        return self.optimizer.state
+        """That of the torch optimizer, as its last update left it; of several a dict with the states of all."""
+        states = [optimizer.state for optimizer in self.optimizers]
+        return states[0] if len(states) == 1 else {key: state for each in states for key, state in each.items()}
+
+    @property
+    def masters(self) -> Pairs:
+        """(parameter, its fp32 copy) of every parameter that has one."""
+        return [pair for part in self._parts for pair in part.masters]
 
     def __getstate__(self) -> Any:
         raise TypeError("Optimizer: is tied to the other ranks and cannot be copied or pickled; keep its state_dict()")
@@ -223,28 +211,30 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         boundary, chain = self.boundary, self._chain
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn of a late step
+        for optimizer in self.optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn of a late step
         with boundary.failing_together():
             number = boundary.begin()
-            gradients = self._collect()
+            gradients = [part.collect() for part in self._parts]
             total = self._pass_on(gradients, number)
-            step = PendingStep(gradients, hyperparameters(self.optimizer))
+            step = PendingStep([*itertools.chain(*gradients)], hyperparameters(self))
             if chain.ends_here:
                 boundary.pending = step
                 chain.pass_back(number, total)
                 boundary.conclude(total)
                 return loss
             if self._may_step(total):
-                with step.in_place(self.optimizer):
-                    self._undo.save(self.optimizer)
-                    self._update()
-                step.has_stepped, step.after = True, hyperparameters(self.optimizer)
-            if step.has_stepped and self.max_norm is None and not self._undo.needs_gradients:
+                with step.in_place(self):
+                    for part in self._parts:
+                        part.undo.save(part.optimizer)
+                        part.update()
+                step.has_stepped, step.after = True, hyperparameters(self)
+            if step.has_stepped and not (any(self._limits) or any(part.undo.needs_gradients for part in self._parts)):
                 step.set_gradients([])  # it will be kept or skipped, never done again
             else:
                 main_grads = map(main_grad_of, self._model_parameters())
                 step.copy_gradients(main_grad for main_grad in main_grads if main_grad is not None)
-            step.record_weights([*parameters(self.optimizer), *self._model_parameters()], number <= _CHECKED)
+            step.record_weights([*parameters(self), *self._model_parameters()], number <= _CHECKED)
             boundary.pending = step
         return loss
 
@@ -257,7 +247,7 @@ class Optimizer(torch.optim.Optimizer):
         self.boundary.validate()
 
     def weights(self) -> list[Tensor]:
-        """This rank's parameters of the model, as the last step leaves them for good, in the torch optimizer's order.
+        """This rank's parameters of the model, as the last step leaves them for good, in the torch optimizers' order.
 
         Read them so between steps: for an average, a copy, an inference engine. Validates the last step; on all ranks.
         """
@@ -269,61 +259,57 @@ class Optimizer(torch.optim.Optimizer):
         """True until the last step is validated."""
         return self.boundary.pending is not None
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the torch optimizer's; validates the last step first. Other ranks call this or `validate`."""
+    def add_param_group(self, param_group: dict[str, Any], place: int | None = None) -> None:
+        """As the torch optimizer's; validates the last step first. Other ranks call this or `validate`.
+
+        place: the number of the torch optimizer that takes it, where there are several.
+        """
         self.validate()
-        self.optimizer.add_param_group(param_group)
+        if place is None and len(self._parts) > 1:
+            raise TypeError(
+                "Optimizer.add_param_group: place must be the number of the torch optimizer that takes the group; got "
+                f"None, with {len(self._parts)} of them"
+            )
+        optimizer = self.optimizers[place or 0]
+        optimizer.add_param_group(param_group)
         try:
-            self._check_unique()
+            check_unique(self._parts)
         except ValueError:
-            self.optimizer.param_groups.pop()
+            optimizer.param_groups.pop()
             raise
         if self._has_masters:
-            install_masters(self.optimizer)
+            install_masters(optimizer)
             self._uncounted |= {id(master) for parameter, master in self.masters if id(parameter) in self._uncounted}
-        if self._undo is not None:
-            self._undo = type(self._undo)(self.optimizer)
+        prepare_undo(self._parts, self._undo)
 
     def state_dict(self) -> dict[str, Any]:
-        """The torch optimizer's state and master weights; validates the last step first.
+        """The torch optimizers' states and master weights; validates the last step first.
 
         As with torch, tensors are those that later steps change: copy what is to stay.
         """
         self.validate()
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "kinds": kinds_of(self.optimizer),
-            "masters": [master for _, master in self.masters],
-        }
+        states = [part.state_dict() for part in self._parts]
+        return states[0] if len(states) == 1 else {"parts": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what `state_dict` gave, with the same parameters on this rank; on all ranks.
 
         Raises ValueError, with nothing changed, for other states and for those of other kinds of optimizers.
         """
-        needed = {"optimizer", "kinds", "masters"}
-        if not isinstance(state, Mapping) or needed - state.keys():
-            got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        states = state["parts"] if isinstance(state, Mapping) and "parts" in state else [state]
+        if len(states) != len(self._parts):
             raise ValueError(
-                f"Optimizer.load_state_dict: state must be what Optimizer.state_dict() gave, with {sorted(needed)}; "
-                f"got {got}; a torch optimizer's own state goes into Optimizer.optimizer.load_state_dict()"
+                f"Optimizer.load_state_dict: state must be that of {len(self._parts)} torch optimizers; got that of "
+                f"{len(states)}; load it into those that saved it"
             )
-        saved = [list(master.shape) for master in state["masters"]]
-        own = [list(master.shape) for _, master in self.masters]
-        if not same_kind(self.optimizer, state["kinds"]) or saved != own:
-            raise ValueError(
-                f"Optimizer.load_state_dict: state must be that of {type(self.optimizer).__name__} with master weights "
-                f"of shapes {own}; got that of {state['kinds'][0]} with {saved}; "
-                "load it into the kind of optimizer that saved it, with its master_weights= and its parameters"
-            )
+        pairs = [*zip(self._parts, states, strict=True)]
+        for part, each in pairs:
+            part.check_state(each)
         if self.boundary.broken:  # everything is loaded after a failure
             self.boundary.abandon()
         self.validate()
-        self.optimizer.load_state_dict(state["optimizer"])
-        with torch.no_grad():
-            for (_, master), value in zip(self.masters, state["masters"], strict=True):
-                master.copy_(value)
-        copy_masters_to_params(self.masters)
+        for part, each in pairs:
+            part.load_state_dict(each)
 
     def close(self) -> None:
         """Ends the connections that were made for a process group; call it on every rank."""
@@ -356,12 +342,17 @@ class Optimizer(torch.optim.Optimizer):
             counted.add(name)
         return found | {id(master) for parameter, master in self.masters if id(parameter) in found}
 
-    def _pass_on(self, gradients: Sequence[tuple[Tensor, Tensor]], number: int) -> Tensor:
-        """The sum of squares of this rank and of those whose sums it receives, fp64 []; sent to the next rank."""
-        counted = [gradient for parameter, gradient in gradients if id(parameter) not in self._uncounted]
-        uncounted = [gradient for parameter, gradient in gradients if id(parameter) in self._uncounted]
+    def _pass_on(self, gradients: Sequence[list[tuple[Tensor, Tensor]]], number: int) -> Tensor:
+        """The sums of squares of this rank and of those whose sums it receives, fp64 [norms]; sent to the next rank."""
+        counted: list[list[Tensor]] = [[] for _ in self._limits]
+        uncounted: list[Tensor] = []
+        for part, pairs in zip(self._parts, gradients, strict=True):
+            for parameter, gradient in pairs:
+                (uncounted if id(parameter) in self._uncounted else counted[part.norm]).append(gradient)
         received: list[Tensor] = []
-        if self._chain.ends_here and any(isinstance(gradient, DTensor) for _, gradient in gradients):
+        if self._chain.ends_here and any(
+            isinstance(gradient, DTensor) for gradient in itertools.chain(*counted, uncounted)
+        ):
             # with this rank's shards, other pipelines of its mesh learn what ranks without shards have found
             received = self._chain.receive_sums(number)
             uncounted += received
@@ -371,71 +362,44 @@ class Optimizer(torch.optim.Optimizer):
         return total
 
     def _may_step(self, total: Tensor) -> bool:
-        """Whether to step before validation, given the sum of squares of this rank and those before it.
+        """Whether to step before validation, given the sums of squares of this rank and those before it.
 
         A hook on the step may change gradients or weights, which could not be rolled back, and sees each step once. A
         rank that hears of the total after the one before it must not begin forwards, whose inputs that one might not
         send.
         """
         cautious = self.adaptive and self._cautious
-        hooks = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
-        if cautious or self._undo is None or self._chain.is_after_end or hooks:
+        waits = any(part.undo is None or part.has_hooks for part in self._parts)
+        if cautious or waits or self._chain.is_after_end:
             return False
-        norm = math.sqrt(total.item())
-        return math.isfinite(norm) and clip_coefficient(norm, self.max_norm) == 1
+        norms, factors = self._norms(total)
+        return all(map(math.isfinite, norms)) and min(factors) == 1
+
+    def _norms(self, total: Tensor) -> tuple[list[float], list[float]]:
+        """The norms, given sums of squares, and what they have gradients multiplied by."""
+        norms = [math.sqrt(squares) for squares in total.tolist()]
+        return norms, [clip_coefficient(norm, limit) for norm, limit in zip(norms, self._limits, strict=True)]
 
     def conclude(self, step: PendingStep, total: Tensor) -> bool:
-        """Keeps, clips or skips a step, given the sum of squares of all ranks; whether forwards before it are void."""
-        self.last_norm = norm = math.sqrt(total.item())
-        finite, factor = math.isfinite(norm), clip_coefficient(norm, self.max_norm)
-        good = finite and factor == 1
+        """Keeps, clips or skips a step, given the sums of squares of all ranks; whether forwards before it are void."""
+        self.last_norms, factors = self._norms(total)
+        self.last_norm = math.sqrt(total.sum().item())
+        finite = all(map(math.isfinite, self.last_norms))
+        good = finite and min(factors) == 1
         self._cautious = not good
         if not (good and step.has_stepped):
             step.check_weights()
-            with step.in_place(self.optimizer):
-                if step.has_stepped:
-                    self._undo.restore(self.optimizer)
-                    copy_masters_to_params(self.masters)
-                    self.undone += 1
-                if finite:
-                    scale_gradients_([gradient for _, gradient in step.gradients], factor)
-                    self._update()
+            with step.in_place(self):
+                for part in self._parts if step.has_stepped else ():
+                    part.restore()
+                self.undone += step.has_stepped
+                for part in self._parts if finite else ():
+                    gradients = [p.grad for p in parameters(part.optimizer) if p.grad is not None]
+                    scale_gradients_(gradients, factors[part.norm])
+                    part.update()
         self.skipped += not finite
-        self.clipped += factor < 1
+        self.clipped += finite and not good
         return not good
 
-    def _update(self) -> None:
-        """The torch optimizer's step; hooks that run after it see, and may change, masters and parameters alike."""
-        hooks, self.optimizer._optimizer_step_post_hooks = self.optimizer._optimizer_step_post_hooks, OrderedDict()
-        try:
-            self.optimizer.step()
-        finally:
-            self.optimizer._optimizer_step_post_hooks = hooks
-        copy_masters_to_params(self.masters)
-        for hook in list(hooks.values()):
-            hook(self.optimizer, (self.optimizer,), {})
-            copy_masters_to_params(self.masters)
-
-    # ---- gradients
-
-    def _collect(self) -> list[tuple[Tensor, Tensor]]:
-        """(parameter, gradient) of what the torch optimizer is to see: fp32 for master weights."""
-        for parameter, master in self.masters:
-            take_changes_(parameter, master)
-        pairs = zip(parameters(self.optimizer), self._model_parameters(), strict=True)
-        return [(p, gradient.to(p.dtype)) for p, model_p in pairs if (gradient := gradient_of(model_p)) is not None]
-
-    def _check_unique(self) -> None:
-        seen: set[Tensor] = set()
-        for parameter in self._model_parameters():
-            if parameter in seen:
-                raise ValueError(
-                    f"Optimizer: {type(self.optimizer).__name__} has a parameter of shape {list(parameter.shape)} "
-                    "twice and would update it twice, a weight that two chunks share for example; give it "
-                    "torch.nn.ModuleList(chunks).parameters(), which has each parameter once"
-                )
-            seen.add(parameter)
-
-    def _model_parameters(self) -> Iterator[Any]:  # tensors, some with a main_grad
-        models = {id(master): parameter for parameter, master in self.masters}
-        return (models.get(id(parameter), parameter) for parameter in parameters(self.optimizer))
+    def _model_parameters(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(part.model_parameters() for part in self._parts)

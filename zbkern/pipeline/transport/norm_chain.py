@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -16,9 +17,10 @@ class NormChain:
     Where some ranks have shards (DTensor) and the last has none, the sum ends at the last rank that has: all pipelines
     of its mesh then skip the same steps. The ranks after it send their sums back to it, and wait for the total.
 
-    ranks: in the order in which the model uses them. has_shards: whether this rank has any. shared: the names of its
-    parameters that other ranks have copies of. timeout: seconds to wait for a message. Collective. Raises ValueError
-    where max_norm is not the same on all ranks, which would not clip the same steps.
+    ranks: in the order in which the model uses them. has_shards: whether this rank has any. shared: {name: number of
+    its torch optimizer, or None} of its parameters that other ranks have copies of. max_norm: what
+    ranks must have alike to clip the same steps. timeout: seconds to wait for a message. Collective. Raises ValueError
+    where they have not, or where copies are in different optimizers.
     """
 
     def __init__(
@@ -26,14 +28,20 @@ class NormChain:
         transport: Transport,
         ranks: Sequence[int],
         has_shards: bool,
-        shared: Iterable[str],
-        max_norm: float | None,
+        shared: Mapping[str, int | None],
+        max_norm: Any,
         timeout: float,
     ) -> None:
-        own = sorted(shared), has_shards, None if max_norm is None else float(max_norm)
-        names, with_shards, norms = zip(*transport.gather(own), strict=True)
-        if len({*norms}) > 1:
+        names, with_shards, norms = zip(*transport.gather((dict(shared), has_shards, max_norm)), strict=True)
+        if any(found != norms[0] for found in norms):
             raise ValueError(f"Optimizer: max_norm must be the same on all ranks; got {[*norms]} (by rank)")
+        for name in sorted({name for held in names for name in held}):
+            places = {rank: held[name] for rank, held in enumerate(names) if held.get(name) is not None}
+            if len({*places.values()}) > 1:
+                raise ValueError(
+                    f"Optimizer: tied {name!r} must be in the same torch optimizer on all ranks, or its copies would "
+                    f"differ; got its place in the list by rank, {places}"
+                )
         place = ranks.index(transport.rank)
         end = max((at for at, rank in enumerate(ranks) if with_shards[rank]), default=len(ranks) - 1)
         before, after = ranks[:place][-1:], ranks[place + 1 :][:1]

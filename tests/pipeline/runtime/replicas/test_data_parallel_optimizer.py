@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.support.two_by_two import (
     MAX_NORM,
+    Pairs,
     Setup,
     assert_close,
     make_optimizer,
@@ -33,6 +36,7 @@ class Trained:
         forced: dict[tuple[int, int], float],
         dtype: torch.dtype = torch.float64,
         wrapper: dict[str, Any] | None = None,
+        make_pairs: Callable[[list[nn.Parameter]], Pairs] | None = None,
         **options: Any,
     ) -> None:
         setup = Setup(kind, name, dtype, **(wrapper or {}))
@@ -46,10 +50,11 @@ class Trained:
         with Pipeline(setup.modules, setup.schedule, mean_square, mesh().get_group("stage"), timeout=30) as pipe:
             for chunk, stage in pipe.stages.items():
                 stage.forward = functools.partial(forward, chunk, stage.forward)
+            parameters = setup.parameters()
             optimizer = Optimizer(
-                make_optimizer(setup.parameters()),
+                make_pairs(parameters) if make_pairs else make_optimizer(parameters),
                 pipe,
-                max_norm=MAX_NORM,
+                max_norm=None if make_pairs else MAX_NORM,
                 master_weights=dtype.itemsize < 4,
                 **options,
             )
@@ -118,6 +123,36 @@ def train_with(kind: str, options: dict[str, Any]) -> int:
 def test_optimizer_with_other_options(four_ranks: Any, kind: str, options: dict[str, Any]) -> None:
     """Forwards that run ahead gather, too, also if they run again; gradients of a pending step live in DDP buckets."""
     assert four_ranks.run(train_with, kind, options) == [3, 0, 3, 0]
+
+
+def matrices_and_rest(kind: str, parameters: list[nn.Parameter]) -> Pairs:
+    matrices = [p for p in parameters if p.dim() == 2]
+    first = torch.optim.Muon(matrices, lr=0.02) if kind == "Muon" else torch.optim.SGD(matrices, lr=0.1, momentum=0.9)
+    return [(first, 2.2), (make_optimizer([p for p in parameters if p.dim() != 2]), MAX_NORM)]
+
+
+def train_pairs(kind: str, first: str, tolerance: float) -> tuple[int, int, int]:
+    make_pairs = functools.partial(matrices_and_rest, first)
+    trained = Trained(kind, "zb_h2", BAD, make_pairs=make_pairs, adaptive=False)
+    _, expected, _ = plain_steps(2, 7, tuple(BAD.items()), make_pairs)
+    assert_close(trained.weights, expected[-1], "after all steps", rtol=tolerance, atol=tolerance)
+    return trained.counts
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+@pytest.mark.parametrize(
+    ("kind", "first", "tolerance"),
+    [
+        ("ddp", "Muon", 1e-6),
+        ("fsdp", "Muon", 0.02),  # its products are in bfloat16, and of shards they are rounded elsewhere
+        pytest.param("fsdp", "SGD", 1e-6, marks=pytest.mark.slow),
+    ],
+)
+def test_two_optimizers_of_replicas(four_ranks: Any, kind: str, first: str, tolerance: float) -> None:
+    """One step is clipped by the norm of the matrices, three by the other one; what is not finite skips both."""
+    counts = four_ranks.run(train_pairs, kind, first, tolerance)
+    assert [count[0] for count in counts] == [4, 0, 4, 0]
+    assert {count[1:] for count in counts} == {(4, 2)}
 
 
 def train_small(kind: str, dtype: torch.dtype, policy: bool) -> tuple[int, int, int]:
