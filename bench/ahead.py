@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
-from build_tools.kernels.jobs import Job, compile_job, jobs, kernel_modules
+from build_tools.kernels.jobs import CompileJob, compile_job, jobs, kernel_modules
 
 FOUND = 0.3
 """Seconds that a kernel in the cache takes at most."""
@@ -29,7 +29,7 @@ class Compilers:
         self._seen: set[str] = set()
         self.problems: list[str] = []
 
-    def compile(self, runs: Iterable[Callable[[], object]], work: Callable[[Job], object] | None = None) -> int:
+    def compile(self, runs: Iterable[Callable[[], object]], work: Callable[[CompileJob], object] | None = None) -> int:
         """Compiles the kernels that the runs would launch, and waits; returns how many variants are new.
 
         work: what a process does with each, `compile_named` when not given.
@@ -47,7 +47,7 @@ class Compilers:
         self.problems += [f"{type(error).__name__}: {error}" for error in errors if error is not None]
         return len(fresh)
 
-    def _begin(self, work: Callable[[Job], object] | None, job: Job) -> Future:
+    def _begin(self, work: Callable[[CompileJob], object] | None, job: CompileJob) -> Future:
         """Here, as long as all are found in the cache, each in a moment: processes take seconds to start."""
         done: Future = Future()
         begin = time.perf_counter()
@@ -75,7 +75,7 @@ class Compilers:
         self.close()
 
 
-def compile_named(job: Job) -> Any:
+def compile_named(job: CompileJob) -> Any:
     """Compiles one under the name that other processes look it up by."""
     name_kernels()
     return compile_job(job)

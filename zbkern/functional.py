@@ -332,7 +332,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, impl:
     if route(x, cos) is not PLAIN:
         return rotary_functions.rotary_with_torch(x, cos, sin, interleaved)
     backend = dispatch.resolve("rotary", impl, x.device, x.dtype)
-    return rotary_functions.Rotary.apply(backend, x, cos, sin, interleaved, False)
+    return rotary_functions.RotaryFunction.apply(backend, x, cos, sin, interleaved, False)
 
 
 def linear_cross_entropy(

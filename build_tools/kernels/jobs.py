@@ -14,7 +14,7 @@ from unittest import mock
 
 
 @dataclass(frozen=True)
-class Job:
+class CompileJob:
     """A variant of a kernel as Triton's launcher would compile it; kernel: its module and its name there."""
 
     kernel: tuple[str, str]
@@ -35,7 +35,7 @@ class Job:
         return ASTSource(self.function(), self.signature, self.constants, self.attributes)
 
 
-def compile_job(job: Job) -> Any:
+def compile_job(job: CompileJob) -> Any:
     """Compiles one, into Triton's cache; returns Triton's CompiledKernel."""
     from triton.compiler import compile as triton_compile
 
@@ -46,7 +46,7 @@ def compile_job(job: Job) -> Any:
 
 
 @contextlib.contextmanager
-def recorded(target: Any = None) -> Iterator[list[Job]]:
+def recorded(target: Any = None) -> Iterator[list[CompileJob]]:
     """What calls inside would compile, each once, in their order; they launch nothing.
 
     target: a triton.backends.compiler.GPUTarget, None for the GPU of Triton's driver.
@@ -54,7 +54,7 @@ def recorded(target: Any = None) -> Iterator[list[Job]]:
     from zbkern.kernels.triton.common import Kernel, compile_options
     from zbkern.kernels.triton.replay import replay
 
-    found: list[Job] = []
+    found: list[CompileJob] = []
     seen: set[str] = set()
 
     def record(self: Any, grid: Any, arguments: Any, constants: Any, warps: int, stages: int) -> None:
@@ -67,7 +67,7 @@ def recorded(target: Any = None) -> Iterator[list[Job]]:
         yield found
 
 
-def jobs(runs: Iterable[Callable[[], object]]) -> list[Job]:
+def jobs(runs: Iterable[Callable[[], object]]) -> list[CompileJob]:
     """What the runs would compile here; none where kernels are interpreted. What goes wrong is left for the run itself
     to say."""
     from zbkern.kernels.triton.common import INTERPRETED
@@ -81,7 +81,7 @@ def jobs(runs: Iterable[Callable[[], object]]) -> list[Job]:
     return found
 
 
-def _job(kernel: Any, arguments: Any, constants: Any, options: dict[str, Any], target: Any) -> Job:
+def _job(kernel: Any, arguments: Any, constants: Any, options: dict[str, Any], target: Any) -> CompileJob:
     """As triton.runtime.jit.JITFunction.run finds it out (3.6): another variant there would be compiled again."""
     from triton import knobs
     from triton.runtime import driver
@@ -99,7 +99,7 @@ def _job(kernel: Any, arguments: Any, constants: Any, options: dict[str, Any], t
     fixed = {(i,): values[i] for i, kind in enumerate(kinds) if kind == "constexpr"}
     attributes = {(i,): backend.parse_attr(a) for i, (_, a) in enumerate(specialization) if isinstance(a, str)}
     parsed = dict(backend.parse_options(options).__dict__)
-    return Job((function.module, _name_of(kernel)), signature, fixed, attributes, target, parsed)
+    return CompileJob((function.module, _name_of(kernel)), signature, fixed, attributes, target, parsed)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from build_tools.kernels.jobs import Job, recorded
+from build_tools.kernels.jobs import CompileJob, recorded
 from zbkern.kernels.spec import AttentionOptions, CrossEntropyOptions, GateOptions
 
 SMS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 170}
@@ -30,7 +30,7 @@ class Named(NamedTuple):
     """A job, and the call that it is of. aligned: its operands begin where the GPU copies 16 bytes at a time."""
 
     name: str
-    job: Job
+    job: CompileJob
     aligned: bool
 
 

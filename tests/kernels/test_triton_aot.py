@@ -129,7 +129,7 @@ def test_faults_are_found() -> None:
 def test_warnings_are_of_whatever_has_wgmma(monkeypatch: pytest.MonkeyPatch, ptx: str, expected: list[str]) -> None:
     """Not only of variants that must have it: float32 is multiplied by it where its tile allows."""
     target, options = SimpleNamespace(arch=90), {"num_warps": 4, "num_stages": 2}
-    named = launches.Named("some fp32", jobs.Job(("some.module", "_some"), {}, {}, {}, target, options), True)
+    named = launches.Named("some fp32", jobs.CompileJob(("some.module", "_some"), {}, {}, {}, target, options), True)
     kernel = SimpleNamespace(
         asm={"cubin": b"", "ptx": ptx, "ttir": "", "ttgir": ""}, metadata=SimpleNamespace(shared=0)
     )

@@ -18,7 +18,7 @@ from zbkern.pipeline import schedules
 WIDTH, TOKENS, MICROBATCHES = 64, 32, 8
 
 
-def variants(found: Iterable[jobs.Job]) -> set[str]:
+def variants(found: Iterable[jobs.CompileJob]) -> set[str]:
     return {repr(job) for job in found}
 
 

@@ -27,8 +27,8 @@ from zbkern.conversion.intercepted_functions import HANDLERS, KEYWORDS
 from zbkern.kernels import dispatch
 from zbkern.ops import autograd
 from zbkern.ops.functions import sharded
-from zbkern.ops.functions.grouped import GroupedLinear
-from zbkern.ops.functions.products import Kind, ParameterView, Product, ViewValue
+from zbkern.ops.functions.grouped import GroupedLinearFunction
+from zbkern.ops.functions.products import Kind, ParameterView, ProductFunction, ViewValue
 from zbkern.ops.route import within_transform
 from zbkern.ops.table import cast_product
 from zbkern.wgrad.storages import storage_key
@@ -223,7 +223,7 @@ class Interception(TorchFunctionMode):
         x = cast_product(kind.name, x, ())
         if torch.is_autocast_enabled(x.device.type):
             view = view.to(x.dtype)
-        return autograd.apply(Product, self._call(view, x), x, kind, view, options)
+        return autograd.apply(ProductFunction, self._call(view, x), x, kind, view, options)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias, impl=self._impl, name=self._name)
@@ -231,7 +231,7 @@ class Interception(TorchFunctionMode):
     def grouped_linear(self, x: Tensor, parameter: Tensor, ends: Tensor, transposed: bool) -> Tensor:
         backend = dispatch.resolve("grouped_linear", self._impl, x.device, x.dtype)
         call = autograd.OpCall((parameter, None), backend, self._name)
-        return autograd.apply(GroupedLinear, call, x, ends, transposed)
+        return autograd.apply(GroupedLinearFunction, call, x, ends, transposed)
 
     def embedding(self, indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         return functional.embedding(indices, weight, padding_idx, impl=self._impl, name=self._name)

@@ -68,30 +68,30 @@ class Op:
 
 
 LINEAR = Op(
-    *("linear", linears.Linear, linears.linear_with_torch),
+    *("linear", linears.LinearFunction, linears.linear_with_torch),
     *(compiled.linear, compiled.sharded_linear, sharded.linear),
 )
-FP8_LINEAR = Op("linear", linears.FP8Linear, None, kernels="fp8_linear")
+FP8_LINEAR = Op("linear", linears.FP8LinearFunction, None, kernels="fp8_linear")
 GATED_MLP = Op(
-    *("gated_mlp", linears.GatedMLP, linears.gated_mlp_with_torch),
+    *("gated_mlp", linears.GatedMLPFunction, linears.gated_mlp_with_torch),
     functools.partial(linears.gated_mlp_with_torch, linear=compiled.linear),
 )
 GROUPED_LINEAR = Op(
-    *("grouped_linear", grouped.GroupedLinear, grouped.grouped_linear_with_torch, compiled.grouped_linear),
+    *("grouped_linear", grouped.GroupedLinearFunction, grouped.grouped_linear_with_torch, compiled.grouped_linear),
 )
 GROUPED_MLP = Op(
-    *("grouped_mlp", grouped.GroupedMLP, grouped.grouped_mlp_with_torch),
+    *("grouped_mlp", grouped.GroupedMLPFunction, grouped.grouped_mlp_with_torch),
     functools.partial(grouped.grouped_mlp_with_torch, linear=compiled.grouped_linear),
 )
 EMBEDDING = Op(
-    *("embedding", embeddings.Embedding, embeddings.embedding_with_torch, compiled.embedding),
+    *("embedding", embeddings.EmbeddingFunction, embeddings.embedding_with_torch, compiled.embedding),
     dtensors=functools.partial(autograd.apply, sharded.ShardedEmbedding),
     cast=lambda op, x, params: x,
 )
-RMS_NORM = Op("rms_norm", norms.Norm, norms.rms_norm_with_torch, cast=cast_norm)
-LAYER_NORM = Op("layer_norm", norms.Norm, norms.layer_norm_with_torch, cast=cast_norm)
+RMS_NORM = Op("rms_norm", norms.NormFunction, norms.rms_norm_with_torch, cast=cast_norm)
+LAYER_NORM = Op("layer_norm", norms.NormFunction, norms.layer_norm_with_torch, cast=cast_norm)
 LINEAR_CROSS_ENTROPY = Op(
-    *("linear_cross_entropy", losses.LinearCrossEntropy, losses.linear_cross_entropy_with_torch),
+    *("linear_cross_entropy", losses.LinearCrossEntropyFunction, losses.linear_cross_entropy_with_torch),
     compiled_dtensors=compiled.sharded_head,
     dtensors=sharded.linear_cross_entropy,
 )

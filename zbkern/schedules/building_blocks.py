@@ -110,7 +110,7 @@ def _reorder(times: Times, lengths: Sequence[int], start: tuple[int, int], stop:
 
     lengths: of the passes, by phase. Those from `start` to before `stop`, by (slot, rank), stay.
     """
-    ranks = _Ranks(times, lengths)
+    ranks = _Slots(times, lengths)
     times = [[list(slots) for slots in row] for row in times]
     backwards: list[list[int]] = [[] for _ in times]  # slots of the B placed so far, in order
     for slot, rank, phase, index in _all_passes(times):
@@ -133,7 +133,7 @@ def _reorder(times: Times, lengths: Sequence[int], start: tuple[int, int], stop:
     return times
 
 
-class _Ranks:
+class _Slots:
     """What every rank runs in each slot, and before it (microbatches held, pending W).
 
     An F adds to what the rank holds; W takes it away, or the end of a BW, where backwards have two slots. Where W have

@@ -201,7 +201,7 @@ def _pairs(
     return row + (weights[-weight_delay:] if weight_delay else [])
 
 
-class _Row:
+class _RowBuilder:
     """One rank's actions, written in the shorthand of the papers: "F0" is the next F of its first chunk, "BW1" the next
     BW of its second, and "W" the oldest pending W."""
 
@@ -232,7 +232,7 @@ class _Row:
         return self._done[step]
 
 
-def _fill_zb_v(row: _Row, rank: int, ranks: int, microbatches: int) -> None:
+def _fill_zb_v(row: _RowBuilder, rank: int, ranks: int, microbatches: int) -> None:
     row.repeat(2 * (ranks - rank) - 1, "F0")
     row.repeat(rank, "F1", "F0")
     row.repeat(ranks - rank, "F1", "B1", "W1")
@@ -245,7 +245,7 @@ def _fill_zb_v(row: _Row, rank: int, ranks: int, microbatches: int) -> None:
     row.repeat(microbatches - row.count("W0"), "W0")
 
 
-def _fill_dualpipe_v(row: _Row, rank: int, ranks: int, microbatches: int) -> None:
+def _fill_dualpipe_v(row: _RowBuilder, rank: int, ranks: int, microbatches: int) -> None:
     later = ranks - rank - 1
     row.repeat(2 * later, "F0")
     row.repeat(rank + 1, "F0", "F1")
@@ -258,11 +258,11 @@ def _fill_dualpipe_v(row: _Row, rank: int, ranks: int, microbatches: int) -> Non
     row.repeat(rank + 1, "W")
 
 
-def _v(ranks: int, microbatches: int, least: int, fill: Callable[[_Row, int, int, int], None]) -> _Rows:
+def _v(ranks: int, microbatches: int, least: int, fill: Callable[[_RowBuilder, int, int, int], None]) -> _Rows:
     """Rank r holds chunks r and 2p-1-r; `fill` writes its row for `least` microbatches, of which the first m stay."""
     rows = []
     for rank in range(ranks):
-        row = _Row((rank, 2 * ranks - 1 - rank))
+        row = _RowBuilder((rank, 2 * ranks - 1 - rank))
         fill(row, rank, ranks, max(microbatches, least))
         rows.append([action for action in row.actions if action.microbatch < microbatches])
     return rows

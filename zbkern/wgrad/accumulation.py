@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zbkern.wgrad.task import Segment, WGradKernel, WGradTask
 
 
-class Target:
+class GradientTarget:
     """What the kernel of a task writes to: the gradients that exist, to be added to, or new ones, to be written.
 
     outputs, add: arguments of the kernel. fresh: some of them were allocated or zeroed for it, on the current stream.
@@ -121,7 +121,7 @@ def accumulate(batch: Sequence[list[WGradTask]]) -> None:
 
     batch: groups of tasks; those of a group have one weight, and several groups have a kernel that takes them all.
     """
-    if len(batch) == 1:  # the usual case without a Target: 0.6 us less of about 8 us per small W
+    if len(batch) == 1:  # the usual case without a GradientTarget: 0.6 us less of about 8 us per small W
         group = batch[0]
         gradients = _existing_gradients(group[0].parameters)
         if gradients is not None:
@@ -129,7 +129,7 @@ def accumulate(batch: Sequence[list[WGradTask]]) -> None:
             group[0].kernel.run(segments, gradients, True)
             return
     wanted = [group for group in batch if _is_wanted(group[0].parameters)]
-    targets = [Target(group[0]) for group in wanted]
+    targets = [GradientTarget(group[0]) for group in wanted]
     if wanted:
         run_into(wanted, targets)
     for target in targets:
@@ -156,7 +156,7 @@ def _existing_gradients(parameters: Sequence[Tensor | None]) -> list[Tensor | No
     return None if gradient is None else gradients
 
 
-def run_into(batch: Sequence[list[WGradTask]], targets: Sequence[Target], **options: Any) -> None:
+def run_into(batch: Sequence[list[WGradTask]], targets: Sequence[GradientTarget], **options: Any) -> None:
     """Runs every group into its target: several groups as one kernel for those that are written, one for the others.
 
     options: for kernels that take several weights; the others have none.

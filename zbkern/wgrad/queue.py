@@ -325,7 +325,7 @@ class WGradQueue:
     def _run_on_side_stream(self, batch: list[list[WGradTask]], tasks: list[WGradTask]) -> None:
         side = self._side
         assert side is not None
-        targets = [accumulation.Target(group[0]) for group in batch]
+        targets = [accumulation.GradientTarget(group[0]) for group in batch]
         ready_events = [task.ready_event for task in tasks]
         if any(target.fresh for target in targets):
             ready_events.append(side.record_event())

@@ -156,7 +156,7 @@ _over_rows = Kernel(triton.jit(_sums, do_not_specialize=[*(f"r{i}" for i in rang
 _of_rows = Kernel(triton.jit(_sums, do_not_specialize=[*(f"p{i}" for i in range(SLOTS)), "added_stride"]))
 
 
-class Product(NamedTuple):
+class SumOfProducts(NamedTuple):
     """out [P, Q] = sum of a b over pairs (a [P, R_i], b [R_i, Q]).
 
     vector: for op="wgrad", [P] for the sum of all columns of every a, where sums_columns().
@@ -199,7 +199,7 @@ def sums_columns(device: torch.device) -> bool:
     return capability_of(device) // 10 not in (9, 12)
 
 
-def run(op: str, products: Sequence[Product], accumulate: bool, max_tiles: int = 0) -> None:
+def run(op: str, products: Sequence[SumOfProducts], accumulate: bool, max_tiles: int = 0) -> None:
     """Every matmul, or (accumulate) added to what its output has. Outputs are not empty, and share no memory.
     Parts of one kind share launches.
 
@@ -225,7 +225,7 @@ def run(op: str, products: Sequence[Product], accumulate: bool, max_tiles: int =
             wanted.out.copy_(product.out)
 
 
-def _parts(product: Product, add: bool, most: int) -> Iterable[_Part]:
+def _parts(product: SumOfProducts, add: bool, most: int) -> Iterable[_Part]:
     """Factors of one layout at a time, SLOTS and `most` rows of them (0: any) at most; the first part writes (unless it
     adds), the others add."""
     rest, result = [(as_operand(a), as_operand(b)) for a, b in product.pairs], Matrix(product.out)

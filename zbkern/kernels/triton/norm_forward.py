@@ -20,7 +20,7 @@ PIECE = 4096
 """Features of a longer row that one program reads at a time."""
 
 
-class Tile(NamedTuple):
+class NormTile(NamedTuple):
     """rows x columns elements are held by one program of so many warps."""
 
     rows: int
@@ -28,11 +28,11 @@ class Tile(NamedTuple):
     warps: int
 
 
-def norm_tile(features: int) -> Tile:
+def norm_tile(features: int) -> NormTile:
     """16 elements per thread, 32 for the longest rows; several rows at a time where one would leave threads idle."""
     columns = min(triton.next_power_of_2(features), HELD)
     rows = max(1, 2048 // columns)
-    return Tile(rows, columns, min(max(rows * columns // 512, 4), 16))
+    return NormTile(rows, columns, min(max(rows * columns // 512, 4), 16))
 
 
 @replayed
@@ -59,7 +59,7 @@ def norm_fwd(
     strides = (*x.stride(), *strides_of(residual), *y.stride(), *strides_of(summed))
     tile, held = norm_tile(features), features <= HELD
     if not held:
-        tile = Tile(1, PIECE, 8)
+        tile = NormTile(1, PIECE, 8)
     constants = (mean is not None, held, tile.rows, tile.columns)
     _normalise(triton.cdiv(rows, tile.rows), (*tensors, eps, rows, features, *strides), constants, tile.warps, 1)
 

@@ -12,7 +12,7 @@ from zbkern.kernels.spec import Outputs, Segments
 from zbkern.kernels.triton.common import Kernel, offset, widen
 from zbkern.kernels.triton.grouped_tile import group_end
 from zbkern.kernels.triton.matmul_tile import Matrix, precision
-from zbkern.kernels.triton.multi_matmul import Product, run, sums_columns
+from zbkern.kernels.triton.multi_matmul import SumOfProducts, run, sums_columns
 from zbkern.kernels.triton.replay import replay
 
 _MERGED = 4  # gradients that one launch of `sum_rows` takes; more take several
@@ -88,7 +88,7 @@ def _wgrads(layers: Iterable[tuple[Segments, Outputs]], accumulate: bool, max_ti
         if dweight is not None and dweight.numel():
             if exchanged:  # the same matmul with its operands exchanged
                 dweight, pairs = dweight.t(), [(x.t(), dy.t()) for dy, x in pairs]
-            products.append(Product(pairs, dweight, dbias))
+            products.append(SumOfProducts(pairs, dweight, dbias))
     run("wgrad", products, accumulate, max_tiles)
 
 
@@ -106,7 +106,7 @@ def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor) -> N
     if not segments:
         dx.zero_()
     elif dx.numel():
-        replay.run(lambda: run("dgrad", [Product(segments, dx)], False), operands, options)
+        replay.run(lambda: run("dgrad", [SumOfProducts(segments, dx)], False), operands, options)
 
 
 def sum_rows(gradients: Sequence[tuple[Tensor, Tensor | None]], sums: Tensor, accumulate: bool) -> None:

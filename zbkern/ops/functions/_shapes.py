@@ -23,7 +23,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class Layout(NamedTuple):
+class ShardLayout(NamedTuple):
     """How a DTensor of this shape is cut over the ranks of a mesh."""
 
     mesh: DeviceMesh
@@ -31,8 +31,8 @@ class Layout(NamedTuple):
     shape: torch.Size
 
     @staticmethod
-    def of(tensor: DTensor) -> Layout:
-        return Layout(tensor.device_mesh, tensor.placements, tensor.shape)
+    def of(tensor: DTensor) -> ShardLayout:
+        return ShardLayout(tensor.device_mesh, tensor.placements, tensor.shape)
 
     def tensor(self, part: Tensor) -> DTensor:
         """The DTensor of which `part` is this rank's; nothing is copied."""

@@ -19,7 +19,7 @@ from zbkern.ops.functions._shapes import statistics_dtype
 from zbkern.ops.functions.norm import norm_wgrad
 
 
-class Attention(torch.autograd.Function):
+class AttentionFunction(torch.autograd.Function):
     """Packed sequences: q [T, Hq, D], k [T', Hk, D], v [T', Hk, Dv]. The call's parameter is sinks [Hq], or None."""
 
     @staticmethod
@@ -65,9 +65,9 @@ def attention(
         return attention_with_torch(None, q, k, v, options)  # which does not hold all scores
     call = OpCall((sinks,), backend, name)
     if q.dim() == 4:
-        packed = autograd.apply(Attention, call, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), options)
+        packed = autograd.apply(AttentionFunction, call, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), options)
         return packed.view(*q.shape[:3], v.shape[3])
-    return autograd.apply(Attention, call, q, k, v, options)
+    return autograd.apply(AttentionFunction, call, q, k, v, options)
 
 
 def attention_with_torch(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:

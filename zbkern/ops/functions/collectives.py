@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbkern import wgrad
-from zbkern.ops.functions._shapes import Layout
+from zbkern.ops.functions._shapes import ShardLayout
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -60,7 +60,7 @@ def arriving(gradient: DTensor) -> DTensor:
         return gradient
     if not part.completed:  # type: ignore[attr-defined]
         run_w()
-    return Layout.of(gradient).tensor(arrived(part))
+    return ShardLayout.of(gradient).tensor(arrived(part))
 
 
 def local_of(tensor: DTensor, placements: Sequence[Placement] | None = None) -> Tensor:
@@ -106,7 +106,7 @@ def _cover(
     if gradient is None or tuple(gradient.placements) == placements or dtype not in (None, gradient.dtype):
         return None
     local = local_of(gradient, placements)
-    return (Layout(gradient.device_mesh, placements, gradient.shape).tensor(local),)
+    return (ShardLayout(gradient.device_mesh, placements, gradient.shape).tensor(local),)
 
 
 class AllToAll(torch.autograd.Function):

@@ -13,7 +13,7 @@ from zbkern import wgrad
 from zbkern.ops.autograd import OpCall, differentiable_backward, weight_gradients
 
 
-class Embedding(torch.autograd.Function):
+class EmbeddingFunction(torch.autograd.Function):
     """y[i] = weight[indices[i]]. W: dweight[v] = sum of dy over the places of v; the row padding_idx gets none."""
 
     @staticmethod

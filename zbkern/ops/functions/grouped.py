@@ -18,7 +18,7 @@ from zbkern.ops.functions.linear import linear_flops
 from zbkern.ops.functions.sharded import is_sharded, local, own_part
 
 
-class GroupedLinear(torch.autograd.Function):
+class GroupedLinearFunction(torch.autograd.Function):
     """y = x weight[e]^T + bias[e] in rows of group e, x [M, K]. B: dx. W: dweight, dbias.
 
     transposed: the weight is stored [E, K, N]. Of weights that are DTensors, x has the rows of this rank's groups.
@@ -50,7 +50,7 @@ class GroupedLinear(torch.autograd.Function):
         return None, dx, None, None, *weights
 
 
-class GroupedMLP(torch.autograd.Function):
+class GroupedMLPFunction(torch.autograd.Function):
     """y = h down[e]^T, h = gate(x gate_up[e]^T), in rows of group e, x [M, K]. B: dz and dx. W: two grouped matmuls.
 
     h is computed again in B instead of being kept from F: it costs one pass over z. transposed: both weights are stored

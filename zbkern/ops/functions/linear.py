@@ -19,7 +19,7 @@ from zbkern.ops.functions._shapes import as_rows
 from zbkern.wgrad.checksums import are_same, sums_of
 
 
-class Linear(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):
     """y = activation(x weight^T + bias), x [..., K]. B: dz and dx. W: dweight, dbias.
 
     transposed: the weight is stored [K, N], as in the Conv1D of the transformers library.
@@ -72,7 +72,7 @@ class Linear(torch.autograd.Function):
         return None, dx, None, None, *weights
 
 
-class FP8Linear(torch.autograd.Function):
+class FP8LinearFunction(torch.autograd.Function):
     """y = x weight^T + bias, x [..., K]: forward and B in blockwise-scaled FP8 (kernels/reference/fp8.py), W as Linear
     or, with fp8_wgrad, in FP8 as well.
 
@@ -139,7 +139,7 @@ def _kept_of(call: OpCall, weight: Tensor) -> dict[Any, Any]:
     return found.copies
 
 
-class GatedMLP(torch.autograd.Function):
+class GatedMLPFunction(torch.autograd.Function):
     """y = h down^T, h = activation(x gate^T) * (x up^T), x [..., K]. B: dgate, dup, dx. W: three matmuls.
 
     h is computed again in B instead of being kept from F: it costs one pass over the two halves.

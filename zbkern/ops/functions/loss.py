@@ -18,7 +18,7 @@ from zbkern.ops.functions.linear import linear_with_torch
 from zbkern.wgrad import WGradKernel, accumulation, queue
 
 
-class LinearCrossEntropy(torch.autograd.Function):
+class LinearCrossEntropyFunction(torch.autograd.Function):
     """loss[i] = cross_entropy(x[i] weight^T + bias, target[i]), one value per row; B: dx. W: dweight, dbias.
 
     sums: the losses of all rows are summed, so that each gets the same gradient.

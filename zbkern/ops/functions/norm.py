@@ -20,7 +20,7 @@ from zbkern.ops.functions._shapes import as_rows, statistics_dtype
 from zbkern.wgrad import WGradKernel
 
 
-class Norm(torch.autograd.Function):
+class NormFunction(torch.autograd.Function):
     """y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps) over the last dimension, or with a bias among the parameters,
     which may be None, y = (x - mean) rstd weight + bias.
 

@@ -21,7 +21,7 @@ from zbkern.ops.functions.sharded import local_part, own_part
 from zbkern.wgrad import Segment, WGradKernel
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """Where a view lies in a whole, which is its parameter or, with rows, parameter[rows]. offset: in elements."""
 
     whole_size: tuple[int, ...]
@@ -81,10 +81,12 @@ class ParameterView:
         return cls(parameter, values, values, values)
 
     @property
-    def part(self) -> Part:
+    def part(self) -> WeightPart:
         whole, memory = self.whole, self.memory
         offset = int(memory.storage_offset() - whole.storage_offset())
-        return Part(tuple(whole.shape), whole.stride(), tuple(memory.shape), memory.stride(), offset, bool(self.rows))
+        return WeightPart(
+            tuple(whole.shape), whole.stride(), tuple(memory.shape), memory.stride(), offset, bool(self.rows)
+        )
 
     @property
     def is_parameter(self) -> bool:
@@ -187,7 +189,7 @@ def _convolution(name: str, transposed: bool) -> Kind:
 CONVOLUTION, TRANSPOSED_CONVOLUTION = _convolution("convolution", False), _convolution("transposed convolution", True)
 
 
-class Product(torch.autograd.Function):
+class ProductFunction(torch.autograd.Function):
     """y = kind.forward(x, weight, *options). B: dx. W: added to the weight's part of its parameter's gradient."""
 
     @staticmethod
@@ -246,7 +248,9 @@ class ViewValue(torch.autograd.Function):
 
 
 @functools.cache
-def product_wgrad(kind: Kind, part: Part, dtype: torch.dtype, numbers: tuple[Any, ...], backend: Any) -> WGradKernel:
+def product_wgrad(
+    kind: Kind, part: WeightPart, dtype: torch.dtype, numbers: tuple[Any, ...], backend: Any
+) -> WGradKernel:
     """W of a product, of segments (x, dy, *rows, *options that are tensors). numbers: the other options.
 
     The same object for the same part of a parameter, so that tasks of several microbatches merge.
@@ -267,7 +271,7 @@ def product_wgrad(kind: Kind, part: Part, dtype: torch.dtype, numbers: tuple[Any
 
 
 @functools.cache
-def value_wgrad(part: Part) -> WGradKernel:
+def value_wgrad(part: WeightPart) -> WGradKernel:
     """W of a value: its gradients, added up. Segments: dy, and the rows if it has some."""
 
     def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:

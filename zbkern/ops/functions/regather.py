@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zbkern.ops.functions._shapes import Layout, as_rows
+from zbkern.ops.functions._shapes import ShardLayout, as_rows
 from zbkern.ops.functions.collectives import arrived
 from zbkern.wgrad import Segment, WGradKernel
 
@@ -44,7 +44,7 @@ def part_of(x: DTensor) -> DTensor | None:
 
 
 @functools.cache
-def gathering(kernel: WGradKernel, parts: Layout, whole: tuple[Placement, ...]) -> WGradKernel:
+def gathering(kernel: WGradKernel, parts: ShardLayout, whole: tuple[Placement, ...]) -> WGradKernel:
     """The kernel for segments whose x is a part: gathers one microbatch while it computes the one before."""
 
     def start(part: Tensor) -> Tensor:

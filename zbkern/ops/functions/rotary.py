@@ -11,7 +11,7 @@ from torch import Tensor
 from zbkern.kernels import reference
 
 
-class Rotary(torch.autograd.Function):
+class RotaryFunction(torch.autograd.Function):
     """x [..., T, H, D] rotated by cos, sin [T, R/2], or back. The gradient of one is the other, any number of times."""
 
     @staticmethod
@@ -28,7 +28,7 @@ class Rotary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         cos, sin = ctx.saved_tensors
-        dx = Rotary.apply(ctx.backend, dy, cos, sin, ctx.interleaved, not ctx.back)
+        dx = RotaryFunction.apply(ctx.backend, dy, cos, sin, ctx.interleaved, not ctx.back)
         return None, dx, None, None, None, None
 
 

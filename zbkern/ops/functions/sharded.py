@@ -20,7 +20,7 @@ from torch import Tensor
 from zbkern import wgrad
 from zbkern.ops.autograd import OpCall, Params, apply, differentiable_backward, weight_gradients
 from zbkern.ops.functions import regather
-from zbkern.ops.functions._shapes import Layout, as_rows
+from zbkern.ops.functions._shapes import ShardLayout, as_rows
 from zbkern.ops.functions.collectives import arriving, cover_backward_of, local_of
 from zbkern.ops.functions.embedding import embedding_with_torch
 from zbkern.ops.functions.linear import linear_with_torch
@@ -76,7 +76,7 @@ class ShardedLinear(torch.autograd.Function):
         if all(_agrees(parameter, places) for parameter in call.params) and may_be_terms(call.params, sums):
             kernel, part, rows = local(call.backend.linear_wgrad, sums), local_of(x), as_rows(local_of(dy))
             if ctx.gathers:
-                kernel = regather.gathering(kernel, Layout.of(x), ctx.placements)
+                kernel = regather.gathering(kernel, ShardLayout.of(x), ctx.placements)
             else:
                 part = as_rows(part)
             flops = 2 * rows.numel() * part.shape[-1]
@@ -248,7 +248,7 @@ def empty_terms(sums: Sums, parameter: Any) -> DTensor:
 
     placements = [Partial() if term else place for place, term in zip(parameter.placements, sums, strict=True)]
     part = accumulation.empty_gradient(parameter)._local_tensor  # type: ignore[attr-defined]
-    return Layout(parameter.device_mesh, tuple(placements), parameter.shape).tensor(part)
+    return ShardLayout(parameter.device_mesh, tuple(placements), parameter.shape).tensor(part)
 
 
 def _of_product(x: Placement, dy: Placement, last: int) -> int | None:

@@ -137,7 +137,7 @@ def _fingerprint(parameter: Tensor) -> tuple[list[int], float] | None:
     return list(parameter.shape), local_part(parameter).detach().sum(dtype=torch.float64).item()
 
 
-class Matrix(NamedTuple):
+class TrainedMatrix(NamedTuple):
     """A trained parameter of two dimensions: chunk and name, what `tied` calls it, a digest, whether an embedding's."""
 
     chunk: int
@@ -147,10 +147,10 @@ class Matrix(NamedTuple):
     embedding: bool
 
 
-def _matrices(modules: Mapping[int, torch.nn.Module], tied: Mapping[str, Sequence[Tensor]]) -> list[Matrix]:
+def _matrices(modules: Mapping[int, torch.nn.Module], tied: Mapping[str, Sequence[Tensor]]) -> list[TrainedMatrix]:
     """All of these modules, each parameter once; without those of no memory, or of one value, as zeros at the start."""
     names = {id(parameter): name for name, copies in tied.items() for parameter in copies}
-    found: dict[int, Matrix] = {}
+    found: dict[int, TrainedMatrix] = {}
     for chunk, module in modules.items():
         tables = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
         for name, parameter in module.named_parameters():
@@ -158,7 +158,7 @@ def _matrices(modules: Mapping[int, torch.nn.Module], tied: Mapping[str, Sequenc
                 continue
             key = id(parameter)
             if (digest := digest_of(parameter)) is not None:
-                found[key] = Matrix(chunk, name, names.get(key), digest, key in tables)
+                found[key] = TrainedMatrix(chunk, name, names.get(key), digest, key in tables)
     return [*found.values()]
 
 
@@ -178,12 +178,12 @@ def unmatched_names(named: Sequence[Mapping[str, object]]) -> list[str]:
     ]
 
 
-def untied_copies(matrices: Sequence[Sequence[Matrix]]) -> list[str]:
+def untied_copies(matrices: Sequence[Sequence[TrainedMatrix]]) -> list[str]:
     """What to say of weights that look tied and are not: of embeddings whose values another parameter has, too.
 
     matrices: by rank. Embeddings only: ranks that start from one seed have more that is equal by chance.
     """
-    equal: dict[bytes, list[tuple[int, Matrix]]] = {}
+    equal: dict[bytes, list[tuple[int, TrainedMatrix]]] = {}
     for rank, ours in enumerate(matrices):
         for matrix in ours:
             equal.setdefault(matrix.digest, []).append((rank, matrix))
