@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import shlex
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zbkern
+from tests.support.chunks import results_on_threads
 from tests.support.pages import blocks
 from zbkern import __main__
 from zbkern.pipeline import layers_of
@@ -68,7 +70,7 @@ def check_weights(names: dict[str, Any], folder: str) -> None:
 
 def run_page(folder: str) -> tuple[str, bool, int]:
     """The pages' programs in one namespace; the schedule that was measured for, and what the last chunk begins with."""
-    cutting, without_logits, measuring, by_layer, from_file = (code for page in PAGES for code in blocks(page))
+    cutting, without_logits, _, measuring, by_layer, from_file = (code for page in PAGES for code in blocks(page))
     names: dict[str, Any] = dict(batch())
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -95,6 +97,49 @@ def run_page(folder: str) -> tuple[str, bool, int]:
         check_weights(names, folder)
         (chunk,) = names["chunks"]
         return *told, min(int(name.split(".")[2]) for name in chunk.state_dict() if ".layers." in name)
+
+
+def test_a_bias_balances_experts_as_in_one_process() -> None:
+    from tests.support import small_models
+
+    (code,) = (code for code in blocks(PAGES[0]) if "e_score_correction_bias" in code)
+    model, speed = small_models.make("deepseek_v3"), 0.05
+    plain = copy.deepcopy(model)
+    inputs = torch.randint(3, 60, (3, 8, 6), generator=torch.Generator().manual_seed(0))
+    schedule = zbkern.pipeline.schedules.zb_v(2, 4)
+    targets = [zbkern.pipeline.token_targets(rows, 4) for rows in inputs]
+
+    def of_rank(transport: Any) -> dict[str, torch.Tensor]:
+        chunks = zbkern.pipeline.cut(copy.deepcopy(model), schedule, rank=transport.rank)
+        with zbkern.pipeline.Pipeline(chunks, schedule, zbkern.pipeline.token_loss, transport, timeout=60) as pipe:
+            inner = torch.optim.SGD(nn.ModuleList(chunks).parameters(), lr=0.1)
+            optimizer = zbkern.pipeline.Optimizer(inner, pipe, max_norm=0.5)
+            names = {"torch": torch, "chunks": chunks, "pipe": pipe, "optimizer": optimizer}
+            exec(code.replace("1e-3", str(speed)), names | {"batches": zip(inputs, targets, strict=True)})
+            optimizer.validate()
+        return {name: value for chunk in chunks for name, value in chunk.state_dict().items()}
+
+    counts: dict[Any, list[torch.Tensor]] = {}
+    for part in plain.modules():
+        if hasattr(part, "e_score_correction_bias"):
+            counts[part] = []
+            part.register_forward_hook(lambda router, _, output: counts[router].append(output[2].flatten()))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for rows, own in zip(inputs, targets, strict=True):
+        optimizer.zero_grad()
+        for part, target in zip(rows.chunk(4), own, strict=True):
+            (zbkern.pipeline.token_loss(plain(part, use_cache=False).logits, target) / 4).backward()
+        for router, chosen in counts.items():
+            each = torch.cat(chosen).bincount(minlength=4).float()
+            router.e_score_correction_bias += speed * (each.mean() - each).sign()
+            chosen.clear()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+    found = {name: value for state in results_on_threads(2, of_rank) for name, value in state.items()}
+    moved = [name for name, value in plain.named_buffers() if "bias" in name and value.any()]
+    assert len(moved) == 3
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from zbkern.pipeline.models.arguments import (
 from zbkern.pipeline.models.deferred_logits import deferred, in_place_of_head
 from zbkern.pipeline.models.layers import encoder_of, is_transformer, is_within, name_in
 from zbkern.pipeline.models.placeholders import PlaceholderUsed, placeholder, refuse_placeholders
+from zbkern.pipeline.models.router_losses import RouterLosses, has_router_loss
 from zbkern.pipeline.models.stand_ins import GIVE_TOKENS, Flow, Reached, result_of
 from zbkern.pipeline.transport.tensors import tensors_in
 
@@ -77,6 +78,8 @@ class Chunk(nn.Module):
             self._ending = whole.get_submodule(self._end).register_forward_hook(flow.leave)
         if first < self._encoder_layers < last:
             whole.get_submodule(encoder).register_forward_hook(flow.encode)
+        routes = is_transformer(whole) and has_router_loss(whole)
+        self._routers = RouterLosses(whole, [*self.layer_names], flow) if routes else None
         self._head = names[-1]
         if last == len(names) and is_transformer(whole):
             self._head = name_in(whole, self.whole.get_output_embeddings())
@@ -133,18 +136,24 @@ class Chunk(nn.Module):
         self.whole.training = mode
         return super().train(mode)
 
-    def forward(self, *inputs: Any, passed: Any = None, encoded: Any = None, **side: Any) -> Any:
+    def forward(self, *inputs: Any, passed: Any = None, encoded: Any = None, routed: Any = None, **side: Any) -> Any:
         if torch.compiler.is_compiling():
             _refuse_to_compile()
         received = passed if passed is not None else inputs[0] if inputs else None
         encoded = received if self._first == self._encoder_layers > 0 else encoded
+        if self._routers is not None:
+            self._routers.begin()
         output, encoded = self._own_output(received, encoded, inputs, side)
+        if self._routers is not None:
+            routed = self._routers.sums(routed, side.get("attention_mask"))
         if not self._checked:
             self._check(received, output)
             self._checked = True
-        if self._last == len(self.all_layers) or (isinstance(output, Tensor) and encoded is None):
-            return output
-        return {"passed": output} if encoded is None else {"passed": output, "encoded": encoded}
+        if self._last == len(self.all_layers):
+            return output if self._routers is None else self._routers.add(output, routed, side.get("carry"))
+        given = {"passed": output, "encoded": encoded, "routed": routed}
+        given = {name: value for name, value in given.items() if value is not None}
+        return output if isinstance(output, Tensor) and len(given) == 1 else given
 
     def _own_output(self, received: Any, encoded: Any, inputs: Any, side: dict[str, Any]) -> tuple[Any, Any]:
         """What the last of the layers gives; and what the encoder gave, where layers of a decoder follow."""
@@ -202,7 +211,7 @@ class Chunk(nn.Module):
             carry = side.get("carry")
             side = {name: value for name, value in side.items() if name != "carry"}
             refuse_unknown(self.whole, self._known_arguments, side)
-            side = {"use_cache": False, **side}
+            side = {"use_cache": False, **side} | ({"output_router_logits": False} if self._routers else {})
             if carry is not None:
                 side = sliced_cache().arguments_of_slice(self.whole, side, carry)
         names = [*inspect.signature(self.whole.forward).parameters]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zbkern.pipeline.models.adapters import without_wrapper
+from zbkern.pipeline.models.router_losses import has_router_loss
 
 KINDS = {"embedding": "E", "block": "t", "mtp": "m", "norm": "L", "head": "L"}  # and Megatron's letters for them
 
@@ -144,11 +145,7 @@ def _layers_of_the_library(model: nn.Module) -> dict[str, str]:
         if isinstance(model, nn.Sequential):
             return {name: "block" for name, _ in model.named_children()}
         raise ValueError(f"layers_of: {type(model).__name__} is no model of the transformers library; {_REMEDY}")
-    if getattr(model.config, "output_router_logits", False):
-        raise ValueError(
-            "layers_of: config.output_router_logits must be False: the loss that it adds is computed from all layers, "
-            "and no rank has all; add a loss of the router inside of a layer, or leave it out"
-        )
+    has_router_loss(model)
     dropped = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
     if dropping := next((name for name in dropped if getattr(model.config, name, 0)), None):
         raise ValueError(

@@ -62,6 +62,11 @@ class Carry:
         return self._sequence.starts[self._index + 1]
 
     @property
+    def is_last(self) -> bool:
+        """Whether it is the carry of the sequence's last slice."""
+        return self._index + 1 == len(self._sequence.slices)
+
+    @property
     def place(self) -> tuple[Sequence[int], int]:
         """The first tokens of the slices that have begun, with the end of the last, and which of them this one is."""
         return self._sequence.starts, self._index

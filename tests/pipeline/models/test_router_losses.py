@@ -1,0 +1,130 @@
+"""Load-balancing losses of the transformers library in a pipeline: those of its own models in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zbkern
+from tests.support.chunks import gradients_of, results_on_threads
+from tests.support.saving import saved_in_turn, with_actions
+from tests.support.small_models import batch, config_of, transformers
+from tests.support.small_models import make as make_model
+from zbkern.pipeline import Pipeline, Schedule, StepOptions, cut, layers_of, schedules, token_loss, token_targets
+from zbkern.pipeline.transport.local import LocalTransport
+
+COEFFICIENT = 0.7  # so that experts out of balance cost as much as wrong tokens
+
+
+def make(family: str) -> nn.Module:
+    model = make_model(family)
+    model.config.output_router_logits = True
+    model.router_aux_loss_coef = COEFFICIENT
+    return model
+
+
+def one_process(model: Any, microbatches: int, masked: bool) -> tuple[float, float]:
+    """The library's losses, and gradients in the model."""
+    tokens, mask, labels = batch()
+    found = [0.0, 0.0]
+    for rows, own, targets in zip(
+        tokens.chunk(microbatches), mask.chunk(microbatches), token_targets(labels, microbatches), strict=True
+    ):
+        outputs = model(rows, attention_mask=own if masked else None, use_cache=False)
+        losses = token_loss(outputs.logits, targets), COEFFICIENT * outputs.aux_loss
+        ((losses[0] + losses[1]) / microbatches).backward()
+        found = [one + loss.item() / microbatches for one, loss in zip(found, losses, strict=True)]
+    return found[0], found[1]
+
+
+def check(
+    family: str,
+    schedule: Schedule,
+    partition: Sequence[int] | None = None,
+    masked: bool = True,
+    converts: bool = False,
+    change: Callable[[Any], None] = lambda model: None,
+    **options: Any,
+) -> None:
+    model = make(family)
+    tokens, mask, labels = batch()
+    given = {"input_ids": tokens, "attention_mask": mask if masked else None}
+    exact = 1e-6 if converts or schedule.is_sliced else 1e-12  # in float32: norms, the library's sums in another order
+
+    def of_rank(transport: LocalTransport) -> Any:
+        own = copy.deepcopy(model)
+        change(own)
+        chunks = cut(own, schedule, partition, rank=transport.rank)
+        if converts:
+            chunks = [*map(zbkern.convert, chunks)]
+        with Pipeline(chunks, schedule, token_loss, transport, timeout=60, **options) as pipe:
+            targets = token_targets(labels, schedule.microbatches)
+            return [(call(given, targets), pipe.auxiliary_losses()) for call in (pipe.step, pipe.evaluate)], chunks
+
+    found = results_on_threads(schedule.ranks, of_rank)
+    loss, balance = one_process(model, schedule.microbatches, masked)
+    for calls, _ in found:
+        for own, added in calls:
+            assert added == pytest.approx({"router_aux_loss": balance}, rel=exact)
+            assert own is None or own.item() == pytest.approx(loss, rel=exact)
+    gradients = gradients_of([chunk for _, chunks in found for chunk in chunks])
+    for name, parameter in model.named_parameters():
+        off = (gradients[name] - parameter.grad).abs().max() / parameter.grad.abs().max()
+        assert off < exact, (name, off)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_gradients_are_those_of_the_library(family: str, masked: bool) -> None:
+    check(family, schedules.zb_v(2, 4), masked=masked)
+    check(family, schedules.zb_h1(2, 2), masked=masked, converts=True)
+
+
+@pytest.mark.parametrize("partition", [[0, 2, 3, 4], [0, 1, 5, 6]], ids=str)
+def test_the_last_chunk_need_not_have_routers(partition: list[int]) -> None:
+    check("qwen3_moe", schedules.zb_h1(4, 2), partition)
+    check("qwen3_moe", schedules.interleaved(2, 2, chunks=2), partition)
+
+
+def test_recomputed_forwards_count_once() -> None:
+    schedule = with_actions(schedules.zb_h1(2, 4), saved_in_turn("recomputed"))
+    check("mixtral", schedule)
+    check("mixtral", schedule, options=StepOptions(recompute=("*.layers.*.mlp",)))
+
+
+def test_sequences_in_slices_are_balanced_as_whole_ones() -> None:
+    check("qwen3_moe", schedules.zb_v(2, 2, slices=(3, 2)), converts=True)
+
+
+def checkpointed(reentrant: bool) -> Callable[[Any], None]:
+    return lambda model: model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+
+def test_checkpointed_layers() -> None:
+    check("mixtral", schedules.zb_h1(2, 2), change=checkpointed(False))
+    with pytest.raises(RuntimeError, match=r"checkpoints must not be reentrant.*'use_reentrant': False"):
+        check("mixtral", schedules.zb_h1(2, 2), change=checkpointed(True))
+
+
+def test_compiled_layers() -> None:
+    model = make("qwen3_moe")
+    (chunk,) = cut(model, schedules.zb_h1(1, 1), rank=0)
+    tokens, mask, labels = batch()
+    plain = copy.deepcopy(model)
+    chunk.compile(backend="eager")
+    token_loss(chunk(tokens, attention_mask=mask), token_targets(labels, 1)[0]).backward()
+    one_process(plain, 1, True)
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def test_losses_that_are_not_known_are_refused() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
+    with pytest.raises(ValueError, match="output_router_logits must be False for DogeForCausalLM"):
+        layers_of(config_of("Doge", {**sizes, "is_moe": True, "output_router_logits": True}))
+    assert len(layers_of(transformers.MixtralConfig(num_hidden_layers=2, output_router_logits=True))) == 5
