@@ -1,16 +1,12 @@
 #include "planner_batch.h"
 
-#include <algorithm>
-#include <cmath>
-#include <numeric>
 #include <queue>
 
+#include "planner_batch_units.h"
 #include "planner_random.h"
 
 namespace zbkern {
 namespace {
-
-constexpr int kFused = 3;
 
 // How units are ordered, and how ranks decide between what is ready.
 struct Policy {
@@ -22,84 +18,6 @@ struct Policy {
   int patience = 2;   // quarters of a W that a wait must be as long as for W to fill it
   int share = 256;    // of 256 parts of the limit, what the first rank uses
   int slope = 0;      // and how many fewer the last one does
-};
-
-struct Priced {  // of each unit in each chunk: [chunk * units + unit]
-  std::vector<Time> time[4], lag, activation, held;
-  std::vector<Time> carried;  // of the row of a slice
-};
-
-class Batch {
- public:
-  Batch(const BatchCosts& costs, const BatchRows& rows, const std::vector<int>& lengths)
-      : costs(costs), rows(rows), ranks(1 + *std::max_element(costs.placement.begin(), costs.placement.end())),
-        chunks(static_cast<int>(costs.placement.size())), mine(ranks) {
-    for (int c = 0; c < chunks; c++) mine[costs.placement[c]].push_back(c);
-    for (std::size_t row = 0; row < rows.members.size(); row++) {
-      const auto& cut = rows.cuts[row];
-      double pairs = 0;
-      for (int member : rows.members[row]) pairs += static_cast<double>(lengths[member]) * lengths[member];
-      const int total = std::accumulate(cut.begin(), cut.end(), 0), count = static_cast<int>(cut.size());
-      groups.emplace_back();
-      for (int slice = 0, begin = 0; slice < count; begin += cut[slice++]) {
-        const double end = begin + cut[slice];
-        groups.back().push_back(static_cast<int>(units.size()));
-        units.push_back({static_cast<int>(row), slice, count, cut[slice], total,
-                         count == 1 ? pairs : end * end - static_cast<double>(begin) * begin});
-      }
-    }
-    price();
-  }
-
-  const BatchCosts& costs;
-  const BatchRows& rows;
-  int ranks, chunks;
-  std::vector<std::vector<int>> mine;    // chunks of each rank
-  std::vector<BatchUnit> units;
-  std::vector<std::vector<int>> groups;  // units of each row
-  Priced priced;
-
-  int size() const { return static_cast<int>(units.size()); }
-  std::size_t at(int chunk, int unit) const { return static_cast<std::size_t>(chunk) * units.size() + unit; }
-  Time work(const std::vector<int>& group) const {
-    Time sum = 0;
-    for (int unit : group)
-      for (int c = 0; c < chunks; c++)
-        for (int kind = 0; kind < 3; kind++) sum += priced.time[kind][at(c, unit)];
-    return sum;
-  }
-  Time lag(int from, int to, int unit) const {
-    return costs.placement[from] == costs.placement[to] ? 0 : priced.lag[at(std::min(from, to), unit)];
-  }
-  // What a slice's pass takes of the keys and values of its sequence, and of their gradients; as in memory.py.
-  Time carried_change(int kind, int chunk, int unit) const {
-    const BatchUnit& u = units[unit];
-    if (u.slices == 1 || kind == kWeight) return 0;
-    const int first = u.slice == (kind == kForward ? 0 : u.slices - 1), last = kind != kForward && u.slice == 0;
-    return (first - 2 * last) * priced.carried[at(chunk, unit)];
-  }
-  Time change(int kind, int chunk, int unit) const {
-    const std::size_t i = at(chunk, unit);
-    const Time carried = carried_change(kind, chunk, unit);
-    if (kind == kForward) return carried + priced.activation[i];
-    if (kind == kWeight) return -priced.held[i];
-    return carried - priced.activation[i] + (kind == kFused ? 0 : priced.held[i]);
-  }
-
- private:
-  void price() {
-    const Growth* growths[] = {&costs.forward, &costs.backward, &costs.weight, &costs.fused};
-    const auto whole = [](double value) { return static_cast<Time>(std::llround(value)); };
-    for (int c = 0; c < chunks; c++)
-      for (const auto& u : units) {
-        for (int kind = 0; kind < 4; kind++)
-          priced.time[kind].push_back(std::max<Time>(1, whole(growths[kind]->of(c, u.tokens, u.pairs))));
-        priced.lag.push_back(c + 1 < chunks ? whole(costs.lag.of(c, u.tokens, u.pairs)) : 0);
-        priced.activation.push_back(whole(costs.activation.of(c, u.tokens, u.pairs)));
-        priced.held.push_back(whole(costs.held.of(c, u.tokens, u.pairs)));
-        priced.carried.push_back(whole(costs.carried.of(c, u.row_tokens, 0)));
-      }
-  }
 };
 
 // Runs a batch by a policy: each rank takes what is ready. F run in the order of the units, B of a sequence from its
@@ -169,7 +87,7 @@ class ListSchedule {
     Time sum = 0;
     for (int slice = 0; slice < u.slices; slice++)
       for (int c : batch_.mine[r]) sum += most(c, unit + slice);
-    for (int c : batch_.mine[r]) sum += u.slices > 1 ? 2 * batch_.priced.carried[batch_.at(c, unit)] : 0;
+    for (int c : batch_.mine[r]) sum += u.slices > 1 ? batch_.carried_most(batch_.at(c, unit)) : 0;
     return sum;
   }
   Time most(int chunk, int unit) const {
@@ -252,7 +170,7 @@ class ListSchedule {
       if (what == kFused) rank.reserved -= most(chunk, unit);
       else rank.pending.emplace_back(chunk, unit);
       const BatchUnit& u = batch_.units[unit];
-      if (u.slices > 1 && u.slice == 0) rank.reserved -= 2 * batch_.priced.carried[i];
+      if (u.slices > 1 && u.slice == 0) rank.reserved -= batch_.carried_most(i);
       if (chunk > 0) {
         arrive(backward_, chunk - 1, unit, end + batch_.lag(chunk, chunk - 1, unit));
         ready_[chunk - 1].push_back(unit);
@@ -281,68 +199,6 @@ class ListSchedule {
   }
 };
 
-double sum(const std::vector<double>& values) { return std::accumulate(values.begin(), values.end(), 0.0); }
-
-// The work of a token and of a pair of tokens in all chunks, without what every unit takes.
-struct Work {
-  explicit Work(const BatchCosts& costs) {
-    for (const Growth* each : {&costs.forward, &costs.backward, &costs.weight})
-      linear += sum(each->linear), quadratic += sum(each->quadratic);
-  }
-  double linear = 0, quadratic = 0;
-  double of(double tokens) const { return linear * tokens + quadratic * tokens * tokens; }
-  // How many tokens from the first on have so much work.
-  double tokens(double work) const {
-    if (quadratic <= 0) return work / linear;
-    return (std::sqrt(linear * linear + 4 * quadratic * work) - linear) / (2 * quadratic);
-  }
-};
-
-void pack(const Work& work, const std::vector<int>& lengths, std::vector<int> members, int count, BatchRows& rows) {
-  std::stable_sort(members.begin(), members.end(), [&](int a, int b) { return lengths[a] > lengths[b]; });
-  std::vector<std::vector<int>> packs(count);
-  std::vector<double> load(count, 0);
-  std::vector<int> tokens(count, 0);
-  for (int member : members) {
-    const auto least = std::min_element(load.begin(), load.end()) - load.begin();
-    packs[least].push_back(member), load[least] += work.of(lengths[member]), tokens[least] += lengths[member];
-  }
-  for (int i = 0; i < count; i++)
-    if (!packs[i].empty()) rows.members.push_back(packs[i]), rows.cuts.push_back({tokens[i]});
-}
-
-// Slices and packs of about so much work each: long sequences are cut, short ones are put together.
-BatchRows units_of(const BatchCosts& costs, const std::vector<int>& lengths, double target) {
-  const Work work(costs);
-  BatchRows rows;
-  std::vector<int> short_ones;
-  double rest = 0;
-  for (int i = 0; i < static_cast<int>(lengths.size()); i++) {
-    const double own = work.of(lengths[i]);
-    const int count = std::min<int>(static_cast<int>(std::llround(own / target)), lengths[i] / costs.multiple);
-    if (count < 2) {
-      short_ones.push_back(i), rest += own;
-      continue;
-    }
-    rows.members.push_back({i});
-    rows.cuts.emplace_back();
-    int begin = 0;
-    for (int slice = 1; slice <= count; slice++) {
-      int end = lengths[i];
-      if (slice < count) {
-        const double wanted = work.tokens(own * slice / count) / costs.multiple;
-        end = std::min(lengths[i], std::max(begin / costs.multiple + 1, static_cast<int>(std::llround(wanted))) *
-                                       costs.multiple);
-      }
-      if (end > begin) rows.cuts.back().push_back(end - begin);
-      begin = end;
-    }
-  }
-  if (!short_ones.empty())
-    pack(work, lengths, short_ones, std::max(1, static_cast<int>(std::ceil(rest / target - 0.25))), rows);
-  return rows;
-}
-
 std::vector<int> expanded(const Batch& batch, const std::vector<int>& order) {
   std::vector<int> units;
   for (int group : order) units.insert(units.end(), batch.groups[group].begin(), batch.groups[group].end());
@@ -368,14 +224,6 @@ std::vector<int> small_first(std::vector<int> ascending, int lead) {
 }
 
 }  // namespace
-
-BatchRows packed(const BatchCosts& costs, const std::vector<int>& lengths, int count) {
-  BatchRows rows;
-  std::vector<int> members(lengths.size());
-  std::iota(members.begin(), members.end(), 0);
-  pack(Work(costs), lengths, members, count, rows);
-  return rows;
-}
 
 BatchOrder plan_batch(const BatchCosts& costs, const std::vector<int>& lengths, std::int64_t passes) {
   const Work work(costs);
@@ -454,42 +302,6 @@ BatchOrder plan_batch(const BatchCosts& costs, const std::vector<int>& lengths, 
   schedule.run(kForever, true);
   result.rows = best.rows, result.units = batch.units, result.events = schedule.events;
   result.makespan = schedule.makespan, result.peaks = schedule.peaks();
-  return result;
-}
-
-BatchOrder run_batch(const BatchCosts& costs, const BatchRows& rows, const std::vector<int>& lengths,
-                     const std::vector<std::vector<int>>& orders) {
-  const Batch batch(costs, rows, lengths);
-  BatchOrder result;
-  result.rows = rows, result.units = batch.units;
-  result.events.resize(batch.ranks), result.peaks.assign(batch.ranks, 0);
-  const std::size_t all = static_cast<std::size_t>(batch.chunks) * batch.size();
-  std::vector<Time> ends[2] = {std::vector<Time>(all, kForever), std::vector<Time>(all, kForever)};
-  std::vector<std::size_t> place(batch.ranks, 0);
-  std::vector<Time> free(batch.ranks, 0), held(batch.ranks, 0);
-  for (bool moved = true; moved;) {
-    moved = false;
-    for (int r = 0; r < batch.ranks; r++)
-      for (; place[r] < orders[r].size(); place[r] += 3, moved = true) {
-        const int kind = orders[r][place[r]], chunk = orders[r][place[r] + 1], unit = orders[r][place[r] + 2];
-        const bool back = kind == kBackward || kind == kFused;
-        const int source = kind == kForward ? chunk - 1 : back ? chunk + 1 : -1;
-        Time start = free[r];
-        if (source >= 0 && source < batch.chunks) {
-          const Time end = ends[back][batch.at(source, unit)];
-          if (end == kForever) break;
-          start = std::max(start, end + batch.lag(source, chunk, unit));
-        }
-        free[r] = start + batch.priced.time[kind][batch.at(chunk, unit)];
-        if (kind != kWeight) ends[back][batch.at(chunk, unit)] = free[r];
-        held[r] += batch.change(kind, chunk, unit);
-        result.peaks[r] = std::max(result.peaks[r], held[r]);
-        result.events[r].push_back({kind, chunk, unit, start, free[r]});
-      }
-  }
-  Time last = 0;
-  for (int r = 0; r < batch.ranks; r++) last = place[r] < orders[r].size() ? kForever : std::max(last, free[r]);
-  result.makespan = last;
   return result;
 }
 

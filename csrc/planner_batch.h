@@ -21,7 +21,8 @@ struct BatchCosts {
   std::vector<int> placement;                   // [chunks] rank of each
   Growth forward, backward, weight, fused;      // times
   Growth lag;                                   // of a message from a chunk to the next
-  Growth activation, held, carried;             // memory; carried: by the tokens of a whole sequence that is cut
+  Growth activation, held;                      // memory
+  Growth carried, carried_gradients;            // by the tokens of a whole sequence that is cut
   Time limit = kForever;                        // of every rank
   int multiple = 128;                           // slices are multiples of so many tokens
 };

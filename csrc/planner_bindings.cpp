@@ -63,6 +63,7 @@ BatchCosts batch_costs_from(const py::object& source) {
   costs.weight = growth_from(source, "weight"), costs.fused = growth_from(source, "fused");
   costs.lag = growth_from(source, "lag"), costs.activation = growth_from(source, "activation"),
   costs.held = growth_from(source, "held"), costs.carried = growth_from(source, "carried");
+  costs.carried_gradients = growth_from(source, "carried_gradients");
   const py::object limit = source.attr("limit");
   if (!limit.is_none()) costs.limit = limit.cast<Time>();
   costs.multiple = source.attr("multiple").cast<int>();
@@ -101,7 +102,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.planning.planner, compiled.";
-  module.attr("version") = 6;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 7;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
              [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
                const Problem problem = problem_from(source);

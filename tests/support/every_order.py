@@ -63,7 +63,8 @@ class Slices:
         if kind == "W":
             return -self.costs.held * share
         left = self.costs.held * share - (self.costs.activation - carried) * share
-        return left + carried * (place == self.count - 1) - 2 * carried * (place == 0)
+        gradients = carried if self.costs.carried_gradients is None else self.costs.carried_gradients
+        return left + gradients * (place == self.count - 1) - (carried + gradients) * (place == 0)
 
     def peak(self, row: list[Pass]) -> float:
         return max(accumulate(self.change(kind, microbatch) for kind, _, microbatch in row))

@@ -51,5 +51,6 @@ def random_problem(draw: random.Random, lengths: Sequence[int] = (1,), roomy: bo
         carried=[each * draw.choice([0, 0.1, 0.5]) for each in activation],
         overhead=draw.choice([0.0, 0.1]),
     )
+    costs = replace(costs, carried_gradients=[2 * each for each in costs.carried])  # type: ignore[union-attr]
     limit = [2 * each for each in limit]
     return Problem.build(costs, owners, draw.choice([1, 2, 3, 5]), limit, makespan, lengths)

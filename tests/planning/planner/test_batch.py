@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def costs_of(chunks: int, generator: random.Random, same: bool = False) -> Costs
         return tuple(first if same else generator.uniform(low, high) for _ in range(chunks))
 
     linear, attention, overhead = each(3, 5), each(1, 2), each(0.01, 0.1)
-    return Costs(
+    costs = Costs(
         forward=tuple(map(sum, zip(linear, attention, overhead, strict=True))),
         backward=tuple(a + 2.5 * b + c for a, b, c in zip(linear, attention, overhead, strict=True)),
         weight=tuple(map(sum, zip(linear, overhead, strict=True))),
@@ -42,6 +43,7 @@ def costs_of(chunks: int, generator: random.Random, same: bool = False) -> Costs
         static=each(0, 3),
         tokens=TOKENS,
     )
+    return replace(costs, carried_gradients=tuple(2 * each for each in costs.carried))  # of 16-bit keys, in fp32
 
 
 def lengths_of(generator: random.Random, count: int) -> list[int]:

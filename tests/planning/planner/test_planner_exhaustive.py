@@ -35,6 +35,7 @@ def costs_of(draw: random.Random, sliced: bool) -> Costs:
         attention_backward=draw.choice([0.0, 0.7]) * backward,
         overhead=draw.choice([0.0, 0.1]),
         carried=carried,
+        carried_gradients=2 * carried,
     )
 
 

@@ -354,6 +354,7 @@ class _Layer:
         apart = self.hardware.split_share * divided if self.backward else 0.0
         times |= {"backward": times["backward"] + apart, "split_overhead": apart}
         rest = {name: getattr(self, name) for name in ("activation", "held", "static", "carried")}
+        rest["carried_gradients"] = _WIDE / _WIDTH * self.carried
         return LayerCosts(self.name, **times, **rest, merge_saving=_MS * self.saving, output=output, tied=self.tied)
 
     def _bandwidth(self, ranks: int) -> float:

@@ -145,6 +145,7 @@ class _Problem(NamedTuple):
     activation: Growth
     held: Growth
     carried: Growth
+    carried_gradients: Growth
     limit: int | None
     multiple: int
     time_scale: float
@@ -242,6 +243,7 @@ def _scaled(
         activation=by_length(kept).times(memory_scale),
         held=by_length(flat.held).times(memory_scale),
         carried=by_length(flat.carried).times(memory_scale),
+        carried_gradients=by_length(flat.carried_gradients).times(memory_scale),
         limit=limit,
         multiple=multiple,
         time_scale=time_scale,

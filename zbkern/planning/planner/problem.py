@@ -177,7 +177,8 @@ class Problem:
 def most_memory(by_slice: Sequence[ChunkCosts], sequences: int) -> float:
     """What so many sequences hold at most, in all chunks together; by_slice: the costs of every slice."""
     most = sequences * sum(sum(map(max, each.activation, each.held)) for each in by_slice)
-    return most + (2 * sequences * sum(by_slice[0].carried) if len(by_slice) > 1 else 0.0)
+    first = by_slice[0]
+    return most + (sequences * sum((*first.carried, *first.carried_gradients)) if len(by_slice) > 1 else 0.0)
 
 
 def taken_memory(by_slice: Sequence[ChunkCosts], chunk: int) -> list[float]:

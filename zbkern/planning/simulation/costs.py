@@ -37,6 +37,7 @@ class ChunkCosts(NamedTuple):
     attention_backward: tuple[float, ...]
     overhead: tuple[float, ...]
     carried: tuple[float, ...]
+    carried_gradients: tuple[float, ...]
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,12 +63,14 @@ class Costs(JsonFile):
         copy_slowdown: how much longer a pass takes, as a share of its time, while one copy runs beside it.
         copy_size: memory of one transfer of activations to the host or back, which go in the order in which F leaves
             and B needs them; None where those of a microbatch are one transfer.
-        attention_forward, attention_backward: this and the next three are for the passes of a slice, whose costs
+        attention_forward, attention_backward: this and the next four are for the passes of a slice, whose costs
             otherwise grow with its length. Of forward and backward, the time that grows with the length times the mean
             context (the keys before a query).
         overhead: of each F, B and W, the time that does not shrink with the length.
         carried: of the activation, what a sequence keeps for its later slices, keys and values: it is there as a whole
-            from the sequence's first F to its last B, and their gradients take as much from its first B on.
+            from the sequence's first F to its last B.
+        carried_gradients: memory of its gradients, from the sequence's first B to its last: twice as much for 16-bit
+            keys, whose gradients are summed in fp32; as much as carried where it is not given.
         tokens: of a sequence, where they are known: slices that a plan chooses are then multiples of 128.
         time_unit: "s", "ms", "us", or None where times have no unit.
         memory_unit: "bytes", or None where memory has no unit; `memory_limit` and `peak_memory` are in the same one.
@@ -97,6 +100,7 @@ class Costs(JsonFile):
     attention_backward: PerChunk = 0.0
     overhead: PerChunk = 0.0
     carried: PerChunk = 0.0
+    carried_gradients: PerChunk | None = None
     tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -115,8 +119,8 @@ class Costs(JsonFile):
         """
         check_count("Costs.per_chunk: chunks", chunks)
         given = {name: getattr(self, name) for name in number_fields()}
-        if given["recompute"] is None:
-            given["recompute"] = given["forward"]
+        for name, other in (("recompute", "forward"), ("carried_gradients", "carried")):
+            given[name] = given[other] if given[name] is None else given[name]
         flat: dict[str, Any] = {
             name: None if value is None else _spread(name, value, chunks - (name == "communication"))
             for name, value in given.items()
@@ -143,7 +147,7 @@ PARTS = {
     "carried": ("activation",),
 }
 """What each of these costs is a part of, and no more than."""
-_OPTIONAL = ("recompute", "checkpoint")  # of the fields with a number per chunk: they may be None
+_OPTIONAL = ("recompute", "checkpoint", "carried_gradients")  # of the fields with a number per chunk: they may be None
 COPY_FIELDS = ("offload_bandwidth", "reload_bandwidth", "copy_slowdown", "copy_size")  # the same for all chunks
 
 

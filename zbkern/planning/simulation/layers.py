@@ -14,7 +14,8 @@ from zbkern.planning.simulation.json_file import JsonFile, check_fields, parse_o
 
 _SUMMED = (
     *("forward", "backward", "weight", "activation", "held"),
-    *("split_overhead", "merge_saving", "attention_forward", "attention_backward", "overhead", "carried"),
+    *("split_overhead", "merge_saving", "attention_forward", "attention_backward", "overhead"),
+    *("carried", "carried_gradients"),
 )
 _OF_PARTS = ("recompute", "checkpoint")
 _AS_IN_COSTS = (*COPY_FIELDS, "time_unit", "memory_unit", "tokens")
@@ -35,7 +36,8 @@ class LayerCosts:
             where they are not given, an R runs the whole chunk, which keeps its input.
         output_again: how much of the output such an R computes again, which a next layer in the same chunk does not
             keep as its input.
-        attention_forward, attention_backward, overhead, carried: what matters to slices of a sequence, as in `Costs`.
+        attention_forward, attention_backward, overhead, carried, carried_gradients: what matters to slices of a
+            sequence, as in `Costs`.
 
     Raises TypeError or ValueError for numbers that `Costs` would not take.
     """
@@ -58,12 +60,15 @@ class LayerCosts:
     attention_backward: float = 0.0
     overhead: float = 0.0
     carried: float = 0.0
+    carried_gradients: float = None  # type: ignore[assignment]  # replaced by what is carried
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not isinstance(self.tied, (str, type(None))):
             raise TypeError(f"LayerCosts: name must be a str, tied a str or None; got {self.name!r} and {self.tied!r}")
         if self.held is None:
             object.__setattr__(self, "held", self.activation)
+        if self.carried_gradients is None:
+            object.__setattr__(self, "carried_gradients", self.carried)
         for name in (*_SUMMED, *_OF_PARTS, "static", "output", "output_again"):
             if name not in _OF_PARTS or getattr(self, name) is not None:
                 checked_number(f"LayerCosts: of layer {self.name!r}", name, getattr(self, name))

@@ -19,7 +19,7 @@ class Memory:
     It starts with `static`, the model states of its chunks. F adds the chunk's activation, or `checkpoint` where an R
     adds the rest, or `streamed` where its O follows directly; B leaves `held`, and BW nothing; W releases `held`, a
     part of n its n-th. O releases what the microbatch holds, L takes it again. Of a sequence in slices `carried` is
-    there from its first F to its last B, and as much again from its first B on. costs: of every slice of a sequence, or
+    there from its first F to its last B, and `carried_gradients` from its first B on. costs: of every slice of a sequence, or
     of every microbatch. units: what microbatches are, where sequences have slices of their own. row: the rank's
     actions; they are accounted in its order, or in another one that keeps that of every microbatch.
     """
@@ -83,9 +83,10 @@ def carried_change(costs: ChunkCosts, kind: str, chunk: int, unit: Unit) -> floa
     """What a pass of this slice takes, or frees, of a sequence's keys and values and of their gradients."""
     if unit.slices == 1 or kind not in ("F", "B", "BW"):
         return 0.0
-    first = unit.slice == 0 if kind == "F" else unit.is_last
-    last = kind != "F" and unit.slice == 0
-    return (first - 2 * last) * costs.carried[chunk]
+    carried, gradients = costs.carried[chunk], costs.carried_gradients[chunk]
+    if kind == "F":
+        return carried if unit.slice == 0 else 0.0
+    return (gradients if unit.is_last else 0.0) - (carried + gradients if unit.slice == 0 else 0.0)
 
 
 def static_of_ranks(costs: ChunkCosts, placement: Sequence[int]) -> list[float]:

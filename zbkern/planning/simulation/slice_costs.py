@@ -42,8 +42,10 @@ def unit_costs(costs: ChunkCosts, schedule: Schedule, tokens: int | None) -> tup
     found = []
     for lengths in schedule.own_slices:
         ends = [end / tokens for end in accumulate(lengths, initial=0)]
-        kept = costs._replace(carried=tuple(each * ends[-1] for each in costs.carried))
-        found += [_of_slice(costs, b - a, b * b - a * a)._replace(carried=kept.carried) for a, b in pairwise(ends)]
+        kept = {
+            name: tuple(each * ends[-1] for each in getattr(costs, name)) for name in ("carried", "carried_gradients")
+        }
+        found += [_of_slice(costs, b - a, b * b - a * a)._replace(**kept) for a, b in pairwise(ends)]
     return tuple(found)
 
 

@@ -415,7 +415,7 @@ class Slow(nn.Module):
         self.linear = nn.Linear(1, LETTERS)
 
     def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
-        x = x[..., None].float()
+        x = x[..., None].to(self.linear.weight.dtype).requires_grad_()
         seen = x if carry is None else carry.append("seen", x, 1)
         start = 0 if carry is None else carry.start
         time.sleep(0.002 + 0.001 * x.shape[1] + 0.0005 * x.shape[1] * (2 * start + x.shape[1]))
@@ -423,14 +423,16 @@ class Slow(nn.Module):
 
 
 @pytest.mark.slow
-def test_what_slices_take_is_measured() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_slices_take_is_measured(dtype: torch.dtype) -> None:
     inputs, labels, _ = batch(2)
-    costs = profile([Slow()], [0], loss_fn, inputs, labels, 2, options=ProfileOptions(slices=True))
+    costs = profile([Slow().to(dtype)], [0], loss_fn, inputs, labels, 2, options=ProfileOptions(slices=True))
     flat = costs.per_chunk(1)
     [forward], [attention], [carried] = flat.forward, flat.attention_forward, flat.carried
+    assert TOKENS * dtype.itemsize <= carried <= (TOKENS + 2) * dtype.itemsize
+    assert flat.carried_gradients == (TOKENS * 4,)  # in fp32
     assert attention == pytest.approx(0.5 * TOKENS**2, rel=0.1)
     assert forward == pytest.approx(2 + TOKENS + 0.5 * TOKENS**2, rel=0.1)
-    assert TOKENS * 4 <= carried <= (TOKENS + 2) * 4
     assert costs.tokens == TOKENS
 
 

@@ -37,6 +37,7 @@ class MeasuredChunk(NamedTuple):
     besides: float
     kind: int  # the same for layers that do the same work
     carried: int  # bytes that a sequence keeps for its later slices; 0 where not asked for
+    carried_gradients: int  # bytes of its gradients
     tokens: int | None  # of a sequence, where the rank knows
 
 
@@ -102,6 +103,7 @@ def _with_slices(costs: Costs, sliced: Costs, chunks: Sequence[MeasuredChunk]) -
         attention_backward=[*map(min, both.attention_backward, flat.backward)],
         overhead=[max(0.0, each) for each in more],
         carried=[min(chunk.carried, chunk.activation) for chunk in chunks],
+        carried_gradients=[chunk.carried_gradients for chunk in chunks],
         tokens=chunks[0].tokens,
     )
 
@@ -135,6 +137,7 @@ def layer_costs(found: Measurements) -> ModelCosts:
             attention_backward=min(flat.attention_backward[at], flat.backward[at]),
             overhead=flat.overhead[at],
             carried=flat.carried[at],
+            carried_gradients=flat.carried_gradients[at],
         )
         for at, chunk in enumerate(found.chunks)
     ]

@@ -110,7 +110,8 @@ class ProbeSteps:
                     within=within,
                     besides=besides,
                     kind=_kind(watch.module),
-                    carried=carried.get(chunk, 0),
+                    carried=carried.get(chunk, (0, 0))[0],
+                    carried_gradients=carried.get(chunk, (0, 0))[1],
                     tokens=length_of(self.batch[0]),
                 )
             everywhere = {chunk: each for found in pipe.gather(known) for chunk, each in found.items()}
@@ -173,14 +174,18 @@ class ProbeSteps:
         pipe.use_ledger(None)
         return timelines, {at: (sum(ledger.kept_sizes[at]), ledger.output_again_bytes[at]) for at in parts}
 
-    def _in_slices(self, pipe: Pipeline, placement: tuple[int, ...]) -> tuple[list[Timeline] | None, dict[int, int]]:
-        """Steps with every sequence in two slices, and the bytes that one leaves to the other; None where not asked."""
+    def _in_slices(
+        self, pipe: Pipeline, placement: tuple[int, ...]
+    ) -> tuple[list[Timeline] | None, dict[int, tuple[int, int]]]:
+        """Steps with every sequence in two slices, and by chunk the bytes of what one leaves to the other and of its
+        gradients; None where not asked."""
         if not self.options.slices:
             return None, {}
         schedule = _all_forwards_first(placement, self.microbatches, (1, 1))
         check_sliceable(pipe.modules.values())
         timelines = self._steps(pipe, schedule)
-        return timelines, {chunk: stage.carries.nbytes_of_one for chunk, stage in pipe.stages.items()}
+        kept = {chunk: stage.carries for chunk, stage in pipe.stages.items()}
+        return timelines, {chunk: (each.nbytes_of_one, each.gradient_nbytes_of_one) for chunk, each in kept.items()}
 
     def _new_ledger(self, pipe: Pipeline, parts: Mapping[int, Parts] | None = None) -> Ledger:
         """One that counts from now on; parts: as for it."""

@@ -193,6 +193,7 @@ class Carries:
         self._schedule = schedule if schedule is not None and schedule.is_sliced else None
         self._sequences: dict[int, _Sequence] = {}
         self.nbytes_of_one = 0  # of a sequence in forwards, as the last slice began
+        self.gradient_nbytes_of_one = 0  # and of its gradients, as its last B ended
 
     @property
     def nbytes(self) -> int:
@@ -258,6 +259,7 @@ class Carries:
                     "whole sequences; use a schedule without slices"
                 )
         if index == 0:
+            self.gradient_nbytes_of_one = sum(gradient.nbytes for gradient in sequence.gradients.values())
             del self._sequences[number]
 
     def _place(self, microbatch: int) -> tuple[int, int]:
