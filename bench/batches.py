@@ -1,15 +1,18 @@
 """Batches of unequal sequences: steps planned one by one, next to packs in published schedules, on two CPU processes.
 
 A decoder of width 256, four blocks of attention and MLP; each batch is drawn from one of three distributions of
-lengths, scaled down to at most 2048 tokens; gloo, one thread per rank. "the usual way" is the fewest balanced packs
-that have at most as many tokens as the longest sequence may have, in 1F1B; "best static" the fastest, for each
-distribution, of balanced packs in 1F1B, interleaved 1F1B and ZB-V with one, two or four packs per rank. All run the
-same batches in turn, and their losses are compared first. Peak memory is of one more step, as in bench/slices.py.
-The last line has, of each distribution, the planned steps' time in parts of the usual way's and of the best static
-one's.
+lengths, a quarter of the sequences, scaled down to at most 2048 tokens; gloo, one thread per rank. "the usual way" is
+the fewest balanced packs that have at most as many tokens as the longest sequence may have, in 1F1B; "best static" the
+fastest, for each distribution, of balanced packs in 1F1B, interleaved 1F1B and ZB-V with one, two, four or eight packs
+per rank. Planned steps have the memory of the usual way. Besides: microbatches that are padded to their longest
+sequence, and torch.distributed.pipelining with the packs of the usual way, which it takes padded to the longest one.
+All run the same batches in turn, and their losses are compared first. Peak memory is of one more step, as in
+bench/slices.py. The last line has, of each distribution, the planned steps' time in parts of the usual way's and of the
+best static one's.
 
-    python -m bench.batches [--batches 4] [--rounds 3] [--out FOLDER]
+    python -m bench.batches [--batches 3] [--rounds 2] [--longest 2048] [--out FOLDER]
     python -m bench.batches --simulate      # eight ranks and whole lengths, by the costs of docs/batches.md
+    python -m bench.batches --sleep 8       # the same, run by ranks that sleep: 8 seconds of a perfect step
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -29,34 +32,16 @@ from torch import Tensor, nn
 
 import zbkern
 from bench import ranks
+from bench.batches_simulated import KINDS, STAGES, simulated, slept
 from bench.report import add_out, write_json
 from bench.slices import Allocated
-from zbkern.pipeline import Costs, Pipeline, ProfileOptions, Schedule, plan_batch, profile, schedules
+from zbkern.pipeline import BatchPlan, Costs, Pipeline, ProfileOptions, Schedule, plan_batch, profile, schedules
 from zbkern.planning.planner.batch import sequence_work
 from zbkern.reporting import environment, machine_line, markdown_table
 
 RANKS, BLOCKS, WIDTH, HEADS, LONGEST = 2, 4, 256, 4, 2048
 MULTIPLE = 32  # tokens
-
-
-class Kind(NamedTuple):
-    """Lengths of a log-normal distribution, cut off at `longest`."""
-
-    count: int
-    median: int
-    sigma: float
-    longest: int
-
-    def draw(self, generator: random.Random, scale: float = 1.0) -> list[int]:
-        drawn = (generator.lognormvariate(math.log(self.median), self.sigma) for _ in range(self.count))
-        return [max(round(64 * scale) or 1, min(round(self.longest * scale), round(each * scale))) for each in drawn]
-
-
-KINDS = {
-    "SFT": Kind(256, 1000, 1.1, 32768),
-    "RL": Kind(128, 6000, 1.0, 65536),
-    "tail": Kind(128, 2000, 1.6, 131072),
-}
+USUAL, PLANNED, PADDED, TORCH = "1F1B, the usual way", "planned", "1F1B, padded", "torch 1F1B, the usual packs"
 
 
 class Block(nn.Module):
@@ -67,9 +52,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor, ends: Tensor | None = None, carry: Any = None) -> Tensor:
-        """x: [1, tokens, width]; ends: of the sequences of a pack."""
+        """x: [rows, tokens, width]; ends: of the sequences of a pack, which is one row."""
         normed = self.norms[0](x)
-        y = self.attention(normed, carry=carry) if ends is None else self.attention(normed[0], ends)[None]
+        y = self.attention(normed, carry=carry) if ends is None else self.attention(normed[0], ends.flatten())[None]
         x = x + y
         return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
 
@@ -85,20 +70,47 @@ class Blocks(nn.Module):
         return x
 
 
-def loss_fn(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
-    """The sum over tokens of their mean squared errors, times a weight."""
-    expected, weight = target
-    return nn.functional.mse_loss(output, expected, reduction="sum") / WIDTH * weight
+def own_blocks(placement: Sequence[int]) -> dict[int, Blocks]:
+    """This rank's chunks of the model."""
+    torch.manual_seed(0)
+    blocks, share = [Block() for _ in range(BLOCKS)], BLOCKS // len(placement)
+    mine = [chunk for chunk, owner in enumerate(placement) if owner == dist.get_rank()]
+    return {chunk: Blocks(blocks[chunk * share : (chunk + 1) * share]) for chunk in mine}
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    """The sum over tokens of their mean squared errors, times a weight; target: [rows, tokens, width + 1]."""
+    expected, weight = target.split((WIDTH, 1), -1)
+    return ((output - expected).square() * weight).sum() / WIDTH
 
 
 loss_fn.reduction = "sum"  # type: ignore[attr-defined]
 
 
 class Step(NamedTuple):
-    """A batch in rows, and the schedule that runs them."""
+    """A batch in microbatches of these sequences, and the schedule that runs them. padded: a row for each sequence."""
 
     rows: list[list[int]]
     schedule: Schedule
+    padded: bool = False
+
+    def data(self, sequences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]:
+        """Inputs, targets and side inputs; the loss is the mean over tokens, and the pipeline's over microbatches."""
+        count = sum(map(len, sequences))
+        inputs, targets, side = [], [], []
+        for row in self.rows:
+            own = [sequences[number] for number in row]
+            if self.padded:
+                x = nn.utils.rnn.pad_sequence(own, batch_first=True)
+                counted = nn.utils.rnn.pad_sequence([torch.ones(len(each), 1) for each in own], batch_first=True)
+            else:
+                x, counted = torch.cat(own)[None], torch.ones(1, sum(map(len, own)), 1)
+            inputs.append(x)
+            targets.append(torch.cat([x.sin(), counted * len(self.rows) / count], -1))
+            packed = len(row) > 1 and not self.padded
+            ends = torch.tensor([*accumulate(map(len, own), initial=0)])
+            side.append({"ends": ends} if packed else {})
+        return inputs, targets, side
 
 
 def balanced(lengths: Sequence[int], count: int, costs: Costs) -> list[list[int]]:
@@ -115,180 +127,229 @@ def balanced(lengths: Sequence[int], count: int, costs: Costs) -> list[list[int]
 def static_steps(lengths: Sequence[int], longest: int, costs: Costs) -> dict[str, Step]:
     fewest = max(1, math.ceil(sum(lengths) / longest))
     steps = {}
-    for packs in sorted({fewest, *(RANKS * per_rank for per_rank in (1, 2, 4) if RANKS * per_rank >= fewest)}):
-        rows = balanced(lengths, packs, costs)
-        name = "the usual way" if packs == fewest else f"{packs} packs"
+    rows = balanced(lengths, fewest, costs)
+    steps = {USUAL: Step(rows, schedules.one_f_one_b(RANKS, len(rows)))}
+    for packs in (RANKS * per_rank for per_rank in (1, 2, 4, 8) if RANKS * per_rank >= fewest):
+        rows, name = balanced(lengths, packs, costs), f"{packs} packs"
         steps[f"1F1B, {name}"] = Step(rows, schedules.one_f_one_b(RANKS, len(rows)))
-        if len(rows) % RANKS == 0:
-            steps[f"interleaved, {name}"] = Step(rows, schedules.interleaved(RANKS, len(rows), chunks=2))
+        steps[f"interleaved, {name}"] = Step(rows, schedules.interleaved(RANKS, len(rows), chunks=2))
         steps[f"ZB-V, {name}"] = Step(rows, schedules.zb_v(RANKS, len(rows)))
     return steps
 
 
-class Model:
-    """This rank's chunks for one placement, in a pipeline."""
+def usual_memory(lengths: Sequence[int], longest: int, costs: Costs) -> float:
+    """Of the usual way, on its first rank, which holds a pack for each rank."""
+    packs = balanced(lengths, max(1, math.ceil(sum(lengths) / longest)), costs)
+    tokens = sorted((sum(lengths[number] for number in pack) for pack in packs), reverse=True)
+    return costs.per_chunk(1).activation[0] * BLOCKS / RANKS * sum(tokens[:RANKS]) / (costs.tokens or 1)
 
-    def __init__(self, schedule: Schedule) -> None:
-        torch.manual_seed(0)
-        blocks = [Block() for _ in range(BLOCKS)]
-        share = BLOCKS // len(schedule.placement)
-        chunks = schedule.chunks_of(dist.get_rank())
-        self.modules = [zbkern.convert(Blocks(blocks[chunk * share : (chunk + 1) * share])) for chunk in chunks]
-        self.pipe = Pipeline(self.modules, schedule, loss_fn)
 
-    def step(self, sequences: Sequence[Tensor], step: Step) -> Tensor | None:
-        rows = [torch.cat([sequences[number] for number in row])[None] for row in step.rows]
-        ends = [list(accumulate((len(sequences[number]) for number in row), initial=0)) for row in step.rows]
-        side = [{"ends": torch.tensor(each)} if len(each) > 2 else {} for each in ends]
-        for module in self.modules:
-            module.zero_grad()
-        weight = torch.tensor(len(rows) / sum(map(len, sequences)))  # the pipeline takes the mean over rows
-        targets = [(row.sin(), weight) for row in rows]
-        return self.pipe.step(rows, targets, side, schedule=step.schedule)
+def padded_step(lengths: Sequence[int]) -> Step:
+    """Four microbatches per rank of equally many sequences, as they come."""
+    count = min(4 * RANKS, len(lengths))
+    rows = [[*range(len(lengths) * i // count, len(lengths) * (i + 1) // count)] for i in range(count)]
+    return Step(rows, schedules.one_f_one_b(RANKS, count), padded=True)
+
+
+class Runner:
+    """This rank's chunks for every placement, in a pipeline each, and in torch's."""
+
+    def __init__(self) -> None:
+        self._pipes: dict[tuple[int, ...], tuple[list[nn.Module], Pipeline]] = {}
+        self._of_torch = own_blocks(range(RANKS))[dist.get_rank()]
+
+    def ours(self, step: Step, sequences: Sequence[Tensor]) -> Callable[[], Tensor | None]:
+        placement = step.schedule.placement
+        if placement not in self._pipes:
+            modules: list[nn.Module] = [zbkern.convert(chunk) for chunk in own_blocks(placement).values()]
+            self._pipes[placement] = modules, Pipeline(modules, step.schedule, loss_fn)
+        modules, pipe = self._pipes[placement]
+        data = step.data(sequences)
+
+        def run() -> Tensor | None:
+            for module in modules:
+                module.zero_grad()
+            return pipe.step(*data, schedule=step.schedule)
+
+        return run
+
+    def of_torch(self, step: Step, sequences: Sequence[Tensor]) -> Callable[[], Tensor | None]:
+        """torch's 1F1B, which takes microbatches of one shape: packs are filled up, with one sequence more of weight 0.
+
+        A stage per shape; its first step, which finds out shapes, is not counted.
+        """
+        from torch.distributed import pipelining
+        from torch.distributed.pipelining import schedules as stock
+
+        inputs, targets, side = step.data(sequences)
+        tokens, most = max(x.shape[1] for x in inputs), max(map(len, step.rows))
+        x, y = (
+            torch.cat([nn.functional.pad(t, (0, 0, 0, tokens - t.shape[1])) for t in all_])
+            for all_ in (inputs, targets)
+        )
+        whole = [torch.tensor([0, each.shape[1]]) for each in inputs]
+        ends = [each.get("ends", alone) for each, alone in zip(side, whole, strict=True)]
+        filled = torch.stack([torch.cat([each, each.new_full((most + 2 - len(each),), tokens)]) for each in ends])
+        rank, model = dist.get_rank(), self._of_torch
+        stage = pipelining.PipelineStage(model, rank, RANKS, torch.device("cpu"))
+        schedule = stock.Schedule1F1B(
+            stage, len(inputs), loss_fn=lambda *given: loss_fn(*given) / len(inputs), scale_grads=False
+        )
+
+        def run() -> Tensor | None:
+            model.zero_grad()
+            losses: list[Tensor] = []
+            arguments = (x,) if rank == 0 else ()
+            schedule.step(*arguments, ends=filled, **({"target": y, "losses": losses} if rank == RANKS - 1 else {}))
+            return torch.stack(losses).sum() if losses else None
+
+        return run
+
+    def close(self) -> None:
+        for _, pipe in self._pipes.values():
+            pipe.close()
 
 
 def measured_costs() -> Costs:
     """Of one block, by chunks of a V, for a sequence of half of the longest."""
     placement = (0, 1, 1, 0)
-    torch.manual_seed(0)
-    modules = [zbkern.convert(Blocks([Block()])) for owner in placement if owner == dist.get_rank()]
+    modules = [zbkern.convert(Blocks([chunk.blocks[0]])) for chunk in own_blocks(placement).values()]
     x = torch.randn(2, LONGEST // 2, WIDTH)
-    targets = [(row, torch.tensor(1.0)) for row in x.chunk(2)]
-    found = profile(modules, placement, loss_fn, x, targets, 2, options=ProfileOptions(repeats=4, slices=True))
+    y = torch.cat([x.sin(), torch.ones(*x.shape[:2], 1)], -1)
+    found = profile(modules, placement, loss_fn, x, y, 2, options=ProfileOptions(repeats=4, slices=True))
     flat = found.per_chunk(len(placement))
     names = ("forward", "backward", "weight", "attention_forward", "attention_backward", "overhead", "activation")
     means = {name: statistics.mean(getattr(flat, name)) for name in (*names, "held", "carried")}
-    return Costs(**means, tokens=found.tokens)
+    apart = statistics.mean(b + w - both for b, w, both in zip(flat.backward, flat.weight, flat.fused, strict=True))
+    return Costs(**means, split_overhead=max(0.0, apart), tokens=found.tokens)
 
 
-def run(batches: int, rounds: int) -> dict[str, Any]:
-    """Kind -> name -> seconds of each batch, the median of its rounds, and peak bytes; the plans' predictions."""
-    costs, models, figures = measured_costs(), {}, {}
+class Figures:
+    """Of one distribution."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}  # of each batch, the median of its rounds
+        self.peak_bytes: dict[str, int] = {}
+        self.predicted: list[float] = []  # seconds of planned steps, and of planning them
+        self.planning: list[float] = []
+
+
+def run(batches: int, rounds: int, longest: int) -> dict[str, Any]:
+    """On every rank: kind -> what Figures has."""
+    costs, runner, figures = measured_costs(), Runner(), {}
     for kind, lengths_of in KINDS.items():
-        scale, generator = LONGEST / lengths_of.longest, random.Random(100)
-        times: dict[str, list[float]] = {}
-        peaks: dict[str, int] = {}
-        predicted: dict[str, list[float]] = {}
+        scale, generator, found = longest / lengths_of.longest, random.Random(100), Figures()
+        share = lengths_of._replace(count=lengths_of.count * RANKS // STAGES)
         for _ in range(batches):
-            lengths = lengths_of.draw(generator, scale)
-            steps = static_steps(lengths, LONGEST, costs)
-            planned = plan_batch(lengths, costs, RANKS, multiple=MULTIPLE)
-            steps["planned"] = Step([list(row) for row in planned.rows], planned.schedule)
-            predicted.setdefault("planned", []).append(planned.makespan)
-            torch.manual_seed(len(times))
-            sequences = [torch.randn(length, WIDTH) for length in lengths]
-            seconds: dict[str, list[float]] = {name: [] for name in steps}
-            losses = {}
-            for turn in range(rounds + 1):
-                for name, step in steps.items():
-                    placement = step.schedule.placement
-                    if placement not in models:
-                        models[placement] = Model(step.schedule)
-                    dist.barrier()
-                    start = time.perf_counter()
-                    loss = models[placement].step(sequences, step)
-                    dist.barrier()
-                    if turn:
-                        seconds[name].append(time.perf_counter() - start)
-                    elif loss is not None:
-                        losses[name] = loss.item()
-            if losses and max(losses.values()) > min(losses.values()) * (1 + 1e-4):
-                raise AssertionError(f"{kind}: the losses of a batch differ: {losses}")
-            for name, found in seconds.items():
-                times.setdefault(name, []).append(statistics.median(found))
+            lengths = share.draw(generator, scale)
+            limit = usual_memory(lengths, longest, costs)
+            start = time.process_time()
+            plan = plan_batch(lengths, costs, RANKS, memory_limit=limit, multiple=MULTIPLE)
+            found.planning.append(time.process_time() - start)
+            found.predicted.append(plan.makespan / 1e3)
+            steps = contestants(runner, lengths, longest, costs, plan)
+            for name, seconds in compared(kind, steps, rounds).items():
+                found.seconds.setdefault(name, []).append(seconds)
         for name, step in steps.items():
             with Allocated() as allocated:
-                models[step.schedule.placement].step(sequences, step)
+                step()
             everywhere: list[Any] = [None] * RANKS
             dist.all_gather_object(everywhere, allocated.most)
-            peaks[name] = max(everywhere)
-        figures[kind] = {"seconds": times, "peak_bytes": peaks, "predicted_ms": predicted}
-    for model in models.values():
-        model.pipe.close()
+            found.peak_bytes[name] = max(everywhere)
+        figures[kind] = vars(found)
+    runner.close()
     return figures
 
 
-def best_static(figures: dict[str, Any]) -> str:
-    whole = {name: sum(found) for name, found in figures["seconds"].items() if name != "planned"}
-    every = max(map(len, figures["seconds"].values()))
-    return min((name for name in whole if len(figures["seconds"][name]) == every), key=lambda name: whole[name])
+def contestants(
+    runner: Runner, lengths: list[int], longest: int, costs: Costs, plan: BatchPlan
+) -> dict[str, Callable[[], Tensor | None]]:
+    sequences = [torch.randn(length, WIDTH) for length in lengths]
+    dist.broadcast(together := torch.cat(sequences), 0)
+    sequences = [*together.split(lengths)]
+    steps = static_steps(lengths, longest, costs)
+    ours = {**steps, PADDED: padded_step(lengths), PLANNED: Step([list(row) for row in plan.rows], plan.schedule)}
+    found = {name: runner.ours(step, sequences) for name, step in ours.items()}
+    return {**found, TORCH: runner.of_torch(steps[USUAL], sequences)}
+
+
+def compared(kind: str, steps: dict[str, Callable[[], Tensor | None]], rounds: int) -> dict[str, float]:
+    """Name -> seconds of a step, the median of rounds in which all take turns. Padding, many times as slow, has one.
+
+    Raises AssertionError where the losses of a first round, which is not counted, differ.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    losses = {}
+    for turn in range(rounds + 1):
+        for name, step in steps.items():
+            if name == PADDED and turn not in (0, rounds):
+                continue
+            dist.barrier()
+            start = time.perf_counter()
+            loss = step()
+            dist.barrier()
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+            elif loss is not None:
+                losses[name] = loss.item()
+    if losses and max(losses.values()) > min(losses.values()) * (1 + 1e-4):
+        raise AssertionError(f"{kind}: the losses of a batch differ: {losses}")
+    return {name: statistics.median(found) for name, found in seconds.items()}
+
+
+def best_static(seconds: dict[str, list[float]]) -> str:
+    """The fastest with a fixed number of packs in all batches, of zbkern's own engine."""
+    every = max(map(len, seconds.values()))
+    others = (PLANNED, PADDED, TORCH)
+    return min(
+        (name for name in seconds if name not in others and len(seconds[name]) == every),
+        key=lambda name: sum(seconds[name]),
+    )
 
 
 def show(kind: str, figures: dict[str, Any]) -> tuple[float, float]:
     """Prints a table; the planned steps' time in parts of the usual way's and of the best static one's."""
     seconds, peaks = figures["seconds"], figures["peak_bytes"]
-    usual, best = "1F1B, the usual way", best_static(figures)
-    every = len(seconds["planned"])
+    best, planned, every = best_static(seconds), sum(seconds[PLANNED]), len(seconds[PLANNED])
     rows = [
         (
             name,
             f"{sum(seconds[name]):.2f} s",
-            f"{sum(seconds[name]) / sum(seconds[usual]):.3f}",
+            f"{sum(seconds[name]) / sum(seconds[USUAL]):.3f}",
             f"{sum(seconds[name]) / sum(seconds[best]):.3f}",
             f"{peaks[name] / 1e6:.0f} MB" if name in peaks else "",
         )
         for name in sorted(seconds, key=lambda name: sum(seconds[name]))
         if len(seconds[name]) == every
     ]
-    measured = sum(seconds["planned"]) * 1e3 / sum(figures["predicted_ms"]["planned"])
-    print(f"\n{kind}: {every} batches, at most {LONGEST} tokens a sequence; measured {measured:.2f} of predicted\n")
+    planning = statistics.median(figures["planning"])
+    print(
+        f"\n{kind}: {every} batches; measured {planned / sum(figures['predicted']):.2f} of predicted; to plan takes "
+        f"{1e3 * planning:.0f} ms of one core, {planning * every / planned:.1%} of a step\n"
+    )
     print(markdown_table(("steps", "time", "of the usual", "of the best static", "peak"), rows), flush=True)
-    return sum(seconds["planned"]) / sum(seconds[usual]), sum(seconds["planned"]) / sum(seconds[best])
+    return planned / sum(seconds[USUAL]), planned / sum(seconds[best])
 
 
-def simulated(batches: int) -> None:
-    """Shares of perfect speed on eight ranks, by the costs of docs/batches.md: times in tokens of a stage's F."""
-    stages, tokens, overhead, split = 8, 40_000, 144, 0.02
-    attention = tokens * tokens / 40_000
-
-    def shares(kind: Kind, part: float) -> tuple[list[float], list[float], list[float]]:
-        found, published, milliseconds = [], [], []
-        for seed in range(batches):
-            lengths = kind.draw(random.Random(100 + seed))
-            apart = split * (2 * tokens + 2.5 * attention) / 2 + overhead
-            costs = Costs(
-                (tokens + attention) / 2 + overhead,
-                (tokens + 2.5 * attention) / 2 + apart,
-                tokens / 2 + overhead,
-                0.03 * tokens,
-                1.05 * tokens / 2,
-                1.15 * tokens / 2,
-                split_overhead=apart,
-                attention_forward=attention / 2,
-                attention_backward=2.5 * attention / 2,
-                overhead=overhead,
-                carried=0.05 * tokens / 2,
-                tokens=tokens,
-            )
-            start = time.process_time()
-            plan = plan_batch(lengths, costs, stages, memory_limit=stages * kind.longest * part)
-            milliseconds.append(1e3 * (time.process_time() - start))
-            perfect = sum(3 * length + 3.5 * length * length / 40_000 for length in lengths)
-            found.append(perfect / plan.makespan)
-            published += [] if plan.published is None else [perfect / plan.published[1]]
-        return found, published, milliseconds
-
-    rows = []
-    for name, kind in KINDS.items():
-        whole, quarter = shares(kind, 1.0), shares(kind, 0.25)
-        means = [statistics.mean(each) for each in (whole[1], whole[0], quarter[0])]
-        planning = statistics.median(whole[2] + quarter[2])
-        rows.append((name, *(f"{mean:.2f}" for mean in means), f"{planning:.0f} ms"))
-    head = ("lengths", "packs, ZB-V", "slices and packs", "in a quarter of the memory", "to plan")
-    print(markdown_table(head, rows))
-
-
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batches", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of the longest sequence there may be")
     parser.add_argument("--simulate", action="store_true", help="no steps: eight ranks, simulated")
+    parser.add_argument("--sleep", type=float, help="eight ranks that sleep: seconds of a step without any wait")
     add_out(parser)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    batches = arguments.batches
     if arguments.simulate:
-        simulated(arguments.batches)
+        simulated(batches)
         return
-    figures = ranks.run(RANKS, run, arguments.batches, arguments.rounds)
+    if arguments.sleep is not None:
+        torch.set_num_threads(1)
+        figures = slept(batches, arguments.sleep)
+        print(f"\n{machine_line(environment())}\n{write_json('batches_asleep', figures, arguments.out)}")
+        return
+    figures = ranks.run(RANKS, run, batches, arguments.rounds, arguments.longest)
     last = []
     for kind, found in figures.items():
         usual, best = show(kind, found)

@@ -116,7 +116,7 @@ def asleep(plan: BatchPlan, seconds: float) -> float:
     def travel(sender: int, receiver: int, tag: Any) -> float:
         return seconds * MESSAGE * unit_tokens[tag.microbatch] if isinstance(tag, Tag) else 0.0
 
-    ring = ranks.delayed_ring(schedule.stages, travel)
+    ring = ranks.delayed_ring(schedule.ranks, travel)
     inputs = [torch.ones(1, sum(cut), requires_grad=True) for cut in schedule.own_slices]
 
     def step(rank: int) -> float:

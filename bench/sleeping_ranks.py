@@ -32,7 +32,7 @@ NAMES += ["one_f_one_b_v", "dualpipe_v", "zb_h1 eager", "zb_v eager"]
 
 
 class Sleep(torch.autograd.Function):
-    """The identity; F, B and W sleep, and W is deferred inside `defer`. Its gradient is the sum of dy."""
+    """The identity; F, B and W sleep, and W is deferred inside `defer`. The weight's gradient is the sum of dy."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, seconds: Sequence[float]) -> Tensor:
@@ -41,9 +41,12 @@ class Sleep(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         weight, (_, backward, length) = ctx.weight, ctx.seconds
         time.sleep(backward)
+        if wgrad.current() is None:  # BW
+            time.sleep(length)
+            return dy, dy.sum().view(1), None
 
         def launch(segments: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor], accumulate: bool) -> None:
             time.sleep(length)

@@ -36,8 +36,8 @@ def token_targets(
     if shift:
         parts = [F.pad(part[:, 1:], (0, 1), value=IGNORED) for part in parts]
     counted = sum((part != IGNORED).sum() for part in parts) if tokens is None else tokens
-    total = torch.as_tensor(counted, device=parts[0].device)
-    weight = microbatches / total.clamp(min=1).float()  # the Pipeline takes the mean over microbatches
+    total = torch.as_tensor(counted, device=parts[0].device, dtype=torch.float64)
+    weight = microbatches / total.clamp(min=1)  # the Pipeline takes the mean over microbatches
     return [TokenTargets(part, weight) for part in parts]
 
 
@@ -71,9 +71,11 @@ def token_loss(logits: Tensor | DeferredLogits, targets: TokenTargets) -> Tensor
         )
     labels, weight = targets
     if isinstance(logits, DeferredLogits):
-        return logits.cross_entropy(labels, "sum", IGNORED) * weight
-    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum") * weight
+        loss = logits.cross_entropy(labels, "sum", IGNORED)
+    else:
+        wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return loss * weight.to(loss.dtype)
 
 
 token_loss.reduction = "sum"  # type: ignore[attr-defined] # over the tokens of a slice, where sequences are in slices

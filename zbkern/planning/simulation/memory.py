@@ -19,9 +19,9 @@ class Memory:
     It starts with `static`, the model states of its chunks. F adds the chunk's activation, or `checkpoint` where an R
     adds the rest, or `streamed` where its O follows directly; B leaves `held`, and BW nothing; W releases `held`, a
     part of n its n-th. O releases what the microbatch holds, L takes it again. Of a sequence in slices `carried` is
-    there from its first F to its last B, and `carried_gradients` from its first B on. costs: of every slice of a sequence, or
-    of every microbatch. units: what microbatches are, where sequences have slices of their own. row: the rank's
-    actions; they are accounted in its order, or in another one that keeps that of every microbatch.
+    there from its first F to its last B, and `carried_gradients` from its first B on. costs: of every slice of a
+    sequence, or of every microbatch. units: what microbatches are, where sequences have slices of their own. row: the
+    rank's actions; they are accounted in its order, or in another one that keeps that of every microbatch.
     """
 
     def __init__(
