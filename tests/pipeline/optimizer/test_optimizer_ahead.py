@@ -63,7 +63,7 @@ def train(
                 ran = [event.action for event in pipe.last_timeline.events[transport.rank]]
                 planned = schedule.actions[transport.rank]
                 assert [a for a in ran if a.kind != "W"] == [a for a in planned if a.kind != "W"], "discarded ones"
-                assert pipe._in_flight == 0, "counts discarded forwards"
+                assert pipe.loop.in_flight == 0, "counts discarded forwards"
                 for chunk in mine:
                     force(model[chunk], forced.get((chunk, step)))
                 hold(transport.rank, step)

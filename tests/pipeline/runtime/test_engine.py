@@ -17,6 +17,7 @@ import zbkern
 from tests.support.chunks import make_data, make_model, needed, on_threads, one_rank, plain, run_pipelines
 from tests.support.same import assert_gradients
 from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, StepOptions, schedules
+from zbkern.pipeline.runtime.loop import Loop
 from zbkern.pipeline.runtime.measure.clock import EventClock
 from zbkern.pipeline.transport.base import LONGEST_TIMEOUT, Tag
 from zbkern.pipeline.transport.local import LocalTransport
@@ -260,9 +261,9 @@ def test_w_is_filled_in_by_the_clock_of_the_device(monkeypatch: pytest.MonkeyPat
         return wrapper
 
     monkeypatch.setattr(EventClock, "wait", logged("wait", EventClock.wait))
-    monkeypatch.setattr(Pipeline, "_await", logged("await", Pipeline._await))
+    monkeypatch.setattr(Loop, "_await", logged("await", Loop._await))
     monkeypatch.setattr(LocalTransport, "receive", logged("receive", LocalTransport.receive))
-    monkeypatch.setattr(Pipeline, "_run_oldest", logged("W", Pipeline._run_oldest))
+    monkeypatch.setattr(Loop, "_run_oldest", logged("W", Loop._run_oldest))
     steps_on_threads(schedules.zb_h1(2, 4), lambda *_: 0.02, fill="eager")
     pairs = [pair for names in calls.values() for pair in pairwise(names)]
     assert ("wait", "W") in pairs

@@ -1,9 +1,4 @@
-"""Pipeline: runs a schedule, one loop over this rank's actions, and fills waits with W.
-
-A gradient is sent as soon as its B is done, before any W. With fill="planned" W runs where the schedule says, and
-neighbouring W of one chunk as one launch per weight. With fill="eager" only the order of F and B is the schedule's: W
-runs task by task whenever the rank would otherwise wait, or when it must make room for the next F.
-"""
+"""Pipeline: what users call. A call is checked, begun on all ranks, run by the `Loop`, and ends or fails on all."""
 
 from __future__ import annotations
 
@@ -17,12 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zbkern.pipeline.auxiliary_losses import Share
 from zbkern.pipeline.runtime.arguments import (
-    Microbatch,
     check,
     check_place,
     check_same_batch,
@@ -34,28 +26,24 @@ from zbkern.pipeline.runtime.arguments import (
 )
 from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
 from zbkern.pipeline.runtime.forward_state import ForwardState, evaluation_mode
+from zbkern.pipeline.runtime.loop import Loop
 from zbkern.pipeline.runtime.measure.recorder import Recorded, Recorder, timeline_of
-from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.options import StepOptions
-from zbkern.pipeline.runtime.replicas.agreement import number_of
 from zbkern.pipeline.runtime.replicas.data_parallel import Replicas, check_apart
 from zbkern.pipeline.runtime.replicas.tied_weights import TiedWeights, all_ties
-from zbkern.pipeline.runtime.slices.sequence_loss import SequenceLosses, put_together
-from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, adds_up, check_sliceable
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, check_sliceable
 from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.runtime.step_boundary import StepBoundary, boundary_of
 from zbkern.pipeline.runtime.step_schedules import StepSchedules
-from zbkern.pipeline.transport.base import PipelineError, Tag, Transport
+from zbkern.pipeline.transport.base import PipelineError, Transport
 from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place
 from zbkern.pipeline.transport.mailbox import described
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.drift import Drift, compare, in_seconds
 from zbkern.planning.simulation.timeline import Sample, Timeline
-from zbkern.schedules.actions import Action
-from zbkern.schedules.dependencies import producer
-from zbkern.schedules.program import forwards, merge_neighbours, offloads_or_recomputes, peak_microbatches
+from zbkern.schedules.program import forwards
 from zbkern.schedules.schedule import Schedule
-from zbkern.schedules.warmup import rank_order, speculative_forwards
+from zbkern.schedules.warmup import rank_order
 from zbkern.wgrad import WGradQueue
 
 
@@ -102,7 +90,7 @@ class Pipeline:
         check(fill, tied, timeout)
         rank, size = place(group)
         self._schedules = StepSchedules(schedule, size, fill, options)
-        self.schedule = schedule = self._schedules.first  # of the last step
+        schedule = self._schedules.first
         check_place(schedule, rank, size, modules, loss_fn)
         self.fill = fill
         self.timeout = timeout
@@ -112,18 +100,15 @@ class Pipeline:
         by_chunk = dict(zip(schedule.chunks_of(rank), modules, strict=True))
         check_apart(by_chunk, group)
         self._replicas = Replicas(by_chunk, self.queue)
-        self._last = len(schedule.placement) - 1
         self._loss_fn = loss_fn
         self.recorder = Recorder(rank, self.device, self.queue, options.record)
-        self._options = options
         self.stages = {chunk: Stage(part, chunk, self.queue, None) for chunk, part in self._replicas.modules.items()}
-        self._ledger: Ledger | None = None
-        self._program: list[tuple[Action, ...]] = []
+        self.loop = Loop(self.stages, loss_fn, self._replicas, self.recorder, options, fill, timeout)
+        self.loop.use(schedule)
         self.rank = rank
-        self._use_schedule(schedule)
         copies = all_ties(modules, tied)
         self.tied = {name: parameters[0] for name, parameters in copies.items()}
-        self._transport = connect(group, schedule, self.device, self.tied)
+        self._transport = self.loop.transport = connect(group, schedule, self.device, self.tied)
         with closing_on_error(self._transport, self._transport is not group, "its Pipeline"):
             check_same_plan(schedule, self._transport)
             self.boundary = boundary_of(self.modules.values())
@@ -131,14 +116,7 @@ class Pipeline:
                 self.boundary.validate()  # before weights are compared
             self._tied = TiedWeights(copies, self._transport, self.modules)
             self.boundary.join(self, rank_order(schedule))
-        self._batch: list[Microbatch] = []
-        self._results: list[Any] = []  # of the last chunk: losses, or what `forward` returns
-        self._parts: list[tuple[int, Any]] = []  # of a sequence in slices, for that: tokens and outputs of each
-        self._returns_outputs = False
-        self._forward_input: Any = None  # the input of the forward that runs
         self._calls = 0  # of step and evaluate, since ranks were connected
-        self._step = 0  # in the tags of its messages: another one for forwards that run again
-        self._in_flight = 0  # microbatches that were begun, and are not through their B
         self.completed = 0  # calls of step and evaluate, for ranks to compare after a failure
         self._failed = self._closed = self._running = False
         self._process = os.getpid()
@@ -169,13 +147,13 @@ class Pipeline:
             # layers may keep what they make of weights, but where FSDP2 frees these and gathers them anew
             self.queue.weight_copies = None if self._replicas.frees_weights else WeakIdKeyDictionary()
             try:
-                self._run(self._program[begun:])
+                self.loop.run(self.loop.program[begun:])
             finally:
                 self.queue.weight_copies = None
             self._transport.begin_action("reduction over replicas")
             self._replicas.finish()
             self._transport.begin_action("sum over tied weights")
-            self._tied.sum_gradients(self._step, self.timeout)
+            self._tied.sum_gradients(self.loop.step, self.timeout)
         return self._loss()
 
     def evaluate(
@@ -198,8 +176,8 @@ class Pipeline:
         """
         self._run_forwards("forward", (inputs, targets, side), schedule)
         self.completed += 1
-        self._batch, results, self._results = [], self._results, []
-        return results if self._last in self.stages else None
+        results = self.loop.end()
+        return results if len(self.schedule.placement) - 1 in self.stages else None
 
     def _run_forwards(self, call: str, given: tuple[Any, Any, Any], schedule: Schedule | None) -> None:
         last, self.recorder.paused = self.schedule, True
@@ -208,11 +186,16 @@ class Pipeline:
             with self._failing_together():
                 self.boundary.validate()
                 with torch.no_grad(), evaluation_mode(self.modules.values()):
-                    self._run([(action,) for action in forwards(self.stages, len(self.schedule.units))])
+                    self.loop.run([(action,) for action in forwards(self.stages, len(self.schedule.units))])
         finally:
             self.recorder.paused = False
-            self._use_schedule(last)
+            self.loop.use(last)
             self._replicas.discard()
+
+    @property
+    def schedule(self) -> Schedule:
+        """Of the last step."""
+        return self.loop.schedule
 
     @property
     def modules(self) -> dict[int, torch.nn.Module]:
@@ -297,7 +280,7 @@ class Pipeline:
     def abandon(self) -> None:
         """Drops what was begun, after a failure; the next step opens the connections anew."""
         self._failed = self.boundary.broken = True
-        self._forget()
+        self.loop.reset()
 
     def close(self) -> None:
         """Validates the optimizer's last step, and ends the connections; on every rank, or as a context manager.
@@ -320,7 +303,7 @@ class Pipeline:
                 self.boundary.leave(self)
             self._closed = True
             self._transport.close()
-            self.use_ledger(None)
+            self.loop.use_ledger(None)
         if not self._failed and self._transport.failure is not None:
             self._failed = True
             raise PipelineError(self._transport.failure)
@@ -342,38 +325,7 @@ class Pipeline:
         """
         return compare(self.gather_timeline(), None if costs is None else in_seconds(costs))
 
-    def use_ledger(self, ledger: Ledger | None) -> None:
-        """Between steps: from now on this one holds what microbatches need between passes; None: autograd itself."""
-        if self._ledger is not None:
-            self._ledger.close()
-        self._ledger = ledger
-        for stage in self.stages.values():
-            stage.ledger = ledger
-        self.recorder.watch([] if ledger is None else [ledger, *self.stages.values()])
-        if ledger is not None:
-            ledger.use(self.schedule.actions[self.rank])
-
-    def _use_schedule(self, schedule: Schedule) -> None:
-        """From the next step on, this schedule, valid and of the same chunks in the same places; on every rank."""
-        if schedule is self.schedule and self._program:
-            return
-        self.schedule = schedule
-        actions = schedule.actions[self.rank]
-        if self._ledger is not None:
-            self._ledger.use(actions)
-        elif offloads_or_recomputes(actions):
-            self.use_ledger(Ledger(self.modules, self.recorder, self._options))
-        self._sequence_losses, own = None, self._loss_fn
-        if own is not None and schedule.is_sliced and not adds_up(own):
-            self._sequence_losses, own = SequenceLosses(own, schedule.units), None
-        for chunk, stage in self.stages.items():
-            stage.use(schedule, own if chunk == self._last else None)
-        self._program = list(merge_neighbours(actions))
-        self._passes = number_of([each for each in actions if each.kind != "W"]) if self._replicas.agreement else 0
-        self._max_in_flight = peak_microbatches(actions)
-        self._max_ahead = speculative_forwards(schedule)[self.rank]
-
-    # ---- the loop
+    # ---- a call, from its checks to its end
 
     def _check_open(self, call: str) -> None:
         if self._closed:
@@ -406,11 +358,11 @@ class Pipeline:
             chosen = self._schedules.choose(call, schedule, given)
             if chosen.is_sliced and not self.schedule.is_sliced:
                 check_sliceable(self.modules.values())
-            self._batch = split_batch(call, given, chosen, self.modules, self._loss_fn)
+            batch = split_batch(call, given, chosen, self.modules, self._loss_fn)
             count = "elements" if chosen.is_sliced else "rows"
             named = call + self._schedules.name(chosen)
-            announced = name_with_side(named, [microbatch.side for microbatch in self._batch], count)
-            self._use_schedule(chosen)
+            announced = name_with_side(named, [microbatch.side for microbatch in batch], count)
+            self.loop.use(chosen)
             self.boundary.check_others(call)
         except Exception as error:  # the other ranks will have begun: they are told why this one has not
             wrong, announced = error, name_with_side(call, side)
@@ -431,19 +383,15 @@ class Pipeline:
             self.abandon()
             self._transport.fail(f"rank {self.rank}: {wrong}")
             raise wrong
-        self._results, self._parts, self._returns_outputs = [], [], call == "forward"
-        for stage in self.stages.values():
-            stage.losses.clear()
         if call == "step":
             self.recorder.clear()
-        self._in_flight = 0
         self._calls += 1
-        self._step = 2 * self._calls
+        self.loop.begin(batch, 2 * self._calls, call == "forward")
         self.boundary.pipe = self
         if self._replicas.agreement:
             with self._failing_together():
                 self._replicas.agreement.check(
-                    call, self._passes, len(self.schedule.units), self._transport, self.timeout
+                    call, self.loop.passes, len(self.schedule.units), self._transport, self.timeout
                 )
 
     def _recover(self, call: str | None) -> None:
@@ -463,19 +411,19 @@ class Pipeline:
         All ranks hear of the same total. Where it changes the weights, all start over, with other tags.
         """
         before, begun, boundary = None, 0, self.boundary
-        while begun < self._max_ahead and boundary.state == "early" and not self._is_validated():
+        while begun < self.loop.max_ahead and boundary.state == "early" and not self._is_validated():
             before = before or ForwardState([*self.modules.values()], self.device)
-            self._run([self._program[begun]])
+            self.loop.run([self.loop.program[begun]])
             begun += 1
         boundary.validate()
         if not boundary.changed:
             return begun
-        self._step += 1  # messages of forwards before, sent or to come, have the old number
-        self._transport.forget(self._step)
+        self.loop.step += 1  # messages of forwards before, sent or to come, have the old number
+        self._transport.forget(self.loop.step)
         if before is not None:
             before.restore()
             torch.clear_autocast_cache()  # casts of weights that have changed
-            self._forget()
+            self.loop.reset()
             self.recorder.clear()
         return 0
 
@@ -497,8 +445,8 @@ class Pipeline:
             self._transport.fail(str(error))  # no-op where the transport raised it
             raise
         except BaseException as error:
-            more = oom_hint(error, self._max_in_flight, self._in_flight, self.queue, self.device)
-            more = more or input_of(error, transport.action, self.schedule.placement, self._forward_input)
+            more = oom_hint(error, self.loop.max_in_flight, self.loop.in_flight, self.queue, self.device)
+            more = more or input_of(error, transport.action, self.schedule.placement, self.loop.forward_input)
             reason = f"rank {self.rank}, action {transport.action}: {described(error)}{more}"
             self.abandon()
             self._transport.fail(reason)
@@ -509,142 +457,7 @@ class Pipeline:
         finally:
             self._running = outer
 
-    def _run(self, program: Iterable[tuple[Action, ...]]) -> None:
-        transport, recorder = self._transport, self.recorder
-        handlers: dict[str, Callable[..., None]]
-        handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "BW": self._backward}
-        if self._ledger is not None:
-            handlers.update(self._ledger.handlers)
-        for group in program:
-            action = group[0]
-            transport.begin_action(action)
-            with recorder.label(action):
-                handlers[action.kind](*group)
-        while self.queue.pending():  # eager: W that ran in no wait
-            self._run_oldest()
-        self.queue.join()
-        transport.begin_action("none")
-
-    def _forward(self, action: Action) -> None:
-        _, chunk, microbatch, _ = action
-        if self.fill == "eager":
-            self._free_memory_for_forward()
-        stage, given = self.stages[chunk], self._batch[microbatch]
-        inputs = self._forward_input = given.inputs if chunk == 0 else self._await("F", action)
-        start = self.recorder.now()
-        target = given.target if chunk == self._last and not self._returns_outputs else None
-        side = {**given.checked_side(microbatch), **stage.carries.begin(microbatch, given.tokens, inputs)}
-        outputs = stage.forward(microbatch, inputs, target, side)
-        self._in_flight += 1
-        if chunk < self._last:
-            self._send(chunk + 1, "F", microbatch, outputs)
-        elif self._returns_outputs:
-            self._results += self._returned(microbatch, outputs, side)
-        elif self._sequence_losses is None:
-            self._results.append(outputs.detach())
-        else:
-            with self.queue.defer((chunk, microbatch)), stage.losses.during(None, Share(self.schedule.microbatches)):
-                loss = self._sequence_losses.forward(microbatch, outputs, side.get("carry"), target)
-            self._results += [] if loss is None else [loss]
-        self._forward_input = None
-        self.recorder.done((action,), start)
-
-    def _returned(self, microbatch: int, outputs: Any, side: Mapping[str, Any]) -> list[Any]:
-        """What `forward` returns for a microbatch, behind its last slice."""
-        if "carry" in side:
-            self._parts.append((side["carry"].end - side["carry"].start, outputs))
-            if not self.schedule.units[microbatch].is_last:
-                return []
-            leaves, structure = put_together(self._parts)
-            outputs, self._parts = pytree.tree_unflatten([leaf for leaf, _ in leaves], structure), []
-        target = self._batch[microbatch].target
-        if target is None:
-            return [outputs]
-        assert self._loss_fn is not None
-        return [self._loss_fn(outputs, target.value)]
-
-    def _backward(self, action: Action) -> None:
-        kind, chunk, microbatch, _ = action
-        gradients = None if chunk == self._last else self._await("B", action)
-        self.stages[chunk].prepare(microbatch)
-        start = self.recorder.now()
-        if chunk == self._last and self._sequence_losses is not None:
-            with self.queue.defer((chunk, microbatch)):
-                gradients = self._sequence_losses.gradients(microbatch)
-        fused = kind == "BW" and not self._replicas  # whose reductions begin while other W run: these come after B
-        outputs = self.stages[chunk].backward_input(microbatch, gradients, fused=fused)
-        if kind == "BW":
-            self._replicas.backward_done(chunk)
-            self.stages[chunk].weight(microbatch)
-        self._in_flight -= 1
-        if chunk > 0:
-            self._send(chunk - 1, "B", microbatch, outputs)
-        if kind == "B":
-            self._replicas.backward_done(chunk)
-        self.recorder.done((action,), start)
-
-    def _weight(self, *actions: Action) -> None:
-        chunk, part = actions[0].chunk, actions[0].part
-        if self.stages[chunk].splits is False:
-            self.stages[chunk].warn_of_fused_backward()
-        if self.fill == "eager":
-            return
-        microbatches = [action.microbatch for action in actions]
-        self.stages[chunk].prepare(*microbatches)
-        start = self.recorder.now()
-        if part is None:
-            self.stages[chunk].weight(*microbatches)
-        else:
-            self.stages[chunk].weight_part(microbatches[0], *part)
-        self.recorder.done(actions, start)
-
-    # ---- waiting, sending, filling
-
-    def _await(self, kind: str, action: Action) -> Any:
-        tag = Tag(self._step, kind, action.chunk, action.microbatch)
-        if self.fill == "eager":
-            while self.queue.pending() and not self._ready(tag):
-                self._run_oldest()
-        placement = self.schedule.placement
-        needed = producer(action, len(placement))
-        assert needed is not None  # the first chunk's inputs and the last one's gradients are not awaited
-        return self._transport.receive(placement[needed[1]], tag, self.timeout)
-
-    def _ready(self, tag: Tag) -> bool:
-        """Whether the message is there by the time the device wants it, and not the host, which may be far ahead."""
-        self.recorder.catch_up()
-        return self._transport.ready(tag)
-
-    def _send(self, chunk: int, kind: str, microbatch: int, message: Any) -> None:
-        tag = Tag(self._step, kind, chunk, microbatch)
-        self._transport.send(self.schedule.placement[chunk], tag, message)
-
-    def _free_memory_for_forward(self) -> None:
-        """Runs W until the next F holds no more microbatches, begun or waiting for W, than the plan's own peak."""
-        while self.queue.pending() and self._in_flight + len(self.queue.keys()) >= self._max_in_flight:
-            self._run_oldest(self.queue.keys()[0])
-
-    def _run_oldest(self, key: Any = None) -> None:
-        chunk, microbatch = self.queue.keys()[0]
-        action = Action("W", chunk, microbatch)
-        start = self.recorder.now()
-        with self.recorder.label(action):
-            self.queue.run_one(key)
-        self.recorder.done((action,), start)
-
     def _loss(self) -> Tensor | None:
         self.completed += 1
-        self._batch = []
-        return torch.stack(self._results).sum() if self._results else None
-
-    def _forget(self) -> None:
-        """Drops what was begun."""
-        self._forward_input, self._in_flight = None, 0
-        self.queue.discard()
-        self._replicas.discard()
-        for stage in self.stages.values():
-            stage.reset()
-        if self._ledger is not None:
-            self._ledger.reset()
-        if self._sequence_losses is not None:
-            self._sequence_losses.reset()
+        losses = self.loop.end()
+        return torch.stack(losses).sum() if losses else None

@@ -53,10 +53,10 @@ def train(
     optimizer = make_optimizer(setup.parameters())
     with setup.pipe(fill=fill, **planned) as pipe:
         if disagree == "order" and setup.replica == 1:
-            run = pipe._run_oldest
-            pipe._run_oldest = lambda key=None: run(key or pipe.queue.keys()[-1])
+            run = pipe.loop._run_oldest
+            pipe.loop._run_oldest = lambda key=None: run(key or pipe.queue.keys()[-1])
         if disagree == "time":
-            pipe._ready = lambda tag: setup.replica == 1
+            pipe.loop._ready = lambda tag: setup.replica == 1
         for step in range(2):
             optimizer.zero_grad()
             loss = pipe.step(*setup.data(step))

@@ -81,7 +81,7 @@ class ProbeSteps:
             pipe = stack.enter_context(Pipeline(modules, apart, self.loss_fn, self.group, device, options=record))
             held_bytes = self._new_ledger(pipe).kept_sizes
             self._steps(pipe, apart, 0)
-            pipe.use_ledger(None)
+            pipe.loop.use_ledger(None)
             separate = self._steps(pipe, apart)
             held = _held_bytes(pipe)
             merged, fused = self._steps(pipe, apart, merge=True), self._steps(pipe, _changed(apart, _fused))
@@ -171,7 +171,7 @@ class ProbeSteps:
         schedule = _changed(schedule, lambda each: [before[each], each] if each in before else [each])
         ledger = self._new_ledger(pipe, parts)
         timelines = self._steps(pipe, schedule)
-        pipe.use_ledger(None)
+        pipe.loop.use_ledger(None)
         return timelines, {at: (sum(ledger.kept_sizes[at]), ledger.output_again_bytes[at]) for at in parts}
 
     def _in_slices(
@@ -190,7 +190,7 @@ class ProbeSteps:
     def _new_ledger(self, pipe: Pipeline, parts: Mapping[int, Parts] | None = None) -> Ledger:
         """One that counts from now on; parts: as for it."""
         ledger = Ledger(pipe.modules, pipe.recorder, StepOptions(copy_size=self.options.copy_size), parts)
-        pipe.use_ledger(ledger)
+        pipe.loop.use_ledger(ledger)
         return ledger
 
 

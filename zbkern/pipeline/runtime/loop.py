@@ -1,0 +1,246 @@
+"""The loop over a rank's actions: each runs by the handler of its kind, and waits are filled with W.
+
+A gradient is sent as soon as its B is done, before any W. With fill="planned" W runs where the schedule says, and
+neighbouring W of one chunk as one launch per weight. With fill="eager" only the order of F and B is the schedule's: W
+runs task by task whenever the rank would otherwise wait, or when it must make room for the next F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from zbkern.pipeline.auxiliary_losses import Share
+from zbkern.pipeline.runtime.arguments import Microbatch
+from zbkern.pipeline.runtime.measure.recorder import Recorder
+from zbkern.pipeline.runtime.memory.ledger import Ledger
+from zbkern.pipeline.runtime.options import StepOptions
+from zbkern.pipeline.runtime.replicas.agreement import number_of
+from zbkern.pipeline.runtime.replicas.data_parallel import Replicas
+from zbkern.pipeline.runtime.slices.sequence_loss import SequenceLosses, put_together
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, adds_up
+from zbkern.pipeline.runtime.stage import Stage
+from zbkern.pipeline.transport.base import Tag, Transport
+from zbkern.schedules.actions import Action
+from zbkern.schedules.dependencies import producer
+from zbkern.schedules.program import merge_neighbours, offloads_or_recomputes, peak_microbatches
+from zbkern.schedules.schedule import Schedule
+from zbkern.schedules.warmup import speculative_forwards
+
+Program = Sequence[tuple[Action, ...]]
+
+
+class Loop:
+    """Of a rank's stages, by chunk; loss_fn, options, fill and timeout are those of its Pipeline.
+
+    `use` says in which order actions run, `begin` on what.
+    """
+
+    schedule: Schedule
+    transport: Transport  # once ranks are connected
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        loss_fn: LossFn | None,
+        replicas: Replicas,
+        recorder: Recorder,
+        options: StepOptions,
+        fill: str,
+        timeout: float,
+    ) -> None:
+        self.stages, self.recorder, self.queue = stages, recorder, recorder.queue
+        self.program: Program = ()  # of the schedule
+        self.step = 0  # in the tags of its messages: another one for forwards that run again
+        self.in_flight = 0  # microbatches that were begun, and are not through their B
+        self.forward_input: Any = None  # the input of the forward that runs
+        self.results: list[Any] = []  # of the last chunk: losses, or what `forward` returns
+        self._loss_fn, self._replicas, self._options = loss_fn, replicas, options
+        self._fill, self._timeout = fill, timeout
+        self._ledger: Ledger | None = None
+        self._batch: Sequence[Microbatch] = ()
+        self._parts: list[tuple[int, Any]] = []  # of a sequence in slices to be returned: tokens and outputs of each
+        self._returns_outputs = False
+
+    def use(self, schedule: Schedule) -> None:
+        """From the next step on this schedule, valid and of the same chunks in the same places."""
+        if self.program and schedule is self.schedule:
+            return
+        row, self._last = schedule.actions[self.recorder.rank], len(schedule.placement) - 1
+        self.schedule = schedule
+        self.program = [*merge_neighbours(row)]
+        self.passes = number_of([each for each in row if each.kind != "W"]) if self._replicas.agreement else 0
+        self.max_in_flight = peak_microbatches(row)
+        self.max_ahead = speculative_forwards(schedule)[self.recorder.rank]
+        if self._ledger is not None:
+            self._ledger.use(row)
+        elif offloads_or_recomputes(row):
+            modules = {chunk: stage.module for chunk, stage in self.stages.items()}
+            self.use_ledger(Ledger(modules, self.recorder, self._options))
+        self._sequence_losses, own = None, self._loss_fn
+        if own is not None and schedule.is_sliced and not adds_up(own):
+            self._sequence_losses, own = SequenceLosses(own, schedule.units), None
+        for chunk, stage in self.stages.items():
+            stage.use(schedule, own if chunk == self._last else None)
+
+    def use_ledger(self, ledger: Ledger | None) -> None:
+        """Between steps: from now on this one holds what microbatches need between passes; None: autograd itself."""
+        if self._ledger is not None:
+            self._ledger.close()
+        self._ledger = ledger
+        for stage in self.stages.values():
+            stage.ledger = ledger
+        self.recorder.watch([] if ledger is None else [ledger, *self.stages.values()])
+        if ledger is not None:
+            ledger.use(self.schedule.actions[self.recorder.rank])
+
+    def begin(self, batch: Sequence[Microbatch], step: int, returns_outputs: bool) -> None:
+        """Before the first action of a step or evaluation, or of a forward that returns what the last chunk does."""
+        self._batch, self.step, self._returns_outputs = batch, step, returns_outputs
+        self.results, self._parts, self.in_flight = [], [], 0
+        for stage in self.stages.values():
+            stage.losses.clear()
+
+    def end(self) -> list[Any]:
+        """After the last action: what the last chunk has left, for whoever wants it."""
+        self._batch, results, self.results = (), self.results, []
+        return results
+
+    def run(self, program: Iterable[tuple[Action, ...]]) -> None:
+        transport, recorder = self.transport, self.recorder
+        handlers: dict[str, Callable[..., None]]
+        handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "BW": self._backward}
+        if self._ledger is not None:
+            handlers.update(self._ledger.handlers)
+        for group in program:
+            action = group[0]
+            transport.begin_action(action)
+            with recorder.label(action):
+                handlers[action.kind](*group)
+        while self.queue.pending():  # eager: W that ran in no wait
+            self._run_oldest()
+        self.queue.join()
+        transport.begin_action("none")
+
+    def reset(self) -> None:
+        """Drops what was begun."""
+        self.forward_input, self.in_flight = None, 0
+        self.queue.discard()
+        self._replicas.discard()
+        for stage in self.stages.values():
+            stage.reset()
+        if self._ledger is not None:
+            self._ledger.reset()
+        if self._sequence_losses is not None:
+            self._sequence_losses.reset()
+
+    # ---- handlers; those of R, O and L are the ledger's
+
+    def _forward(self, action: Action) -> None:
+        _, chunk, microbatch, _ = action
+        if self._fill == "eager":
+            self._free_memory_for_forward()
+        stage, given = self.stages[chunk], self._batch[microbatch]
+        inputs = self.forward_input = given.inputs if chunk == 0 else self._await("F", action)
+        start = self.recorder.now()
+        target = given.target if chunk == self._last and not self._returns_outputs else None
+        side = {**given.checked_side(microbatch), **stage.carries.begin(microbatch, given.tokens, inputs)}
+        outputs = stage.forward(microbatch, inputs, target, side)
+        self.in_flight += 1
+        if chunk < self._last:
+            self._send(chunk + 1, "F", microbatch, outputs)
+        elif self._returns_outputs:
+            self.results += self._returned(microbatch, outputs, side)
+        elif self._sequence_losses is None:
+            self.results.append(outputs.detach())
+        else:
+            with self.queue.defer((chunk, microbatch)), stage.losses.during(None, Share(self.schedule.microbatches)):
+                loss = self._sequence_losses.forward(microbatch, outputs, side.get("carry"), target)
+            self.results += [] if loss is None else [loss]
+        self.forward_input = None
+        self.recorder.done((action,), start)
+
+    def _returned(self, microbatch: int, outputs: Any, side: Mapping[str, Any]) -> list[Any]:
+        """What `forward` returns for a microbatch, behind its last slice."""
+        if "carry" in side:
+            self._parts.append((side["carry"].end - side["carry"].start, outputs))
+            if not self.schedule.units[microbatch].is_last:
+                return []
+            leaves, structure = put_together(self._parts)
+            outputs, self._parts = pytree.tree_unflatten([leaf for leaf, _ in leaves], structure), []
+        target = self._batch[microbatch].target
+        if target is None:
+            return [outputs]
+        assert self._loss_fn is not None
+        return [self._loss_fn(outputs, target.value)]
+
+    def _backward(self, action: Action) -> None:
+        kind, chunk, microbatch, _ = action
+        gradients = None if chunk == self._last else self._await("B", action)
+        self.stages[chunk].prepare(microbatch)
+        start = self.recorder.now()
+        if chunk == self._last and self._sequence_losses is not None:
+            with self.queue.defer((chunk, microbatch)):
+                gradients = self._sequence_losses.gradients(microbatch)
+        fused = kind == "BW" and not self._replicas  # whose reductions begin while other W run: these come after B
+        outputs = self.stages[chunk].backward_input(microbatch, gradients, fused=fused)
+        if kind == "BW":
+            self._replicas.backward_done(chunk)
+            self.stages[chunk].weight(microbatch)
+        self.in_flight -= 1
+        if chunk > 0:
+            self._send(chunk - 1, "B", microbatch, outputs)
+        if kind == "B":
+            self._replicas.backward_done(chunk)
+        self.recorder.done((action,), start)
+
+    def _weight(self, *actions: Action) -> None:
+        chunk, part = actions[0].chunk, actions[0].part
+        if self.stages[chunk].splits is False:
+            self.stages[chunk].warn_of_fused_backward()
+        if self._fill == "eager":
+            return
+        microbatches = [action.microbatch for action in actions]
+        self.stages[chunk].prepare(*microbatches)
+        start = self.recorder.now()
+        if part is None:
+            self.stages[chunk].weight(*microbatches)
+        else:
+            self.stages[chunk].weight_part(microbatches[0], *part)
+        self.recorder.done(actions, start)
+
+    # ---- waiting, sending, filling
+
+    def _await(self, kind: str, action: Action) -> Any:
+        tag = Tag(self.step, kind, action.chunk, action.microbatch)
+        if self._fill == "eager":
+            while self.queue.pending() and not self._ready(tag):
+                self._run_oldest()
+        placement = self.schedule.placement
+        needed = producer(action, len(placement))
+        assert needed is not None  # the first chunk's inputs and the last one's gradients are not awaited
+        return self.transport.receive(placement[needed[1]], tag, self._timeout)
+
+    def _ready(self, tag: Tag) -> bool:
+        """Whether the message is there by the time the device wants it, and not the host, which may be far ahead."""
+        self.recorder.catch_up()
+        return self.transport.ready(tag)
+
+    def _send(self, chunk: int, kind: str, microbatch: int, message: Any) -> None:
+        tag = Tag(self.step, kind, chunk, microbatch)
+        self.transport.send(self.schedule.placement[chunk], tag, message)
+
+    def _free_memory_for_forward(self) -> None:
+        """Runs W until the next F holds no more microbatches, begun or waiting for W, than the plan's own peak."""
+        while self.queue.pending() and self.in_flight + len(self.queue.keys()) >= self.max_in_flight:
+            self._run_oldest(self.queue.keys()[0])
+
+    def _run_oldest(self, key: Any = None) -> None:
+        chunk, microbatch = self.queue.keys()[0]
+        action = Action("W", chunk, microbatch)
+        start = self.recorder.now()
+        with self.recorder.label(action):
+            self.queue.run_one(key)
+        self.recorder.done((action,), start)
