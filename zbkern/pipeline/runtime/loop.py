@@ -68,17 +68,19 @@ class Loop:
         """From the next step on this schedule, valid and of the same chunks in the same places."""
         if self.program and schedule is self.schedule:
             return
-        row, self._last = schedule.actions[self.recorder.rank], len(schedule.placement) - 1
-        self.schedule = schedule
+        row, ledger = schedule.actions[self.recorder.rank], self._ledger
+        if ledger is None and offloads_or_recomputes(row):
+            modules = {chunk: stage.module for chunk, stage in self.stages.items()}
+            ledger = Ledger(modules, self.recorder, self._options)
+        if ledger is not None:
+            ledger.use(row)  # raises before anything has changed
+        self.schedule, self._last = schedule, len(schedule.placement) - 1
+        if ledger is not self._ledger:
+            self.use_ledger(ledger)
         self.program = [*merge_neighbours(row)]
         self.passes = number_of([each for each in row if each.kind != "W"]) if self._replicas.agreement else 0
         self.max_in_flight = peak_microbatches(row)
         self.max_ahead = speculative_forwards(schedule)[self.recorder.rank]
-        if self._ledger is not None:
-            self._ledger.use(row)
-        elif offloads_or_recomputes(row):
-            modules = {chunk: stage.module for chunk, stage in self.stages.items()}
-            self.use_ledger(Ledger(modules, self.recorder, self._options))
         self._sequence_losses, own = None, self._loss_fn
         if own is not None and schedule.is_sliced and not adds_up(own):
             self._sequence_losses, own = SequenceLosses(own, schedule.units), None

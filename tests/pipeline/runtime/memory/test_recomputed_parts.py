@@ -244,6 +244,13 @@ def test_what_is_not_there_is_told() -> None:
         ValueError, match=r"recompute must name a part of every chunk .* chunk 0 has none for \('none',"
     ):
         train(SAVING, ["none"])
+    plain, saving = schedule_of(PLAIN, microbatches=3), schedule_of(SAVING, microbatches=3)
+    with one_rank(nn.Linear(2, 2), plain, options=StepOptions(recompute=["none"])) as pipe:
+        data = torch.ones(3, 2)
+        for _ in range(2):  # the second time, too
+            with pytest.raises(ValueError, match="recompute must name a part"):
+                pipe.step(data, data, schedule=saving)
+        assert pipe.step(data, data) is not None
     with pytest.raises(TypeError, match="recompute must be a list of names of parts"):
         StepOptions(recompute="*norm*")
 

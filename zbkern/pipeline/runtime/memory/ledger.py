@@ -57,9 +57,10 @@ class Ledger:
 
     def use(self, row: Sequence[Action]) -> None:
         """Between steps: from now on this rank has these actions, which tell a pass what becomes of what it leaves."""
-        self._streamed, self._offloaded, self._recomputed = streamed(row), offloaded_after(row), recomputed(row)
-        for chunk in {chunk for chunk, _ in self._recomputed} - self._parts.keys():
+        again = recomputed(row)
+        for chunk in {chunk for chunk, _ in again} - self._parts.keys():
             self._parts[chunk] = named_parts(self._modules[chunk], chunk, self._options.recompute)
+        self._streamed, self._offloaded, self._recomputed = streamed(row), offloaded_after(row), again
         if self._recomputed and self._comparisons is None:
             self._comparisons = math.inf if self._options.check_values else 2 * len(self._recomputed)
 
