@@ -25,6 +25,7 @@ struct BatchCosts {
   Growth carried, carried_gradients;            // by the tokens of a whole sequence that is cut
   Time limit = kForever;                        // of every rank
   int multiple = 128;                           // slices are multiples of so many tokens
+  bool packs = true;                            // whether several sequences may be one unit
 };
 
 // A slice of a sequence, or whole sequences in one row.

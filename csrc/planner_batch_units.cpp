@@ -6,14 +6,13 @@ namespace {
 void pack(const Work& work, const std::vector<int>& lengths, std::vector<int> members, int count, BatchRows& rows) {
   std::stable_sort(members.begin(), members.end(), [&](int a, int b) { return lengths[a] > lengths[b]; });
   std::vector<std::vector<int>> packs(count);
-  std::vector<double> load(count, 0);
-  std::vector<int> tokens(count, 0);
+  std::vector<std::pair<double, int>> load(count, {0.0, 0});  // work, and tokens
   for (int member : members) {
     const auto least = std::min_element(load.begin(), load.end()) - load.begin();
-    packs[least].push_back(member), load[least] += work.of(lengths[member]), tokens[least] += lengths[member];
+    packs[least].push_back(member), load[least].first += work.of(lengths[member]), load[least].second += lengths[member];
   }
   for (int i = 0; i < count; i++)
-    if (!packs[i].empty()) rows.members.push_back(packs[i]), rows.cuts.push_back({tokens[i]});
+    if (!packs[i].empty()) rows.members.push_back(packs[i]), rows.cuts.push_back({load[i].second});
 }
 
 }  // namespace
@@ -44,8 +43,9 @@ BatchRows units_of(const BatchCosts& costs, const std::vector<int>& lengths, dou
       begin = end;
     }
   }
+  const double few = std::max(1.0, std::ceil(rest / target - 0.25));
   if (!short_ones.empty())
-    pack(work, lengths, short_ones, std::max(1, static_cast<int>(std::ceil(rest / target - 0.25))), rows);
+    pack(work, lengths, short_ones, costs.packs ? static_cast<int>(few) : static_cast<int>(short_ones.size()), rows);
   return rows;
 }
 

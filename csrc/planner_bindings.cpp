@@ -67,6 +67,7 @@ BatchCosts batch_costs_from(const py::object& source) {
   const py::object limit = source.attr("limit");
   if (!limit.is_none()) costs.limit = limit.cast<Time>();
   costs.multiple = source.attr("multiple").cast<int>();
+  costs.packs = source.attr("packs").cast<bool>();
   return costs;
 }
 
@@ -102,7 +103,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.planning.planner, compiled.";
-  module.attr("version") = 7;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 8;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
              [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
                const Problem problem = problem_from(source);

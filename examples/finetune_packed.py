@@ -37,7 +37,7 @@ parameters = torch.nn.ModuleList(chunks).parameters()  # a tied weight once
 optimizer = Optimizer(torch.optim.AdamW(parameters, lr=1e-3), pipe, max_norm=1.0)
 for batch in PlannedBatches(dataset, costs, ranks, sequences=32):  # the same on every rank
     optimizer.zero_grad()
-    loss = pipe.step(batch.inputs, batch.targets, schedule=batch.plan.schedule)
+    loss = pipe.step(batch.inputs, batch.targets, batch.side, schedule=batch.plan.schedule)
     optimizer.step()
     if loss is not None:  # on the rank of the last chunk
         print(

@@ -12,6 +12,7 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import results_on_threads
+from tests.support.sequences import one_process
 from zbkern.pipeline import Costs, Pipeline, PlannedBatches, cut, schedules, token_loss
 from zbkern.planning.planner import native
 
@@ -51,18 +52,6 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config).double().train()
 
 
-def one_process(model: nn.Module, sequences: list[dict[str, list[int]]]) -> float:
-    """The mean loss over all labelled tokens, sequence by sequence; leaves the gradients."""
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for sequence in sequences:
-        tokens, labels = (torch.tensor(sequence[name])[None] for name in ("input_ids", "labels"))
-        logits = model(input_ids=tokens).logits[0, :-1]
-        total = total + nn.functional.cross_entropy(logits, labels[0, 1:], ignore_index=-100, reduction="sum")
-        count += int((labels[0, 1:] != -100).sum())
-    (total / count).backward()
-    return (total / count).item()
-
-
 @pytest.mark.parametrize(("labelled", "limit"), [(1.0, None), (0.5, 12.0)])
 def test_steps_equal_one_process(labelled: float, limit: float | None) -> None:
     dataset, model = dataset_of(24, labelled=labelled), llama()
@@ -80,7 +69,7 @@ def test_steps_equal_one_process(labelled: float, limit: float | None) -> None:
         losses = []
         with Pipeline(chunks, schedule, token_loss, transport) as pipe:
             for batch in PlannedBatches(dataset, COSTS, 2, **own):  # type: ignore[arg-type]
-                loss = pipe.step(batch.inputs, batch.targets, schedule=batch.plan.schedule)
+                loss = pipe.step(batch.inputs, batch.targets, batch.side, schedule=batch.plan.schedule)
                 if loss is not None:
                     losses.append(loss.item())
                     seen.append(batch.sequences)

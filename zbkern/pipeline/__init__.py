@@ -39,11 +39,13 @@ _HOME = {
     "layers_of": "zbkern.pipeline.models",
     "layout_to_partition": "zbkern.schedules.layout",
     "partition_to_layout": "zbkern.schedules.layout",
+    "per_sequence": "zbkern.pipeline.models",
     "plan": "zbkern.planning.planner",
     "plan_batch": "zbkern.planning.planner",
     "profile": "zbkern.pipeline.runtime.measure.profiling",
     "profile_layers": "zbkern.pipeline.runtime.measure.profiling",
     "schedules": "zbkern.schedules",
+    "sequence_targets": "zbkern.pipeline.models",
     "simulate": "zbkern.planning.simulation.simulator",
     "token_loss": "zbkern.pipeline.models",
     "token_targets": "zbkern.pipeline.models",
@@ -63,6 +65,8 @@ if TYPE_CHECKING:
     from zbkern.pipeline.models.export import export as export
     from zbkern.pipeline.models.export import export_adapter as export_adapter
     from zbkern.pipeline.models.layers import layers_of as layers_of
+    from zbkern.pipeline.models.per_sequence import per_sequence as per_sequence
+    from zbkern.pipeline.models.per_sequence import sequence_targets as sequence_targets
     from zbkern.pipeline.models.token_loss import token_loss as token_loss
     from zbkern.pipeline.models.token_loss import token_targets as token_targets
     from zbkern.pipeline.optimizer import Optimizer as Optimizer

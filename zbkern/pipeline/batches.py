@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +17,17 @@ from zbkern.planning.simulation.costs import Costs
 
 
 class PlannedBatch(NamedTuple):
-    """What `pipe.step(batch.inputs, batch.targets, schedule=batch.plan.schedule)` takes, on every rank.
+    """What `pipe.step(batch.inputs, batch.targets, batch.side, schedule=batch.plan.schedule)` takes, on every rank.
 
     inputs: of each microbatch {"input_ids", "position_ids"}, both [1, tokens]; positions begin anew with each sequence
-    of a pack. targets: for `token_loss`, the mean over all labelled tokens of the step. sequences: numbers in the
-    dataset of those that `plan.rows` counts.
+    of a pack. targets: for `token_loss`, the mean over all labelled tokens of the step. side: of packs, where their
+    sequences end, by the names that models of the transformers library take. sequences: numbers in the dataset of those
+    that `plan.rows` counts.
     """
 
     inputs: list[dict[str, Tensor]]
     targets: list[TokenTargets]
+    side: list[dict[str, Any]]
     plan: BatchPlan
     sequences: list[int]
 
@@ -43,7 +46,7 @@ class PlannedBatches:
     Args:
         dataset: has a length, and gives for a number a list of tokens, or a mapping with "input_ids" and, where not all
             tokens count, "labels" (-100 for those that do not).
-        costs, stages, chunks, placement, memory_limit, multiple: as for `plan_batch`.
+        costs, stages, chunks, placement, memory_limit, multiple, packs: as for `plan_batch`.
         sequences, tokens: how many a step has, one of the two; the last step of an epoch may have fewer.
         replica, replicas: which of how many data-parallel pipelines this is: each step's sequences are divided over
             them by work, and the losses' mean over replicas is that over all tokens.
@@ -65,6 +68,7 @@ class PlannedBatches:
         placement: str | Sequence[int] | None = None,
         memory_limit: float | None = None,
         multiple: int = 128,
+        packs: bool = True,
         replica: int = 0,
         replicas: int = 1,
         seed: int = 0,
@@ -85,6 +89,7 @@ class PlannedBatches:
             "placement": placement,
             "memory_limit": memory_limit,
             "multiple": multiple,
+            "packs": packs,
         }
         self._epoch = self._first = 0  # of the epoch's order, the first sequence of the next step
 
@@ -135,7 +140,8 @@ class PlannedBatches:
             targets.append(self._there(torch.cat([item.labels for item in own])))
         mean = labelled / self._replicas
         batch = token_targets(targets, len(targets), tokens=mean)
-        return PlannedBatch(inputs, batch, plan, [item.number for item in items]), next_step
+        side = [self._of_pack(ends) if len(ends) > 2 else {} for ends in plan.ends]
+        return PlannedBatch(inputs, batch, side, plan, [item.number for item in items]), next_step
 
     def _share(self, items: list[_Item]) -> list[_Item]:
         """This replica's: the longest first, each to the replica with the least work."""
@@ -154,6 +160,11 @@ class PlannedBatches:
             if least == self._replica:
                 mine.append(items[index])
         return mine
+
+    def _of_pack(self, ends: Sequence[int]) -> dict[str, Any]:
+        every = torch.tensor(ends, dtype=torch.int32).to(self._device or "cpu", non_blocking=True)
+        longest = max(b - a for a, b in pairwise(ends))
+        return {"cu_seq_lens_q": every, "cu_seq_lens_k": every, "max_length_q": longest, "max_length_k": longest}
 
     def _there(self, values: Tensor) -> Tensor:
         return values[None].to(self._device or "cpu", non_blocking=True)

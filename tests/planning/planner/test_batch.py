@@ -135,6 +135,16 @@ def test_long_sequences_among_short_ones_are_cut_and_short_ones_packed() -> None
     assert "61 sequences" in repr(plan)
 
 
+def test_without_packs_each_sequence_has_a_row_of_its_own() -> None:
+    generator = random.Random(2)
+    lengths, costs = lengths_of(generator, 30), costs_of(8, generator)
+    plan = plan_batch(lengths, costs, 4, packs=False)
+    check_complete(plan, lengths)
+    assert sorted(plan.rows) == [(number,) for number in range(30)]
+    assert plan.ends == tuple((0, lengths[number]) for (number,) in plan.rows)
+    assert any(len(row) > 1 for row in plan_batch(lengths, costs, 4).rows)
+
+
 def test_less_memory_takes_longer_and_too_little_names_the_least() -> None:
     generator = random.Random(3)
     lengths, costs = lengths_of(generator, 40), costs_of(8, generator, same=True)

@@ -4,6 +4,7 @@ from zbkern.pipeline.models.cutting import cut, layer_chunks
 from zbkern.pipeline.models.deferred_logits import DeferredLogits
 from zbkern.pipeline.models.export import export, export_adapter
 from zbkern.pipeline.models.layers import Layer, layers_of
+from zbkern.pipeline.models.per_sequence import per_sequence, sequence_targets
 from zbkern.pipeline.models.token_loss import token_loss, token_targets
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "export_adapter",
     "layer_chunks",
     "layers_of",
+    "per_sequence",
+    "sequence_targets",
     "token_loss",
     "token_targets",
 ]

@@ -66,6 +66,7 @@ class Chunk(nn.Module):
         self._ddp_params_and_buffers_to_ignore = list(elsewhere)
         self.tensor_names = plain_names(self)  # what is wrapped later has others
         self._checked = self._defers = False
+        self._needs_masks: bool | None = None  # of packs
         self._known_arguments = known_arguments(whole)  # before layers are converted
         for name in self.layer_names:
             whole.get_submodule(name).register_forward_pre_hook(_refusal_of(name), with_kwargs=True)
@@ -214,6 +215,10 @@ class Chunk(nn.Module):
             side = {"use_cache": False, **side} | ({"output_router_logits": False} if self._routers else {})
             if carry is not None:
                 side = sliced_cache().arguments_of_slice(self.whole, side, carry)
+            elif side.get("position_ids") is not None:
+                if self._needs_masks is None:
+                    self._needs_masks = sliced_cache().needs_masks_of_packs(self.whole)
+                side = sliced_cache().masks_of_pack(self.whole, side) if self._needs_masks else side
         names = [*inspect.signature(self.whole.forward).parameters]
         own = names[0] if names else None
         if transformer and (self._first > 0 or self._last < len(self.all_layers)):

@@ -1,5 +1,5 @@
 """Models of the transformers library in slices: the cache that they read keys, values and states of earlier tokens from
-is, for every slice, its `Carry`."""
+is, for every slice, its `Carry`. And in packs: masks for those that make none of positions that begin anew."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def arguments_of_slice(model: Any, side: dict[str, Any], carry: Any) -> dict[str
                 f"{list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}"
             )
         found["attention_mask"] = carry.append("attention_mask", mask, 1)
-    elif positions is not None and positions.dim() == 2 and _heeds_packing(model):
+    elif positions is not None and positions.dim() == 2 and (_heeds_packing(model) or _is_attention_alone(model)):
         so_far = carry.append("position_ids", positions, 1)
         packed = masking_utils.find_packed_sequence_indices(so_far)
         if packed is not None:
@@ -118,6 +118,32 @@ def arguments_of_slice(model: Any, side: dict[str, Any], carry: Any) -> dict[str
     if positions is None and "position_ids" in inspect.signature(model.forward).parameters and not _counts(model):
         found["position_ids"] = torch.arange(carry.start, carry.end, device=model.device)[None]
     return found
+
+
+def needs_masks_of_packs(model: Any) -> bool:
+    """Whether sequences packed into a row would see each other but for masks that it is given: gpt-oss makes none of
+    positions that begin anew."""
+    return _is_attention_alone(model) and not _heeds_packing(model)
+
+
+def masks_of_pack(model: Any, side: dict[str, Any]) -> dict[str, Any]:
+    """The side inputs of whole rows, with masks where sequences are packed into them."""
+    positions = side["position_ids"]
+    if positions.dim() != 2 or side.get("attention_mask") is not None or "flash" in model.config._attn_implementation:
+        return side
+    if masking_utils.find_packed_sequence_indices(positions) is None:
+        return side
+    like = torch.empty((*positions.shape, 1), dtype=model.dtype, device=positions.device)
+    how = model.config, like, None, None, positions
+    masks = masking_utils.create_masks_for_generate(*how)
+    return {**side, "attention_mask": masking_utils.create_causal_mask(*how) if masks is None else masks}
+
+
+def _is_attention_alone(model: Any) -> bool:
+    """Whether all that it keeps of earlier tokens are keys and values, of a decoder that takes positions."""
+    takes = _cache_argument(model) is not None and "position_ids" in inspect.signature(model.forward).parameters
+    layers = cache_utils.DynamicCache(config=model.config).layers
+    return takes and bool(layers) and all(isinstance(layer, cache_utils.DynamicLayer) for layer in layers)
 
 
 def _packed_masks(model: Any, packed: Tensor, so_far: Tensor, cache: SlicedCache) -> Any:

@@ -16,10 +16,12 @@ from zbkern.pipeline.runtime.slices.sliced_batch import (
     Target,
     adds_up,
     check_sliceable,
+    check_takes_packs,
     cut,
     cut_target,
     edges,
     length_of,
+    tells_ends,
 )
 from zbkern.pipeline.transport.base import check_timeout
 from zbkern.pipeline.transport.connect import check_tied
@@ -129,6 +131,8 @@ def split_batch(
     takes_targets = last in modules and not (call == "forward" and given[1] is None)
     targets = split(call, "targets", given[1], count) if takes_targets else [None] * count
     if takes_targets:
+        if call != "forward" and any(map(tells_ends, sides)):
+            check_takes_packs(call, loss_fn)
         targets = [Target(target, 1 / count) for target in targets]
     if not schedule.is_sliced:
         return [Microbatch(*own, _versions(own[2])) for own in zip(firsts, targets, sides, strict=True)]

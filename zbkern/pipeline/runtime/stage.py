@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from zbkern.pipeline.auxiliary_losses import AuxiliaryLosses, Share
 from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.slices.carry import Carries
-from zbkern.pipeline.runtime.slices.first_forward import compare_in_slices
+from zbkern.pipeline.runtime.slices.first_forward import compare_in_packs, compare_in_slices
 from zbkern.pipeline.runtime.slices.sequence_loss import loss_of
-from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target, tells_ends
 from zbkern.pipeline.transport.tensors import wait_for
 from zbkern.schedules.schedule import Schedule
 from zbkern.wgrad import WGradQueue
@@ -53,6 +53,7 @@ class Stage:
         self.losses = AuxiliaryLosses()
         self._microbatches = 1 if schedule is None else schedule.microbatches
         self._compared: set[bool] = set()  # in which modes, training or evaluation, slices were compared with the whole
+        self._compared_packs = False  # with their sequences
         self._fails: str | None = None  # what slices raised in that comparison, where whole sequences did not
         self.splits: bool | None = None  # whether its first B left any W behind
         self._followed = False  # whether a first F has shown where gradients enter
@@ -79,6 +80,9 @@ class Stage:
         if in_slice and self.module.training not in self._compared:
             self._compared.add(self.module.training)
             self._fails = compare_in_slices(self.chunk, self.module, self._call, inputs, side or {})
+        if side and not self._compared_packs and tells_ends(side):
+            self._compared_packs = True
+            compare_in_packs(self.chunk, self.module, self._call, inputs, side)
         key = self.chunk, microbatch
         run = self._outputs if self.ledger is None else partial(self.ledger.forward, key, self._outputs)
         carry = side["carry"] if side is not None and in_slice else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from zbkern.planning.planner import native
@@ -34,13 +35,15 @@ class BatchPlan:
     """A schedule of one batch, and what its microbatches are.
 
     rows: of each microbatch, the numbers of the sequences in it: one, whole or in slices (`schedule.slices_of`), or a
-    pack of whole ones, in this order. makespan: from the first pass to the last, by the costs. lower_bound: of any
-    schedule of this batch, what the busiest rank's passes take alone. peak_memory: of each rank. published: the name
-    and the makespan of the best published schedule of whole packs that fits, None for none.
+    pack of whole ones, in this order. ends: of each microbatch, where its sequences end, 0 first. makespan: from the
+    first pass to the last, by the costs. lower_bound: of any schedule of this batch, what the busiest rank's passes
+    take alone. peak_memory: of each rank. published: the name and the makespan of the best published schedule of whole
+    packs that fits, None for none.
     """
 
     schedule: Schedule
     rows: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
     makespan: float
     lower_bound: float
     peak_memory: tuple[float, ...]
@@ -74,6 +77,7 @@ def plan_batch(
     memory_limit: float | None = None,
     *,
     multiple: int = 128,
+    packs: bool = True,
     passes: int = PASSES,
 ) -> BatchPlan:
     """A plan of one step for sequences of these lengths, in tokens.
@@ -84,12 +88,13 @@ def plan_batch(
         stages, chunks, placement: as in `plan`; a V of two chunks per rank by default.
         memory_limit: of every rank, in the unit of the costs.
         multiple: of which slices are.
+        packs: False for models that would let sequences in one row see each other: each is then one of its own.
         passes: how many the search runs again, a budget that is the same on every machine.
 
     Raises ScheduleError where the batch does not fit the limit, TypeError or ValueError for other arguments,
     RuntimeError without the compiled search.
     """
-    problem = _problem(lengths, costs, stages, chunks, placement, memory_limit, multiple)
+    problem = _problem(lengths, costs, stages, chunks, placement, memory_limit, multiple)._replace(packs=bool(packs))
     check_count("plan_batch: passes", passes)
     numbers = list(lengths)
     best = _Found(*_core().plan_batch(problem, numbers, passes))
@@ -102,7 +107,7 @@ def plan_batch(
             f"plan_batch: memory_limit must let the largest unit run; got {memory_limit:g}, and the least that any "
             f"order found needs is {least:.4g}; raise the limit, or use more chunks or stages"
         )
-    return _plan_of(problem, best, published)
+    return _plan_of(problem, numbers, best, published)
 
 
 def sequence_work(costs: Costs, length: int) -> float:
@@ -152,6 +157,7 @@ class _Problem(NamedTuple):
     memory_scale: float
     static: tuple[float, ...]
     lower_bound: float
+    packs: bool = True
 
 
 class _Found(NamedTuple):
@@ -256,8 +262,8 @@ def _scaled(
 def _best_published(problem: _Problem, lengths: list[int]) -> tuple[str, _Found] | None:
     """The best published schedule of whole packs within the limit, with the numbers of packs that people use."""
     ranks, best = max(problem.placement) + 1, None
-    for per_rank in _PACKS:
-        rows, cuts = _core().packed(problem, lengths, min(len(lengths), per_rank * ranks))
+    for count in (per_rank * ranks for per_rank in _PACKS) if problem.packs else (len(lengths),):
+        rows, cuts = _core().packed(problem, lengths, min(len(lengths), count))
         for name, orders in _published(problem.placement, len(rows)):
             found = _Found(*_core().run_batch(problem, rows, cuts, lengths, orders))
             fits = problem.limit is None or max(found.peaks) <= problem.limit
@@ -282,12 +288,15 @@ def _published(placement: tuple[int, ...], microbatches: int) -> list[tuple[str,
     return found
 
 
-def _plan_of(problem: _Problem, best: _Found, published: tuple[str, _Found] | None) -> BatchPlan:
+def _plan_of(
+    problem: _Problem, lengths: Sequence[int], best: _Found, published: tuple[str, _Found] | None
+) -> BatchPlan:
     rows = tuple(tuple(Action(_KINDS[kind], chunk, unit) for kind, chunk, unit, _, _ in row) for row in best.events)
     time, memory = 1 / problem.time_scale, 1 / problem.memory_scale
     return BatchPlan(
         schedule=Schedule.proven(rows, problem.placement, tuple(map(tuple, best.cuts)), "plan-batch"),
         rows=tuple(map(tuple, best.rows)),
+        ends=tuple(tuple(accumulate((lengths[number] for number in row), initial=0)) for row in best.rows),
         makespan=best.makespan * time,
         lower_bound=problem.lower_bound,
         peak_memory=tuple(own + peak * memory for own, peak in zip(problem.static, best.peaks, strict=True)),

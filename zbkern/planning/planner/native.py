@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_VERSION = 7
+_VERSION = 8
 
 try:
     from zbkern import _planner as core

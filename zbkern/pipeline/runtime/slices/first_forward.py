@@ -1,4 +1,5 @@
-"""The comparison that a chunk's first forward in slices makes by itself: a few tokens whole, and in two slices.
+"""The comparison that a chunk's first forward in slices makes by itself: a few tokens whole, and in two slices; and
+that of its first pack: a few tokens of two sequences in one row, and each by itself.
 
 Every part of the chunk is compared, and then goes on with what it has returned for the whole: rounding does not add up
 from part to part, and the part that needs whole sequences is named.
@@ -9,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +20,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.forward_state import ForwardState, evaluation_mode, random_state
-from zbkern.pipeline.runtime.slices.carry import Carry, carries_of
-from zbkern.pipeline.runtime.slices.sliced_batch import cut
+from zbkern.pipeline.runtime.slices.carry import carries_of
+from zbkern.pipeline.runtime.slices.sliced_batch import ENDS, OWN_ENDS, cut, length_of
 from zbkern.pipeline.transport.tensors import local_part, tensors_in, wait_for
 
 _TOKENS = 32  # at most
 _EXACT, _EXACT_TF32, _EXACT_16_BITS, _EXACT_8_BITS = 1e-3, 5e-3, 3e-2, 0.25  # relative
 _OF_8_BITS = {"torchao", "transformer_engine"}
+_LONGEST = {"max_length_q", "max_length_k"}
 _stance = threading.Lock()  # torch has one for all threads
 
 logger = logging.getLogger("zbkern")
@@ -43,56 +46,143 @@ def compare_in_slices(
     tokens = carry.end - carry.start
     count = max(2, min(_TOKENS, tokens))
     few = _few((inputs, {**side, "carry": None}), tokens, count)
-    device = next(tensor.device for tensor in [*tensors_in(few), *module.parameters()])
-    before, outputs = ForwardState([module], device), _Outputs(module, count)
+    middle = (count + 1) // 2
     failure, raised = None, None
-    try:
-        with torch.no_grad(), _eagerly(module), outputs.watched():
-            for what, given, outputs.counted in _batches(few, count):
-                failure = None
-                try:
-                    if not _run(call, given, count, before, outputs):  # dropout, say
-                        with evaluation_mode([module]):
-                            if not _run(call, given, count, before, outputs):
-                                failure = "its forward draws random numbers"
-                except Exception as error:  # the forward itself will raise it, or takes no few tokens
-                    failure = f"{type(error).__name__}: {error}"
-                    raised = raised or (f"a slice{what} raises {failure}" if outputs.in_slices else None)
-                if found := outputs.first_that_differs():
-                    raise ValueError(
-                        f"Pipeline: chunk {chunk} cannot take its sequences in slices{what}: {found} than for whole "
-                        "ones. It must get what comes before a slice from the carry (zbkern.nn.Attention takes it; "
-                        "docs/long_context.md); or use a schedule without slices"
-                    )
-    finally:
-        before.restore()
-        torch.clear_autocast_cache()  # of casts without a graph
+
+    def forwards() -> _Forwards:
+        # because of what is beside it for all tokens, a module may take a few as the first slice of a sequence alone
+        whole: list[dict[str, Any]] = [{"carry": None}, {"carry": carries_of([count])[0]}]
+        return _Forwards(whole, middle, [{"carry": each} for each in carries_of([middle, count - middle])])
+
+    with _comparing(module, few, count) as (before, outputs):
+        for what, given, outputs.counted in _batches(few, count):
+            failure = _run(module, call, given, forwards, before, outputs)
+            if failure is not None and outputs.in_parts:
+                raised = raised or f"a slice{what} raises {failure}"
+            if found := outputs.first_that_differs():
+                raise ValueError(
+                    f"Pipeline: chunk {chunk} cannot take its sequences in slices{what}: {found} than for whole "
+                    "ones. It must get what comes before a slice from the carry (zbkern.nn.Attention takes it; "
+                    "docs/long_context.md); or use a schedule without slices"
+                )
     if failure is not None:
         logger.warning("chunk %d: slices could not be compared with whole sequences: %s", chunk, failure)
     return raised
 
 
-def _run(call: Callable[..., Any], given: Any, count: int, before: ForwardState, outputs: _Outputs) -> bool:
-    """A forward of all tokens, and of two slices of them; False where it draws random numbers."""
+def compare_in_packs(
+    chunk: int, module: nn.Module, call: Callable[..., Any], inputs: Any, side: Mapping[str, Any]
+) -> None:
+    """The same of two sequences in one row, as side inputs tell by the ends of its sequences, and each by itself."""
+    tokens = length_of(inputs, side) or 0
+    count = min(_TOKENS, tokens)
+    if count < 2:
+        return
+    middle = (count + 1) // 2
+    few = _few((inputs, dict(side)), tokens, count)
 
-    def forward(place: tuple[int, int], carry: Carry | None) -> None:
+    def forwards() -> _Forwards:
+        alone = [_told(few, [0, length]) for length in (middle, count - middle)]
+        return _Forwards([_told(few, [0, middle, count])], middle, alone)
+
+    with _comparing(module, few, count) as (before, outputs):
+        failure = _run(module, call, few, forwards, before, outputs)
+        if found := outputs.first_that_differs():
+            raise ValueError(
+                f"Pipeline: chunk {chunk} cannot take sequences packed into a row: {found} than for each by itself. It "
+                "must get where they end (zbkern.nn.Attention takes cu_seqlens; docs/batches.md); or plan batches "
+                "with packs=False"
+            )
+    if failure is not None:
+        logger.warning("chunk %d: packed sequences could not be compared with each by itself: %s", chunk, failure)
+
+
+def _told(given: Any, ends: list[int]) -> dict[str, Any]:
+    """Of inputs and side inputs those that tell of sequences, for some that end there; of packs alone not for one."""
+    found: dict[str, Any] = {}
+    inputs, side = given
+    for name, value in {**(inputs if isinstance(inputs, dict) else {}), **side}.items():
+        if name == "position_ids" and isinstance(value, Tensor):
+            positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])
+            found[name] = positions.to(value).expand(*value.shape[:-1], ends[-1])
+        elif name == OWN_ENDS or (name in ENDS and len(ends) > 2):
+            found[name] = torch.as_tensor(value).new_tensor(ends)
+        elif name in _LONGEST and len(ends) > 2:
+            found[name] = max(b - a for a, b in pairwise(ends))
+    return found
+
+
+class _Forwards(NamedTuple):
+    """What is compared: side inputs of all tokens, of which the first that a module takes count, and of both parts."""
+
+    whole: Sequence[Mapping[str, Any]]
+    middle: int
+    parts: Sequence[Mapping[str, Any]]
+
+
+@contextmanager
+def _comparing(module: nn.Module, few: Any, count: int) -> Iterator[tuple[ForwardState, _Outputs]]:
+    """Inside, forwards have no graph; at the end the module's buffers and random numbers are as they were."""
+    device = next(tensor.device for tensor in [*tensors_in(few), *module.parameters()])
+    before, outputs = ForwardState([module], device), _Outputs(module, count)
+    try:
+        with torch.no_grad(), _eagerly(module), outputs.watched():
+            yield before, outputs
+    finally:
+        before.restore()
+        torch.clear_autocast_cache()  # of casts without a graph
+
+
+def _run(
+    module: nn.Module,
+    call: Callable[..., Any],
+    given: Any,
+    forwards: Callable[[], _Forwards],
+    before: ForwardState,
+    outputs: _Outputs,
+) -> str | None:
+    """Runs them; why that cannot be compared, or None."""
+    try:
+        if not _run_once(call, given, forwards(), before, outputs):  # dropout, say
+            with evaluation_mode([module]):
+                if not _run_once(call, given, forwards(), before, outputs):
+                    return "its forward draws random numbers"
+    except Exception as error:  # the forward itself will raise it, or takes no few tokens
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _run_once(
+    call: Callable[..., Any], given: Any, forwards: _Forwards, before: ForwardState, outputs: _Outputs
+) -> bool:
+    """Whether it drew no random numbers."""
+    count = outputs.tokens
+
+    def forward(place: tuple[int, int], more: Mapping[str, Any]) -> None:
         outputs.begin(place)
         inputs, side = cut(given, count, place)
-        call(inputs, {**side, "carry": carry})
+        own = {name: value for name, value in side.items() if name not in {*ENDS, *_LONGEST}}
+        if isinstance(inputs, dict):
+            inputs = {name: more.get(name, value) for name, value in inputs.items()}
+            more = {name: value for name, value in more.items() if name not in inputs}
+        call(inputs, {**own, **more})
 
     before.restore()
     drawn = random_state(before.device)
-    try:
-        forward((0, count), None)
-    except Exception:  # of what is beside it for all tokens: as the first slice of a sequence it takes a few
-        before.restore()
-        forward((0, count), carries_of([count])[0])
+    for number, more in enumerate(forwards.whole):
+        try:
+            forward((0, count), more)
+            break
+        except Exception:
+            if number + 1 == len(forwards.whole):
+                raise
+            before.restore()
     if not _are_same(drawn, random_state(before.device)):
         return False
     before.restore()
-    middle = (count + 1) // 2
-    for place, carry in zip([(0, middle), (middle, count)], carries_of([middle, count - middle]), strict=True):
-        forward(place, carry)
+    places = (0, forwards.middle), (forwards.middle, count)
+    for place, more in zip(places, forwards.parts, strict=True):
+        forward(place, more)
     return True
 
 
@@ -113,8 +203,9 @@ class _Outputs:
 
     def __init__(self, module: nn.Module, tokens: int) -> None:
         self.counted: Tensor | None = None
-        self.in_slices = False
-        self._module, self._tokens = module, tokens
+        self.in_parts = False
+        self.tokens = tokens
+        self._module = module
         self._place = (0, tokens)
         self._whole: dict[_Key, Tensor] = {}
         self._calls: Counter[str] = Counter()
@@ -123,9 +214,9 @@ class _Outputs:
 
     def begin(self, place: tuple[int, int]) -> None:
         """Before a forward of the tokens from the first to before the last."""
-        self._place, self.in_slices = place, place != (0, self._tokens)
+        self._place, self.in_parts = place, place != (0, self.tokens)
         self._calls.clear()
-        if not self.in_slices:
+        if not self.in_parts:
             self._whole.clear()
             self._errors.clear()
 
@@ -181,8 +272,8 @@ class _Outputs:
         if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.dim() < 2 or not tensor.numel():
             return leaf
         self._bytes = min(self._bytes, tensor.element_size())
-        if not self.in_slices:
-            if tensor.shape[1] == self._tokens:
+        if not self.in_parts:
+            if tensor.shape[1] == self.tokens:
                 self._whole[key] = tensor.clone()
             return leaf
         whole, place = self._whole.get(key), slice(*self._place)

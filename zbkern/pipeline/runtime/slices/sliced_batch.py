@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.transport.tensors import tensors_in
 
+OWN_ENDS = "cu_seqlens"  # the name by which zbkern.nn.Attention takes the ends of packed sequences
+ENDS = {OWN_ENDS, "cu_seq_lens_q", "cu_seq_lens_k"}  # and models of the transformers library
 LossFn = Callable[[Any, Any], Tensor]  # of one microbatch: loss_fn(output, target)
 
 
@@ -66,6 +68,21 @@ def cut(value: Any, tokens: int, place: tuple[int, int]) -> Any:
         return leaf[:, place[0] : place[1]] if leaf.dim() > 1 and leaf.shape[1] == tokens else leaf
 
     return pytree.tree_map_only(Tensor, part, value)
+
+
+def tells_ends(side: Mapping[str, Any]) -> bool:
+    """Whether side inputs have the ends of a pack's sequences."""
+    return not ENDS.isdisjoint(side)
+
+
+def check_takes_packs(call: str, loss_fn: Any) -> None:
+    """Raises ValueError for a loss to which packed sequences would be one."""
+    if not adds_up(loss_fn) and not getattr(loss_fn, "takes_packs", False):
+        raise ValueError(
+            f"Pipeline.{call}: loss_fn must say that it takes packs of sequences, which a loss of whole rows takes for "
+            "one: give per_sequence(loss_fn) with sequence_targets, or set loss_fn.reduction to 'sum' where the loss "
+            "is a sum over tokens, as token_loss is"
+        )
 
 
 def adds_up(loss_fn: Any) -> bool:
