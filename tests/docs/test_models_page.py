@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zbkern
-from tests.support.chunks import results_on_threads
+from tests.support.chunks import gradients_of, results_on_threads
 from tests.support.pages import blocks
 from zbkern import __main__
 from zbkern.pipeline import layers_of
@@ -70,7 +70,7 @@ def check_weights(names: dict[str, Any], folder: str) -> None:
 
 def run_page(folder: str) -> tuple[str, bool, int]:
     """The pages' programs in one namespace; the schedule that was measured for, and what the last chunk begins with."""
-    cutting, without_logits, _, measuring, by_layer, from_file = (code for page in PAGES for code in blocks(page))
+    cutting, without_logits, _, _, measuring, by_layer, from_file = (code for page in PAGES for code in blocks(page))
     names: dict[str, Any] = dict(batch())
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -140,6 +140,58 @@ def test_a_bias_balances_experts_as_in_one_process() -> None:
     assert len(moved) == 3
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["DeepseekV3", "Qwen3Next"])
+def test_a_further_token_is_predicted_as_in_one_process(kind: str) -> None:
+    from tests.support import small_models
+
+    (code,) = (code for code in blocks(PAGES[0]) if "class WithMtp" in code)
+    name, sizes = next(each for each in small_models.DECODERS.values() if each[0] == kind)
+    names: dict[str, Any] = {"config": small_models.config_of(name, sizes)}
+    names |= {"cut": zbkern.pipeline.cut, "schedule": zbkern.pipeline.schedules.zb_h1(1, 1)}
+    exec(code.replace("DeepseekV3ForCausalLM", f"{kind}ForCausalLM"), names)  # all of it, on one rank
+    zb_v, zb_h1 = zbkern.pipeline.schedules.zb_v(2, 2), zbkern.pipeline.schedules.zb_h1(3, 2)
+    state = names["chunks"][0].state_dict()
+    for rank in range(3):
+        for chunk in names["cut"](names["model"], zb_h1, [0, 3, 6], layers=names["layers"], rank=rank):
+            assert all(torch.equal(value, state[key]) for key, value in chunk.state_dict().items())
+    torch.manual_seed(0)
+    model = names["WithMtp"](names["config"]).double()
+    model.set_experts_implementation("eager")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.1 if parameter.dim() > 1 else 1.0, 0.1)
+    plain = copy.deepcopy(model)
+    tokens, mask, labels = small_models.batch()
+    targets, losses = zbkern.pipeline.token_targets(labels, 2), [0.0, 0.0]
+    for row, own, target in zip(tokens.chunk(2), mask.chunk(2), targets, strict=True):
+        hidden = plain.model(input_ids=row, attention_mask=own, use_cache=False).last_hidden_state
+        both = plain.mtp.enorm(plain.model.embed_tokens(row[:, 1:])), plain.mtp.hnorm(hidden[:, :-1])
+        rotary = plain.model.rotary_emb(hidden, torch.arange(row.shape[1] - 1)[None])
+        block = plain.mtp.block(plain.mtp.eh_proj(torch.cat(both, -1)), position_embeddings=rotary)
+        logits = plain.lm_head(plain.mtp.norm(block[:, :-1]))
+        further = row.masked_fill(own == 0, -100)[:, 2:]
+        found = (
+            zbkern.pipeline.token_loss(plain.lm_head(hidden), target),
+            nn.functional.cross_entropy(logits.flatten(0, 1), further.flatten()),
+        )
+        ((found[0] + 0.3 * found[1]) / 2).backward()
+        losses = [losses[0] + found[0].item() / 2, losses[1] + 0.3 * found[1].item() / 2]
+
+    def of_rank(transport: Any) -> Any:
+        chunks = zbkern.pipeline.cut(copy.deepcopy(model), *cuts, layers=names["layers"], rank=transport.rank)
+        with zbkern.pipeline.Pipeline(chunks, cuts[0], zbkern.pipeline.token_loss, transport, timeout=60) as pipe:
+            loss = pipe.step(None, targets, side={"input_ids": tokens, "attention_mask": mask})
+            assert pipe.auxiliary_losses() == pytest.approx({"mtp": losses[1]}, rel=1e-12)
+            assert loss is None or loss.item() == pytest.approx(losses[0], rel=1e-12)
+        return chunks
+
+    for cuts in ((zb_v, [0, 3, 5, 7]), (zb_h1, [0, 3, 6])):  # the last two layers apart, and together
+        chunks = [chunk for chunks in results_on_threads(cuts[0].ranks, of_rank) for chunk in chunks]
+        gradients = gradients_of(chunks)
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is not None and parameter.grad.any():
+                torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
 @pytest.mark.slow

@@ -94,12 +94,12 @@ def _draw(model: nn.Module, chunk: Chunk, empty: Sequence[str], init: Initialise
     """Values for `empty`, layer by layer: those of a layer depend on the seed and its name, not on the partition."""
     parts = {name.rpartition(".")[0] for name in empty}
     inside = {part: next((layer for layer in chunk.layer_names if is_within(part, layer)), part) for part in parts}
+    held = dict(chunk.named_parameters(remove_duplicate=False))  # by each name of a tied one
+    drawn = {id(held[name]) for name in (*empty, *chunk.shared_names.values()) if name in held}
     for owner in sorted(set(inside.values())):
         layer, initialise = chunk.whole.get_submodule(owner), _initialiser(chunk, owner, init)
         with _seeded(seed, owner, chunk):
-            if {name for name, _ in layer.named_parameters(prefix=owner)} <= set(empty) | set(
-                chunk.shared_names.values()
-            ):
+            if all(id(parameter) in drawn for parameter in layer.parameters()):
                 layer.apply(initialise)
             else:  # others have their values
                 for part in (p for p, _ in chunk.named_modules() if p in parts and inside[p] == owner):
