@@ -57,7 +57,7 @@ _target: list[tuple[int, bool]] = []
 
 @contextlib.contextmanager
 def gpu(
-    capability: int, seed: int = 0, runs: bool = True, processors: int | None = None, verbose: bool = False
+    capability: int, seed: int = 0, runs: bool = True, processors: int | None = None
 ) -> Iterator[None]:
     """Inside, tensors of the CPU lie on a GPU of that capability.
 
@@ -78,7 +78,7 @@ def gpu(
     def resolve(op: str, impl: str, device: Any = None, dtype: Any = None) -> ModuleType:
         return kernels if impl == "triton" else real(op, impl, device, dtype)
 
-    library.load().emu_options(seed, capability, runs, verbose)
+    library.load().emu_options(seed, capability, runs)
     if _target != [(capability, runs)]:
         forget()
         _target[:] = [(capability, runs)]

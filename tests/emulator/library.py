@@ -23,7 +23,8 @@ from typing import NamedTuple
 from build_tools.kernels.aot import kept_in
 
 SOURCES = Path(__file__).with_name("src")
-FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-march=native", "-Wall", "-Wextra"]
+FLAGS = ["-std=c++20", "-O3", "-fwrapv", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-march=native"]
+FLAGS += ["-Wall", "-Wextra"]
 
 
 class Finding(NamedTuple):
@@ -94,7 +95,7 @@ def load() -> ctypes.CDLL:
     folder = library_folder()
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     found = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
-    found.emu_options.argtypes = [ctypes.c_ulonglong, ctypes.c_int, ctypes.c_int, ctypes.c_int]
+    found.emu_options.argtypes = [ctypes.c_ulonglong, ctypes.c_int, ctypes.c_int]
     found.emu_findings.restype = found.emu_launches.restype = found.emu_unsupported.restype = ctypes.c_long
     found.emu_error.restype, found.emu_given.restype = ctypes.c_char_p, ctypes.c_void_p
     importlib.import_module("torch")  # whose allocator must be there for emu_watch

@@ -42,12 +42,6 @@ def matmul(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexp
 
 
 @triton.jit
-def histogram(x, out, n, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.atomic_add(out + tl.load(x + i, i < n, 0), 1, i < n)
-
-
-@triton.jit
 def product_and_columns(a, b, out, sums, rows, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     """That of docs/triton_ring.md."""
     product, total = tl.zeros((M, N), tl.float32), tl.zeros((M,), tl.float32)
@@ -61,7 +55,7 @@ def product_and_columns(a, b, out, sums, rows, M: tl.constexpr, N: tl.constexpr,
 
 @pytest.fixture(autouse=True, params=[80, 90])
 def capability(request: pytest.FixtureRequest) -> Iterator[int]:
-    forget(add, softmax, matmul, histogram, product_and_columns)
+    forget(add, softmax, matmul, product_and_columns)
     library.findings()
     with gpu(request.param):
         yield request.param
@@ -93,13 +87,6 @@ def test_a_product(dtype: torch.dtype) -> None:
     a, b, c = torch.randn(130, 72).to(dtype), torch.randn(72, 100).to(dtype), torch.empty(130, 100)
     matmul[(3, 2)](a, b, c, 130, 100, 72, 64, 64, 32)
     torch.testing.assert_close(c.double(), a.double() @ b.double(), atol=1e-4, rtol=0)
-    assert not found()
-
-
-def test_atomics() -> None:
-    x, out = torch.randint(10, (500,), dtype=torch.int32), torch.zeros(10, dtype=torch.int32)
-    histogram[(1,)](x, out, 500, 512)
-    assert torch.equal(out, x.bincount(minlength=10).int())
     assert not found()
 
 

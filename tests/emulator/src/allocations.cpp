@@ -27,7 +27,8 @@ Allocations known;
 
 struct Guard {
   Guard() {
-    while (busy.test_and_set(std::memory_order_acquire)) {}
+    while (busy.test_and_set(std::memory_order_acquire)) {
+    }
   }
   ~Guard() { busy.clear(std::memory_order_release); }
 };

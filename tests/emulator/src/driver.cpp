@@ -51,9 +51,6 @@ CUresult run(const Handle& handle, const Config& config, void** values) {
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   launched += f.name + "\t" + std::to_string(seconds) + "\n";
   for (const auto& each : g.findings) findings.emplace_back(f.name, each);
-  if (options.says)
-    fprintf(stderr, "ptx: %s grid %u %u %u: %llu steps, %.3f s\n", f.name.c_str(), config.grid[0], config.grid[1],
-            config.grid[2], static_cast<unsigned long long>(g.steps), seconds);
   if (!failure.empty()) return refuse("ptx emulator: " + f.name + ": " + failure, CUDA_ERROR_LAUNCH_FAILED);
   return CUDA_SUCCESS;
 }
@@ -117,9 +114,7 @@ extern "C" {
 
 // ---- of our own ----
 
-void emu_options(unsigned long long seed, int capability, int runs, int says) {
-  options = {seed, capability, runs != 0, says != 0};
-}
+void emu_options(unsigned long long seed, int capability, int runs) { options = {seed, capability, runs != 0}; }
 
 // Writes "kernel\tkind\ttext\n" for each finding and forgets them; returns the bytes needed, more than `most` where it
 // wrote nothing.
@@ -145,7 +140,9 @@ long emu_unsupported(const char* text, char* out, long most) {
     const auto module = parse(text);
     for (const auto& f : module->functions)
       for (const auto& each : f->unsupported) all += f->name + ": " + each + "\n";
-  } catch (const std::exception& error) { all = std::string("error ") + error.what(); }
+  } catch (const std::exception& error) {
+    all = std::string("error ") + error.what();
+  }
   return hand_over(all, out, most);
 }
 
@@ -213,7 +210,9 @@ CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   const bool cubin = std::memcmp(image, "\177ELF", 4) == 0;
   try {
     modules.push_back(cubin ? read_cubin(static_cast<const u8*>(image)) : parse(static_cast<const char*>(image)));
-  } catch (const std::exception& error) { return refuse(error.what(), CUDA_ERROR_INVALID_PTX); }
+  } catch (const std::exception& error) {
+    return refuse(error.what(), CUDA_ERROR_INVALID_PTX);
+  }
   *module = reinterpret_cast<CUmodule>(modules.back().get());
   return CUDA_SUCCESS;
 }
@@ -255,13 +254,13 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
   if (rank < 1 || rank > 5) return refuse(number(rank) + " dimensions");
   if (!address || reinterpret_cast<std::uintptr_t>(address) % 16)
     return refuse("a tensor that begins at " + hex(reinterpret_cast<u64>(address)));
-  if (interleave) return refuse("an interleaved tensor");
+  if (interleave || fill) return refuse("an interleaved tensor, or one that is filled with nan");
   if (static_cast<unsigned>(swizzle) > 3) return refuse("swizzle " + number(swizzle));
   TensorMap made{};
   made.mark = kMark, made.address = reinterpret_cast<u64>(address), made.type = static_cast<u8>(type),
   made.rank = static_cast<u8>(rank);
   made.swizzle = static_cast<u8>(swizzle), made.promotion = static_cast<u8>(promotion),
-  made.fill = static_cast<u8>(fill), made.element = static_cast<u8>(size);
+  made.element = static_cast<u8>(size);
   for (unsigned i = 0; i < rank; ++i) {
     if (!lengths[i] || lengths[i] > 1ull << 32) return refuse("a length of " + number(lengths[i]));
     if (!box[i] || box[i] > 256) return refuse("a box of " + number(box[i]));
@@ -286,7 +285,6 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction function, void** v
                 {c->blockDimX, c->blockDimY, c->blockDimZ},
                 c->sharedMemBytes,
                 {1, 1, 1}};
-  if (handle->function->cluster) config.cluster[0] = static_cast<u32>(handle->function->cluster);
   for (unsigned i = 0; i < c->numAttrs; ++i)
     if (c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
       config.cluster[0] = c->attrs[i].value.clusterDim.x, config.cluster[1] = c->attrs[i].value.clusterDim.y,

@@ -1,9 +1,11 @@
 #pragma once
 #include "machine.h"
 namespace ptx {
-void unsupported(Warp& w, const Instr& I, u32 mask);
-void mov_zero64(Warp& w, const Instr& I, u32 mask);
-Handler choose_memory(Instr& I);  // loads, stores, atomics, barriers, copies, control
-Handler choose_matrix(Instr& I);  // ldmatrix, mma, wgmma
-Handler choose_tensor(Instr& I);  // tcgen05
+// The handler of an instruction, and what it remembers in it; null where it is another's, or is not supported.
+Handler choose_alu(Instr& I);      // what computes in registers
+Handler choose_convert(Instr& I);  // cvt
+Handler choose_memory(Instr& I);   // loads, stores, barriers, control
+Handler choose_copy(Instr& I);     // cp
+Handler choose_matrix(Instr& I);   // ldmatrix, stmatrix, mma, wgmma
+Handler choose_tensor(Instr& I);   // tcgen05
 }  // namespace ptx

@@ -1,6 +1,7 @@
 // The state of a running grid: warps with their registers, blocks with their shared memory, what is on its way.
 #pragma once
 
+#include <bit>
 #include <cstring>
 #include <deque>
 #include <memory>
@@ -61,7 +62,7 @@ struct MBarrier {
 struct TensorMap {  // of 128 bytes, aligned to 64: what cuTensorMapEncodeTiled makes here
   u64 mark;
   u64 address;
-  u8 type, rank, swizzle, promotion, fill, element, pad[2];
+  u8 type, rank, swizzle, promotion, element, pad[3];
   u64 strides[4];
   u32 lengths[5];  // minus one, for 2^32
   u16 box[5];
@@ -70,6 +71,7 @@ struct TensorMap {  // of 128 bytes, aligned to 64: what cuTensorMapEncodeTiled 
 };
 static_assert(sizeof(TensorMap) == 128);
 constexpr u64 kMark = 0x7a626b65726e2e32;
+constexpr int kFloat16 = 6, kFloat32 = 7, kBFloat16 = 9;  // types of its elements
 
 struct Cta;
 
@@ -94,22 +96,20 @@ struct WarpGroup {
 
 // A copy by the async proxy.
 struct Copy {
-  enum Way : u8 { to_shared, to_global, reduce, bulk_to_shared, bulk_to_global } way;
+  enum Way : u8 { to_shared, to_global, add } way;
   TensorMap map;
   i32 coordinates[5];
   u32 shared;  // offset in shared memory
   u32 bytes = 0;
-  u64 global = 0;
   u32 mbarrier = 0;
   u32 ctas = 0;    // a bit for each block of the cluster that receives it
   u32 signal = 0;  // the block of the cluster whose barrier is told: its rank, or each receiver
   bool signal_each = false;
   Knowledge issuer;
-  int cta = 0, warp = 0, lane = 0;
+  int cta = 0, warp = 0;
+  u32 lane = 0;
   const Instr* instr = nullptr;
   u64 group = 0;
-  std::string operation;
-  bool read_done = false;
 };
 
 struct SmallCopy {  // cp.async of one lane
@@ -118,15 +118,6 @@ struct SmallCopy {  // cp.async of one lane
   u8 bytes, filled, lane;
   u64 group;
   const Instr* instr;
-  u64 serial;  // among those of its warp
-};
-
-struct SmallArrival {  // cp.async.mbarrier.arrive of one lane: when its copies so far have been made
-  int lane;
-  u64 serial;
-  int cta;
-  u32 mbarrier;
-  Knowledge issuer;
 };
 
 struct Group {  // lanes at one place
@@ -159,13 +150,9 @@ struct Warp {
   u32* r32 = nullptr;
   u64* r64 = nullptr;
   u32* predicates = nullptr;
-  u64* r128 = nullptr;
-  u8* local = nullptr;
   std::vector<u32> storage32;
   std::vector<u64> storage64;
   std::vector<u32> storage_pred;
-  std::vector<u64> storage128;
-  std::vector<u8> storage_local;
   u32 live = 0;
   std::vector<Group> groups;  // those that have not ended
   int current = 0;            // which group
@@ -180,15 +167,13 @@ struct Warp {
   const Instr* last_poll = nullptr;  // that failed
   Knowledge knowledge;
   std::vector<SmallCopy> small;
-  std::deque<SmallArrival> arrivals;
-  u64 small_serial = 0;
   u64 commits[32] = {};  // of cp.async
   u64 bulk_commits[32] = {};
   std::deque<Product> products;
   std::vector<Moved> moved;
   u64 product_commits = 0, products_issued = 0;
   std::vector<u8> pending32;   // registers that a product will write: 1, or read: 2
-  std::vector<u32> changed32;  // when a register was written last, by steps
+  std::vector<u32> touched32;  // when a register was read or written last, by steps
   u32 fence_step = 0;          // of wgmma.fence
   u32 steps = 0;
   bool has_products = false;
@@ -230,7 +215,6 @@ struct Options {
   u64 seed = 0;
   int capability = 90;
   bool runs = true;  // else launches are checked only
-  bool says = false;
 };
 
 struct Config {
@@ -266,8 +250,6 @@ void run_grid(Grid& grid);
 
 // ---- operands ----
 
-inline const u32* in32(Warp& w, const Operand& o);
-inline const u64* in64(Warp& w, const Operand& o);
 void special32(Warp& w, int which, u32* out);
 
 inline const u32* in32(Warp& w, const Operand& o) {
@@ -307,12 +289,26 @@ inline const u64* in64(Warp& w, const Operand& o) {
   }
 }
 
-inline u64 address_of(Warp& w, const Arg& arg, int lane) {
+inline u64 address_of(Warp& w, const Arg& arg, u32 lane) {
   const Operand& base = arg.base;
   const u64 at = base.kind == Kind::constant ? base.value
-                 : base.kind == Kind::reg32  ? w.r32[base.index * 32 + lane]
-                                             : w.r64[base.index * 32 + lane];
+                 : base.kind == Kind::reg32  ? w.r32[static_cast<u32>(base.index) * 32 + lane]
+                                             : w.r64[static_cast<u32>(base.index) * 32 + lane];
   return at + static_cast<u64>(arg.offset);
+}
+
+inline u64 get(Warp& w, const Operand& o, u32 lane) {
+  switch (o.kind) {
+    case Kind::reg32: return w.r32[static_cast<u32>(o.index) * 32 + lane];
+    case Kind::reg64: return w.r64[static_cast<u32>(o.index) * 32 + lane];
+    case Kind::constant: return o.value;
+    default: return in32(w, o)[lane];
+  }
+}
+
+inline void put(Warp& w, const Operand& o, u32 lane, u64 value) {
+  if (o.kind == Kind::reg32) w.r32[static_cast<u32>(o.index) * 32 + lane] = static_cast<u32>(value);
+  else if (o.kind == Kind::reg64) w.r64[static_cast<u32>(o.index) * 32 + lane] = value;
 }
 
 inline u32 in_pred(Warp& w, const Operand& o) {
@@ -360,10 +356,9 @@ inline void out64(Warp& w, const Operand& o, u32 mask, const u64* value) {
 
 // ---- shared memory ----
 
-constexpr u64 kSharedWindow = u64{1} << 60, kLocalWindow = u64{1} << 61;
-
 // The block and the offset of a shared address of `warp`: 24 bits of offset, above them 0 for its own or 1 + a rank.
 Cta& shared_block(Warp& w, u64 address, u32& offset);
+bool inside_shared(Warp& w, const Instr& I, u32 lane, u32 offset, u32 bytes, const char* doing);  // else reported
 void shared_read(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, void* out,
                  bool async_proxy = false);
 void shared_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, const void* in);
@@ -380,47 +375,16 @@ MBarrier& mbarrier_at(Warp& w, const Instr& I, u32 lane, u64 address);
 
 void run_tensor_work(WarpGroup& pipe);  // the first of it
 
-void complete_small(Warp& w, u32 lanes, u64 keep);
-void run_copy(Copy& copy);
-void run_arrival(Warp& w);                  // the first of them
+void run_copy(const Copy& copy);
 bool complete_products(Warp& w, u64 keep);  // false where another warp has yet to issue one
-void finish_copies(Warp& w, u32 lanes, u64 keep, bool reads_only);
 void mbarrier_check(MBarrier& barrier);
 void hold_granules(Cta& cta, u32 offset, u32 bytes, int add);
 
-inline float f32_of(u32 bits) {
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-inline u32 bits_of(float f) {
-  u32 b;
-  std::memcpy(&b, &f, 4);
-  return b;
-}
-inline double f64_of(u64 bits) {
-  double f;
-  std::memcpy(&f, &bits, 8);
-  return f;
-}
-inline u64 bits_of(double f) {
-  u64 b;
-  std::memcpy(&b, &f, 8);
-  return b;
-}
+inline float f32_of(u32 bits) { return std::bit_cast<float>(bits); }
+inline u32 bits_of(float f) { return std::bit_cast<u32>(f); }
 inline float bf16_of(u32 bits) { return f32_of(bits << 16); }
-inline float f16_of(u32 bits) {
-  _Float16 h;
-  u16 b = static_cast<u16>(bits);
-  std::memcpy(&h, &b, 2);
-  return static_cast<float>(h);
-}
-inline u32 to_f16(float f) {
-  _Float16 h = static_cast<_Float16>(f);
-  u16 b;
-  std::memcpy(&b, &h, 2);
-  return b;
-}
+inline float f16_of(u32 bits) { return static_cast<float>(std::bit_cast<_Float16>(static_cast<u16>(bits))); }
+inline u32 to_f16(float f) { return std::bit_cast<u16>(static_cast<_Float16>(f)); }
 inline u32 to_bf16(float f) {  // to the nearest, ties to even
   const u32 bits = bits_of(f);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
@@ -428,8 +392,6 @@ inline u32 to_bf16(float f) {  // to the nearest, ties to even
 }
 float e4m3_of(u8 bits);
 float e5m2_of(u8 bits);
-u8 to_e4m3(float f);  // saturating
-u8 to_e5m2(float f);
 
 std::string hex(u64 value);
 

@@ -1,4 +1,4 @@
-// Handlers of matrix instructions: ldmatrix, stmatrix, movmatrix, mma.sync, wgmma.
+// Handlers of matrix instructions: ldmatrix, stmatrix, mma.sync, wgmma.
 #include <algorithm>
 #include <cmath>
 
@@ -26,12 +26,6 @@ void unpack(u32 bits, Type type, float* out) {  // 1, 2 or 4 numbers
     case Type::f16: out[0] = f16_of(bits & 0xffff), out[1] = f16_of(bits >> 16); break;
     case Type::bf16: out[0] = f32_of(bits << 16), out[1] = f32_of(bits & 0xffff0000u); break;
     case Type::tf32: out[0] = f32_of(bits & 0xffffe000u); break;
-    case Type::s8:
-      for (int i = 0; i < 4; ++i) out[i] = static_cast<float>(static_cast<std::int8_t>(bits >> 8 * i));
-      break;
-    case Type::u8:
-      for (int i = 0; i < 4; ++i) out[i] = static_cast<float>(static_cast<u8>(bits >> 8 * i));
-      break;
     default:
       for (int i = 0; i < 4; ++i) out[i] = table8(type == Type::e4m3)[bits >> 8 * i & 0xff];
   }
@@ -48,10 +42,10 @@ void ldmatrix(Warp& w, const Instr& I, u32) {
   for (int j = 0; j < count; ++j) {
     u16 rows[8][8];
     for (int r = 0; r < 8; ++r) {
-      const int lane = 8 * j + r;
+      const u32 lane = static_cast<u32>(8 * j + r);
       u32 offset;
-      Cta& cta = shared_block(w, address_of(w, I.args[1], lane) & 0xffffffff, offset);
-      shared_read(w, I, static_cast<u32>(lane), cta, offset, 16, rows[r]);
+      Cta& cta = shared_block(w, address_of(w, I.args[1], lane), offset);
+      shared_read(w, I, lane, cta, offset, 16, rows[r]);
     }
     u32 value[32];
     for (int l = 0; l < 32; ++l) {
@@ -76,22 +70,12 @@ void stmatrix(Warp& w, const Instr& I, u32) {
       else rows[r][c] = static_cast<u16>(value[l]), rows[r][c + 1] = static_cast<u16>(value[l] >> 16);
     }
     for (int r = 0; r < 8; ++r) {
-      const int lane = 8 * j + r;
+      const u32 lane = static_cast<u32>(8 * j + r);
       u32 offset;
-      Cta& cta = shared_block(w, address_of(w, I.args[0], lane) & 0xffffffff, offset);
-      shared_write(w, I, static_cast<u32>(lane), cta, offset, 16, rows[r]);
+      Cta& cta = shared_block(w, address_of(w, I.args[0], lane), offset);
+      shared_write(w, I, lane, cta, offset, 16, rows[r]);
     }
   }
-}
-
-void movmatrix(Warp& w, const Instr& I, u32) {
-  const u32* a = in32(w, I.args[1].base);
-  u16 m[8][8];
-  for (int l = 0; l < 32; ++l)
-    m[l >> 2][2 * (l & 3)] = static_cast<u16>(a[l]), m[l >> 2][2 * (l & 3) + 1] = static_cast<u16>(a[l] >> 16);
-  u32 r[32];
-  for (int l = 0; l < 32; ++l) r[l] = m[2 * (l & 3)][l >> 2] | static_cast<u32>(m[2 * (l & 3) + 1][l >> 2]) << 16;
-  out32(w, I.args[0].base, kAll, r);
 }
 
 // A [16, K] from the registers of a warp: rows g and g + 8, columns t.. of each half of K. (m16n8k16 and its kin)
@@ -107,58 +91,47 @@ void gather_a(const u32* const* registers, int count, Type type, float (*a)[64])
   }
 }
 
+// The place in an accumulator of 16 rows of what register i of a lane holds, for each 8 columns 4 registers.
+u32 row_of(u32 i, u32 lane) { return (i & 2 ? 8 : 0) + (lane >> 2); }
+u32 column_of(u32 i, u32 lane) { return (i >> 2) * 8 + 2 * (lane & 3) + (i & 1); }
+
+template <int COLUMNS>
+void load_sums(Warp& w, const std::vector<Operand>& from, float (*c)[COLUMNS]) {
+  for (u32 i = 0; i < from.size(); ++i) {
+    const u32* v = in32(w, from[i]);
+    for (u32 l = 0; l < 32; ++l) c[row_of(i, l)][column_of(i, l)] = f32_of(v[l]);
+  }
+}
+
+template <int COLUMNS>
+void store_sums(Warp& w, const std::vector<Operand>& to, const float (*c)[COLUMNS]) {
+  for (u32 i = 0; i < to.size(); ++i) {
+    u32 v[32];
+    for (u32 l = 0; l < 32; ++l) v[l] = bits_of(c[row_of(i, l)][column_of(i, l)]);
+    out32(w, to[i], kAll, v);
+  }
+}
+
 void mma(Warp& w, const Instr& I, u32) {  // m16n8kK
-  const Type type_a = I.type2, type_b = static_cast<Type>(I.extra);
-  const auto &d = I.args[0].items, &ra = I.args[1].items, &rb = I.args[2].items, &rc = I.args[3].items;
-  const int K = I.k, each = per_register(type_a);
+  const auto &ra = I.args[1].items, &rb = I.args[2].items;
+  const Type type = I.type2;
+  const int each = per_register(type);
   float a[16][64], b[64][8], c[16][8], v[4];
   const u32* registers[8];
   for (std::size_t i = 0; i < ra.size(); ++i) registers[i] = in32(w, ra[i]);
-  gather_a(registers, static_cast<int>(ra.size()), type_a, a);
+  gather_a(registers, static_cast<int>(ra.size()), type, a);
   for (std::size_t i = 0; i < rb.size(); ++i) {
     const u32* from = in32(w, rb[i]);
     for (int l = 0; l < 32; ++l) {
-      unpack(from[l], type_b, v);
+      unpack(from[l], type, v);
       for (int e = 0; e < each; ++e) b[static_cast<int>(i) * 4 * each + each * (l & 3) + e][l >> 2] = v[e];
     }
   }
-  const bool half = I.type == Type::f16, integer = I.type == Type::s32;
-  if (half) {
-    for (std::size_t i = 0; i < 2; ++i) {
-      const u32* from = in32(w, rc[i]);
-      for (int l = 0; l < 32; ++l)
-        c[8 * i + static_cast<std::size_t>(l >> 2)][2 * (l & 3)] = f16_of(from[l] & 0xffff),
-                                                             c[8 * i + static_cast<std::size_t>(l >> 2)]
-                                                              [2 * (l & 3) + 1] = f16_of(from[l] >> 16);
-    }
-  } else {
-    for (std::size_t i = 0; i < 4; ++i) {
-      const u32* from = in32(w, rc[i]);
-      for (int l = 0; l < 32; ++l)
-        c[(i & 2 ? 8 : 0) + (l >> 2)][2 * (l & 3) + static_cast<int>(i & 1)] =
-            integer ? static_cast<float>(static_cast<i32>(from[l])) : f32_of(from[l]);
-    }
-  }
+  load_sums(w, I.args[3].items, c);
   for (int r = 0; r < 16; ++r)
-    for (int k = 0; k < K; ++k)
+    for (int k = 0; k < I.k; ++k)
       for (int n = 0; n < 8; ++n) c[r][n] += a[r][k] * b[k][n];
-  u32 out[32];
-  if (half) {
-    for (std::size_t i = 0; i < 2; ++i) {
-      for (int l = 0; l < 32; ++l)
-        out[l] = to_f16(c[8 * i + static_cast<std::size_t>(l >> 2)][2 * (l & 3)]) |
-                 to_f16(c[8 * i + static_cast<std::size_t>(l >> 2)][2 * (l & 3) + 1]) << 16;
-      out32(w, d[i], kAll, out);
-    }
-  } else {
-    for (std::size_t i = 0; i < 4; ++i) {
-      for (int l = 0; l < 32; ++l) {
-        const float f = c[(i & 2 ? 8 : 0) + (l >> 2)][2 * (l & 3) + static_cast<int>(i & 1)];
-        out[l] = integer ? static_cast<u32>(static_cast<i32>(f)) : bits_of(f);
-      }
-      out32(w, d[i], kAll, out);
-    }
-  }
+  store_sums<8>(w, I.args[0].items, c);
 }
 
 // ---- wgmma ----
@@ -174,18 +147,16 @@ Layout layout_of(u64 descriptor, bool turned, int element) {
 }
 
 struct Shape {
-  Type a, b;
-  int N, K;
+  Type type;
+  int N, K, element;
   bool registers, turned_a, turned_b;
-  std::size_t after;  // the argument after the second descriptor
 };
 
 Shape shape_of(const Instr& I) {
   Shape s;
-  s.a = I.type2, s.b = static_cast<Type>(I.extra), s.N = I.m, s.K = I.k;
+  s.type = I.type2, s.N = I.n, s.K = I.k, s.element = bytes_of(s.type);
   s.registers = I.args[1].form == Arg::vector;
-  s.after = 3;
-  const bool turns = bytes_of(s.a) == 2;
+  const bool turns = s.element == 2;
   const auto flag = [&](std::size_t i) { return i < I.args.size() && I.args[i].base.value & 1; };
   s.turned_a = turns && !s.registers && flag(6);
   s.turned_b = turns && flag(s.registers ? 6 : 7);
@@ -195,7 +166,6 @@ Shape shape_of(const Instr& I) {
 void each_chunk_read(Warp& w, const Product& p, bool hold, int add) {
   const Instr& I = *p.instr;
   const Shape s = shape_of(I);
-  const int element = s.a == Type::tf32 ? 4 : bytes_of(s.a);
   Cta& cta = *w.cta;
   const auto touch = [&](u32, u32, u32 offset) {
     if (offset + 16 > grid->shared_bytes) {
@@ -207,65 +177,32 @@ void each_chunk_read(Warp& w, const Product& p, bool hold, int add) {
     if (add) hold_granules(cta, offset, 16, add);
   };
   if (!s.registers)
-    chunks(layout_of(p.descriptor_a, s.turned_a, element), 16 * static_cast<u32>(w.number & 3), 16,
+    chunks(layout_of(p.descriptor_a, s.turned_a, s.element), 16 * static_cast<u32>(w.number & 3), 16,
            static_cast<u32>(s.K), touch);
-  chunks(layout_of(p.descriptor_b, s.turned_b, element), 0, static_cast<u32>(s.N), static_cast<u32>(s.K), touch);
+  chunks(layout_of(p.descriptor_b, s.turned_b, s.element), 0, static_cast<u32>(s.N), static_cast<u32>(s.K), touch);
 }
 
 void multiply(Warp& w, const Product& p) {
   const Instr& I = *p.instr;
   const Shape s = shape_of(I);
-  const int element = s.a == Type::tf32 ? 4 : bytes_of(s.a);
   const u8* shared = w.cta->shared.data();
   static thread_local float a[16][64], b[64][256], c[16][256];
   if (s.registers) {
     const u32* registers[4] = {p.a[0], p.a[1], p.a[2], p.a[3]};
-    gather_a(registers, 4, s.a, a);
+    gather_a(registers, 4, s.type, a);
   } else {
-    gather(layout_of(p.descriptor_a, s.turned_a, element), shared, s.a, 16 * static_cast<u32>(w.number & 3), 16,
+    gather(layout_of(p.descriptor_a, s.turned_a, s.element), shared, s.type, 16 * static_cast<u32>(w.number & 3), 16,
            static_cast<u32>(s.K), a[0], 64, 1);
   }
-  gather(layout_of(p.descriptor_b, s.turned_b, element), shared, s.b, 0, static_cast<u32>(s.N), static_cast<u32>(s.K),
-         b[0], 1, 256);
-  const float sign = (I.args[s.after + 1].base.value & 0xffffffff) == 0xffffffff ? -1.0f : 1.0f;
-  const float sign_b = (I.args[s.after + 2].base.value & 0xffffffff) == 0xffffffff ? -1.0f : 1.0f;
-  const auto& d = I.args[0].items;
-  const bool half = I.type == Type::f16;
-  if (!p.scale) {
+  gather(layout_of(p.descriptor_b, s.turned_b, s.element), shared, s.type, 0, static_cast<u32>(s.N),
+         static_cast<u32>(s.K), b[0], 1, 256);
+  if (p.scale) load_sums(w, I.args[0].items, c);
+  else
     for (auto& row : c) std::fill_n(row, s.N, 0.0f);
-  } else if (half) {
-    for (int i = 0; i < s.N / 4; ++i) {
-      const u32* from = w.r32 + d[static_cast<std::size_t>(i)].index * 32;
-      for (int l = 0; l < 32; ++l)
-        for (int e = 0; e < 2; ++e)
-          c[(i & 1 ? 8 : 0) + (l >> 2)][(i >> 1) * 8 + 2 * (l & 3) + e] = f16_of(from[l] >> 16 * e & 0xffff);
-    }
-  } else {
-    for (int i = 0; i < s.N / 2; ++i) {
-      const u32* from = w.r32 + d[static_cast<std::size_t>(i)].index * 32;
-      for (int l = 0; l < 32; ++l)
-        c[(i & 2 ? 8 : 0) + (l >> 2)][(i >> 2) * 8 + 2 * (l & 3) + (i & 1)] = f32_of(from[l]);
-    }
-  }
   for (int r = 0; r < 16; ++r)
-    for (int k = 0; k < s.K; ++k) {
-      const float x = sign * sign_b * a[r][k];
-      for (int n = 0; n < s.N; ++n) c[r][n] += x * b[k][n];
-    }
-  if (half) {
-    for (int i = 0; i < s.N / 4; ++i) {
-      u32* to = w.r32 + d[static_cast<std::size_t>(i)].index * 32;
-      for (int l = 0; l < 32; ++l) {
-        const float* from = &c[(i & 1 ? 8 : 0) + (l >> 2)][(i >> 1) * 8 + 2 * (l & 3)];
-        to[l] = to_f16(from[0]) | to_f16(from[1]) << 16;
-      }
-    }
-  } else {
-    for (int i = 0; i < s.N / 2; ++i) {
-      u32* to = w.r32 + d[static_cast<std::size_t>(i)].index * 32;
-      for (int l = 0; l < 32; ++l) to[l] = bits_of(c[(i & 2 ? 8 : 0) + (l >> 2)][(i >> 2) * 8 + 2 * (l & 3) + (i & 1)]);
-    }
-  }
+    for (int k = 0; k < s.K; ++k)
+      for (int n = 0; n < s.N; ++n) c[r][n] += a[r][k] * b[k][n];
+  store_sums<256>(w, I.args[0].items, c);
 }
 
 void mark(Warp& w, const Product& p, int add) {  // registers that a product writes: low bits; reads: high bits
@@ -286,8 +223,8 @@ void wgmma(Warp& w, const Instr& I, u32) {
   if (w.cta->warps.size() % 4)
     grid->report("wgmma", &w, 0, &I, "a block of " + std::to_string(w.cta->warps.size()) + " warps");
   const auto fenced = [&](const Operand& o, const char* what) {
-    if (o.kind == Kind::reg32 && w.changed32[static_cast<std::size_t>(o.index)] > w.fence_step)
-      grid->report("wgmma", &w, 0, &I, std::string("an ") + what + " was written after the last wgmma.fence");
+    if (o.kind == Kind::reg32 && w.touched32[static_cast<std::size_t>(o.index)] > w.fence_step)
+      grid->report("wgmma", &w, 0, &I, std::string("an ") + what + " was used after the last wgmma.fence");
   };
   if (s.registers) {
     for (int i = 0; i < 4; ++i) {
@@ -300,8 +237,7 @@ void wgmma(Warp& w, const Instr& I, u32) {
   p.descriptor_b = in64(w, I.args[2].base)[0];
   const Operand& scale = I.args[3].base;
   p.scale = scale.kind == Kind::pred || scale.kind == Kind::constant ? in_pred(w, scale) & 1 : in32(w, scale)[0] != 0;
-  if (p.scale)
-    for (const Operand& o : I.args[0].items) fenced(o, "accumulator");
+  for (const Operand& o : I.args[0].items) fenced(o, "accumulator");
   p.group = w.product_commits;
   p.number = ++w.products_issued;
   p.clock = w.knowledge.seen.at[w.thread]++;  // what this warp did before comes before the product, for all four
@@ -389,16 +325,15 @@ bool complete_products(Warp& w, u64 keep) {
       Product& p = *found;
       each_chunk_read(*each, p, true, -1);
       const Shape s = shape_of(*p.instr);
-      const int element = s.a == Type::tf32 ? 4 : bytes_of(s.a);
       const u32 clock = static_cast<u32>(group.done + 1);
       const auto read = [&](u32, u32, u32 offset) {
         if (offset + 16 <= grid->shared_bytes) record_read(*w.cta, offset, 16, group.thread, clock);
       };
       if (!s.registers)
-        chunks(layout_of(p.descriptor_a, s.turned_a, element), 16 * static_cast<u32>(each->number & 3), 16,
+        chunks(layout_of(p.descriptor_a, s.turned_a, s.element), 16 * static_cast<u32>(each->number & 3), 16,
                static_cast<u32>(s.K), read);
       if (each == members[0])
-        chunks(layout_of(p.descriptor_b, s.turned_b, element), 0, static_cast<u32>(s.N), static_cast<u32>(s.K), read);
+        chunks(layout_of(p.descriptor_b, s.turned_b, s.element), 0, static_cast<u32>(s.N), static_cast<u32>(s.K), read);
       multiply(*each, p);
       p.done = true;
       p.issued = issued;
@@ -417,43 +352,27 @@ bool complete_products(Warp& w, u64 keep) {
 Handler choose_matrix(Instr& I) {
   const std::string& op = I.parts[0];
   if (op == "ldmatrix" || op == "stmatrix") {
-    I.together = I.memory = true;
+    I.together = true;
     if (!I.has("m8n8") || I.has("b8")) return nullptr;
     return op == "ldmatrix" ? ldmatrix : stmatrix;
   }
-  if (op == "movmatrix") return I.together = true, movmatrix;
-  if (op == "mma") {  // mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-    I.together = true;
-    if (I.has("sp") || I.parts.size() < 10 || I.parts[3].rfind("m16n8k", 0) != 0) return nullptr;
-    I.k = number_after(I.parts[3], 'k');
-    std::vector<std::string> types;
-    for (std::size_t i = I.parts.size() - 4; i < I.parts.size(); ++i) types.push_back(I.parts[i]);
-    const std::map<std::string, Type> names = {{"bf16", Type::bf16}, {"f16", Type::f16},   {"tf32", Type::tf32},
-                                               {"e4m3", Type::e4m3}, {"e5m2", Type::e5m2}, {"s8", Type::s8},
-                                               {"u8", Type::u8},     {"f32", Type::f32},   {"s32", Type::s32}};
-    for (const auto& each : types)
-      if (!names.count(each)) return nullptr;
-    I.type = names.at(types[0]), I.type2 = names.at(types[1]), I.extra = static_cast<int>(names.at(types[2]));
-    if (I.type2 == Type::f32 || I.type2 == Type::s32) return nullptr;
-    return mma;
-  }
-  if (op == "tcgen05") return choose_tensor(I);
-  if (op == "wgmma") {
-    I.together = I.memory = true;
-    if (I.parts[1] == "fence") return wgmma_fence;
-    if (I.parts[1] == "commit_group") return wgmma_commit;
-    if (I.parts[1] == "wait_group") return wgmma_wait;
-    // wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
-    if (I.has("sp") || I.parts.size() < 8) return nullptr;
-    I.m = number_after(I.parts[4], 'n'), I.k = number_after(I.parts[4], 'k');
-    const std::map<std::string, Type> names = {
-        {"bf16", Type::bf16}, {"f16", Type::f16}, {"tf32", Type::tf32}, {"e4m3", Type::e4m3}, {"e5m2", Type::e5m2}};
-    if (!names.count(I.parts[6]) || !names.count(I.parts[7])) return nullptr;
-    I.type = I.parts[5] == "f16" ? Type::f16 : Type::f32;
-    I.type2 = names.at(I.parts[6]), I.extra = static_cast<int>(names.at(I.parts[7]));
-    return wgmma;
-  }
-  return nullptr;
+  static const std::map<std::string, Type> types = {
+      {"bf16", Type::bf16}, {"f16", Type::f16}, {"tf32", Type::tf32}, {"e4m3", Type::e4m3}};
+  const bool wide = op == "wgmma";
+  if (op != "mma" && !wide) return nullptr;
+  I.together = true;
+  if (wide && I.parts[1] == "fence") return wgmma_fence;
+  if (wide && I.parts[1] == "commit_group") return wgmma_commit;
+  if (wide && I.parts[1] == "wait_group") return wgmma_wait;
+  // mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32, wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
+  const std::size_t at = wide ? 5 : 6;
+  if (I.parts.size() != (wide ? 8 : 10) || I.parts[at] != "f32" || I.parts[at + 1] != I.parts[at + 2]) return nullptr;
+  const std::string& shape = I.parts[at - (wide ? 1 : 3)];
+  const auto type = types.find(I.parts[at + 1]);
+  if (type == types.end() || (!wide && shape.rfind("m16n8k", 0) != 0)) return nullptr;
+  I.n = number_after(shape, 'n'), I.k = number_after(shape, 'k'), I.type = Type::f32, I.type2 = type->second;
+  if (!wide) return mma;
+  return I.args[4].base.value == 1 && I.args[5].base.value == 1 ? wgmma : nullptr;  // neither operand is negated
 }
 
 }  // namespace ptx

@@ -9,8 +9,9 @@ namespace ptx {
 
 int bytes_of(Type type) {
   switch (type) {
+    case Type::none:
+    case Type::pred: return 0;
     case Type::u8:
-    case Type::s8:
     case Type::b8:
     case Type::e4m3:
     case Type::e5m2: return 1;
@@ -19,15 +20,11 @@ int bytes_of(Type type) {
     case Type::b16:
     case Type::f16:
     case Type::bf16:
-    case Type::e4m3x2:
-    case Type::e5m2x2: return 2;
+    case Type::e4m3x2: return 2;
     case Type::u64:
     case Type::s64:
     case Type::b64:
     case Type::f64: return 8;
-    case Type::b128: return 16;
-    case Type::none:
-    case Type::pred: return 0;
     default: return 4;
   }
 }
@@ -55,46 +52,16 @@ namespace {
 const std::map<std::string, int> kSpecials = {{"%tid.x", tid_x},
                                               {"%tid.y", tid_y},
                                               {"%tid.z", tid_z},
-                                              {"%ntid.x", ntid_x},
-                                              {"%ntid.y", ntid_y},
-                                              {"%ntid.z", ntid_z},
                                               {"%ctaid.x", ctaid_x},
                                               {"%ctaid.y", ctaid_y},
                                               {"%ctaid.z", ctaid_z},
                                               {"%nctaid.x", nctaid_x},
                                               {"%nctaid.y", nctaid_y},
                                               {"%nctaid.z", nctaid_z},
-                                              {"%laneid", laneid},
-                                              {"%warpid", warpid},
-                                              {"%nwarpid", nwarpid},
-                                              {"%smid", smid},
-                                              {"%nsmid", nsmid},
-                                              {"%clock", clock32},
-                                              {"%clock64", clock64},
-                                              {"%clusterid.x", clusterid_x},
-                                              {"%clusterid.y", clusterid_y},
-                                              {"%clusterid.z", clusterid_z},
-                                              {"%nclusterid.x", nclusterid_x},
-                                              {"%nclusterid.y", nclusterid_y},
-                                              {"%nclusterid.z", nclusterid_z},
                                               {"%cluster_ctaid.x", cluster_ctaid_x},
                                               {"%cluster_ctaid.y", cluster_ctaid_y},
                                               {"%cluster_ctaid.z", cluster_ctaid_z},
-                                              {"%cluster_nctaid.x", cluster_nctaid_x},
-                                              {"%cluster_nctaid.y", cluster_nctaid_y},
-                                              {"%cluster_nctaid.z", cluster_nctaid_z},
-                                              {"%cluster_ctarank", cluster_ctarank},
-                                              {"%cluster_nctarank", cluster_nctarank},
-                                              {"%dynamic_smem_size", dynamic_smem_size},
-                                              {"%total_smem_size", total_smem_size},
-                                              {"%lanemask_lt", lanemask_lt},
-                                              {"%lanemask_le", lanemask_le},
-                                              {"%lanemask_gt", lanemask_gt},
-                                              {"%lanemask_ge", lanemask_ge},
-                                              {"%lanemask_eq", lanemask_eq},
-                                              {"%globaltimer", globaltimer},
-                                              {"%gridid", gridid},
-                                              {"%is_explicit_cluster", is_explicit_cluster}};
+                                              {"%cluster_ctarank", cluster_ctarank}};
 
 std::string without_comments(const std::string& text) {
   std::string out;
@@ -122,8 +89,6 @@ struct Scope {
   std::map<std::string, Operand> registers;
   std::map<std::string, int> labels;
   std::vector<std::pair<int, int>> uses;  // (instruction, argument) of branches
-  std::map<std::string, std::vector<std::string>> targets;
-  std::vector<std::pair<std::string, int>> table_uses;
 };
 
 class Parser {
@@ -208,16 +173,10 @@ class Parser {
       word();
       return skip_braces();
     }
-    if (first == ".visible" || first == ".extern" || first == ".weak" || first == ".common") return top_level();
+    if (first == ".visible" || first == ".extern") return top_level();
     if (first == ".entry") return entry();
-    if (first == ".func") {  // not supported: skipped, an error where it is called
-      while (text_[at_] != '{' && text_[at_] != ';') ++at_;
-      if (text_[at_] == '{') skip_braces();
-      else ++at_;
-      return;
-    }
-    if (first == ".global" || first == ".shared" || first == ".const") return variable(first, nullptr);
-    if (first == ".pragma" || first == ".alias") return skip_statement();
+    if (first == ".global" || first == ".shared") return variable(first, nullptr);
+    if (first == ".pragma") return skip_statement();
     fail("unknown directive " + first);
   }
 
@@ -233,7 +192,6 @@ class Parser {
     for (;;) {
       const std::string next = word();
       if (next == ".align") align = number(word());
-      else if (next == ".v2" || next == ".v4" || next == ".attribute" || next == ".ptr") continue;
       else if (next[0] == '.') type = next;
       else {
         name = next;
@@ -255,10 +213,6 @@ class Parser {
       shared_ = (shared_ + align - 1) / align * align;
       symbols[name] = {Space::shared, open ? ~u64{0} : shared_, size};
       if (!open) shared_ += size;
-    } else if (space == ".local") {
-      local_ = (local_ + align - 1) / align * align;
-      symbols[name] = {Space::local, local_, size};
-      local_ += size;
     } else {
       module_->memory.emplace_back(new u8[size + 256]());
       u8* start = module_->memory.back().get();
@@ -271,29 +225,24 @@ class Parser {
   }
 
   void initialise(u8* start, int each, u64 size) {
-    const bool braces = take("{");
-    for (u64 at = 0;; at += static_cast<u64>(each)) {
-      const bool minus = take("-");
-      const std::string next = word();
-      u64 value = 0;
-      if (!next.empty() && (std::isdigit(static_cast<unsigned char>(next[0])))) value = literal(next, type_of("b64"));
-      else fail("an initialiser with a name is not supported: " + next);
-      if (minus) value = ~value + 1;
+    expect("{");
+    u64 at = 0;
+    do {
+      const u64 value = literal(word(), Type::b64);
       if (at + static_cast<u64>(each) <= size) std::memcpy(start + at, &value, static_cast<std::size_t>(each));
-      if (!braces || !take(",")) break;
-    }
-    if (braces) expect("}");
+      at += static_cast<u64>(each);
+    } while (take(","));
+    expect("}");
   }
 
   static Type type_of(const std::string& name) {
     static const std::map<std::string, Type> names = {
-        {"u8", Type::u8},     {"u16", Type::u16},   {"u32", Type::u32},       {"u64", Type::u64},
-        {"s8", Type::s8},     {"s16", Type::s16},   {"s32", Type::s32},       {"s64", Type::s64},
-        {"b8", Type::b8},     {"b16", Type::b16},   {"b32", Type::b32},       {"b64", Type::b64},
-        {"b128", Type::b128}, {"f16", Type::f16},   {"f32", Type::f32},       {"f64", Type::f64},
-        {"bf16", Type::bf16}, {"tf32", Type::tf32}, {"f16x2", Type::f16x2},   {"bf16x2", Type::bf16x2},
-        {"e4m3", Type::e4m3}, {"e5m2", Type::e5m2}, {"e4m3x2", Type::e4m3x2}, {"e5m2x2", Type::e5m2x2},
-        {"pred", Type::pred}};
+        {"u8", Type::u8},         {"u16", Type::u16},       {"u32", Type::u32},   {"u64", Type::u64},
+        {"s16", Type::s16},       {"s32", Type::s32},       {"s64", Type::s64},   {"b8", Type::b8},
+        {"b16", Type::b16},       {"b32", Type::b32},       {"b64", Type::b64},   {"f16", Type::f16},
+        {"f32", Type::f32},       {"f64", Type::f64},       {"bf16", Type::bf16}, {"tf32", Type::tf32},
+        {"f16x2", Type::f16x2},   {"bf16x2", Type::bf16x2}, {"e4m3", Type::e4m3}, {"e5m2", Type::e5m2},
+        {"e4m3x2", Type::e4m3x2}, {"pred", Type::pred}};
     const auto found = names.find(name);
     return found == names.end() ? Type::none : found->second;
   }
@@ -302,8 +251,6 @@ class Parser {
     function_ = new Function;
     module_->functions.emplace_back(function_);
     function_->name = word();
-    shared_begin_ = shared_;
-    local_ = 0;
     if (take("(")) {
       while (!take(")")) {
         parameter();
@@ -316,18 +263,13 @@ class Parser {
       const std::string directive = word();
       if (directive == ".reqntid") function_->threads = threads();
       else if (directive == ".maxntid") function_->max_threads = threads();
-      else if (directive == ".minnctapersm" || directive == ".maxnreg" || directive == ".maxclusterrank") word();
-      else if (directive == ".reqnctapercluster") function_->cluster = threads();
-      else if (directive == ".blocksareclusters" || directive == ".explicitcluster" || directive == ".noreturn")
-        continue;
-      else if (directive == ".pragma") skip_statement();
+      else if (directive == ".minnctapersm" || directive == ".maxnreg") word();
       else fail("unknown directive of an entry: " + directive);
     }
     expect("{");
     scopes_.assign(1, {});
     body();
     function_->static_shared = static_cast<u32>(shared_);
-    function_->local_bytes = static_cast<u32>(local_);
     decode(*function_, *module_);
     function_ = nullptr;
   }
@@ -348,7 +290,7 @@ class Parser {
         align = number(word());
         continue;
       }
-      if (next == ".ptr" || next == ".global" || next == ".shared" || next == ".const" || next == ".local") continue;
+      if (next == ".ptr" || next == ".global") continue;
       if (next[0] == '.') {
         size = static_cast<u64>(bytes_of(type_of(next.substr(1))));
         continue;
@@ -397,41 +339,17 @@ class Parser {
       else if (scopes_.empty()) fail("there is no label " + arg.name);
       else scopes_.back().uses.emplace_back(instruction, argument);
     }
-    for (const auto& [name, instruction] : scope.table_uses) {
-      const auto found = scope.targets.find(name);
-      if (found == scope.targets.end()) {
-        if (scopes_.empty()) fail("there are no branch targets " + name);
-        scopes_.back().table_uses.emplace_back(name, instruction);
-        continue;
-      }
-      std::vector<int> table;
-      for (const auto& label : found->second) {
-        if (!scope.labels.count(label)) fail("there is no label " + label);
-        table.push_back(scope.labels[label]);
-      }
-      function_->code[static_cast<std::size_t>(instruction)].extra = static_cast<int>(function_->tables.size());
-      function_->tables.push_back(table);
-    }
   }
 
   void directive() {
     const std::string name = word();
     if (name == ".loc" || name == ".file") return skip_line();
     if (name == ".pragma") return skip_statement();
-    if (name == ".shared" || name == ".local" || name == ".global" || name == ".const")
-      return variable(name, function_);
-    if (name == ".param") {
-      skip_statement();
-      return;
-    }
-    if (name == ".section") {
-      word();
-      return skip_braces();
-    }
+    if (name == ".shared" || name == ".global") return variable(name, function_);
     if (name != ".reg") fail("unknown directive " + name);
-    std::string type = word();
-    if (type == ".v2" || type == ".v4") fail("vector registers are not supported");
+    const std::string type = word();
     const Type kind = type_of(type.substr(1));
+    if (kind == Type::none) fail("registers of type " + type + " are not supported");
     do {
       const std::string prefix = word();
       int count = -1;
@@ -454,9 +372,6 @@ class Parser {
     } else if (bytes_of(type) == 8) {
       made.kind = Kind::reg64;
       made.index = function_->count64++;
-    } else if (bytes_of(type) == 16) {
-      made.kind = Kind::reg128;
-      made.index = function_->count128++;
     } else {
       made.kind = Kind::reg32;
       made.index = function_->count32++;
@@ -492,16 +407,6 @@ class Parser {
       }
     } else if (text_[at_] == ':') {
       ++at_;
-      skip();
-      if (text_.compare(at_, 14, ".branchtargets") == 0) {
-        word();
-        auto& targets = scopes_.back().targets[name];
-        do targets.push_back(word());
-        while (take(","));
-        expect(";");
-        return;
-      }
-      if (text_.compare(at_, 14, ".callprototype") == 0) return skip_statement();
       scopes_.back().labels[name] = static_cast<int>(function_->code.size());
       return;
     }
@@ -512,21 +417,10 @@ class Parser {
       i = dot + 1;
     }
     const int number = static_cast<int>(function_->code.size());
-    const std::string& op = made.parts[0];
-    if (op == "call") {
-      skip_statement();
-    } else {
-      skip();
-      while (text_[at_] != ';') {
-        made.args.push_back(argument(made, number));
-        skip();
-        if (!take(",")) {
-          skip();
-          if (text_[at_] != ';') fail("expected , or ; before " + text_.substr(at_, 30));
-        }
-        skip();
-      }
-      ++at_;
+    if (!take(";")) {
+      do made.args.push_back(argument(made));
+      while (take(","));
+      expect(";");
     }
     std::string& text = made.text = text_.substr(begin, at_ - begin);
     std::replace(text.begin(), text.end(), '\n', ' ');
@@ -557,21 +451,8 @@ class Parser {
       std::memcpy(&out, &narrow, 4);
       return out;
     }
-    if (text.find('.') != std::string::npos) {
-      const double value = std::stod(text);
-      u64 out = 0;
-      if (type == Type::f64) {
-        std::memcpy(&out, &value, 8);
-        return out;
-      }
-      const float narrow = static_cast<float>(value);
-      std::memcpy(&out, &narrow, 4);
-      return out;
-    }
     std::string digits = text;
     while (!digits.empty() && (digits.back() == 'U' || digits.back() == 'u')) digits.pop_back();
-    if (digits.size() > 2 && digits[0] == '0' && (digits[1] == 'b' || digits[1] == 'B'))
-      return std::stoull(digits.substr(2), nullptr, 2);
     return std::stoull(digits, nullptr, 0);
   }
 
@@ -614,30 +495,14 @@ class Parser {
     }
     if (name[0] == '%') {
       const auto special = kSpecials.find(name);
-      if (special == kSpecials.end()) {
-        if (name.rfind("%envreg", 0) == 0) {
-          constant(made, 0);
-          return made;
-        }
-        fail("unknown register " + name);
-      }
+      if (special == kSpecials.end()) fail("unknown register " + name);
       made.kind = Kind::special;
       made.index = special->second;
       return made;
     }
-    if (name == "WARP_SZ") {
-      constant(made, 32);
-      return made;
-    }
     if (const Symbol* symbol = find_symbol(name)) {
-      made.kind = Kind::constant;
-      made.value = symbol->offset;
-      made.index = 1000 + static_cast<int>(symbol->space);  // resolved at decode
-      last_symbol_ = symbol;
-      if (symbol->space == Space::param) made.index = 2000;
-      if (symbol->space == Space::shared && symbol->offset == ~u64{0}) made.index = 3000;
-      made.c32 = module_->lanes32(symbol->offset & 0xffffffffu);
-      made.c64 = module_->lanes64(symbol->offset);
+      constant(made, symbol->offset);
+      made.symbol = symbol->space;
       return made;
     }
     fail("unknown name " + name);
@@ -650,7 +515,7 @@ class Parser {
     return shared == module_->symbols.end() ? nullptr : &shared->second;
   }
 
-  Arg argument(const Instr& instr, int number) {
+  Arg argument(const Instr& instr) {
     Arg made;
     skip();
     if (take("[")) {
@@ -686,11 +551,9 @@ class Parser {
       }
       return made;
     }
-    const std::string& op = instr.parts[0];
-    if (op == "bra" || (op == "brx" && !instr.args.empty())) {
+    if (instr.parts[0] == "bra") {
       made.name = word();
-      made.form = op == "bra" ? Arg::label : Arg::plain;
-      if (op == "brx") scopes_.back().table_uses.emplace_back(made.name, number);
+      made.form = Arg::label;
       return made;
     }
     made.base = operand(instr);
@@ -707,8 +570,7 @@ class Parser {
   std::vector<Scope> scopes_;
   std::size_t at_ = 0, counted_ = 0;
   int line_ = 1;
-  u64 shared_ = 0, shared_begin_ = 0, local_ = 0;
-  const Symbol* last_symbol_ = nullptr;
+  u64 shared_ = 0;
 };
 
 }  // namespace

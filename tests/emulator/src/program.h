@@ -25,14 +25,17 @@ struct Warp;
 struct Instr;
 using Handler = void (*)(Warp&, const Instr&, u32 mask);
 
-enum class Kind : u8 { none, reg32, reg64, pred, constant, special, sink, reg128 };
+enum class Kind : u8 { none, reg32, reg64, pred, constant, special, sink };
+
+enum class Space : u8 { none, global, shared, param };
 
 struct Operand {
   Kind kind = Kind::none;
-  bool negated = false;      // of a predicate
-  int index = 0;             // of a register (its place in its bank), or which special register
-  u64 value = 0;             // of a constant
-  const u32* c32 = nullptr;  // the constant, once for each lane
+  bool negated = false;        // of a predicate
+  int index = 0;               // of a register (its place in its bank), or which special register
+  u64 value = 0;               // of a constant
+  Space symbol = Space::none;  // where it is an address in that space
+  const u32* c32 = nullptr;    // the constant, once for each lane
   const u64* c64 = nullptr;
 };
 
@@ -46,58 +49,30 @@ struct Arg {
   std::string name;
 };
 
-enum class Space : u8 { generic, global, shared, param, local, constant };
-
 // The types that instructions name.
+// clang-format off
 enum class Type : u8 {
-  none,
-  u8,
-  u16,
-  u32,
-  u64,
-  s8,
-  s16,
-  s32,
-  s64,
-  b8,
-  b16,
-  b32,
-  b64,
-  b128,
-  f16,
-  f32,
-  f64,
-  bf16,
-  tf32,
-  f16x2,
-  bf16x2,
-  e4m3,
-  e5m2,
-  e4m3x2,
-  e5m2x2,
-  pred
+  none, u8, u16, u32, u64, s16, s32, s64, b8, b16, b32, b64, f16, f32, f64, bf16, tf32, f16x2, bf16x2, e4m3, e5m2,
+  e4m3x2, pred
 };
+// clang-format on
 int bytes_of(Type type);
 
 struct Instr {
   Handler run = nullptr;
   int guard = -1;  // predicate register, -1 without one
   bool guard_negated = false;
-  bool together = false;  // all lanes of the warp must be at it
-  bool memory = false;    // a place where the scheduler may switch
-  bool touches_pending = true;
+  bool together = false;  // all lanes of the warp must be at it,
+  int members = -1;       // or those that this argument names
   std::vector<Arg> args;
   std::vector<std::string> parts;  // the name, split at its dots
   Type type = Type::none, type2 = Type::none;
-  Space space = Space::generic;
-  int count = 1;            // of a vector access
-  int n = 0, m = 0, k = 0;  // of a matrix product, and whatever else a handler wants to remember
-  int extra = 0;
-  i64 wide = 0;
+  Space space = Space::none;
+  int n = 0, k = 0, extra = 0;  // of a matrix product, and what else a handler wants to remember
   std::string text;
   int line = 0;
-  std::vector<int> written32;  // registers of 32 bits that it names
-  std::vector<int> written;    // those that it writes
+  std::vector<int> used;     // registers of 32 bits that it names
+  std::vector<int> written;  // those that it writes
 
   bool has(const char* part) const {
     for (const auto& each : parts)
@@ -121,16 +96,13 @@ struct Function {
   std::vector<Instr> code;
   std::vector<Parameter> parameters;
   u32 parameter_bytes = 0;
-  int count32 = 0, count64 = 0, count_pred = 0, count128 = 0;
+  int count32 = 0, count64 = 0, count_pred = 0;
   u32 static_shared = 0;  // bytes before dynamic shared memory
-  u32 local_bytes = 0;
-  int threads = 0;  // .reqntid, 0 when it says none
+  int threads = 0;        // .reqntid, 0 when it says none
   int max_threads = 0;
-  int cluster = 0;  // .reqnctapercluster along x
   bool subword_shared = false;
   std::map<std::string, Symbol> symbols;
   std::vector<std::string> unsupported;
-  std::vector<std::vector<int>> tables;  // of brx.idx
 };
 
 struct Module {
@@ -148,50 +120,11 @@ struct Module {
 std::unique_ptr<Module> parse(const std::string& text);
 void decode(Function& function, Module& module);  // fills `run` of every instruction
 
+// clang-format off
 enum Special : int {
-  tid_x,
-  tid_y,
-  tid_z,
-  ntid_x,
-  ntid_y,
-  ntid_z,
-  ctaid_x,
-  ctaid_y,
-  ctaid_z,
-  nctaid_x,
-  nctaid_y,
-  nctaid_z,
-  laneid,
-  warpid,
-  nwarpid,
-  smid,
-  nsmid,
-  clock32,
-  clock64,
-  clusterid_x,
-  clusterid_y,
-  clusterid_z,
-  nclusterid_x,
-  nclusterid_y,
-  nclusterid_z,
-  cluster_ctaid_x,
-  cluster_ctaid_y,
-  cluster_ctaid_z,
-  cluster_nctaid_x,
-  cluster_nctaid_y,
-  cluster_nctaid_z,
-  cluster_ctarank,
-  cluster_nctarank,
-  dynamic_smem_size,
-  total_smem_size,
-  lanemask_lt,
-  lanemask_le,
-  lanemask_gt,
-  lanemask_ge,
-  lanemask_eq,
-  globaltimer,
-  gridid,
-  is_explicit_cluster
+  tid_x, tid_y, tid_z, ctaid_x, ctaid_y, ctaid_z, nctaid_x, nctaid_y, nctaid_z, cluster_ctaid_x, cluster_ctaid_y,
+  cluster_ctaid_z, cluster_ctarank
 };
+// clang-format on
 
 }  // namespace ptx

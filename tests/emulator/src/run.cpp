@@ -30,61 +30,30 @@ void special32(Warp& w, int which, u32* out) {
   const u32 threads = c.block[0], first = static_cast<u32>(w.number) * 32;
   const auto all = [&](u32 v) { std::fill_n(out, 32, v); };
   const auto lanes = [&](auto f) {
-    for (u32 l = 0; l < 32; ++l) out[l] = f(l);
+    for (u32 l = 0; l < 32; ++l) out[l] = f(first + l);
   };
   switch (which) {
-    case tid_x: return lanes([&](u32 l) { return (first + l) % threads; });
-    case tid_y: return lanes([&](u32 l) { return (first + l) / threads % c.block[1]; });
-    case tid_z: return lanes([&](u32 l) { return (first + l) / threads / c.block[1]; });
-    case ntid_x:
-    case ntid_y:
-    case ntid_z: return all(c.block[which - ntid_x]);
+    case tid_x: return lanes([&](u32 t) { return t % threads; });
+    case tid_y: return lanes([&](u32 t) { return t / threads % c.block[1]; });
+    case tid_z: return lanes([&](u32 t) { return t / threads / c.block[1]; });
     case ctaid_x:
     case ctaid_y:
     case ctaid_z: return all(cta.index[which - ctaid_x]);
     case nctaid_x:
     case nctaid_y:
     case nctaid_z: return all(c.grid[which - nctaid_x]);
-    case laneid: return lanes([](u32 l) { return l; });
-    case warpid: return all(static_cast<u32>(w.number));
-    case nwarpid: return all(static_cast<u32>(cta.warps.size()));
-    case smid: return all(cta.index[0] % 132);
-    case nsmid: return all(132);
-    case clock32:
-    case clock64:
-    case globaltimer: return all(w.steps);
-    case clusterid_x:
-    case clusterid_y:
-    case clusterid_z: return all(cta.index[which - clusterid_x] / c.cluster[which - clusterid_x]);
-    case nclusterid_x:
-    case nclusterid_y:
-    case nclusterid_z: return all(c.grid[which - nclusterid_x] / c.cluster[which - nclusterid_x]);
     case cluster_ctaid_x:
     case cluster_ctaid_y:
     case cluster_ctaid_z: return all(cta.index[which - cluster_ctaid_x] % c.cluster[which - cluster_ctaid_x]);
-    case cluster_nctaid_x:
-    case cluster_nctaid_y:
-    case cluster_nctaid_z: return all(c.cluster[which - cluster_nctaid_x]);
-    case cluster_ctarank: return all(static_cast<u32>(cta.rank));
-    case cluster_nctarank: return all(c.cluster[0] * c.cluster[1] * c.cluster[2]);
-    case dynamic_smem_size: return all(c.shared);
-    case total_smem_size: return all(grid->shared_bytes);
-    case lanemask_lt: return lanes([](u32 l) { return (1u << l) - 1; });
-    case lanemask_le: return lanes([](u32 l) { return l == 31 ? kAll : (2u << l) - 1; });
-    case lanemask_gt: return lanes([](u32 l) { return l == 31 ? 0 : ~((2u << l) - 1); });
-    case lanemask_ge: return lanes([](u32 l) { return ~((1u << l) - 1); });
-    case lanemask_eq: return lanes([](u32 l) { return 1u << l; });
-    case gridid: return all(0);
-    case is_explicit_cluster: return all(c.cluster[0] > 1);
+    default: return all(static_cast<u32>(cta.rank));
   }
-  all(0);
 }
 
 namespace {
 
 void check_pending(Warp& w, const Instr& I) {
   const bool product = I.parts[0] == "wgmma";
-  for (const int r : I.written32) {
+  for (const int r : I.used) {
     const u8 p = w.pending32[static_cast<std::size_t>(r)];
     if (!p) continue;
     if (product) continue;  // accumulators may be shared by products in flight
@@ -128,8 +97,7 @@ bool step(Warp& w) {
     I = &f.code[static_cast<std::size_t>(g.pc)];
     if (count == 1 || !I->together) break;
     u32 needed = w.live;
-    if (I->n >= 0 && static_cast<std::size_t>(I->n) < I->args.size())
-      needed &= in32(w, I->args[static_cast<std::size_t>(I->n)].base)[__builtin_ctz(g.mask)];
+    if (I->members >= 0) needed &= in32(w, I->args[static_cast<std::size_t>(I->members)].base)[__builtin_ctz(g.mask)];
     if (!(needed & ~g.mask)) break;
     // those that wait here let the next in order go on
     std::vector<std::size_t> order(count);
@@ -145,12 +113,12 @@ bool step(Warp& w) {
   if (w.has_products) check_pending(w, *I);
   ++w.steps;
   w.branched = w.yield = w.retry = false;
-  if (I->together && m && m != g.mask && I->n < 0)
+  if (I->together && m && m != g.mask && I->members < 0)
     grid->report("divergent", &w, 0, I,
                  "some lanes carry out an instruction for all lanes: " + hex(m) + " of " + hex(g.mask));
-  if (m || I->run == nullptr || I->parts[0] == "bra") I->run(w, *I, m);
-  if (!w.changed32.empty())
-    for (const int r : I->written) w.changed32[static_cast<std::size_t>(r)] = w.steps;
+  if (m || I->parts[0] == "bra") I->run(w, *I, m);
+  if (!w.touched32.empty() && I->parts[0] != "wgmma")
+    for (const int r : I->used) w.touched32[static_cast<std::size_t>(r)] = w.steps;
   if (!w.branched && !w.retry) ++groups[pick].pc;
   if (w.state == Warp::polling && groups.size() > 1) {  // other lanes may have work to do
     w.polls = 64;
@@ -223,28 +191,20 @@ void wake_cluster() {
       }
 }
 
-bool is_load(const Copy& copy) { return copy.way == Copy::to_shared || copy.way == Copy::bulk_to_shared; }
+bool is_load(const Copy& copy) { return copy.way == Copy::to_shared; }
 
 bool run_one_copy() {
   std::vector<std::pair<Cta*, std::size_t>> found;
   for (const auto& cta : grid->ctas)
     for (std::size_t i = 0; i < cta->copies.size(); ++i)
       if (is_load(cta->copies[i])) found.emplace_back(cta.get(), i);
-  std::vector<Warp*> arriving;
-  for (const auto& cta : grid->ctas)
-    for (const auto& w : cta->warps)
-      if (!w->arrivals.empty()) arriving.push_back(w.get());
   std::vector<WarpGroup*> products;
   for (const auto& cta : grid->ctas)
     for (WarpGroup& each : cta->warp_groups)
       if (!each.work.empty()) products.push_back(&each);
-  if (found.empty() && arriving.empty() && products.empty()) return false;
-  if (!products.empty() && ((found.empty() && arriving.empty()) || grid->random() % 2)) {
+  if (found.empty() && products.empty()) return false;
+  if (!products.empty() && (found.empty() || grid->random() % 2)) {
     run_tensor_work(*products[grid->random() % products.size()]);
-    return true;
-  }
-  if (found.empty() || (!arriving.empty() && grid->random() % 2)) {
-    run_arrival(*arriving[grid->random() % arriving.size()]);
     return true;
   }
   const auto [cta, i] = found[grid->random() % found.size()];
@@ -298,24 +258,20 @@ void prepare(Cta& cta) {
     w.storage32.assign(static_cast<std::size_t>(f.count32) * 32 + 32, 0x7fc0dead);  // what nothing has written
     w.storage64.assign(static_cast<std::size_t>(f.count64) * 32 + 32, 0xdead0000dead0000ull);
     w.storage_pred.assign(static_cast<std::size_t>(f.count_pred) + 1, 0xa5a5a5a5);
-    w.storage128.assign(static_cast<std::size_t>(f.count128) * 64 + 1, 0);
-    w.storage_local.assign(static_cast<std::size_t>(f.local_bytes) * 32 + 1, 0xff);
-    w.r32 = w.storage32.data(), w.r64 = w.storage64.data(), w.predicates = w.storage_pred.data(),
-    w.r128 = w.storage128.data(), w.local = w.storage_local.data();
+    w.r32 = w.storage32.data(), w.r64 = w.storage64.data(), w.predicates = w.storage_pred.data();
     const u32 left = threads - static_cast<u32>(w.number) * 32;
     w.live = left >= 32 ? kAll : (1u << left) - 1;
     w.groups.assign(1, {w.live, 0});
     w.state = Warp::running;
     w.knowledge = {};
     w.knowledge.seen.at[w.thread] = 1;
-    w.small.clear(), w.products.clear(), w.moved.clear(), w.arrivals.clear();
-    w.small_serial = 0;
+    w.small.clear(), w.products.clear(), w.moved.clear();
     std::fill_n(w.commits, 32, 0), std::fill_n(w.bulk_commits, 32, 0);
     w.product_commits = w.products_issued = 0;
     w.has_products = false;
     w.pending32.assign(static_cast<std::size_t>(f.count32) + 1, 0);
-    if (products) w.changed32.assign(static_cast<std::size_t>(f.count32) + 1, 0);
-    else w.changed32.clear();
+    if (products) w.touched32.assign(static_cast<std::size_t>(f.count32) + 1, 0);
+    else w.touched32.clear();
     w.fence_step = w.steps = 0;
     w.cluster_arrived = false;
     w.last_poll = nullptr;
@@ -405,11 +361,6 @@ void run_cluster() {
     while (done < quantum) {
       ++done;
       if (!step(w)) break;
-    }
-    // the async work of a warp may be carried out early
-    if (grid->late == 0) {
-      if (!w.products.empty() && grid->random() % 4 == 0) { /* left to the wait: order is kept, and reads are held */
-      }
     }
     grid->steps += static_cast<u64>(done);
     if (grid->steps > kMostSteps) throw Stop("too many steps: " + std::to_string(grid->steps));

@@ -58,7 +58,7 @@ void alloc(Warp& w, const Instr& I, u32) {
   const u32 at = places[grid->random() % places.size()];
   cta.tensor_columns[at] = columns;
   u32 offset;
-  Cta& block = shared_block(w, address_of(w, I.args[0], 0) & 0xffffffff, offset);
+  Cta& block = shared_block(w, address_of(w, I.args[0], 0), offset);
   shared_write(w, I, 0, block, offset, 4, &at);
 }
 
@@ -104,7 +104,7 @@ void move(Warp& w, const Instr& I, u32) {
   const u32 address = static_cast<u32>(address_of(w, place, 0)), lanes = address >> 16, column = address & 0xffff;
   const u32 mine = 32 * static_cast<u32>(w.number & 3), count = static_cast<u32>(registers.size());
   const u32 split = I.extra == s16x32x2 ? static_cast<u32>(I.args[v.load ? 2 : 1].base.value) : 0;
-  for (int lane = 1; lane < 32; ++lane)
+  for (u32 lane = 1; lane < 32; ++lane)
     if (static_cast<u32>(address_of(w, place, lane)) != address) return wrong(w, I, "lanes name different addresses");
   if (lanes != mine && (I.extra == s32x32 || lanes != mine + 16))
     return wrong(w, I, "lanes from " + std::to_string(lanes) + " are not those of this warp");
@@ -153,7 +153,7 @@ void wait(Warp& w, const Instr& I, u32) {
 struct Product5 {  // what an instruction descriptor says
   u32 M, N, K;
   Type a, b;
-  bool turned_a, turned_b, negated_a, negated_b;
+  bool turned_a, turned_b;
 };
 
 constexpr Type kTypes[3][3] = {
@@ -169,10 +169,8 @@ bool decode(Warp& w, const Instr& I, u32 d, Product5& p) {  // I.extra: 0 for ki
        a < 3 ? kTypes[I.extra][a] : Type::none,
        b < 3 ? kTypes[I.extra][b] : Type::none,
        (d >> 15 & 1) != 0,
-       (d >> 16 & 1) != 0,
-       (d >> 13 & 1) != 0,
-       (d >> 14 & 1) != 0};
-  if ((d >> 4 & 3) != 1 || (d & 15) || p.a == Type::none || p.b == Type::none)
+       (d >> 16 & 1) != 0};
+  if ((d >> 4 & 3) != 1 || (d & 15) || (d >> 13 & 3) || p.a == Type::none || p.b == Type::none)
     throw Stop("unsupported instruction descriptor " + hex(d) + ": " + I.text);
   const bool fine = (p.M == 64 && p.N % 8 == 0) || (p.M == 128 && p.N % 16 == 0);
   if (!fine || p.N < 8 || p.N > 256) wrong(w, I, "a product of " + std::to_string(p.M) + " x " + std::to_string(p.N));
@@ -190,7 +188,7 @@ Layout layout_of(Warp& w, const Instr& I, u64 descriptor, bool turned, Type type
           static_cast<u32>(descriptor >> 32 & 0x3fff) << 4,
           mode,
           turned,
-          type == Type::tf32 ? 4 : bytes_of(type)};
+          bytes_of(type)};
 }
 
 u32 lane_of(const Product5& p, u32 address, u32 row) {
@@ -199,7 +197,7 @@ u32 lane_of(const Product5& p, u32 address, u32 row) {
 
 void mma(Warp& w, const Instr& I, u32 m) {
   WarpGroup& pipe = w.cta->warp_groups[static_cast<std::size_t>(w.number / 4)];
-  for (int lane = 0; lane < 32; ++lane) {
+  for (u32 lane = 0; lane < 32; ++lane) {
     if (!(m >> lane & 1)) continue;
     TensorWork work;
     work.instr = &I, work.warp = &w;
@@ -222,9 +220,9 @@ void mma(Warp& w, const Instr& I, u32 m) {
     Cta& cta = *w.cta;
     const auto touch = [&](u32, u32, u32 offset) {
       if (offset + 16 > grid->shared_bytes)
-        return grid->report("out of bounds", &w, static_cast<u32>(lane), &I,
+        return grid->report("out of bounds", &w, lane, &I,
                             "the product reads shared bytes from " + std::to_string(offset));
-      touch_read(w, I, static_cast<u32>(lane), cta, offset, 16, true);
+      touch_read(w, I, lane, cta, offset, 16, true);
       record_read(cta, offset, 16, pipe.thread, work.clock);
     };
     if (!kept) chunks(layout_of(w, I, work.a, p.turned_a, p.a), 0, p.M, p.K, touch);
@@ -237,7 +235,7 @@ void mma(Warp& w, const Instr& I, u32 m) {
         touch_operand(w, I, from, 8 * static_cast<u32>(grid->granule));
       }
       if (work.add) touch_operand(w, I, offset, bytes);
-      touch_write(w, I, static_cast<u32>(lane), cta, offset, bytes);
+      touch_write(w, I, lane, cta, offset, bytes);
     }
     w.thread = thread, w.knowledge.seen.at[pipe.thread] = seen;
     pipe.work.push_back(work);
@@ -247,11 +245,11 @@ void mma(Warp& w, const Instr& I, u32 m) {
 
 void commit(Warp& w, const Instr& I, u32 m) {
   WarpGroup& pipe = w.cta->warp_groups[static_cast<std::size_t>(w.number / 4)];
-  for (int lane = 0; lane < 32; ++lane) {
+  for (u32 lane = 0; lane < 32; ++lane) {
     if (!(m >> lane & 1)) continue;
     TensorWork work;
     work.instr = &I, work.warp = &w;
-    mbarrier_at(w, I, static_cast<u32>(lane), address_of(w, I.args[0], lane));
+    mbarrier_at(w, I, lane, address_of(w, I.args[0], lane));
     work.to = static_cast<u32>(address_of(w, I.args[0], lane));
     work.clock = pipe.issued;
     work.issuer = w.knowledge;
@@ -281,10 +279,8 @@ void multiply(const TensorWork& work) {
     u32* to = cell(cta, lane_of(p, work.to, row), work.to & 0xffff);
     std::fill_n(c, p.N, 0.0f);
     if (work.add) std::memcpy(c, to, 4 * p.N);
-    for (u32 k = 0; k < p.K; ++k) {
-      const float x = p.negated_a != p.negated_b ? -a[row * 32 + k] : a[row * 32 + k];
-      for (u32 n = 0; n < p.N; ++n) c[n] += x * b[k * 256 + n];
-    }
+    for (u32 k = 0; k < p.K; ++k)
+      for (u32 n = 0; n < p.N; ++n) c[n] += a[row * 32 + k] * b[k * 256 + n];
     std::memcpy(to, c, 4 * p.N);
   }
 }
@@ -313,7 +309,7 @@ void run_tensor_work(WarpGroup& pipe) {
 
 Handler choose_tensor(Instr& I) {  // tcgen05.mma.cta_group::1.kind::f16, tcgen05.ld.sync.aligned.32x32b.x64.b32, ...
   const std::string& what = I.parts[1];
-  I.memory = true;
+  if (I.parts[0] != "tcgen05") return nullptr;
   if (what == "fence::before_thread_sync" || what == "fence::after_thread_sync")
     return nothing;  // what they order is in order here
   if (I.has("cta_group::2")) return nullptr;
