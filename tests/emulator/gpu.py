@@ -56,9 +56,7 @@ _target: list[tuple[int, bool]] = []
 
 
 @contextlib.contextmanager
-def gpu(
-    capability: int, seed: int = 0, runs: bool = True, processors: int | None = None
-) -> Iterator[None]:
+def gpu(capability: int, seed: int = 0, runs: bool = True, processors: int | None = None) -> Iterator[None]:
     """Inside, tensors of the CPU lie on a GPU of that capability.
 
     seed: of the order of warps, and of how late asynchronous work is done: at random (seed % 3 == 0), as late as may be
