@@ -69,6 +69,16 @@ void check_pending(Warp& w, const Instr& I) {
   }
 }
 
+// When registers were used. LLVM puts copies of accumulators between wgmma.fence and the product, and ptxas, which
+// shares their register or fences once more behind them, makes that right: a copy is as old as its source.
+void touch_registers(Warp& w, const Instr& I) {
+  if (I.parts[0] == "wgmma") return;
+  const auto at = [&](const Operand& o) -> u32& { return w.touched32[static_cast<std::size_t>(o.index)]; };
+  if (I.parts[0] != "mov" || I.args[0].base.kind != Kind::reg32 || I.args[1].form != Arg::plain)
+    for (const int r : I.used) w.touched32[static_cast<std::size_t>(r)] = w.steps;
+  else if (I.args[1].base.kind == Kind::reg32) at(I.args[0].base) = std::max(at(I.args[0].base), at(I.args[1].base));
+}
+
 // Makes one step of the warp; false where it must let others run.
 bool step(Warp& w) {
   auto& groups = w.groups;
@@ -117,8 +127,7 @@ bool step(Warp& w) {
     grid->report("divergent", &w, 0, I,
                  "some lanes carry out an instruction for all lanes: " + hex(m) + " of " + hex(g.mask));
   if (m || I->parts[0] == "bra") I->run(w, *I, m);
-  if (!w.touched32.empty() && I->parts[0] != "wgmma")
-    for (const int r : I->used) w.touched32[static_cast<std::size_t>(r)] = w.steps;
+  if (!w.touched32.empty()) touch_registers(w, *I);
   if (!w.branched && !w.retry) ++groups[pick].pc;
   if (w.state == Warp::polling && groups.size() > 1) {  // other lanes may have work to do
     w.polls = 64;
