@@ -1,9 +1,13 @@
 """The planner beside published figures: bubble rates of the published search and of ours, the lower bound, and time.
 
     python -m bench.planner [one] [v] [unit] [zigzag] [scale]     (default: all, which takes an hour)
+    python -m bench.planner --without NAME ...                    (a mechanism, or all: an ablation)
 
 Seconds are processor time of this process on one core, which other work on the machine changes little. Plans have
 plan's own effort, a number of rounds, unless --effort or --seconds, a time limit, is given.
+
+--without: 18 problems with all mechanisms of the search and without each that is named, in points of idle time more (or
+less, below 0); what gives less than 0.3 points nowhere has no place in the search.
 """
 
 from __future__ import annotations
@@ -12,11 +16,14 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from bench.report import add_out, write_json
 from zbkern.pipeline import Costs, PlanOptions, plan
+from zbkern.planning.planner import portfolio, search
 from zbkern.planning.planner.plan import EFFORT
 from zbkern.reporting import markdown_table
 
@@ -87,6 +94,59 @@ def _two_chunks(row: dict[str, Any], times: int = 1) -> Costs:
     return Costs(*passes, row["communication"], times * row["chunk_activation"], times * row["chunk_held"])
 
 
+def ablated() -> Iterator[Cell]:
+    """Of one, two and four chunks per rank, in little memory and in plenty, small ones, and ones that may fuse."""
+    one = PROFILES["one_chunk"]
+    for row, limit in ((one[0], 1.25), (one[0], 1.5), (one[3], 1.0), (one[3], 1.5), (one[4], 2.0)):
+        costs = Costs(*(row[name] for name in ("forward", "backward", "weight", "communication", "activation", "held")))
+        yield row["model"], costs, row["stages"], row["microbatches"], 1, limit, 0.0
+    v = Costs(92, 90, 46, 6, 0.5, 0.25)
+    for microbatches, limit in ((16, 0.5), (16, 0.75), (16, 1.0), (16, 1.5), (24, 0.5)):
+        yield "92, 90, 46", v, 8, microbatches, 2, limit, 0.0
+    yield "92, 90, 46", v, 16, 48, 2, 1.25, 0.0
+    for limit in (0.5, 0.75):
+        yield "unit", Costs(activation=0.25, held=0.125), 8, 24, 4, limit, 0.0
+    yield "unit, small", Costs(activation=0.25, held=0.125), 2, 3, 4, 1.0, 0.0
+    yield "unit, small", Costs(activation=0.25, held=0.125), 4, 12, 4, 0.6, 0.0
+    llama = Costs(1, 1.2, 0.9, 0.05, 0.5, 0.57, split_overhead=0.06, merge_saving=0.05)
+    for limit in (0.75, 1.25):
+        yield "held more than kept", llama, 8, 16, 2, limit, 0.0
+    yield "unequal", Costs((1, 1.1, 1, 1.4), 1, (1, 1.1, 1, 1.6)), 4, 12, 1, 1.5, 0.0
+
+
+def _nothing(*_: Any) -> None:
+    """In the place of a mechanism."""
+
+
+MECHANISMS: dict[str, tuple[Any, str, Any]] = {
+    "rules": (portfolio, "best_tried_rules", lambda *_: []),
+    "refinement": (portfolio.Population, "_refined", _nothing),
+    "patterns": (portfolio, "is_v", lambda _: False),
+    "blocks": (portfolio.Population, "_block", _nothing),
+    "long annealing": (portfolio, "long_annealing", lambda _: False),
+    "several coolings": (portfolio, "SETTINGS", replace(portfolio.SETTINGS, coolings=((0.3, 3),))),
+    "hot in small problems": (portfolio, "SETTINGS", replace(portfolio.SETTINGS, small=0)),
+    "warm start": (portfolio, "warm_start", _nothing),
+    "cold end": (search.Search, "finish", _nothing),
+}
+
+
+def ablation(names: list[str], effort: int) -> str:
+    """A row per problem: idle time with all mechanisms, and how many points more without each."""
+    rows, cells = [], list(ablated())
+    for cell in cells:
+        model, _, stages, microbatches, chunks, limit, _ = cell
+        whole = measure(cell, None, effort)
+        row = [f"{model}, p {stages}, m {microbatches}, x{chunks}, {limit:g}", f"{whole['plan']:.2%}"]
+        for name in names:
+            with patch.object(*MECHANISMS[name]):
+                found = measure(cell, None, effort)
+            row.append(f"{100 * (found['plan'] - whole['plan']):+.2f}")
+        rows.append(row)
+        print(*row, sep=" | ", flush=True)
+    return markdown_table(["problem", "all", *names], rows)
+
+
 def measure(cell: Cell, seconds: float | None, effort: int | None) -> dict[str, Any]:
     model, costs, stages, microbatches, chunks, limit, published = cell
     if published is None:
@@ -117,9 +177,16 @@ def main() -> None:
     parser.add_argument("--effort", type=int, help=f"rounds of every plan (default: {EFFORT})")
     parser.add_argument("--stages", type=int, help="only cells with this many stages")
     parser.add_argument("--microbatches", type=int, help="only cells with this many microbatches")
+    parser.add_argument(
+        "--without", nargs="+", choices=["all", *MECHANISMS], metavar="NAME", help=", ".join(MECHANISMS)
+    )
     add_out(parser)
     parser.add_argument("--name", default="planner", help="of the JSON file there")
     options = parser.parse_args()
+    if options.without:
+        names = list(MECHANISMS) if "all" in options.without else options.without
+        print(ablation(names, EFFORT if options.effort is None else options.effort))
+        return
     figures: dict[str, list[dict[str, Any]]] = {}
     for section in options.sections or SECTIONS:
         print(f"\n{SECTIONS[section].__doc__}\n")

@@ -91,8 +91,7 @@ class Population:
         self._members: list[Ordering] = []
         self._changed: dict[int, tuple[Rule, int]] = {}  # what became of a candidate's rule, after how many tries
         best.offer(warm_start(best))
-        plenty = min(problem.limit) > SETTINGS.plenty * held_by_1f1b(problem)
-        self._long = plenty or problem.chunks > 2 * problem.ranks
+        self._long = long_annealing(problem)
 
     def round(self, passes: int, seed: int, rules: Sequence[TriedRule]) -> None:
         """Runs about `passes` passes, and where there is a pattern a quarter as many in the search for a better one.
@@ -211,6 +210,12 @@ def temperatures(problem: Problem, hot: float, cold: float = SETTINGS.end_temper
     mean = (sum(problem.forward) + sum(problem.backward) + sum(problem.weight)) // (3 * len(problem.forward))
     ratio = min(cold / hot, 1.0)
     return [int(mean * hot * ratio ** (step / (SETTINGS.temperatures - 1))) for step in range(SETTINGS.temperatures)]
+
+
+def long_annealing(problem: Problem) -> bool:
+    """Whether one long annealing from a high temperature takes most of a round."""
+    plenty = min(problem.limit) > SETTINGS.plenty * held_by_1f1b(problem)
+    return plenty or problem.chunks > 2 * problem.ranks
 
 
 def held_by_1f1b(problem: Problem) -> int:
