@@ -96,6 +96,9 @@ struct Measured {
 
 Measured measure(const Problem& problem, const Ordering& orders);
 
+// When each pass of every row begins and ends, without the W of fused backwards; empty when the orders cannot run.
+std::vector<std::vector<std::pair<Time, Time>>> timed(const Problem& problem, const Ordering& orders);
+
 // The rows with W that follow each other grouped by chunk; the W of a fused backward follows it.
 Rows grouped(const Ordering& orders);
 

@@ -121,6 +121,9 @@ PYBIND11_MODULE(_planner, module) {
     const Measured found = measure(problem_from(source), ordering_from(rows, fused));
     return py::make_tuple(found.cost, found.peaks);
   });
+  module.def("timed", [](const py::object& source, const Rows& rows, const std::vector<int>& fused) {
+    return timed(problem_from(source), ordering_from(rows, fused));
+  });
   module.def("grouped",
              [](const Rows& rows, const std::vector<int>& fused) { return grouped(ordering_from(rows, fused)); });
   module.def("search_blocks", [](const py::object& source, bool fuse, const EffortTuple& effort) {

@@ -94,6 +94,7 @@ class Ranks {
     clock[rank] = ends_[pass] = end;
     if (waiter_[pass] >= 0) runnable_.push_back(waiter_[pass]);
   }
+  Time end(int pass) const { return ends_[pass]; }
   Time cost() const {
     Time most = 0;
     for (int rank = 0; rank < p_.ranks; rank++) most = std::max(most, clock[rank] - start[rank]);

@@ -19,6 +19,26 @@ Measured measure(const Problem& p, const Ordering& orders) {
   return found;
 }
 
+std::vector<std::vector<std::pair<Time, Time>>> timed(const Problem& p, const Ordering& orders) {
+  const Passes passes(p, orders.fused);
+  const int half = p.chunks * p.microbatches;
+  Ranks ranks(p);
+  if (!ranks.follow(orders.rows, passes, std::vector<Time>(p.ranks, 0), kForever)) return {};
+  std::vector<std::vector<std::pair<Time, Time>>> found;
+  for (const Row& row : orders.rows) {
+    std::vector<std::pair<Time, Time>> times;
+    Time clock = 0;
+    for (int pass : row) {
+      const int input = passes.input[pass];
+      const Time arrived = input < 0 ? 0 : ranks.end(input) + passes.lag[pass], start = std::max(clock, arrived);
+      clock = ranks.end(pass);
+      if (pass < kWeight * half || !orders.fused[pass - kWeight * half]) times.push_back({start, clock});
+    }
+    found.push_back(std::move(times));
+  }
+  return found;
+}
+
 Rows grouped(const Ordering& orders) {
   const int half = static_cast<int>(orders.fused.size()), first_weight = kWeight * half;
   Rows rows;

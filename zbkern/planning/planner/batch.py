@@ -292,9 +292,10 @@ def _plan_of(
     problem: _Problem, lengths: Sequence[int], best: _Found, published: tuple[str, _Found] | None
 ) -> BatchPlan:
     rows = tuple(tuple(Action(_KINDS[kind], chunk, unit) for kind, chunk, unit, _, _ in row) for row in best.events)
+    cuts = tuple(map(tuple, best.cuts))
     time, memory = 1 / problem.time_scale, 1 / problem.memory_scale
     return BatchPlan(
-        schedule=Schedule.proven(rows, problem.placement, tuple(map(tuple, best.cuts)), "plan-batch"),
+        schedule=Schedule(rows, problem.placement, len(cuts), "plan-batch", own_slices=cuts).proven(),
         rows=tuple(map(tuple, best.rows)),
         ends=tuple(tuple(accumulate((lengths[number] for number in row), initial=0)) for row in best.rows),
         makespan=best.makespan * time,

@@ -12,6 +12,7 @@ from zbkern.planning.planner.arguments import DoesNotFit, PlanOptions, Request, 
 from zbkern.planning.planner.bounds import cost_bound
 from zbkern.planning.planner.idle_time import IdleTime, idle_time
 from zbkern.planning.planner.incumbents import ROUNDING, Budget
+from zbkern.planning.planner.large import MANY, timeline_of
 from zbkern.planning.planner.model_search import ModelSearch
 from zbkern.planning.planner.offload import MORE_MEMORY, fit, with_fused
 from zbkern.planning.planner.problem import schedule_of
@@ -137,8 +138,13 @@ def _searched(request: Request) -> Plan:
         layers, candidates = None, _candidates(request, costs, budget)
     found, rounds = best_of(candidates, budget, options)
     assert found.best.orders is not None
-    schedule = schedule_of(found.best.orders, found.problem, f"plan-{found.name}")
-    made = judged(schedule, found.problem.costs, request.memory_limit, options.objective)
+    problem, orders, name = found.problem, found.best.orders, f"plan-{found.name}"
+    if problem.passes > MANY and len(problem.slices) == 1 and native.core is not None:
+        timeline = timeline_of(orders, problem, name)
+        made = _compared(timeline, problem.costs, request.memory_limit, options.objective, found.bound)
+    else:
+        schedule = schedule_of(orders, problem, name)
+        made = judged(schedule, problem.costs, request.memory_limit, options.objective)
     if native.core is None and not made.optimal:
         logger.warning(
             "plan: the compiled search is not here, so that this is only the best of the published schedules; install "

@@ -260,18 +260,21 @@ def grouped(orders: Ordering) -> Ordering:
     return orders if native.core is None else replace(orders, rows=native.core.grouped(orders.rows, orders.fused))
 
 
+def actions_of(row: Sequence[int], problem: Problem, fused: Sequence[int]) -> tuple[Action, ...]:
+    """A row of numbers as actions."""
+    count, many = problem.chunks * problem.microbatches, problem.microbatches
+    order = order_of_backward(many, len(problem.slices))
+    found = []
+    for number in row:
+        kind, rest = divmod(number, count)
+        both = kind != FORWARD and fused[rest]
+        if not both or kind == BACKWARD:
+            chunk, place = divmod(rest, many)
+            found.append(Action("BW" if both else "FBW"[kind], chunk, place if kind == FORWARD else order[place]))
+    return tuple(found)
+
+
 def schedule_of(orders: Ordering, problem: Problem, name: str) -> Schedule:
     """Orders as a schedule, validated and with W grouped."""
-    half, rows = problem.chunks * problem.microbatches, []
-    order = order_of_backward(problem.microbatches, len(problem.slices))
-    for row in grouped(orders).rows:
-        actions: list[Action] = []
-        for number in row:
-            kind, rest = divmod(number, half)
-            chunk, place = divmod(rest, problem.microbatches)
-            microbatch = place if kind == FORWARD else order[place]
-            fused = kind != FORWARD and orders.fused[rest]
-            if not fused or kind == BACKWARD:
-                actions.append(Action("BW" if fused else "FBW"[kind], chunk, microbatch))
-        rows.append(actions)
+    rows = [actions_of(row, problem, orders.fused) for row in grouped(orders).rows]
     return Schedule.build(rows, problem.placement, problem.sequences, name, problem.slices)

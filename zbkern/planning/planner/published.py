@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from zbkern import schedules
+from zbkern.planning.planner import native
+from zbkern.planning.planner.large import few_of, longer
 from zbkern.planning.planner.problem import Ordering, grouped, ordering_of
 from zbkern.schedules.schedule import Schedule
 
@@ -14,18 +16,22 @@ class Published:
     """Makes the orders of published schedules when they are first asked for, and keeps them."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[tuple[int, ...], int, int], list[Ordering]] = {}
+        self._made: dict[tuple[tuple[int, ...], int, int], list[Ordering | None]] = {}
 
     def orders(self, placement: tuple[int, ...], sequences: int, slices: int = 1) -> Iterator[Ordering]:
         """Of every schedule with this placement (the rank of every chunk), those that are made quickest first.
 
-        sequences, slices: microbatches of whole sequences, and how many slices each has.
+        sequences, slices: microbatches of whole sequences, and how many slices each has. Where they are many, schedules
+        are made for fewer and repeat their period; GPipe has none, and is left out there.
         """
         made = self._made.setdefault((placement, sequences, slices), [])
+        few = sequences if slices > 1 or native.core is None else few_of(placement, sequences)
         for index, make in enumerate(generators_of(placement)):
             if index == len(made):
-                made.append(grouped(ordering_of(make(max(placement) + 1, sequences, slices=slices))))
-            yield made[index]
+                short = grouped(ordering_of(make(max(placement) + 1, few, slices=slices)))
+                made.append(longer(short, len(placement), few, sequences))
+            if (orders := made[index]) is not None:
+                yield orders
 
 
 _ONE_CHUNK = (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h2)

@@ -15,6 +15,7 @@ from zbkern.planning.planner.annealing import anneal
 from zbkern.planning.planner.arguments import PlanOptions
 from zbkern.planning.planner.bounds import cost_bound
 from zbkern.planning.planner.incumbents import NEAR, ROUNDING, Budget, Incumbent
+from zbkern.planning.planner.large import MANY
 from zbkern.planning.planner.portfolio import (
     SETTINGS,
     Population,
@@ -27,6 +28,9 @@ from zbkern.planning.planner.problem import Ordering, Problem
 from zbkern.planning.planner.published import Published
 from zbkern.planning.planner.steadiness import at_speeds, delayed
 
+_QUICK = (
+    2  # published schedules of a V are made in no time; the others hold less, and take seconds where ranks are many
+)
 _FINALISTS = 32  # at most, so that to choose among them takes little time
 
 
@@ -52,9 +56,9 @@ class Search:
         self._rules: list[TriedRule] = []
         self._tried = 0  # passes on which rules were tried
         known = published.orders(problem.placement, problem.sequences, len(problem.slices)) if published else ()
-        for orders in known:
+        for made, orders in enumerate(known, 1):
             self.best.offer_fitting(orders)
-            if self.best.orders is not None and not budget.left:
+            if self.best.orders is not None and (not budget.left or (made >= _QUICK and problem.passes > MANY)):
                 break
         self.published = self.reached  # by a published schedule
 
@@ -200,5 +204,6 @@ def choose(searches: Sequence[Search], steady: bool, rounds: int) -> Search:
     most = min(first.reached * (1 if optimal else 1 + NEAR), published) * (1 + ROUNDING)
     found = [(orders.cost / each.problem.time_scale, each, orders) for each in searches for orders in each.best.near]
     finalists = sorted((one for one in found if one[0] <= most), key=lambda one: one[0])[:_FINALISTS]
-    _, search, search.best.orders = min(finalists, key=lambda one: one[1].with_delays(one[2]))
+    some = len(finalists) > 1
+    _, search, search.best.orders = min(finalists, key=lambda one: one[1].with_delays(one[2]) if some else 0.0)
     return search
