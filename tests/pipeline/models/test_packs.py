@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import zbkern
 from tests.support.chunks import on_threads, one_rank, results_on_threads
 from tests.support.in_float64 import InFloat64
 from tests.support.sequences import one_process
-from tests.support.small_models import make
+from tests.support.small_models import make, transformers
+from zbkern import functional
 from zbkern.pipeline import (
     Costs,
     Pipeline,
@@ -29,6 +31,7 @@ from zbkern.pipeline import (
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.planning.planner import native
 
+masking_utils = pytest.importorskip("transformers.masking_utils")
 pytestmark = pytest.mark.skipif(native.core is None, reason="the planner's search is not compiled")
 
 LENGTHS = (7, 11, 6, 2, 3)
@@ -80,6 +83,36 @@ def test_models_of_transformers(family: str, implementation: str) -> None:
     for name, parameter in plain.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def by_lengths(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """As FlashAttention is called by the library; of packs it must be told the ends, and get no mask."""
+    assert attention_mask is None
+    ends = kwargs.get("cu_seq_lens_q")
+    if ends is not None:
+        TOLD.append((ends.tolist(), kwargs["max_length_q"], kwargs["max_length_k"]))
+    tokens = [t[0].transpose(0, 1) for t in (query, key, value)]
+    options = functional.AttentionOptions(scale=scaling)
+    return functional.attention(*tokens, causal=True, options=options, cu_seqlens=ends)[None], None
+
+
+TOLD: list[tuple[list[int], int, int]] = []
+
+
+def test_attention_that_takes_lengths_gets_no_mask() -> None:
+    transformers.AttentionInterface.register("by_lengths", by_lengths)
+    transformers.AttentionMaskInterface.register("by_lengths", masking_utils.flash_attention_mask)
+    model = make("llama")
+    plain = copy.deepcopy(model)
+    model.set_attn_implementation("by_lengths")  # type: ignore[operator]
+    with InFloat64():
+        expected = one_process(plain, [{"input_ids": tokens, "labels": tokens} for tokens in dataset()])
+    loss, _ = step(model)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    assert max(len(ends) for ends, *_ in TOLD) > 3
+    assert all(longest == most == max(b - a for a, b in pairwise(ends)) for ends, longest, most in TOLD)
 
 
 @pytest.mark.parametrize("family", ["mamba2", "bamba", "falcon_h1", "nemotron_h", "lfm2", "qwen3_next"])

@@ -29,9 +29,10 @@ from zbkern.pipeline.runtime.forward_state import ForwardState, evaluation_mode
 from zbkern.pipeline.runtime.loop import Loop
 from zbkern.pipeline.runtime.measure.recorder import Recorded, Recorder, timeline_of
 from zbkern.pipeline.runtime.options import StepOptions
+from zbkern.pipeline.runtime.replicas.agreement import number_of
 from zbkern.pipeline.runtime.replicas.data_parallel import Replicas, check_apart
 from zbkern.pipeline.runtime.replicas.tied_weights import TiedWeights, all_ties
-from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, check_sliceable
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, check_sliceable, tells_ends
 from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.runtime.step_boundary import StepBoundary, boundary_of
 from zbkern.pipeline.runtime.step_schedules import StepSchedules
@@ -390,9 +391,10 @@ class Pipeline:
         self.boundary.pipe = self
         if self._replicas.agreement:
             with self._failing_together():
-                self._replicas.agreement.check(
-                    call, self.loop.passes, len(self.schedule.units), self._transport, self.timeout
-                )
+                pairs = zip(self.schedule.units, batch, strict=True)  # a first slice or pack has more forwards
+                kinds = [(unit.slices > 1, tells_ends(each.side)) for unit, each in pairs]
+                passes = number_of((self.loop.passes, kinds))
+                self._replicas.agreement.check(call, passes, len(self.schedule.units), self._transport, self.timeout)
 
     def _recover(self, call: str | None) -> None:
         """Connects anew after a failure, with all ranks about to make the same call; collective."""

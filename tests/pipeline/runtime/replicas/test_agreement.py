@@ -119,6 +119,28 @@ def test_unequal_numbers_of_microbatches_are_right_or_refused(four_ranks: Any, k
             assert isinstance(found, tuple)
 
 
+def packs_of_one_replica(kind: str) -> str:
+    """What is raised where one replica has sequences packed into its rows, which its first forwards compare."""
+    replica, stage = divmod(dist.get_rank(), 2)
+    mesh, start = fresh_mesh(), time.monotonic()
+    chunk, group = wrapped(kind, blocks()[stage], mesh), mesh.get_group("stage")
+    loss_fn = nn.MSELoss(reduction="sum")
+    pipe = Pipeline(chunk, schedules.zb_h1(2, 2), loss_fn, group, timeout=600)
+    side = [{"cu_seqlens": torch.tensor([0, 1, 2])}, {}] if replica == 0 else None
+    inputs, targets = (each.chunk(2) for each in batch(0, 2))
+    try:
+        pipe.step([*inputs], [*targets], side)
+    except PipelineError as error:
+        assert time.monotonic() - start < 60
+        return str(error)
+    return ""
+
+
+def test_packs_of_one_replica_are_refused_where_every_pass_gathers_weights(four_ranks: Any) -> None:
+    for found in four_ranks.run(packs_of_one_replica, "fsdp", timeout=120):
+        assert "replicas must run the same microbatches in the same order" in found
+
+
 def evaluations_of_one_replica(kind: str) -> list[str]:
     """What each call of the first replica, which alone evaluates before every step, and of the second raises."""
     replica, stage = divmod(dist.get_rank(), 2)
