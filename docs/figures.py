@@ -1,11 +1,11 @@
-"""Draws images/split.svg, for the README, zero_bubble.svg, for the glossary, and slices.svg, for the page on long
-context: python docs/figures.py"""
+"""Draws images/split.svg, for the README, zero_bubble.svg, for the glossary, slices.svg, for the page on long context,
+and batches.svg, for that on batches of unequal sequences: python docs/figures.py"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from zbkern.pipeline import Costs, Timeline, draw, plan, schedules, simulate
+from zbkern.pipeline import Costs, Schedule, Timeline, draw, plan, plan_batch, schedules, simulate
 from zbkern.planning.simulation.slice_costs import equal_times
 
 IMAGES = Path(__file__).parent / "images"
@@ -75,6 +75,19 @@ def split(timelines: list[Timeline], titles: list[str]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def batch() -> list[Timeline]:
+    """One long sequence and 23 short ones on 4 ranks: four packs in 1F1B, and planned."""
+    lengths = [8192, *(300 + 97 * number % 1500 for number in range(23))]
+    stage = Costs(10.0, 10.0, 10.0, overhead=0.05, split_overhead=0.05, tokens=8192)
+    half = Costs(5.05, 5.05, 5.05, overhead=0.05, split_overhead=0.05, tokens=8192)
+    packs = [0] * 4
+    for length in sorted(lengths, reverse=True):
+        packs[packs.index(min(packs))] += length
+    usual = schedules.one_f_one_b(4, 4)
+    usual = Schedule.build(usual.actions, usual.placement, 4, own_slices=[(tokens,) for tokens in packs])
+    return [simulate(usual, stage), plan_batch(lengths, half, 4).timeline]
+
+
 def save_all(folder: Path) -> list[Path]:
     """Writes the pictures into the folder and returns their paths."""
     step = [simulate(make(3, 5), LLAMA) for make in (schedules.one_f_one_b, schedules.zb_h1)]
@@ -90,7 +103,9 @@ def save_all(folder: Path) -> list[Path]:
         plan(long, 4, 4, slices=equal_times(long.per_chunk(4), 4), memory_limit=4.0, effort=1).timeline,
     ]
     names = ["whole sequences, 1F1B", "four slices each, Seq1F1B", "four slices each, planned, W on its own"]
-    return [idea, zero, draw.save(found, folder / "slices.svg", names)]
+    titles = ["four packs, one of them the long sequence: 1F1B", "slices of the long one, packs of the others: planned"]
+    pictures = [idea, zero, draw.save(found, folder / "slices.svg", names)]
+    return [*pictures, draw.save(batch(), folder / "batches.svg", titles)]
 
 
 if __name__ == "__main__":

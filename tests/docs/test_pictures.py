@@ -5,9 +5,14 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import pytest
+
+from zbkern.planning.planner import native
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@pytest.mark.skipif(native.core is None, reason="one needs the planner's search, which is not compiled")
 def test_pictures_are_those_of_the_script(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
     assert spec is not None
