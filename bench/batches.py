@@ -218,8 +218,10 @@ def measured_costs() -> Costs:
     y = torch.cat([x.sin(), torch.ones(*x.shape[:2], 1)], -1)
     found = profile(modules, placement, loss_fn, x, y, 2, options=ProfileOptions(repeats=4, slices=True))
     flat = found.per_chunk(len(placement))
-    names = ("forward", "backward", "weight", "attention_forward", "attention_backward", "overhead", "activation")
-    means = {name: statistics.mean(getattr(flat, name)) for name in (*names, "held", "carried")}
+    names = ("forward", "backward", "weight", "attention_forward", "attention_backward", "overhead")
+    names += ("activation", "held", "carried", "carried_gradients")
+    means = {name: statistics.mean(getattr(flat, name)) for name in names}
+    means["communication"] = max(flat.communication)  # the middle edge joins chunks of one rank
     apart = statistics.mean(b + w - both for b, w, both in zip(flat.backward, flat.weight, flat.fused, strict=True))
     return Costs(**means, split_overhead=max(0.0, apart), tokens=found.tokens)
 

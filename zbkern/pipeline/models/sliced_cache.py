@@ -134,9 +134,11 @@ def masks_of_pack(model: Any, side: dict[str, Any]) -> dict[str, Any]:
     if masking_utils.find_packed_sequence_indices(positions) is None:
         return side
     like = torch.empty((*positions.shape, 1), dtype=model.dtype, device=positions.device)
-    how = model.config, like, None, None, positions
-    masks = masking_utils.create_masks_for_generate(*how)
-    return {**side, "attention_mask": masking_utils.create_causal_mask(*how) if masks is None else masks}
+    how = model.config, like, None, None
+    masks = masking_utils.create_masks_for_generate(*how, position_ids=positions)
+    if masks is None:  # there are kinds of layers that it has no masks for
+        masks = masking_utils.create_causal_mask(*how, position_ids=positions)
+    return {**side, "attention_mask": masks}
 
 
 def _is_attention_alone(model: Any) -> bool:
