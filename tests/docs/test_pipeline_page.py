@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 
 import zbkern
 from tests.support import pages
-from tests.support.chunks import one_rank
+from tests.support.chunks import one_rank, results_on_threads
 from zbkern.pipeline import Optimizer, Pipeline, StepOptions, cut, schedules, token_loss, token_targets
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
@@ -101,6 +101,48 @@ def test_several_optimizers() -> None:
         names["optimizer"].step()
     assert len(names["matrices"]) == 4 * 7
     assert names["optimizer"].last_norms == pytest.approx(norms, rel=1e-6)
+
+
+class Engine:
+    """An inference engine."""
+
+    def load_weights(self, weights: Any) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in weights}
+
+
+def test_between_steps() -> None:
+    """The engine has the whole model on each rank, the average is what is evaluated, and weights are as they were."""
+    from torch.optim.swa_utils import AveragedModel
+
+    from tests.support.small_models import batch, make
+
+    block = next(block for block in blocks() if "full_weights" in block)
+    model, schedule, (tokens, _, labels) = make("gpt2"), schedules.zb_h1(2, 4), batch()
+
+    def rank(transport: Any) -> Any:
+        chunks = [zbkern.convert(chunk) for chunk in cut(copy.deepcopy(model), schedule, rank=transport.rank)]
+        with Pipeline(chunks, schedule, token_loss, transport, timeout=30) as pipe:
+            optimizer = Optimizer(torch.optim.AdamW(chunks[0].parameters(), 0.1), pipe)
+            average = AveragedModel(nn.ParameterList(optimizer.weights()))  # of what the model began with
+            average.update_parameters(nn.ParameterList(optimizer.weights()))
+            names: dict[str, Any] = {"torch": torch, "pipe": pipe, "optimizer": optimizer, "average": average}
+            names |= {"inputs": {"input_ids": tokens}, "targets": token_targets(labels, 4), "engine": Engine()}
+            pipe.step(names["inputs"], names["targets"])
+            optimizer.step()
+            exec(block, names)
+            after = {name: p.detach().clone() for name, p in chunks[0].named_parameters()}
+        return names["engine"].weights, after, names["losses"], names["held_out"]
+
+    (first, after, _, _), (second, more, losses, held_out) = results_on_threads(2, rank)
+    trained = copy.deepcopy(model)
+    trained.load_state_dict(first, strict=False)
+    for name, parameter in trained.named_parameters():
+        assert torch.equal(parameter, {**after, **more}[name])
+        assert torch.equal(second[name], first[name])
+    for plain, loss in ((trained, sum(losses) / 4), (model, held_out)):
+        parts = zip(tokens.chunk(4), token_targets(labels, 4), strict=True)
+        of_parts = [token_loss(plain(input_ids=part, use_cache=False).logits, target) for part, target in parts]
+        torch.testing.assert_close(loss, sum(of_parts).detach() / 4, rtol=1e-10, atol=0)
 
 
 def growing_batches() -> int:
@@ -191,5 +233,5 @@ def test_what_happened(two_ranks: Any, tmp_path: Path) -> None:
 
 
 def test_no_program_of_the_page_is_left_out() -> None:
-    told = ["torchrun", "AveragedModel", "bubble_rate", "import add_loss", "torch.optim.Muon", "drift"]
+    told = ["torchrun", "AveragedModel", "bubble_rate", "import add_loss", "torch.optim.Muon", "full_weights", "drift"]
     assert [mark in block for mark, block in zip(told, blocks(), strict=True)] == [True] * len(told)

@@ -35,6 +35,7 @@ _HOME = {
     "draw": "zbkern.planning.draw",
     "export": "zbkern.pipeline.models",
     "export_adapter": "zbkern.pipeline.models",
+    "full_weights": "zbkern.pipeline.models",
     "layer_chunks": "zbkern.pipeline.models",
     "layers_of": "zbkern.pipeline.models",
     "layout_to_partition": "zbkern.schedules.layout",
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline.models.deferred_logits import DeferredLogits as DeferredLogits
     from zbkern.pipeline.models.export import export as export
     from zbkern.pipeline.models.export import export_adapter as export_adapter
+    from zbkern.pipeline.models.export import full_weights as full_weights
     from zbkern.pipeline.models.layers import layers_of as layers_of
     from zbkern.pipeline.models.per_sequence import per_sequence as per_sequence
     from zbkern.pipeline.models.per_sequence import sequence_targets as sequence_targets

@@ -2,7 +2,7 @@
 
 from zbkern.pipeline.models.cutting import cut, layer_chunks
 from zbkern.pipeline.models.deferred_logits import DeferredLogits
-from zbkern.pipeline.models.export import export, export_adapter
+from zbkern.pipeline.models.export import export, export_adapter, full_weights
 from zbkern.pipeline.models.layers import Layer, layers_of
 from zbkern.pipeline.models.per_sequence import per_sequence, sequence_targets
 from zbkern.pipeline.models.token_loss import token_loss, token_targets
@@ -13,6 +13,7 @@ __all__ = [
     "cut",
     "export",
     "export_adapter",
+    "full_weights",
     "layer_chunks",
     "layers_of",
     "per_sequence",

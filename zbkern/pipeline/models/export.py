@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import re
@@ -106,6 +107,33 @@ def export_adapter(
         configs = [config_of(holder, name) for holder in holders if holder is not None]
         ranks.exchange("adapters listed", configs, join)
     _write("export_adapter", folder, chunks, files_of, finish, group, timeout)
+
+
+def full_weights(pipe: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, tensor) of the whole model on every rank, as an inference engine reads them; collective.
+
+    >>> engine.load_weights(full_weights(pipe))    # doctest: +SKIP
+
+    pipe: a Pipeline of chunks that `cut` made, whose Optimizer validates its last step first. Every rank reads to the
+    end, and makes no other call of the Pipeline meanwhile. Names, layouts and errors are those of `export`: adapters
+    are merged, a tied weight comes once, shards as whole tensors, on the Pipeline's device. A layer comes once all
+    ranks have the one before it, so that a rank holds two at most. What is of the rank's own chunks may be the weight
+    itself: copy what is to stay.
+    """
+    if not isinstance(getattr(pipe, "modules", None), Mapping):
+        raise TypeError(f"full_weights: pipe must be a Pipeline of chunks that cut has made; got {type(pipe).__name__}")
+    mine = dict(zip(pipe.modules, _chunks("full_weights", pipe), strict=True))
+    if pipe.optimizer is not None:
+        pipe.optimizer.validate()
+    for number, rank in enumerate(pipe.schedule.placement):
+        layers = _checked_layers(mine[number]) if number in mine else iter(())
+        while layer := pipe.broadcast(rank, functools.partial(next, layers, {})):
+            yield from layer.items()
+
+
+def _checked_layers(chunk: Chunk) -> Iterator[dict[str, Tensor]]:
+    _check_names(chunk)
+    yield from _whole_layers(chunk)
 
 
 def _write(
@@ -212,17 +240,24 @@ def _first_holders(held: list[list[list[str]]]) -> list[list[str]]:
 def _files_of(chunk: Chunk, max_bytes: int) -> Iterator[dict[str, Tensor]]:
     """This chunk's tensors, a file's at a time; collective over ranks that hold shards of them."""
     tensors: dict[str, Tensor] = {}
-    tied = chunk.tied_parameters.values()
-    for layer in _by_layer(chunk):
-        whole = _whole(merged(chunk, layer, tied))
-        if is_transformer(chunk.whole) and library_converts():
-            whole = _as_the_library_saves(chunk.whole, whole)
-        tensors.update(_on_the_cpu(whole))
+    for layer in _whole_layers(chunk):
+        tensors.update(_on_the_cpu(layer))
         if sum(tensor.nbytes for tensor in tensors.values()) > max_bytes:
             yield tensors
             tensors = {}
     if tensors:
         yield tensors
+
+
+def _whole_layers(chunk: Chunk) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each layer that has any, as the files have them, where they are; collective as above."""
+    tied = chunk.tied_parameters.values()
+    for layer in _by_layer(chunk):
+        whole = _whole(merged(chunk, layer, tied))
+        if is_transformer(chunk.whole) and library_converts():
+            whole = _as_the_library_saves(chunk.whole, whole)
+        if whole:
+            yield whole
 
 
 def _as_the_library_saves(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -83,6 +83,26 @@ def equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def is_view(tensor: Any) -> bool:
+    """Whether its memory, of a shard (DTensor) that of its part here, is another tensor's, or a piece of it."""
+    local = getattr(tensor, "_local_tensor", tensor)  # not to_local(), which may make a view
+    return local._base is not None or local.untyped_storage().nbytes() > local.nbytes
+
+
+@torch.no_grad()
+def move_(tensors: Iterable[Any], device: torch.device) -> list[tuple[Tensor, torch.device]]:
+    """Moves the memory of tensors, which stay the objects that they are; returns each with the device where it was.
+
+    Of shards (DTensor) the part that is here is moved, and returned.
+    """
+    moved = []
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        moved.append((local, local.device))
+        local.data = local.detach().to(device, copy=True)
+    return moved
+
+
 @torch.no_grad()
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies each source into its target, of any dtype; of shards (DTensor) the part that is here.

@@ -75,6 +75,11 @@ class Part:
         self.undo.restore(self.optimizer)
         copy_masters_to_params(self.masters)
 
+    def forget_undo(self) -> None:
+        """Frees what its last update could be taken back with."""
+        if self.undo is not None:
+            self.undo = type(self.undo)(self.optimizer)
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "optimizer": self.optimizer.state_dict(),

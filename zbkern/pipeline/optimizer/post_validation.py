@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from zbkern.pipeline.optimizer.clipping import clip_coefficient, scale_gradients_, sum_of_squares
 from zbkern.pipeline.optimizer.master_weights import Pairs, install_masters
-from zbkern.pipeline.optimizer.params import hyperparameters, parameters
+from zbkern.pipeline.optimizer.params import hyperparameters, is_view, move_, parameters
 from zbkern.pipeline.optimizer.parts import check_unique, parts_of, prepare_undo
 from zbkern.pipeline.optimizer.pending_step import PendingStep
 from zbkern.pipeline.runtime.engine import Pipeline
@@ -35,6 +35,7 @@ from zbkern.pipeline.runtime.step_boundary import StepBoundary
 from zbkern.pipeline.transport.base import Transport, check_timeout
 from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_neighbours, tied_names
 from zbkern.pipeline.transport.norm_chain import NormChain
+from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.schedules.warmup import rank_order
 from zbkern.wgrad.accumulation import main_grad_of
 
@@ -123,6 +124,7 @@ class Optimizer(torch.optim.Optimizer):
         self.timeout = timeout if timeout is not None else 1800.0 if pipeline is None else pipeline.timeout
         self.last_norm: float | None = None
         self.last_norms: list[float] = []
+        self._away: list[tuple[Tensor, torch.device]] = []  # with the device where each belongs
         self.undone = self.clipped = self.skipped = 0
         self.device = next((p.device for p in parameters(self)), torch.device("cpu"))
         candidates = [*self._model_parameters(), *(() if pipeline is None else pipeline.tied.values())]
@@ -206,6 +208,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None and not callable(closure):
             raise TypeError(f"Optimizer.step: closure must be callable, or None; got {closure!r}")
         self.validate()
+        self.reload_states()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -253,6 +256,35 @@ class Optimizer(torch.optim.Optimizer):
         """
         self.validate()
         return [*self._model_parameters()]
+
+    def offload_states(self, device: torch.device | str = "cpu") -> None:
+        """Moves gradients, masters and the torch optimizers' states to this device, and frees snapshots; on all ranks.
+
+        For a phase without steps, while another engine generates, say: weights stay where they are, and `evaluate` and
+        `forward` go on. States and `main_grad` that are views of a larger buffer stay, too. Validates the last step
+        first, and gives CUDA's memory back to others. Everything comes back with `reload_states`, or the next step.
+        """
+        self.validate()
+        if self._away:
+            return
+        for part in self._parts:
+            part.forget_undo()
+        parameters = [*self._model_parameters()]
+        for parameter in parameters:
+            if parameter.grad is not None and is_view(parameter.grad):  # FSDP2's of a group are of one buffer
+                parameter.grad = parameter.grad.clone()
+        states = [state for each in self.optimizers for state in each.state.values()]
+        held = tensors_in([states, [master for _, master in self.masters], [*map(main_grad_of, parameters)]])
+        held = [tensor for tensor in held if not is_view(tensor)] + tensors_in([p.grad for p in parameters])
+        self._away = move_({id(tensor): tensor for tensor in held}.values(), torch.device(device))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reload_states(self) -> None:
+        """Moves back what `offload_states` has moved; no-op where nothing is away."""
+        for tensor, device in self._away:
+            move_([tensor], device)
+        self._away = []
 
     @property
     def pending(self) -> bool:

@@ -138,6 +138,7 @@ class Pipeline:
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("Pipeline.step: gradients are off (torch.no_grad); call evaluate for the loss alone")
+        self.boundary.reload_states()
         self._begin("step", (inputs, targets, side), schedule)
         self.queue.check_values = self._checked_steps > 0
         self._checked_steps -= 1
@@ -226,8 +227,8 @@ class Pipeline:
             )
         if self.optimizer not in (None, optimizer):
             raise ValueError(
-                "Pipeline.attach: this Pipeline has another Optimizer already, and gradients have one norm: give all "
-                "parameters to one torch optimizer; call pipe.detach() on every rank to replace it"
+                "Pipeline.attach: this Pipeline has another Optimizer already, and gradients have one norm: give it "
+                "all torch optimizers in a list; call pipe.detach() on every rank to replace it"
             )
         if boundary is not self.boundary:
             self.boundary.leave(self)
@@ -255,6 +256,20 @@ class Pipeline:
         self._check_open("gather")
         with self._failing_together():
             return self._transport.gather(value, self.timeout)
+
+    def broadcast(self, source: int, make: Callable[[], Any]) -> Any:
+        """What `make` returns on the rank `source`, a pytree of tensors, on every rank; collective.
+
+        When it returns all ranks have it. Raises PipelineError as a step does, also where `make` raises.
+        """
+        self._check_open("broadcast")
+        with self._failing_together():
+            made = make() if self.rank == source else None
+            found = self._transport.broadcast(source, made, self.timeout)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+            self._transport.gather(None, self.timeout)
+            return found
 
     def auxiliary_losses(self) -> dict[str, float]:
         """What modules have added to the loss of the last step, or evaluation, with `add_loss`: {name: value}, over all

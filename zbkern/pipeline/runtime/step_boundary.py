@@ -176,6 +176,12 @@ class StepBoundary:
                 "that is not validated; make it with the Pipeline, or call Optimizer.validate() first, on every rank"
             )
 
+    def reload_states(self) -> None:
+        """Has what `Optimizer.offload_states` has moved come back, before gradients are added to it."""
+        for boundary in (self, *self.others):
+            if boundary.optimizer is not None:
+                boundary.optimizer.reload_states()
+
     def leave(self, pipe: Any) -> None:
         """A Pipeline of it has ended."""
         self.open_pipes -= 1

@@ -122,6 +122,18 @@ class Transport(ABC):
             self.send(self.rank - 1, everything, values)
         return [decode(data) for data in values]
 
+    def broadcast(self, source: int, message: Any, timeout: float | None) -> Any:
+        """A pytree of tensors of rank `source`, on every rank; collective. Raises PipelineError as `receive` does."""
+        self.begin("broadcast")
+        self._gathers += 1
+        tag = Values(self._gathers, f"what rank {source} gives to broadcast {self._gathers}")
+        if self.rank != source:
+            message = self.receive(self.rank + (1 if source > self.rank else -1), tag, timeout)
+        for peer in (self.rank - 1, self.rank + 1):  # away from the source
+            if 0 <= peer < self.size and abs(peer - source) > abs(self.rank - source):
+                self.send(peer, tag, message)
+        return message
+
     @abstractmethod
     def fail(self, reason: str) -> None:
         """Tells every rank that this one has failed; the first reason that a rank hears or tells stays."""

@@ -32,7 +32,9 @@ class NormChain:
         max_norm: Any,
         timeout: float,
     ) -> None:
-        names, with_shards, norms = zip(*transport.gather((dict(shared), has_shards, max_norm)), strict=True)
+        names, with_shards, norms = zip(
+            *transport.gather((dict(sorted(shared.items())), has_shards, max_norm)), strict=True
+        )
         if any(found != norms[0] for found in norms):
             raise ValueError(f"Optimizer: max_norm must be the same on all ranks; got {[*norms]} (by rank)")
         for name in sorted({name for held in names for name in held}):
