@@ -1,7 +1,8 @@
 """What a plan gains over 1F1B and over the best published schedule that fits, for models that everybody knows.
 
 Costs are those of `zbkern plan --config`: a model of flops and bytes on a GPU, and no measurement. Every schedule gets
-the memory that 1F1B needs on its best partition, times --memory, and partitions of its own.
+the memory that 1F1B needs on its best partition, times --memory, and partitions of its own: the plan in whole blocks as
+all published ones, and then also in halves.
 
     python -m bench.models [--gpu h100] [--only llama-3-8b] [--effort 4] [--context]
 
@@ -23,7 +24,7 @@ from zbkern.planning.command.published import published_timelines
 from zbkern.planning.command.question import Setting
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job
+from zbkern.planning.cost_model.model_costs import Job, model_costs
 from zbkern.reporting import markdown_table
 
 CONFIGURATIONS = Path(__file__).parent / "configurations"
@@ -63,6 +64,7 @@ def figures(name: str, gpu: str, microbatches_per_stage: int, memory: float, eff
     fitting = [each for each in published if max(each.peak_memory) <= limit * (1 + 1e-9)]
     best = min(fitting, key=lambda each: each.cost)
     found = plan(costs, case.stages, microbatches, memory_limit=limit, effort=effort)
+    halves = plan(model_costs(*setting, halves=True), case.stages, microbatches, memory_limit=limit, effort=effort)
     blocks = costs.layers[1 : 1 + len(setting.architecture.blocks)]
     return {
         "model": name,
@@ -80,6 +82,11 @@ def figures(name: str, gpu: str, microbatches_per_stage: int, memory: float, eff
         "bubble": found.timeline.bubble_rate,
         "lower_bound": found.lower_bound,
         "partition": found.partition,
+        "halves": halves.timeline.cost,
+        "halves_name": halves.schedule.name,
+        "halves_chunks": halves.schedule.chunks,
+        "halves_bubble": halves.timeline.bubble_rate,
+        "halves_partition": halves.partition,
     }
 
 
@@ -95,6 +102,8 @@ def row(found: dict[str, Any]) -> list[str]:
         f"{found['bubble']:.1%}",
         f"{found['one_f_one_b'] / found['plan'] - 1:.1%}",
         f"{found['best_cost'] / found['plan'] - 1:.1%}",
+        f"{found['halves_name']} x{found['halves_chunks']}, {found['halves']:.0f}",
+        f"{found['halves_bubble']:.1%}",
     ]
 
 
@@ -126,6 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
         "bubble",
         "> 1F1B",
         "> best",
+        "plan in halves, ms",
+        "its bubble",
     ]
     print(markdown_table(head, [row(each) for each in found]))
     print("\nA model of flops and bytes, and no measurement. held: of the activation of all blocks, between B and W.")

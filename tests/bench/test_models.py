@@ -19,6 +19,8 @@ def test_a_row(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -
     assert found["microbatches"] == found["stages"] == 8
     assert len(found["partition"]) == 8 * found["plan_chunks"]
     assert 0.9 < found["held"] < 1.2
+    assert found["halves"] < found["plan"]
+    assert found["halves_bubble"] < found["bubble"]
     more = models.figures("gemma-2-9b", "h100", 1, 1.5, 0)
     assert more["limit"] == 1.5 * found["limit"]
     assert more["plan"] <= found["plan"] * (1 + 1e-9)

@@ -1,5 +1,6 @@
 """Of every family of language models in the transformers library, chunks on up to four ranks equal the whole model.
 
+Where blocks can be cut between attention and MLP, they are; WHOLE are the families of which no block can.
 Configurations are those of tests/support/families.py. A family that cannot be cut says why, and is in REFUSED.
 """
 
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from tests.support.families import ATTEMPTS, at_most, families, loss_of, small
 from zbkern.pipeline import cut, layers_of, schedules, token_loss, token_targets
+from zbkern.schedules.layout import numbers_of
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="cut is for transformers 5")
 
@@ -44,6 +46,49 @@ REFUSED = {
     "ctrl": "used in an in-place operation",  # scales its embeddings in place
     "roformer": "too many indices",
     "xlnet": "must match the size",  # its layers take [length, rows]
+}
+WHOLE = {  # parallel, with norms of sums, with one part, or with parts that add their input themselves
+    *[
+        "bart",
+        "beam",
+        "bert",
+        "bert-generation",
+        "bigbird_pegasus",
+        "blenderbot",
+        "bloom",
+        "camembert",
+        "codegen",
+        "cohere",
+        "cohere2",
+    ],
+    *[
+        "cohere2_moe",
+        "data2vec-text",
+        "doge",
+        "electra",
+        "ernie",
+        "falcon",
+        "falcon_mamba",
+        "gemma4_unified_text",
+        "gpt_neox",
+        "gptj",
+    ],
+    *[
+        "longcat_flash",
+        "mamba",
+        "mamba2",
+        "marian",
+        "mbart",
+        "megatron-bert",
+        "minimax",
+        "mpt",
+        "mvp",
+        "nemotron_h",
+        "pegasus",
+        "phi",
+        "plbart",
+    ],
+    *["roberta", "roberta-prelayernorm", "roc_bert", "trocr", "whisper", "xlm-roberta", "xlm-roberta-xl"],
 }
 
 
@@ -79,7 +124,7 @@ def received(passed: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), passed)
 
 
-def through_ranks(model: nn.Module, partition: Sequence[int]) -> tuple[Tensor, dict[str, Tensor | None]]:
+def through_ranks(model: nn.Module, partition: Sequence[float]) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Loss and gradients by name of chunks that pass on tensors alone, and sum gradients of what they share."""
     tokens, mask, targets = batch()
     schedule = schedules.one_f_one_b(len(partition), 1)
@@ -125,7 +170,10 @@ def check(name: str) -> None:
     wanted = copy.deepcopy(model)
     expected = token_loss(wanted(input_ids=tokens, attention_mask=mask, use_cache=False).logits, targets)
     expected.backward()
-    for partition in ([0, 1], [0, 1, count // 2, count - 1]):
+    numbers = numbers_of(layer.name for layer in layers_of(model, halves=True))
+    inside = [number for number in numbers if number % 1]
+    assert bool(inside) != (name in WHOLE)
+    for partition in ([0, 1], [0, 1, count // 2, count - 1], [0, *inside[:1], *inside[1:][-2:]]):
         loss, gradients = through_ranks(model, partition)
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
         parameters = dict(wanted.named_parameters(remove_duplicate=False))

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbkern.pipeline import layout_to_partition, partition_to_layout
+from zbkern.schedules.layout import check_partition, layer_of, numbers_of
 
 
 @pytest.mark.parametrize(
@@ -54,10 +55,22 @@ def test_bad_layouts(text: str, message: str) -> None:
         layout_to_partition(text, "EttttLL")
 
 
-@pytest.mark.parametrize("partition", [[], [1, 2], [0, 2, 2], [0, 7], [0, 6]])
-def test_bad_partitions(partition: list[int]) -> None:
+@pytest.mark.parametrize("partition", [[], [1, 2], [0, 2, 2], [0, 7], [0, 6], [0.5, 2], [0, 2.5, 2.5], [0, 7.5]])
+def test_bad_partitions(partition: list[float]) -> None:
     with pytest.raises(ValueError, match=r"partition must|layout has norm, head and loss in one chunk"):
         partition_to_layout(partition, "EttttLL")
+
+
+def test_halves_have_numbers_and_no_layout() -> None:
+    names = ["embed", "blocks.0:attention", "blocks.0:mlp", "blocks.1", "blocks.2:attention", "blocks.2:mlp", "head"]
+    assert numbers_of(names) == [0, 1, 1.5, 2, 3, 3.5, 4]
+    assert list(dict.fromkeys(map(layer_of, names))) == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert str(check_partition("f", (0, 1.0, 2.5), 4)) == "[0, 1, 2.5]"
+    with pytest.raises(TypeError, match=r"4\.5 for the second half of layer 4; got \[0, 2\.25\]"):
+        check_partition("f", [0, 2.25], 4)
+    with pytest.raises(ValueError, match=r"a layout has whole layers; got one that begins within one: 2\.5"):
+        partition_to_layout([0, 2.5], "EttttLL")
+    assert partition_to_layout([0, 2.0], "EttttLL") == "Et|t*3L"
 
 
 def test_types() -> None:

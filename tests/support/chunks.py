@@ -126,7 +126,7 @@ def run_pipelines(
 
 
 def step_and_evaluate(
-    model: nn.Module, schedule: Schedule, partition: Sequence[int] | str | None, loss_fn: Any, *batch: Any
+    model: nn.Module, schedule: Schedule, partition: Sequence[float] | str | None, loss_fn: Any, *batch: Any
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """Both losses of one step and one evaluation of a batch, and all chunks that `cut` made of copies of a model."""
 

@@ -2,16 +2,32 @@
 
 A letter is a layer: E the embedding, t a block, m a block of multi-token prediction, L what comes after the blocks:
 norm, head and loss, which stay together. `|` ends a chunk, `*3` repeats the letter or the brackets before it, and
-commas and spaces mean nothing. A partition is the first layer of every chunk, beginning with 0.
+commas and spaces mean nothing. A partition is the first layer of every chunk, beginning with 0; 4.5 is the second half
+of layer 4, its MLP, which layouts do not have.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 
 LETTERS = "EtmL"
+HALVES = (":attention", ":mlp")
+"""What the names of a block's halves end in, where these are layers of their own."""
+
+
+def numbers_of(names: Iterable[str]) -> list[float]:
+    """What partitions have for the layers of these names, in model order: 0, 1, and 1.5 for the second half of 1."""
+    found: list[float] = []
+    for name in names:
+        found.append(found[-1] + 0.5 if found and name.endswith(HALVES[1]) else int(max(found, default=-1)) + 1)
+    return found
+
+
+def layer_of(name: str) -> str:
+    """The layer of which this is the name, or that of a half."""
+    return name.removesuffix(HALVES[0]).removesuffix(HALVES[1])
 
 
 def layout_to_partition(layout: str, layers: str) -> tuple[int, ...]:
@@ -40,35 +56,41 @@ def layout_to_partition(layout: str, layers: str) -> tuple[int, ...]:
     return tuple(firsts)
 
 
-def partition_to_layout(partition: Sequence[int], layers: str) -> str:
+def partition_to_layout(partition: Sequence[float], layers: str) -> str:
     """The layout of a partition of a model whose layers have these letters.
 
     Raises ValueError for what is no partition of them, and where layers after the blocks are in several chunks.
     """
     _check_letters("partition_to_layout", layers)
-    check_partition("partition_to_layout", partition, len(layers))
+    starts = check_partition("partition_to_layout", partition, len(layers))
+    if halves := [first for first in starts if isinstance(first, float)]:
+        raise ValueError(f"partition_to_layout: a layout has whole layers; got one that begins within one: {halves[0]}")
     tail = len(layers.rstrip("L"))
-    if any(first > tail for first in partition):
+    if any(first > tail for first in starts):
         raise ValueError(
             f"partition_to_layout: a layout has norm, head and loss in one chunk; got one that begins at layer "
-            f"{max(partition)}, after the first of them, {tail}"
+            f"{max(starts)}, after the first of them, {tail}"
         )
-    ends = [*partition[1:], len(layers)]
-    chunks = [re.sub("L+$", "L", layers[first:end]) for first, end in zip(partition, ends, strict=True)]
+    chunks = [re.sub("L+$", "L", layers[first:end]) for first, end in pairwise([*map(int, starts), len(layers)])]
     *others, last = map(_runs, chunks)
     groups = [(chunk, len(list(same))) for chunk, same in groupby(others)]
     return "".join(f"({chunk}|)*{count}" if count > 1 else f"{chunk}|" for chunk, count in groups) + last
 
 
-def check_partition(caller: str, partition: Sequence[int], layers: int) -> None:
-    """Raises TypeError or ValueError for what is no partition of this many layers."""
-    if isinstance(partition, str) or not isinstance(partition, Sequence) or not all(type(i) is int for i in partition):
-        raise TypeError(f"{caller}: partition must be the first layer of every chunk, whole numbers; got {partition!r}")
+def check_partition(caller: str, partition: Sequence[float], layers: int) -> list[float]:
+    """A partition of this many layers, as ints but for halves. Raises TypeError or ValueError for what is none."""
+    listed = not isinstance(partition, str) and isinstance(partition, Sequence)
+    if not listed or not all(type(each) in (int, float) and 2 * each % 1 == 0 for each in partition):
+        raise TypeError(
+            f"{caller}: partition must be the first layer of every chunk, whole numbers, or 4.5 for the second half of "
+            f"layer 4; got {partition!r}"
+        )
     if not partition or partition[0] != 0 or any(a >= b for a, b in pairwise(partition)) or partition[-1] >= layers:
         raise ValueError(
             f"{caller}: partition must begin with 0 and rise, and stay below the {layers} layers of the model; "
             f"got {list(partition)}"
         )
+    return [each if each % 1 else int(each) for each in partition]
 
 
 def _check_letters(caller: str, layers: str) -> None:

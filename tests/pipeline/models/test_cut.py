@@ -53,7 +53,7 @@ def test_chunks_are_in_the_mode_of_their_model(mode: bool) -> None:
         chunk.whole(batch()[0])
 
 
-def check(family: str, schedule: Schedule, partition: Sequence[int] | str | None = None) -> None:
+def check(family: str, schedule: Schedule, partition: Sequence[float] | str | None = None) -> None:
     model = make(family)
     tokens, mask, labels = batch()
     arguments = tokens, token_targets(labels, schedule.microbatches), {"attention_mask": mask}
@@ -67,7 +67,9 @@ def check(family: str, schedule: Schedule, partition: Sequence[int] | str | None
     for name, parameter in wanted.items():
         if parameter.grad is not None:
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=2e-6, msg=name)
-    assert sorted(n for chunk in chunks for n in chunk.layer_names) == sorted(layer.name for layer in layers_of(model))
+    assert {n for chunk in chunks for n in chunk.layer_names} == {layer.name for layer in layers_of(model)}
+    held = [name for chunk in chunks for name in dict(chunk.named_parameters()).keys() - {*chunk.shared_names.values()}]
+    assert len(held) == len({*held}), "a parameter in two chunks"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

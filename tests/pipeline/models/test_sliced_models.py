@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def logits_of(model: nn.Module, part: dict[str, Tensor], apart: bool) -> Tensor:
     return torch.cat([model(input_ids=tokens, use_cache=False).logits for tokens in every], 1)
 
 
-def check(family: str, kind: str, schedule: Schedule) -> None:
+def check(family: str, kind: str, schedule: Schedule, partition: Sequence[float] | None = None) -> None:
     model, (arguments, labels) = make(family), batch(kind)
     targets = token_targets(labels, schedule.microbatches)
     ranks = [copy.deepcopy(model) for _ in range(schedule.ranks)]
@@ -86,7 +87,7 @@ def check(family: str, kind: str, schedule: Schedule) -> None:
     expected.backward()
 
     def run(transport: LocalTransport) -> list[Tensor | None]:
-        chunks = cut(ranks[transport.rank], schedule, rank=transport.rank)
+        chunks = cut(ranks[transport.rank], schedule, partition, rank=transport.rank)
         with Pipeline(chunks, schedule, token_loss, transport) as pipe:
             return [pipe.step(arguments, targets), pipe.evaluate(arguments, targets)]
 
@@ -128,6 +129,18 @@ def test_families(family: str, kind: str) -> None:
 )
 def test_ranks_and_schedules(family: str, kind: str, schedule: Schedule) -> None:
     check(family, kind, schedule)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("gemma3", "left"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [("llama", "packed"), ("bamba", "plain")]),
+    ],
+)
+def test_chunks_that_begin_within_a_block(family: str, kind: str) -> None:
+    check(family, kind, schedules.zb_v(2, 2, slices=(3, 2, 5, 2)), [0, 1.5, 3, 4.5])
+    check(family, kind, schedules.one_f_one_b(2, 2, slices=2), [0, 2.5])
 
 
 @pytest.mark.parametrize(

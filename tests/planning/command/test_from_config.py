@@ -263,3 +263,25 @@ def test_what_cannot_calibrate_is_refused(
     error = capsys.readouterr().err
     assert "argument --calibrate: " in error
     assert message in error
+
+
+def test_half_blocks_fill_what_whole_ones_leave_idle(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """The answer without them says what they would give; the partition is one that cut takes."""
+    eight = [*LLAMA[:3], "--stages", "8", "--microbatches", "16", *QUICK]
+    assert __main__.main(eight) == 0
+    whole = capsys.readouterr().out
+    (gain,) = re.findall(r"--halves: cost ([\d.]+) ms, [\d.]+% less", whole)
+    out = tmp_path / "plan.csv"
+    assert __main__.main([*eight, "--halves", "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "--halves" not in text
+    cost, before = (float(re.search(r"^cost +([\d.]+) ms", each, re.MULTILINE)[1]) for each in (text, whole))
+    assert cost == float(gain) < before
+    partition = json.loads(re.search(r"partition=(\[[^\]]*\])", text)[1])
+    assert any(first % 1 for first in partition)
+    sizes = numbers(re.search(r"^cut +([\d. ]+) layers by chunk", text, re.MULTILINE)[1])
+    assert sum(sizes) == 34  # embedding, blocks, and norm with head
+    assert out.read_text().startswith(f"# partition: {' '.join(map(str, partition))}\n")
+    for wrong in (["--gpus", "8", "--batch", "16", "--config", LLAMA[2]], ["--stages", "2", "--microbatches", "4"]):
+        assert __main__.main(["plan", *wrong, "--halves"]) == 2
+        assert "argument --halves: " in capsys.readouterr().err

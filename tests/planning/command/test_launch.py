@@ -29,11 +29,11 @@ SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hid
 TINY = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, **SIZES}
 
 
-def planned(path: Path, stages: int = 2, **sizes: Any) -> Path:
+def planned(path: Path, stages: int = 2, halves: bool = False, **sizes: Any) -> Path:
     """The program for a tiny model, beside its configuration."""
     (path / "config.json").write_text(json.dumps(TINY))
     setting = Setting(load_architecture(path), H100, Job(16, 2, **sizes))
-    found = answer(Question(stages, 4, setting=setting, effort=0))
+    found = answer(Question(stages, 4, setting=setting, halves=halves, effort=0))
     launch.write(path / "launch.py", found.plan, setting, path)
     return path / "launch.py"
 
@@ -75,15 +75,21 @@ def test_the_program_trains_as_planned(two_ranks: Any, four_ranks: Any, tmp_path
     pytest.importorskip("transformers")
     layouts = {"plain": (two_ranks, {}), "tensor": (four_ranks, {"tensor_parallel": 2})}
     layouts["replicas"] = four_ranks, {"data_parallel": 2}
+    layouts |= {f"halves, {name}": (ranks, {**sizes, "halves": True}) for name, (ranks, sizes) in layouts.items()}
     found = {}
     for name, (ranks, sizes) in layouts.items():
         (tmp_path / name).mkdir()
-        shown = ranks.run(losses, planned(tmp_path / name, **sizes))
+        program = planned(tmp_path / name, **sizes)
+        if "halves" in sizes:
+            assert ".5" in re.search(r"PARTITION = (.*)", program.read_text())[1]
+        shown = ranks.run(losses, program)
         (found[name],) = [each for each in shown if each]  # one rank tells: of the last stage of the first pipeline
     assert found["plain"][0] == pytest.approx(4.6, abs=0.1)  # ln 96
     assert found["plain"][1] < found["plain"][0]
     assert found["tensor"] == pytest.approx(found["plain"], abs=2e-3)  # bf16
     assert found["replicas"][0] == pytest.approx(found["plain"][0], abs=2e-3)  # then from other gradients
+    for name in ("plain", "tensor", "replicas"):
+        assert found[f"halves, {name}"] == pytest.approx(found[name], abs=2e-3)
 
 
 @pytest.mark.slow

@@ -56,6 +56,12 @@ def test_a_block_corrects_all_layers() -> None:
     assert found.describe() == f"corrected by block.json: {times}, 1.30 times the memory from F to B"
 
 
+def test_measured_halves_correct_whole_blocks_too() -> None:
+    halves = model_costs(LLAMA, H100, JOB, halves=True)
+    found = of_blocks(halves, measured(halves), 1, "halves.json")
+    assert (found.forward, found.backward, found.weight) == pytest.approx((1.5, 1.2, 0.9))
+
+
 def test_a_block_may_pass_on_whole_rows_under_tensor_parallelism() -> None:
     computed = model_costs(LLAMA, H100, Job(4096, tensor_parallel=4))
     assert of_blocks(computed, measured(computed, 4), 4, "").forward == pytest.approx(1.5)

@@ -14,7 +14,7 @@ import torch
 
 from bench.split_models import LLAMA
 from tests.support.llama_block import held_and_saved
-from zbkern.pipeline import ModelCosts
+from zbkern.pipeline import ModelCosts, layers_of
 from zbkern.planning.cost_model.architecture import KINDS, Architecture, architecture, load_architecture
 from zbkern.planning.cost_model.hardware import TABLE, load_hardware
 from zbkern.planning.cost_model.layer_kinds import Experts, attention, mlp
@@ -478,6 +478,54 @@ def test_parameters_are_those_of_the_librarys_models(kind: str) -> None:
     block = model.get_submodule(f"{found.names[1]}.1")
     norms = [name for name, _ in block.named_children() if "norm" in name.lower() or name.startswith("ln_")]
     assert found.blocks[1].norms == len(norms)
+    costs = model_costs(found, H100, Job(4096), halves=True)
+    names = [layer.name for layer in costs.layers]
+    assert names[: names.index(found.names[2])] == [
+        layer.name for layer in layers_of(model, halves=True) if layer.kind in ("embedding", "block")
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3", "gemma-2-9b", "gpt-oss-120b"])
+def test_halves_are_together_what_a_block_is(name: str) -> None:
+    model, job = load_architecture(CONFIGURATIONS / f"{name}.json"), Job(8192, tensor_parallel=2)
+    whole, parts = (model_costs(model, H100, job, halves).layers for halves in (False, True))
+    assert len(parts) == len(whole) + len(model.blocks)
+    for number in (1, len(model.blocks)):
+        block, (first, second) = whole[number], parts[2 * number - 1 : 2 * number + 1]
+        assert (first.name, second.name) == (f"{block.name}:attention", f"{block.name}:mlp")
+        for field in (
+            "forward",
+            "backward",
+            "weight",
+            "activation",
+            "held",
+            "static",
+            "merge_saving",
+            "overhead",
+            "carried",
+        ):
+            assert getattr(first, field) + getattr(second, field) == pytest.approx(getattr(block, field)), field
+        assert first.attention_forward == block.attention_forward
+        assert second.attention_backward == second.carried == 0
+        assert first.output == second.output == block.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("falcon", {"parallel_attn": False}),
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+        ("stablelm", {"use_parallel_residual": True}),
+    ],
+)
+def test_a_switch_for_parallel_blocks_keeps_them_whole(kind: str, more: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason="kinds are those of version 5")
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+    config = transformers.CONFIG_MAPPING[kind](**sizes, **more)
+    costs = model_costs(architecture(json.loads(config.to_json_string(use_diff=False))), H100, Job(4096), halves=True)
+    names = [layer.name for layer in layers_of(config, halves=True)]
+    assert [layer.name for layer in costs.layers[:-1]] == names[: len(costs.layers) - 1]
+    assert (len(names) > 5) == ("parallel_attn" in more)
 
 
 def test_a_folder_and_capitals_will_do(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from zbkern.pipeline import Costs, LayerCosts, ModelCosts, plan, schedules, simulate
+from zbkern.pipeline import Costs, LayerCosts, ModelCosts, PlanOptions, plan, schedules, simulate
 from zbkern.schedules.actions import ScheduleError
 
 
@@ -26,6 +26,23 @@ def test_a_chunk_costs_what_its_layers_cost() -> None:
     assert costs.held == (1.0, 3.0, 2.0)
     assert costs.communication == (0.5, 0.5)  # latency + 4 / 16
     assert costs.static == (10.0, 30.0, 20.0)
+
+
+def test_half_blocks_are_numbered_as_cut_numbers_them() -> None:
+    """A plan too, which has the first layer of every chunk so."""
+    halves = [block(f"block.{n}{end}", 0.5) for n in range(3) for end in (":attention", ":mlp")]
+    costs = ModelCosts((block("embedding", 0.5), *halves, block("head", 2.0)))
+    assert costs.partition_of(range(8)) == (0, 1, 1.5, 2, 2.5, 3, 3.5, 4)
+    assert costs.chunk_costs([0, 2.5]).forward == (2.0, 3.5)
+    assert costs.chunk_costs([0, 1, 3.5]).static == (10.0, 50.0, 20.0)
+    with pytest.raises(ValueError, match=r"first layer of every chunk of 8 layers, .*; got \[0, 4\.5\]"):
+        costs.chunk_costs([0, 4.5])
+    found = plan(costs, 2, 8, chunks=1, effort=0)
+    assert found.partition == (0, 3)
+    assert found.layers == tuple(layer.name for layer in costs.layers)
+    given = plan(costs, 2, 8, effort=0, options=PlanOptions(partition=(0, 2.5)))
+    assert given.partition == (0, 2.5)
+    assert given.costs.forward == (2.0, 3.5)
 
 
 def test_what_tied_layers_share_is_held_once_by_a_rank() -> None:

@@ -78,7 +78,7 @@ def refuse_unknown(whole: Any, known: frozenset[str], side: dict[str, Any]) -> N
 
 
 def without_images(
-    whole: Any, own: str | None, side: dict[str, Any], layers: Sequence[str], first: int, last: int
+    whole: Any, own: str | None, side: dict[str, Any], layers: Sequence[str], first: float, last: float
 ) -> dict[str, Any]:
     """Side inputs without those of an encoder beside the layers, whose chunk has put them among the embeddings."""
     encoded = [name for name in side if name.startswith(_OF_ENCODERS) and name != own]

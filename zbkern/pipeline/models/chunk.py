@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from math import ceil
 from typing import Any
 
 import torch
@@ -33,9 +35,10 @@ from zbkern.pipeline.transport.tensors import tensors_in
 
 
 class Chunk(nn.Module):
-    """Layers first to last - 1 of a model, under the names that they have there. `cut` makes them.
+    """Layers of a model from first to before last, under the names that they have there. `cut` makes them.
 
-    whole: the model, without the layers of others. names: of all layers. shared: {label: name of the parameter here} of
+    whole: the model, without the layers of others. names: of all layers. first, last: 4.5 is between attention and MLP
+    of layer 4. shared: {label: name of the parameter here} of
     what several layers share, label being its name in the first of them. elsewhere: {name of what stands beside the
     layers and is a placeholder here: the layer in whose chunk it is}, parameters and modules.
     The first chunk takes what the model takes, any other what the one before returns, and all take keyword arguments
@@ -49,8 +52,8 @@ class Chunk(nn.Module):
         whole: nn.Module,
         flow: Flow,
         names: Sequence[str],
-        first: int,
-        last: int,
+        first: float,
+        last: float,
         shared: Mapping[str, str],
         elsewhere: Mapping[str, str],
     ) -> None:
@@ -59,8 +62,8 @@ class Chunk(nn.Module):
             self.__dict__[kind] = whole.__dict__[kind]  # one dict for both: names, moves and casts are the model's
         self.__dict__["whole"] = whole  # not as a submodule, which would be in all names
         self.training = whole.training
-        self.layer_names = names[first:last]
-        self.all_layers, self._first, self._last, self.shared_names = names, first, last, dict(shared)
+        self.layer_names = names[int(first) : ceil(last)]
+        self.all_layers, self.begins_at, self._last, self.shared_names = names, first, last, dict(shared)
         self._flow, self._elsewhere = flow, elsewhere
         # DistributedDataParallel would broadcast into placeholders, which have no memory of their own
         self._ddp_params_and_buffers_to_ignore = list(elsewhere)
@@ -68,12 +71,16 @@ class Chunk(nn.Module):
         self._checked = self._defers = False
         self._needs_masks: bool | None = None  # of packs
         self._known_arguments = known_arguments(whole)  # before layers are converted
+        flow.first, flow.last = self.layer_names[0], self.layer_names[-1]
+        if first % 1:
+            block = whole.get_submodule(flow.first)
+            flow.kind, flow.argument = type(block), next(iter(inspect.signature(block.forward).parameters))
+            self._entering = block.register_forward_pre_hook(flow.enter_inside, with_kwargs=True)
         for name in self.layer_names:
             whole.get_submodule(name).register_forward_pre_hook(_refusal_of(name), with_kwargs=True)
         encoder = encoder_of(whole)
         self._encoder_layers = sum(name.startswith(f"{encoder}.") for name in names) if encoder else 0
         if last < len(names):
-            flow.last = names[last - 1]
             # of an encoder's last layer with what the encoder does after it
             self._end = encoder if last == self._encoder_layers else flow.last
             self._ending = whole.get_submodule(self._end).register_forward_hook(flow.leave)
@@ -123,6 +130,9 @@ class Chunk(nn.Module):
         for layer in map(self.get_submodule, self.layer_names):
             if next(layer.children(), None) is not None:
                 layer.compile(*args, **kwargs)
+        if self.begins_at % 1:
+            first: Any = self.get_submodule(self.layer_names[0])
+            first._compiled_call_impl = partial(self._flow.call_inside, first, first._compiled_call_impl)
 
     @contextmanager
     def deferred_logits(self) -> Iterator[None]:
@@ -141,7 +151,7 @@ class Chunk(nn.Module):
         if torch.compiler.is_compiling():
             _refuse_to_compile()
         received = passed if passed is not None else inputs[0] if inputs else None
-        encoded = received if self._first == self._encoder_layers > 0 else encoded
+        encoded = received if self.begins_at == self._encoder_layers > 0 else encoded
         if self._routers is not None:
             self._routers.begin()
         output, encoded = self._own_output(received, encoded, inputs, side)
@@ -158,9 +168,13 @@ class Chunk(nn.Module):
 
     def _own_output(self, received: Any, encoded: Any, inputs: Any, side: dict[str, Any]) -> tuple[Any, Any]:
         """What the last of the layers gives; and what the encoder gave, where layers of a decoder follow."""
-        self._flow.begin(None if self._first == 0 else received, encoded)
+        self._flow.begin(None if self.begins_at == 0 else received, encoded)
         if self._last < len(self.all_layers):
             self._put_ending_last()
+        if self.begins_at % 1:  # before the hooks of `fully_shard`, which are for what is received
+            hooks = self.whole.get_submodule(self._flow.first)._forward_pre_hooks
+            if self._entering.id in hooks:
+                hooks.move_to_end(self._entering.id, last=False)
         self._flow.runs = True
         defers = self._defers and self._head in self.layer_names
         try:
@@ -179,16 +193,16 @@ class Chunk(nn.Module):
             self._flow.begin(None)
         if self._last < len(self.all_layers):
             if not left:
-                before, after = self.all_layers[self._last - 1], self.all_layers[self._last]
+                before, after = self.layer_names[-1], self.all_layers[int(self._last)]
                 raise ValueError(
                     f"cut: layer {before!r} must run before {after!r}; it did not: name the layers in the order in "
                     "which they run, each called once in every forward"
                 )
             output = sent
-        elif self._first > 0 and not entered:
+        elif self.begins_at > 0 and not entered:
             raise ValueError(
-                f"cut: layer {self.all_layers[self._first - 1]!r} must be called in every forward; it was not: name "
-                "modules that the forward calls"
+                f"cut: layer {self.all_layers[ceil(self.begins_at) - 1]!r} must be called in every forward; it was "
+                "not: name modules that the forward calls"
             )
         else:
             output = deferred(result_of(output))
@@ -221,14 +235,14 @@ class Chunk(nn.Module):
                 side = sliced_cache().masks_of_pack(self.whole, side) if self._needs_masks else side
         names = [*inspect.signature(self.whole.forward).parameters]
         own = names[0] if names else None
-        if transformer and (self._first > 0 or self._last < len(self.all_layers)):
-            side = without_images(self.whole, own, side, self.all_layers, self._first, self._last)
-        if self._first >= self._encoder_layers > 0:
+        if transformer and (self.begins_at > 0 or self._last < len(self.all_layers)):
+            side = without_images(self.whole, own, side, self.all_layers, self.begins_at, self._last)
+        if self.begins_at >= self._encoder_layers > 0:
             side["encoder_outputs"] = self._encoder_outputs()
             return self.whole(**side)
         if own in side:  # on every rank, and so in the place of what the first has
             return self.whole(**side)
-        if self._first == 0:
+        if self.begins_at == 0:
             return self.whole(*inputs, **side)
         if not transformer or "input_ids" in side or "inputs_embeds" not in names:
             return self.whole(ArgumentElsewhere(own), **side)
@@ -237,7 +251,7 @@ class Chunk(nn.Module):
                 f"cut: {type(self.whole).__name__} pools by its padding, which token ids show, and would take the last "
                 f"token of each row without them: {GIVE_TOKENS}"
             )
-        if self._first == 1:  # the embedding is all that other chunks have done
+        if self.begins_at == 1:  # the embedding is all that other chunks have done
             return self.whole(inputs_embeds=self._flow.enter(self.all_layers[0]), **side)
         return self.whole(inputs_embeds=self._no_embeddings(), **side)
 
@@ -245,8 +259,8 @@ class Chunk(nn.Module):
         """In the place of the encoder's forward, of which no layer is in this chunk."""
         from transformers.modeling_outputs import MoEModelOutput
 
-        if self._first == self._encoder_layers:
-            self._flow.enter(self.all_layers[self._first - 1])
+        if self.begins_at == self._encoder_layers:
+            self._flow.enter(self.all_layers[int(self.begins_at) - 1])
         return MoEModelOutput(last_hidden_state=self._flow.encoded)  # Switch Transformers read its router_logits
 
     def _no_embeddings(self) -> Tensor:
@@ -264,7 +278,7 @@ class Chunk(nn.Module):
             return self._of_another(error, side)
         if str(error).startswith("cut: "):
             return ValueError(str(error)) if isinstance(error, AttributeError) else None  # of a stand-in
-        if self._first == 0:
+        if self.begins_at == 0:
             return None
         if not self._flow.entered:
             return self._unreachable(error)
@@ -306,7 +320,7 @@ class Chunk(nn.Module):
 
     def _unreachable(self, error: Exception) -> ValueError:
         return ValueError(
-            f"cut: the model's forward fails before {self.all_layers[self._first]!r}, the chunk's first layer: "
+            f"cut: the model's forward fails before {self.layer_names[0]!r}, the chunk's first layer: "
             f"{type(error).__name__}: {error}. What it needs there of the batch must be a side input, "
             "pipe.step(inputs, targets, side={name: tensor}), by the name that the forward has for it; what it "
             "computes from layers of other chunks must be in a layer, or the cut elsewhere"

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from math import ceil
 from typing import Any
 
 import torch
@@ -14,17 +15,18 @@ from torch import nn
 
 from zbkern.pipeline.models import weights as loading
 from zbkern.pipeline.models.chunk import Chunk
-from zbkern.pipeline.models.layers import Layer, built, layers_of, shared_parameters
-from zbkern.pipeline.models.stand_ins import After, Before, Entry, Flow, Outside, like_parameter
+from zbkern.pipeline.models.halves import halves_of
+from zbkern.pipeline.models.layers import Layer, built, encoder_of, layers_of, shared_parameters
+from zbkern.pipeline.models.stand_ins import After, Before, Entry, Flow, Outside, Zeros, like_parameter
 from zbkern.pipeline.transport.process_groups import place_in
-from zbkern.schedules.layout import check_partition, layout_to_partition
+from zbkern.schedules.layout import check_partition, layer_of, layout_to_partition, numbers_of
 from zbkern.schedules.schedule import Schedule
 
 
 def cut(
     model: nn.Module | Any,
     plan: Any,
-    partition: Sequence[int] | str | None = None,
+    partition: Sequence[float] | str | None = None,
     *,
     layers: Sequence[str] | Mapping[str, str] | None = None,
     weights: str | os.PathLike | None = None,
@@ -40,14 +42,15 @@ def cut(
         model: a model of the transformers library or its configuration, or any module; on the meta device
             (`with torch.device("meta")`) no rank holds more than its chunks, otherwise the chunks share its parameters.
         plan: a `Plan`, or a `Schedule`.
-        partition: the first layer of every chunk (`layers_of` numbers them), or Megatron's layout, as in "Ett|ttL";
-            None for the plan's, or an even one.
+        partition: the first layer of every chunk (`layers_of` numbers them), 4.5 for the MLP of block 4, whose
+            attention is in the chunk before; or Megatron's layout, as in "Ett|ttL"; None for the plan's, or an even
+            one.
         layers: as for `layers_of`.
         weights: a folder of safetensors files, as `from_pretrained` reads it, for a model on the meta device; this
             rank's tensors alone are read.
         init: for such a model without weights, init(module) sets the parameters of a module; None for the model's own
             way.
-        seed: of these, with the name of the layer: weights do not depend on the partition.
+        seed: of these, with the name of the module: weights do not depend on the partition.
         rank: None for this process's in `group`.
         device: of parameters that were on the meta device, None for the CPU, "meta" to leave them there.
 
@@ -62,6 +65,7 @@ def cut(
     model = built("cut", model)
     found = layers_of(model, layers)
     partition = _partition(plan, partition, found, len(schedule.placement))
+    _check_halves(model, found, partition)
     bounds = [*pairwise(partition), (partition[-1], len(found))]
     mine = schedule.chunks_of(_rank(rank, group, schedule))
     chunks = [_chunk(model, [layer.name for layer in found], *bounds[number]) for number in mine]
@@ -75,6 +79,7 @@ def layer_chunks(
     model: nn.Module | Any,
     *,
     layers: Sequence[str] | Mapping[str, str] | None = None,
+    halves: bool = False,
     weights: str | os.PathLike | None = None,
     init: Callable[[nn.Module], None] | None = None,
     seed: int = 0,
@@ -85,9 +90,10 @@ def layer_chunks(
 ) -> dict[str, Chunk]:
     """This rank's share of a model's layers, each a chunk of its own, as `profile_layers` takes them; not collective.
 
-    The names are those of `layers_of`, and all ranks together have every layer once, as many each as can be: `plan`
-    with the measured costs returns a partition that `cut` takes. rank, ranks: which share of how many; None for this
-    process's in `group`, and all layers without torch.distributed. Other arguments and errors are those of `cut`.
+    The names are those of `layers_of`, with `halves` also of half blocks, and all ranks together have every layer once,
+    as many each as can be: `plan` with the measured costs returns a partition that `cut` takes. rank, ranks: which
+    share of how many; None for this process's in `group`, and all layers without torch.distributed. Other arguments and
+    errors are those of `cut`.
 
     For measuring: what the model computes besides its layers (masks, rotary embeddings) is in the time of each of
     these, but once in that of a chunk with several layers.
@@ -96,13 +102,15 @@ def layer_chunks(
         rank, ranks = place
     rank, ranks = rank or 0, ranks or 1
     model = built("layer_chunks", model)
-    names = [layer.name for layer in layers_of(model, layers)]
+    names = [layer.name for layer in layers_of(model, layers, halves=halves)]
     if not 0 <= rank < ranks <= len(names):
         raise ValueError(
             f"layer_chunks: rank must be one of ranks, and ranks at most the {len(names)} layers; got {rank} of {ranks}"
         )
     mine = range(len(names) * rank // ranks, len(names) * (rank + 1) // ranks)
-    found = {names[index]: _chunk(model, names, index, index + 1) for index in mine}
+    wholes = [*dict.fromkeys(map(layer_of, names) if halves else names)]
+    numbers = [*numbers_of(names), len(wholes)]
+    found = {names[index]: _chunk(model, wholes, *numbers[index : index + 2]) for index in mine}
     with torch.no_grad():
         loading.fill(model, [*found.values()], weights, init, seed, torch.device(device or "cpu"))
     return found
@@ -119,13 +127,13 @@ def even_partition(layers: Sequence[Layer], chunks: int) -> tuple[int, ...]:
     return (0, *(blocks[len(blocks) * number // chunks] for number in range(1, chunks)))
 
 
-def _partition(plan: Any, given: Sequence[int] | str | None, layers: Sequence[Layer], chunks: int) -> Sequence[int]:
+def _partition(plan: Any, given: Sequence[float] | str | None, layers: Sequence[Layer], chunks: int) -> Sequence[float]:
     if isinstance(given, str):
         given = layout_to_partition(given, "".join(layer.letter for layer in layers))
     partition = given if given is not None else getattr(plan, "partition", None)
     if partition is None:
         return even_partition(layers, chunks)
-    check_partition("cut", partition, len(layers))
+    partition = check_partition("cut", partition, len(layers))
     if given is None:
         _check_names(getattr(plan, "layers", None) or (), partition, [layer.name for layer in layers])
     if len(partition) != chunks:
@@ -135,15 +143,27 @@ def _partition(plan: Any, given: Sequence[int] | str | None, layers: Sequence[La
     return partition
 
 
-def _check_names(planned: Sequence[str], partition: Sequence[int], names: Sequence[str]) -> None:
+def _check_halves(model: nn.Module, layers: Sequence[Layer], partition: Sequence[float]) -> None:
+    for first in partition:
+        layer = layers[int(first)]
+        if first % 1 and (layer.tied or encoder_of(model) or halves_of(model.get_submodule(layer.name)) is None):
+            raise ValueError(
+                f"cut: partition must have {layer.name!r} in one chunk, and not begin one at {first}: it cannot be cut "
+                "between attention and MLP, as it has not one after the other, each with a norm of its input alone, or "
+                "shares weights, or is of an encoder-decoder; layers_of(model, halves=True) lists what can be"
+            )
+
+
+def _check_names(planned: Sequence[str], partition: Sequence[float], names: Sequence[str]) -> None:
     """A plan may count layers that the model does not have; one whose layers have names of its own counts alone."""
-    if not set(planned) & set(names):
+    counted = dict(zip(numbers_of(planned), map(layer_of, planned), strict=True))
+    if not {*counted.values()} & {*names}:
         return
     for number, first in enumerate(partition):
-        if planned[first] != names[first]:
+        if counted[first] != names[int(first)]:
             raise ValueError(
-                f"cut: chunk {number} must begin with {planned[first]!r}, as the plan counts them; in the model that "
-                f"is {names[first]!r}: plan with the costs of this model's layers, or give the partition yourself"
+                f"cut: chunk {number} must begin with {counted[first]!r}, as the plan counts them; in the model that "
+                f"is {names[int(first)]!r}: plan with the costs of this model's layers, or give the partition yourself"
             )
 
 
@@ -159,19 +179,26 @@ def _rank(rank: int | None, group: dist.ProcessGroup | None, schedule: Schedule)
     return 0
 
 
-def _chunk(model: nn.Module, names: list[str], first: int, last: int) -> Chunk:
-    """Layers first to last - 1: a copy of the model that shares their parameters, without the other layers."""
+def _chunk(model: nn.Module, names: list[str], start: float, end: float) -> Chunk:
+    """Layers from start to before end: a copy of the model that shares their parameters, without the other layers, and
+    without the other half of one that begins or ends within it."""
     flow = Flow()
     memo: dict[int, Any] = {}
+    first, last = int(start), ceil(end)
     for index, name in enumerate(names):
         if not first <= index < last:
-            kind = After if index >= last else Entry if index == first - 1 else Before
+            kind = After if index >= last else Entry if index == start - 1 else Before
             layer = model.get_submodule(name)
             memo[id(layer)] = kind(layer, name, flow)
+    for bound, absent in ((start, 0), (end, 1)):
+        if bound % 1 and (halves := halves_of(block := model.get_submodule(names[int(bound)]))):
+            for part in halves.parts[absent]:
+                name, module = f"{names[int(bound)]}.{part}", block.get_submodule(part)
+                memo[id(module)] = Zeros(module, name, flow, halves.outputs[part])
     owners = _owners(model, names)
     elsewhere: dict[str, str] = {}
     for name, owner in owners.items():
-        if not first <= owner < last:
+        if not start <= owner < end:
             module = model.get_submodule(name)
             if name and not any(other.startswith(f"{name}.") for other in names):
                 memo[id(module)] = Outside(module, name, flow)
@@ -180,13 +207,13 @@ def _chunk(model: nn.Module, names: list[str], first: int, last: int) -> Chunk:
     replaced = set(memo)  # deepcopy adds all that it copies
     whole = copy.deepcopy(model, memo)
     for name, owner in owners.items():
-        if not first <= owner < last and id(model.get_submodule(name)) not in replaced:
+        if not start <= owner < end and id(model.get_submodule(name)) not in replaced:
             elsewhere.update(dict.fromkeys(_drop_own(whole.get_submodule(name), name), names[owner]))
     ties = shared_parameters(model, names)
     shared: dict[str, str] = {}
     for name in names[first:last]:
         shared = {**ties.get(name, {}), **shared}
-    return Chunk(whole, flow, names, first, last, shared, elsewhere)
+    return Chunk(whole, flow, names, start, end, shared, elsewhere)
 
 
 def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, int]:

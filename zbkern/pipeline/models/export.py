@@ -42,7 +42,7 @@ _OURS = re.compile(r"model(-\d{5}-of-\d{5}(\.\d+)?)?\.safetensors")
 class Shard(NamedTuple):
     """A file that was written: its place in the model, and what is in it."""
 
-    place: tuple[int, int]
+    place: tuple[float, int]
     path: str
     names: list[str]
     size: int
@@ -152,7 +152,7 @@ def _write(
         files = [files_of(chunk) for chunk in mine]  # which first looks at names
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        writes = ranks.exchange("chunks listed", [chunk.layer_names for chunk in mine], _first_holders)
+        writes = ranks.exchange("chunks listed", [chunk.begins_at for chunk in mine], _first_holders)
         optimizer = getattr(chunks, "optimizer", None)
         if optimizer is not None:
             optimizer.validate()  # before a weight is read
@@ -165,13 +165,12 @@ def _write(
         with _deleting_on_error(folder, ranks.rank):
             for chunk, its_files in zip(mine, files, strict=True):
                 for number, tensors in enumerate(its_files):
-                    if chunk.layer_names[0] not in writes:
+                    if chunk.begins_at not in writes:
                         continue  # a shard of another rank's tensor took part in gathering it
-                    path = folder / f".{chunk.layer_names[0]}-{number}-of-rank-{ranks.rank}.safetensors"
+                    path = folder / f".{chunk.begins_at}-{number}-of-rank-{ranks.rank}.safetensors"
                     save_file(tensors, path, metadata={"format": "pt"})
                     size = sum(tensor.nbytes for tensor in tensors.values())
-                    order = chunk.all_layers.index(chunk.layer_names[0])
-                    shards.append(Shard((order, number), str(path), sorted(tensors), size))
+                    shards.append(Shard((chunk.begins_at, number), str(path), sorted(tensors), size))
             ranks.exchange("tensors written", shards, finish_all)
 
 
@@ -227,12 +226,12 @@ def _names_of_the_class(whole: Any) -> set[str]:
     return set(whole.state_dict())
 
 
-def _first_holders(held: list[list[list[str]]]) -> list[list[str]]:
+def _first_holders(held: list[list[float]]) -> list[list[float]]:
     """Of every rank the first layers of the chunks that it writes: replicas write none."""
-    taken: set[str] = set()
+    taken: set[float] = set()
     writes = []
-    for chunks in held:
-        writes.append([layers[0] for layers in chunks if layers[0] not in taken])
+    for firsts in held:
+        writes.append([first for first in firsts if first not in taken])
         taken.update(writes[-1])
     return writes
 

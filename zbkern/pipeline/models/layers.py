@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from zbkern.pipeline.models.adapters import without_wrapper
+from zbkern.pipeline.models.halves import halves_of
 from zbkern.pipeline.models.router_losses import has_router_loss
+from zbkern.schedules.layout import HALVES
 
 KINDS = {"embedding": "E", "block": "t", "mtp": "m", "norm": "L", "head": "L"}  # and Megatron's letters for them
 
 
 class Layer(NamedTuple):
-    """One layer of a model: its name there, its kind, its number of parameters, and what it shares.
+    """One layer of a model, or half a block: its name there, its kind, its number of parameters, and what it shares.
 
     kind: "embedding", "block", "mtp", "norm" or "head". tied: the first name of a parameter that others have, too.
     """
@@ -31,14 +33,19 @@ class Layer(NamedTuple):
         return KINDS[self.kind]
 
 
-def layers_of(model: nn.Module | Any, layers: Sequence[str] | Mapping[str, str] | None = None) -> tuple[Layer, ...]:
+def layers_of(
+    model: nn.Module | Any, layers: Sequence[str] | Mapping[str, str] | None = None, *, halves: bool = False
+) -> tuple[Layer, ...]:
     """The layers at which `cut` can cut this model, in the order in which they run.
 
     model: on any device, "meta" included, or a configuration of the transformers library. layers: names of modules in
     that order, `blocks.*` for all children of `blocks`; or {name: kind}; each is called once in a forward and gets all
     it needs of the layers before from the output of the one before it. None for a decoder of the transformers library:
-    embedding, blocks, norm, head. Raises TypeError for what is no model or no names, ValueError for a name that the
-    model has not, for layers inside each other, and for a model whose layers are to be named.
+    embedding, blocks, norm, head. halves: lists blocks that can be cut between attention and MLP as two, named
+    "model.layers.3:attention" and "model.layers.3:mlp"; partitions have the numbers 4 and 4.5 for these where the block
+    is layer 4. Parallel blocks, and those that normalise sums, are whole. Raises TypeError for what is no model or no
+    names, ValueError for a name that the model has not, for layers inside each other, and for a model whose layers are
+    to be named.
     """
     model = built("layers_of", model)
     if isinstance(layers, str) or not isinstance(layers, Sequence | Mapping | None):
@@ -46,10 +53,15 @@ def layers_of(model: nn.Module | Any, layers: Sequence[str] | Mapping[str, str] 
     named = _layers_of_the_library(model) if layers is None else _named_layers(model, layers)
     modules = {name: model.get_submodule(name) for name in named}
     ties = shared_parameters(model, modules)
-    return tuple(
-        Layer(name, kind, sum(p.numel() for p in modules[name].parameters()), next(iter(ties.get(name, ())), None))
-        for name, kind in named.items()
-    )
+    found = []
+    for name, kind in named.items():
+        tied = next(iter(ties.get(name, ())), None)
+        whole = not halves or kind != "block" or tied or encoder_of(model)
+        if whole or (parts := halves_of(modules[name])) is None:
+            found.append(Layer(name, kind, sum(p.numel() for p in modules[name].parameters()), tied))
+        else:
+            found += [Layer(name + end, kind, parts.parameters(modules[name], n)) for n, end in enumerate(HALVES)]
+    return tuple(found)
 
 
 def built(caller: str, model: Any) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,13 +31,15 @@ class Flow:
 
     def __init__(self) -> None:
         self.kind: type[nn.Module] | None = None  # of the layer whose output is received
-        self.last = ""  # the chunk's last layer
+        self.first = self.last = ""  # the chunk's first and last layer
+        self.argument = ""  # of the first one's forward, for what it goes on with
         self.runs = False  # else a layer runs alone, again in an R, and gives what it gives
         self.begin(None)
 
     def begin(self, received: Any, encoded: Any = None) -> None:
         self.received, self.sent, self.encoded = received, None, encoded
         self.entered = self.left = False
+        self.has_graph = torch.is_grad_enabled()
 
     def like_received(self, name: str) -> Any:
         """Placeholders for what a layer gives that is of the class of the one whose output is received."""
@@ -54,6 +57,30 @@ class Flow:
             )
         self.entered = True
         return self.received
+
+    def enter_inside(self, module: nn.Module, inputs: Any, keywords: Any) -> Any:
+        """Hook before a block of which the chunk has the second half: it is given what was received.
+
+        The placeholder that it was given knows that from then on, for activation checkpointing, which calls again.
+        """
+        given: Any = inputs[0] if inputs else keywords.get(self.argument)
+        if torch.compiler.is_compiling() or (isinstance(given, Tensor) and not isinstance(given, Placeholder)):
+            return None  # behind `call_inside`
+        if self.has_graph and not torch.is_grad_enabled():
+            raise ValueError(
+                f"cut: {self.first!r} begins with its second half here and would get no gradient from activation "
+                "checkpointing that builds its graph later: set use_reentrant=False"
+            )
+        if self.runs:
+            given.in_its_place = next(iter(tensors_in(self.enter(self.first))))
+        if inputs:
+            return (given.in_its_place, *inputs[1:]), keywords
+        return inputs, {**keywords, self.argument: given.in_its_place}
+
+    def call_inside(self, module: nn.Module, call: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
+        """The same around a call that is compiled, which a placeholder is not for."""
+        inputs, keywords = self.enter_inside(module, inputs, keywords) or (inputs, keywords)
+        return call(*inputs, **keywords)
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Hook of the chunk's last layer. What the forward goes on with cannot change what is sent."""
@@ -137,6 +164,25 @@ class After(_Absent):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         raise Reached
+
+
+class Zeros(_Absent):
+    """A part of a block in two chunks that the other one has: it adds nothing. outputs: 0 for a tensor, else of a tuple
+    that begins with it."""
+
+    def __init__(self, original: nn.Module, name: str, flow: Flow, outputs: int) -> None:
+        super().__init__(original, name, flow)
+        self._outputs = outputs
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        return self._shaped(torch.zeros_like(first_tensor(inputs, keywords)))
+
+    def _shaped(self, output: Tensor) -> Any:
+        return (output, *[None] * (self._outputs - 1)) if self._outputs else output
+
+
+def first_tensor(inputs: Any, keywords: Any) -> Tensor:
+    return next(leaf for leaf in (*inputs, *keywords.values()) if isinstance(leaf, Tensor))
 
 
 class Outside(_Absent):

@@ -91,14 +91,14 @@ def _materialise(chunk: Chunk, made: dict[int, nn.Parameter], device: torch.devi
 
 
 def _draw(model: nn.Module, chunk: Chunk, empty: Sequence[str], init: Initialiser | None, seed: int) -> None:
-    """Values for `empty`, layer by layer: those of a layer depend on the seed and its name, not on the partition."""
+    """Values for `empty`, layer by layer: those of a module depend on the seed and its name, not on the partition."""
     parts = {name.rpartition(".")[0] for name in empty}
     inside = {part: next((layer for layer in chunk.layer_names if is_within(part, layer)), part) for part in parts}
     held = dict(chunk.named_parameters(remove_duplicate=False))  # by each name of a tied one
     drawn = {id(held[name]) for name in (*empty, *chunk.shared_names.values()) if name in held}
     for owner in sorted(set(inside.values())):
         layer, initialise = chunk.whole.get_submodule(owner), _initialiser(chunk, owner, init)
-        with _seeded(seed, owner, chunk):
+        with _seeded(chunk, seed, layer, owner, initialise) as initialise:
             if all(id(parameter) in drawn for parameter in layer.parameters()):
                 layer.apply(initialise)
             else:  # others have their values
@@ -110,8 +110,8 @@ def _draw(model: nn.Module, chunk: Chunk, empty: Sequence[str], init: Initialise
             first, name = _first_holder(model, chunk.all_layers, model.get_parameter(label))
             twin = copy.deepcopy(model.get_submodule(first)).to_empty(device=chunk.get_parameter(key).device)
             twin.get_parameter(name).fill_(torch.nan)  # an initialiser may leave it out
-            with _seeded(seed, first, chunk):
-                twin.apply(_initialiser(chunk, first, init))
+            with _seeded(chunk, seed, twin, first, _initialiser(chunk, first, init)) as initialise:
+                twin.apply(initialise)
             chunk.get_parameter(key).copy_(twin.get_parameter(name))
 
 
@@ -172,11 +172,17 @@ def _reset(part: nn.Module) -> None:
 
 
 @contextmanager
-def _seeded(seed: int, name: str, chunk: Chunk) -> Iterator[None]:
+def _seeded(chunk: Chunk, seed: int, layer: nn.Module, name: str, initialise: Initialiser) -> Iterator[Initialiser]:
+    """The same for modules of this layer, with a seed for each, so that half a block draws what the whole one does."""
     gpus = {parameter.device.index for parameter in chunk.parameters() if parameter.is_cuda}
+    names = {module: key for key, module in layer.named_modules(prefix=name)}
+
+    def seeded(module: nn.Module) -> None:
+        torch.manual_seed(zlib.crc32(f"{seed} {names[module]}".encode()))  # of a seed torch uses 32 bits
+        initialise(module)
+
     with torch.random.fork_rng([*gpus]):
-        torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # of a seed torch uses 32 bits
-        yield
+        yield seeded
 
 
 # ---- from files

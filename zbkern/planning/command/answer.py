@@ -26,7 +26,7 @@ _QUICK = 2  # rounds of the searches that only tell what an option would give
 
 @dataclass(frozen=True)
 class Answer:
-    """plan: the best that was found. gains: quick plans by the option with which they save memory. published: timelines
+    """plan: the best that was found. gains: quick plans by the option with which they are faster. published: timelines
     of the published schedules, where they are compared."""
 
     question: Question
@@ -40,6 +40,7 @@ def answer(question: Question, progress: Callable[[str], None] = lambda line: No
     found = _searched(question, progress) if question.schedule is None else _named(question)
     waits = found.idle.memory + found.idle.dependencies >= _WORTH_TRYING  # or others may have waited for memory
     gains = _savings(question) if question.schedule is None and waits else {}
+    gains |= _of_halves(question) if found.idle.load >= _WORTH_TRYING else {}
     compare = question.compare or question.setting is not None
     return Answer(question, found, gains, _published(question, found) if compare else ())
 
@@ -85,6 +86,16 @@ def _savings(question: Question) -> dict[str, Plan]:
         with contextlib.suppress(ScheduleError):
             plans[saving] = search(other)
     return plans
+
+
+def _of_halves(question: Question) -> dict[str, Plan]:
+    """A plan with --halves, where the model has some and the question does not."""
+    finer = replace(question, halves=True, effort=min(question.effort, _QUICK))
+    if question.setting is None or len(finer.costs.layers) == len(question.costs.layers):  # type: ignore[union-attr]
+        return {}
+    with contextlib.suppress(ScheduleError):
+        return {"--halves": search(finer)}
+    return {}
 
 
 def _named(question: Question) -> Plan:

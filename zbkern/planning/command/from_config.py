@@ -17,6 +17,7 @@ from zbkern.planning.cost_model.hardware import Hardware, load_hardware
 from zbkern.planning.cost_model.model_costs import Job, model_costs
 from zbkern.planning.simulation.json_file import parse_object, read_text
 from zbkern.planning.simulation.layers import ModelCosts
+from zbkern.schedules.layout import HALVES
 from zbkern.schedules.units import number
 
 _STEP = '{"seconds": 12.3, "schedule": "one_f_one_b", "stages": 8, "microbatches": 32, "tensor_parallel": 8}'
@@ -87,8 +88,9 @@ def _calibration(
     text, source = read_text(path), path.name
     if '"layers"' in text:
         job = Job(**_sizes(given))
-        computed = model_costs(architecture, hardware, job)
-        return calibration.of_blocks(computed, ModelCosts.from_json(text), job.tensor_parallel, source)
+        measured = ModelCosts.from_json(text)
+        computed = model_costs(architecture, hardware, job, any(each.name.endswith(HALVES) for each in measured.layers))
+        return calibration.of_blocks(computed, measured, job.tensor_parallel, source)
     step = parse_object("a training step", text, _STEP)
     if unknown := sorted({*step} - {"seconds", "schedule", *CHOSEN, "sequence", "chunks"}):
         raise ValueError(f"unknown fields {unknown}; expected the seconds of a step, and how it ran: {_STEP}")

@@ -8,6 +8,7 @@ from string import Template
 
 from zbkern.planning.command.question import Setting
 from zbkern.planning.planner import Plan
+from zbkern.schedules.layout import layer_of
 
 _PROGRAM = Template('''\
 """Trains $model as `zbkern plan` has planned it: $layout.
@@ -230,5 +231,5 @@ def _in_docstring(name: str) -> str:
 def _recomputed(found: Plan) -> list[int]:
     """The layers of all chunks that have an R."""
     chunks = {action.chunk for row in found.schedule.actions for action in row if action.kind == "R"}
-    bounds = [*(found.partition or ()), len(found.layers or ())]
-    return [layer for chunk in sorted(chunks) for layer in range(*bounds[chunk : chunk + 2])]
+    bounds = [*(found.partition or ()), len({*map(layer_of, found.layers or ())})]
+    return [layer for chunk in sorted(chunks) for layer in range(*map(int, bounds[chunk : chunk + 2]))]

@@ -43,7 +43,9 @@ def _on_its_best_cut(schedule: Schedule, costs: ModelCosts, limit: float | None)
     microbatches, limits = schedule.microbatches, None if limit is None else [limit] * schedule.ranks
     balanced = balanced_partitions(costs, schedule.placement, microbatches, limits)
     even = even_partitions(len(costs.layers), len(schedule.placement))
-    cuts = [costs.chunk_costs(each, schedule.placement) for each in dict.fromkeys([*balanced, *even])]
+    cuts = [
+        costs.chunk_costs(costs.partition_of(each), schedule.placement) for each in dict.fromkeys([*balanced, *even])
+    ]
     orders, tried = ordering_of(schedule), []
     for cut in cuts:
         problem = problem_of(cut, schedule.placement, microbatches, None, "cost", schedule.slices)

@@ -87,16 +87,17 @@ class Question:
     """Which schedule is best for so many stages and microbatches, in what memory, and for which costs.
 
     chunks, placement, recompute, slices, objective, effort, time_limit: as for `plan`. measured: costs; setting: what
-    they are computed from instead, with a limit of memory; sizes: arguments of its job as they were given, of which
-    others follow; model: its name. schedule: a published one, and no search. memory: the most that a rank may hold, and
-    whether that counts what one microbatch holds in the whole model. offload: GB/s, or memory per time of costs without
-    units; 0 for what the costs have, None for none. compare: with published schedules.
+    they are computed from instead, with a limit of memory; halves: of half blocks; sizes: arguments of its job as they
+    were given, of which others follow; model: its name. schedule: a published one, and no search. memory: the most that
+    a rank may hold, and whether that counts what one microbatch holds in the whole model. offload: GB/s, or memory per
+    time of costs without units; 0 for what the costs have, None for none. compare: with published schedules.
     """
 
     stages: int
     microbatches: int
     measured: Costs | ModelCosts = Costs()  # noqa: RUF009  # it is frozen
     setting: Setting | None = None
+    halves: bool = False
     sizes: Mapping[str, Any] = field(default_factory=dict)
     model: str = ""
     chunks: int | None = None
@@ -114,7 +115,8 @@ class Question:
     @cached_property
     def costs(self) -> Costs | ModelCosts:
         """Raises ValueError where the setting has sizes that do not go together."""
-        costs, rate = self.measured if self.setting is None else self.setting.costs, self.offload
+        costs = self.measured if self.setting is None else model_costs(*self.setting, self.halves)
+        rate = self.offload
         if not rate:
             return costs
         if costs.memory_unit == "bytes" and costs.time_unit is not None:

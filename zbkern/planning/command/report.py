@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from itertools import pairwise
 
 from zbkern.planning.command.answer import Answer
 from zbkern.planning.command.published import exceeds
@@ -41,7 +42,7 @@ def text(answer: Answer, width: int) -> str:
     if setting is not None:
         lines += _step(question, answer.plan, setting, width)
     elif isinstance(costs, ModelCosts):
-        lines.append(cut(answer.plan, len(costs.layers), width))
+        lines.append(cut(answer.plan, 1 + int(costs.partition_of([-1])[0]), width))
     parts = [] if setting is None else [_title(question, setting)]
     parts.append("\n".join(lines))
     if answer.published:
@@ -99,8 +100,8 @@ def figure(name: str, text: str, width: int) -> str:
 def cut(plan: Plan, layers: int, width: int, which: str = "") -> str:
     """How many layers every chunk has, and what `zbkern.pipeline.cut` takes for it; which: what counts as a layer."""
     starts = list(plan.partition or ())
-    sizes = [end - start for start, end in zip(starts, [*starts[1:], layers], strict=True)]
-    text = f"{' '.join(map(str, sizes))} layers by chunk{which}"
+    sizes = [end - start for start, end in pairwise([*starts, layers])]
+    text = f"{' '.join(map(number, sizes))} layers by chunk{which}"
     return figure("cut", text, width) + "\n" + figure("", f"partition={starts}", width)
 
 
@@ -240,7 +241,7 @@ def _joined(amounts: Sequence[str]) -> str:
 
 
 def _gains(answer: Answer, width: int) -> list[str]:
-    """What saving memory would give."""
+    """What saving memory, and finer cuts, would give."""
     objective = answer.question.objective
     lines: list[str] = []
     for option, other in answer.gains.items():

@@ -17,10 +17,17 @@ from zbkern.planning.simulation.json_file import parse_object, read_text
 
 @dataclass(frozen=True)
 class Block:
-    """One layer: its parts, each with what it adds to the residual stream, and norms: one per part, or around each."""
+    """One layer: its parts, each with what it adds to the residual stream, and norms: one per part, or around each.
+    parallel: what its MLP is given has nothing of its attention."""
 
     parts: tuple[Part, ...]
     norms: int = 2
+    parallel: bool = False
+
+    @property
+    def halves(self) -> tuple[tuple[Part, ...], ...]:
+        """What is in the place of attention, and the rest; a block that cannot be cut between these whole."""
+        return (self.parts[:1], self.parts[1:]) if self.parts[1:] and not self.parallel else (self.parts,)
 
     @property
     def experts(self) -> Experts | None:
@@ -203,10 +210,14 @@ def _blocks(numbers: _Numbers, kind: str) -> list[Block]:
     mixers = _mixers(numbers, kind, features, count)
     if kind == "mamba2":
         return [Block((mixer,), 1) for mixer in mixers]
-    norms = _NORMS.get(kind, 2)
+    norms, parallel = _NORMS.get(kind, 2), kind.startswith("cohere")
     if kind == "falcon":
         norms = 1 if numbers.known("parallel_attn") and not numbers.known("new_decoder_architecture") else 2
-    blocks = [Block((mixer, *_mlp(numbers, kind, index, features)), norms) for index, mixer in enumerate(mixers)]
+        parallel = bool(numbers.known("parallel_attn") or numbers.known("new_decoder_architecture"))
+    if kind == "stablelm":
+        parallel = bool(numbers.value("use_parallel_residual"))
+    parts = [(mixer, *_mlp(numbers, kind, index, features)) for index, mixer in enumerate(mixers)]
+    blocks = [Block(each, norms, parallel) for each in parts]
     if kind == "gpt2" and (positions := numbers.get("n_positions", 0)):
         first, *rest = blocks[0].parts
         blocks[0] = replace(blocks[0], parts=(replace(first, other=positions * features), *rest))

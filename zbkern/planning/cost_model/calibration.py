@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
+from zbkern.schedules.layout import layer_of
 from zbkern.schedules.units import TIME_UNITS
 
 _PASSES = ("forward", "backward", "weight")
@@ -73,7 +74,7 @@ def of_blocks(computed: ModelCosts, measured: ModelCosts, ranks: int, source: st
     """
     if measured.time_unit is None or measured.memory_unit != "bytes":
         raise ValueError("its costs must be measured, in a unit of time and in bytes, as profile_layers saves them")
-    blocks = {layer.name: layer for layer in computed.layers if layer.name.rpartition(".")[2].isdecimal()}
+    blocks = {layer.name: layer for layer in computed.layers if layer_of(layer.name).rpartition(".")[2].isdecimal()}
     pairs = [(blocks[layer.name], layer) for layer in measured.layers if layer.name in blocks]
     if not pairs:
         raise ValueError(

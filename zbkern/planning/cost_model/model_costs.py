@@ -19,7 +19,7 @@ A model, and no measurement. It assumes:
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from zbkern.planning.cost_model.architecture import Architecture, Block
@@ -29,6 +29,7 @@ from zbkern.planning.cost_model.layer_kinds import Core, Experts, Part, Product
 from zbkern.planning.simulation.costs import COPY_SIZE
 from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
 from zbkern.schedules.actions import check_count
+from zbkern.schedules.layout import HALVES
 
 _WIDTH = 2  # bytes of a bf16 number
 _WIDE = 4  # of an fp32 number: statistics, gradients
@@ -99,15 +100,17 @@ class Job:
         return stages * self.tensor_parallel * self.replicas
 
 
-def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> ModelCosts:
+def model_costs(architecture: Architecture, hardware: Hardware, job: Job, halves: bool = False) -> ModelCosts:
     """Costs of every layer for one GPU, in ms and bytes: embedding, blocks, norm with head and loss, then predictors.
 
     Their names are those that `cut` counts; norm and head are one, named as the norm, and predictors, which the
-    transformers library does not build, are named as in DeepSeek's checkpoints.
+    transformers library does not build, are named as in DeepSeek's checkpoints. halves: blocks whose MLP follows their
+    attention are two layers, as `layers_of(model, halves=True)` lists them; a chunk adds zeros in the place of the half
+    that another one has, which takes time that is not counted.
 
     See the module for what is assumed. Raises ValueError where heads, experts or features cannot be divided so.
     """
-    layers = tuple(layer.costs() for layer in _layers(architecture, hardware, job))
+    layers = tuple(layer.costs() for layer in _layers(architecture, hardware, job, halves))
     bandwidth = hardware.network_bandwidth * hardware.network_share / _MS
     copies = None if hardware.host_bandwidth is None else hardware.host_bandwidth * hardware.network_share / _MS
     computed = ModelCosts(
@@ -141,14 +144,15 @@ def outside(architecture: Architecture, hardware: Hardware, job: Job, stages: in
     return hardware.calibration.rest * (max(0.0, traffic - behind) + step) / stages
 
 
-def _layers(architecture: Architecture, hardware: Hardware, job: Job) -> list[_Layer]:
+def _layers(architecture: Architecture, hardware: Hardware, job: Job, halves: bool = False) -> list[_Layer]:
     """In model order."""
     _check(architecture, job)
-    equal = {block: _block("", block, architecture, hardware, job) for block in set(architecture.blocks)}
+    equal = {block: _blocks(block, architecture, hardware, job, halves) for block in set(architecture.blocks)}
     found = [_embedding(architecture, hardware, job)]
     for number, block in enumerate(architecture.blocks):
-        found.append(copy(equal[block]))
-        found[-1].name = f"{architecture.names[1]}.{number}"
+        for layer in map(copy, equal[block]):
+            layer.name = f"{architecture.names[1]}.{number}{layer.name}"
+            found.append(layer)
     found.append(_head(architecture.names[2], architecture, hardware, job))
     for name in predictors(architecture):
         found.append(_block(name, architecture.blocks[-1], architecture, hardware, job, joined=True))
@@ -408,17 +412,31 @@ def _head(name: str, architecture: Architecture, hardware: Hardware, job: Job) -
     return layer
 
 
+def _blocks(block: Block, architecture: Architecture, hardware: Hardware, job: Job, halves: bool) -> list[_Layer]:
+    """One, or two, whose names are how those of halves end."""
+    if not halves or len(block.halves) == 1:
+        return [_block("", block, architecture, hardware, job)]
+    parts = zip(HALVES, block.halves, strict=True)
+    return [_block(name, replace(block, parts=half), architecture, hardware, job, share=0.5) for name, half in parts]
+
+
 def _block(
-    name: str, block: Block, architecture: Architecture, hardware: Hardware, job: Job, joined: bool = False
+    name: str,
+    block: Block,
+    architecture: Architecture,
+    hardware: Hardware,
+    job: Job,
+    joined: bool = False,
+    share: float = 1.0,
 ) -> _Layer:
-    """joined: with the product in front that joins a predictor's two inputs."""
-    features = architecture.features
+    """joined: with the product in front that joins a predictor's two inputs. share: of norms, sums and launches."""
+    features, norms = architecture.features, share * block.norms
     layer = _Layer(name, features, hardware, job)
-    launches = hardware.layer_time + (hardware.expert_time if block.experts else 0.0)
+    launches = share * hardware.layer_time + (hardware.expert_time if block.experts else 0.0)
     layer.forward = layer.backward = layer.weight = layer.overhead = launches
     rows = job.rows / job.tensor_parallel  # outside of the layers that are split
-    layer.elementwise(rows, block.norms * 2 * features + 2 * features, block.norms * 4 * features)
-    layer.keep(rows, block.norms * features, 0)  # the inputs of the norms
+    layer.elementwise(rows, norms * 2 * features + share * 2 * features, norms * 4 * features)
+    layer.keep(rows, norms * features, 0)  # the inputs of the norms
     if joined:
         layer.linear(rows, 2 * features, features)
         layer.keep(rows, 2 * features, 3 * features)

@@ -49,7 +49,7 @@ class PlanOptions:
     """
 
     objective: str = "cost"
-    partition: Sequence[int] | None = None
+    partition: Sequence[float] | None = None
     time_limit: float | None = None
     seed: int = 0
     progress: Callable[[str], None] = lambda line: None

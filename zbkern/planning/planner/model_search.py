@@ -93,12 +93,12 @@ class ModelSearch:
             candidates += sorted(here, key=lambda each: each.reached)[: SETTINGS.partitions]
         return candidates
 
-    def _fitting(self, owners: tuple[int, ...], slices: tuple[int, ...]) -> Iterator[tuple[Partition, Problem]]:
+    def _fitting(self, owners: tuple[int, ...], slices: tuple[int, ...]) -> Iterator[tuple[tuple[float, ...], Problem]]:
         """The partitions of which one microbatch fits, with slices the most even first."""
         partitions = self._partitions(owners)
         if len(slices) > 1:
             partitions = sorted(partitions, key=lambda each: self._busiest(each, owners))
-        for partition in partitions:
+        for partition in map(self._model.partition_of, partitions):
             try:
                 yield partition, self._request.problem(self._model.chunk_costs(partition, owners), owners, slices)
             except DoesNotFit as error:
@@ -146,8 +146,9 @@ class ModelSearch:
 
     def _partitions(self, owners: tuple[int, ...]) -> list[Partition]:
         """The one that is given; or even ones, and those that are balanced within the limits."""
-        if self._request.options.partition is not None:
-            return [tuple(self._request.options.partition)]
+        if (given := self._request.options.partition) is not None:
+            self._model.chunk_costs(given)  # which refuses what is none
+            return [tuple(map(self._model.partition_of(range(len(self._model.layers))).index, given))]
         if owners not in self._balanced:
             balanced = balanced_partitions(self._model, owners, self._request.microbatches, self._limits)
             even = even_partitions(len(self._model.layers), len(owners))

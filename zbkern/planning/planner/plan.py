@@ -36,12 +36,12 @@ EFFORT = 4
 class Plan:
     """A schedule, its timeline, and a lower bound on the bubble rate of any schedule of its work.
 
-    costs: of the schedule's chunks. partition: the first layer of every chunk, where `plan` was given layers, and
-    layers: the names of all of them. idle: where the idle time comes from. lower_bound belongs to the objective: to
-    `timeline.bubble_rate` for "cost", and for "makespan" to the share of ranks times makespan that is idle; it is of
-    these chunks in this memory, whatever their order. optimal: it is proven that no order of these chunks in this
-    memory is better; other cuts of the model may be.
-    effort: the rounds of search that were completed; `plan(..., effort=)` with the same seed repeats them.
+    costs: of the schedule's chunks. partition: the first layer of every chunk, where `plan` was given layers, as
+    `cut` takes it, and layers: the names of all of them. idle: where the idle time comes from. lower_bound belongs to
+    the objective: to `timeline.bubble_rate` for "cost", and for "makespan" to the share of ranks times makespan that is
+    idle; it is of these chunks in this memory, whatever their order. optimal: it is proven that no order of these
+    chunks in this memory is better; other cuts of the model may be. effort: the rounds of search that were completed;
+    `plan(..., effort=)` with the same seed repeats them.
     """
 
     schedule: Schedule
@@ -51,7 +51,7 @@ class Plan:
     effort: int
     costs: Costs
     idle: IdleTime
-    partition: tuple[int, ...] | None = None
+    partition: tuple[float, ...] | None = None
     layers: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:

@@ -44,7 +44,7 @@ class Search:
         seed: int,
         published: Published | None,
         name: str = "",
-        partition: tuple[int, ...] | None = None,
+        partition: tuple[float, ...] | None = None,
     ) -> None:
         """Begins with every published schedule that fits; None to begin with nothing.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from zbkern.planning.simulation.costs import COPY_FIELDS, LARGEST, Costs, check_copies_and_units, checked_number
 from zbkern.planning.simulation.json_file import JsonFile, check_fields, parse_object
+from zbkern.schedules.layout import numbers_of
 
 _SUMMED = (
     *("forward", "backward", "weight", "activation", "held"),
@@ -118,18 +119,25 @@ class ModelCosts(JsonFile):
             raise ValueError("ModelCosts: bandwidth must be above 0, inf for no limit; got 0")
         check_copies_and_units(self)
 
-    def chunk_costs(self, partition: Sequence[int], placement: Sequence[int] | None = None) -> Costs:
+    def partition_of(self, firsts: Sequence[int]) -> tuple[float, ...]:
+        """What `cut` takes for chunks that begin with layers at these places in `layers`: 4.5 is the second half of a
+        block that is two layers here, named as `layers_of(model, halves=True)` names them."""
+        numbers = numbers_of(layer.name for layer in self.layers)
+        return tuple(numbers[first] for first in firsts)
+
+    def chunk_costs(self, partition: Sequence[float], placement: Sequence[int] | None = None) -> Costs:
         """The costs of the chunks that begin with these layers.
 
-        partition: the first layer of every chunk in model order, 0 first, each larger than the one before. placement:
+        partition: the first layer of every chunk in model order, as `cut` takes it (`partition_of`). placement:
         the rank of every chunk, by default each on its own; what tied layers share is in their rank's first chunk.
         Raises ValueError for another partition or placement.
         """
-        starts, count = list(partition), len(self.layers)
+        numbers, count = self.partition_of(range(len(self.layers))), len(self.layers)
+        starts = [numbers.index(each) if each in numbers else -1 for each in partition]
         if starts[:1] != [0] or any(a >= b for a, b in pairwise([*starts, count])):
             raise ValueError(
                 f"chunk_costs: partition must be the first layer of every chunk of {count} layers, increasing from 0; "
-                f"got {starts}"
+                f"got {list(partition)}"
             )
         ranks = list(range(len(starts)) if placement is None else placement)
         if len(ranks) != len(starts):
