@@ -27,6 +27,7 @@ logger = logging.getLogger("zbkern")
 
 # In torch 2.8 the edge of a function written in Python, as our layers are, does not keep the graph alive.
 _EDGES_OWN = "ownership_token" in GradientEdge._fields
+_NOTHING = nullcontext()  # around what needs no other context
 
 
 class Stage:
@@ -126,7 +127,7 @@ class Stage:
         ]
         pairs += self.carries.gradients(microbatch)
         key = self.chunk, microbatch
-        with nullcontext() if self.ledger is None else self.ledger.backward(key):
+        with _NOTHING if self.ledger is None else self.ledger.backward(key):
             if pairs:
                 # on this thread, also where no W waits
                 scope = torch.autograd.set_multithreading_enabled(False) if fused else self.queue.defer(key)
@@ -143,13 +144,13 @@ class Stage:
     def weight(self, *microbatches: int) -> None:
         """W of these microbatches, merged into one launch per weight."""
         keys: list[Any] = [(self.chunk, microbatch) for microbatch in microbatches]
-        with nullcontext() if self.ledger is None else self.ledger.weight(keys):
+        with _NOTHING if self.ledger is None else self.ledger.weight(keys):
             self.queue.run(keys)
 
     def weight_part(self, microbatch: int, index: int, count: int) -> None:
         """Part `index` of `count` of a W: its share of the tasks that are still pending."""
         key = (self.chunk, microbatch)
-        with nullcontext() if self.ledger is None else self.ledger.weight_part(key):
+        with _NOTHING if self.ledger is None else self.ledger.weight_part(key):
             for _ in range(-(-self.queue.pending(key) // (count - index))):
                 self.queue.run_one(key)
 
@@ -207,7 +208,7 @@ class Stage:
         records = torch.is_grad_enabled()
         takes = target is not None and getattr(self.loss_fn, "takes_deferred_logits", False)
         defers = getattr(self.module, "deferred_logits", None) if takes else None  # a chunk of `cut`
-        with nullcontext() if defers is None else defers():
+        with _NOTHING if defers is None else defers():
             outputs = self._call(inputs, side)
         if torch.is_grad_enabled() is not records:
             torch.set_grad_enabled(records)
