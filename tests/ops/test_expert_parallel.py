@@ -279,7 +279,7 @@ def collective_rank() -> tuple[bool, bool]:
 
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     blocks = nn.Sequential(block(ranks, rank)), nn.Sequential(block(1, 0, one_group()))
-    both = [Replicas({0: each}, zbkern.WGradQueue()).gathers for each in blocks]
+    both = [bool(Replicas({0: each}, zbkern.WGradQueue()).agreement) for each in blocks]
     return both[0], both[1]
 
 

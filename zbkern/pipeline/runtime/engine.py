@@ -446,7 +446,7 @@ class Pipeline:
 
     def _is_validated(self) -> bool:
         """Whether no forward is to run before the last optimizer step is validated, or any more."""
-        if self._replicas.gathers:  # the total arrives sooner on some pipelines, which would then run fewer forwards
+        if self._replicas.agreement:  # the total arrives sooner on some pipelines, which would then run fewer forwards
             return self.boundary.state == "validated"
         return self.boundary.try_validate()
 

@@ -199,32 +199,35 @@ def test_inputs_that_ask_for_a_gradient_get_it(row: str, parts: bool) -> None:
 # ---- when copies run
 
 
+def before_copies(monkeypatch: pytest.MonkeyPatch, function: Callable[[host_copies.Pairs], object]) -> None:
+    """Calls the function with what is copied before every copy."""
+    copy_now = host_copies.copy
+    monkeypatch.setattr(host_copies, "copy", lambda pairs: (function(pairs), copy_now(pairs)))
+
+
 def delay(monkeypatch: pytest.MonkeyPatch, before: float, after: float) -> None:
     """Copies that take so many seconds longer; meanwhile their destinations hold garbage."""
-    copy_now = host_copies.copy
 
-    def copy_late(pairs: host_copies.Pairs) -> None:
+    def wait(pairs: host_copies.Pairs) -> None:
         for destination, _ in pairs:
             destination.fill_(0xAB)
         time.sleep(before)
-        copy_now(pairs)
-        time.sleep(after)
 
-    monkeypatch.setattr(host_copies, "copy", copy_late)
+    before_copies(monkeypatch, wait)
+    late = host_copies.copy
+    monkeypatch.setattr(host_copies, "copy", lambda pairs: (late(pairs), time.sleep(after)))
 
 
 def watch_copies(monkeypatch: pytest.MonkeyPatch, began: Callable[[bool], object]) -> None:
     """Calls began(whether it goes to the host) as every copy begins."""
-    copy_now = host_copies.copy
     on_host: list[torch.Tensor] = []
 
-    def watched(pairs: host_copies.Pairs) -> None:
+    def watch(pairs: host_copies.Pairs) -> None:
         out = not any(source is host for _, source in pairs for host in on_host)
         on_host.extend(destination for destination, _ in pairs if out)
         began(out)
-        copy_now(pairs)
 
-    monkeypatch.setattr(host_copies, "copy", watched)
+    before_copies(monkeypatch, watch)
 
 
 LATE = [(0.02, 0.0), (0.0, 0.02), (0.02, 0.02)]  # seconds before and after a copy
@@ -398,13 +401,7 @@ def test_a_chunk_input_is_given_back_too() -> None:
 
 def test_a_tensor_that_is_saved_several_times_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
-    copy_now = host_copies.copy
-
-    def count(pairs: host_copies.Pairs) -> None:
-        copied.extend(source.nbytes for _, source in pairs)
-        copy_now(pairs)
-
-    monkeypatch.setattr(host_copies, "copy", count)
+    before_copies(monkeypatch, lambda pairs: copied.extend(source.nbytes for _, source in pairs))
     with step([Watched()], "0F0 0O0 0F1 0L0 0BW0 0BW1"):
         size = 2 * 8 * 4  # of what three functions save, and of the output, for the loss; not the batch, nor weights
         assert copied == [size, size, size, size]
@@ -437,14 +434,13 @@ def test_a_copy_that_fails_is_known_to_all_and_the_pipeline_goes_on(
     broken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The timeline of the failed step is that of what ran, also after an evaluation; then comes a step."""
-    copy_now, begun = host_copies.copy, itertools.count(1)
+    begun = itertools.count(1)
 
-    def copy_or_fail(pairs: host_copies.Pairs) -> None:
+    def fail(pairs: host_copies.Pairs) -> None:
         if next(begun) == broken:
             raise MemoryError("the host has no more")
-        copy_now(pairs)
 
-    monkeypatch.setattr(host_copies, "copy", copy_or_fail)
+    before_copies(monkeypatch, fail)
     schedule = schedule_of("0F0 0O0 0L0 0BW0 0F1 0BW1", "1F0 1BW0 1F1 1BW1", microbatches=2)
     data = torch.ones(4, 8)
 

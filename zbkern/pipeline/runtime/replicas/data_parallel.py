@@ -40,7 +40,6 @@ class Replicas:
             if isinstance(reducer, DDPReducer):
                 reducer.claim(taken)
         self._queue = queue
-        self._collective = any(map(_is_collective, modules.values()))
         self._exchanges = any(map(_exchanges, modules.values()))
         roots = [root for reducer in self._reducers.values() for root in reducer.roots]
         self.agreement = Agreement(modules.values(), roots)
@@ -51,14 +50,6 @@ class Replicas:
 
     def __bool__(self) -> bool:
         return bool(self._reducers)
-
-    @property
-    def gathers(self) -> bool:
-        """True when forwards are collective over other pipelines, whose ranks must then run the same ones.
-
-        That is so under FSDP2, with tensor-parallel layers (DTensor), and with modules that say so, as ExpertParallel.
-        """
-        return self._collective or self.frees_weights
 
     @property
     def frees_weights(self) -> bool:
@@ -136,13 +127,6 @@ def _ranks_that_share(module: nn.Module) -> Iterator[Sequence[int]]:
         yield dist.get_process_group_ranks(module.process_group)
     for mesh in {parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)}:
         yield mesh.mesh.flatten().tolist()
-
-
-def _is_collective(module: nn.Module) -> bool:
-    """Whether forwards communicate: of tensor-parallel layers, and of parts that say so, as ExpertParallel does."""
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        return True
-    return _exchanges(module)
 
 
 def _exchanges(module: nn.Module) -> bool:
