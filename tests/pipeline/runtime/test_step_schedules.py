@@ -170,16 +170,6 @@ def test_a_schedule_that_does_not_fit_names_what_does_not(schedule: Any, expecte
     assert all(expected in message for message in failing(lambda pipe: pipe.step(*batch(0, 2), schedule=schedule)))
 
 
-def test_a_schedule_that_saves_memory_needs_planned_fill() -> None:
-    saving = STEPS[3]
-
-    def run(pipe: Pipeline) -> None:
-        with pytest.raises((ValueError, PipelineError), match=r'step: fill must be "planned"'):
-            pipe.step(*batch(0, 4), schedule=saving)
-
-    run_pipelines(V(2, 2), [zbkern.convert(chunk) for chunk in model()], run, fill="eager")
-
-
 def test_a_function_needs_lists_or_a_schedule() -> None:
     def run(transport: LocalTransport) -> None:
         chunks = model()

@@ -6,7 +6,6 @@ to its W what its W need. Parameters, buffers and the batch stay on the device, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -49,7 +48,7 @@ class Ledger:
         self._queue = recorder.queue
         self._lanes = Lanes(recorder.device, recorder.now, options.copy_size)
         self._parts = dict(parts or {})
-        self._comparisons: float | None = None  # how many R are still to be compared with their F, from the first on
+        self._recorded = 0  # how many F have been noted for an R
         self._held: dict[Key, Storages] = {}
         self._again: dict[Key, Recomputation] = {}  # until the R
         self.kept_sizes: dict[int, list[int]] = {}  # by chunk, bytes of the storages that its last F has left
@@ -61,8 +60,6 @@ class Ledger:
         for chunk in {chunk for chunk, _ in again} - self._parts.keys():
             self._parts[chunk] = named_parts(self._modules[chunk], chunk, self._options.recompute)
         self._streamed, self._offloaded, self._recomputed = streamed(row), offloaded_after(row), again
-        if self._recomputed and self._comparisons is None:
-            self._comparisons = math.inf if self._options.check_values else 2 * len(self._recomputed)
 
     @property
     def nbytes(self) -> int:
@@ -89,9 +86,9 @@ class Ledger:
         if chunk > 0:  # a tensor that the module keeps is then not the one that is known to be given up
             inputs = pytree.tree_map_only(Tensor, lambda leaf: leaf.view_as(leaf), inputs)
         if storages.began is None and key in self._recomputed:
-            assert self._comparisons is not None
-            self._comparisons -= 1
-            again = self._again[key] = Recomputation(storages, self._parts[chunk], self._comparisons >= 0)
+            compares = self._options.check_values or self._recorded < 2 * len(self._recomputed)  # in two steps
+            self._recorded += 1
+            again = self._again[key] = Recomputation(storages, self._parts[chunk], compares)
             outputs = again.forward(self._modules[chunk], run, inputs, target, side)
             self.output_again_bytes[chunk] = again.output_bytes
         else:
