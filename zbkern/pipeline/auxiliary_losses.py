@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 @torch.compiler.disable(reason="what a loss counts for is another number in every microbatch")
@@ -22,9 +23,10 @@ def add_loss(activation: Tensor, value: Tensor, name: str = "auxiliary") -> Tens
     activation: any tensor that the module goes on with, and that the loss of the model depends on. value: a tensor of
     one number, with its graph. name: under which `Pipeline.auxiliary_losses` reports it, with others of that name.
 
-    Like what loss_fn returns, it is a mean over microbatches: each counts for 1 / microbatches, and a slice of a
-    sequence for its share of the tokens. Outside of a Pipeline it counts once, as if it was added to what `backward`
-    is called on. `evaluate` reports it, too. Raises TypeError or ValueError for what is no loss or no activation.
+    Like what loss_fn returns, it is a mean over microbatches: each counts for 1 / microbatches, or, where each has
+    slices of its own (`plan_batch`), for its share of the tokens; so does a slice within its sequence. Outside of a
+    Pipeline it counts once, as if it was added to what `backward` is called on. `evaluate` reports it, too. Raises
+    TypeError or ValueError for what is no loss or no activation.
     """
     if not isinstance(activation, Tensor) or not activation.is_floating_point():
         raise TypeError(f"add_loss: activation must be a tensor of floating-point numbers; got {_kind(activation)}")
@@ -32,7 +34,9 @@ def add_loss(activation: Tensor, value: Tensor, name: str = "auxiliary") -> Tens
         raise TypeError(f"add_loss: value must be a floating-point tensor with its graph; got {_kind(value)}")
     if value.numel() != 1:
         raise ValueError(f"add_loss: value must be one number, such as .mean() gives; got shape {list(value.shape)}")
-    return _AddLoss.apply(activation, value, None if _running.note is None else _running.note(name, value))
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return _AddLossFunction.apply(activation, value, None if _running.note is None else _running.note(name, value))
 
 
 def _kind(value: Any) -> str:
@@ -40,20 +44,20 @@ def _kind(value: Any) -> str:
 
 
 class Share(NamedTuple):
-    """What a microbatch counts for in a step of so many, and a slice by its tokens.
+    """What a slice of a microbatch counts for in a step, by its tokens.
 
-    starts: of its slices that have begun, and the end of the last: a list that grows in forwards.
-    number: of the slice.
+    whole: what all of the microbatch counts for. starts: of its slices that have begun, and the end of the last: a list
+    that grows in forwards. number: of the slice.
     """
 
-    microbatches: int
+    whole: float
     starts: Sequence[int] = (0, 1)
     number: int = 0
 
     @property
     def weight(self) -> float:
         """For when the last slice has begun."""
-        return (self.starts[self.number + 1] - self.starts[self.number]) / self.starts[-1] / self.microbatches
+        return self.whole * (self.starts[self.number + 1] - self.starts[self.number]) / self.starts[-1]
 
 
 class AuxiliaryLosses:
@@ -100,7 +104,7 @@ class _Running(threading.local):
 _running = _Running()
 
 
-class _AddLoss(torch.autograd.Function):
+class _AddLossFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activation: Tensor, value: Tensor, share: Share | None) -> Tensor:
         ctx.share, ctx.like = share, {"size": value.shape, "dtype": value.dtype, "device": value.device}

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
@@ -62,7 +64,9 @@ def make(count: int) -> list[Block]:
     return [Block().double() for _ in range(count)]
 
 
-def one_process(blocks: Sequence[nn.Module], inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> dict[str, float]:
+def one_process(
+    blocks: Sequence[nn.Module], inputs: Sequence[Tensor], targets: Sequence[Tensor], by_tokens: bool = False
+) -> dict[str, float]:
     """The losses of plain torch by name, "" for the model's own, and the gradients in the blocks."""
     found = dict.fromkeys(("", "penalty", "activity"), 0.0)
     for x, y in zip(inputs, targets, strict=True):
@@ -71,7 +75,8 @@ def one_process(blocks: Sequence[nn.Module], inputs: Sequence[Tensor], targets: 
             block.__class__, block.losses = PlainBlock, losses  # type: ignore[assignment]
             x = block(x)
         losses[""] = [mse_loss(x, y)]
-        means = {name: sum(values) / len(inputs) for name, values in losses.items()}
+        share = x.shape[1] / sum(each.shape[1] for each in inputs) if by_tokens else 1 / len(inputs)
+        means = {name: sum(values) * (share if name else 1 / len(inputs)) for name, values in losses.items()}
         sum(means.values()).backward()
         found = {name: found[name] + means[name].item() for name in found}
     return found
@@ -83,7 +88,7 @@ def check(schedule: Schedule, lengths: Sequence[int] | None = None, **options: A
     plain = copy.deepcopy(blocks)
     lengths = lengths or [TOKENS] * schedule.microbatches
     inputs, targets = ([torch.randn(2, each, WIDTH).double() for each in lengths] for _ in range(2))
-    expected = one_process(plain, inputs, targets)
+    expected = one_process(plain, inputs, targets, by_tokens=bool(schedule.own_slices))
 
     def run(pipe: Pipeline) -> None:
         for call in (pipe.step, pipe.evaluate):
@@ -111,8 +116,8 @@ def test_each_microbatch_counts_once_where_its_forward_runs_twice() -> None:
     check(schedule, options=StepOptions(recompute=("linear", "gate")))
 
 
-def test_slices_count_by_their_tokens_whatever_the_others_have() -> None:
-    own = [(1, 3), (5,), (2, 2, 3)]
+def test_sequences_with_slices_of_their_own_count_by_their_tokens() -> None:
+    own = [(1, 3), (5,), (2, 2, 3)]  # packs are as the second
     check(all_forwards_first(own, (0, 1, 1, 0), split=True), lengths=[sum(each) for each in own])
 
 
@@ -183,7 +188,24 @@ def test_what_is_no_loss_is_refused() -> None:
         add_loss(x, x)
 
 
-# ---- replicas
+# ---- several ranks
+
+
+def of_shards() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    x, weight = torch.randn(4, WIDTH).double(), torch.randn(WIDTH, WIDTH).double().requires_grad_()
+    hidden = x @ weight
+    (hidden.sum() + hidden.square().mean()).backward()
+    shared = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Replicate()]))
+    hidden = distribute_tensor(x, mesh, [Shard(0)]) @ shared
+    add_loss(hidden, hidden.square().mean()).sum().backward()
+    torch.testing.assert_close(shared.grad.full_tensor(), weight.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.dist
+def test_the_loss_of_shards_is_that_of_the_whole(two_ranks: Any) -> None:
+    two_ranks.run(of_shards)
 
 
 def of_replicas(kind: str) -> None:

@@ -158,7 +158,8 @@ class Loop:
         elif self._sequence_losses is None:
             self.results.append(outputs.detach())
         else:
-            with self.queue.defer((chunk, microbatch)), stage.losses.during(None, Share(self.schedule.microbatches)):
+            share = Share(1 / self.schedule.microbatches)
+            with self.queue.defer((chunk, microbatch)), stage.losses.during(None, share):
                 loss = self._sequence_losses.forward(microbatch, outputs, side.get("carry"), target)
             self.results += [] if loss is None else [loss]
         self.forward_input = None

@@ -52,7 +52,7 @@ class Stage:
         self.ledger: Ledger | None = None  # which holds what a microbatch needs, where R, O and L change that
         self.carries = Carries(schedule)
         self.losses = AuxiliaryLosses()
-        self._microbatches = 1 if schedule is None else schedule.microbatches
+        self._shares = [1.0] if schedule is None else _shares(schedule)
         self._compared: set[bool] = set()  # in which modes, training or evaluation, slices were compared with the whole
         self._compared_packs = False  # with their sequences
         self._fails: str | None = None  # what slices raised in that comparison, where whole sequences did not
@@ -63,7 +63,7 @@ class Stage:
     def use(self, schedule: Schedule, loss_fn: LossFn | None) -> None:
         """Between steps: from now on this schedule, and this loss."""
         self.loss_fn = loss_fn
-        self.carries, self._microbatches = Carries(schedule), schedule.microbatches
+        self.carries, self._shares = Carries(schedule), _shares(schedule)
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +87,7 @@ class Stage:
         key = self.chunk, microbatch
         run = self._outputs if self.ledger is None else partial(self.ledger.forward, key, self._outputs)
         carry = side["carry"] if side is not None and in_slice else None
-        share = Share(self._microbatches, *(() if carry is None else carry.place))
+        share = Share(self._shares[microbatch], *(() if carry is None else carry.place))
         # layers then know that their W will wait
         with self.queue.defer(key), self.losses.during(microbatch, share):
             self.queue.in_slice = in_slice
@@ -238,6 +238,12 @@ class Stage:
                 f"Pipeline: chunk {self.chunk} cannot take its sequences in slices: where it can take whole ones, "
                 f"{self._fails}; use a schedule without slices"
             ) from error
+
+
+def _shares(schedule: Schedule) -> list[float]:
+    """What the microbatch of each unit counts for: as much as any other, or by its tokens where these are known."""
+    tokens = [sum(lengths) for lengths in schedule.own_slices] or [1] * schedule.microbatches
+    return [tokens[number] / sum(tokens) for number, _, _ in schedule.units]
 
 
 def _why_fused(module: nn.Module) -> str:
