@@ -96,7 +96,7 @@ def load() -> ctypes.CDLL:
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     found = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
     found.emu_options.argtypes = [ctypes.c_ulonglong, ctypes.c_int, ctypes.c_int]
-    found.emu_findings.restype = found.emu_launches.restype = found.emu_unsupported.restype = ctypes.c_long
+    found.emu_findings.restype = found.emu_launches.restype = ctypes.c_long
     found.emu_error.restype, found.emu_given.restype = ctypes.c_char_p, ctypes.c_void_p
     importlib.import_module("torch")  # whose allocator must be there for emu_watch
     found.emu_watch()
@@ -132,8 +132,3 @@ def launches() -> list[Launched]:
     """Since the last call."""
     rows = [line.split("\t") for line in _lines(load().emu_launches)]
     return [Launched(kernel, float(seconds)) for kernel, seconds in rows]
-
-
-def unsupported(ptx: str) -> list[str]:
-    """A line for each instruction that the emulator does not have."""
-    return _lines(load().emu_unsupported, ctypes.c_char_p(ptx.encode()))

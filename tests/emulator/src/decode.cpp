@@ -40,10 +40,7 @@ void decode(Function& function, Module& module) {
     if (!I.args.empty() && I.args[0].form != Arg::address && op != "wgmma" && op != "bra")
       collect(I.args[0], I.written);
     I.run = choose(I);
-    if (!I.run) {
-      I.run = unsupported;
-      function.unsupported.push_back(I.text);
-    }
+    if (!I.run) I.run = unsupported;
     function.subword_shared |= (op == "ld" || op == "st") && I.space == Space::shared && bytes_of(I.type) < 4;
   }
   Instr last;  // running off the end

@@ -133,19 +133,6 @@ long emu_findings(char* out, long most) {
 // "kernel\tseconds\n" for each launch that ran, in the same way.
 long emu_launches(char* out, long most) { return hand_over(launched, out, most); }
 
-// Instructions of a module's functions that have no handler, a line each, in the same way.
-long emu_unsupported(const char* text, char* out, long most) {
-  std::string all;
-  try {
-    const auto module = parse(text);
-    for (const auto& f : module->functions)
-      for (const auto& each : f->unsupported) all += f->name + ": " + each + "\n";
-  } catch (const std::exception& error) {
-    all = std::string("error ") + error.what();
-  }
-  return hand_over(all, out, most);
-}
-
 void emu_keep(int value) { keeps = value, given.clear(); }
 const char* emu_given(size_t* bytes) { return *bytes = given.size(), given.data(); }
 const char* emu_error() { return what; }

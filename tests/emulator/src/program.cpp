@@ -5,47 +5,9 @@
 #include <cctype>
 #include <cstring>
 
+#include "reader.h"
+
 namespace ptx {
-
-int bytes_of(Type type) {
-  switch (type) {
-    case Type::none:
-    case Type::pred: return 0;
-    case Type::u8:
-    case Type::b8:
-    case Type::e4m3:
-    case Type::e5m2: return 1;
-    case Type::u16:
-    case Type::s16:
-    case Type::b16:
-    case Type::f16:
-    case Type::bf16:
-    case Type::e4m3x2: return 2;
-    case Type::u64:
-    case Type::s64:
-    case Type::b64:
-    case Type::f64: return 8;
-    default: return 4;
-  }
-}
-
-const u32* Module::lanes32(u64 value) {
-  auto& found = constants32[value];
-  if (!found) {
-    found.reset(new u32[32]);
-    std::fill_n(found.get(), 32, static_cast<u32>(value));
-  }
-  return found.get();
-}
-
-const u64* Module::lanes64(u64 value) {
-  auto& found = constants64[value];
-  if (!found) {
-    found.reset(new u64[32]);
-    std::fill_n(found.get(), 32, value);
-  }
-  return found.get();
-}
 
 namespace {
 
@@ -63,37 +25,15 @@ const std::map<std::string, int> kSpecials = {{"%tid.x", tid_x},
                                               {"%cluster_ctaid.z", cluster_ctaid_z},
                                               {"%cluster_ctarank", cluster_ctarank}};
 
-std::string without_comments(const std::string& text) {
-  std::string out;
-  out.reserve(text.size());
-  for (std::size_t i = 0; i < text.size();) {
-    if (text.compare(i, 2, "//") == 0) {
-      while (i < text.size() && text[i] != '\n') ++i;
-    } else if (text.compare(i, 2, "/*") == 0) {
-      for (i += 2; i < text.size() && text.compare(i, 2, "*/") != 0; ++i)
-        if (text[i] == '\n') out += '\n';
-      i += 2;
-      out += ' ';
-    } else {
-      out += text[i++];
-    }
-  }
-  return out;
-}
-
-bool is_word(char c) {
-  return std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '$' || c == '%' || c == '.';
-}
-
 struct Scope {
   std::map<std::string, Operand> registers;
   std::map<std::string, int> labels;
   std::vector<std::pair<int, int>> uses;  // (instruction, argument) of branches
 };
 
-class Parser {
+class Parser : Reader {
  public:
-  explicit Parser(const std::string& text) : text_(without_comments(text)), module_(new Module) {}
+  explicit Parser(const std::string& text) : Reader(text), module_(new Module) {}
 
   std::unique_ptr<Module> run() {
     while (skip(), at_ < text_.size()) top_level();
@@ -101,74 +41,10 @@ class Parser {
   }
 
  private:
-  [[noreturn]] void fail(const std::string& what) const {
-    throw std::runtime_error("PTX, line " + std::to_string(line_at(at_)) + ": " + what);
-  }
-
-  int line_at(std::size_t place) const {
-    return 1 + static_cast<int>(
-                   std::count(text_.begin(), text_.begin() + static_cast<long>(std::min(place, text_.size())), '\n'));
-  }
-
-  int line() {  // of at_, which only grows
-    line_ += static_cast<int>(
-        std::count(text_.begin() + static_cast<long>(counted_), text_.begin() + static_cast<long>(at_), '\n'));
-    counted_ = at_;
-    return line_;
-  }
-
-  void skip() {
-    while (at_ < text_.size() && std::isspace(static_cast<unsigned char>(text_[at_]))) ++at_;
-  }
-
-  bool take(const char* what) {
-    skip();
-    const std::size_t length = std::strlen(what);
-    if (text_.compare(at_, length, what) != 0) return false;
-    at_ += length;
-    return true;
-  }
-
-  void expect(const char* what) {
-    if (!take(what)) fail(std::string("expected ") + what + " before " + text_.substr(at_, 40));
-  }
-
-  std::string word() {
-    skip();
-    const std::size_t begin = at_;
-    while (at_ < text_.size() && is_word(text_[at_])) ++at_;
-    return text_.substr(begin, at_ - begin);
-  }
-
-  void skip_line() {
-    while (at_ < text_.size() && text_[at_] != '\n') ++at_;
-  }
-
-  void skip_statement() {
-    while (at_ < text_.size() && text_[at_] != ';') ++at_;
-    ++at_;
-  }
-
-  void skip_braces() {
-    expect("{");
-    for (int depth = 1; depth; ++at_) {
-      if (at_ >= text_.size()) fail("a { without its }");
-      if (text_[at_] == '{') ++depth;
-      if (text_[at_] == '}') --depth;
-    }
-  }
-
   void top_level() {
     const std::string first = word();
     if (first.empty()) fail("unexpected " + text_.substr(at_, 20));
-    if (first == ".version" || first == ".address_size" || first == ".file") return skip_line();
-    if (first == ".target") {
-      skip();
-      const std::size_t begin = at_;
-      skip_line();
-      module_->target = text_.substr(begin, at_ - begin);
-      return;
-    }
+    if (first == ".version" || first == ".address_size" || first == ".file" || first == ".target") return skip_line();
     if (first == ".section") {
       word();
       return skip_braces();
@@ -178,11 +54,6 @@ class Parser {
     if (first == ".global" || first == ".shared") return variable(first, nullptr);
     if (first == ".pragma") return skip_statement();
     fail("unknown directive " + first);
-  }
-
-  u64 number(const std::string& word) {
-    if (word.empty()) fail("expected a number before " + text_.substr(at_, 20));
-    return std::stoull(word, nullptr, 0);
   }
 
   // .global .align 16 .b8 name[10] = {1, 2};
@@ -233,18 +104,6 @@ class Parser {
       at += static_cast<u64>(each);
     } while (take(","));
     expect("}");
-  }
-
-  static Type type_of(const std::string& name) {
-    static const std::map<std::string, Type> names = {
-        {"u8", Type::u8},         {"u16", Type::u16},       {"u32", Type::u32},   {"u64", Type::u64},
-        {"s16", Type::s16},       {"s32", Type::s32},       {"s64", Type::s64},   {"b8", Type::b8},
-        {"b16", Type::b16},       {"b32", Type::b32},       {"b64", Type::b64},   {"f16", Type::f16},
-        {"f32", Type::f32},       {"f64", Type::f64},       {"bf16", Type::bf16}, {"tf32", Type::tf32},
-        {"f16x2", Type::f16x2},   {"bf16x2", Type::bf16x2}, {"e4m3", Type::e4m3}, {"e5m2", Type::e5m2},
-        {"e4m3x2", Type::e4m3x2}, {"pred", Type::pred}};
-    const auto found = names.find(name);
-    return found == names.end() ? Type::none : found->second;
   }
 
   void entry() {
@@ -564,12 +423,9 @@ class Parser {
     return made;
   }
 
-  std::string text_;
   std::unique_ptr<Module> module_;
   Function* function_ = nullptr;
   std::vector<Scope> scopes_;
-  std::size_t at_ = 0, counted_ = 0;
-  int line_ = 1;
   u64 shared_ = 0;
 };
 

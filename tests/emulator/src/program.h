@@ -57,6 +57,7 @@ enum class Type : u8 {
 };
 // clang-format on
 int bytes_of(Type type);
+Type type_of(const std::string& name);  // none where it is no type
 
 struct Instr {
   Handler run = nullptr;
@@ -102,7 +103,6 @@ struct Function {
   int max_threads = 0;
   bool subword_shared = false;
   std::map<std::string, Symbol> symbols;
-  std::vector<std::string> unsupported;
 };
 
 struct Module {
@@ -112,7 +112,6 @@ struct Module {
   std::vector<std::pair<u64, u64>> ranges;    // begin and end of each
   std::unordered_map<u64, std::unique_ptr<u32[]>> constants32;
   std::unordered_map<u64, std::unique_ptr<u64[]>> constants64;
-  std::string target;
   const u32* lanes32(u64 value);
   const u64* lanes64(u64 value);
 };
