@@ -88,8 +88,9 @@ def test_optimizers_with_states_of_their_own_within_one_are_refused(wrap: Any, u
     """Nothing would save them; not where the state is shared, or where no step depends on them."""
     weight, transport = nn.Parameter(torch.ones(1)), LocalTransport.ring(1)[0]
     held = torch.optim.AdamW([weight])
-    with pytest.raises(TypeError, match=r"Optimizer: Holding holds another optimizer, AdamW in held.*whose"):
+    with pytest.raises(TypeError, match=r"Optimizer: Holding holds another optimizer, AdamW in held.*whose") as caught:
         Optimizer(Holding([weight], wrap(held)), transport, undo=undo)
+    assert "give all that it holds to Optimizer([(first, max_norm), (second, max_norm)], pipe)" in str(caught.value)
     with pytest.raises(TypeError, match="checkpoint: Holding holds another optimizer"):
         checkpoint.save("nowhere", 1, nn.ParameterList([weight]), Holding([weight], wrap(held)))
     shared = Holding([weight], wrap(held))

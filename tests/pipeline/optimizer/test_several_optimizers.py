@@ -170,6 +170,9 @@ def test_a_checkpoint_loads_under_another_schedule(tmp_path: Path, first: str, o
             return trained.norms, trained.weights(), trained.optimizer.clipped + 2, trained.optimizer.skipped
 
     results_on_threads(2, begin)
+    whole = copy.deepcopy(_model())
+    with pytest.raises(ValueError, match=rf"holds the state of {first}, and the optimizer is AdamW"):
+        checkpoint.load(tmp_path, whole, torch.optim.AdamW(whole.parameters()))
     assert_equals_one_process(results_on_threads(3, go_on), first)
 
 

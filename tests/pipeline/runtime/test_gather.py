@@ -12,6 +12,7 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import make_data, make_model
+from tests.support.same import assert_same
 from zbkern.pipeline import Pipeline, schedules
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
@@ -26,6 +27,28 @@ def gathering(size: int) -> list[Any]:
 @pytest.mark.parametrize("size", [0, 1, 100_000])
 def test_a_gather_brings_the_values_of_all_ranks_in_order(four_ranks: Any, size: int) -> None:
     assert four_ranks.run(gathering, size) == [[[[rank] * size for rank in range(4)]] * 3] * 4
+
+
+def broadcasting() -> list[Any]:
+    """Trees of every rank in turn, from within and from the ends of the chain, beside steps; and one that fails."""
+    with Pipeline(
+        [zbkern.convert(make_model(4)[0])], schedules.zb_h1(4, 4), nn.functional.mse_loss, timeout=20
+    ) as pipe:
+        found = []
+        for source in range(4):
+            made = {"a": torch.full((source + 1, 2), source), "b": (torch.tensor(source + 0.5).bfloat16(), b"c")}
+            found.append(pipe.broadcast(source, lambda made=made: made if made["a"][0, 0] == pipe.rank else 1 / 0))
+        with pytest.raises(PipelineError, match="rank 2, action none: ZeroDivisionError"):
+            pipe.broadcast(2, lambda: 1 / 0)
+        return found
+
+
+@pytest.mark.dist
+def test_a_broadcast_brings_tensors_of_one_rank_to_all(four_ranks: Any) -> None:
+    for found in four_ranks.run(broadcasting):
+        for source, tree in enumerate(found):
+            half = torch.tensor(source + 0.5).bfloat16()
+            assert_same({"a": torch.full((source + 1, 2), source), "b": (half, b"c")}, tree)
 
 
 def gathering_what_cannot_be_sent() -> list[Any]:

@@ -143,9 +143,9 @@ def train_pairs(kind: str, first: str, tolerance: float) -> tuple[int, int, int]
 @pytest.mark.parametrize(
     ("kind", "first", "tolerance"),
     [
-        ("ddp", "Muon", 1e-6),
+        ("ddp", "Muon", 1e-12),
         ("fsdp", "Muon", 0.02),  # its products are in bfloat16, and of shards they are rounded elsewhere
-        pytest.param("fsdp", "SGD", 1e-6, marks=pytest.mark.slow),
+        pytest.param("fsdp", "SGD", 1e-12, marks=pytest.mark.slow),
     ],
 )
 def test_two_optimizers_of_replicas(four_ranks: Any, kind: str, first: str, tolerance: float) -> None:
