@@ -17,9 +17,9 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import gradients_of, results_on_threads
-from tests.support.pages import blocks
+from tests.support.pages import block, blocks
 from zbkern import __main__
-from zbkern.pipeline import layers_of
+from zbkern.pipeline import checkpoint, layers_of, schedules
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / name for name in ("models.md", "planning.md")]
@@ -70,7 +70,7 @@ def check_weights(names: dict[str, Any], folder: str) -> None:
 
 def run_page(folder: str) -> tuple[str, bool, int]:
     """The pages' programs in one namespace; the schedule that was measured for, and what the last chunk begins with."""
-    cutting, without_logits, _, _, measuring, by_layer, from_file = (code for page in PAGES for code in blocks(page))
+    (cutting, without_logits, *_), (measuring, by_layer, from_file) = map(blocks, PAGES)
     names: dict[str, Any] = dict(batch())
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -205,6 +205,117 @@ def test_the_programs_run_as_they_stand(four_ranks: Any, tmp_path: Path) -> None
     assert {text for text, _, _ in found} == {found[0][0]}
     assert [loss for _, loss, _ in found] == [False, False, False, True]
     assert [first for _, _, first in found] == [0, 8, 16, 25]  # the embedding is the first layer
+
+
+def speech_program(folder: str) -> tuple[float | None, dict[str, torch.Tensor]]:
+    sounds, labels = speech()
+    names = {"torch": torch, "dist": dist, "zbkern": zbkern, "sounds": sounds, "labels": labels}
+    names |= {name: getattr(zbkern.pipeline, name) for name in ("Pipeline", "cut", "schedules")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        exec(block(PAGES[0], "Wav2Vec2ForCTC"), names)
+    gradients = {name: parameter.grad for chunk in names["chunks"] for name, parameter in chunk.named_parameters()}
+    return None if names["loss"] is None else names["loss"].item(), gradients
+
+
+def speech() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(1, 30, (4, 9), generator=generator)
+    return torch.randn(4, 400, generator=generator), labels.masked_fill(
+        torch.arange(9) >= torch.tensor([[9], [4], [6], [7]]), -100
+    )
+
+
+def save_speech(folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason="the page is about transformers 5")
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "vocab_size": 30,
+    }
+    sizes |= {"conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_feat_extract_layers": 2}
+    sizes |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0, "mask_time_prob": 0.0}
+    quiet = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
+    torch.manual_seed(0)
+    config = transformers.Wav2Vec2Config(**sizes, **dict.fromkeys(quiet, 0.0), ctc_loss_reduction="mean")
+    model = transformers.Wav2Vec2ForCTC(config).train()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.dist
+def test_a_model_of_modules_one_behind_the_other_equals_one_process(two_ranks: Any, tmp_path: Path) -> None:
+    model = save_speech(tmp_path / "wav2vec2")
+    sounds, labels = speech()
+    losses = [model(sounds[rows], labels=labels[rows]).loss for rows in (slice(0, 2), slice(2, 4))]
+    expected = sum(losses) / 2  # in the library's words
+    expected.backward()
+    (nothing, first), (loss, second) = two_ranks.run(speech_program, str(tmp_path))
+    assert nothing is None
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    names: dict[str, Any] = {"torch": torch}
+    exec(block(PAGES[0], "Wav2Vec2ForCTC").partition("def ctc")[0], names)
+    whole = nn.Sequential(names["Sounds"](model.wav2vec2), *model.wav2vec2.encoder.layers, model.lm_head)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close((first | second)[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    assert checkpoint.load(tmp_path / "speech", whole).step == 1
+
+
+class Front(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.time = nn.Linear(WIDTH, WIDTH), nn.Linear(1, WIDTH)
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x(x), torch.tanh(self.time(time))
+
+
+class Conditioned(nn.Bilinear):
+    """A diffusion model's block: what it computes depends on the time."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x, time)
+
+
+class Head(nn.Linear):
+    def forward(self, passed: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return super().forward(passed[0])
+
+
+def denoiser_program() -> tuple[torch.Tensor | None, dict[str, torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
+    """The page's loss and gradients, and those of one process."""
+    torch.manual_seed(0)
+    blocks_, names = [Conditioned() for _ in range(4)], {"torch": torch, "zbkern": zbkern}
+    names |= {"front": Front().double(), "blocks": [each.double() for each in blocks_], "head": Head(WIDTH, 3).double()}
+    names |= {
+        "x": torch.randn(8, WIDTH).double(),
+        "time": torch.rand(8, 1).double(),
+        "noise": torch.randn(8, 3).double(),
+    }
+    names |= {name: getattr(zbkern.pipeline, name) for name in ("Pipeline", "cut")}
+    names["schedule"] = schedules.zb_v(2, 4)
+    exec(block(PAGES[0], "class Denoiser"), names)
+    found = {name: each.grad for chunk in names["chunks"] for name, each in chunk.named_parameters()}
+    model = names["model"]
+    found = {name: gradient.clone() for name, gradient in found.items()}
+    model.zero_grad()
+    expected = nn.functional.mse_loss(model(names["x"], names["time"]), names["noise"])
+    expected.backward()
+    return names["loss"], found, expected.detach(), {name: each.grad for name, each in model.named_parameters()}
+
+
+@pytest.mark.dist
+def test_a_diffusion_models_time_is_passed_from_block_to_block(two_ranks: Any) -> None:
+    (loss, first, expected, wanted), (_, second, *_) = two_ranks.run(denoiser_program)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    assert (first | second).keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close((first | second)[name], gradient, rtol=1e-12, atol=1e-14)
 
 
 COMMANDS = [

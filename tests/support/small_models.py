@@ -70,11 +70,15 @@ T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 2}
 BART = {"vocab_size": 61, "d_model": 32, "max_position_embeddings": 32, "dropout": 0.0, "decoder_start_token_id": 2}
 for side in ("encoder", "decoder"):
     BART |= {f"{side}_layers": 4, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
+QUIET = dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop", "attention_dropout", "activation_dropout"), 0.0)
+WHISPER = {**BART, "encoder_layers": 2, "decoder_layers": 6, "max_source_positions": 20, "max_target_positions": 32}
+WHISPER |= {"num_mel_bins": 8, **TOKENS}
+HEARD = {**SIZES, "max_length": 32, "num_mel_bins": 16, "patch_size": 8, "frequency_stride": 8, "time_stride": 8}
 SEEN = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2, "image_size": 16}
 QWEN = {"hidden_size": 32, "depth": 2, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "in_channels": 3}
 SPECIAL = {"image_token_id": 57, "vision_start_token_id": 58, "vision_end_token_id": 59, "video_token_id": 60}
 QWEN_TEXT = {**DECODER, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-SEQ2SEQ, IMAGES = "Seq2SeqLM", "ImageTextToText"
+SEQ2SEQ, SPEECH, IMAGES = "Seq2SeqLM", "SpeechSeq2Seq", "ImageTextToText"
 # the configuration, the head, and how exact it is: the norms and rotary embeddings of some are in float32
 KINDS: dict[str, tuple[str, dict[str, Any], str, float]] = {
     "t5": ("T5", T5, SEQ2SEQ, 1e-6),
@@ -91,6 +95,9 @@ KINDS: dict[str, tuple[str, dict[str, Any], str, float]] = {
     "bert_classifier": ("Bert", {**BERT, "num_labels": 3}, "SequenceClassification", 1e-12),
     "bert_choices": ("Bert", BERT, "MultipleChoice", 1e-12),
     "vit": ("ViT", {**SIZES, "image_size": 16, "patch_size": 4, "num_labels": 3}, "ImageClassification", 1e-12),
+    "whisper": ("Whisper", WHISPER, SPEECH, 1e-12),
+    "ast": ("AST", {**HEARD, "num_labels": 3}, "AudioClassification", 1e-12),
+    "m2m_100": ("M2M100", {**BART, **QUIET, **TOKENS}, SEQ2SEQ, 1e-12),
     "llava": (
         "Llava",
         {

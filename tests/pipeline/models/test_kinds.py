@@ -11,8 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.chunks import gradients_of, step_and_evaluate
-from tests.support.small_models import BART, DECODERS, IMAGES, KINDS, SEQ2SEQ, config_of, make_kind, transformers
-from zbkern.pipeline import Schedule, cut, export, layers_of, schedules
+from tests.support.small_models import (
+    BART,
+    DECODERS,
+    IMAGES,
+    KINDS,
+    SEQ2SEQ,
+    SPEECH,
+    config_of,
+    make_kind,
+    transformers,
+)
+from zbkern.pipeline import Schedule, cut, export, layer_chunks, layers_of, schedules
 from zbkern.pipeline.models.placeholders import Placeholder
 
 ROWS, LENGTH = 4, 12
@@ -25,6 +35,11 @@ def batch(kind: str, model: Any) -> tuple[dict[str, Tensor], Tensor]:
     tokens = torch.randint(3, 57, (ROWS, LENGTH), generator=generator)
     if head == "ImageClassification":
         return {"pixel_values": torch.randn(ROWS, 3, 16, 16, generator=generator)}, torch.arange(ROWS) % 3
+    if head == "AudioClassification":
+        return {"input_values": torch.randn(ROWS, 32, 16, generator=generator)}, torch.arange(ROWS) % 3
+    if head == SPEECH:
+        labels = tokens[:, :7].masked_fill(torch.arange(7) >= torch.tensor([7, 4, 6, 5])[:, None], -100)
+        return {"input_features": torch.randn(ROWS, 8, 40, generator=generator), "labels": labels}, labels
     if head == "MultipleChoice":
         return {"input_ids": torch.stack([tokens, tokens.flip(1)], 1)}, torch.arange(ROWS) % 2
     if head == IMAGES:
@@ -66,7 +81,7 @@ def check(kind: str, schedule: Schedule, partition: Sequence[int] | None, folder
     model = make_kind(kind)
     given, targets = batch(kind, model)
     given = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
-    output = model(**given, **({} if kind == "vit" or "bert" in kind else {"use_cache": False}))
+    output = model(**given, **({} if kind in ("vit", "ast") or "bert" in kind else {"use_cache": False}))
     expected = loss_fn(getattr(output, "logits", output), targets) / schedule.microbatches
     expected.backward()
 
@@ -138,8 +153,42 @@ def test_what_cannot_be_in_a_pipeline_is_refused() -> None:
     config.decoder_layerdrop = 0.0
     (chunk,) = cut(config, schedules.zb_h1(1, 2), rank=0)
     tokens = torch.ones(2, 4, dtype=torch.long)
-    with pytest.raises(ValueError, match="M2M100ForConditionalGeneration must have decoder_input_ids"):
+    chunk.whole.__class__ = type("Other", (type(chunk.whole),), {"forward": lambda self, input_ids: None})
+    with pytest.raises(ValueError, match="Other must have decoder_input_ids"):
         chunk.split_batch({"input_ids": tokens, "labels": tokens})
+
+
+def test_an_encoder_of_sounds_is_in_one_chunk() -> None:
+    model = make_kind("whisper").float()
+    given, _ = batch("whisper", model)
+    for partition in ([0, 1], [0, 3]):
+        with pytest.raises(ValueError, match=r"encoder of WhisperFor.*, of sounds.*begin with layer 4, .*embed_tokens"):
+            cut(model, schedules.zb_h1(2, 2), partition, rank=1)
+    with pytest.raises(ValueError, match="layer_chunks: the encoder of Whisper"):
+        layer_chunks(model, rank=0, ranks=2)
+    kind = transformers.WhisperForAudioClassification
+    with pytest.raises(ValueError, match=r"WhisperForAudio\S+ has no embedding of tokens or images.*nn.Sequential"):
+        layers_of(kind(model.config))
+    sizes = {"hidden_size": 32, "encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4, "vocab_size": 61}
+    sizes |= {
+        "encoder_num_hidden_layers": 2,
+        "decoder_num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "pad_token_id": 0,
+    }
+    moonshine = transformers.MoonshineForConditionalGeneration(transformers.MoonshineConfig(**sizes))
+    first, second = (cut(moonshine, schedules.zb_h1(2, 2), [0, 4], rank=rank)[0] for rank in range(2))
+    own, every = first.split_batch({"input_values": torch.randn(2, 3000), "labels": given["labels"][:2]})
+    with pytest.raises(ValueError, match=r"use 'attention_mask' of what the encoder gives, .*nn.Sequential"):
+        second(first(**own, **every), **every)
+
+
+@pytest.mark.parametrize("name", ["PoolFormerForImageClassification", "FastSpeech2ConformerModel", "FSMTModel"])
+def test_models_whose_layers_the_library_does_not_tell_are_refused_in_a_sentence(name: str) -> None:
+    with torch.device("meta"):
+        model = getattr(transformers, name)(getattr(transformers, name).config_class())
+    with pytest.raises(ValueError, match=rf"{name} (has no|must have one) embedding.* name them: layers="):
+        layers_of(model)
 
 
 def test_images_that_would_be_lost_are_refused() -> None:

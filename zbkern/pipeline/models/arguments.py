@@ -54,13 +54,17 @@ def split_batch(whole: Any, has_encoder: bool, batch: Mapping[str, Any]) -> tupl
 
 
 def _shifted(whole: Any, labels: Tensor) -> Tensor:
-    """What a decoder reads to predict the labels, as the library makes it of them."""
-    if not hasattr(whole, "prepare_decoder_input_ids_from_labels"):
+    """What a decoder reads to predict the labels, as the library makes it of them: by a method, or in its forward."""
+    if hasattr(whole, "prepare_decoder_input_ids_from_labels"):
+        return whole.prepare_decoder_input_ids_from_labels(labels)
+    forward, name = inspect.unwrap(type(whole).forward), "shift_tokens_right"
+    if name not in forward.__code__.co_names:
         raise ValueError(
             f"cut: a batch for {type(whole).__name__} must have decoder_input_ids, which the library does not "
             "make of labels for it: the labels one later, behind config.decoder_start_token_id, on every rank"
         )
-    return whole.prepare_decoder_input_ids_from_labels(labels)
+    config = whole.config
+    return forward.__globals__[name](labels, config.pad_token_id, config.decoder_start_token_id)
 
 
 def refuse_unknown(whole: Any, known: frozenset[str], side: dict[str, Any]) -> None:

@@ -280,10 +280,19 @@ class Chunk(nn.Module):
             return ValueError(str(error)) if isinstance(error, AttributeError) else None  # of a stand-in
         if self.begins_at == 0:
             return None
+        if isinstance(error, AttributeError) and type(error.obj).__name__ == "MoEModelOutput":
+            return ValueError(
+                f"cut: {self._words()} use {error.name!r} of what the encoder gives, of which its hidden states alone "
+                "go from chunk to chunk: put the model's modules into a torch.nn.Sequential"
+            )
         if not self._flow.entered:
             return self._unreachable(error)
-        lacks_tokens = "NoneType" in str(error) and "input_ids" not in side and is_transformer(self.whole)
-        return self._without_tokens(error) if lacks_tokens else None
+        if not is_transformer(self.whole):
+            return None
+        if "NoneType" in str(error) and "input_ids" not in side:
+            return self._without_tokens(error)
+        is_of_shapes = isinstance(error, IndexError) or type(error) is RuntimeError  # and not of memory
+        return None if self._checked or not is_of_shapes else self._differs(error)
 
     def _of_another(self, error: PlaceholderUsed, side: dict[str, Any]) -> ValueError:
         """Of a forward that uses what other chunks hold."""
@@ -330,6 +339,13 @@ class Chunk(nn.Module):
         return ValueError(
             f"cut: {type(error).__name__} in {self._words()}: {error}. "
             f"They have no token ids; if the model uses these there, {GIVE_TOKENS}"
+        )
+
+    def _differs(self, error: Exception) -> ValueError:
+        what = f"{type(error).__name__} in {self._words()}: {str(error).rstrip('.')}"
+        return ValueError(
+            f"cut: {what}. If the whole model takes this batch, it changes in place there what the layer before gave, "
+            "or computes with more than that: cut elsewhere, or make that computation a part of a layer"
         )
 
     def _check(self, received: Any, output: Any) -> None:

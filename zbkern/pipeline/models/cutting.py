@@ -16,7 +16,14 @@ from torch import nn
 from zbkern.pipeline.models import weights as loading
 from zbkern.pipeline.models.chunk import Chunk
 from zbkern.pipeline.models.halves import halves_of
-from zbkern.pipeline.models.layers import Layer, built, encoder_of, layers_of, shared_parameters
+from zbkern.pipeline.models.layers import (
+    Layer,
+    built,
+    check_encoder,
+    encoder_of,
+    layers_of,
+    shared_parameters,
+)
 from zbkern.pipeline.models.stand_ins import After, Before, Entry, Flow, Outside, Zeros, like_parameter
 from zbkern.pipeline.transport.process_groups import place_in
 from zbkern.schedules.layout import check_partition, layer_of, layout_to_partition, numbers_of
@@ -66,6 +73,7 @@ def cut(
     found = layers_of(model, layers)
     partition = _partition(plan, partition, found, len(schedule.placement))
     _check_halves(model, found, partition)
+    check_encoder("cut", model, [layer.name for layer in found], partition)
     bounds = [*pairwise(partition), (partition[-1], len(found))]
     mine = schedule.chunks_of(_rank(rank, group, schedule))
     chunks = [_chunk(model, [layer.name for layer in found], *bounds[number]) for number in mine]
@@ -107,6 +115,7 @@ def layer_chunks(
         raise ValueError(
             f"layer_chunks: rank must be one of ranks, and ranks at most the {len(names)} layers; got {rank} of {ranks}"
         )
+    check_encoder("layer_chunks", model, names, range(len(names)))
     mine = range(len(names) * rank // ranks, len(names) * (rank + 1) // ranks)
     wholes = [*dict.fromkeys(map(layer_of, names) if halves else names)]
     numbers = [*numbers_of(names), len(wholes)]

@@ -171,23 +171,22 @@ def _layers_of_the_library(model: nn.Module) -> dict[str, str]:
 
 def _of_stack(model: Any, stack: str, outermost: str) -> dict[str, str]:
     """The layers of the blocks in a module, and of what stands beside it and what holds it, as far as the outermost."""
-    config = model.config.get_text_config()
     part = model.get_submodule(stack)
     try:
-        embedding = name_in(model, part.get_input_embeddings())
-    except NotImplementedError as error:  # of sounds and of numbers over time
-        raise ValueError(
-            f"layers_of: {type(model).__name__} has no embedding of tokens or images, by which layers would be found; "
-            f"{_REMEDY}; or make chunks by hand, any modules each of which takes what the one before returns"
-        ) from error
+        config, embedding = model.config.get_text_config(), name_in(model, part.get_input_embeddings())
+    except (NotImplementedError, AttributeError, ValueError) as error:  # of sounds, of numbers over time, of several
+        raise _without_embedding(model) from error
+    if not stack and isinstance(model.get_submodule(embedding), nn.Conv1d):  # the first of several, of sounds
+        raise _without_embedding(model)
     lists = {name: each for name, each in part.named_modules(prefix=stack) if isinstance(each, nn.ModuleList)}
-    blocks = [name for name, each in lists.items() if len(each) == config.num_hidden_layers]
+    count = getattr(config, "num_hidden_layers", None)
+    blocks = [name for name, each in lists.items() if len(each) == count]
     blocks = blocks or [name for name, each in lists.items() if len(each) > 1 and len({*map(type, each)}) == 1]
     blocks = [name for name in blocks if not any(name.startswith(f"{other}.") for other in blocks)]
     if not embedding or len(blocks) != 1:
         raise ValueError(
             f"layers_of: {type(model).__name__} must have one embedding and one list of its blocks, of "
-            f"{config.num_hidden_layers} or of one kind; got {embedding or None!r} and {blocks}; {_REMEDY}"
+            f"{count} or of one kind; got {embedding or None!r} and {blocks}; {_REMEDY}"
         )
     if not isinstance(model.get_submodule(embedding), nn.Embedding):  # of images: with its positions
         outer = [embedding.rsplit(".", count)[0] for count in range(embedding.count(".") + 1)]
@@ -206,6 +205,27 @@ def _of_stack(model: Any, stack: str, outermost: str) -> dict[str, str]:
         late.update({name: "head" if name == head or not parent else "norm" for name in after})
     of_blocks = dict.fromkeys((f"{blocks[0]}.{index}" for index in range(len(lists[blocks[0]]))), "block")
     return {embedding: "embedding", **dict.fromkeys(early, "norm"), **of_blocks, **late}
+
+
+def _without_embedding(model: nn.Module) -> ValueError:
+    return ValueError(
+        f"layers_of: {type(model).__name__} has no embedding of tokens or images, by which layers would be found; "
+        f"{_REMEDY}; or put its modules into a torch.nn.Sequential, each of which takes what the one before returns"
+    )
+
+
+def check_encoder(caller: str, model: nn.Module, names: Sequence[str], partition: Iterable[float]) -> None:
+    """Raises ValueError where a chunk would begin inside of an encoder of sounds: several convolutions are in front of
+    its blocks, and a chunk behind the first cannot know in which shape they give what."""
+    encoder = encoder_of(model)
+    count = sum(is_within(name, encoder) for name in names) if encoder else 0
+    inside = [first for first in partition if 0 < first < count]
+    if inside and isinstance(model.get_submodule(names[0]), nn.Conv1d):
+        raise ValueError(
+            f"{caller}: the encoder of {type(model).__name__}, of sounds, must be in one chunk as a whole; got a chunk "
+            f"that begins with {names[int(inside[0])]!r}: give a partition whose chunks begin with layer {count}, "
+            f"{names[count]!r}, or later ones, or put its modules into a torch.nn.Sequential"
+        )
 
 
 def _children(model: nn.Module, parent: str) -> list[str]:

@@ -51,8 +51,11 @@ class Placeholder(Tensor):
             first = next(iter((*args, *kwargs.values())), None)  # torch.nn.init passes it by its name
             if isinstance(first, Placeholder) and name.endswith("_") and not name.startswith("__"):
                 return first  # in place: a value that is not there stays so
-            with torch.no_grad():
-                result = function(*args, **kwargs)
+            try:
+                with torch.no_grad():
+                    result = function(*args, **kwargs)
+            except (IndexError, RuntimeError) as error:  # its shape is no more than likely
+                raise PlaceholderUsed(origins) from error
         return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, origins), result)
 
     def __iter__(self) -> Iterator[Any]:
