@@ -297,7 +297,7 @@ def test_the_readme_shows_what_the_command_prints(capsys, monkeypatch: pytest.Mo
     command, shown = re.search(r"```text\n\$ zbkern (plan .*?)\n(.*?)```", readme, re.DOTALL).groups()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "110")
-    Path("costs.json").write_text(re.search(r'`(\{"forward".*?\})`', readme)[1])
+    Path("costs.json").write_text(re.search(r"^echo '(\{.*?\})' > costs.json$", readme, re.DOTALL | re.MULTILINE)[1])
     assert __main__.main(command.split()) == 0
 
     def lasting(text: str) -> list[str]:
