@@ -117,3 +117,47 @@ def test_what_a_hook_writes_into_masters_reaches_the_weights() -> None:
     weight.grad = torch.ones(2).bfloat16()
     optimizer.step()
     assert weight.tolist() == [0.5, 0.5]
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's AcceleratedOptimizer: an optimizer by its type, whose state and step are those of another one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("undo", ["snapshot", None])
+def test_a_wrapped_optimizer_steps_as_the_one_inside(undo: str | None) -> None:
+    def train(wrap: Any) -> tuple[Tensor, list[Tensor]]:
+        torch.manual_seed(0)
+        layer, seen = nn.Linear(4, 4), []
+        inner = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        inner.register_step_post_hook(lambda *_: seen.append(layer.weight.detach().clone()))
+        optimizer = Optimizer(wrap(inner), LocalTransport.ring(1)[0], max_norm=0.5, undo=undo)
+        for _ in range(4):
+            optimizer.zero_grad()
+            layer(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        optimizer.validate()
+        return layer.weight.detach(), seen
+
+    (weight, seen), (expected, wanted) = train(Wrapper), train(lambda inner: inner)
+    assert_same(weight, expected)
+    assert len(seen) == len(wanted) == 4
+    assert_same(seen, wanted)

@@ -33,6 +33,9 @@ class Part:
 
     def __init__(self, optimizer: torch.optim.Optimizer, norm: int) -> None:
         self.optimizer, self.norm = optimizer, norm
+        self._hooked = optimizer
+        while not hasattr(self._hooked, "_optimizer_step_post_hooks"):  # a wrapper, as accelerate's, without its own
+            self._hooked = self._hooked.optimizer
         self.undo: Any = None
 
     @property
@@ -45,7 +48,7 @@ class Part:
 
     @property
     def has_hooks(self) -> bool:
-        return bool(self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks)
+        return bool(self._hooked._optimizer_step_pre_hooks or self._hooked._optimizer_step_post_hooks)
 
     def model_parameters(self) -> Iterator[Any]:  # tensors, some with a main_grad
         models = {id(master): parameter for parameter, master in self.masters}
@@ -60,14 +63,14 @@ class Part:
 
     def update(self) -> None:
         """The torch optimizer's step; hooks that run after it see, and may change, masters and parameters alike."""
-        hooks, self.optimizer._optimizer_step_post_hooks = self.optimizer._optimizer_step_post_hooks, OrderedDict()
+        hooks, self._hooked._optimizer_step_post_hooks = self._hooked._optimizer_step_post_hooks, OrderedDict()
         try:
             self.optimizer.step()
         finally:
-            self.optimizer._optimizer_step_post_hooks = hooks
+            self._hooked._optimizer_step_post_hooks = hooks
         copy_masters_to_params(self.masters)
         for hook in list(hooks.values()):
-            hook(self.optimizer, (self.optimizer,), {})
+            hook(self._hooked, (self._hooked,), {})
             copy_masters_to_params(self.masters)
 
     def restore(self) -> None:
