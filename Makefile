@@ -69,11 +69,12 @@ $(READY): pyproject.toml $(wildcard setup.py build_tools/*.py csrc/*) | $(PYTHON
 	$(PIP) install --quiet --editable '.[dev,test]'
 	@mkdir -p $(@D) && touch $@ $(READY_FOR_DEMO)
 
-# The first minute of many a newcomer: torch and the package alone, and no file compiled that the demo does not need.
+# The first minute of many a newcomer: torch, the package, and what torch's own engine needs, which the demo compares;
+# no file is compiled that the demo does not need.
 $(READY_FOR_DEMO): pyproject.toml | $(PYTHON)
 	@echo "Installing torch and zbkern into $(WHERE); what tests need is installed by make test"
 	$(INSTALL_TORCH)
-	@ZBKERN_BUILD=off $(PIP) install --quiet --no-compile --editable .
+	@ZBKERN_BUILD=off $(PIP) install --quiet --no-compile --editable . numpy
 	@mkdir -p $(@D) && touch $@
 
 cuda: ## set up with the CUDA kernels (nvcc needed, no GPU)
@@ -82,7 +83,6 @@ cuda: ## set up with the CUDA kernels (nvcc needed, no GPU)
 # glibc keeps what is freed: given back and taken anew, memory costs a pipeline on CPUs up to 7 % of a step
 demo: export MALLOC_TRIM_THRESHOLD_ ?= 1099511627776
 demo: export MALLOC_MMAP_THRESHOLD_ ?= 33554432
-demo: export PYTHONWARNINGS ?= ignore:Failed to initialize NumPy
 demo: $(READY_FOR_DEMO) ## compare schedules on this machine, then train with the best one
 	$(PYTHON) -m torch.distributed.run --nproc-per-node $(RANKS) examples/train_gpt.py --steps 12 --log-every 4 --out demo
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import importlib.util
 import json
 import statistics
 import time
@@ -81,7 +82,9 @@ def best(arguments: argparse.Namespace, text: Text) -> tuple[Schedule, Costs]:
         contestants.append(Figures(name, trainers[name].step, planned=planned))
     if not trainers:
         raise SystemExit(f"no schedule fits {stages} ranks: make --layers a multiple of {stages}")
-    if "1F1B" in trainers:
+    if importlib.util.find_spec("numpy") is None:
+        say("torch's engine is not compared: without numpy it cannot tell ranks what they send")
+    elif "1F1B" in trainers:
         contestants.insert(1, Figures("1F1B, torch's engine", TorchTrainer(arguments, text).step))
     say(f"comparing {len(contestants)} configurations, {ROUNDS} rounds of {STEPS} steps each, in turn")
     check_losses(arguments, contestants)
