@@ -33,7 +33,7 @@ class Part:
 
     def __init__(self, optimizer: torch.optim.Optimizer, norm: int) -> None:
         self.optimizer, self.norm = optimizer, norm
-        self._hooked = optimizer
+        self._hooked: Any = optimizer
         while not hasattr(self._hooked, "_optimizer_step_post_hooks"):  # a wrapper, as accelerate's, without its own
             self._hooked = self._hooked.optimizer
         self.undo: Any = None
