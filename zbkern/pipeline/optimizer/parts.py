@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Part:
 
     def __init__(self, optimizer: torch.optim.Optimizer, norm: int) -> None:
         self.optimizer, self.norm = optimizer, norm
-        self._hooked: Any = optimizer
+        self._hooked = cast(Any, optimizer)
         while not hasattr(self._hooked, "_optimizer_step_post_hooks"):  # a wrapper, as accelerate's, without its own
             self._hooked = self._hooked.optimizer
         self.undo: Any = None
