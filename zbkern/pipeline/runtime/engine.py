@@ -397,7 +397,7 @@ class Pipeline:
             raise
         if wrong is not None:
             self.abandon()
-            self._transport.fail(f"rank {self.rank}: {wrong}")
+            self._transport.fail(f"rank {self.rank}: {described(wrong)}")
             raise wrong
         if call == "step":
             self.recorder.clear()
