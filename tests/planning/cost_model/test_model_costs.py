@@ -487,7 +487,8 @@ def test_parameters_are_those_of_the_librarys_models(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3", "gemma-2-9b", "gpt-oss-120b"])
 def test_halves_are_together_what_a_block_is(name: str) -> None:
-    model, job = load_architecture(CONFIGURATIONS / f"{name}.json"), Job(8192, tensor_parallel=2)
+    model = load_architecture(CONFIGURATIONS / f"{name}.json")
+    job = Job(8192, tensor_parallel=2, expert_parallel=1 if model.experts is None else 32)
     whole, parts = (model_costs(model, H100, job, halves).layers for halves in (False, True))
     assert len(parts) == len(whole) + len(model.blocks)
     for number in (1, len(model.blocks)):

@@ -370,12 +370,18 @@ class _Layer:
         """Two messages that take so long together at the peak bandwidth, forward and again backward."""
         self.messages += time / self.hardware.network_share + 2 * self.hardware.latency
 
-    def wait_for_messages(self) -> None:
-        """What F and B take longer for their messages: what computing cannot hide, because it waits or is too short."""
-        gpu = self.hardware
-        least = gpu.exposed_share * self.messages
-        self.forward += max(least, self.messages - gpu.hiding_share * self.forward)
-        self.backward += max(least, self.messages - gpu.hiding_share * self.backward)
+    def wait_for_messages(self, other: _Layer | None = None) -> None:
+        """What F and B take longer for their messages: what computing cannot hide, because it waits or is too short.
+
+        other: the other half of a block, each of which hides messages of both.
+        """
+        gpu, layers = self.hardware, [self, *([] if other is None else [other])]
+        messages = sum(layer.messages for layer in layers)
+        for name in ("forward", "backward"):
+            hidden = gpu.hiding_share * sum(getattr(layer, name) for layer in layers)
+            exposed = max(gpu.exposed_share * messages, messages - hidden)
+            for layer in layers if messages else ():
+                setattr(layer, name, getattr(layer, name) + exposed * layer.messages / messages)
 
 
 def rising_share(window: float) -> float:
@@ -416,8 +422,12 @@ def _blocks(block: Block, architecture: Architecture, hardware: Hardware, job: J
     """One, or two, whose names are how those of halves end."""
     if not halves or len(block.halves) == 1:
         return [_block("", block, architecture, hardware, job)]
-    parts = zip(HALVES, block.halves, strict=True)
-    return [_block(name, replace(block, parts=half), architecture, hardware, job, share=0.5) for name, half in parts]
+    first, second = (
+        _block(name, replace(block, parts=half), architecture, hardware, job, share=0.5)
+        for name, half in zip(HALVES, block.halves, strict=True)
+    )
+    first.wait_for_messages(second)
+    return [first, second]
 
 
 def _block(
@@ -429,7 +439,8 @@ def _block(
     joined: bool = False,
     share: float = 1.0,
 ) -> _Layer:
-    """joined: with the product in front that joins a predictor's two inputs. share: of norms, sums and launches."""
+    """joined: with the product in front that joins a predictor's two inputs. share: of norms, sums and launches, in
+    half a block, which does not wait for its messages here."""
     features, norms = architecture.features, share * block.norms
     layer = _Layer(name, features, hardware, job)
     launches = share * hardware.layer_time + (hardware.expert_time if block.experts else 0.0)
@@ -442,7 +453,8 @@ def _block(
         layer.keep(rows, 2 * features, 3 * features)
     for part in block.parts:
         layer.part(part)
-    layer.wait_for_messages()
+    if share == 1.0:
+        layer.wait_for_messages()
     return layer
 
 
