@@ -46,7 +46,8 @@ def with_actions(schedule: Schedule, choose: Callable[[Action], str | None]) -> 
                 if how == "copied":
                     found.append(Action("O", *key))
         rows.append(found)
-    return Schedule.build(rows, schedule.placement, schedule.microbatches, own_slices=schedule.own_slices)
+    cut = {"slices": schedule.slices, "own_slices": schedule.own_slices}
+    return Schedule.build(rows, schedule.placement, schedule.microbatches, **cut)
 
 
 def saved_in_turn(*how: str | None) -> Callable[[Action], str | None]:

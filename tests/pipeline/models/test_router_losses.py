@@ -99,6 +99,7 @@ def test_recomputed_forwards_count_once() -> None:
 
 def test_sequences_in_slices_are_balanced_as_whole_ones() -> None:
     check("qwen3_moe", schedules.zb_v(2, 2, slices=(3, 2)), converts=True)
+    check("qwen3_moe", with_actions(schedules.zb_h1(2, 2, slices=2), saved_in_turn("recomputed")), converts=True)
 
 
 def checkpointed(reentrant: bool) -> Callable[[Any], None]:

@@ -114,6 +114,7 @@ def test_each_microbatch_counts_once_where_its_forward_runs_twice() -> None:
     schedule = with_actions(schedules.zb_v(2, 4), saved_in_turn("recomputed", None, "copied"))
     check(schedule)
     check(schedule, options=StepOptions(recompute=("linear", "gate")))
+    check(with_actions(schedules.zb_v(2, 2, slices=(3, 1)), saved_in_turn("recomputed")))
 
 
 def test_sequences_with_slices_of_their_own_count_by_their_tokens() -> None:
