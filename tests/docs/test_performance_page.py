@@ -113,7 +113,8 @@ def test_the_plans_for_known_models() -> None:
     rows = table(PAGE, "model")
     figures = results("models")["rows"]
     assert len(rows) == len(figures)
-    for (name, sizes, limit, held, base, best, planned, bubble, *gains), found in zip(rows, figures, strict=True):
+    for (name, sizes, limit, held, base, best, *plans), found in zip(rows, figures, strict=True):
+        planned, bubble, *gains, halves, finer = plans
         assert (name, sizes) == (found["model"], f"{found['stages']}, {found['microbatches']}")
         assert (limit, held) == (f"{found['limit'] / 1e9:.0f} GB", f"{found['held']:.2f}")
         assert base == f"{found['one_f_one_b']:.0f}"
@@ -121,3 +122,5 @@ def test_the_plans_for_known_models() -> None:
         assert planned == f"{found['plan_name']} x{found['plan_chunks']}, {found['plan']:.0f}"
         assert bubble == f"{found['bubble']:.1%}"
         assert gains == [f"{found[which] / found['plan'] - 1:.1%}" for which in ("one_f_one_b", "best_cost")]
+        assert halves == f"{found['halves_name']} x{found['halves_chunks']}, {found['halves']:.0f}"
+        assert finer == f"{found['halves_bubble']:.1%}"
