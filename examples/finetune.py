@@ -10,7 +10,7 @@ from zbkern.pipeline import Optimizer, Pipeline, cut, export, schedules, token_l
 
 model, text, out = sys.argv[1:]
 torch.distributed.init_process_group("gloo")  # "nccl" on GPUs
-schedule = schedules.zb_v(ranks=torch.distributed.get_world_size(), microbatches=4)
+schedule = schedules.zb_v(stages=torch.distributed.get_world_size(), microbatches=4)
 chunks = [zbkern.convert(chunk) for chunk in cut(AutoConfig.from_pretrained(model), schedule, weights=model)]
 pipe = Pipeline(chunks, schedule, token_loss)
 parameters = torch.nn.ModuleList(chunks).parameters()  # a tied weight once

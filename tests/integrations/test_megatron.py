@@ -257,7 +257,7 @@ def step_eagerly(folder: str) -> int:
         from zbkern.integrations.megatron import ForwardBackward, convert
 
         plain, model = build(), convert(build())
-        schedule, options = schedules.zb_h1(ranks=2, microbatches=MICROBATCHES), StepOptions(record=True)
+        schedule, options = schedules.zb_h1(stages=2, microbatches=MICROBATCHES), StepOptions(record=True)
         eagerly = ForwardBackward(schedule, fill="eager", options=options)
         for chunk in plain + model:
             chunk.zero_grad_buffer()
@@ -316,7 +316,7 @@ def refusals(folder: str) -> None:
         from zbkern.integrations.megatron import ForwardBackward
 
         with pytest.raises(ValueError, match=r"chunk i on rank i % 2.*\(0, 1, 1, 0\) of zb_v"):
-            ForwardBackward(schedules.zb_v(ranks=2, microbatches=4))
+            ForwardBackward(schedules.zb_v(stages=2, microbatches=4))
 
 
 def test_a_placement_that_is_not_megatrons_is_refused(fresh_ranks: Any, package: str) -> None:

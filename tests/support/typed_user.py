@@ -91,7 +91,7 @@ def deferred() -> None:
 
 def schedule() -> Schedule:
     costs = Costs(forward=1, backward=1, weight=1, communication=0.1, activation=1, held=0.5)
-    timeline = simulate(schedules.zb_h1(ranks=4, microbatches=8), costs)
+    timeline = simulate(schedules.zb_h1(stages=4, microbatches=8), costs)
     assert_type(timeline, Timeline)
     assert_type(timeline.cost, float)
     assert_type(timeline.bubble_rate, float)

@@ -1,6 +1,6 @@
-"""Every published schedule as a function of ranks and microbatches: which action each rank runs, in which order.
+"""Every published schedule as a function of stages and microbatches: which action each rank runs, in which order.
 
-p is the number of ranks and m that of microbatches; ranks, chunks and microbatches count from 0. A schedule
+p is the number of stages (ranks) and m that of microbatches; ranks, chunks and microbatches count from 0. A schedule
 says nothing about time: `simulate` does, given costs. The figures in the docstrings are for F = B = W and no
 communication, and memory counts whole-rank activations.
 
@@ -36,148 +36,150 @@ NAMES = (
     "one_f_one_b_v",
     "dualpipe_v",
 )
-"""Every generator of this module that takes (ranks, microbatches)."""
+"""Every generator of this module that takes (stages, microbatches)."""
 
 MOST_PASSES = 10_000_000
 """F, B and W of a step, all ranks together: ten times those of 1024 ranks and 300 microbatches, some gigabytes."""
 
 
-def gpipe(ranks: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
+def gpipe(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """All forwards, then all backwards (arXiv 1811.06965). Memory m; bubble (p-1)(F+B+W)."""
 
     def rows(m: int) -> _Rows:
-        return [[Action(kind, rank, i) for kind in ("F", "BW") for i in range(m)] for rank in range(ranks)]
+        return [[Action(kind, rank, i) for kind in ("F", "BW") for i in range(m)] for rank in range(stages)]
 
-    return _made("gpipe", ranks, microbatches, slices, rows)
+    return _made("gpipe", stages, microbatches, slices, rows)
 
 
-def one_f_one_b(ranks: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
+def one_f_one_b(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """1F1B: a backward as soon as one can run (arXiv 2006.09503). Memory p; bubble (p-1)(F+B+W)."""
-    return _made("one_f_one_b", ranks, microbatches, slices, lambda m: _loop(ranks, m, per_hop=1))
+    return _made("one_f_one_b", stages, microbatches, slices, lambda m: _loop(stages, m, per_hop=1))
 
 
-def zb_h1(ranks: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
+def zb_h1(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """ZB-H1 (arXiv 2401.10241, section 2): 1F1B, W `rank` microbatches after B. Memory p; bubble (p-1)(F+B-W)."""
-    return _made("zb_h1", ranks, microbatches, slices, lambda m: _loop(ranks, m, per_hop=1, late=1))
+    return _made("zb_h1", stages, microbatches, slices, lambda m: _loop(stages, m, per_hop=1, late=1))
 
 
-def zb_h2(ranks: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
+def zb_h2(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """ZB-H2 (arXiv 2401.10241, section 2): twice the warm-up, W 2 * `rank` after B. Memory 2p-1; bubble (p-1)(F+B-2W).
 
     With fewer than 2p-1 microbatches all forwards are warm-up, and there are more bubbles than the formula says.
     """
-    return _made("zb_h2", ranks, microbatches, slices, lambda m: _loop(ranks, m, per_hop=2, late=2))
+    return _made("zb_h2", stages, microbatches, slices, lambda m: _loop(stages, m, per_hop=2, late=2))
 
 
-def interleaved(ranks: int, microbatches: int, chunks: int = 2, *, slices: Slices = 1) -> Schedule:
+def interleaved(stages: int, microbatches: int, chunks: int = 2, *, slices: Slices = 1) -> Schedule:
     """Interleaved 1F1B (arXiv 2104.04473): rank r holds chunks r, r+p, r+2p, ... Bubble (p-1)(F+B+W)/chunks.
 
     Microbatches go through in groups of p, all of a group through one chunk before the next chunk; when m is not a
     multiple of p, in m // p groups of nearly equal size. Memory (1 + (p-1)/(p chunks)) p for groups of p.
     """
     return _made(
-        "interleaved", ranks, microbatches, slices, lambda m: _loop(ranks, m, per_hop=2, chunks=chunks), chunks
+        "interleaved", stages, microbatches, slices, lambda m: _loop(stages, m, per_hop=2, chunks=chunks), chunks
     )
 
 
-def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2, *, slices: Slices = 1) -> Schedule:
+def interleaved_zero_bubble(stages: int, microbatches: int, chunks: int = 2, *, slices: Slices = 1) -> Schedule:
     """ZB-H1 with several chunks per rank, as torch's ScheduleInterleavedZeroBubble: W runs `rank` backwards late.
 
     Memory p; bubble (p-1)(F+B-W)/chunks when m is a multiple of p.
     """
 
     def rows(m: int) -> _Rows:
-        return _loop(ranks, m, per_hop=1, late=1, chunks=chunks)
+        return _loop(stages, m, per_hop=1, late=1, chunks=chunks)
 
-    return _made("interleaved_zero_bubble", ranks, microbatches, slices, rows, chunks)
+    return _made("interleaved_zero_bubble", stages, microbatches, slices, rows, chunks)
 
 
-def zb_v(ranks: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
+def zb_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """ZB-V (arXiv 2401.10241, section 6): two chunks per rank in a V. Memory p on every rank; no bubble.
 
     With fewer than 2p-1 microbatches it is the schedule for 2p-1 without the missing microbatches.
     """
-    return _made("zb_v", ranks, microbatches, slices, lambda m: _v(ranks, m, 2 * ranks - 1, _fill_zb_v), v=True)
+    return _made("zb_v", stages, microbatches, slices, lambda m: _v(stages, m, 2 * stages - 1, _fill_zb_v), v=True)
 
 
-def dualpipe_v(ranks: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
+def dualpipe_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """DualPipe-V (DeepSeek-V3, arXiv 2412.19437, cut in half): a forward beside a fused backward in the steady state.
 
     Each such pair stands as F then BW; an engine may overlap them. Memory p + 1/2; bubble (p-1)/2 if they are not
     overlapped. With fewer than 2p microbatches it is the schedule for 2p without the missing microbatches.
     """
-    return _made("dualpipe_v", ranks, microbatches, slices, lambda m: _v(ranks, m, 2 * ranks, _fill_dualpipe_v), v=True)
+    return _made(
+        "dualpipe_v", stages, microbatches, slices, lambda m: _v(stages, m, 2 * stages, _fill_dualpipe_v), v=True
+    )
 
 
-def v_half(ranks: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
+def v_half(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """V-Half (arXiv 2405.15362): half of 1F1B's memory, about p/2 + 1, and half of its bubbles, about 1.5p.
 
     Made for F = B = W; with other costs there is some idle time in every microbatch.
     """
 
     def rows(m: int) -> _Rows:
-        shift = 3 if ranks % 2 == 0 else 0
+        shift = 3 if stages % 2 == 0 else 0
         block = [
-            (2 * rank, 3 * ranks - rank - 2, 3 * ranks + shift + 2 * rank - 1, 6 * ranks + shift - rank - 2)
-            for rank in range(ranks)
+            (2 * rank, 3 * stages - rank - 2, 3 * stages + shift + 2 * rank - 1, 6 * stages + shift - rank - 2)
+            for rank in range(stages)
         ]
         return _chunks_in_a_v(building_blocks.split_order(block, m))
 
-    return _made("v_half", ranks, microbatches, slices, rows, v=True)
+    return _made("v_half", stages, microbatches, slices, rows, v=True)
 
 
-def v_min(ranks: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
+def v_min(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """V-Min (arXiv 2405.15362): a third of 1F1B's memory, about p/3 + 1, and two thirds of its bubbles, about 2p.
 
     Made for F = B = W; with other costs there is some idle time in every microbatch.
     """
 
     def rows(m: int) -> _Rows:
-        shift = 2 if ranks % 3 == 0 else 0
+        shift = 2 if stages % 3 == 0 else 0
         block = [
-            (rank, 2 * ranks - rank - 1, 2 * ranks + shift + rank, 4 * ranks + shift - rank - 1)
-            for rank in range(ranks)
+            (rank, 2 * stages - rank - 1, 2 * stages + shift + rank, 4 * stages + shift - rank - 1)
+            for rank in range(stages)
         ]
         return _chunks_in_a_v(building_blocks.split_order(block, m))
 
-    return _made("v_min", ranks, microbatches, slices, rows, v=True)
+    return _made("v_min", stages, microbatches, slices, rows, v=True)
 
 
-def one_f_one_b_v(ranks: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
+def one_f_one_b_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """1F1B-V (arXiv 2405.15362): fused backward, two chunks per rank in a V. Memory about 2p/3, bubble about 2.5p."""
 
     def rows(m: int) -> _Rows:
-        block = [[rank, 2 * ranks - rank - 1, 0, 0] for rank in range(ranks)]
-        slot = 2 * ranks + (3 if ranks % 3 == 0 else 0)
-        steps = [(rank, 2) for rank in range(ranks)] + [(rank, 3) for rank in reversed(range(ranks))]
-        for count, (rank, each) in enumerate(steps, start=-(ranks + 2) % 3 + 1):
+        block = [[rank, 2 * stages - rank - 1, 0, 0] for rank in range(stages)]
+        slot = 2 * stages + (3 if stages % 3 == 0 else 0)
+        steps = [(rank, 2) for rank in range(stages)] + [(rank, 3) for rank in reversed(range(stages))]
+        for count, (rank, each) in enumerate(steps, start=-(stages + 2) % 3 + 1):
             block[rank][each] = slot
             slot += 5 if count % 3 == 0 else 2
         return _chunks_in_a_v(building_blocks.fused_order(block, m))
 
-    return _made("one_f_one_b_v", ranks, microbatches, slices, rows, v=True)
+    return _made("one_f_one_b_v", stages, microbatches, slices, rows, v=True)
 
 
-def _loop(ranks: int, microbatches: int, per_hop: int, late: int | None = None, chunks: int = 1) -> _Rows:
+def _loop(stages: int, microbatches: int, per_hop: int, late: int | None = None, chunks: int = 1) -> _Rows:
     """Rank r holds chunks r, r + p, ...: `per_hop` forwards more ahead of the backwards on each rank before the last.
 
     late: W runs `late` times the rank backwards after its B; None for fused backwards.
     """
-    groups = _groups(ranks, microbatches)
+    groups = _groups(stages, microbatches)
     largest = max(map(len, groups))
     rows = []
-    for rank in range(ranks):
-        local = list(range(rank, ranks * chunks, ranks))
+    for rank in range(stages):
+        local = list(range(rank, stages * chunks, stages))
         forwards = [(chunk, microbatch) for group in groups for chunk in local for microbatch in group]
         backwards = [(chunk, microbatch) for group in groups for chunk in reversed(local) for microbatch in group]
-        ahead = (chunks - 1) * largest + per_hop * (ranks - 1 - rank) + 1
+        ahead = (chunks - 1) * largest + per_hop * (stages - 1 - rank) + 1
         rows.append(_pairs(forwards, backwards, ahead, None if late is None else late * rank))
     return rows
 
 
-def _groups(ranks: int, microbatches: int) -> list[range]:
+def _groups(stages: int, microbatches: int) -> list[range]:
     """Consecutive microbatches in m // p groups (one at least) whose sizes differ by one at most, larger ones first."""
-    count = max(1, microbatches // ranks)
+    count = max(1, microbatches // stages)
     size, larger = divmod(microbatches, count)
     starts = [index * size + min(index, larger) for index in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
@@ -232,25 +234,25 @@ class _RowBuilder:
         return self._done[step]
 
 
-def _fill_zb_v(row: _RowBuilder, rank: int, ranks: int, microbatches: int) -> None:
-    row.repeat(2 * (ranks - rank) - 1, "F0")
+def _fill_zb_v(row: _RowBuilder, rank: int, stages: int, microbatches: int) -> None:
+    row.repeat(2 * (stages - rank) - 1, "F0")
     row.repeat(rank, "F1", "F0")
-    row.repeat(ranks - rank, "F1", "B1", "W1")
+    row.repeat(stages - rank, "F1", "B1", "W1")
     while row.count("F0") < microbatches or row.count("F1") < microbatches:
         row.repeat(row.count("F0") < microbatches, "F0")
         row.add("B0", "W0", "F1", "B1", "W1")
     row.repeat(rank, "B0", "B1")
-    row.repeat(ranks - rank, "B0", "W0")
+    row.repeat(stages - rank, "B0", "W0")
     row.repeat(microbatches - row.count("W1"), "W1")
     row.repeat(microbatches - row.count("W0"), "W0")
 
 
-def _fill_dualpipe_v(row: _RowBuilder, rank: int, ranks: int, microbatches: int) -> None:
-    later = ranks - rank - 1
+def _fill_dualpipe_v(row: _RowBuilder, rank: int, stages: int, microbatches: int) -> None:
+    later = stages - rank - 1
     row.repeat(2 * later, "F0")
     row.repeat(rank + 1, "F0", "F1")
     row.repeat(later, "B1", "W", "F1")
-    row.repeat(microbatches - 2 * ranks + rank + 1, "F0", "BW1", "F1", "BW0")
+    row.repeat(microbatches - 2 * stages + rank + 1, "F0", "BW1", "F1", "BW0")
     row.repeat(later, "BW1", "F1", "BW0")
     for step in range(2 * (rank + 1)):  # the W of the second half fill the gaps that follow
         row.add(("B" if step > rank else "BW") + str(1 - step % 2))
@@ -258,12 +260,12 @@ def _fill_dualpipe_v(row: _RowBuilder, rank: int, ranks: int, microbatches: int)
     row.repeat(rank + 1, "W")
 
 
-def _v(ranks: int, microbatches: int, least: int, fill: Callable[[_RowBuilder, int, int, int], None]) -> _Rows:
+def _v(stages: int, microbatches: int, least: int, fill: Callable[[_RowBuilder, int, int, int], None]) -> _Rows:
     """Rank r holds chunks r and 2p-1-r; `fill` writes its row for `least` microbatches, of which the first m stay."""
     rows = []
-    for rank in range(ranks):
-        row = _RowBuilder((rank, 2 * ranks - 1 - rank))
-        fill(row, rank, ranks, max(microbatches, least))
+    for rank in range(stages):
+        row = _RowBuilder((rank, 2 * stages - 1 - rank))
+        fill(row, rank, stages, max(microbatches, least))
         rows.append([action for action in row.actions if action.microbatch < microbatches])
     return rows
 
@@ -279,7 +281,7 @@ def _chunks_in_a_v(orders: Sequence[Sequence[tuple[str, int, int]]]) -> _Rows:
 
 def _made(
     name: str,
-    ranks: int,
+    stages: int,
     microbatches: int,
     slices: Slices,
     rows: Callable[[int], _Rows],
@@ -291,26 +293,22 @@ def _made(
     Not validated here, which takes longer than making it: whoever runs or simulates a schedule validates it.
     """
     lengths = slice_lengths(name, slices)
-    check_counts(name, ranks, microbatches, chunks, len(lengths))
+    check_counts(name, stages, microbatches, chunks, len(lengths))
     count, more = microbatches * len(lengths), len(lengths) - 1
     made = rows(count + more)
     if more:
         made = [late_backwards(row, count, len(lengths)) for row in made]
-    placement = [*range(ranks), *reversed(range(ranks))] if v else [*range(ranks)] * chunks
+    placement = [*range(stages), *reversed(range(stages))] if v else [*range(stages)] * chunks
     return Schedule(tuple(map(tuple, made)), tuple(placement), microbatches, name, lengths if more else (1,))
 
 
-def check_counts(
-    name: str, ranks: int, microbatches: int, chunks: int = 1, slices: int = 1, word: str = "ranks"
-) -> None:
-    """Raises TypeError or ScheduleError, in the name of the function `name`, for sizes that no schedule can have.
-
-    word: what that function calls its ranks."""
-    for what, count in ((word, ranks), ("microbatches", microbatches), ("chunks", chunks)):
+def check_counts(name: str, stages: int, microbatches: int, chunks: int = 1, slices: int = 1) -> None:
+    """Raises TypeError or ScheduleError, in the name of the function `name`, for sizes that no schedule can have."""
+    for what, count in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         check_count(f"{name}: {what}", count, error=ScheduleError)
-    passes = 3 * ranks * microbatches * chunks * slices
+    passes = 3 * stages * microbatches * chunks * slices
     if passes > MOST_PASSES:
         raise ScheduleError(
-            f"{name}: 3 x {word} x microbatches x chunks x slices must be at most {MOST_PASSES} passes; {ranks} x "
-            f"{microbatches} x {chunks} x {slices} make {passes}: lower {word}, microbatches, chunks or slices"
+            f"{name}: 3 x stages x microbatches x chunks x slices must be at most {MOST_PASSES} passes; {stages} x "
+            f"{microbatches} x {chunks} x {slices} make {passes}: lower stages, microbatches, chunks or slices"
         )

@@ -148,7 +148,7 @@ def test_a_share_that_is_none() -> None:
 @pytest.mark.slow
 def test_a_chunk_compiles_its_layers_one_by_one() -> None:
     tokens, mask, labels = batch()
-    model, schedule = make("llama"), schedules.zb_v(ranks=1, microbatches=2)
+    model, schedule = make("llama"), schedules.zb_v(stages=1, microbatches=2)
     given = {"input_ids": tokens, "attention_mask": mask}, token_targets(labels, 2)
     found = []
     for compiled in (False, True):
@@ -168,6 +168,6 @@ def test_a_chunk_compiles_its_layers_one_by_one() -> None:
 
 
 def test_a_chunk_that_is_compiled_as_a_whole_says_how_to_compile_it() -> None:
-    chunk, tokens = cut(make("llama"), schedules.zb_v(ranks=1, microbatches=2), rank=0)[0], batch()[0]
+    chunk, tokens = cut(make("llama"), schedules.zb_v(stages=1, microbatches=2), rank=0)[0], batch()[0]
     with pytest.raises(TypeError, match=r"^cut: a chunk compiles its layers one by one.* call compile\(\)"):
         torch.compile(chunk, backend="eager")(tokens)

@@ -66,7 +66,7 @@ def test_inverse_without_the_momentum_of_earlier_steps() -> None:
 def test_parameters_that_the_torch_optimizer_has_not(caplog: pytest.LogCaptureFixture, master_weights: bool) -> None:
     chunks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]).bfloat16()
     chunks[1].bias.requires_grad_(False)
-    schedule = schedules.interleaved(ranks=1, microbatches=1, chunks=2)
+    schedule = schedules.interleaved(stages=1, microbatches=1, chunks=2)
     for given in (chunks, chunks[0]):
         with one_rank(chunks, schedule) as pipe:
             Optimizer(torch.optim.AdamW(given.parameters()), pipe, master_weights=master_weights)

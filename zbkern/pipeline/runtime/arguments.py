@@ -46,7 +46,7 @@ def check_place(
     if size != schedule.ranks:
         raise ScheduleError(
             f"Pipeline: the schedule has {schedule.ranks} ranks and the group {size}; "
-            f"build the schedule with ranks={size}"
+            f"build the schedule with stages={size}"
         )
     chunks = schedule.chunks_of(rank)
     if len(modules) != len(chunks):

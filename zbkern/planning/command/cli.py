@@ -162,9 +162,7 @@ def _check(arguments: Namespace) -> None:
     try:
         given = arguments.slices
         slices = 1 if given in (None, "auto") else given if isinstance(given, int) else len(given)
-        schedules.check_counts(
-            "plan", arguments.stages, arguments.microbatches, arguments.chunks or 1, slices, "stages"
-        )
+        schedules.check_counts("plan", arguments.stages, arguments.microbatches, arguments.chunks or 1, slices)
     except ScheduleError as error:
         raise WrongArgument("--stages", str(error)) from error
 

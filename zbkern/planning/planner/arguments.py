@@ -100,7 +100,7 @@ class Request:
                 f"plan: slices must be at most as many as the {costs.tokens} tokens of a sequence; got {count}"
             )
         chunks = 1 if self.chunks is None else self.chunks
-        schedules.check_counts("plan", self.stages, self.microbatches, chunks, count, "stages")
+        schedules.check_counts("plan", self.stages, self.microbatches, chunks, count)
         check_count("plan: effort", self.effort, 0)
         if self.options.partition is not None and not isinstance(costs, ModelCosts):
             raise TypeError("plan: partition divides layers: give ModelCosts with it, or Costs without")

@@ -125,7 +125,7 @@ class ModelSearch:
         several = [each for each in SETTINGS.chunks_per_rank if each <= most]
         for count in several if chunks is None else [chunks]:
             for name in _PLACEMENTS[min(count, 3)] if placement is None else [placement]:
-                schedules.check_counts("plan", stages, self._request.microbatches, count, slices, "stages")
+                schedules.check_counts("plan", stages, self._request.microbatches, count, slices)
                 yield placement_of(name, stages, count)
 
     def _chunks_given(self) -> int | None:
