@@ -7,8 +7,7 @@ way out of the module, and is there again in whatever runs again: a checkpointed
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,8 @@ def add_loss(activation: Tensor, value: Tensor, name: str = "auxiliary") -> Tens
         raise ValueError(f"add_loss: value must be one number, such as .mean() gives; got shape {list(value.shape)}")
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    return _AddLossFunction.apply(activation, value, None if _running.note is None else _running.note(name, value))
+    losses = _running.losses
+    return _AddLossFunction.apply(activation, value, None if losses is None else losses.note(name, value))
 
 
 def _kind(value: Any) -> str:
@@ -61,33 +61,39 @@ class Share(NamedTuple):
 
 
 class AuxiliaryLosses:
-    """The losses that modules of a chunk add in a step."""
+    """The losses that modules of a chunk add in a step. A context of every pass: `with losses.during(key):`."""
 
     def __init__(self) -> None:
         self._shares: dict[Hashable, Share] = {}
         self._values: list[tuple[str, Tensor, Share]] = []
+        self._key: Hashable = None
+        self._is_forward = False
+        self._outer: AuxiliaryLosses | None = None
 
     def clear(self) -> None:
         self._shares.clear()
         self._values.clear()
 
-    @contextmanager
-    def during(self, key: Hashable, share: Share | None = None) -> Iterator[None]:
+    def during(self, key: Hashable, share: Share | None = None) -> AuxiliaryLosses:
         """Inside, on this thread, losses are added: those of a forward, which has this share, under a key; or, without
         a share, those of what runs again in the backward of the forward that had the key."""
-
-        def note(name: str, value: Tensor) -> Share:
-            if share is not None:
-                self._values.append((name, value.detach().clone(), share))
-            return self._shares[key]
-
+        self._key, self._is_forward = key, share is not None
         if share is not None:
             self._shares[key] = share
-        outer, _running.note = _running.note, note
-        try:
-            yield
-        finally:
-            _running.note = outer
+        return self
+
+    def __enter__(self) -> None:
+        self._outer, _running.losses = _running.losses, self
+
+    def __exit__(self, *_: object) -> None:
+        _running.losses = self._outer
+
+    def note(self, name: str, value: Tensor) -> Share:
+        """Keeps a value for `totals`, once. Returns what it counts for."""
+        share = self._shares[self._key]
+        if self._is_forward:
+            self._values.append((name, value.detach().clone(), share))
+        return share
 
     def totals(self) -> dict[str, float]:
         """By name; waits for the device."""
@@ -98,7 +104,7 @@ class AuxiliaryLosses:
 
 
 class _Running(threading.local):
-    note: Any = None
+    losses: AuxiliaryLosses | None = None
 
 
 _running = _Running()

@@ -176,7 +176,7 @@ def test_outside_of_a_pipeline_it_counts_once() -> None:
     one_process([plain], [x], [y])
     for parameter, reference in zip(block.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-12, atol=1e-14)
-    assert _running.note is None
+    assert _running.losses is None
 
 
 def test_what_is_no_loss_is_refused() -> None:
