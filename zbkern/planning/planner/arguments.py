@@ -21,7 +21,7 @@ OBJECTIVES = ("cost", "makespan")
 Slices = int | Sequence[int] | str  # lengths, a number, or "auto"
 
 _WHOLE: tuple[int, ...] = (1,)
-_NUMBERS = (2, 4, 8, 16, 32)  # of slices to choose from
+_NUMBERS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # of slices to choose from
 _MOST_PASSES = 400_000  # of one chunk per rank: making and measuring published schedules then takes seconds
 _LEAST_UNITS = 2  # of a slice's length, in the mean
 _SEEDS = 2**32  # each search makes seeds of its own of 64 bits from it
@@ -111,29 +111,28 @@ class Request:
         return limits_of("plan", self.memory_limit, self.stages)
 
     def slices_to_try(self) -> list[tuple[int, ...]]:
-        """Lengths of slices: those that are given; of so many both equal lengths and equal times; or of several
-        numbers, whole sequences first.
+        """Lengths of slices: those that are given, or of so many both equal times and equal lengths.
 
         Where the tokens of a sequence are known, lengths are multiples of a unit of them.
         """
         costs, slices, unit = self.costs, self.slices, self.options.slice_tokens
         if slices == 1:
             return [_WHOLE]
-        if not isinstance(slices, (int, str)):
+        if not isinstance(slices, int):
             return [slice_lengths("plan", slices)]
         if isinstance(costs, ModelCosts):
             whole = costs.chunk_costs([0]).per_chunk(1)
         else:
             whole = costs.per_chunk(self.stages * self.chunks_per_rank)
-        if isinstance(slices, int):
-            numbers, found = [slices], []
-        else:
-            room = _MOST_PASSES // (3 * self.stages * self.microbatches)
-            most = room if costs.tokens is None else min(room, costs.tokens // (_LEAST_UNITS * unit))
-            numbers, found = [number for number in _NUMBERS if number <= most], [_WHOLE]
-        for number in numbers:
-            found += [equal_times(whole, number, costs.tokens, unit), equal_lengths(number, costs.tokens, unit)]
+        found = equal_times(whole, slices, costs.tokens, unit), equal_lengths(slices, costs.tokens, unit)
         return list(dict.fromkeys(found))
+
+    def numbers_to_try(self) -> list[int]:
+        """Of slices, where their number is to be chosen, for a search that makes published schedules in seconds."""
+        room = _MOST_PASSES // (3 * self.stages * self.microbatches)
+        tokens = self.costs.tokens
+        most = room if tokens is None else min(room, tokens // (_LEAST_UNITS * self.options.slice_tokens))
+        return [number for number in _NUMBERS if number <= most]
 
     @property
     def chunks_per_rank(self) -> int:

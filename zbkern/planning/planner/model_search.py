@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice, pairwise
+from itertools import islice, pairwise
 
 from zbkern import schedules
 from zbkern.planning.planner.arguments import DoesNotFit, Request, placement_of
@@ -36,42 +36,19 @@ class ModelSearch:
         self._refused: list[DoesNotFit] = []
 
     def candidates(self) -> list[Search]:
-        """The best by their constructive answers, fewest slices and chunks first. Raises ScheduleError for none."""
+        """The best by their constructive answers, fewest chunks first. Raises ScheduleError for none."""
         found: list[Search] = []
-        numbers: set[int] = set()
-        for slices in self._promising():
-            numbers.add(len(slices))  # published schedules are made for whole sequences and one number of slices
-            published = self._published if len(numbers - {1}) < 2 else None
-            found += self._candidates(slices, SETTINGS.partitions_of_slices, bool(found), published)
+        for slices in self._slices:
+            found += self._candidates(slices, SETTINGS.partitions_of_slices, bool(found), self._published)
         if not found:
             given = self._request.options.partition is not None
             least = min(self._refused, key=lambda error: error.least)
             raise least if given else self._nothing_fits(least)
         return found
 
-    def _promising(self) -> list[tuple[int, ...]]:
-        """Whole sequences, and the slices whose constructive answer is the best on the most even partition.
-
-        More and more slices are tried until more are worse, of equal times; of the best number also equal lengths.
-        """
-        whole = [slices for slices in self._slices if len(slices) == 1]
-        by_number = [list(group) for number, group in groupby(self._slices, len) if number > 1]
-        if sum(map(len, by_number)) <= SETTINGS.slices_kept:
-            return self._slices
-        reached: dict[tuple[int, ...], float] = {}
-
-        def tried(slices: tuple[int, ...]) -> float:
-            if found := self._candidates(slices, 1, bool(reached), None):
-                reached[slices] = min(each.reached for each in found)
-            return reached.get(slices, math.inf)
-
-        for others in by_number:
-            known = min(reached.values(), default=math.inf)
-            if tried(others[0]) > known:
-                break
-        for slices in min(by_number, key=lambda others: reached.get(others[0], math.inf))[1:]:
-            tried(slices)
-        return [*whole, *sorted(reached, key=reached.__getitem__)[: SETTINGS.slices_kept]]
+    def reached(self) -> float:
+        """By the constructive answer on the most even partition, with slices of equal times; infinite where none fits."""
+        return min((each.reached for each in self._candidates(self._slices[0], 1, False, None)), default=math.inf)
 
     def _candidates(
         self, slices: tuple[int, ...], most: int, others: bool, published: Published | None

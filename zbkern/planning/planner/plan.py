@@ -15,9 +15,10 @@ from zbkern.planning.planner.incumbents import ROUNDING, Budget
 from zbkern.planning.planner.large import MANY, timeline_of
 from zbkern.planning.planner.model_search import ModelSearch
 from zbkern.planning.planner.offload import MORE_MEMORY, fit, with_fused
+from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import schedule_of
 from zbkern.planning.planner.published import Published, generators_of
-from zbkern.planning.planner.search import Search, best_of
+from zbkern.planning.planner.search import Search, best_of, search_all
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.memory import Limit, limits_of
@@ -128,7 +129,50 @@ def plan(
 
 
 def _searched(request: Request) -> Plan:
-    """The plan of an order that fits as it is."""
+    """The plan of an order that fits as it is: with each of some numbers of slices as if it were given, or one."""
+    if request.slices != "auto":
+        return _searched_slices(request)
+    objective, numbers = request.options.objective, _best_numbers(request)
+    limit = request.options.time_limit
+    options = replace(request.options, time_limit=None if limit is None else limit / (1 + len(numbers)))
+    best: Plan | None = None
+    refused: list[ScheduleError] = []
+    for number in (*numbers, 1):
+        try:
+            found = _searched_slices(replace(request, slices=number, options=options))
+        except ScheduleError as error:
+            refused.append(error)
+            continue
+        if best is None or getattr(found.timeline, objective) <= getattr(best.timeline, objective) * (1 + ROUNDING):
+            best = found
+    if best is None:
+        raise refused[-1]
+    return best
+
+
+def _best_numbers(request: Request) -> list[int]:
+    """Of slices, by their constructive answers: more and more are tried until twice the best number are worse."""
+    reached: dict[int, float] = {}
+    for number in request.numbers_to_try():
+        quick = replace(request, slices=number, effort=0)
+        if number > 2 * min(reached, key=reached.__getitem__, default=number):
+            break
+        budget = Budget(0, request.options.time_limit or math.inf)
+        try:
+            if isinstance(request.costs, ModelCosts):
+                reached[number] = ModelSearch(quick, request.costs, budget).reached()
+            else:
+                searches = _candidates(quick, request.costs, budget)
+                search_all(searches, budget, lambda *_: None)
+                reached[number] = min(each.reached for each in searches)
+        except ScheduleError:
+            continue
+    fitting = [number for number in sorted(reached, key=reached.__getitem__) if reached[number] < math.inf]
+    return fitting[: SETTINGS.numbers_searched]
+
+
+def _searched_slices(request: Request) -> Plan:
+    """With slices as they are given."""
     costs, options = request.costs, request.options
     budget = Budget(0 if options.time_limit == 0 else request.effort, options.time_limit or math.inf)
     if isinstance(costs, ModelCosts):
@@ -166,7 +210,7 @@ def _bound(schedule: Schedule, costs: Costs, limit: Limit, objective: str) -> fl
 
 
 def _candidates(request: Request, costs: Costs, budget: Budget) -> list[Search]:
-    """Of all slices to try that fit. Raises ScheduleError where none do."""
+    """Of the slices to try that fit. Raises ScheduleError where none do."""
     name, owners = placement_of(request.placement, request.stages, request.chunks_per_rank)
     found: list[Search] = []
     refused: list[DoesNotFit] = []

@@ -152,24 +152,9 @@ def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[i
     return rounds
 
 
-def search_slices(searches: Sequence[Search], budget: Budget, progress: Callable[[int, Search], None]) -> int:
-    """`search_all`, of sequences in slices first; whole ones then take no part that cannot be better, by their bounds.
-
-    So the answer is no worse than that of a search of whole sequences alone.
-    """
-    whole = [each for each in searches if len(each.problem.slices) == 1]
-    sliced = [each for each in searches if len(each.problem.slices) > 1]
-    half = Budget(budget.rounds, budget.left / 2) if whole else budget
-    rounds = search_all(sliced, half, progress) if sliced else 0
-    best = min((each.reached for each in sliced), default=math.inf)
-    if any(each.bound < best * (1 - ROUNDING) for each in whole):
-        rounds = search_all(whole, budget, progress)
-    return rounds
-
-
 def best_of(searches: Sequence[Search], budget: Budget, options: PlanOptions) -> tuple[Search, int]:
     """The one with the best orders that are found, of equals the first, and how many rounds were completed."""
-    rounds = search_slices(searches, budget, lambda number, best: options.progress(_describe(best, number)))
+    rounds = search_all(searches, budget, lambda number, best: options.progress(_describe(best, number)))
     options.progress("")
     return choose(searches, options.steady, rounds), rounds
 

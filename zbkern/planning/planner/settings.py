@@ -84,10 +84,10 @@ class SearchSettings:
     """Of layers, where it is not given: as many of these as there are layers."""
     partitions: int = 2
     """Of layers, for each placement; those whose constructive answer is the best."""
-    slices_kept: int = 2
-    """Of all slices that may be chosen: those whose constructive answer is the best on few partitions."""
+    numbers_searched: int = 3
+    """Of all numbers of slices that may be chosen: those whose constructive answer is the best."""
     partitions_of_slices: int = 3
-    """Of layers, for each placement and each of these: the most even ones that fit."""
+    """Of layers, for each placement, with slices: the most even ones that fit."""
     most_parts: int = 12
     """Chunks per rank times slices, with slices, where chunks are not given; two chunks with any number of slices. With
     many slices there is little idle time left for more chunks to fill, with few of them more chunks cost less."""
