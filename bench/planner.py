@@ -106,8 +106,8 @@ def ablated() -> Iterator[Cell]:
     yield "92, 90, 46", v, 16, 48, 2, 1.25, 0.0
     for limit in (0.5, 0.75):
         yield "unit", Costs(activation=0.25, held=0.125), 8, 24, 4, limit, 0.0
-    yield "unit, small", Costs(activation=0.25, held=0.125), 2, 3, 4, 1.0, 0.0
-    yield "unit, small", Costs(activation=0.25, held=0.125), 4, 12, 4, 0.6, 0.0
+    yield "small", Costs(5, 11, 8, 2, 1 / 3, 0.4 / 3), 3, 4, 3, 0.6, 0.0
+    yield "unit", Costs(activation=0.25, held=0.125), 4, 12, 4, 0.6, 0.0
     llama = Costs(1, 1.2, 0.9, 0.05, 0.5, 0.57, split_overhead=0.06, merge_saving=0.05)
     for limit in (0.75, 1.25):
         yield "held more than kept", llama, 8, 16, 2, limit, 0.0
@@ -119,14 +119,13 @@ def _nothing(*_: Any) -> None:
 
 
 MECHANISMS: dict[str, tuple[Any, str, Any]] = {
-    "rules": (portfolio, "best_tried_rules", lambda *_: []),
+    "rules": (search, "best_tried_rules", lambda *_: []),
     "refinement": (portfolio.Population, "_refined", _nothing),
     "patterns": (portfolio, "is_v", lambda _: False),
     "blocks": (portfolio.Population, "_block", _nothing),
     "long annealing": (portfolio, "long_annealing", lambda _: False),
     "several coolings": (portfolio, "SETTINGS", replace(portfolio.SETTINGS, coolings=((0.3, 3),))),
     "hot in small problems": (portfolio, "SETTINGS", replace(portfolio.SETTINGS, small=0)),
-    "warm start": (portfolio, "warm_start", _nothing),
     "cold end": (search.Search, "finish", _nothing),
 }
 

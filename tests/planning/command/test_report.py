@@ -43,6 +43,15 @@ def test_it_says_how_many_backwards_are_one_pass() -> None:
     assert "backward  " not in told(costs, 4, 8)[1]
 
 
+def test_it_says_what_an_error_of_each_cost_changes() -> None:
+    plan, text = told(Costs(4, 5, 3, communication=0), 2, 6)
+    more = simulate(plan.schedule, Costs(4, 5.5, 3, communication=0))
+    changed = f"B {more.cost / plan.timeline.cost - 1:+.1%} ({100 * (more.bubble_rate - plan.bubble_rate):+.1f})"
+    assert "errors    of 10% in one cost change the cost (points of bubble): F +" in text
+    assert changed in text
+    assert "messages +0.0% (+0.0)" in text
+
+
 def test_a_bound_of_zero_is_not_printed_as_one() -> None:
     found = answer(Question(4, 8, Costs(communication=0.1), memory=(4, False), effort=0))
     text = report.describe(replace(found, plan=replace(found.plan, optimal=False, lower_bound=0.0)), 120)

@@ -529,6 +529,23 @@ def test_a_switch_for_parallel_blocks_keeps_them_whole(kind: str, more: dict[str
     assert (len(names) > 5) == ("parallel_attn" in more)
 
 
+def test_layers_of_nemotron_h_by_their_letters() -> None:
+    sizes = {"hidden_size": 64, "vocab_size": 100, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+    sizes |= {"num_key_value_heads": 2, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}
+    sizes |= {"conv_kernel": 4, "chunk_size": 16, "model_type": "nemotron_h", "tie_word_embeddings": False}
+    found = architecture({**sizes, "hybrid_override_pattern": "M-M*-"})
+    assert [[part.parameters() for part in block.parts] for block in found.blocks[1:]] == [
+        [2 * 64 * 96],
+        [part.parameters() for part in found.blocks[0].parts],
+        [64 * 16 * (2 * 4 + 2 * 2)],
+        [2 * 64 * 96],
+    ]
+    assert found.names[2] == "model.norm_f"
+    assert model_costs(found, H100, Job(64)).layers[1].name == "model.layers.0"
+    with pytest.raises(ValueError, match=r"nemotron_h with layers of 'moe' \(or a moe_latent_size\) is not known"):
+        architecture({**sizes, "hybrid_override_pattern": "ME", "moe_latent_size": 8})
+
+
 def test_a_folder_and_capitals_will_do(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     assert load_architecture(tmp_path) == architecture(SMALL)

@@ -21,18 +21,23 @@ from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.units import amount, duration, enough
 
 _WORTH_TRYING = 0.01  # of the objective
+_COSTS = {"F": "forward", "B": "backward", "W": "weight", "messages": "communication"}
+_TENTH = 1.1
+_MOST_ACTIONS = 10_000
 _QUICK = 2  # rounds of the searches that only tell what an option would give
 
 
 @dataclass(frozen=True)
 class Answer:
     """plan: the best that was found. gains: quick plans by the option with which they are faster. published: timelines
-    of the published schedules, where they are compared."""
+    of the published schedules, where they are compared. errors: by how much of itself the objective grows, and by how
+    much the bubble rate, where one of the costs is a tenth more."""
 
     question: Question
     plan: Plan
     gains: Mapping[str, Plan] = field(default_factory=dict)
     published: Sequence[Timeline] = ()
+    errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def answer(question: Question, progress: Callable[[str], None] = lambda line: None) -> Answer:
@@ -42,7 +47,23 @@ def answer(question: Question, progress: Callable[[str], None] = lambda line: No
     gains = _savings(question) if question.schedule is None and waits else {}
     gains |= _of_halves(question) if found.idle.load >= _WORTH_TRYING else {}
     compare = question.compare or question.setting is not None
-    return Answer(question, found, gains, _published(question, found) if compare else ())
+    published = _published(question, found) if compare else ()
+    return Answer(question, found, gains, published, _errors(found, question.objective))
+
+
+def _errors(found: Plan, objective: str) -> dict[str, tuple[float, float]]:
+    """Of the schedule as it is; none where simulating it four times takes a second."""
+    if sum(map(len, found.schedule.actions)) > _MOST_ACTIONS:
+        return {}
+    reached, idle = getattr(found.timeline, objective), found.bubble_rate
+    errors = {}
+    for name, cost in _COSTS.items():
+        given = getattr(found.costs, cost)
+        more: Any = [_TENTH * each for each in given] if isinstance(given, Sequence) else _TENTH * given
+        changed: dict[str, Any] = {cost: more}
+        timeline = simulate(found.schedule, replace(found.costs, **changed))
+        errors[name] = getattr(timeline, objective) / reached - 1 if reached else 0.0, timeline.bubble_rate - idle
+    return errors
 
 
 def _searched(question: Question, progress: Callable[[str], None]) -> Plan:

@@ -83,7 +83,7 @@ def describe(answer: Answer, width: int) -> str:
     if len(schedule.slices) > 1:
         unit = "tokens" if plan.costs.tokens == sum(schedule.slices) else f"of {sum(schedule.slices)}"
         lines.append(figure("slices", f"{' '.join(map(str, schedule.slices))} {unit}, first to last", width))
-    lines += fused_lines(schedule) + idle_lines(answer, width)
+    lines += fused_lines(schedule) + idle_lines(answer, width) + _error_lines(answer, width)
     return "\n\n".join([title, grid(schedule, width), "\n".join(lines)])
 
 
@@ -141,6 +141,15 @@ def idle_lines(answer: Answer, width: int) -> list[str]:
     }
     shown = sorted((-share, cause) for cause, share in causes.items() if share >= SHOWN)
     return [figure("" if line else "idle", f"{-share:.2%} {cause}", width) for line, (share, cause) in enumerate(shown)]
+
+
+def _error_lines(answer: Answer, width: int) -> list[str]:
+    """What an error of a tenth of each cost changes."""
+    if not answer.errors:
+        return []
+    each = [f"{name} {more:+.1%} ({100 * idle:+.1f})" for name, (more, idle) in answer.errors.items()]
+    text = f"of 10% in one cost change the {answer.question.objective} (points of bubble): {', '.join(each)}"
+    return [figure("errors", text, width)]
 
 
 def _about_load(plan: Plan, layers: ModelCosts | None) -> str:

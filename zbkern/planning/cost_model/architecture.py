@@ -110,7 +110,17 @@ _DENSE = (
 _UNGATED = ("gpt2", "falcon")
 _SPARSE = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2"),
-    *("olmoe", "flex_olmo", "glm4_moe", "minimax_m2", "qwen3_vl_moe_text", "qwen3_next", "llama4_text", "jamba"),
+    *(
+        "olmoe",
+        "flex_olmo",
+        "glm4_moe",
+        "minimax_m2",
+        "qwen3_vl_moe_text",
+        "qwen3_next",
+        "llama4_text",
+        "jamba",
+        "nemotron_h",
+    ),
 )
 KINDS = (*_DENSE, *_SPARSE)
 """The model types whose layers are known."""
@@ -120,6 +130,7 @@ _NAMES = {
     "gpt2": ("transformer.wte", "transformer.h", "transformer.ln_f"),
     "falcon": ("transformer.word_embeddings", "transformer.h", "transformer.ln_f"),
     "mamba2": ("backbone.embeddings", "backbone.layers", "backbone.norm_f"),
+    "nemotron_h": ("model.embeddings", "model.layers", "model.norm_f"),
     **dict.fromkeys(("jamba", "bamba"), ("model.embed_tokens", "model.layers", "model.final_layernorm")),
 }
 _MIXED = ("qwen3_next", "qwen3_5_text", "llama4_text", "bamba")  # layers of several kinds, also without a window
@@ -206,6 +217,8 @@ def _of_library(config: Mapping[str, Any]) -> Any:
 
 def _blocks(numbers: _Numbers, kind: str) -> list[Block]:
     """A table of positions counts as the first block's."""
+    if kind == "nemotron_h":
+        return [Block(parts, 1) for parts in _nemotron_h(numbers, numbers["hidden_size"])]
     features, count = numbers["hidden_size"], numbers["num_hidden_layers"]
     mixers = _mixers(numbers, kind, features, count)
     if kind == "mamba2":
@@ -297,6 +310,33 @@ def _mlp(numbers: _Numbers, kind: str, index: int, features: int) -> tuple[Part,
     shared = numbers.get("shared_expert_intermediate_size", numbers.get("n_shared_experts", 0) * hidden)
     shared = hidden if kind == "llama4_text" else shared
     return (routed, kinds.mlp(features, shared, beside=True)) if shared else (routed,)
+
+
+def _nemotron_h(numbers: _Numbers, features: int) -> list[tuple[Part, ...]]:
+    """Every layer is Mamba-2, attention, an MLP or experts, by a letter of the pattern or a name."""
+    pattern = numbers.config.get("hybrid_override_pattern")
+    types = [_LETTERS.get(each, each) for each in pattern or numbers.list("layers_block_type")]
+    names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size")
+    found: dict[str, tuple[Part, ...]] = {}
+    for each in dict.fromkeys(types):
+        if each in ("linear_attention", "mamba"):
+            found[each] = (kinds.state_space(features, *numbers.each(*names)),)
+        elif each in ("full_attention", "attention"):
+            found[each] = (_attention(numbers, "nemotron_h", features, None, False),)
+        elif each == "mlp":
+            found[each] = (kinds.mlp(features, numbers["intermediate_size"], gated=False),)
+        elif each == "moe" and not numbers.config.get("moe_latent_size"):
+            count, chosen, groups = numbers.each("n_routed_experts", "num_experts_per_tok", "n_group")
+            experts = Experts(count, chosen, groups, numbers["topk_group"])
+            routed = kinds.routed_mlp(features, numbers["moe_intermediate_size"], experts, gated=False)
+            shared = numbers["moe_shared_expert_intermediate_size"] * numbers.get("n_shared_experts", 1)
+            found[each] = routed, kinds.mlp(features, shared, gated=False, beside=True)
+        else:
+            raise ValueError(f"architecture: nemotron_h with layers of {each!r} (or a moe_latent_size) is not known")
+    return [found[each] for each in types]
+
+
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
 def _has_experts(numbers: _Numbers, kind: str, index: int) -> bool:

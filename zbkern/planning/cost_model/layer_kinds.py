@@ -174,14 +174,15 @@ def mlp(features: int, hidden: int, gated: bool = True, beside: bool = False) ->
     )
 
 
-def routed_mlp(features: int, hidden: int, experts: Experts) -> Part:
+def routed_mlp(features: int, hidden: int, experts: Experts, gated: bool = True) -> Part:
     """Router and experts, over rows that are sorted by expert, and sorted back with a weight each."""
-    row = 2 * features + 3 * hidden  # input, gate and up, their product, output
-    products = Product(features, experts.count, "tokens"), Product(features, 2 * hidden, grouped=True)
+    inner = (1 + gated) * hidden
+    row = 2 * features + inner + hidden  # input, gate and up, their product, output
+    products = Product(features, experts.count, "tokens"), Product(features, inner, grouped=True)
     return Part(
         (*products, Product(hidden, features, "inputs", grouped=True)),
         kept=features + experts.chosen * row,
-        moved=(experts.chosen * (4 * features + 3 * hidden), experts.chosen * (4 * features + 6 * hidden)),
+        moved=(experts.chosen * (4 * features + inner + hidden), experts.chosen * (4 * features + 3 * inner)),
         unheld=experts.count,
         experts=experts,
     )

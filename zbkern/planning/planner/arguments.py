@@ -119,6 +119,7 @@ class Request:
         if slices == 1:
             return [_WHOLE]
         if not isinstance(slices, int):
+            assert not isinstance(slices, str)  # "auto" becomes numbers
             return [slice_lengths("plan", slices)]
         if isinstance(costs, ModelCosts):
             whole = costs.chunk_costs([0]).per_chunk(1)

@@ -47,7 +47,7 @@ class ModelSearch:
         return found
 
     def reached(self) -> float:
-        """By the constructive answer on the most even partition, with slices of equal times; infinite where none fits."""
+        """By the constructive answer on the most even partition, with slices of equal times; inf where none fits."""
         return min((each.reached for each in self._candidates(self._slices[0], 1, False, None)), default=math.inf)
 
     def _candidates(

@@ -13,12 +13,21 @@ class SearchSettings:
     units of the mean length of a pass.
 
     A cooling is (temperature to start from, spread), where spread is the weight of the ranks' mean span beside the
-    largest. Where memory is plenty a spread of 10 is better than 3 (p=8, m=16, two chunks in a V, 1.5 times 1F1B's
-    memory: 1.9% idle instead of 2.8%), elsewhere mostly worse, so that searches alternate.
+    largest: more is better where memory is plenty, elsewhere mostly worse, so that searches alternate. The long
+    annealing takes most of a round where no good warm-up is known to start from; it starts so hot that the result does
+    not depend on the start.
 
-    The long annealing takes most of a round where no good warm-up is known to start from. It starts so hot that the
-    result does not depend on the start (same problem, 14 s: 1.35, 1.43 and 1.54% idle from three starts, where short
-    ones from several starts reached 1.9 to 3.1% in 60 s).
+    What every mechanism is worth: points of idle time without it, the most in 18 problems, and where
+    (`python -m bench.planner --without all --effort 3`):
+
+        rules            5.4  four chunks per rank, 0.75 times 1F1B's memory (p 8, m 24)
+        patterns         3.1  a V with 1.25 times 1F1B's memory (p 16, m 48)
+        blocks           2.2  a V with half of 1F1B's memory (p 8, m 16)
+        cold end         1.2  the same
+        refinement       1.0  four chunks per rank, 0.75 times 1F1B's memory (p 8, m 24)
+        hot when small   1.1  three chunks per rank, 0.6 times 1F1B's memory (p 3, m 4)
+        long annealing   0.6  four chunks per rank, 0.6 times 1F1B's memory (p 4, m 12)
+        several coolings 0.3  a V whose W holds more than F keeps (p 8, m 16)
     """
 
     first_round: int = 8_000_000
@@ -49,8 +58,7 @@ class SearchSettings:
     long_cooling: tuple[float, int] = (0.6, 10)
     """The cooling of the long annealing."""
     hot_cooling: tuple[float, int] = (2.0, 1)
-    """The same in small problems, which leave local optima only so (p=2, m=3, four chunks, memory of 1F1B: 9.2% idle,
-    the least possible, instead of 11.5%, which no more rounds change)."""
+    """The same in small problems, which leave local optima only so."""
     small: int = 400
     """Small are those with at most so many passes: four ranks, four chunks on each, and eight microbatches, say."""
     plenty: float = 0.75
