@@ -142,6 +142,16 @@ def test_a_model_from_its_configuration_has_costs_of_slices() -> None:
     assert as_slice.weight[0] == pytest.approx(short.weight, rel=0.02)
 
 
+def test_a_slice_waits_for_the_whole_latency_of_its_messages() -> None:
+    first, last = slice_costs(Costs(communication=(1.0, 0.3), latency=0.4).per_chunk(3), (1, 3))
+    assert first.communication == pytest.approx((0.4 + 0.6 / 4, 0.3))
+    assert last.communication == pytest.approx((0.4 + 0.6 * 3 / 4, 0.3))
+    layers = tuple(LayerCosts(f"{index}", 1, 1, 1, output=8.0) for index in range(2))
+    cut = ModelCosts(layers, latency=0.5, bandwidth=4.0).chunk_costs([0, 1])
+    halves = slice_costs(cut.per_chunk(2), (1, 1))
+    assert [each.communication for each in halves] == [(1.5,), (1.5,)]
+
+
 def test_windows_of_a_configuration() -> None:
     setting = Setting(load_architecture(CONFIGURATIONS / "gpt-oss-120b.json"), load_hardware("h100"), Job(131072, 1, 8))
     windowed, whole = setting.costs.layers[1:3]

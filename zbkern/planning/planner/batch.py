@@ -232,6 +232,7 @@ def _scaled(
         for growth in (forward, fused):
             of_batch = growth.fixed[chunk] + growth.linear[chunk] * sum(lengths)
             busy[owner] += of_batch + growth.quadratic[chunk] * sum(length * length for length in lengths)
+    lag = by_length([*(each - fixed for each, fixed in zip(flat.communication, flat.latency, strict=True)), 0.0])
     time_scale = _SCALE / max(sum(busy), 1e-300)
     kept = [max(0.0, every - own) for every, own in zip(flat.activation, flat.carried, strict=True)]
     memory_scale = _SCALE / max((sum(flat.activation) + sum(flat.held)) * max(whole, pairs), 1e-300)
@@ -245,7 +246,7 @@ def _scaled(
         backward=backward.times(time_scale),
         weight=weight.times(time_scale),
         fused=fused.times(time_scale),
-        lag=by_length((*flat.communication, 0.0)).times(time_scale),
+        lag=lag._replace(fixed=(*flat.latency, 0.0)).times(time_scale),
         activation=by_length(kept).times(memory_scale),
         held=by_length(flat.held).times(memory_scale),
         carried=by_length(flat.carried).times(memory_scale),

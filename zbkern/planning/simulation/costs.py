@@ -38,6 +38,7 @@ class ChunkCosts(NamedTuple):
     overhead: tuple[float, ...]
     carried: tuple[float, ...]
     carried_gradients: tuple[float, ...]
+    latency: tuple[float, ...]  # of the communication over each edge
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,8 +47,9 @@ class Costs(JsonFile):
 
     Args:
         forward, backward, weight: time of F, B and W, all in one unit (B is the input gradient alone).
-        communication: latency of the edge between neighbouring chunks on different ranks, a number or one per edge
+        communication: time of a message between neighbouring chunks on different ranks, a number or one per edge
             (edge i joins chunks i and i+1, and is as slow for gradients as for activations).
+        latency: of every message, the time that does not shrink with the length of a slice.
         activation: memory a microbatch holds after F until B.
         held: what it holds between B and W, inputs and output gradients; as much as the activation where it is not
             given (a Llama block holds more: `profile` measures it).
@@ -102,8 +104,10 @@ class Costs(JsonFile):
     carried: PerChunk = 0.0
     carried_gradients: PerChunk | None = None
     tokens: int | None = None
+    latency: float = 0.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "latency", checked_number("Costs", "latency", self.latency))
         if self.held is None:
             object.__setattr__(self, "held", self.activation)
         for name in number_fields():
@@ -136,7 +140,8 @@ class Costs(JsonFile):
         fused = tuple(backward + weight - overhead for backward, weight, overhead in passes)
         # one transfer fills while another is copied
         streamed = tuple(a if self.copy_size is None else min(a, 2 * self.copy_size) for a in flat["activation"])
-        return ChunkCosts(fused=fused, streamed=streamed, **flat)
+        latency = tuple(min(self.latency, each) for each in flat["communication"])
+        return ChunkCosts(fused=fused, streamed=streamed, latency=latency, **flat)
 
 
 PARTS = {
@@ -154,7 +159,7 @@ COPY_FIELDS = ("offload_bandwidth", "reload_bandwidth", "copy_slowdown", "copy_s
 def number_fields() -> tuple[str, ...]:
     """The names of those fields of `Costs` that have a number per chunk or edge."""
     names = (field.name for field in fields(Costs) if not field.name.endswith("_unit"))
-    return tuple(name for name in names if name not in (*COPY_FIELDS, "tokens"))
+    return tuple(name for name in names if name not in (*COPY_FIELDS, "tokens", "latency"))
 
 
 def check_copies_and_units(costs: Any) -> None:

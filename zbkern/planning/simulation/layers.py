@@ -19,7 +19,7 @@ _SUMMED = (
     *("carried", "carried_gradients"),
 )
 _OF_PARTS = ("recompute", "checkpoint")
-_AS_IN_COSTS = (*COPY_FIELDS, "time_unit", "memory_unit", "tokens")
+_AS_IN_COSTS = (*COPY_FIELDS, "time_unit", "memory_unit", "tokens", "latency")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Where a slice lies in its sequence, and what its passes take and hold there; slices of equal lengths or times.
 
 A slice from a to b, shares of its sequence, takes b - a of a cost of the whole sequence; of attention, whose queries
-each read all keys before them, b^2 - a^2; and all of the overhead.
+each read all keys before them, b^2 - a^2; and all of the overhead, and of a message's latency.
 """
 
 from __future__ import annotations
@@ -70,12 +70,13 @@ def _of_slice(costs: ChunkCosts, length: float, context: float) -> ChunkCosts:
     # what B and W apart take longer than a BW: up to the overhead that is one of the two
     apart = [b + w - both for b, w, both in zip(costs.backward, costs.weight, costs.fused, strict=True)]
     both = zip(backward, weight, times(apart, none), strict=True)
+    links = zip(costs.communication, costs.latency, strict=True)
     return costs._replace(
         forward=forward,
         backward=backward,
         weight=weight,
         fused=tuple(max(0.0, b + w - split) for b, w, split in both),
-        communication=scaled(costs.communication),
+        communication=tuple(fixed + (each - fixed) * length for each, fixed in links),
         activation=activation,
         held=scaled(costs.held),
         merge_saving=tuple(map(min, costs.merge_saving, weight)),
