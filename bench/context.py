@@ -62,7 +62,7 @@ def figures(name: str, gpu: str, tokens: int, microbatches_per_stage: int, effor
     """One row of the table; times in ms, memory in bytes."""
     case, hardware = CASES[name], load_hardware(gpu)
     if case.hides_messages:
-        hardware = replace(hardware, exposed_share=0.0)
+        hardware = replace(hardware, exposed_share=0.0, hiding_share=1.0)
     setting = Setting(load_architecture(CONFIGURATIONS / f"{name}.json"), hardware, Job(tokens, **case.parallel))
     costs, stages, microbatches = setting.costs, case.stages, microbatches_per_stage * case.stages
     baseline = _fastest(costs, "one_f_one_b", stages, microbatches, None)

@@ -54,7 +54,7 @@ def figures(name: str, gpu: str, microbatches_per_stage: int, memory: float, eff
     case = CASES[name]
     hardware = load_hardware(gpu)
     if case.hides_messages:
-        hardware = replace(hardware, exposed_share=0.0)
+        hardware = replace(hardware, exposed_share=0.0, hiding_share=1.0)
     setting = Setting(load_architecture(CONFIGURATIONS / f"{name}.json"), hardware, case.job)
     costs, microbatches = setting.costs, microbatches_per_stage * case.stages
     unlimited = {each.schedule.name: each for each in published_timelines(costs, case.stages, microbatches, None)}

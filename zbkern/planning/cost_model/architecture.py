@@ -218,7 +218,7 @@ def _of_library(config: Mapping[str, Any]) -> Any:
 def _blocks(numbers: _Numbers, kind: str) -> list[Block]:
     """A table of positions counts as the first block's."""
     if kind == "nemotron_h":
-        return [Block(parts, 1) for parts in _nemotron_h(numbers, numbers["hidden_size"])]
+        return [Block(parts, 1, parallel=True) for parts in _nemotron_h(numbers, numbers["hidden_size"])]
     features, count = numbers["hidden_size"], numbers["num_hidden_layers"]
     mixers = _mixers(numbers, kind, features, count)
     if kind == "mamba2":
