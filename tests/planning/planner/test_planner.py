@@ -321,7 +321,7 @@ def test_the_smallest_limit_that_an_error_names_is_enough() -> None:
 
 
 def test_other_sizes_and_objectives_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"must be at most 10000000 passes; .*: lower ranks, "):
+    with pytest.raises(ValueError, match=r"must be at most 10000000 passes; .*: lower stages, "):
         schedules.zb_v(8, 10**20)
     with pytest.raises(ValueError, match="objective"):
         PlanOptions(objective="joy")
