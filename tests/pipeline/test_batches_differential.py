@@ -190,7 +190,7 @@ def check(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("least", "seconds", "largest"), [(10, 0, 40), pytest.param(10, 120, LONGEST, marks=pytest.mark.slow)]
+    ("least", "seconds", "largest"), [(5, 0, 40), pytest.param(10, 120, LONGEST, marks=pytest.mark.slow)]
 )
 def test_random_batches_train_as_one_process(least: int, seconds: float, largest: int) -> None:
     seed = int(os.environ.get("ZBKERN_SEED", time.time_ns() if seconds else 0))

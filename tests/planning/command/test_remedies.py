@@ -54,6 +54,7 @@ def test_each_option_makes_it_fit(name: str, stages: int, given: dict[str, int])
             assert not fits(name, changes["stages"] - 1, **sizes)
 
 
+@pytest.mark.slow
 def test_options_leave_the_memory_limit_and_the_chunks_as_they_were_given() -> None:
     """A limit of 2x counts what a microbatch holds, which tensor parallelism divides as it divides weights."""
 

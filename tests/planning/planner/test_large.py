@@ -49,6 +49,7 @@ def test_the_core_has_the_times_of_the_simulator(make: Callable[..., Schedule]) 
     assert found.peak_memory == pytest.approx(expected.peak_memory)
 
 
+@pytest.mark.slow
 def test_a_large_plan_is_as_good_as_that_of_the_whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, limit = (12, 1500, 2), 14.0
     costs = Costs(1.0, 1.1, 0.8, 0.1, 0.5, 0.3)
