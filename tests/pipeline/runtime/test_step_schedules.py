@@ -134,6 +134,17 @@ def test_a_function_makes_the_schedule_for_each_number_of_microbatches(fill: str
     check(lambda count: V(2, count), [(count, None) for count in (3, 5, 4, 1, 5, 2)], fill=fill)
 
 
+@pytest.mark.parametrize("own", [V(2, 4), V(2, 4, slices=3), schedules.v_half(2, 6)])
+def test_a_published_schedule_is_its_own_rule(own: Schedule) -> None:
+    check(own, [(count, None) for count in (4, 3, 5, 1, 5)])
+
+
+def test_another_order_under_a_published_name_is_no_rule() -> None:
+    rows = [sorted(row, key=lambda action: action.kind == "W") for row in V(2, 4).actions]
+    with pytest.raises(ValueError, match=r"list of 3 microbatches and the schedule has 4; .* or schedule= for that"):
+        check(Schedule.build(rows, V(2, 4).placement, 4, "zb_v"), [(3, None)])
+
+
 def failing(function: Callable[[Pipeline], Any]) -> list[str]:
     """What each rank raises, which then still has a pipeline that trains."""
 

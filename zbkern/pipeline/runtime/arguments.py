@@ -249,7 +249,7 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
         if len(value) != count:
             raise ValueError(
                 f"Pipeline.{call}: {name} is a list of {len(value)} microbatches and the schedule has {count}; "
-                "pass one entry per microbatch, or one tensor to be split"
+                "pass one entry per microbatch, one tensor to be split, or schedule= for that number"
             )
         return value
     leaves, spec = pytree.tree_flatten(value)

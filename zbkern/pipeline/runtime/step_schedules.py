@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zbkern.pipeline.runtime.options import StepOptions
+from zbkern.planning.simulation.comparison import with_microbatches
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.program import offloads_or_recomputes
 from zbkern.schedules.schedule import Schedule
@@ -16,15 +17,16 @@ class StepSchedules:
     """The schedules of one pipeline, all of the same chunks in the same places.
 
     own: a Schedule, or a rule that makes one for a number of microbatches; of a rule, `first` is what it makes for as
-    many microbatches as `ranks`. fill, options: the pipeline's, which not every schedule goes with.
+    many microbatches as `ranks`. A published Schedule is its own rule where lists have another number of microbatches.
+    fill, options: the pipeline's, which not every schedule goes with.
     """
 
     def __init__(self, own: Schedule | Callable[[int], Schedule], ranks: int, fill: str, options: StepOptions) -> None:
-        self._rule: Callable[[int], Schedule] | None = None
-        if callable(own):
-            self._rule = functools.lru_cache(64)(own)
+        self._takes_lists = callable(own)
+        rule = own if callable(own) else lambda count: with_microbatches(own, count)
+        self._rule: Callable[[int], Schedule | None] = functools.lru_cache(64)(rule)
         self._fill, self._options = fill, options
-        self.first = self._checked("Pipeline", own if self._rule is None else self._rule(ranks))
+        self.first = self._checked("Pipeline", own(ranks) if callable(own) else own)
 
     def choose(self, call: str, given: Schedule | None, batch: tuple[Any, ...]) -> Schedule:
         """The schedule of this call. batch: its inputs, targets and side, of which a rule counts the microbatches.
@@ -33,15 +35,19 @@ class StepSchedules:
         """
         call = f"Pipeline.{call}"
         if given is None:
-            if self._rule is None:
-                return self.first
             counts = {len(part) for part in batch if isinstance(part, list)}
+            if not self._takes_lists:
+                is_split = any(part is not None and not isinstance(part, list) for part in batch[:2])
+                if is_split or len(counts) != 1 or self.first.microbatches in counts:
+                    return self.first
             if len(counts) != 1:
                 raise ValueError(
                     f"{call}: a pipeline whose schedule is a function needs lists of microbatches, all of one length, "
                     f"on every rank, or schedule= on every rank; got lists of {sorted(counts) or 'no'} microbatches"
                 )
             given = self._rule(*counts)
+            if given is None:
+                return self.first
         schedule = self._checked(call, given)
         if schedule.placement != self.first.placement:
             raise ScheduleError(

@@ -27,6 +27,15 @@ def build(
     return getattr(schedules, name)(stages, microbatches, **more, slices=slices)
 
 
+def with_microbatches(schedule: Schedule, microbatches: int) -> Schedule | None:
+    """The same published schedule for another number of microbatches; None for one that is not published."""
+    if schedule.name not in schedules.NAMES or schedule.own_slices:
+        return None
+    kind = schedule.name, schedule.ranks
+    as_published = build(*kind, schedule.microbatches, schedule.chunks, schedule.slices)
+    return build(*kind, microbatches, schedule.chunks, schedule.slices) if as_published == schedule else None
+
+
 def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
     """The costs of the same model in `wanted` chunks, for costs of `chunks`: cut evenly along the model.
 
