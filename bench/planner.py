@@ -97,7 +97,7 @@ def _two_chunks(row: dict[str, Any], times: int = 1) -> Costs:
 def ablated() -> Iterator[Cell]:
     """Of one, two and four chunks per rank, in little memory and in plenty, small ones, and ones that may fuse."""
     one = PROFILES["one_chunk"]
-    for row, limit in ((one[0], 1.25), (one[0], 1.5), (one[3], 1.0), (one[3], 1.5), (one[4], 2.0)):
+    for row, limit in ((one[0], 1.25), (one[0], 1.5), (one[3], 1.0), (one[3], 1.5), (one[5], 2.0)):
         costs = Costs(*(row[name] for name in ("forward", "backward", "weight", "communication", "activation", "held")))
         yield row["model"], costs, row["stages"], row["microbatches"], 1, limit, 0.0
     v = Costs(92, 90, 46, 6, 0.5, 0.25)
@@ -126,6 +126,7 @@ MECHANISMS: dict[str, tuple[Any, str, Any]] = {
     "long annealing": (portfolio, "long_annealing", lambda _: False),
     "several coolings": (portfolio, "SETTINGS", replace(portfolio.SETTINGS, coolings=((0.3, 3),))),
     "hot in small problems": (portfolio, "SETTINGS", replace(portfolio.SETTINGS, small=0)),
+    "warm start": (portfolio, "warm_start", _nothing),
     "cold end": (search.Search, "finish", _nothing),
 }
 

@@ -336,23 +336,23 @@ def _joint_warm_up_bound(problem: Problem, bound: int) -> int:
     By bisection: the least cost for which every rank can have some number of F before its first B without more idle
     time than that cost allows.
     """
-    if _may_warm_up(problem, bound):
+    if warm_up_forwards(problem, bound) is not None:
         return bound
     low, high = bound, bound + max(_returns(problem)) + max(problem.forward)
     while low + 1 < high:  # low is not possible; high is, or is as far as this looks
         middle = (low + high) // 2
-        low, high = (low, middle) if _may_warm_up(problem, middle) else (middle, high)
-    return high if _may_warm_up(problem, high) else low
+        low, high = (low, middle) if warm_up_forwards(problem, middle) is not None else (middle, high)
+    return high if warm_up_forwards(problem, high) is not None else low
 
 
-def _may_warm_up(problem: Problem, cost: int) -> bool:
-    """With one chunk per rank: whether some number of F before the first B of each rank lets it cost so little.
+def warm_up_forwards(problem: Problem, cost: int) -> list[int] | None:
+    """With one chunk per rank: how many F each rank runs before its first B; None when no schedule costs so little.
 
     If a whole number of F does not fill the time until that B can start, the rank is idle, or runs one F more and so
     delays the first B of every rank before it. The least delay is always the best choice.
     """
     returns, limit, microbatches = _returns(problem), problem.limit, problem.microbatches
-    delay = 0
+    delay, forwards = 0, []
     for rank in reversed(range(problem.ranks)):
         cool_down = returns[rank] + _backwards_and_weights(problem, rank)[0]
         cool_down = max(0, cool_down - _last_passes(problem, rank)[0].work)
@@ -363,9 +363,11 @@ def _may_warm_up(problem: Problem, cost: int) -> bool:
         fit = min(most, until // length) if length else most
         if until - fit * length > idle:
             if fit == most:
-                return False
-            delay += (fit + 1) * length - until
-    return True
+                return None
+            fit += 1
+            delay += fit * length - until
+        forwards.append(fit)
+    return forwards[::-1]
 
 
 def _weights(problem: Problem, own_chunks: Sequence[int], others: int, position: int) -> list[_Kind]:

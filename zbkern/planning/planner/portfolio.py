@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import anneal, search_blocks
+from zbkern.planning.planner.bounds import cost_bound, warm_up_forwards
 from zbkern.planning.planner.incumbents import Incumbent
 from zbkern.planning.planner.list_scheduler import Rule, best_rules, count_rules, list_schedule, refine, rules_to_try
 from zbkern.planning.planner.native import Effort
@@ -60,6 +61,21 @@ def best_tried_rules(best: Incumbent, most: int) -> list[TriedRule]:
     return kept
 
 
+def warm_start(best: Incumbent) -> Ordering | None:
+    """With one chunk per rank: what the list scheduler makes from the warm-up that reaches the lower bound.
+
+    With 16 stages it mostly is at the bound, which annealing from other starts reaches late or not at all.
+    """
+    problem = best.problem
+    one_chunk = problem.placement == tuple(range(problem.ranks)) and len(problem.slices) == 1
+    if not one_chunk or problem.makespan or problem.fused_is_faster or problem.saves:
+        return None
+    caps = warm_up_forwards(problem, cost_bound(problem)) or ()
+    tried = list({rule._replace(caps=tuple(caps)): None for rule in rules_to_try(problem) if caps})
+    found = best_rules(problem, tried, 1, best.budget.left)
+    return list_schedule(problem, tried[found[0][1]]) if found else None
+
+
 class Population:
     """Annealing from several starts: in every round new ones join, all are annealed for a while, the best are kept.
 
@@ -74,6 +90,7 @@ class Population:
         self.best, self._patterns = best, PatternSearch(best, pattern_passes)
         self._members: list[Ordering] = []
         self._changed: dict[int, tuple[Rule, int]] = {}  # what became of a candidate's rule, after how many tries
+        best.offer(warm_start(best))
         self._long = long_annealing(problem)
 
     def round(self, passes: int, seed: int, rules: Sequence[TriedRule]) -> None:

@@ -27,6 +27,7 @@ class SearchSettings:
         refinement       1.0  four chunks per rank, 0.75 times 1F1B's memory (p 8, m 24)
         hot when small   1.1  three chunks per rank, 0.6 times 1F1B's memory (p 3, m 4)
         long annealing   0.6  four chunks per rank, 0.6 times 1F1B's memory (p 4, m 12)
+        warm start       0.5  one chunk per rank, twice 1F1B's memory (p 16, m 128)
         several coolings 0.3  a V whose W holds more than F keeps (p 8, m 16)
     """
 
