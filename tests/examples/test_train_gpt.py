@@ -217,6 +217,7 @@ def compare_with_another_loss(out: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_no_table_is_printed_for_another_loss(two_ranks: Any, tmp_path: Path) -> None:
     for message in two_ranks.run(compare_with_another_loss, tmp_path):
         assert "the losses of the first step differ" in message

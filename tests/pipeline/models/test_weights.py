@@ -318,7 +318,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
-@pytest.mark.parametrize("shards", ["10MB", "1GB"])
+@pytest.mark.parametrize("shards", ["10MB", pytest.param("1GB", marks=pytest.mark.slow)])
 def test_no_rank_holds_the_whole_model(tmp_path: Path, shards: str) -> None:
     """What a rank has in memory while it cuts and reads is about its chunk, with one file and with many."""
     sizes = {"num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 32}

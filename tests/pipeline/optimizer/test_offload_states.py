@@ -57,7 +57,7 @@ def trained(pipe: Pipeline, dtype: torch.dtype, away: bool) -> Any:
     return [weight.detach().clone() for weight in optimizer.weights()], states, optimizer.clipped
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_training_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
     schedule = schedules.zb_v(2, 4)
 

@@ -59,6 +59,7 @@ def test_a_model_is_planned_and_compared(capsys: pytest.CaptureFixture, tmp_path
     assert "Peaks: NVIDIA H100 datasheet, SXM" in text
 
 
+@pytest.mark.slow
 def test_layers_are_counted_by_the_names_that_cut_has(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     """A partition that counts layers which the transformers library does not build is no partition of its model."""
     transformers = pytest.importorskip("transformers", minversion="5.0", reason="names are those of version 5")
@@ -200,6 +201,7 @@ def test_stages_keep_their_weights(capsys: pytest.CaptureFixture) -> None:
     assert "argument --fully-shard: stages hold weights and gradients from pass to pass" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_table_of_hardware_says_how_fast_copies_to_the_host_are(capsys: pytest.CaptureFixture) -> None:
     assert (
         __main__.main([*LLAMA, "--tensor-parallel", "2", "--memory", "23e9", "--recompute", "--offload", *QUICK]) == 0
@@ -265,6 +267,7 @@ def test_what_cannot_calibrate_is_refused(
     assert message in error
 
 
+@pytest.mark.slow
 def test_half_blocks_fill_what_whole_ones_leave_idle(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     """The answer without them says what they would give; the partition is one that cut takes."""
     eight = [*LLAMA[:3], "--stages", "8", "--microbatches", "16", *QUICK]

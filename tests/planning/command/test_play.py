@@ -175,6 +175,7 @@ def test_one_computation_at_a_time_and_the_newest_wins(server: Any, address: str
     assert ["another window" in text for text in found] == [False, True, True, False]
 
 
+@pytest.mark.slow
 def test_connections_are_few_and_silent_ones_end(server: Any, address: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(play._Handler, "timeout", 0.5)
     place = server.server_address
