@@ -273,6 +273,8 @@ def contestants(
     steps = static_steps(lengths, longest, costs)
     ours = {**steps, PADDED: padded_step(lengths), PLANNED: Step([list(row) for row in plan.rows], plan.schedule)}
     found = {name: runner.ours(step, sequences) for name, step in ours.items()}
+    if len(steps[USUAL].rows) < RANKS:
+        return found  # torch's 1F1B takes no fewer microbatches than ranks
     return {**found, TORCH: runner.of_torch(steps[USUAL], sequences)}
 
 
