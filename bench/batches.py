@@ -125,12 +125,15 @@ def balanced(lengths: Sequence[int], count: int, costs: Costs) -> list[list[int]
     return [row for row in rows if row]
 
 
+def usual_packs(lengths: Sequence[int], longest: int, costs: Costs) -> list[list[int]]:
+    """Of the usual way: as few as can be."""
+    return balanced(lengths, max(1, math.ceil(sum(lengths) / longest)), costs)
+
+
 def static_steps(lengths: Sequence[int], longest: int, costs: Costs) -> dict[str, Step]:
-    fewest = max(1, math.ceil(sum(lengths) / longest))
-    steps = {}
-    rows = balanced(lengths, fewest, costs)
-    steps = {USUAL: Step(rows, schedules.one_f_one_b(RANKS, len(rows)))}
-    for packs in (RANKS * per_rank for per_rank in (1, 2, 4, 8) if RANKS * per_rank >= fewest):
+    usual = usual_packs(lengths, longest, costs)
+    steps = {USUAL: Step(usual, schedules.one_f_one_b(RANKS, len(usual)))}
+    for packs in (RANKS * per_rank for per_rank in (1, 2, 4, 8) if RANKS * per_rank >= len(usual)):
         rows, name = balanced(lengths, packs, costs), f"{packs} packs"
         steps[f"1F1B, {name}"] = Step(rows, schedules.one_f_one_b(RANKS, len(rows)))
         steps[f"interleaved, {name}"] = Step(rows, schedules.interleaved(RANKS, len(rows), chunks=2))
@@ -140,7 +143,7 @@ def static_steps(lengths: Sequence[int], longest: int, costs: Costs) -> dict[str
 
 def usual_memory(lengths: Sequence[int], longest: int, costs: Costs) -> float:
     """Of the usual way, on its first rank, which holds a pack for each rank."""
-    packs = balanced(lengths, max(1, math.ceil(sum(lengths) / longest)), costs)
+    packs = usual_packs(lengths, longest, costs)
     tokens = sorted((sum(lengths[number] for number in pack) for pack in packs), reverse=True)
     return costs.per_chunk(1).activation[0] * BLOCKS / RANKS * sum(tokens[:RANKS]) / (costs.tokens or 1)
 

@@ -39,9 +39,8 @@ def sequence_targets(values: Sequence[Any], plan: _Plan, *, sequences: float | N
     count = sum(map(len, plan.rows))
     if len(values) != count:
         raise ValueError(f"sequence_targets: values must be one for each of the {count} sequences; got {len(values)}")
-    weight = len(plan.rows) / (
-        count if sequences is None else sequences
-    )  # the Pipeline takes the mean over microbatches
+    # the Pipeline takes the mean over microbatches
+    weight = len(plan.rows) / (count if sequences is None else sequences)
     return [
         SequenceTargets(tuple(values[number] for number in row), ends, weight)
         for row, ends in zip(plan.rows, plan.ends, strict=True)

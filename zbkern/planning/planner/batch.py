@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from zbkern.planning.planner import native
 from zbkern.planning.planner.arguments import chunks_per_rank, placement_of
+from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.costs import ChunkCosts, Costs, checked_number
 from zbkern.planning.simulation.memory import static_of_ranks
 from zbkern.planning.simulation.timeline import Event, Timeline
-from zbkern.schedules import generators
 from zbkern.schedules.actions import Action, ScheduleError, check_count
 from zbkern.schedules.schedule import Schedule
 
@@ -278,9 +278,8 @@ def _published(placement: tuple[int, ...], microbatches: int) -> list[tuple[str,
     """Those for chunks in these places, as the rows that the compiled search reads."""
     stages, found = max(placement) + 1, []
     for name in _PUBLISHED:
-        more = {"chunks": len(placement) // stages} if name.startswith("interleaved") else {}
         try:
-            schedule = getattr(generators, name)(stages, microbatches, **more)
+            schedule = comparison.build(name, stages, microbatches, len(placement) // stages)
         except ScheduleError:
             continue
         if schedule.placement == placement:
