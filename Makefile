@@ -11,9 +11,9 @@ OUT   ?= .cache/bench
 SHARDS  ?= $(shell nproc 2>/dev/null || echo 4)
 TEST_SECONDS ?= 540
 GPU_TESTS = TRITON_INTERPRET=0 $(PYTHON) -m pytest -v --seconds $(TEST_SECONDS) tests/gpu
-# Of tests that need no GPU: three processes for two cores, for a test in six waits, and eight at most; 0 runs them in
+# Of tests that need no GPU: two processes for a core, for many a test waits, and eight at most; 0 runs them in
 # one, for a debugger. Those of one file may run in several: in test_fault_matrix.py they wait for minutes.
-WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) * 3 / 2 )))
+WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) * 2 )))
 PYTEST  = -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal --hypothesis-profile ci
 # `make test-torch` keeps an environment of every torch here, and runs these in it; no Triton kernels, which need the
 # Triton of torch 2.10.

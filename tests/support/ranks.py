@@ -28,22 +28,26 @@ class Ranks:
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
         """Raises AssertionError with the traceback of every rank that raised or did not answer in time.
 
-        Where one has died or does not answer, the next call has new ones.
+        Where one has died or does not answer, the next call has new ones; so it has where one has begun a collective
+        that others of its group have not: the next test's, of a mesh that torch takes for the same, would meet it.
         """
         if not self._processes:
             self._start()
         self._send((function, arguments))
         values: dict[int, Any] = {}
         failed: dict[int, str] = {}
+        collectives: dict[str, set[int]] = {}  # how many each rank has begun, by group
         deadline = time.monotonic() + timeout
         while len(values) + len(failed) < self._size and time.monotonic() < deadline:
             for rank, pipe in enumerate(self._pipes):
                 if rank in values or rank in failed or not pipe.poll(0.02):
                     continue
                 try:
-                    good, answer = pipe.recv()
+                    good, answer, begun = pipe.recv()
                 except EOFError:
-                    good, answer = False, ENDED
+                    good, answer, begun = False, ENDED, {}
+                for name, number in begun.items():
+                    collectives.setdefault(name, set()).add(number)
                 if good:
                     values[rank] = answer
                 else:
@@ -51,7 +55,8 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + GRACE)
         silent = [rank for rank in range(self._size) if rank not in values and rank not in failed]
         failed.update(dict.fromkeys(silent, f"no answer from {function.__name__}"))
-        if silent or ENDED in failed.values():  # who is silent waits for somebody, and always will
+        # who is silent waits for somebody, and always will
+        if silent or ENDED in failed.values() or any(len(numbers) > 1 for numbers in collectives.values()):
             self._kill()
         if failed:
             raise AssertionError("\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failed.items())))
@@ -98,7 +103,13 @@ def _serve(rank: int, size: int, port: int, end: Any) -> None:
         gc.collect()  # communicators of an earlier pipeline, whose threads wake up all the time
         function, arguments = task
         try:
-            end.send((True, function(*arguments)))
+            good, answer = True, function(*arguments)
         except BaseException:
-            end.send((False, traceback.format_exc()))
+            good, answer = False, traceback.format_exc()
+        groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) == "gloo"]
+        begun = {group.group_name: group._get_sequence_number_for_group() for group in groups}
+        try:
+            end.send((good, answer, begun))
+        except Exception:  # an answer that cannot be pickled
+            end.send((False, traceback.format_exc(), begun))
     dist.destroy_process_group()

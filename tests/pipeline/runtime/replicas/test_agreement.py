@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zbkern
+from tests.support.two_by_two import mesh
 from zbkern.pipeline import Optimizer, Pipeline, PipelineError, schedules
 
 pytestmark = pytest.mark.dist
@@ -48,28 +48,23 @@ def batch(step: int, count: int) -> tuple[Tensor, Tensor]:
     return torch.randn(2, 2 * count, WIDTH, generator=generator, dtype=torch.double).unbind()
 
 
-def fresh_mesh() -> DeviceMesh:
-    """With groups of its own: those of a case that failed may have a collective under way that not all have begun."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
-
-
-def wrapped(kind: str, block: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def wrapped(kind: str, block: nn.Module) -> nn.Module:
     if kind == "ddp":
-        return nn.parallel.DistributedDataParallel(zbkern.convert(block), process_group=mesh.get_group("replica"))
+        return nn.parallel.DistributedDataParallel(zbkern.convert(block), process_group=mesh().get_group("replica"))
     if kind == "tensor parallel":
         from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
         from torch.distributed.tensor.placement_types import Replicate
 
         plan = {"linear": ColwiseParallel(output_layouts=Replicate())}
-        return parallelize_module(zbkern.convert(block), mesh["replica"], plan)
-    return fully_shard(zbkern.convert(block), mesh=mesh["replica"], reshard_after_forward=kind == "fsdp")
+        return parallelize_module(zbkern.convert(block), mesh()["replica"], plan)
+    return fully_shard(zbkern.convert(block), mesh=mesh()["replica"], reshard_after_forward=kind == "fsdp")
 
 
 def unequal_numbers(kind: str) -> str | tuple[float, float]:
     """What is raised, or how far weights, and the loss of an evaluation, are from those of one process."""
     replica, stage = divmod(dist.get_rank(), 2)
-    mesh, start, plain = fresh_mesh(), time.monotonic(), blocks()
-    chunk, group = wrapped(kind, blocks()[stage], mesh), mesh.get_group("stage")
+    start, plain = time.monotonic(), blocks()
+    chunk, group = wrapped(kind, blocks()[stage]), mesh().get_group("stage")
     pipe = Pipeline(chunk, lambda n: schedules.zb_h1(2, n), nn.functional.mse_loss, group, timeout=600)
     inner = torch.optim.SGD(chunk.parameters(), lr=0.5, momentum=0.9)
     optimizer = Optimizer(inner, pipe, max_norm=0.05, adaptive=False)
@@ -122,8 +117,8 @@ def test_unequal_numbers_of_microbatches_are_right_or_refused(four_ranks: Any, k
 def packs_of_one_replica(kind: str) -> str:
     """What is raised where one replica has sequences packed into its rows, which its first forwards compare."""
     replica, stage = divmod(dist.get_rank(), 2)
-    mesh, start = fresh_mesh(), time.monotonic()
-    chunk, group = wrapped(kind, blocks()[stage], mesh), mesh.get_group("stage")
+    start = time.monotonic()
+    chunk, group = wrapped(kind, blocks()[stage]), mesh().get_group("stage")
     loss_fn = nn.MSELoss(reduction="sum")
     pipe = Pipeline(chunk, schedules.zb_h1(2, 2), loss_fn, group, timeout=600)
     side = [{"cu_seqlens": torch.tensor([0, 1, 2])}, {}] if replica == 0 else None
@@ -144,8 +139,8 @@ def test_packs_of_one_replica_are_refused_where_every_pass_gathers_weights(four_
 def evaluations_of_one_replica(kind: str) -> list[str]:
     """What each call of the first replica, which alone evaluates before every step, and of the second raises."""
     replica, stage = divmod(dist.get_rank(), 2)
-    mesh, start, said = fresh_mesh(), time.monotonic(), []
-    chunk, group = wrapped(kind, blocks()[stage], mesh), mesh.get_group("stage")
+    start, said = time.monotonic(), []
+    chunk, group = wrapped(kind, blocks()[stage]), mesh().get_group("stage")
     pipe = Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, group, timeout=600)
     try:
         for step in range(3):
