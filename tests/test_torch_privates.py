@@ -14,6 +14,7 @@ import torch
 
 PACKAGE = Path(__file__).parent.parent / "zbkern"
 USED = {
+    "torch._C.DisableTorchFunction": "gradients are cleared without the mode that watches reads of weights",
     "torch._C.DisableTorchFunctionSubclass": "torch's own way to run an operation inside __torch_function__",
     "torch._C._autograd._get_current_graph_task_keep_graph": "whether backward() may come again: the head then keeps",
     "torch._C._autograd._top_saved_tensors_default_hooks": "whether saved tensors go through hooks of someone else's",
@@ -50,7 +51,8 @@ USED = {
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "and its backward",
     "torch.ops.aten._unsafe_view": "an output that is no view for autograd, so that it may be modified in place",
     "torch.ops.mkldnn._linear_pointwise": "oneDNN's product where MKL's is slow",
-    "torch.overrides._get_current_function_mode": "whether interception is on",
+    "torch.overrides._get_current_function_mode": "whether interception, or what waits for weights, is on",
+    "torch.utils._device": "the one mode that others' ends are never taken for",
     "torch.utils._python_dispatch": "whether a tensor is made of others",
     "torch.utils._pytree": "nested containers of tensors, as torch.distributed.pipelining has them",
 }

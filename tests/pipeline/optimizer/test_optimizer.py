@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -156,7 +157,11 @@ def test_a_gradient_that_changes_before_the_global_check_is_noticed() -> None:
 def test_weights_changed_before_the_global_check_stay_or_are_noticed(
     undo: str | None, masters: bool, others: float, error: bool
 ) -> None:
-    """A step that is done, or done again, later would be without the change, or after it."""
+    """By another thread: a step that is done, or done again, later would be without the change, or after it."""
+
+    def change(weight: Tensor) -> None:
+        with torch.no_grad():
+            weight.clamp_(0.75, 1.0)
 
     def rank_loop(transport: LocalTransport) -> float:
         weight = nn.Parameter(torch.ones((), dtype=torch.bfloat16 if masters else torch.float32))
@@ -165,8 +170,9 @@ def test_weights_changed_before_the_global_check_stay_or_are_noticed(
         weight.grad = torch.full_like(weight, others if transport.rank else 0.5)
         optimizer.step()
         if transport.rank == 0:
-            with torch.no_grad():
-                weight.clamp_(0.75, 1.0)
+            thread = threading.Thread(target=change, args=(weight,))
+            thread.start()
+            thread.join()
         optimizer.validate()
         return weight.item()
 
@@ -177,15 +183,18 @@ def test_weights_changed_before_the_global_check_stay_or_are_noticed(
         assert results_on_threads(2, rank_loop)[0] == 0.75
 
 
-@pytest.mark.parametrize("place", ["data", "grad"])
+@pytest.mark.parametrize("place", ["weight", "gradient"])
 def test_writes_that_torch_does_not_count_are_noticed_in_the_first_steps(place: str) -> None:
     def rank_loop(transport: LocalTransport) -> None:
         weight = nn.Parameter(torch.ones(3))
+        array = weight.detach().numpy()
         optimizer = Optimizer(torch.optim.SGD([weight], lr=1.0), transport, max_norm=1.0, timeout=20)
         weight.grad = torch.ones(3)
         optimizer.step()
-        if transport.rank == 0:
-            getattr(weight, place).data.mul_(0.5)
+        if transport.rank == 0 and place == "weight":
+            array *= 0.5
+        if transport.rank == 0 and place == "gradient":
+            weight.grad.data.mul_(0.5)
         optimizer.validate()
 
     with pytest.raises(PipelineError, match=r"shape \[3\] was changed after step\(\).*data.*validate\(\) first"):

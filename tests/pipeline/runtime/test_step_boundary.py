@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import logging
 import random
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 import zbkern
 from tests.support.chunks import on_threads, results_on_threads
@@ -63,11 +68,38 @@ class Plain:
         self.optimizer.step()
 
 
-READS = ("nothing", "weights", "evaluate", "other evaluates", "other steps", "new pipeline", "state", "load state")
+def saved(chunk: nn.Module) -> list[Tensor]:
+    file = io.BytesIO()
+    torch.save([*chunk.parameters()], file)
+    file.seek(0)
+    return torch.load(file)
+
+
+RAW: dict[str, Callable[[nn.Module], list[Tensor]]] = {  # functions that know nothing of an Optimizer
+    "state_dict": lambda chunk: [*copy.deepcopy(chunk.state_dict()).values()],
+    "torch.save": saved,
+    "deepcopy": lambda chunk: [*copy.deepcopy(chunk).parameters()],
+    "clone": lambda chunk: [p.clone() for p in chunk.parameters()],
+    ".data": lambda chunk: [p.data.clone() for p in chunk.parameters()],
+    "NumPy": lambda chunk: [torch.tensor(p.numpy(force=True)) for p in chunk.parameters()],
+    "a list of them": lambda chunk: torch._foreach_mul([*chunk.parameters()], 1.0),
+    "one vector": lambda chunk: [nn.utils.parameters_to_vector(chunk.parameters())],
+}
+READS = (
+    "nothing",
+    "weights",
+    "evaluate",
+    "other evaluates",
+    "other steps",
+    "new pipeline",
+    "state",
+    "load state",
+    *RAW,
+)
 
 
 @pytest.mark.parametrize("optimizer_first", [False, True])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))
 def test_whoever_reads_weights_between_steps_sees_final_ones(seed: int, optimizer_first: bool) -> None:
     """Every read after a step is compared with that of one process; most steps are taken back on the first rank."""
     drawn = random.Random(seed)
@@ -83,7 +115,7 @@ def test_whoever_reads_weights_between_steps_sees_final_ones(seed: int, optimize
             plain.optimizer.load_state_dict(copy.deepcopy(state))
         state = copy.deepcopy(plain.optimizer.state_dict())
         loss = plain.loss(50).item() if "evaluate" in read else None
-        expected.append([values([chunk]) if read == "weights" else loss for chunk in plain.chunks])
+        expected.append([values([chunk]) if read in ("weights", *RAW) else loss for chunk in plain.chunks])
 
     def rank_loop(transport: LocalTransport) -> tuple[list[Any], int]:
         rank, chunk = transport.rank, zbkern.convert(chunks[transport.rank])
@@ -100,6 +132,8 @@ def test_whoever_reads_weights_between_steps_sees_final_ones(seed: int, optimize
             seen: Any = None
             if read == "weights":
                 seen = [weight.detach().clone() for weight in optimizer.weights()]
+            if read in RAW:
+                seen = [weight.detach().clone() for weight in RAW[read](chunk)]
             if read == "evaluate":
                 seen = pipes[step % 2].evaluate(*batch(50))
             if read == "other evaluates":
@@ -128,11 +162,82 @@ def test_whoever_reads_weights_between_steps_sees_final_ones(seed: int, optimize
     (first, undone), (last, _) = results_on_threads(2, rank_loop)
     assert undone > 0
     for read, theirs, ours in zip(plan, expected, zip(first, last, strict=True), strict=True):
-        if read == "weights":
-            torch.testing.assert_close([*ours], theirs, rtol=1e-5, atol=1e-8)
+        if read in ("weights", *RAW):
+            flat = [[torch.cat([*map(torch.flatten, each)]) for each in both] for both in (ours, theirs)]
+            torch.testing.assert_close(*flat, rtol=1e-5, atol=1e-8)
         elif theirs[1] is not None:
             torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(values(chunks), values(plain.chunks), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("reader", [0, 1, 2])
+def test_one_rank_alone_may_read_weights(reader: int) -> None:
+    """The others are in their next step meanwhile, and pass the norm on there."""
+    torch.manual_seed(0)
+    chunks = [nn.Linear(WIDTH, WIDTH).double() for _ in range(3)]
+    plain = nn.Sequential(*copy.deepcopy(chunks))
+    trained = sgd([plain])
+    expected = []
+    for step in range(3):
+        trained.zero_grad()
+        nn.functional.mse_loss(plain(batch(step)[0]), batch(step)[1]).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        trained.step()
+        expected.append(values([plain[reader]]))
+
+    def rank_loop(transport: LocalTransport) -> list[list[Tensor]]:
+        chunk, seen = zbkern.convert(chunks[transport.rank]), []
+        with Pipeline(chunk, schedules.zb_h1(3, 4), nn.functional.mse_loss, transport, timeout=20) as pipe:
+            optimizer = Optimizer(sgd([chunk]), pipe, max_norm=0.1, adaptive=False)
+            for step in range(3):
+                optimizer.zero_grad()
+                pipe.step(*batch(step))
+                optimizer.step()
+                if transport.rank == reader:
+                    seen.append(values([chunk]))
+        return seen
+
+    torch.testing.assert_close(results_on_threads(3, rank_loop)[reader], expected, rtol=1e-5, atol=1e-8)
+
+
+class Mode(TorchFunctionMode):
+    """Somebody else's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: torch.device("cpu"), Mode])
+def test_what_reads_no_weight_does_not_wait(around: Callable[[], Any]) -> None:
+    """Gradients are cleared while the norm is under way; where somebody's mode is on, which the own one's end could be
+    taken for, the step itself waits. Modes are left as they were.
+    """
+    chunks, goes_on = make_chunks(), threading.Event()
+    waits = around is Mode
+
+    def rank_loop(transport: LocalTransport) -> None:
+        chunk = zbkern.convert(chunks[transport.rank])
+        with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, transport, timeout=20) as pipe, around():
+            before = _get_current_function_mode()
+            optimizer = Optimizer(sgd([chunk]), pipe, max_norm=100.0)
+            pipe.step(*batch(0))
+            if transport.rank == 1 and not waits:
+                assert goes_on.wait(20)  # the norm is known on this rank, and comes when the other is through
+            optimizer.step()
+            if transport.rank == 0:
+                assert optimizer.pending is not waits
+                optimizer.zero_grad()
+                chunk.zero_grad()
+                assert chunk.weight.shape == (WIDTH, WIDTH)
+                assert (torch.ones(3) + 1).sum() == 6
+                assert optimizer.pending is not waits
+                goes_on.set()
+                chunk.weight.sum()
+                assert not optimizer.pending
+            pipe.evaluate(*batch(0))
+            assert _get_current_function_mode() is before
+
+    results_on_threads(2, rank_loop)
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -180,6 +180,10 @@ class Optimizer(torch.optim.Optimizer):
 
         A step that is not validated yet keeps what it needs of them.
         """
+        with torch._C.DisableTorchFunction():  # a gradient is no weight, and thousands are looked at
+            self._zero_grad(set_to_none)
+
+    def _zero_grad(self, set_to_none: bool) -> None:
         gradients = [p.grad for p in self._model_parameters() if p.grad is not None]
         if not set_to_none:
             if self.boundary.pending is not None:
@@ -237,22 +241,24 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 main_grads = map(main_grad_of, self._model_parameters())
                 step.copy_gradients(main_grad for main_grad in main_grads if main_grad is not None)
-            step.record_weights([*parameters(self), *self._model_parameters()], number <= _CHECKED)
+            weights = [*parameters(self), *self._model_parameters()]
+            step.record_weights(weights, number <= _CHECKED)
             boundary.pending = step
+        boundary.watch_reads(weights)
         return loss
 
     def validate(self) -> None:
         """Waits for the norm over all ranks and clips or skips the last step accordingly. No-op if that is done.
 
-        Pipelines of these parameters call this in time; so does the next `step`, and `weights`. Call it before you read
-        weights in any other way. Every rank must call it: the norm reaches a rank through the ranks after it.
+        Pipelines of these parameters call this in time; so do the next `step`, `weights`, and what reads weights in the
+        thread of `step`. Every rank must call it: the norm reaches a rank through the ranks after it.
         """
         self.boundary.validate()
 
     def weights(self) -> list[Tensor]:
         """This rank's parameters of the model, as the last step leaves them for good, in the torch optimizers' order.
 
-        Read them so between steps: for an average, a copy, an inference engine. Validates the last step; on all ranks.
+        For an average, a copy, an inference engine, in any thread. Validates the last step; on all ranks.
         """
         self.validate()
         return [*self._model_parameters()]

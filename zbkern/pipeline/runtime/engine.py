@@ -370,6 +370,7 @@ class Pipeline:
         self._check_idle(call)
         inputs, targets, side = given
         wrong = None
+        self.boundary.release_reads()
         try:
             chosen = self._schedules.choose(call, schedule, given)
             if chosen.is_sliced and not self.schedule.is_sliced:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zbkern.pipeline.runtime import weight_reads
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.mailbox import PipelineError, described
 from zbkern.pipeline.transport.norm_chain import NormChain
@@ -47,6 +48,7 @@ class StepBoundary:
         self.broken = False  # whether a failure may have left the last one unfinished
         self._concluded = 0
         self._total: Tensor | None = None  # of squares, over all ranks
+        self._waits = False  # whether it was said that steps wait for the norm
 
     def mark(self, things: Iterable[Any]) -> None:
         """These modules and parameters have it from now on."""
@@ -100,8 +102,24 @@ class StepBoundary:
         self.chain.transport.begin(f"optimizer step {self.steps}")
         return self.steps
 
+    def watch_reads(self, weights: Iterable[Tensor]) -> None:
+        """Until the next call of a Pipeline, torch functions of this thread that take these weights validate first."""
+        if self.pending is not None and not weight_reads.watch(self, weights, self.validate):
+            if not self._waits:
+                logger.info(
+                    "Optimizer.step waits for the norm over all ranks, because a torch function mode is on: what reads "
+                    "weights after it would read ones that may be taken back"
+                )
+            self._waits = True
+            self.validate()
+
+    def release_reads(self) -> None:
+        """A call of a Pipeline has begun, which knows that weights may not be final."""
+        weight_reads.release(self)
+
     def validate(self) -> None:
         """Waits for the norm over all ranks, and concludes the last step; no-op where it is validated."""
+        weight_reads.release(self)
         if self.pending is not None:
             assert self.chain is not None
             with self.failing_together():
@@ -124,6 +142,7 @@ class StepBoundary:
 
     def abandon(self) -> None:
         """Forgets the pending step, because everything is about to be loaded; on all ranks."""
+        weight_reads.release(self)
         self.pending, self._concluded = None, self.steps
         self.changed = self.broken = False
 
