@@ -251,7 +251,6 @@ def _norm(
     impl: str,
     name: str,
 ) -> Any:
-    checks.check_number(op.name, "eps", eps)
     if residual is not None:
         if x.dtype != residual.dtype:  # under autocast a residual stream is often the wider one
             dtype = torch.promote_types(x.dtype, residual.dtype)

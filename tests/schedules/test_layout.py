@@ -76,7 +76,5 @@ def test_halves_have_numbers_and_no_layout() -> None:
 def test_types() -> None:
     with pytest.raises(TypeError, match="first layer of every chunk"):
         partition_to_layout("Et", "EttL")
-    with pytest.raises(TypeError, match="layout must be text"):
-        layout_to_partition(3, "EttL")
     with pytest.raises(ValueError, match="a letter of 'EtmL'"):
         layout_to_partition("tt", "xy")

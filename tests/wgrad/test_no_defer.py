@@ -149,5 +149,3 @@ def test_create_graph_and_wrong_arguments() -> None:
     (gradient,) = torch.autograd.grad(plain(x).square().sum(), x, create_graph=True)
     gradient.square().sum().backward()
     testing.assert_close(found, plain.weight.grad)
-    with pytest.raises(TypeError, match="convert: defer must be callable"):
-        zbkern.convert(nn.Linear(3, 2), defer="attention")

@@ -69,8 +69,6 @@ def convert(
 
     `unconverted` tells what stayed, `restore` undoes it. Raises ValueError for an impl or a recipe that does not exist.
     """
-    if defer is not None and not callable(defer):
-        raise TypeError(f"convert: defer must be callable as defer(name, module); got {type(defer).__name__}")
     checks.check_recipe("convert", recipe)
     if impl is not None:
         checks.check_impl("convert", impl)

@@ -35,11 +35,6 @@ def read(
 ) -> tuple[list[tuple[Action, ...]], tuple[int, ...], int, str, tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Rows, placement, microbatches, name, slices of all sequences, or of each its own; see `Schedule.from_csv`. They
     are not validated."""
-    if not isinstance(text, str):
-        raise TypeError(
-            f"from_csv: expected the text itself, as Path(file).read_text() gives it; got "
-            f"{type(text).__name__} {text!r}"
-        )
     lines = text.strip("\n").split("\n")
     comments = [line.lstrip("# ").partition(":") for line in lines if line.startswith("#")]
     header = {key.strip(): value.strip() for key, _, value in comments}

@@ -33,11 +33,9 @@ def layer_of(name: str) -> str:
 def layout_to_partition(layout: str, layers: str) -> tuple[int, ...]:
     """The partition that `layout` describes, for a model whose layers have these letters, as in "EttttLL".
 
-    Raises TypeError for what is no text, ValueError for what is no layout, or one of other layers.
+    Raises ValueError for what is no layout, or one of other layers.
     """
     _check_letters("layout_to_partition", layers)
-    if not isinstance(layout, str):
-        raise TypeError(f'layout_to_partition: layout must be text such as "Et|tt|tL"; got {layout!r}')
     chunks = _expand(layout).split("|")
     if empty := [number for number, chunk in enumerate(chunks) if not chunk]:
         raise ValueError(

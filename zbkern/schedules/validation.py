@@ -72,23 +72,9 @@ class _Row:
     def check(self) -> None:
         for index, action in enumerate(self._rows[self._rank]):
             self._index = index
-            self._check_types(action)
             self._check_place(action)
             self._check_order(action, self._done[action.chunk, action.microbatch])
         self._check_complete()
-
-    def _check_types(self, action: object) -> None:
-        where = f"Schedule {self._name}: rank {self._rank}, action {self._index}"
-        if not isinstance(action, Action):
-            raise TypeError(
-                f'{where} must be an Action, such as Action("F", chunk=0, microbatch=3); got '
-                f"{type(action).__name__} {action!r}"
-            )
-        if not (isinstance(action.chunk, int) and isinstance(action.microbatch, int)):
-            raise TypeError(f"{where}: chunk and microbatch must be int; got {action!r}")
-        part = action.part
-        if part is not None and not (isinstance(part, tuple) and [type(number) for number in part] == [int, int]):
-            raise TypeError(f"{where}: part must be (i, n) or None; got {part!r}")
 
     def _check_place(self, action: Action) -> None:
         kind, chunk, microbatch, _ = action

@@ -79,12 +79,6 @@ class WGradQueue:
             raise ValueError(
                 f"WGradQueue: max_bytes must be a number of bytes >= 0, or None for no limit; got {max_bytes!r}"
             )
-        if not isinstance(merge, bool):
-            raise TypeError(f"WGradQueue: merge must be True or False; got {merge!r}")
-        if not isinstance(wgrads_per_collective, int) or wgrads_per_collective < 0:
-            raise ValueError(
-                f"WGradQueue: wgrads_per_collective must be a number of W >= 0; got {wgrads_per_collective!r}"
-            )
         self.max_bytes = max_bytes
         self.merge = merge
         self.wgrads_per_collective = wgrads_per_collective
@@ -126,12 +120,12 @@ class WGradQueue:
         layers a fifth faster; backward() gives what it always gives, but torch.autograd.grad towards those weights
         raises, and backward(inputs=[weight]) does not reach them (docs/gradients.md).
         """
-        _check_key("defer", key)
+        hash(key)  # raises TypeError for what cannot be a key
         return _Scope(self, key)
 
     def add(self, task: WGradTask, key: Hashable = None) -> None:
         """Adds a task to those that wait. Layers call this; so can a layer of your own (see `current`)."""
-        _check_key("add", key)
+        hash(key)
         task.key = key
         with self._lock:
             if self._side is not None and task.tensors[0].device == self._side.stream.device:
@@ -165,7 +159,7 @@ class WGradQueue:
     def run(self, key: Hashable | list[Hashable] = None) -> int:
         """Runs the W of one key, of a list of keys, or all when key is None; oldest first. Returns how many tasks."""
         with self._lock:
-            selected = self._select("run", key)
+            selected = self._select(key)
             if selected:
                 self._run(grouping.batches(selected, self.merge), selected[0])
             if key is None:
@@ -184,12 +178,12 @@ class WGradQueue:
         Returns False when there is none.
         """
         with self._lock:
-            selected = self._select("run_one", key) if key is not None else self._tasks
+            selected = self._select(key) if key is not None else self._tasks
             first = next(iter(selected), None)
             if first is None:
                 return False
             if first.has_hooks:
-                self._run([next(grouping.batches(self._select("run_one", [first.key]), self.merge))], first)
+                self._run([next(grouping.batches(self._select([first.key]), self.merge))], first)
             else:
                 self._run_weight_of(first, selected)
         return True
@@ -214,7 +208,7 @@ class WGradQueue:
     def discard(self, key: Hashable | list[Hashable] = None) -> int:
         """Drops the W of one key, of a list, or all: their gradients are lost. Returns how many."""
         with self._lock:
-            dropped = self._select("discard", key)
+            dropped = self._select(key)
             for task in dropped:
                 del self._tasks[task]
             self._release(dropped)
@@ -223,7 +217,7 @@ class WGradQueue:
     def pending(self, key: Hashable | list[Hashable] = None) -> int:
         """Number of tasks that wait, of one key, of a list, or of all."""
         with self._lock:
-            return len(self._tasks) if key is None else len(self._select("pending", key))
+            return len(self._tasks) if key is None else len(self._select(key))
 
     def keys(self) -> list[Any]:
         """The keys that have tasks waiting, oldest first."""
@@ -262,13 +256,11 @@ class WGradQueue:
                 stacklevel=2,
             )
 
-    def _select(self, caller: str, key: Hashable | list[Hashable]) -> list[WGradTask]:
+    def _select(self, key: Hashable | list[Hashable]) -> list[WGradTask]:
         """The tasks of these keys; for those who hold the lock."""
         if key is None:
             return [*self._tasks]
-        keys = key if isinstance(key, list) else [key]
-        for each in keys:
-            _check_key(caller, each)
+        keys = {*key} if isinstance(key, list) else {key}
         return [task for task in self._tasks if task.key in keys]
 
     def _run_weight_of(self, first: WGradTask, selected: Iterable[WGradTask]) -> None:
@@ -442,14 +434,3 @@ def run_in_backward(task: WGradTask) -> None:
         # Only the callback owns the queue: if the backward fails, both go, and its gradients with them, as in torch.
         torch.autograd.Variable._execution_engine.queue_callback(queue.run)  # type: ignore[arg-type]
     queue.add(task)
-
-
-def _check_key(method: str, key: Hashable) -> None:
-    if isinstance(key, list):
-        raise TypeError(f"WGradQueue.{method}: key must not be a list, which `run` takes as several keys; got {key!r}")
-    try:
-        hash(key)
-    except TypeError:
-        raise TypeError(
-            f"WGradQueue.{method}: key must be hashable, such as a number or a tuple; got {key!r}"
-        ) from None
