@@ -148,7 +148,7 @@ def split_batch(
             batch.append(Microbatch(first, target, side, _versions(side)))
             continue
         places = edges(f"Pipeline.{call}", tokens, slices) if tokens else [(0, 0)] * len(slices)
-        parts = [None] * (len(places) - 1) + [target]
+        parts = [target] * len(places)
         if target is not None and cuts_targets:
             parts = [Target(part, target.weight) for part in cut_target(call, target.value, tokens, places)]
         for place, part in zip(places, parts, strict=True):

@@ -12,15 +12,14 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.auxiliary_losses import Share
 from zbkern.pipeline.runtime.arguments import Microbatch
 from zbkern.pipeline.runtime.measure.recorder import Recorder
 from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.replicas.agreement import number_of
 from zbkern.pipeline.runtime.replicas.data_parallel import Replicas
-from zbkern.pipeline.runtime.slices.sequence_loss import SequenceLosses, put_together
-from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, adds_up
+from zbkern.pipeline.runtime.slices.sequence_loss import put_together
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn
 from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.transport.base import Tag, Transport
 from zbkern.schedules.actions import Action
@@ -81,11 +80,8 @@ class Loop:
         self.passes = number_of([each for each in row if each.kind != "W"]) if self._replicas.agreement else 0
         self.max_in_flight = peak_microbatches(row)
         self.max_ahead = speculative_forwards(schedule)[self.recorder.rank]
-        self._sequence_losses, own = None, self._loss_fn
-        if own is not None and schedule.is_sliced and not adds_up(own):
-            self._sequence_losses, own = SequenceLosses(own, schedule.units), None
         for chunk, stage in self.stages.items():
-            stage.use(schedule, own if chunk == self._last else None)
+            stage.use(schedule, self._loss_fn if chunk == self._last else None)
 
     def use_ledger(self, ledger: Ledger | None) -> None:
         """Between steps: from now on this one holds what microbatches need between passes; None: autograd itself."""
@@ -135,8 +131,6 @@ class Loop:
             stage.reset()
         if self._ledger is not None:
             self._ledger.reset()
-        if self._sequence_losses is not None:
-            self._sequence_losses.reset()
 
     # ---- handlers; those of R, O and L are the ledger's
 
@@ -155,13 +149,8 @@ class Loop:
             self._send(chunk + 1, "F", microbatch, outputs)
         elif self._returns_outputs:
             self.results += self._returned(microbatch, outputs, side)
-        elif self._sequence_losses is None:
+        elif outputs is not None:  # the loss; with slices of whole sequences, behind the last
             self.results.append(outputs.detach())
-        else:
-            share = Share(1 / self.schedule.microbatches)
-            with self.queue.defer((chunk, microbatch)), stage.losses.during(None, share):
-                loss = self._sequence_losses.forward(microbatch, outputs, side.get("carry"), target)
-            self.results += [] if loss is None else [loss]
         self.forward_input = None
         self.recorder.done((action,), start)
 
@@ -184,9 +173,6 @@ class Loop:
         gradients = None if chunk == self._last else self._await("B", action)
         self.stages[chunk].prepare(microbatch)
         start = self.recorder.now()
-        if chunk == self._last and self._sequence_losses is not None:
-            with self.queue.defer((chunk, microbatch)):
-                gradients = self._sequence_losses.gradients(microbatch)
         fused = kind == "BW" and not self._replicas  # whose reductions begin while other W run: these come after B
         outputs = self.stages[chunk].backward_input(microbatch, gradients, fused=fused)
         if kind == "BW":

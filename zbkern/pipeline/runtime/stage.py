@@ -17,8 +17,8 @@ from zbkern.pipeline.auxiliary_losses import AuxiliaryLosses, Share
 from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.slices.carry import Carries
 from zbkern.pipeline.runtime.slices.first_forward import compare_in_packs, compare_in_slices
-from zbkern.pipeline.runtime.slices.sequence_loss import loss_of
-from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target, tells_ends
+from zbkern.pipeline.runtime.slices.sequence_loss import SequenceLosses, loss_of
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target, adds_up, tells_ends
 from zbkern.pipeline.transport.tensors import wait_for
 from zbkern.schedules.schedule import Schedule
 from zbkern.wgrad import WGradQueue
@@ -49,6 +49,7 @@ class Stage:
         self.chunk = chunk
         self.queue = queue
         self.loss_fn = loss_fn
+        self._sequence_losses: SequenceLosses | None = None  # in its place, with slices of whole sequences
         self.ledger: Ledger | None = None  # which holds what a microbatch needs, where R, O and L change that
         self.carries = Carries(schedule)
         self.losses = AuxiliaryLosses()
@@ -61,8 +62,10 @@ class Stage:
         self._saved: dict[int, tuple[Any, list[Tensor | GradientEdge | None]]] = {}
 
     def use(self, schedule: Schedule, loss_fn: LossFn | None) -> None:
-        """Between steps: from now on this schedule, and this loss."""
-        self.loss_fn = loss_fn
+        """Between steps: from now on this schedule, and this loss, of slices where it adds up over them."""
+        self.loss_fn, self._sequence_losses = loss_fn, None
+        if loss_fn is not None and schedule.is_sliced and not adds_up(loss_fn):
+            self.loss_fn, self._sequence_losses = None, SequenceLosses(loss_fn, schedule.units)
         self.carries, self._shares = Carries(schedule), _shares(schedule)
 
     @property
@@ -73,7 +76,8 @@ class Stage:
     def forward(
         self, microbatch: int, inputs: Any, target: Target | None = None, side: Mapping[str, Any] | None = None
     ) -> Any:
-        """F: the output to send on, detached; on the last chunk this microbatch's share of the mean loss.
+        """F: the output to send on, detached; on the last chunk this microbatch's share of the mean loss, or None where
+        that is of the whole sequence and comes with a later slice. target: None for the output there, too.
 
         side: keyword arguments besides the inputs.
         """
@@ -101,7 +105,11 @@ class Stage:
             if not self._followed:
                 self._warn_of_lost_graph(roots)
         self.carries.end_forward(microbatch, side or {})
-        return pytree.tree_unflatten([None if leaf is None else _to_send(leaf) for leaf in leaves], structure)
+        outputs = pytree.tree_unflatten([None if leaf is None else _to_send(leaf) for leaf in leaves], structure)
+        if self._sequence_losses is None or target is None:
+            return outputs
+        with self.queue.defer(key), self.losses.during(None, Share(target.weight)):
+            return self._sequence_losses.forward(microbatch, outputs, carry, target)
 
     def prepare(self, *microbatches: int) -> None:
         """Waits for what a B or W of these microbatches needs first, where that is being loaded."""
@@ -118,6 +126,10 @@ class Stage:
         first chunk's inputs, if they ask for any, stay with the caller's tensors.
         """
         inputs, roots = self._saved.pop(microbatch)
+        key = self.chunk, microbatch
+        if self._sequence_losses is not None:
+            with self.queue.defer(key):
+                gradients = self._sequence_losses.gradients(microbatch)
         loss = self.loss_fn is not None
         leaves = [None] if loss else pytree.tree_leaves(gradients)
         pairs = [
@@ -126,7 +138,6 @@ class Stage:
             if root is not None and (gradient is not None or loss)
         ]
         pairs += self.carries.gradients(microbatch)
-        key = self.chunk, microbatch
         with _NOTHING if self.ledger is None else self.ledger.backward(key):
             if pairs:
                 # on this thread, also where no W waits
@@ -176,6 +187,8 @@ class Stage:
         """Forgets microbatches that were begun and not finished."""
         self.queue.in_slice = False
         self._saved.clear()
+        if self._sequence_losses is not None:
+            self._sequence_losses.reset()
         self.carries.reset()
         self.losses.clear()
 

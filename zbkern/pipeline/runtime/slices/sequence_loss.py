@@ -52,20 +52,21 @@ class SequenceLosses:
         self._waiting: dict[int, list[tuple[int, Any]]] = {}  # outputs, with their tokens, of sequences not through
         self._begun: dict[int, _Begun] = {}
 
-    def forward(self, microbatch: int, outputs: Any, carry: Any, target: Target | None) -> Tensor | None:
+    def forward(self, microbatch: int, outputs: Any, carry: Any, target: Target) -> Tensor | None:
         """Takes the outputs of a slice, which had this `Carry`, None for a whole sequence. Returns the loss of the
-        sequence behind its last slice, which has the target; None before.
+        sequence behind its last slice; None before.
 
         Raises TypeError for outputs that cannot be put together."""
         number = self._units[microbatch].microbatch
         self._waiting.setdefault(number, []).append((carry.end - carry.start if carry else 0, outputs))
-        if target is None or not self._units[microbatch].is_last:
+        if not self._units[microbatch].is_last:
             return None
         parts = self._waiting.pop(number)
         leaves, structure = put_together(parts)
         loss = loss_of(self._loss_fn, pytree.tree_unflatten([leaf for leaf, _ in leaves], structure), target)
-        places = [*pairwise(accumulate((length for length, _ in parts), initial=0))]
-        self._begun[number] = _Begun(loss, leaves, places, structure)
+        if torch.is_grad_enabled():
+            places = [*pairwise(accumulate((length for length, _ in parts), initial=0))]
+            self._begun[number] = _Begun(loss, leaves, places, structure)
         return loss.detach()
 
     def gradients(self, microbatch: int) -> Any:
