@@ -64,14 +64,14 @@ def module_list(caller: str, modules: torch.nn.Module | Iterable[torch.nn.Module
     """The chunks of a rank; one module that can be called is one chunk. Raises TypeError for what hides one."""
     if isinstance(modules, torch.nn.ModuleList):
         modules = iter(modules)
-    found = [modules] if isinstance(modules, torch.nn.Module) or not isinstance(modules, Iterable) else [*modules]
-    for module in found:
+    chunks = [modules] if isinstance(modules, torch.nn.Module) or not isinstance(modules, Iterable) else [*modules]
+    for module in chunks:
         if "compile" in vars(type(module._modules.get("_orig_mod"))):  # of torch.compile(module)
             raise TypeError(
                 f"{caller}: {type(module._orig_mod).__name__} compiles its layers one by one: call compile() of the "
                 "chunk itself, and give the chunk"
             )
-    return found
+    return chunks
 
 
 def device_of(device: torch.device | str | None, modules: Sequence[torch.nn.Module]) -> torch.device:
@@ -112,24 +112,24 @@ class Microbatch(NamedTuple):
 
 
 def split_batch(
-    call: str, given: tuple[Any, Any, Any], schedule: Schedule, modules: Mapping[int, Any], loss_fn: LossFn | None
+    call: str, arguments: tuple[Any, Any, Any], schedule: Schedule, modules: Mapping[int, Any], loss_fn: LossFn | None
 ) -> list[Microbatch]:
     """Inputs, targets and side inputs of `call` in microbatches, for this rank's modules, by chunk.
 
     Raises TypeError or ValueError as `split` does, and for sequences that cannot be cut into slices.
     """
     count, last = schedule.microbatches, len(schedule.placement) - 1
-    inputs, sides = share_inputs(call, given[0], given[2], count, modules.values())
+    inputs, sides = share_inputs(call, arguments[0], arguments[2], count, modules.values())
     if call == "step" and schedule.ranks > 1:
         _check_no_gradients(sides)
     if any(sides) and inputs is None:
         firsts: list[Any] = [()] * count
     else:
         firsts = split(call, "inputs", inputs, count) if 0 in modules else [None] * count
-    if not isinstance(inputs, list) and not isinstance(given[2], list):
+    if not isinstance(inputs, list) and not isinstance(arguments[2], list):
         _check_rows(call, firsts, sides)
-    takes_targets = last in modules and not (call == "forward" and given[1] is None)
-    targets = split(call, "targets", given[1], count) if takes_targets else [None] * count
+    takes_targets = last in modules and not (call == "forward" and arguments[1] is None)
+    targets = split(call, "targets", arguments[1], count) if takes_targets else [None] * count
     if takes_targets:
         if call != "forward" and any(map(tells_ends, sides)):
             check_takes_packs(call, loss_fn)
@@ -139,7 +139,7 @@ def split_batch(
     cuts_targets = adds_up(loss_fn) and call != "forward"
     batch: list[Microbatch] = []
     for number, (first, target, side) in enumerate(zip(firsts, targets, sides, strict=True)):
-        whole = [_as_dict(value[number] if isinstance(value, list) else value) for value in given]
+        whole = [_as_dict(value[number] if isinstance(value, list) else value) for value in arguments]
         if not cuts_targets:
             del whole[1]  # targets of whole sequences may have other lengths
         tokens = length_of(*whole) or 0  # any rank may know; where none does nothing is to be cut
@@ -206,13 +206,13 @@ def share_inputs(
         return inputs, sides
     if splitter is None:
         return _as_dict(inputs), sides
-    own, every = (list(each) for each in zip(*(splitter(part) for part in parts), strict=True))
-    whole = every if isinstance(inputs, list) else every[0]
+    firsts, shared_names = (list(each) for each in zip(*(splitter(part) for part in parts), strict=True))
+    whole = shared_names if isinstance(inputs, list) else shared_names[0]
     shared = split(call, "inputs", whole, count) if whole else [{}] * count
     if twice := sorted({name for one, other in zip(sides, shared, strict=True) for name in one.keys() & other.keys()}):
         raise TypeError(f"Pipeline.{call}: {twice} must be in inputs or in side; got both")
     sides = [{**one, **other} for one, other in zip(sides, shared, strict=True)]
-    return own if isinstance(inputs, list) else own[0] or None, sides
+    return firsts if isinstance(inputs, list) else firsts[0] or None, sides
 
 
 def identity(value: Any) -> bytes:
@@ -307,4 +307,4 @@ def _size(value: Any, count: str) -> int | None:
     if not leaves:
         return None
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-    return len(leaves) - len(tensors) + sum(len(each) if count == "rows" else each.numel() for each in tensors)
+    return len(leaves) - len(tensors) + sum(len(tensor) if count == "rows" else tensor.numel() for tensor in tensors)

@@ -77,7 +77,7 @@ class Loop:
         if ledger is not self._ledger:
             self.use_ledger(ledger)
         self.program = [*merge_neighbours(row)]
-        self.passes = number_of([each for each in row if each.kind != "W"]) if self._replicas.agreement else 0
+        self.passes = number_of([action for action in row if action.kind != "W"]) if self._replicas.agreement else 0
         self.max_in_flight = peak_microbatches(row)
         self.max_ahead = speculative_forwards(schedule)[self.recorder.rank]
         for chunk, stage in self.stages.items():
@@ -138,11 +138,11 @@ class Loop:
         _, chunk, microbatch, _ = action
         if self._fill == "eager":
             self._free_memory_for_forward()
-        stage, given = self.stages[chunk], self._batch[microbatch]
-        inputs = self.forward_input = given.inputs if chunk == 0 else self._await("F", action)
+        stage, unit = self.stages[chunk], self._batch[microbatch]
+        inputs = self.forward_input = unit.inputs if chunk == 0 else self._await("F", action)
         start = self.recorder.now()
-        target = given.target if chunk == self._last and not self._returns_outputs else None
-        side = {**given.checked_side(microbatch), **stage.carries.begin(microbatch, given.tokens, inputs)}
+        target = unit.target if chunk == self._last and not self._returns_outputs else None
+        side = {**unit.checked_side(microbatch), **stage.carries.begin(microbatch, unit.tokens, inputs)}
         outputs = stage.forward(microbatch, inputs, target, side)
         self.in_flight += 1
         if chunk < self._last:

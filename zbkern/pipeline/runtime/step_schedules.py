@@ -28,13 +28,13 @@ class StepSchedules:
         self._fill, self._options = fill, options
         self.first = self._checked("Pipeline", own(ranks) if callable(own) else own)
 
-    def choose(self, call: str, given: Schedule | None, batch: tuple[Any, ...]) -> Schedule:
+    def choose(self, call: str, chosen: Schedule | None, batch: tuple[Any, ...]) -> Schedule:
         """The schedule of this call. batch: its inputs, targets and side, of which a rule counts the microbatches.
 
         Raises TypeError, ValueError or ScheduleError where there is none, or it does not fit the pipeline.
         """
         call = f"Pipeline.{call}"
-        if given is None:
+        if chosen is None:
             counts = {len(part) for part in batch if isinstance(part, list)}
             if not self._takes_lists:
                 is_split = any(part is not None and not isinstance(part, list) for part in batch[:2])
@@ -45,10 +45,10 @@ class StepSchedules:
                     f"{call}: a pipeline whose schedule is a function needs lists of microbatches, all of one length, "
                     f"on every rank, or schedule= on every rank; got lists of {sorted(counts) or 'no'} microbatches"
                 )
-            given = self._rule(*counts)
-            if given is None:
+            chosen = self._rule(*counts)
+            if chosen is None:
                 return self.first
-        schedule = self._checked(call, given)
+        schedule = self._checked(call, chosen)
         if schedule.placement != self.first.placement:
             raise ScheduleError(
                 f"{call}: schedule must have this pipeline's chunks in the same places, {self.first.placement}; got "

@@ -28,7 +28,7 @@ def slowest_link(transport: Transport, device: torch.device, timeout: float, siz
     size: bytes of the larger messages; the others are of one number. timeout: seconds to wait for one. Collective.
     """
     transport.begin("profile")
-    found = []
+    measured = []
     for low in range(transport.size - 1):
         if transport.rank in (low, low + 1):
             numbers = max(2, size // 4)
@@ -37,8 +37,8 @@ def slowest_link(transport: Transport, device: torch.device, timeout: float, siz
                 for count in (1, numbers)
             )
             rate = 4 * (numbers - 1) / max(large - small, 1e-6 * large)
-            found.append((small * 1e3, rate / 1e3))
-    links = [link for of_rank in transport.gather(found) for link in of_rank]
+            measured.append((small * 1e3, rate / 1e3))
+    links = [link for of_rank in transport.gather(measured) for link in of_rank]
     latencies, bandwidths = zip(*links, strict=True) if links else ((0.0,), (math.inf,))
     return Link(max(latencies), min(bandwidths))
 

@@ -58,17 +58,17 @@ def largest_message(chunks: Sequence[MeasuredChunk]) -> int:
     return max((chunk.output for chunk in chunks[:-1]), default=0)
 
 
-def chunk_costs(found: Measurements) -> Costs:
+def chunk_costs(steps: Measurements) -> Costs:
     """What `profile` returns."""
-    chunks, count = found.chunks, len(found.chunks)
-    alone, merged, fused = (drift.costs(t).per_chunk(count) for t in (found.separate, found.merged, found.fused))
+    chunks, count = steps.chunks, len(steps.chunks)
+    alone, merged, fused = (drift.costs(t).per_chunk(count) for t in (steps.separate, steps.merged, steps.fused))
     overhead = [max(0.0, both - bw) for both, bw in zip(alone.fused, fused.fused, strict=True)]
-    microbatches = found.separate[0].schedule.microbatches
+    microbatches = steps.separate[0].schedule.microbatches
     share = microbatches / max(1, microbatches - 1)  # of m W in a row, m - 1 follow another one
-    saving = [min(w, max(0.0, w - each) * share) for w, each in zip(alone.weight, merged.weight, strict=True)]
+    saving = [min(w, max(0.0, w - together) * share) for w, together in zip(alone.weight, merged.weight, strict=True)]
     costs = replace(
-        drift.costs(found.separate),
-        communication=communication(found.separate, count),
+        drift.costs(steps.separate),
+        communication=communication(steps.separate, count),
         activation=[chunk.activation for chunk in chunks],
         held=[chunk.held for chunk in chunks],
         static=[chunk.static for chunk in chunks],
@@ -78,11 +78,11 @@ def chunk_costs(found: Measurements) -> Costs:
         copy_size=max(chunk.transfer for chunk in chunks),
         memory_unit="bytes",
     )
-    if found.sliced is not None:
-        costs = _with_slices(costs, drift.costs(found.sliced), chunks)
-    if found.recomputing is None:
+    if steps.sliced is not None:
+        costs = _with_slices(costs, drift.costs(steps.sliced), chunks)
+    if steps.recomputing is None:
         return costs
-    lengths = drift.costs(found.recomputing).per_chunk(count).recompute
+    lengths = drift.costs(steps.recomputing).per_chunk(count).recompute
     return replace(
         costs,
         recompute=[length if chunk.recomputes else 0.0 for length, chunk in zip(lengths, chunks, strict=True)],
@@ -101,21 +101,21 @@ def _with_slices(costs: Costs, sliced: Costs, chunks: Sequence[MeasuredChunk]) -
         costs,
         attention_forward=[*map(min, both.attention_forward, flat.forward)],
         attention_backward=[*map(min, both.attention_backward, flat.backward)],
-        overhead=[max(0.0, each) for each in more],
+        overhead=[max(0.0, difference) for difference in more],
         carried=[min(chunk.carried, chunk.activation) for chunk in chunks],
         carried_gradients=[chunk.carried_gradients for chunk in chunks],
         tokens=chunks[0].tokens,
     )
 
 
-def layer_costs(found: Measurements) -> ModelCosts:
+def layer_costs(steps: Measurements) -> ModelCosts:
     """What `profile_layers` returns: every chunk is a layer, and those of one kind get the medians of their times."""
-    assert found.link is not None
-    costs = chunk_costs(found)
-    alike = _alike(found.chunks)
-    flat = costs.per_chunk(len(found.chunks))
+    assert steps.link is not None
+    costs = chunk_costs(steps)
+    alike = _alike(steps.chunks)
+    flat = costs.per_chunk(len(steps.chunks))
     flat = flat._replace(**{name: _medians(getattr(flat, name), alike) for name in _TIMES})
-    within, besides = (_medians([getattr(c, name) for c in found.chunks], alike) for name in ("within", "besides"))
+    within, besides = (_medians([getattr(c, name) for c in steps.chunks], alike) for name in ("within", "besides"))
     forward = [max(inside, f - outside) for inside, f, outside in zip(within, flat.forward, besides, strict=True)]
     layers = [
         LayerCosts(
@@ -130,8 +130,8 @@ def layer_costs(found: Measurements) -> ModelCosts:
             output=chunk.output,
             static=flat.static[at],
             tied=chunk.tied,
-            recompute=flat.recompute[at] if found.recomputing else None,
-            checkpoint=chunk.kept if found.recomputing else None,
+            recompute=flat.recompute[at] if steps.recomputing else None,
+            checkpoint=chunk.kept if steps.recomputing else None,
             output_again=chunk.output_again,
             attention_forward=min(flat.attention_forward[at], forward[at]),
             attention_backward=min(flat.attention_backward[at], flat.backward[at]),
@@ -139,12 +139,12 @@ def layer_costs(found: Measurements) -> ModelCosts:
             carried=flat.carried[at],
             carried_gradients=flat.carried_gradients[at],
         )
-        for at, chunk in enumerate(found.chunks)
+        for at, chunk in enumerate(steps.chunks)
     ]
-    overhead = median(chunk.besides for chunk in found.chunks)
+    overhead = median(chunk.besides for chunk in steps.chunks)
     return ModelCosts(
         tuple(layers),
-        *found.link,
+        *steps.link,
         "ms",
         "bytes",
         copy_size=costs.copy_size,

@@ -114,7 +114,7 @@ class ProbeSteps:
                     carried_gradients=carried.get(chunk, (0, 0))[1],
                     tokens=length_of(self.batch[0]),
                 )
-            everywhere = {chunk: each for found in pipe.gather(known) for chunk, each in found.items()}
+            everywhere = {chunk: one for of_rank in pipe.gather(known) for chunk, one in of_rank.items()}
             chunks = [everywhere[chunk] for chunk in range(len(placement))]
             link = slowest_link(pipe.transport, device, pipe.timeout, largest_message(chunks)) if layers else None
         return Measurements(chunks, separate, merged, fused, recomputing, sliced, link)
@@ -159,9 +159,9 @@ class ProbeSteps:
         parts = {}
         for index, (chunk, module) in enumerate(pipe.modules.items()):
             of_model = not layers or hasattr(module, "layer_names")  # the names of its parts are whole
-            if found := parts_of(module, named, "" if of_model else layers[index]):
-                parts[chunk] = found
-        again = {chunk for found in pipe.gather([*parts]) for chunk in found}
+            if named_in_chunk := parts_of(module, named, "" if of_model else layers[index]):
+                parts[chunk] = named_in_chunk
+        again = {chunk for chunks in pipe.gather([*parts]) for chunk in chunks}
         if not again:
             raise ValueError(
                 f"{self.function}: recompute must name parts of the modules, by patterns of their names or by their "
@@ -236,14 +236,14 @@ class _ForwardWatch:
 def _kind(module: torch.nn.Module) -> int:
     """The same for layers that do the same work: a checksum, equal in all processes, of the classes of their parts and
     their settings and parameters. Of a chunk of a model, which has placeholders besides, that of its layers."""
-    found = []
+    layers = []
     for name in getattr(module, "layer_names", [""]):
         for part in module.get_submodule(name).modules():
             settings = {k: v for k, v in vars(part).items() if isinstance(v, (int, float, str, tuple))}
             shapes = [(*p.shape, p.dtype, p.requires_grad) for p in part.parameters(recurse=False)]
             plain = sorted((k, repr(v)) for k, v in settings.items() if k not in _WHICH_LAYER)
-            found.append((type(part).__qualname__, plain, shapes))
-    return zlib.crc32(repr(found).encode())
+            layers.append((type(part).__qualname__, plain, shapes))
+    return zlib.crc32(repr(layers).encode())
 
 
 def _static_bytes(module: torch.nn.Module, bytes_per_parameter: float | None) -> float:
@@ -271,9 +271,9 @@ def _tied_names(modules: Sequence[torch.nn.Module], rank: int) -> list[str | Non
     for at, module in enumerate(modules):
         for parameter in module.parameters():
             owners.setdefault(id(parameter), []).append(at)
-    shared = [found for found in owners.values() if len(found) > 1]
-    here = [next((f"rank {rank}: {found[0]}" for found in shared if at in found), None) for at in range(len(modules))]
-    return [next(iter(names), own) for names, own in zip(declared, here, strict=True)]
+    shared = [users for users in owners.values() if len(users) > 1]
+    here = [next((f"rank {rank}: {users[0]}" for users in shared if at in users), None) for at in range(len(modules))]
+    return [next(iter(names), local) for names, local in zip(declared, here, strict=True)]
 
 
 def _held_bytes(pipe: Pipeline) -> dict[int, float]:
@@ -304,7 +304,7 @@ def _all_forwards_first(placement: tuple[int, ...], microbatches: int, slices: t
 
 def _changed(schedule: Schedule, change: Callable[[Action], Sequence[Action]]) -> Schedule:
     """The same with other actions in the place of each."""
-    actions = [[each for action in row for each in change(action)] for row in schedule.actions]
+    actions = [[changed for action in row for changed in change(action)] for row in schedule.actions]
     return Schedule.build(actions, schedule.placement, schedule.microbatches, "profile")
 
 

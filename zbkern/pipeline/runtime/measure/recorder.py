@@ -87,15 +87,15 @@ class Recorder:
     def copies(self) -> list[Event]:
         """An event for every O and L, which ends when its last transfer ends and is as long as all of them took
         together; waits for the last. None for what has failed."""
-        found = []
+        events = []
         for action, transfers in self._copies:
             marks = [copy.marks() for copy in transfers]
             times = [(self._clock.seconds(mark[0]), self._clock.seconds(mark[1])) for mark in marks if mark is not None]
             if not times or len(times) < len(marks):
                 continue
             end = max(ended for _, ended in times)
-            found.append(Event(self.rank, action, end - sum(ended - begun for begun, ended in times), end))
-        return found
+            events.append(Event(self.rank, action, end - sum(ended - begun for begun, ended in times), end))
+        return events
 
     def catch_up(self) -> None:
         """Waits until the device has begun the action that was launched last, so that little is ahead of the host."""

@@ -37,29 +37,29 @@ def parts_of(module: nn.Module, named: Sequence[str | type], name: str = "") -> 
     name: of the module itself, which is then one of them. Stand-ins for layers of other ranks, which `cut` leaves in a
     chunk, are none.
     """
-    found: dict[str, nn.Module] = {}
+    parts: dict[str, nn.Module] = {}
     sharded: list[tuple[str, nn.Module]] = []  # parents first
     for path, part in module.named_modules(prefix=name):
-        within = any(path.startswith(f"{outer}.") for outer in found)
+        within = any(path.startswith(f"{outer}.") for outer in parts)
         here = path and not within and not getattr(type(part), "held_elsewhere", False)
         if here and any(fnmatchcase(path, each) if isinstance(each, str) else isinstance(part, each) for each in named):
-            found[path] = part
+            parts[path] = part
         if is_sharded(part):
             sharded.append((path, part))
-    above = {path: [owner for outer, owner in sharded if not outer or path.startswith(f"{outer}.")] for path in found}
-    return {part: above[path][-1] if above[path] and not is_sharded(part) else None for path, part in found.items()}
+    above = {path: [owner for outer, owner in sharded if not outer or path.startswith(f"{outer}.")] for path in parts}
+    return {part: above[path][-1] if above[path] and not is_sharded(part) else None for path, part in parts.items()}
 
 
 def named_parts(module: nn.Module, chunk: int, named: Sequence[str | type]) -> Parts:
     """`parts_of` a chunk that has an R. Raises ValueError where it has none of them."""
-    found = parts_of(module, named)
-    if named and not found:
+    parts = parts_of(module, named)
+    if named and not parts:
         names = [name for name, _ in module.named_modules()][1:9]
         raise ValueError(
             f"StepOptions: recompute must name a part of every chunk that has an R in the schedule; chunk {chunk} has "
             f"none for {tuple(named)}; its modules are {names} and so on"
         )
-    return found
+    return parts
 
 
 class _Later(NamedTuple):
@@ -150,8 +150,8 @@ class Recomputation:
     def _begin(self, module: nn.Module, call: Callable[..., Any], arguments: Any, keywords: Any) -> None:
         """What comes, until `_end`, is call(*arguments, **keywords), in which `module` runs: all of it again."""
         self._given = [(tensor, tensor._version) for tensor in tensors_in((arguments, keywords))]
-        given = pytree.tree_map_only(Tensor, lambda t: _Input(self._pack(t), t.requires_grad), (arguments, keywords))
-        self._runs.append(_Run(call, given, module, self._storages.lanes.device))
+        inputs = pytree.tree_map_only(Tensor, lambda t: _Input(self._pack(t), t.requires_grad), (arguments, keywords))
+        self._runs.append(_Run(call, inputs, module, self._storages.lanes.device))
         self._within = module
 
     def _end(self, outputs: Any) -> None:
@@ -173,14 +173,14 @@ class Recomputation:
     def _leave(self, part: nn.Module, arguments: Any, output: Any) -> None:
         if self._within is not part:
             return
-        given, self._given, run = self._given, [], self._runs[-1]
+        inputs, self._given, run = self._given, [], self._runs[-1]
         self._end(output)
-        if any(tensor._version != version for tensor, version in given):
+        if any(tensor._version != version for tensor, version in inputs):
             raise RuntimeError(
                 f"{type(part).__name__} modifies what it is given in place, so that it cannot run again alone; name "
                 "what contains it in StepOptions(recompute=...), or have it return another tensor"
             )
-        passed_on = keys(tensor for tensor, _ in given)
+        passed_on = keys(tensor for tensor, _ in inputs)
         for index, leaf in enumerate(pytree.tree_leaves(output)):
             if type(leaf) is Tensor and leaf.layout is torch.strided and storage_key(leaf) not in passed_on:
                 self._outputs[storage_key(leaf)] = weakref.ref(leaf.untyped_storage()), leaf._version, run, index

@@ -140,15 +140,15 @@ class Storages:
 
     def add(self, tensor: Tensor) -> list[Storage]:
         """The storages that a tensor is in, without those that stay."""
-        found = []
+        storages = []
         for part in parts(wait_for(tensor)):
             if (
                 part.layout is torch.strided
                 and part.device == self.lanes.device
                 and storage_key(part) not in self._resident
             ):
-                found.append(self._add(part))
-        return found
+                storages.append(self._add(part))
+        return storages
 
     def save(self, tensor: Tensor, streams: bool = False) -> Saved:
         """Takes what autograd saves. streams: a full transfer waits for the one before it, so that no more than two
@@ -169,7 +169,7 @@ class Storages:
 
     def begin_if_full(self) -> bool:
         """Begins a transfer to the host where enough waits for it; whether it has."""
-        full = self.began is not None and sum(each.nbytes for each in self._next) >= self.lanes.copy_size
+        full = self.began is not None and sum(storage.nbytes for storage in self._next) >= self.lanes.copy_size
         if full:
             self.begin_offload()
         return full

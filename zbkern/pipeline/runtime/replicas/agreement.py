@@ -57,8 +57,8 @@ class Agreement:
         numbers = [number_of(call), microbatches, passes]
         for group in self._groups.values():
             ranks = dist.get_process_group_ranks(group)
-            own = [*numbers[:1], 0, 0] if tuple(ranks) in once else numbers
-            rows = _gathered(own, group, self._device, transport, timeout)
+            local = [*numbers[:1], 0, 0] if tuple(ranks) in once else numbers
+            rows = _gathered(local, group, self._device, transport, timeout)
             for rank, row in zip(ranks, rows, strict=True):
                 if row[0] != rows[0][0]:
                     raise ValueError(
@@ -77,7 +77,7 @@ class Agreement:
     def _gathered_once(self) -> set[tuple[int, ...]]:
         """The ranks over which weights are gathered once a step, and not in every pass: equal meshes may have groups of
         other names, and torch keep the first of them."""
-        found: dict[tuple[int, ...], bool] = {}
+        once_by_ranks: dict[tuple[int, ...], bool] = {}
         for root in self._roots:
             for part in (part for part in root.modules() if is_sharded(part)):
                 state = state_of(part)
@@ -85,11 +85,11 @@ class Agreement:
                     state, "_auto_reshard_after_forward", False
                 )  # from its first forward on
                 for group in fsdp.groups_of(state):
-                    for each in group.mesh_info.mesh.get_all_groups():
+                    for process_group in group.mesh_info.mesh.get_all_groups():
                         once = stays or not group._reshard_after_forward
-                        ranks = tuple(dist.get_process_group_ranks(each))
-                        found[ranks] = found.get(ranks, True) and once
-        return {ranks for ranks, once in found.items() if once}
+                        ranks = tuple(dist.get_process_group_ranks(process_group))
+                        once_by_ranks[ranks] = once_by_ranks.get(ranks, True) and once
+        return {ranks for ranks, once in once_by_ranks.items() if once}
 
 
 def number_of(value: object) -> int:
@@ -102,9 +102,9 @@ def _gathered(
 ) -> list[list[int]]:
     """The numbers of all ranks of the group."""
     device = torch.device("cpu") if "cpu" in dist.get_backend_config(group) else device
-    own = torch.tensor(numbers, device=device)
-    rows: list[Tensor] = [torch.empty_like(own) for _ in range(group.size())]
-    work, start = dist.all_gather(rows, own, group, async_op=True), time.monotonic()
+    local = torch.tensor(numbers, device=device)
+    rows: list[Tensor] = [torch.empty_like(local) for _ in range(group.size())]
+    work, start = dist.all_gather(rows, local, group, async_op=True), time.monotonic()
     while not work.is_completed():  # no wait: this pipeline may fail meanwhile, and other replicas know nothing of that
         if transport.failure is not None:
             raise PipelineError(transport.failure)

@@ -30,9 +30,9 @@ class Replicas:
     """The data-parallel side of this rank's chunks. Without such chunks every method does nothing."""
 
     def __init__(self, modules: Mapping[int, nn.Module], queue: WGradQueue) -> None:
-        found = {chunk: _reducer_of(chunk, modules[chunk]) for chunk in sorted(modules, reverse=True)}
+        reducers = {chunk: _reducer_of(chunk, modules[chunk]) for chunk in sorted(modules, reverse=True)}
         # the last chunk first
-        self._reducers = {chunk: reducer for chunk, reducer in found.items() if reducer is not None}
+        self._reducers = {chunk: reducer for chunk, reducer in reducers.items() if reducer is not None}
         # What the stages call: inside of DDP, so that its hooks and a reduction per backward are out of the way.
         self.modules = {c: self._reducers[c].module if c in self._reducers else m for c, m in modules.items()}
         taken: set[int] = set()

@@ -50,7 +50,7 @@ class TiedWeights:
                 parameter.tied_name = name  # type: ignore[attr-defined]
             _check_trained(name, {rank: of_ranks[rank][name] for rank in ranks})
             copies = [named[rank][name] for rank in ranks]
-            if transport.rank == ranks[0] and any(found != copies[0] for found in copies if found and copies[0]):
+            if transport.rank == ranks[0] and any(other != copies[0] for other in copies if other and copies[0]):
                 logger.warning(
                     "Pipeline: the copies of tied %r differ between ranks %s (shape and sum: %s); give them one value, "
                     "from one seed, by a copy or from a checkpoint, before the first step",
@@ -99,15 +99,15 @@ def all_ties(modules: Iterable[torch.nn.Module], more: Mapping[str, Tensor] | No
 
     fully_shard makes a parameter of its own for every chunk that has one: they are copies from then on.
     """
-    found: dict[str, list[Tensor]] = {name: [parameter] for name, parameter in (more or {}).items()}
+    copies_of: dict[str, list[Tensor]] = {name: [parameter] for name, parameter in (more or {}).items()}
     for module in modules:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             module = module.module
         for name, parameter in getattr(module, "tied_parameters", {}).items():
-            copies = found.setdefault(name, [])
+            copies = copies_of.setdefault(name, [])
             if not any(parameter is copy for copy in copies):
                 copies.append(parameter)
-    return found
+    return copies_of
 
 
 def _check_trained(name: str, trained: dict[int, bool]) -> None:
@@ -150,16 +150,16 @@ class TrainedMatrix(NamedTuple):
 def _matrices(modules: Mapping[int, torch.nn.Module], tied: Mapping[str, Sequence[Tensor]]) -> list[TrainedMatrix]:
     """All of these modules, each parameter once; without those of no memory, or of one value, as zeros at the start."""
     names = {id(parameter): name for name, copies in tied.items() for parameter in copies}
-    found: dict[int, TrainedMatrix] = {}
+    matrices: dict[int, TrainedMatrix] = {}
     for chunk, module in modules.items():
         tables = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
         for name, parameter in module.named_parameters():
-            if id(parameter) in found or not parameter.requires_grad or is_lazy(parameter) or parameter.dim() != 2:
+            if id(parameter) in matrices or not parameter.requires_grad or is_lazy(parameter) or parameter.dim() != 2:
                 continue
             key = id(parameter)
             if (digest := digest_of(parameter)) is not None:
-                found[key] = TrainedMatrix(chunk, name, names.get(key), digest, key in tables)
-    return [*found.values()]
+                matrices[key] = TrainedMatrix(chunk, name, names.get(key), digest, key in tables)
+    return [*matrices.values()]
 
 
 def unmatched_names(named: Sequence[Mapping[str, object]]) -> list[str]:

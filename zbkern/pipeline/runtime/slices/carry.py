@@ -234,7 +234,7 @@ class Carries:
         if number not in self._sequences:
             return []
         states = self._sequences[number].states
-        kept = [states[each] for each in states if each[1] == index]
+        kept = [states[place] for place in states if place[1] == index]
         return [(tensor, leaf.grad) for tensor, leaf in kept if tensor.requires_grad and leaf.grad is not None]
 
     def end_backward(self, microbatch: int) -> None:
@@ -244,18 +244,18 @@ class Carries:
         if number not in self._sequences:
             return
         sequence = self._sequences[number]
-        lost = {key for key, each in sequence.awaited if each == index and key in sequence.gradients}
+        lost = {key for key, place in sequence.awaited if place == index and key in sequence.gradients}
         if lost:
             raise RuntimeError(
                 f"Carry: what slice {index} has appended under {min(map(str, lost))} got no gradient in its B, and "
                 "those of later slices would be lost: the output of a slice must depend on what it appends"
             )
         sequence.states = {key: state for key, state in sequence.states.items() if key[1] != index}
-        for key, each in sequence.states:
-            leaf = sequence.states[key, each][1]
-            if each == index - 1 and leaf.requires_grad and leaf.grad is None:
+        for key, place in sequence.states:
+            leaf = sequence.states[key, place][1]
+            if place == index - 1 and leaf.requires_grad and leaf.grad is None:
                 raise RuntimeError(
-                    f"Carry: slice {index} does not use what slice {each} has kept under {key!r}: its layer needs "
+                    f"Carry: slice {index} does not use what slice {place} has kept under {key!r}: its layer needs "
                     "whole sequences; use a schedule without slices"
                 )
         if index == 0:

@@ -44,10 +44,10 @@ def check_slices(
         whole, cotangents = _outputs(module, inputs, side or {}, tokens, (1,), None)
         expected = _take_gradients(module)
         sliced, _ = _outputs(module, inputs, side or {}, tokens, lengths, cotangents)
-        found = _take_gradients(module)
+        in_slices = _take_gradients(module)
     _compare_outputs(module, whole, sliced)
     for name, gradient in expected.items():
-        if (error := _error(found.get(name, torch.zeros_like(gradient)), gradient)) > _exact(gradient):
+        if (error := _error(in_slices.get(name, torch.zeros_like(gradient)), gradient)) > _exact(gradient):
             raise ValueError(
                 f"check_slices: the gradient of {name} in slices is off by {error:.1e} of its largest value, although "
                 "outputs agree: what goes through the carry must keep its graph (Carry.append, Carry.keep)"
@@ -65,24 +65,24 @@ def _outputs(
     outputs = []
     for number, place in enumerate(places):
         carry = stage.carries.begin(number, place[1] - place[0], inputs)
-        given = cut(inputs, tokens, place)
-        outputs.append(stage.forward(number, given, None, {**cut(dict(side), tokens, place), **carry}))
+        part = cut(inputs, tokens, place)
+        outputs.append(stage.forward(number, part, None, {**cut(dict(side), tokens, place), **carry}))
     leaves = [[leaf.detach() for leaf in tensors_in(each)] for each in outputs]
     together = [torch.cat(parts, 1) if parts[0].dim() > 1 else parts[0] for parts in zip(*leaves, strict=True)]
     cotangents = cotangents or [torch.randn_like(each) for each in together]
     spec = pytree.tree_structure(outputs[0])
     for number, place in reversed([*enumerate(places)]):
-        own = [cut(each, tokens, place) for each in cotangents]
-        stage.backward_input(number, pytree.tree_unflatten(own, spec))
+        cotangent_parts = [cut(each, tokens, place) for each in cotangents]
+        stage.backward_input(number, pytree.tree_unflatten(cotangent_parts, spec))
         stage.weight(number)
     return together, cotangents
 
 
 def _take_gradients(module: torch.nn.Module) -> dict[str, Tensor]:
-    found = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
     for parameter in module.parameters():
         parameter.grad = None
-    return found
+    return gradients
 
 
 def _compare_outputs(module: torch.nn.Module, whole: Sequence[Tensor], sliced: Sequence[Tensor]) -> None:
@@ -97,9 +97,9 @@ def _compare_outputs(module: torch.nn.Module, whole: Sequence[Tensor], sliced: S
             )
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
+def _error(actual: Tensor, expected: Tensor) -> float:
     largest = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
-    return float((found - expected).abs().max() / largest)
+    return float((actual - expected).abs().max() / largest)
 
 
 def _exact(tensor: Tensor) -> float:

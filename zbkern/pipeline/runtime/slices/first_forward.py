@@ -55,13 +55,13 @@ def compare_in_slices(
         return _Forwards(whole, middle, [{"carry": each} for each in carries_of([middle, count - middle])])
 
     with _comparing(module, few, count) as (before, outputs):
-        for what, given, outputs.counted in _batches(few, count):
-            failure = _run(module, call, given, forwards, before, outputs)
+        for what, arguments, outputs.counted in _batches(few, count):
+            failure = _run(module, call, arguments, forwards, before, outputs)
             if failure is not None and outputs.in_parts:
                 raised = raised or f"a slice{what} raises {failure}"
-            if found := outputs.first_that_differs():
+            if wrong := outputs.first_that_differs():
                 raise ValueError(
-                    f"Pipeline: chunk {chunk} cannot take its sequences in slices{what}: {found} than for whole "
+                    f"Pipeline: chunk {chunk} cannot take its sequences in slices{what}: {wrong} than for whole "
                     "ones. It must get what comes before a slice from the carry (zbkern.nn.Attention takes it; "
                     "docs/long_context.md); or use a schedule without slices"
                 )
@@ -87,9 +87,9 @@ def compare_in_packs(
 
     with _comparing(module, few, count) as (before, outputs):
         failure = _run(module, call, few, forwards, before, outputs)
-        if found := outputs.first_that_differs():
+        if wrong := outputs.first_that_differs():
             raise ValueError(
-                f"Pipeline: chunk {chunk} cannot take sequences packed into a row: {found} than for each by itself. It "
+                f"Pipeline: chunk {chunk} cannot take sequences packed into a row: {wrong} than for each by itself. It "
                 "must get where they end (zbkern.nn.Attention takes cu_seqlens; docs/batches.md); or plan batches "
                 "with packs=False"
             )
@@ -97,19 +97,19 @@ def compare_in_packs(
         logger.warning("chunk %d: packed sequences could not be compared with each by itself: %s", chunk, failure)
 
 
-def _told(given: Any, ends: list[int]) -> dict[str, Any]:
+def _told(arguments: Any, ends: list[int]) -> dict[str, Any]:
     """Of inputs and side inputs those that tell of sequences, for some that end there; of packs alone not for one."""
-    found: dict[str, Any] = {}
-    inputs, side = given
+    sides: dict[str, Any] = {}
+    inputs, side = arguments
     for name, value in {**(inputs if isinstance(inputs, dict) else {}), **side}.items():
         if name == "position_ids" and isinstance(value, Tensor):
             positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])
-            found[name] = positions.to(value).expand(*value.shape[:-1], ends[-1])
+            sides[name] = positions.to(value).expand(*value.shape[:-1], ends[-1])
         elif name == OWN_ENDS or (name in ENDS and len(ends) > 2):
-            found[name] = torch.as_tensor(value).new_tensor(ends)
+            sides[name] = torch.as_tensor(value).new_tensor(ends)
         elif name in _LONGEST and len(ends) > 2:
-            found[name] = max(b - a for a, b in pairwise(ends))
-    return found
+            sides[name] = max(b - a for a, b in pairwise(ends))
+    return sides
 
 
 class _Forwards(NamedTuple):
@@ -136,16 +136,16 @@ def _comparing(module: nn.Module, few: Any, count: int) -> Iterator[tuple[Forwar
 def _run(
     module: nn.Module,
     call: Callable[..., Any],
-    given: Any,
+    arguments: Any,
     forwards: Callable[[], _Forwards],
     before: ForwardState,
     outputs: _Outputs,
 ) -> str | None:
     """Runs them; why that cannot be compared, or None."""
     try:
-        if not _run_once(call, given, forwards(), before, outputs):  # dropout, say
+        if not _run_once(call, arguments, forwards(), before, outputs):  # dropout, say
             with evaluation_mode([module]):
-                if not _run_once(call, given, forwards(), before, outputs):
+                if not _run_once(call, arguments, forwards(), before, outputs):
                     return "its forward draws random numbers"
     except Exception as error:  # the forward itself will raise it, or takes no few tokens
         return f"{type(error).__name__}: {error}"
@@ -153,19 +153,19 @@ def _run(
 
 
 def _run_once(
-    call: Callable[..., Any], given: Any, forwards: _Forwards, before: ForwardState, outputs: _Outputs
+    call: Callable[..., Any], arguments: Any, forwards: _Forwards, before: ForwardState, outputs: _Outputs
 ) -> bool:
     """Whether it drew no random numbers."""
     count = outputs.tokens
 
     def forward(place: tuple[int, int], more: Mapping[str, Any]) -> None:
         outputs.begin(place)
-        inputs, side = cut(given, count, place)
-        own = {name: value for name, value in side.items() if name not in {*ENDS, *_LONGEST}}
+        inputs, side = cut(arguments, count, place)
+        others = {name: value for name, value in side.items() if name not in {*ENDS, *_LONGEST}}
         if isinstance(inputs, dict):
             inputs = {name: more.get(name, value) for name, value in inputs.items()}
             more = {name: value for name, value in more.items() if name not in inputs}
-        call(inputs, {**own, **more})
+        call(inputs, {**others, **more})
 
     before.restore()
     drawn = random_state(before.device)
@@ -296,7 +296,7 @@ def _sizes(tensor: Tensor) -> Tensor:
     return wide.abs().unsqueeze(-1).flatten(2).amax(2)
 
 
-def _few(given: Any, tokens: int, count: int) -> Any:
+def _few(arguments: Any, tokens: int, count: int) -> Any:
     """So many tokens of a slice, which has `tokens`; a single one twice."""
 
     def few(leaf: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ def _few(given: Any, tokens: int, count: int) -> Any:
             return leaf
         return leaf.repeat_interleave(2, 1) if tokens < count else leaf[:, :count]
 
-    return pytree.tree_map_only(Tensor, few, given)
+    return pytree.tree_map_only(Tensor, few, arguments)
 
 
 def _batches(few: Any, count: int) -> Iterator[tuple[str, Any, Tensor | None]]:
@@ -315,8 +315,8 @@ def _batches(few: Any, count: int) -> Iterator[tuple[str, Any, Tensor | None]]:
     padding is for nobody, and need not be the same.
     """
     names = {pytree.keystr(path[-1:]).strip("[']"): leaf for path, leaf in pytree.tree_leaves_with_path(few) if path}
-    given = {name: leaf for name, leaf in names.items() if isinstance(leaf, Tensor) and not leaf.is_floating_point()}
-    mask, positions = (given.get(name) for name in ("attention_mask", "position_ids"))
+    integers = {name: leaf for name, leaf in names.items() if isinstance(leaf, Tensor) and not leaf.is_floating_point()}
+    mask, positions = (integers.get(name) for name in ("attention_mask", "position_ids"))
     if mask is not None and mask.shape[1:] == (count,):
         for first, last in (2, count - 2), (count // 2 + 1, count):
             padded = torch.zeros_like(mask)

@@ -32,7 +32,7 @@ def check_sliceable(modules: Iterable[torch.nn.Module]) -> None:
         if hasattr(whole, "check_sliceable"):  # a chunk of `cut`
             whole.check_sliceable()
         parameters = inspect.signature(whole.forward).parameters
-        if "carry" not in parameters and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+        if "carry" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             raise TypeError(
                 f"Pipeline: {type(whole).__name__} must take the keyword argument carry to run sequences in slices, "
                 "and hand it to its attention (zbkern.nn.Attention takes it); or use a schedule without slices"
