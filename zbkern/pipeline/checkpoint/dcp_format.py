@@ -88,13 +88,13 @@ def share_out(ranks: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     for rank, parts in enumerate(ranks):
         for key, (_, offset, _) in parts.items():
             holders.setdefault((key, tuple(offset)), []).append(rank)
-    found: list[list[str]] = [[] for _ in ranks]
+    keys: list[list[str]] = [[] for _ in ranks]
     written = [0] * len(ranks)
     missing: dict[str, int] = {}
     for (key, _), having in holders.items():
         size, _, part = ranks[having[0]][key]
         writer = min(having, key=written.__getitem__)
-        found[writer].append(key)
+        keys[writer].append(key)
         written[writer] += math.prod(part)
         missing[key] = missing.get(key, math.prod(size)) - math.prod(part)
     for key, count in missing.items():
@@ -103,13 +103,13 @@ def share_out(ranks: Sequence[Mapping[str, Any]]) -> list[list[str]]:
                 f"checkpoint.save: the parts of {key!r} that ranks hold differ from the whole by {count} elements; all "
                 "ranks that have shards of it must take part: see group="
             )
-    return found
+    return keys
 
 
 def write_tensors(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> list[tuple[str, str, list[int], Piece]]:
     """Writes this rank's file to the disk. Returns (key, dtype, size, piece) of every tensor."""
     name = f"__{rank}_0.distcp"
-    found = []
+    written = []
     with open(folder / name, "wb") as file:
         for key, tensor in tensors.items():
             stream = io.BytesIO()
@@ -117,10 +117,10 @@ def write_tensors(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> lis
             data = stream.getbuffer()
             piece = Piece(*part_of(tensor), name, file.tell(), len(data), zlib.crc32(data))
             file.write(data)
-            found.append((key, str(tensor.dtype).removeprefix("torch."), [*tensor.shape], piece))
+            written.append((key, str(tensor.dtype).removeprefix("torch."), [*tensor.shape], piece))
         file.flush()
         os.fsync(file.fileno())
-    return found
+    return written
 
 
 def finish(folder: Path, ranks: Sequence[Sequence[tuple[str, str, list[int], Any]]]) -> None:
@@ -134,11 +134,11 @@ def finish(folder: Path, ranks: Sequence[Sequence[tuple[str, str, list[int], Any
         for key, dtype, size, piece in of_rank:
             tensors.setdefault(key, {"dtype": dtype, "size": size, "pieces": []})["pieces"].append(piece)
             expected += Piece(*piece).length
-        found = path.stat().st_size if path.exists() else None
-        if found != expected:
+        seen = path.stat().st_size if path.exists() else None
+        if seen != expected:
             raise ValueError(
                 f"checkpoint.save: rank {rank} has written {expected} bytes to {path}, where rank 0 finds "
-                f"{'no file' if found is None else f'{found} bytes'}; folder must be one place shared by all ranks"
+                f"{'no file' if seen is None else f'{seen} bytes'}; folder must be one place shared by all ranks"
             )
     content = {"version": _VERSION, "tensors": tensors}
     _write_metadata(folder, _tensors_of(content))
@@ -191,15 +191,15 @@ def read(folder: Path, index: Index, targets: Mapping[str, Tensor], verify: bool
     Raises ValueError that names file and tensor where one is not what was saved.
     """
     places = {key: part_of(target) for key, target in targets.items()}
-    found = [
+    pieces = [
         (piece, key)
         for key in targets
         for piece in index.tensors[key].pieces
         if _overlap(piece, *places[key]) is not None
     ]
-    found.sort(key=lambda pair: (pair[0].file, pair[0].start))
+    pieces.sort(key=lambda pair: (pair[0].file, pair[0].start))
     try:
-        for name, of_file in groupby(found, key=lambda pair: pair[0].file):
+        for name, of_file in groupby(pieces, key=lambda pair: pair[0].file):
             with open(folder / name, "rb") as file:
                 for piece, key in of_file:
                     data = _read(file, folder / name, piece, key)
@@ -219,8 +219,8 @@ def _deleted(path: Any) -> ValueError:
 def _overlap(piece: Piece, offset: list[int], size: list[int]) -> list[tuple[int, int]] | None:
     """(start, stop) in the whole tensor, by dimension; None where a piece and a target have nothing in common."""
     dimensions = zip(piece.offset, piece.size, offset, size, strict=True)
-    found = [(max(a, b), min(a + m, b + n)) for a, m, b, n in dimensions]
-    return found if all(start < stop for start, stop in found) else None
+    ranges = [(max(a, b), min(a + m, b + n)) for a, m, b, n in dimensions]
+    return ranges if all(start < stop for start, stop in ranges) else None
 
 
 def _copy(data: bytes, piece: Piece, target: Tensor, offset: list[int], size: list[int]) -> None:
@@ -254,13 +254,13 @@ def _checksum(content: Any) -> int:
 
 
 def _tensors_of(content: Any) -> dict[str, Stored]:
-    found = {}
+    tensors = {}
     for key, entry in content["tensors"].items():
         pieces = [Piece(*piece) for piece in entry["pieces"]]
-        found[key] = Stored(entry["dtype"], entry["size"], pieces)
+        tensors[key] = Stored(entry["dtype"], entry["size"], pieces)
         if not isinstance(getattr(torch, entry["dtype"]), torch.dtype):
             raise ValueError(f"{key!r} has the dtype {entry['dtype']!r}")
         for piece in pieces:
             if Path(piece.file).name != piece.file:
                 raise ValueError(f"{key!r} is said to be in {piece.file!r}, outside of the checkpoint")
-    return found
+    return tensors

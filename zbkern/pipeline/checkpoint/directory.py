@@ -34,17 +34,17 @@ def name_of(step: int) -> str:
 
 def complete(folder: Path) -> dict[int, Path]:
     """The folder's checkpoints by their steps, oldest first."""
-    found: dict[int, Path] = {}
+    checkpoints: dict[int, Path] = {}
     for path, step, state in sorted(_entries(folder), key=lambda entry: entry[2] is None):  # whole names replace others
         if state in (None, "replaced") and _is_checkpoint(path):
-            found[step] = path
-    return dict(sorted(found.items()))
+            checkpoints[step] = path
+    return dict(sorted(checkpoints.items()))
 
 
 def find(folder: Path, step: int | None) -> Path | None:
     """The checkpoint of that step, the newest for None."""
-    found = complete(folder)
-    return found.get(max(found, default=0) if step is None else step)
+    checkpoints = complete(folder)
+    return checkpoints.get(max(checkpoints, default=0) if step is None else step)
 
 
 def lost(folder: Path, step: int | None) -> list[Path]:
@@ -88,8 +88,8 @@ def _entries(folder: Path) -> list[tuple[Path, int, str | None]]:
     if not _exists(folder):
         return []
     named = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())]
-    found = [(path, int(match["step"]), match["state"]) for path, match in named if match is not None]
-    return [(path, step, state) for path, step, state in found if path.name.split(".")[0] == name_of(step)]
+    entries = [(path, int(match["step"]), match["state"]) for path, match in named if match is not None]
+    return [(path, step, state) for path, step, state in entries if path.name.split(".")[0] == name_of(step)]
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -60,7 +60,7 @@ class NamedState:
             for key, value in module.named_parameters(remove_duplicate=False):
                 names.setdefault(id(value), []).append(self._name(chunk, key))
         tied = modules.tied if isinstance(modules, Pipeline) else {}
-        labels = {key: found[0] for key, found in names.items() if len(found) > 1}
+        labels = {key: several[0] for key, several in names.items() if len(several) > 1}
         labels |= {id(parameter): f"tied {label}" for label, parameter in tied.items()}
         self._labels = {name: label for key, label in labels.items() for name in names.get(key, [])}
         names.update({id(master): names[id(p)] for p, master in self._masters if id(p) in names})
@@ -88,7 +88,7 @@ class NamedState:
     def tensors(self) -> dict[str, Tensor]:
         """Everything of this rank; parameters and states are the tensors themselves, not copies."""
         entries = self._entries()
-        found = {f"model.{name}": v if isinstance(v, Tensor) else pack(v, name) for _, _, name, v in entries}
+        tensors = {f"model.{name}": v if isinstance(v, Tensor) else pack(v, name) for _, _, name, v in entries}
         states = {key: state for each in self._optimizers for key, state in each.state.items()}
         self._check_unshared(states)
         for name, parameter in self._own.items():
@@ -98,16 +98,16 @@ class NamedState:
             values = {}
             for entry, value in state.items():
                 if isinstance(value, Tensor) and type(entry) is str and "." not in entry:
-                    found[f"optimizer.{entry}.{name}"] = value
+                    tensors[f"optimizer.{entry}.{name}"] = value
                 else:
                     values[entry] = value
             if values or not state:
-                found[f"values.{name}"] = pack(values, f"the optimizer's state of {name!r}")
+                tensors[f"values.{name}"] = pack(values, f"the optimizer's state of {name!r}")
         for place, each in enumerate(self._optimizers):
             others = {key: value for key, value in each.state.items() if not isinstance(key, Tensor)}
             if others:
-                found[_key_of_others(self.rank, place)] = pack(others, "the optimizer's state")
-        found.update({f"master.{name}": master for _, master in self._masters for name in self._names[id(master)]})
+                tensors[_key_of_others(self.rank, place)] = pack(others, "the optimizer's state")
+        tensors.update({f"master.{name}": master for _, master in self._masters for name in self._names[id(master)]})
         settings = [
             (kinds_of(each), *both)
             for each in self._optimizers
@@ -116,8 +116,8 @@ class NamedState:
         for index, (kinds, group, values) in enumerate(settings):
             names = [name for parameter in group["params"] for name in self._names[id(parameter)]]
             described = {"names": names, "values": values, "kinds": kinds}
-            found[f"group.{self.rank}.{index}"] = pack(described, "param_groups")
-        return found
+            tensors[f"group.{self.rank}.{index}"] = pack(described, "param_groups")
+        return tensors
 
     def _check_unshared(self, state: Mapping[Any, Any]) -> None:
         """Raises ValueError for a tensor that is in the optimizer's state twice: it would be loaded as two."""
@@ -138,7 +138,7 @@ class NamedState:
         all ranks: those of this rank's parameters may have been anywhere. Raises ValueError when the model has a tensor
         that is not stored so.
         """
-        found: dict[str, Tensor] = {}
+        targets: dict[str, Tensor] = {}
         for _, _, name, value in self._entries():
             key = f"model.{name}"
             if key not in stored:
@@ -149,29 +149,29 @@ class NamedState:
                     f"checkpoint: {name!r} is {list(value.shape)} here and {[*stored[key].size]} in it; load it into "
                     "the model that was saved"
                 )
-            found[key] = value if is_tensor else stored[key].empty()  # what is packed, as long as it was then
+            targets[key] = value if is_tensor else stored[key].empty()  # what is packed, as long as it was then
         for names in self._names.values():
             for name in names[1:]:
-                found.pop(f"model.{name}", None)
+                targets.pop(f"model.{name}", None)
         for key, what in stored.items() if self._optimizers else ():
             kind, name = _parse(key)
             if name in self._own and name != self._names[id(self._own[name])][0]:
                 continue  # another name of a tied parameter
             if kind == "optimizer" and name in self._own and [*what.size] == [*self._own[name].shape]:
                 like = self._own[name]  # a shard where the parameter is one
-                found[key] = torch.empty_like(like, dtype=getattr(torch, what.dtype), requires_grad=False)
+                targets[key] = torch.empty_like(like, dtype=getattr(torch, what.dtype), requires_grad=False)
             elif kind in ("group", "others") or (kind in ("optimizer", "values") and name in self._own):
-                found[key] = what.empty()
+                targets[key] = what.empty()
         masters = {id(master) for _, master in self._masters}
         for name, parameter in self._own.items():
             key, has_master = f"model.{name}", id(parameter) in masters
-            same = key in found and str(found[key].dtype) == f"torch.{stored[key].dtype}"
+            same = key in targets and str(targets[key].dtype) == f"torch.{stored[key].dtype}"
             if same and has_master == (f"master.{name}" in stored):
                 self._as_saved.add(name)
         for _, master in self._masters:
             if (key := f"master.{self._names[id(master)][0]}") in stored:
-                found[key] = torch.empty_like(master)
-        return found
+                targets[key] = torch.empty_like(master)
+        return targets
 
     def names(self) -> list[tuple[str, int, str]]:
         """(name, chunk, label) of this rank's part of the model; what is one parameter has one label, others have "".
@@ -195,9 +195,9 @@ class NamedState:
         """
         groups = [unpack(value) for key, value in loaded.items() if _parse(key)[0] == "group"]
         for each in self._optimizers:
-            own = {name for parameter in parameters(each) for name in self._names[id(parameter)]}
+            names = {name for parameter in parameters(each) for name in self._names[id(parameter)]}
             other = next(
-                (g for g in groups if not own.isdisjoint(g["names"]) and not same_kind(each, g["kinds"])), None
+                (g for g in groups if not names.isdisjoint(g["names"]) and not same_kind(each, g["kinds"])), None
             )
             if other is not None:
                 raise ValueError(
@@ -218,8 +218,8 @@ class NamedState:
         for chunk, module in self._chunks.items():
             entries = {}
             for key, value in module.state_dict().items():
-                found = loaded.get(f"model.{self._name(chunk, key)}", value)  # itself: loaded under its first name
-                entries[key] = found if isinstance(value, Tensor) else unpack(found)
+                tensor = loaded.get(f"model.{self._name(chunk, key)}", value)  # itself: loaded under its first name
+                entries[key] = tensor if isinstance(value, Tensor) else unpack(tensor)
             module.load_state_dict(entries)
         states: dict[int, dict[Any, Any]] = {id(parameter): {} for parameter in self._own.values()}
         for key, value in loaded.items():
@@ -230,14 +230,14 @@ class NamedState:
                 states[id(self._own[name])].update(unpack(value))
         every_setting = iter(self._settings)
         for optimizer, others in zip(self._optimizers, self._others, strict=True):
-            own = [*parameters(optimizer)]
-            state = {index: states[id(parameter)] for index, parameter in enumerate(own)}
+            in_order = [*parameters(optimizer)]
+            state = {index: states[id(parameter)] for index, parameter in enumerate(in_order)}
             groups = optimizer.state_dict()["param_groups"]
             for group, described in zip(optimizer.param_groups, groups, strict=True):
                 settings = next(every_setting)
                 described.update({name: _where(group.get(name), value) for name, value in settings.items()})
             optimizer.load_state_dict({"state": {**state, **others}, "param_groups": groups})
-            for index, parameter in enumerate(own):
+            for index, parameter in enumerate(in_order):
                 if self._names[id(parameter)][0] in self._as_saved:
                     _set_exactly(optimizer.state.get(parameter, {}), state[index], parameter.device)
         with torch.no_grad():
@@ -247,7 +247,7 @@ class NamedState:
     def _settings_in(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The hyperparameters of every group of this optimizer, none of an empty one. groups: those of all ranks."""
         saved = {name: group["values"] for group in groups for name in group["names"]}
-        found: list[dict[str, Any]] = []
+        by_group: list[dict[str, Any]] = []
         for group in (group for each in self._optimizers for group in each.param_groups):
             names = [self._names[id(parameter)] for parameter in group["params"]]
             if missing := [of_one[0] for of_one in names if saved.keys().isdisjoint(of_one)]:
@@ -262,26 +262,26 @@ class NamedState:
                         f"checkpoint.load: {names[0][0]!r} and {of_one[0]!r} are in one parameter group, and were "
                         f"saved with different settings, {settings[0]} and {of_other}; group them as they were"
                     )
-            found.append(settings[0] if settings else {})
-        return found
+            by_group.append(settings[0] if settings else {})
+        return by_group
 
     def _others_in(self, loaded: Mapping[str, Tensor], ranks: int, place: int) -> dict[Any, Any]:
         """An optimizer's state that is of no parameter: what all ranks have alike, or this rank's own."""
         keys = [_key_of_others(rank, place) for rank in range(ranks)]
-        found = {key: loaded[key] for key in keys if key in loaded}
-        first = next(iter(found.values()), None)
-        own = found.get(_key_of_others(self.rank, place))
-        if first is None or (own is None and ranks == self.size):
+        packed = {key: loaded[key] for key in keys if key in loaded}
+        first = next(iter(packed.values()), None)
+        local = packed.get(_key_of_others(self.rank, place))
+        if first is None or (local is None and ranks == self.size):
             return {}
-        if len(found) == ranks and all(torch.equal(value, first) for value in found.values()):
+        if len(packed) == ranks and all(torch.equal(value, first) for value in packed.values()):
             return unpack(first)
-        if own is None or ranks != self.size:
+        if local is None or ranks != self.size:
             name = type(self._optimizers[place]).__name__
             raise ValueError(
                 f"checkpoint.load: the {name} of each of the {ranks} ranks that saved it has its "
                 f"own state that is of no parameter; load it with as many ranks; got {self.size}"
             )
-        return unpack(own)
+        return unpack(local)
 
     def _name(self, chunk: int, key: str) -> str:
         """In the whole model."""

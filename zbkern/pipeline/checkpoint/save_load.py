@@ -95,9 +95,9 @@ def save(
             tensors["common"] = pack({"step": step, "extra": extra}, "the state")
 
         def begin(ranks: list[Any]) -> list[tuple[str, list[str]]]:
-            mine = dcp_format.share_out(ranks)  # raises before a folder is made
+            keys_by_rank = dcp_format.share_out(ranks)  # raises before a folder is made
             name = directory.begin(folder, step).name
-            return [(name, keys) for keys in mine]
+            return [(name, keys) for keys in keys_by_rank]
 
         parts = {key: ([*tensor.shape], *dcp_format.part_of(tensor)) for key, tensor in tensors.items()}
         name, mine = ranks.exchange("tensors listed", parts, begin)
@@ -144,7 +144,7 @@ def load(
 
         def choose(values: list[Any]) -> list[tuple[str, int]] | None:
             _check_agreement([(step, names) for step, names, _ in values])
-            names = [found for _, of_rank, _ in values for found in of_rank]
+            names = [entry for _, of_rank, _ in values for entry in of_rank]
             everywhere.update(name for name, _, _ in names)
             path = directory.find(folder, step)
             if path is None:
@@ -155,8 +155,8 @@ def load(
             return [(path.name, index.checksum)] * ranks.size
 
         seen = directory.find(folder, step)
-        mine = (step, state.names(), None if seen is None else seen.name)
-        chosen = ranks.exchange("arguments checked", mine, choose)
+        here = (step, state.names(), None if seen is None else seen.name)
+        chosen = ranks.exchange("arguments checked", here, choose)
         if chosen is None:
             return None
         path, checksum = folder / chosen[0], chosen[1]
@@ -218,7 +218,7 @@ def _check_agreement(values: list[tuple[int | None, list[tuple[str, int, str]]]]
             raise ValueError(
                 f"checkpoint: step must be the same on all ranks; rank 0 has {values[0][0]}, rank {rank} {step}"
             )
-    check_unique(found for _, names in values for found in names)
+    check_unique(entry for _, names in values for entry in names)
 
 
 def _check_absent(folder: Path, step: int | None, seen: list[str | None]) -> None:
@@ -241,8 +241,8 @@ def _warn_of_differing_copies(path: Path, index: Index, names: list[tuple[str, i
     first_of: dict[str, str] = {}
     for name, _, label in names:
         first = first_of.setdefault(label, name)
-        found = [index.tensors.get(f"model.{key}") for key in (first, name)]
-        if label and found[0] and found[1] and not found[0].same_as(found[1]):
+        copies = [index.tensors.get(f"model.{key}") for key in (first, name)]
+        if label and copies[0] and copies[1] and not copies[0].same_as(copies[1]):
             logger.warning(
                 "%s: %r differs from %r, and this model has one tied parameter for both; a rank that holds both "
                 "takes the first, others their own: load it into a model that does not tie them",
