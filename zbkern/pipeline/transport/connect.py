@@ -26,12 +26,12 @@ def place(group: Any) -> tuple[int, int]:
     """This rank and the number of ranks; raises ValueError where torch.distributed does not run."""
     if isinstance(group, Transport):
         return group.rank, group.size
-    if (found := place_in(group)) is None:
+    if (rank_and_size := place_in(group)) is None:
         raise ValueError(
             "Pipeline: torch.distributed is not initialised; call torch.distributed.init_process_group() "
             "in a script that torchrun starts"
         )
-    return found
+    return rank_and_size
 
 
 def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable[str] = ()) -> Transport:
@@ -65,12 +65,12 @@ def closing_on_error(transport: Transport, owned: bool, what: str) -> Iterator[N
 
 def check_same_plan(schedule: Schedule, transport: Transport) -> None:
     """Raises ScheduleError on all ranks where they have different schedules, and would wait for each other in vain."""
-    found = transport.gather((schedule.checksum, repr(schedule)))
-    others = [rank for rank, (checksum, _) in enumerate(found) if checksum != found[0][0]]
+    plans = transport.gather((schedule.checksum, repr(schedule)))
+    others = [rank for rank, (checksum, _) in enumerate(plans) if checksum != plans[0][0]]
     if others:
         raise ScheduleError(
-            f"Pipeline: all ranks must have one schedule; rank 0 has {found[0][1]}, rank {others[0]} another "
-            f"{found[others[0]][1]}, as have {len(others)} ranks in all: a search that a clock ends may find something "
+            f"Pipeline: all ranks must have one schedule; rank 0 has {plans[0][1]}, rank {others[0]} another "
+            f"{plans[others[0]][1]}, as have {len(others)} ranks in all: a search that a clock ends may find something "
             "else on every rank, so plan on one and send the schedule with torch.distributed.broadcast_object_list"
         )
 

@@ -97,8 +97,8 @@ class DistributedTransport(Transport):
             for peer in self._peers
         }
         self._process = os.getpid()  # a child that it forks inherits the connections, and must say nothing on them
-        own = self._sends, self._receivers, self._unreachable
-        self._sender = threading.Thread(target=self._finish_sends, args=own, name="zbkern-send", daemon=True)
+        arguments = self._sends, self._receivers, self._unreachable
+        self._sender = threading.Thread(target=self._finish_sends, args=arguments, name="zbkern-send", daemon=True)
         for thread in (self._sender, *self._receivers.values()):
             thread.start()
         communicators = self._headers_up, self._headers_down
@@ -323,8 +323,8 @@ class DistributedTransport(Transport):
         if self._on_cpu:
             while works:
                 finish(works.pop(0), self.device)
-        found = (tensor.requires_grad_(shape[2]) for tensor, shape in zip(tensors, shapes, strict=True))
-        tree = next(found) if skeleton == 0 else pytree.tree_map_only(int, lambda _: next(found), skeleton)
+        arrived = (tensor.requires_grad_(shape[2]) for tensor, shape in zip(tensors, shapes, strict=True))
+        tree = next(arrived) if skeleton == 0 else pytree.tree_map_only(int, lambda _: next(arrived), skeleton)
         difference = self._mailbox.put(header.tag, (tree, works), peer, Call(header.turn, header.name))
         if difference is not None:
             self._stop(difference)

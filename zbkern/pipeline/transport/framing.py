@@ -116,12 +116,12 @@ class _DataOnly(pickle.Unpickler):
 
 @functools.cache
 def _class_of_data(module: str, name: str) -> type:
-    found: Any = sys.modules.get(module)
+    kind: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    is_namedtuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
-    if is_namedtuple or found in pytree.SUPPORTED_NODES:
-        return found
+        kind = getattr(kind, part, None)
+    is_namedtuple = isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+    if is_namedtuple or kind in pytree.SUPPORTED_NODES:
+        return kind
     raise TypeError(
         f"cannot send a {module}.{name} to other ranks: only numbers, strings, and lists, tuples, sets and dicts of "
         "them, NamedTuples and registered pytree nodes, which are read without running anybody's code"

@@ -35,7 +35,7 @@ class NormChain:
         names, with_shards, norms = zip(
             *transport.gather((dict(sorted(shared.items())), has_shards, max_norm)), strict=True
         )
-        if any(found != norms[0] for found in norms):
+        if any(norm != norms[0] for norm in norms):
             raise ValueError(f"Optimizer: max_norm must be the same on all ranks; got {[*norms]} (by rank)")
         for name in sorted({name for held in names for name in held}):
             places = {rank: held[name] for rank, held in enumerate(names) if held.get(name) is not None}

@@ -52,11 +52,11 @@ class RankExchange:
         self._timeout, self._hint = timeout, hint
         self._transport = transport
         self._failed_before = None if transport is None else transport.failure
-        found = place_in(group)
-        self.rank, self.size = found or (0, 1)
+        rank_and_size = place_in(group)
+        self.rank, self.size = rank_and_size or (0, 1)
         if isinstance(transport, LocalTransport) and transport.size > 1:
             self.rank, self.size, self._store = transport.rank, transport.size, transport.store()
-        elif found is not None:
+        elif rank_and_size is not None:
             ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
             if self.rank < 0:
                 raise ValueError(f"{call}: group must hold this rank; got ranks {ranks}")
@@ -111,13 +111,13 @@ class RankExchange:
 
     def _collect(self, here: str, stage: str) -> list[Any]:
         self._put(self._value_of(0), here)  # for others to see that this rank has come
-        found = [self._get(self._value_of(rank), stage) for rank in range(self.size)]
-        for rank, (label, _) in enumerate(found):
-            if label != found[0][0]:
+        labelled = [self._get(self._value_of(rank), stage) for rank in range(self.size)]
+        for rank, (label, _) in enumerate(labelled):
+            if label != labelled[0][0]:
                 raise PipelineError(
-                    f"ranks make different calls; rank 0 is at {found[0][0]!r}, rank {rank} at {label!r}"
+                    f"ranks make different calls; rank 0 is at {labelled[0][0]!r}, rank {rank} at {label!r}"
                 )
-        return [value for _, value in found]
+        return [value for _, value in labelled]
 
     def _answer(self, answers: list[str]) -> None:
         for rank in range(1, self.size):
