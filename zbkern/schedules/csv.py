@@ -45,9 +45,9 @@ def read(
     ]
     units = 1 + max((action.microbatch for row in rows for action in row), default=-1)
     cut = tuple(_slices(part) for part in header.get("slices", "1").split(","))
-    same, own = (cut[0], ()) if len(cut) == 1 else ((1,), cut)
-    microbatches = len(own) or -(-units // len(same))
-    return rows, _placement(rows), microbatches, header.get("name", "custom"), same, own
+    same, own_slices = (cut[0], ()) if len(cut) == 1 else ((1,), cut)
+    microbatches = len(own_slices) or -(-units // len(same))
+    return rows, _placement(rows), microbatches, header.get("name", "custom"), same, own_slices
 
 
 def _slices(text: str) -> tuple[int, ...]:

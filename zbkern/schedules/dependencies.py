@@ -50,6 +50,6 @@ def order_of_running(rows: Sequence[Sequence[Action]], chunks: int) -> Iterator[
                 break
             position[rank] += 1
             yield rank, action
-            given = result(action)
-            done.add(given)
-            runnable.extend(waiting.pop(given, ()))
+            made = result(action)
+            done.add(made)
+            runnable.extend(waiting.pop(made, ()))

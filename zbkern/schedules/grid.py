@@ -29,10 +29,10 @@ def excerpt(rows: Rows, placement: Sequence[int], rank: int, index: int) -> str:
     first, stop = max(0, marked - _EXCERPT_SLOTS), marked + _EXCERPT_SLOTS + 1
     shown = slice(max(0, rank - _EXCERPT_RANKS), rank + _EXCERPT_RANKS + 1)
     column = widths([row[first:stop] for row in cells[shown]])[0]
-    found = [
+    cut_out = [
         [*(["..."] if first else []), *row[first:stop], *(["..."] if stop < len(row) else [])] for row in cells[shown]
     ]
-    return "\n".join(lines(found, column, widths(cells)[1], shown.start))
+    return "\n".join(lines(cut_out, column, widths(cells)[1], shown.start))
 
 
 def cells_of(rows: Rows, placement: Sequence[int]) -> list[list[str]]:

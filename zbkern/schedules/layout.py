@@ -19,10 +19,10 @@ HALVES = (":attention", ":mlp")
 
 def numbers_of(names: Iterable[str]) -> list[float]:
     """What partitions have for the layers of these names, in model order: 0, 1, and 1.5 for the second half of 1."""
-    found: list[float] = []
+    numbers: list[float] = []
     for name in names:
-        found.append(found[-1] + 0.5 if found and name.endswith(HALVES[1]) else int(max(found, default=-1)) + 1)
-    return found
+        numbers.append(numbers[-1] + 0.5 if numbers and name.endswith(HALVES[1]) else int(max(numbers, default=-1)) + 1)
+    return numbers
 
 
 def layer_of(name: str) -> str:

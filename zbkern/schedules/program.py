@@ -33,13 +33,13 @@ def recomputed(actions: Iterable[Action]) -> set[tuple[int, int]]:
 def offloaded_after(actions: Iterable[Action]) -> set[tuple[str, int, int]]:
     """(kind, chunk, microbatch) of the passes that leave what an O moves: F, or B where the O stands after it."""
     begun: set[tuple[int, int]] = set()
-    found: set[tuple[str, int, int]] = set()
+    passes: set[tuple[str, int, int]] = set()
     for kind, chunk, microbatch, _ in actions:
         if kind == "B":
             begun.add((chunk, microbatch))
         elif kind == "O":
-            found.add(("B" if (chunk, microbatch) in begun else "F", chunk, microbatch))
-    return found
+            passes.add(("B" if (chunk, microbatch) in begun else "F", chunk, microbatch))
+    return passes
 
 
 def streamed(actions: Sequence[Action]) -> set[tuple[int, int]]:
@@ -67,5 +67,5 @@ def peak_microbatches(actions: Sequence[Action]) -> int:
 
 def forwards(chunks: Iterable[int], microbatches: int) -> list[Action]:
     """All forwards of these chunks by distance from the first input: an order in which every rank can reach its own."""
-    found = [Action("F", chunk, microbatch) for chunk in chunks for microbatch in range(microbatches)]
-    return sorted(found, key=lambda action: (action.chunk + action.microbatch, action.chunk))
+    actions = [Action("F", chunk, microbatch) for chunk in chunks for microbatch in range(microbatches)]
+    return sorted(actions, key=lambda action: (action.chunk + action.microbatch, action.chunk))

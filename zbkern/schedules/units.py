@@ -21,14 +21,14 @@ def number(value: float) -> str:
     return f"{value:.0f}" if 1e4 <= abs(value) < 1e8 else f"{value:.4g}"
 
 
-def some(names: Sequence[str], most: int = 5) -> str:
+def some(names: Sequence[str], limit: int = 5) -> str:
     """The first few of them, quoted, and how many more there are.
 
     >>> some(["a", "b", "c"], 2), some([])
     ("'a', 'b' and 1 more", 'none')
     """
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(map(repr, names[:most])) or "none") + more
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(map(repr, names[:limit])) or "none") + more
 
 
 def duration(time: float, unit: str | None) -> str:
