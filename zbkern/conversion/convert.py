@@ -98,8 +98,8 @@ def restore(model: Model, filter: Filter | None = None) -> Model:
             continue
         if (original := _original(type(module))) is not None:
             module.__class__ = original
-            for own in ("zbkern_name", "zbkern_impl", "zbkern_recipe"):
-                module.__dict__.pop(own, None)
+            for attribute in ("zbkern_name", "zbkern_impl", "zbkern_recipe"):
+                module.__dict__.pop(attribute, None)
         _set_defer(module, True)
     return model
 
@@ -174,7 +174,7 @@ def _multiplied(root: Any) -> set[int]:
     """By id, the parameters of which alone an operand of a product was made, in the graph from `root`: as values that
     wait (`ViewValue`), whose gradient is computed in B."""
     alone: dict[Any, set[int]] = {}  # by node: the parameters of which alone its result was made
-    found: set[int] = set()
+    multiplied: set[int] = set()
     stack = [] if root is None else [root]
     while stack:
         node = stack.pop()
@@ -187,8 +187,8 @@ def _multiplied(root: Any) -> set[int]:
             made = [alone[each] for each in inputs]
             alone[node] = set().union(*made) if all(made) else set()
             if _PRODUCTS.search(node.name()):
-                found.update(*made)
-    return found
+                multiplied.update(*made)
+    return multiplied
 
 
 def _twin(module: Module) -> type[Module] | str:
@@ -196,10 +196,10 @@ def _twin(module: Module) -> type[Module] | str:
     kind = type(module)
     if _is_ours(kind):
         return "it is zbkern's"
-    own = [parameter for parameter in module._parameters.values() if parameter is not None]
-    if any(is_lazy(parameter) for parameter in own):
+    params = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if any(is_lazy(parameter) for parameter in params):
         return "its parameters have no shape yet; call it once, then convert it"
-    if any(parameter.is_complex() for parameter in own):
+    if any(parameter.is_complex() for parameter in params):
         return "its parameters are complex; zbkern's layers are for real numbers"
     if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
         unusual = [o for o in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, o) not in (None, False)]
@@ -219,9 +219,9 @@ def _twin(module: Module) -> type[Module] | str:
     planes = isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) and len(module.normalized_shape) > 1
     if base is not None and not planes:
         return _TWINS[base] if kind is base else _subclass(_TWINS[base], kind)
-    own += [p for child in module.children() if isinstance(child, LISTS) for p in child.parameters(recurse=False)]
+    params += [p for child in module.children() if isinstance(child, LISTS) for p in child.parameters(recurse=False)]
     uses = kind.__module__.startswith("transformers.") and kind.__name__ in USERS
-    return _subclass(Intercepted, kind) if own or uses else "it has no parameters"
+    return _subclass(Intercepted, kind) if params or uses else "it has no parameters"
 
 
 def _set_defer(module: Module, defer: bool) -> None:
@@ -257,11 +257,11 @@ def _inherits_forward(kind: type[Module]) -> type[Module] | None:
 def _subclass(behaviour: type[Module], kind: type[Module]) -> type[Module]:
     """A subclass, so that the library still recognises its own; made here, so that nobody needs to install it."""
     if (behaviour, kind) not in _SUBCLASSES:
-        own: Any = behaviour.forward
+        method: Any = behaviour.forward
         above = CellType(behaviour)  # the class after which super() looks
-        cells = zip(own.__code__.co_freevars, own.__closure__ or (), strict=True)
+        cells = zip(method.__code__.co_freevars, method.__closure__ or (), strict=True)
         closure = tuple(above if name == "__class__" else cell for name, cell in cells)
-        forward: Any = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, closure)
+        forward: Any = FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, closure)
         forward.__signature__ = inspect.signature(kind.forward)  # by which frameworks name positional arguments
         body = {"__module__": "zbkern.nn", "__reduce_ex__": _reduce, "forward": forward}
         bases = (behaviour, kind) if Module in _first_bases(kind) else (kind, behaviour)

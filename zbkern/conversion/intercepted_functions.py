@@ -43,69 +43,69 @@ class Interceptor(Protocol):
         """F.embedding of a parameter."""
 
 
-def _linear(own: Interceptor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    if own.is_sharded(weight):
-        return own.linear(input, weight, bias)
-    view = own.view(weight)
-    if view is None or own.view(input) is not None or view.value.dim() != 2 or input.layout != torch.strided:
+def _linear(mode: Interceptor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    if mode.is_sharded(weight):
+        return mode.linear(input, weight, bias)
+    view = mode.view(weight)
+    if view is None or mode.view(input) is not None or view.value.dim() != 2 or input.layout != torch.strided:
         return None
-    if view.is_parameter and (bias is None or _is_parameter(own.view(bias))):
-        return own.linear(input, weight, bias)
-    y = own.product(products.LINEAR, input, view)
-    return y if bias is None else y + own.value(bias).to(y.dtype)
+    if view.is_parameter and (bias is None or _is_parameter(mode.view(bias))):
+        return mode.linear(input, weight, bias)
+    y = mode.product(products.LINEAR, input, view)
+    return y if bias is None else y + mode.value(bias).to(y.dtype)
 
 
-def _matmul(own: Interceptor, left: Tensor, right: Tensor) -> Tensor | None:
-    views = own.view(left), own.view(right)
+def _matmul(mode: Interceptor, left: Tensor, right: Tensor) -> Tensor | None:
+    views = mode.view(left), mode.view(right)
     if (views[0] is None) == (views[1] is None) or left.dim() < 2 or right.dim() < 2:
         return None
     if not left.layout == right.layout == torch.strided:
         return None
     if views[1] is None:
         assert views[0] is not None
-        return own.product(products.MATMUL_LEFT, right, views[0])
+        return mode.product(products.MATMUL_LEFT, right, views[0])
     if right.dim() == 2:
-        return own.product(products.LINEAR, left, views[1].t())
-    return own.product(products.MATMUL, left, views[1])
+        return mode.product(products.LINEAR, left, views[1].t())
+    return mode.product(products.MATMUL, left, views[1])
 
 
 def _addmm(
-    own: Interceptor, bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+    mode: Interceptor, bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor | None:
-    y = _matmul(own, left, right) if beta == 1 and alpha == 1 else None
-    return None if y is None else y + own.value(bias).to(y.dtype)
+    y = _matmul(mode, left, right) if beta == 1 and alpha == 1 else None
+    return None if y is None else y + mode.value(bias).to(y.dtype)
 
 
-def _einsum(own: Interceptor, equation: Any, *operands: Any) -> Tensor | None:
+def _einsum(mode: Interceptor, equation: Any, *operands: Any) -> Tensor | None:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     if not isinstance(equation, str) or len(operands) != 2:
         return None
     x, weight = operands
-    if own.view(x) is not None:
+    if mode.view(x) is not None:
         operands_of, _, y = equation.replace(" ", "").partition("->")
         equation, x, weight = f"{','.join(reversed(operands_of.split(',')))}->{y}", weight, x
-    view, kind = own.view(weight), products.einsum(equation)
-    return None if view is None or kind is None or own.view(x) is not None else own.product(kind, x, view)
+    view, kind = mode.view(weight), products.einsum(equation)
+    return None if view is None or kind is None or mode.view(x) is not None else mode.product(kind, x, view)
 
 
 def _grouped_mm(
-    own: Interceptor, x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+    mode: Interceptor, x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
 ) -> Tensor | None:
     if offs is None or bias is not None or out_dtype is not None:
         return None
-    view = own.view(weight)
-    if view is None or own.view(x) is not None or x.dim() != 2 or weight.dim() != 3:
+    view = mode.view(weight)
+    if view is None or mode.view(x) is not None or x.dim() != 2 or weight.dim() != 3:
         return None
     part, exchanged = view.part, view.whole.mT  # a view of [E, N, K] may be [E, K, N] of the same
     transposed = (part.size, part.stride, part.offset) == (exchanged.shape, exchanged.stride(), 0)
     if view.value.dtype != x.dtype or view.rows or not (part.is_whole or transposed):
-        return own.product(products.GROUPED, x, view, offs)
-    return own.grouped_linear(x, view.parameter, offs.to(torch.int32), not transposed)
+        return mode.product(products.GROUPED, x, view, offs)
+    return mode.grouped_linear(x, view.parameter, offs.to(torch.int32), not transposed)
 
 
 def _embedding(
-    own: Interceptor,
+    mode: Interceptor,
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
@@ -114,11 +114,11 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
-    view = own.view(weight)
-    whole = own.is_sharded(weight) if view is None else view.is_parameter
+    view = mode.view(weight)
+    whole = mode.is_sharded(weight) if view is None else view.is_parameter
     if not whole or max_norm is not None or scale_grad_by_freq or sparse:
         return None
-    return own.embedding(input, weight, padding_idx)
+    return mode.embedding(input, weight, padding_idx)
 
 
 def _is_parameter(view: ParameterView | None) -> bool:
@@ -147,20 +147,20 @@ def _convolution(dimensions: int, transposed: bool) -> Callable[..., Tensor | No
     names = ("bias", "stride", "padding", *order)
     defaults = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
 
-    def handler(own: Interceptor, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        view, stride = own.view(weight), _numbers(given["stride"], dimensions)
-        if view is None or own.view(input) is not None or input.dim() != dimensions + 2:
+    def handler(mode: Interceptor, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        view, stride = mode.view(weight), _numbers(arguments["stride"], dimensions)
+        if view is None or mode.view(input) is not None or input.dim() != dimensions + 2:
             return None
-        padding, dilation = given["padding"], _numbers(given["dilation"], dimensions)
+        padding, dilation = arguments["padding"], _numbers(arguments["dilation"], dimensions)
         if isinstance(padding, str):
             if padding == "same" and any(step != 1 for step in stride):
                 return None  # an error, and torch names it
             input, padding = _padded(input, padding, weight.shape[2:], dilation)
-        others = _numbers(padding, dimensions), dilation, _numbers(given["output_padding"], dimensions)
-        y = own.product(kind, input, view, stride, *others, given["groups"])
-        bias = given["bias"]
-        return y if bias is None else y + own.value(bias).to(y.dtype).view(-1, *[1] * dimensions)
+        others = _numbers(padding, dimensions), dilation, _numbers(arguments["output_padding"], dimensions)
+        y = mode.product(kind, input, view, stride, *others, arguments["groups"])
+        bias = arguments["bias"]
+        return y if bias is None else y + mode.value(bias).to(y.dtype).view(-1, *[1] * dimensions)
 
     return handler
 
@@ -168,7 +168,7 @@ def _convolution(dimensions: int, transposed: bool) -> Callable[..., Tensor | No
 HANDLERS: dict[str, Callable[..., Tensor | None]] = {
     "linear": _linear,
     **dict.fromkeys(("matmul", "mm", "bmm", "__matmul__"), _matmul),
-    "__rmatmul__": lambda own, right, left: _matmul(own, left, right),
+    "__rmatmul__": lambda mode, right, left: _matmul(mode, left, right),
     **dict.fromkeys(("addmm", "baddbmm"), _addmm),
     "einsum": _einsum,
     **dict.fromkeys(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"), _grouped_mm),

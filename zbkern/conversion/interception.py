@@ -169,11 +169,11 @@ class Interception(TorchFunctionMode):
         self, view: ParameterView, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What the function returns: it carries the graph, for whoever uses it unseen."""
-        found = function(*args, **kwargs)
-        followed = isinstance(found, Tensor) and found is not args[0]
-        if followed and found.device == args[0].device and found.is_floating_point():
-            self._remember(found, replace(view, value=found.detach()))
-        return found
+        result = function(*args, **kwargs)
+        followed = isinstance(result, Tensor) and result is not args[0]
+        if followed and result.device == args[0].device and result.is_floating_point():
+            self._remember(result, replace(view, value=result.detach()))
+        return result
 
     def _select(
         self, view: ParameterView, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -187,17 +187,17 @@ class Interception(TorchFunctionMode):
             parts = (parts,)
         storage, is_cast = storage_key(view.memory), view.value is not view.memory
         if all(storage_key(part) == storage for part in parts):
-            found = function(*args, **kwargs)
-            for tensor, part in zip((found,) if isinstance(found, Tensor) else found, parts, strict=True):
+            result = function(*args, **kwargs)
+            for tensor, part in zip((result,) if isinstance(result, Tensor) else result, parts, strict=True):
                 value = tensor.detach() if is_cast else part
                 self._remember(tensor, ParameterView(view.parameter, view.whole, part, value, view.rows))
-            return found
+            return result
         rows = _rows_chosen(function.__name__, args)
         if rows is None or view.rows or view.memory is not view.whole:
             return self._call_on_values(function, args, kwargs)
-        found = function(*args, **kwargs)
-        self._remember(found, replace(ParameterView.of(view.parameter, found.detach()), rows=(rows,)))
-        return found
+        result = function(*args, **kwargs)
+        self._remember(result, replace(ParameterView.of(view.parameter, result.detach()), rows=(rows,)))
+        return result
 
     def value(self, argument: Any) -> Any:
         """A parameter or a view as a value whose gradient waits; also those in a list or a tuple."""

@@ -71,19 +71,19 @@ FORMS = (_RoundedBeforeWeight, _RoundedAfterWeight, _RoundedAsWeight, _WithoutWe
 
 def _has_methods_of(form: type[nn.Module], module: nn.Module) -> bool:
     methods = {name: method for name, method in vars(form).items() if isinstance(method, FunctionType)}
-    own = {name: getattr(type(module), name, None) for name in methods}
-    return not methods.keys() & vars(module).keys() and all(_same(own[name], methods[name]) for name in methods)
+    present = {name: getattr(type(module), name, None) for name in methods}
+    return not methods.keys() & vars(module).keys() and all(_same(present[name], methods[name]) for name in methods)
 
 
 def _same(function: Any, other: FunctionType) -> bool:
     """Whether two functions run the same instructions, whatever their variables and the eps are called."""
     if not isinstance(function, FunctionType) or function.__globals__.get("torch") is not torch:
         return False
-    mine, theirs = function.__code__, other.__code__
-    names = tuple("eps" if name in EPS_NAMES else name for name in mine.co_names)
-    arguments = mine.co_argcount, mine.co_posonlyargcount, mine.co_kwonlyargcount, len(mine.co_varnames)
-    expected = theirs.co_argcount, theirs.co_posonlyargcount, theirs.co_kwonlyargcount, len(theirs.co_varnames)
+    code, form = function.__code__, other.__code__
+    names = tuple("eps" if name in EPS_NAMES else name for name in code.co_names)
+    arguments = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, len(code.co_varnames)
+    expected = form.co_argcount, form.co_posonlyargcount, form.co_kwonlyargcount, len(form.co_varnames)
     # Constants by their text: 1 == True
-    return (mine.co_code, names, repr(mine.co_consts), arguments, mine.co_freevars) == (
-        *(theirs.co_code, theirs.co_names, repr(theirs.co_consts), expected, ()),
+    return (code.co_code, names, repr(code.co_consts), arguments, code.co_freevars) == (
+        *(form.co_code, form.co_names, repr(form.co_consts), expected, ()),
     )
