@@ -264,6 +264,6 @@ class _InjectGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        found = [gradient for _, gradient in ctx.gradients]
+        gradients = [gradient for _, gradient in ctx.gradients]
         ctx.gradients.clear()
-        return (None, *found)
+        return (None, *gradients)

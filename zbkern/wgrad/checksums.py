@@ -10,12 +10,12 @@ from torch import Tensor
 
 def sums_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Of every tensor the sums over its rows and over its columns, which differ where values or their order do."""
-    found = []
+    sums = []
     for tensor in tensors:
         real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         rows = real.reshape(-1, real.shape[-1] if real.dim() and real.numel() else 1)
-        found += [rows.sum(0, dtype=torch.float64), rows.sum(1, dtype=torch.float64)]
-    return found
+        sums += [rows.sum(0, dtype=torch.float64), rows.sum(1, dtype=torch.float64)]
+    return sums
 
 
 def are_same(first: Sequence[Tensor], second: Sequence[Tensor], rounding: float = 0.0) -> bool:

@@ -34,9 +34,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     waiting = [(task, queue) for queue in [*_queues] for task in [*queue._tasks] if not task.has_hooks]
     if not waiting:
         return
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    own |= {gathered for gathered, shard in fsdp.shards().items() if id(shard) in own}
-    lost = [(task, queue) for task, queue in waiting if own.intersection(map(id, task.parameters))]
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stepped |= {gathered for gathered, shard in fsdp.shards().items() if id(shard) in stepped}
+    lost = [(task, queue) for task, queue in waiting if stepped.intersection(map(id, task.parameters))]
     if lost:
         _queues.difference_update(queue for _, queue in lost)
         warnings.warn(

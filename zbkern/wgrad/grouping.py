@@ -38,10 +38,10 @@ def by_weight(selected: Sequence[WGradTask], merge: bool) -> tuple[Iterable[list
             continue
         hooked.add(task)
         shares = [(task.key, id(p)) for p in task.parameters if p is not None]
-        found = list(dict.fromkeys(joined[share] for share in shares if share in joined))
-        label = found[0] if found else task
+        labels = list(dict.fromkeys(joined[share] for share in shares if share in joined))
+        label = labels[0] if labels else task
         groups.setdefault(label, []).append(task)
-        for other in found[1:]:
+        for other in labels[1:]:
             groups[label] += groups.pop(other)
             joined.update((share, label) for share, group in joined.items() if group is other)
         joined.update((share, label) for share in shares)
