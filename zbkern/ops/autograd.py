@@ -195,8 +195,8 @@ def differentiable_backward(
         params = [_second_order(call, p) if detached else _view(p) for p in call.params]
         arguments = [*params, *map(_view, inputs)]
         needed = [value for value in arguments if isinstance(value, Tensor) and value.requires_grad]
-        found = iter(torch.autograd.grad(forward(*arguments), needed, dy, create_graph=True, allow_unused=True))
-    gradients = [next(found) if isinstance(v, Tensor) and v.requires_grad else None for v in arguments]
+        computed = iter(torch.autograd.grad(forward(*arguments), needed, dy, create_graph=True, allow_unused=True))
+    gradients = [next(computed) if isinstance(v, Tensor) and v.requires_grad else None for v in arguments]
     weights, others = gradients[: len(call.params)], gradients[len(call.params) :]
     if detached:
         if will_run(ANCHOR):  # autograd.grad(y, x) accumulates nothing
@@ -214,9 +214,9 @@ def _second_order(call: OpCall, parameter: Tensor | None) -> Tensor | None:
     """The parameter in a graph of a gradient, whose backward treats it as the op itself does: no edge, and W waits."""
     if parameter is None or not parameter.requires_grad:
         return parameter
-    own = OpCall((parameter,), call.backend, call.name)
-    own.attachment, own.ddp_managed, own.may_defer = call.attachment, call.ddp_managed, call.may_defer
-    return _WithoutEdge.apply(own, parameter.detach(), _anchor)
+    second = OpCall((parameter,), call.backend, call.name)
+    second.attachment, second.ddp_managed, second.may_defer = call.attachment, call.ddp_managed, call.may_defer
+    return _WithoutEdge.apply(second, parameter.detach(), _anchor)
 
 
 class _WithoutEdge(torch.autograd.Function):

@@ -44,7 +44,7 @@ _NUMBERS: dict[str, Callable[[torch.dtype], bool] | None] = {
 
 def arguments(text: str) -> tuple[Argument, ...]:
     """Of a text such as "x [..., K] of a floating dtype; bias? [K]": behind a question mark None is allowed."""
-    found = []
+    parsed = []
     for line in text.split("; "):
         match = re.fullmatch(r"(\w+)(\??) \[(.*)\](?: of (.*))?", line)
         assert match is not None, line
@@ -53,8 +53,8 @@ def arguments(text: str) -> tuple[Argument, ...]:
         leading = letters[0] == "..."
         sizes = tuple((place - len(letters), letter) for place, letter in enumerate(letters) if letter != "...")
         shared = leading and text.count("[...") > 1
-        found.append(Argument(name, f"[{inside}]", bool(optional), leading, shared, sizes, numbers, _NUMBERS[numbers]))
-    return tuple(found)
+        parsed.append(Argument(name, f"[{inside}]", bool(optional), leading, shared, sizes, numbers, _NUMBERS[numbers]))
+    return tuple(parsed)
 
 
 LINEAR = arguments("x [..., K]; weight [N, K]; bias? [N]")
@@ -129,7 +129,7 @@ def _error(op: str, wanted: Sequence[Argument], values: Sequence[Any], argument:
 
 def _known_sizes(argument: Argument, wanted: Sequence[Argument], values: Sequence[Any]) -> str:
     """ " with K=5 like x [2, 5]" for the letters of an argument that stand before it, too."""
-    found = []
+    known = []
     letters = [letter for _, letter in argument.sizes] + ["..."] * argument.shared
     before = [(a, v) for a, v in zip(wanted, values, strict=True) if v is not None][: wanted.index(argument)]
     for letter in letters:
@@ -139,9 +139,9 @@ def _known_sizes(argument: Argument, wanted: Sequence[Argument], values: Sequenc
             if letter == "..." and other.shared:
                 size = list(value.shape[: value.dim() - len(other.sizes)])
             if size is not None and other is not argument:
-                found.append(f"{letter}={size} like {other.name} {list(value.shape)}")
+                known.append(f"{letter}={size} like {other.name} {list(value.shape)}")
                 break
-    return f" with {', '.join(found)}" if found else ""
+    return f" with {', '.join(known)}" if known else ""
 
 
 def fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> bool:
@@ -192,19 +192,19 @@ def group_ends(
     if (counts is None) == (offsets is None):
         raise ValueError(f"{op}: counts and offsets both say where groups end; pass one of them")
     if offsets is None:
-        given = _integers(op, "counts", counts)
-        known = given.is_cpu and not compiling
+        numbers = _integers(op, "counts", counts)
+        known = numbers.is_cpu and not compiling
         wanted = f"{groups} numbers >= 0 that add up to {x.shape[0]} rows"
-        fits = known and bool((given >= 0).all()) and int(given.sum()) == x.shape[0]
+        fits = known and bool((numbers >= 0).all()) and int(numbers.sum()) == x.shape[0]
     else:
-        given = _integers(op, "offsets", offsets)
-        known = given.is_cpu and not compiling
+        numbers = _integers(op, "offsets", offsets)
+        known = numbers.is_cpu and not compiling
         wanted = f"{groups} numbers that rise from 0 or more to {x.shape[0]} rows or less"
-        fits = known and given.tolist() == sorted(given.clamp(0, x.shape[0]).tolist())
-    if list(given.shape) != [groups] or (known and not fits):
-        found = given.tolist() if known else f"{list(given.shape)} of them"
-        raise ValueError(f"{op}: {'counts' if offsets is None else 'offsets'} must be {wanted}; got {found}")
-    ends = given.cumsum(0) if offsets is None else given
+        fits = known and numbers.tolist() == sorted(numbers.clamp(0, x.shape[0]).tolist())
+    if list(numbers.shape) != [groups] or (known and not fits):
+        values = numbers.tolist() if known else f"{list(numbers.shape)} of them"
+        raise ValueError(f"{op}: {'counts' if offsets is None else 'offsets'} must be {wanted}; got {values}")
+    ends = numbers.cumsum(0) if offsets is None else numbers
     return ends.to(device=x.device, dtype=torch.int32, non_blocking=True)
 
 
@@ -212,8 +212,8 @@ def _integers(op: str, argument: str, values: Sequence[int] | Tensor | None) -> 
     # A copy of what counts no versions, where its numbers can be read, whatever torch.set_default_device says
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
-        found = tensor.tolist() if tensor.is_cpu else tensor.dtype
-        raise TypeError(f"{op}: {argument} must be integers; got {found}")
+        numbers = tensor.tolist() if tensor.is_cpu else tensor.dtype
+        raise TypeError(f"{op}: {argument} must be integers; got {numbers}")
     return tensor.detach()
 
 
@@ -287,9 +287,9 @@ def _check_tensor_of_ends(argument: str, ends: Sequence[int] | Tensor | None, to
             f"attention: {argument} must be [sequences + 1] int32 or int64; got {ends.dtype} {list(ends.shape)}"
         )
     if ends.device.type == "cpu":
-        found = ends.tolist()
-        if found[0] != 0 or found != sorted(found) or found[-1] > tokens.shape[0]:
-            raise ValueError(f"attention: {argument} must rise from 0 to at most {tokens.shape[0]} tokens; got {found}")
+        cuts = ends.tolist()
+        if cuts[0] != 0 or cuts != sorted(cuts) or cuts[-1] > tokens.shape[0]:
+            raise ValueError(f"attention: {argument} must rise from 0 to at most {tokens.shape[0]} tokens; got {cuts}")
     return ends.contiguous()
 
 

@@ -36,10 +36,10 @@ def sharded_linear(weight: Any, bias: Any, x: Any, activation: str | None, trans
     if placements is None or activation is not None or transposed:
         return linear_functions.linear_with_torch(weight, bias, x, activation, transposed)
     y = F.linear(x, weight.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype))
-    own = weight.to_local(), None if bias is None else bias.to_local()
+    parts = weight.to_local(), None if bias is None else bias.to_local()
     pairs = zip(placements, weight.placements, strict=True)
-    sums = [mine.is_shard() and whole.is_replicate() for mine, whole in pairs]
-    return _Tap.apply(y, "linear", *own, sums, placements, x.detach().to_local())
+    sums = [cut.is_shard() and whole.is_replicate() for cut, whole in pairs]
+    return _Tap.apply(y, "linear", *parts, sums, placements, x.detach().to_local())
 
 
 def sharded_head(weight: Any, bias: Any, x: Any, target: Tensor, options: Any, sums: bool) -> Tensor:
@@ -84,9 +84,9 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
         weight, bias, *segment = ctx.saved_tensors
         wanted = weight if ctx.needs_input_grad[2] else None, bias if ctx.needs_input_grad[3] else None
-        own = dy
+        local = dy
         if ctx.placements is not None:
             dy = dy.redistribute(placements=ctx.placements)
-            own = dy.to_local()
-        torch.ops.zbkern.weight_gradient(ctx.kind, [*segment, own], *wanted, ctx.sums, True)
+            local = dy.to_local()
+        torch.ops.zbkern.weight_gradient(ctx.kind, [*segment, local], *wanted, ctx.sums, True)
         return dy, *[None] * (5 + len(segment))

@@ -223,11 +223,11 @@ _edges = _Edges()
 def _accumulations(node: Any) -> Mapping[Any, list[Any]]:
     key = (torch._C._current_graph_task_id(), id(node))
     if _edges.key != key:
-        found: dict[Any, list[Any]] = {}
+        edges: dict[Any, list[Any]] = {}
         for edge, _ in node.next_functions:
             if hasattr(edge, "variable"):
-                found.setdefault(_memory_of(edge.variable), []).append(edge)
-        _edges.accumulations, _edges.key, _edges.node = found, key, node  # a node that is kept shares its id with none
+                edges.setdefault(_memory_of(edge.variable), []).append(edge)
+        _edges.accumulations, _edges.key, _edges.node = edges, key, node  # a node that is kept shares its id with none
         torch.autograd.Variable._execution_engine.queue_callback(_edges.clear)  # parameters are not kept any longer
     return _edges.accumulations
 

@@ -75,12 +75,12 @@ def attention_with_torch(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, 
     if q.dim() == 4:
         return _one_shape(sinks, q, k, v, options)
     ends, key_ends = ends_on_host(options.queries), ends_on_host(options.keys)
-    found = [
+    sequences = [
         _one_shape(sinks, q[None, a:b], k[None, c:d], v[None, c:d], options)[0]
         for (a, b), (c, d) in zip(pairwise(ends), pairwise(key_ends), strict=True)
     ]
     beyond = q.new_zeros(q.shape[0] - ends[-1], q.shape[1], v.shape[2])
-    return torch.cat([*found, beyond]) if len(beyond) or not found else torch.cat(found)
+    return torch.cat([*sequences, beyond]) if len(beyond) or not sequences else torch.cat(sequences)
 
 
 def _joins_products(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:

@@ -80,8 +80,8 @@ def cores(case: Case) -> list[str]:
 def lines(device: torch.device | str, why_not_ours: str | None) -> list[str]:
     """For `zbkern info`: what half precisions try on that GPU, in this order."""
     reasons = {"triton": why_not_ours, **{core: _why_not_installed(core) for core in _PACKAGES}}
-    found = [core if reasons.get(core) is None else f"not {core}: {reasons[core]}" for core in _order(device)]
-    return ["  half precisions: the first of these that takes the case", *(f"  {core}" for core in found)]
+    tried = [core if reasons.get(core) is None else f"not {core}: {reasons[core]}" for core in _order(device)]
+    return ["  half precisions: the first of these that takes the case", *(f"  {core}" for core in tried)]
 
 
 def _order(device: torch.device | str) -> tuple[str, ...]:

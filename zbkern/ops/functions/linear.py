@@ -127,16 +127,16 @@ def _kept_of(call: OpCall, weight: Tensor) -> dict[Any, Any]:
     place = parameter.data_ptr(), parameter.shape, parameter.stride()
     now = (parameter._version, *place, weight.dtype, call.backend, stream)
     sums = sums_of([parameter.detach()]) if scope[0].check_values else None
-    found = kept.get(parameter)
-    if found is None or found.weight_was != now:
-        found = kept[parameter] = _Kept(now, {}, sums)
-    elif sums is not None and found.sums is not None and not are_same(sums, found.sums):
+    entry = kept.get(parameter)
+    if entry is None or entry.weight_was != now:
+        entry = kept[parameter] = _Kept(now, {}, sums)
+    elif sums is not None and entry.sums is not None and not are_same(sums, entry.sums):
         raise RuntimeError(
             f"linear: its weight, {list(weight.shape)}, was written within a step of the pipeline where torch does not "
             "count it (through .data, or by a fused optimizer), and its 8-bit form is made once per step; write it "
             "between steps"
         )
-    return found.copies
+    return entry.copies
 
 
 class GatedMLPFunction(torch.autograd.Function):

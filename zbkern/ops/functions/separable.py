@@ -101,26 +101,26 @@ class _Separable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor | None) -> tuple[Any, ...]:
-        call, own = ctx.call, ctx.call.backend
+        call, op = ctx.call, ctx.call.backend
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{own.__name__}: its backward has no derivative (create_graph=True); use torch's own operations there"
+                f"{op.__name__}: its backward has no derivative (create_graph=True); use torch's own operations there"
             )
-        gradients, kept = own.dgrad(ctx, *dy)
+        gradients, kept = op.dgrad(ctx, *dy)
         gradients = (gradients,) if gradients is None or isinstance(gradients, Tensor) else tuple(gradients)
         if len(gradients) != ctx.count:
             raise ValueError(
-                f"{own.__name__}.dgrad must return (gradients, kept) with a gradient or None for each of its "
+                f"{op.__name__}.dgrad must return (gradients, kept) with a gradient or None for each of its "
                 f"{ctx.count} inputs; got {len(gradients)}"
             )
         split = next((i for i, value in enumerate(kept) if not isinstance(value, Tensor)), len(kept))
         tensors = tuple([tensor.detach() for tensor in kept[:split]])
-        kernel = _kernel(own, tuple(kept[split:]))
+        kernel = _kernel(op, tuple(kept[split:]))
         weights = weight_gradients(call, kernel, tensors, ctx.needs_input_grad)
         return None, gradients[0], None, *gradients[1:], *weights
 
 
 @functools.cache
-def _kernel(own: type[SeparableFunction], options: tuple[Hashable, ...]) -> wgrad.WGradKernel:
+def _kernel(op: type[SeparableFunction], options: tuple[Hashable, ...]) -> wgrad.WGradKernel:
     """The same object for the same options, so that tasks of one weight merge."""
-    return wgrad.WGradKernel(functools.partial(own.launch, options=options) if options else own.launch)
+    return wgrad.WGradKernel(functools.partial(op.launch, options=options) if options else op.launch)

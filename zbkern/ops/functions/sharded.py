@@ -83,8 +83,8 @@ class ShardedLinear(torch.autograd.Function):
             return None, dx, *weight_gradients(call, kernel, (part.detach(), rows), ctx.needs_input_grad, flops)
         x = x.redistribute(placements=ctx.placements)
         wanted = [parameter is not None for parameter in call.params]
-        found = [_rows(dy).mT @ _rows(x) if wanted[0] else None, _rows(dy).sum(0) if wanted[1] else None]
-        return None, dx, *as_computed(call, found, ctx.needs_input_grad)
+        gradients = [_rows(dy).mT @ _rows(x) if wanted[0] else None, _rows(dy).sum(0) if wanted[1] else None]
+        return None, dx, *as_computed(call, gradients, ctx.needs_input_grad)
 
 
 def linear(call: OpCall, x: DTensor, activation: str | None, transposed: bool) -> Tensor:
@@ -121,10 +121,10 @@ class ShardedEmbedding(torch.autograd.Function):
             kernel = _embedding_kernel(call.backend.embedding_wgrad, ctx.padding_idx, first, rows)
             segment = indices.to_local().reshape(-1), as_rows(local_of(dy))
             return None, None, None, *weight_gradients(call, kernel, segment, ctx.needs_input_grad, segment[1].numel())
-        found = torch.ops.aten.embedding_dense_backward(
+        gradient = torch.ops.aten.embedding_dense_backward(
             dy, indices, weight.shape[0], -1 if ctx.padding_idx is None else ctx.padding_idx, False
         )
-        return None, None, None, *as_computed(call, [found], ctx.needs_input_grad)
+        return None, None, None, *as_computed(call, [gradient], ctx.needs_input_grad)
 
 
 @functools.cache
@@ -146,9 +146,9 @@ def linear_task(kernel: WGradFunction, segment: Segment, params: Params, sums: S
         return wgrad.WGradTask(
             local(kernel, sums), segment, params, 2 * segment[1].numel() * segment[0].shape[-1], name
         )
-    found: list[Any] = [None if p is None else empty_terms(sums, p) for p in params]
-    local(kernel, sums).run([segment], found, False)
-    return wgrad.WGradTask(_ADD, _whole_parts(params, found), params, 0, name)
+    gradients: list[Any] = [None if p is None else empty_terms(sums, p) for p in params]
+    local(kernel, sums).run([segment], gradients, False)
+    return wgrad.WGradTask(_ADD, _whole_parts(params, gradients), params, 0, name)
 
 
 def parameter_of(part: Tensor) -> Any:
@@ -188,14 +188,14 @@ def may_be_terms(params: Params, sums: Sums) -> bool:
     )
 
 
-def as_computed(call: OpCall, found: Sequence[Any], needs: Sequence[bool]) -> Sequence[Tensor | None]:
+def as_computed(call: OpCall, gradients: Sequence[Any], needs: Sequence[bool]) -> Sequence[Tensor | None]:
     """Gradients that B has computed, brought to their parameters' placements: W adds them."""
-    return weight_gradients(call, _ADD, _whole_parts(call.params_requiring_grad, found), needs)
+    return weight_gradients(call, _ADD, _whole_parts(call.params_requiring_grad, gradients), needs)
 
 
-def _whole_parts(params: Params, found: Sequence[Any]) -> tuple[Tensor, ...]:
+def _whole_parts(params: Params, gradients: Sequence[Any]) -> tuple[Tensor, ...]:
     """This rank's part of each gradient, an empty one where there is no parameter."""
-    pairs: list[tuple[Any, Any]] = list(zip(params, found, strict=True))
+    pairs: list[tuple[Any, Any]] = list(zip(params, gradients, strict=True))
     whole = [p if p is None else g.redistribute(p.device_mesh, p.placements).to_local() for p, g in pairs]
     empty = next(part for part in whole if part is not None).new_empty(0)
     return tuple([empty if part is None else part for part in whole])
@@ -206,13 +206,13 @@ def _embedding_kernel(kernel: Callable[..., None], padding_idx: int | None, firs
     """kernel for rows first to first + rows of the vocabulary: tokens of other rows count nothing."""
 
     def run(segments: Sequence[Segment], outputs: Sequence[Tensor | None], accumulate: bool) -> None:
-        own = []
+        local = []
         for indices, dy in segments:
             here = (indices >= first) & (indices < first + rows)
             if padding_idx is not None:
                 here &= indices != padding_idx
-            own.append((torch.where(here, indices - first, 0), dy * here.unsqueeze(-1)))
-        kernel(own, [local_part(output) for output in outputs], accumulate, padding_idx=None)
+            local.append((torch.where(here, indices - first, 0), dy * here.unsqueeze(-1)))
+        kernel(local, [local_part(output) for output in outputs], accumulate, padding_idx=None)
 
     return WGradKernel(run)
 
@@ -267,9 +267,9 @@ def placements_for_w(x: DTensor, weight: DTensor, bias: DTensor | None) -> tuple
 
     last = x.dim() - 1
     placements: list[Any] = []  # not list[Any](): torch 2.8 cannot trace it
-    for rows, own in zip(x.placements, weight.placements, strict=True):
+    for rows, weights in zip(x.placements, weight.placements, strict=True):
         by_tokens = rows.is_shard() and not rows.is_shard(last)
-        placements.append(Shard(last) if own.is_shard(0) else rows if by_tokens else Replicate())
+        placements.append(Shard(last) if weights.is_shard(0) else rows if by_tokens else Replicate())
     places = [_of_product(*pair, last) for pair in zip(x.placements, placements, strict=True)]
     return tuple(placements) if all(_agrees(parameter, places) for parameter in (weight, bias)) else None
 
