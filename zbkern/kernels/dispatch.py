@@ -122,11 +122,11 @@ def _auto_backend(single_w: bool) -> ModuleType:
         return joined
 
     def linear_wgrads(layers: Iterable[tuple[Segments, Outputs]], accumulate: bool, max_tiles: int = 0) -> None:
-        found: dict[bool, list[tuple[Segments, Outputs]]] = {True: [], False: []}
+        by_library: dict[bool, list[tuple[Segments, Outputs]]] = {True: [], False: []}
         for layer in layers:
-            found[len(layer[0]) == 1 and not max_tiles].append(layer)
-        library.linear_wgrads(found[True], accumulate)
-        triton.linear_wgrads(found[False], accumulate, max_tiles=max_tiles)
+            by_library[len(layer[0]) == 1 and not max_tiles].append(layer)
+        library.linear_wgrads(by_library[True], accumulate)
+        triton.linear_wgrads(by_library[False], accumulate, max_tiles=max_tiles)
 
     def linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
         linear_wgrads([(segments, outputs)], accumulate)

@@ -93,13 +93,13 @@ def choose(
     def fitted(tile: Tile) -> Tile | None:
         """With as many stages as fit. Two on 10.x, of which one is on its way while a B200 multiplies the other in 510
         cycles, are four of half the depth: then three quarters of the same memory are on their way."""
-        found = next((t for s in range(tile.stages, 1, -1) if fits(t := replace(tile, stages=s))), None)
-        if found is not None and found.stages == 2 and unit(capability) == "tcgen05":
-            return replace(found, k=found.k // 2, stages=4)
-        return found
+        fitting = next((t for s in range(tile.stages, 1, -1) if fits(t := replace(tile, stages=s))), None)
+        if fitting is not None and fitting.stages == 2 and unit(capability) == "tcgen05":
+            return replace(fitting, k=fitting.k // 2, stages=4)
+        return fitting
 
     some = _HALF if dtype != "float32" else _SINGLE_MMA if unit(capability) == "mma" else _SINGLE
-    candidates = [(found, factor) for tile, factor in some if (found := fitted(tile)) is not None]
+    candidates = [(fitting, factor) for tile, factor in some if (fitting := fitted(tile)) is not None]
     return min(candidates, key=cost)[0]
 
 

@@ -30,11 +30,11 @@ def attention_fwd(
             cpu_attention.attention_fwd(q[queries], k[keys], v[keys], options, y[queries], lse[:, queries])
             continue
         scores, _ = _scores(q[queries], k[keys], options, lse.dtype)
-        found = torch.logsumexp(scores, -1)
+        log_sums = torch.logsumexp(scores, -1)
         if sinks is not None:
-            found = torch.logaddexp(found, sinks.view(*scores.shape[:2], 1))
-        lse[:, queries] = found.flatten(0, 1)
-        weights = _weights(scores, found)
+            log_sums = torch.logaddexp(log_sums, sinks.view(*scores.shape[:2], 1))
+        lse[:, queries] = log_sums.flatten(0, 1)
+        weights = _weights(scores, log_sums)
         out = weights @ _by_group(v[keys], 1).to(lse.dtype)
         y[queries] = _as_tokens(out).to(y.dtype)
 

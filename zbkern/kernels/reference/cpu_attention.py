@@ -52,13 +52,13 @@ def attention_dgrad(
     for heads, seen, causal in _products(q, k, options):
         above, asked, out = (_rows(t, heads, k) for t in (dy, q, y))
         sums = lse[heads].reshape(1, k.shape[1], -1)
-        found, *found_of_keys = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        query_part, *key_parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(above, asked, _dense(_heads(k[seen])), _dense(_heads(v[seen])), out, sums, 0.0, causal),
             scale=options.scale,
         )
         gradient = dq.transpose(0, 1)[heads]
-        gradient += found.reshape(gradient.shape)
-        for total, part in zip((dk, dv), found_of_keys, strict=True):
+        gradient += query_part.reshape(gradient.shape)
+        for total, part in zip((dk, dv), key_parts, strict=True):
             _heads(total[seen]).add_(part)
 
 

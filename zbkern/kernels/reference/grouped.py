@@ -50,10 +50,10 @@ def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool)
     some = next(output for output in outputs if output is not None)
     parts = [_groups_of(*segment) for segment in segments]
     for group in range(some.shape[0]):
-        mine = [pair for found in parts if (pair := next(found))[0].shape[0]]
+        pairs = [pair for groups in parts if (pair := next(groups))[0].shape[0]]
         targets = [None if output is None else output[group] for output in outputs]
-        if mine:
-            linear_wgrad(mine, targets, accumulate)
+        if pairs:
+            linear_wgrad(pairs, targets, accumulate)
         elif not accumulate:
             for target in targets:
                 if target is not None:
@@ -134,11 +134,11 @@ def library_takes(x: Tensor, weight: Tensor) -> bool:
 def by_library(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
     """x weight[e]^T + bias[e] in rows of group e by that product, 0 in rows of no group, which it leaves alone."""
     groups = group_of_rows(ends, x)
-    mine = groups < weight.shape[0]
-    y = F.grouped_mm(torch.where(mine, x, 0), weight.mT, offs=ends)
+    in_group = groups < weight.shape[0]
+    y = F.grouped_mm(torch.where(in_group, x, 0), weight.mT, offs=ends)
     if bias is not None:
         y = y + bias[groups[:, 0].clamp(max=weight.shape[0] - 1)]
-    return torch.where(mine, y, 0)
+    return torch.where(in_group, y, 0)
 
 
 def readable(ends: Tensor) -> bool:

@@ -65,8 +65,8 @@ def _activation(
     else:
         upstream = _read(dh, row, first, dh_row, dh_column, mask, BLOCK)
         if GATED:
-            found, value, factor = gate_backward(upstream, value, factor, ACTIVATION, LIMIT, ALPHA, OFFSET)
-            _write(h, found, row, first, h_row, h_column, mask, BLOCK)
+            again, value, factor = gate_backward(upstream, value, factor, ACTIVATION, LIMIT, ALPHA, OFFSET)
+            _write(h, again, row, first, h_row, h_column, mask, BLOCK)
         else:
             value = activation_gradient(upstream, value, ACTIVATION)
         if INTERLEAVED:

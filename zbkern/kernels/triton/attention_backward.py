@@ -54,7 +54,7 @@ def attention_dgrad(
         return
     check_head_sizes(q, v)
     dy, q, k, v, y = (regular(t) for t in (dy, q, k, v, y))
-    outputs = [(given, regular(given, copy=False)) for given in (dq, dk, dv)]
+    outputs = [(target, regular(target, copy=False)) for target in (dq, dk, dv)]
     out_q, out_k, out_v = (out for _, out in outputs)
     line = line_length(options.queries, tokens)
     lines = lse.new_empty(2, heads, line)
@@ -84,9 +84,9 @@ def attention_dgrad(
     for pair in ((out_k, None), (None, out_v)) if tile.split else ((out_k, out_v),):
         arguments = (*streamed, factor, v, *pair, lines, *places, *numbers, line, group, *strides)
         _dkdv((grid, k.shape[1]), arguments, (*constants, *sizes), warps=tile.warps, stages=tile.stages)
-    for given, out in outputs:
-        if out is not given:
-            given.copy_(out)
+    for target, out in outputs:
+        if out is not target:
+            target.copy_(out)
 
 
 @Kernel
@@ -113,7 +113,7 @@ def _dq(
     dq = rows_of(dq, sequence, q_first, queries, head, dq_row, dq_head, False)
     k = rows_of(k, sequence, k_first, keys, head // group, k_row, k_head, TMA)
     v = rows_of(v, sequence, k_first, keys, head // group, v_row, v_head, TMA)
-    mine = load_rows(q, sequence, q_first, head, first, queries, q_row, QUERIES, D, SIZE, False, False)
+    held = load_rows(q, sequence, q_first, head, first, queries, q_row, QUERIES, D, SIZE, False, False)
     above = load_rows(dy, sequence, q_first, head, first, queries, dy_row, QUERIES, V_D, V_SIZE, False, False)
     out = load_rows(y, sequence, q_first, head, first, queries, y_row, QUERIES, V_D, V_SIZE, False, False)
     sums = tl.sum(above.to(tl.float32) * out.to(tl.float32), 1)
@@ -137,7 +137,7 @@ def _dq(
             CLEAN: tl.constexpr = TAIL == 1
             some_k = load_rows(k, sequence, k_first, head // group, block, keys, k_row, KEYS, D, SIZE, CLEAN, TMA)
             some_v = load_rows(v, sequence, k_first, head // group, block, keys, v_row, KEYS, V_D, V_SIZE, CLEAN, TMA)
-            scores = capped(dot(mine, tl.trans(some_k), tl.zeros([QUERIES, KEYS], tl.float32), PRECISION), bend)
+            scores = capped(dot(held, tl.trans(some_k), tl.zeros([QUERIES, KEYS], tl.float32), PRECISION), bend)
             slopes = dot(above, tl.trans(some_v), tl.zeros([QUERIES, KEYS], tl.float32), PRECISION)
             ds = tl.exp2(scores * exponent - level[:, None]) * (slopes - sums[:, None])
             if bend is not None:
@@ -199,7 +199,7 @@ def _dkdv(
     head = tl.program_id(1)
     k = rows_of(k, sequence, k_first, keys, head, k_row, k_head, False)
     v = rows_of(v, sequence, k_first, keys, head, v_row, v_head, False)
-    mine = load_rows(k, sequence, k_first, head, first, keys, k_row, KEYS, D, SIZE, False, False)
+    held = load_rows(k, sequence, k_first, head, first, keys, k_row, KEYS, D, SIZE, False, False)
     values = load_rows(v, sequence, k_first, head, first, keys, v_row, KEYS, V_D, V_SIZE, False, False)
     key = first + tl.arange(0, KEYS)
     dk_sum = tl.zeros([KEYS, SIZE], tl.float32)
@@ -221,7 +221,7 @@ def _dkdv(
             q_one = rows_of(q, sequence, q_first, queries, one, q_row, q_head, TMA)
             dy_one = rows_of(dy, sequence, q_first, queries, one, dy_row, dy_head, TMA)
             some_q = load_rows(q_one, sequence, q_first, one, block, queries, q_row, QUERIES, D, SIZE, CLEAN, TMA)
-            scores = capped(dot(mine, tl.trans(some_q), zeros, PRECISION), bend)
+            scores = capped(dot(held, tl.trans(some_q), zeros, PRECISION), bend)
             line_of_one = _load_line(lines, one, line + block, length, QUERIES, TMA)
             weights = tl.exp2(scores * exponent + line_of_one[None, :])
             if CAUSAL:

@@ -83,10 +83,10 @@ def tile_of(launch: str, q: Tensor, v: Tensor, options: AttentionOptions) -> til
 
 
 def check_head_sizes(q: Tensor, v: Tensor) -> None:
-    size, most = max(q.shape[2], v.shape[2]), largest_head(q.dtype)
-    if size > most:
+    size, limit = max(q.shape[2], v.shape[2]), largest_head(q.dtype)
+    if size > limit:
         raise ValueError(
-            f"attention: the Triton kernels take heads of up to {most} in {q.dtype}; got {size}; use impl='torch'"
+            f"attention: the Triton kernels take heads of up to {limit} in {q.dtype}; got {size}; use impl='torch'"
         )
 
 
@@ -120,13 +120,13 @@ def describe(tensors: tuple[Tensor, ...], sequences: int, rows: int) -> tuple[Te
     """
     if capability_of(tensors[0].device) < 90:
         return tensors
-    found = []
+    made = []
     for tensor in tensors:
         tokens, heads, size = tensor.shape
         row, head, _ = tensor.stride()
         shape = [sequences, tokens // sequences, heads, size]
-        found.append(TensorDescriptor(tensor, shape, [shape[1] * row, row, head, 1], [1, rows, 1, size_block(size)]))
-    return tuple(found)
+        made.append(TensorDescriptor(tensor, shape, [shape[1] * row, row, head, 1], [1, rows, 1, size_block(size)]))
+    return tuple(made)
 
 
 @triton.jit
@@ -219,7 +219,7 @@ def _forward(
     y = rows_of(y, sequence, q_first, queries, head, y_row, y_head, False)
     k = rows_of(k, sequence, k_first, keys, head // group, k_row, k_head, TMA)
     v = rows_of(v, sequence, k_first, keys, head // group, v_row, v_head, TMA)
-    mine = load_rows(q, sequence, q_first, head, first, queries, q_row, QUERIES, D, SIZE, False, False)
+    held = load_rows(q, sequence, q_first, head, first, queries, q_row, QUERIES, D, SIZE, False, False)
     query = first + tl.arange(0, QUERIES)
     total = tl.zeros([QUERIES, V_SIZE], tl.float32)
     sums = tl.zeros([QUERIES], tl.float32)
@@ -232,20 +232,20 @@ def _forward(
         begin, end = (tl.maximum(start, until), stop) if TAIL else (start, until)
         for block in tl.range(begin, end, KEYS):
             some_k = load_rows(k, sequence, k_first, head // group, block, keys, k_row, KEYS, D, SIZE, False, TMA)
-            scores = capped(dot(mine, tl.trans(some_k), tl.zeros([QUERIES, KEYS], tl.float32), PRECISION), bend)
+            scores = capped(dot(held, tl.trans(some_k), tl.zeros([QUERIES, KEYS], tl.float32), PRECISION), bend)
             if not BRANCH or (block < whole) | (block + KEYS > partial):
                 key = (block + tl.arange(0, KEYS))[None, :]
                 scores = tl.where(sees(query[:, None], key, queries, keys, window, CAUSAL), scores, float("-inf"))
-            found = tl.maximum(largest, tl.max(scores, 1))
+            higher = tl.maximum(largest, tl.max(scores, 1))
             # A query that has seen nothing yet: -inf - -inf would be nan.
-            level = tl.where(found == float("-inf"), 0.0, found * exponent)
+            level = tl.where(higher == float("-inf"), 0.0, higher * exponent)
             weights = tl.exp2(scores * exponent - level[:, None])
             shrink = tl.exp2(largest * exponent - level)
             sums = sums * shrink + tl.sum(weights, 1)
             CLEAN: tl.constexpr = TAIL == 1
             some_v = load_rows(v, sequence, k_first, head // group, block, keys, v_row, KEYS, V_D, V_SIZE, CLEAN, TMA)
             total = dot(weights.to(some_v.dtype), some_v, total * shrink[:, None], PRECISION)
-            largest = found
+            largest = higher
     level = largest * exponent
     if sinks is not None:
         sink = tl.load(sinks + head) * _LOG2_E
@@ -256,6 +256,6 @@ def _forward(
     some = sums != 0
     total = total / tl.where(some, sums, 1.0)[:, None]
     store_rows(y, first, queries, y_row, total, QUERIES, V_D, V_SIZE)
-    found = tl.where(some, (level + tl.log2(tl.where(some, sums, 1.0))) * _LN_2, float("-inf"))
+    log_sum = tl.where(some, (level + tl.log2(tl.where(some, sums, 1.0))) * _LN_2, float("-inf"))
     places = tl.cast(head, tl.int64) * tokens + sequence * queries + q_first + query
-    tl.store(lse + places, found, query < queries)
+    tl.store(lse + places, log_sum, query < queries)

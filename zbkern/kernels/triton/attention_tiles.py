@@ -101,8 +101,8 @@ def _tabulate(
     q_end = tl.where(beyond, tokens, tl.load(queries + i + 1, i < sequences, other=0))
     k_end = tl.where(beyond, key_tokens, tl.load(keys + i + 1, i < sequences, other=0))
     q_length, k_length = (q_end - q_first).to(tl.int32), (k_end - k_first).to(tl.int32)
-    mine = q_length if OF_QUERIES else k_length
-    blocks = tl.cdiv(mine, BLOCK)
+    length = q_length if OF_QUERIES else k_length
+    blocks = tl.cdiv(length, BLOCK)
     if OF_QUERIES:
         k_length = tl.where(beyond, 0, k_length)
     else:
@@ -118,9 +118,9 @@ def _tabulate(
     tl.store(row + 2, tl.sum(tl.where(here, k_first.to(tl.int32), 0), 0))
     tl.store(row + 3, tl.sum(tl.where(here, k_length, 0), 0))
     tl.store(row + 4, tl.sum(tl.where(here, block * BLOCK, 0), 0))
-    found = tl.sum(here.to(tl.int32), 0) > 0
+    exists = tl.sum(here.to(tl.int32), 0) > 0
     line = tl.sum(tl.where(here, line_of(q_first.to(tl.int32), i), 0), 0)
-    tl.store(row + 5, tl.where(found, line, line_of(tokens, sequences + 1)))
+    tl.store(row + 5, tl.where(exists, line, line_of(tokens, sequences + 1)))
 
 
 @triton.jit

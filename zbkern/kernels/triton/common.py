@@ -112,9 +112,9 @@ def _patch_compiler() -> None:
 
     real = CUDABackend.make_ptx
 
-    def make_ptx(*given: Any) -> str:
+    def make_ptx(*arguments: Any) -> str:
         accesses = r"tcgen05\.wait::(ld|st)\.sync\.aligned;" if _compiling.here else r"(?!)"
-        return re.sub(accesses, r"\g<0>\n\tbar.sync 0;", real(*given))
+        return re.sub(accesses, r"\g<0>\n\tbar.sync 0;", real(*arguments))
 
     CUDABackend.make_ptx = make_ptx
 

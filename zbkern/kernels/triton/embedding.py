@@ -57,10 +57,10 @@ def _add_rows(
 
 
 @triton.jit
-def _rows(part, place, first, mine, row, columns, inside):
+def _rows(part, place, first, in_run, row, columns, inside):
     """Rows place - first of a part, where they are mine; else 0."""
     base = part + (place - first) * row
-    return widen(tl.load(base[:, None] + columns, mine[:, None] & inside, other=0))
+    return widen(tl.load(base[:, None] + columns, in_run[:, None] & inside, other=0))
 
 
 @Kernel
@@ -87,15 +87,15 @@ def _sum_runs(
         going = True
         while going:
             i = first + tl.arange(0, ROWS)
-            mine = (tl.load(tokens + i, i < count, other=-1) == token) & (i < count)
-            place = tl.load(order + i, mine, other=0)
+            in_run = (tl.load(tokens + i, i < count, other=-1) == token) & (i < count)
+            place = tl.load(order + i, in_run, other=0)
             columns = offset(j, column)[None, :]
             # a part at a time: of pointers that are chosen by row Triton 3.9 does not see that they are aligned
             for s in tl.static_range(PARTS):
-                here = mine & (place >= ends[s]) & (place < ends[s + 1])
+                here = in_run & (place >= ends[s]) & (place < ends[s + 1])
                 total += _rows(parts[s], place, ends[s], here, row, columns, inside)
             first += ROWS
-            going = tl.sum(mine.to(tl.int32), 0) == ROWS
+            going = tl.sum(in_run.to(tl.int32), 0) == ROWS
         value = tl.sum(total, 0)
         out = dweight + (offset(token, out_row) + offset(j, out_column))
         if ACCUMULATE:

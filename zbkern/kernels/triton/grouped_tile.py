@@ -30,8 +30,8 @@ def load_rows(
     """[ROWS, COLUMNS] from (row, column) on of the rows begin to end, zeros beyond the last; [COLUMNS, ROWS] of the
     same if TRANSPOSED."""
     if DESCRIPTOR:
-        found = tl.reshape(source.load(ragged(begin, end, row) + [column]), (ROWS, COLUMNS))  # noqa: RUF005
-        return found.T if TRANSPOSED else found
+        loaded = tl.reshape(source.load(ragged(begin, end, row) + [column]), (ROWS, COLUMNS))  # noqa: RUF005
+        return loaded.T if TRANSPOSED else loaded
     elif TRANSPOSED:
         return operand(source, column, begin + row, columns, end, stride, True, False, COLUMNS, ROWS)
     else:

@@ -118,12 +118,12 @@ def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool)
     else:
         pairs = [(dy, x, ends) for x, dy, ends in segments]
     written = rows_dense(dweight, copy=accumulate)
-    found = [(as_rows(a), as_rows(b), ends) for a, b, ends in pairs]
-    while found:
-        left, right = found[0][0].layout, found[0][1].layout
-        same = [pair for pair in found if pair[0].layout == left and pair[1].layout == right][:SLOTS]
+    waiting = [(as_rows(a), as_rows(b), ends) for a, b, ends in pairs]
+    while waiting:
+        left, right = waiting[0][0].layout, waiting[0][1].layout
+        same = [pair for pair in waiting if pair[0].layout == left and pair[1].layout == right][:SLOTS]
         _run_sums(same, written, accumulate)
-        found = [pair for pair in found if pair not in same] if len(same) < len(found) else []
+        waiting = [pair for pair in waiting if pair not in same] if len(same) < len(waiting) else []
         accumulate = True
     if written is not dweight:
         dweight.copy_(written)
@@ -137,8 +137,8 @@ def _run_sums(pairs: Sequence[tuple[Matrix, Matrix, Tensor]], out: Tensor, accum
     bulk = has_bulk_copies(device)
     reads = bulk and all(a.describable and b.describable for a, b, _ in pairs)
     writes = bulk and target.describable
-    most = -(-sum(a.tensor.shape[0] for a, _, _ in pairs) // groups)
-    tile, programs = plan("wgrad", p, q, most, dtype, device, reads and writes, groups=groups)
+    rows = -(-sum(a.tensor.shape[0] for a, _, _ in pairs) // groups)
+    tile, programs = plan("wgrad", p, q, rows, dtype, device, reads and writes, groups=groups)
     parts = tile.epilogue_parts(writes)
     slots = [
         (ragged_argument(a, tile.k, tile.m, reads)[0], ragged_argument(b, tile.k, tile.n, reads)[0], ends)

@@ -108,12 +108,12 @@ def _run_product(
     width = tile.n // tile.epilogue_parts()
     results = [(None, 1) if target is None else target.argument(tile.m, width, writes) for target in targets]
     pairs = [left.argument(tile.m, tile.k, reads), right.argument(tile.k, tile.n, reads), *results]
-    given, strides = zip(*pairs, strict=True)
+    operands, strides = zip(*pairs, strict=True)
     bias = None if bias is None else bias.contiguous()
     flags = (left.transposed, right.transposed, reads, writes, activation or "")
     sizes = (tile.m, tile.n, tile.k, tile.group, tile.epilogue_parts(writes))
     constants = (*flags, precision(a.dtype), *sizes)
-    _product(programs, (*given, bias, p, q, r, *strides), constants, tile.warps, tile.stages)
+    _product(programs, (*operands, bias, p, q, r, *strides), constants, tile.warps, tile.stages)
     if rows is not out:
         out.copy_(rows)
     if z is not None and beside is not None and beside is not z:

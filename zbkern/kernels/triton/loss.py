@@ -140,21 +140,21 @@ def _loss(
         value = widen(tl.load(z + column, column < vocabulary, other=float("-inf")))
         if softcap is not None:
             value = tl.where(column < vocabulary, _cap(value, softcap), float("-inf"))
-        found = tl.maximum(largest, value)
-        level = tl.where(found == float("-inf"), 0.0, found)
+        higher = tl.maximum(largest, value)
+        level = tl.where(higher == float("-inf"), 0.0, higher)
         sums = sums * tl.exp(largest - level) + tl.exp(value - level)
-        largest = found
+        largest = higher
         if SMOOTHED:
             total += tl.where(column < vocabulary, value, 0)
     top = tl.max(largest, 0)
     level = tl.where(top == float("-inf"), 0.0, top)
-    found = level + tl.log(tl.sum(sums * tl.exp(largest - level), 0))
-    tl.store(lse + row * lse_row, found)
-    mine = tl.load(target + row * target_row)
-    counts = mine != ignored
-    legal = (mine >= 0) & (mine < vocabulary)
-    chosen = tl.where(legal, _cap(widen(tl.load(z + mine, legal, other=0)), softcap), float("nan"))  # not overlooked
-    value = found - (1 - smoothing) * chosen + z_loss * found * found
+    log_sum = level + tl.log(tl.sum(sums * tl.exp(largest - level), 0))
+    tl.store(lse + row * lse_row, log_sum)
+    label = tl.load(target + row * target_row)
+    counts = label != ignored
+    legal = (label >= 0) & (label < vocabulary)
+    chosen = tl.where(legal, _cap(widen(tl.load(z + label, legal, other=0)), softcap), float("nan"))  # not overlooked
+    value = log_sum - (1 - smoothing) * chosen + z_loss * log_sum * log_sum
     if SMOOTHED:
         value -= smoothing * tl.sum(total, 0) / vocabulary
     tl.store(loss + row * loss_row, tl.where(counts, value, 0))
@@ -163,7 +163,7 @@ def _loss(
         for start in range(0, vocabulary, PIECE):
             column = start + tl.arange(0, PIECE)
             dz = widen(tl.load(z + column, column < vocabulary, other=0))
-            dz = _logit_gradient(dz, column, mine, found, 1.0, smoothing, z_loss, softcap, vocabulary)
+            dz = _logit_gradient(dz, column, label, log_sum, 1.0, smoothing, z_loss, softcap, vocabulary)
             tl.store(z + column, tl.where(counts, dz, 0).to(z.dtype.element_ty), column < vocabulary)
 
 
@@ -180,10 +180,10 @@ def _gradient(
     """
     row = tl.program_id(0).to(tl.int64)
     inside = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mine = tl.load(target + row * target_row)
+    label = tl.load(target + row * target_row)
     factor = widen(tl.load(dloss + row * dloss_row))
     place = z + row * z_row + inside
     value = widen(tl.load(place, inside < width, other=0))
-    found = tl.load(lse + row * lse_row)
-    value = _logit_gradient(value, first + inside, mine, found, factor, smoothing, z_loss, softcap, vocabulary)
-    tl.store(place, tl.where(mine != ignored, value, 0).to(z.dtype.element_ty), inside < width)
+    log_sum = tl.load(lse + row * lse_row)
+    value = _logit_gradient(value, first + inside, label, log_sum, factor, smoothing, z_loss, softcap, vocabulary)
+    tl.store(place, tl.where(label != ignored, value, 0).to(z.dtype.element_ty), inside < width)

@@ -174,9 +174,9 @@ class Matrix:
 def described(base: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
     """TensorDescriptor(...) without its checks, of what is `describable`: they are two thirds of its cost, and a W has
     three of them. One kept for the next launch would keep its tensor's memory."""
-    found = object.__new__(TensorDescriptor)
-    found.base, found.shape, found.strides, found.block_shape = base, shape, strides, block
-    return found
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides, descriptor.block_shape = base, shape, strides, block
+    return descriptor
 
 
 def as_operand(tensor: Tensor) -> Matrix:

@@ -91,11 +91,11 @@ def _sums(
     if PRODUCTS > 1:
         total = 0
         for tile in range(tl.program_id(0), ends[PRODUCTS - 1], tl.num_programs(0)):
-            own = steps[SEGMENTS - 1]
+            steps_of_tile = steps[SEGMENTS - 1]
             for i in tl.static_range(1, PRODUCTS):
                 if tile >= ends[i - 1]:
-                    own = steps[SEGMENTS * (i + 1) - 1] - steps[SEGMENTS * i - 1]
-            total += own
+                    steps_of_tile = steps[SEGMENTS * (i + 1) - 1] - steps[SEGMENTS * i - 1]
+            total += steps_of_tile
     out, vector, P, Q, p, q = o0, v0, p0, q0, 0, 0
     a, b, rows = a0, b0, r0
     tile = tl.program_id(0) - tl.num_programs(0)
@@ -143,10 +143,10 @@ def _sums(
                 )  # fmt: skip
             if COLUMNS:
                 j = p + tl.arange(0, M)
-                mine = (j < P) & (q == 0)
+                inside = (j < P) & (q == 0)
                 if ACCUMULATE:
-                    columns += widen(tl.load(vector + j, mine, 0.0))
-                tl.store(vector + j, columns.to(vector.dtype.element_ty), mine)
+                    columns += widen(tl.load(vector + j, inside, 0.0))
+                tl.store(vector + j, columns.to(vector.dtype.element_ty), inside)
                 columns = tl.zeros((M,), tl.float32)
             accumulator = tl.zeros((M, N), tl.float32)
 
@@ -206,8 +206,8 @@ def run(op: str, products: Sequence[SumOfProducts], accumulate: bool, max_tiles:
     max_tiles: a program ends after so many tiles, each of ROWS rows or of one pair, 0 for no bound; there are then more
     programs, and between two of them an SM is free for another stream's work.
     """
-    given = products
-    products = [product._replace(out=rows_dense(product.out, copy=accumulate)) for product in given]
+    originals = products
+    products = [product._replace(out=rows_dense(product.out, copy=accumulate)) for product in originals]
     rounds: list[dict[_Kind, list[_Part]]] = []  # the second part of a matmul adds to what the first has written
     for product in products:
         for turn, part in enumerate(_parts(product, accumulate, max_tiles * ROWS)):
@@ -220,12 +220,12 @@ def run(op: str, products: Sequence[SumOfProducts], accumulate: bool, max_tiles:
             together = max(1, slots // kind.segments)
             for first in range(0, len(parts), together):
                 _launch(op, kind, parts[first : first + together], max_tiles)
-    for product, wanted in zip(products, given, strict=True):
-        if product.out is not wanted.out:
-            wanted.out.copy_(product.out)
+    for product, original in zip(products, originals, strict=True):
+        if product.out is not original.out:
+            original.out.copy_(product.out)
 
 
-def _parts(product: SumOfProducts, add: bool, most: int) -> Iterable[_Part]:
+def _parts(product: SumOfProducts, add: bool, max_rows: int) -> Iterable[_Part]:
     """Factors of one layout at a time, SLOTS and `most` rows of them (0: any) at most; the first part writes (unless it
     adds), the others add."""
     rest, result = [(as_operand(a), as_operand(b)) for a, b in product.pairs], Matrix(product.out)
@@ -233,7 +233,7 @@ def _parts(product: SumOfProducts, add: bool, most: int) -> Iterable[_Part]:
         left, right = rest[0][0].layout, rest[0][1].layout
         same = [pair for pair in rest if pair[0].layout == left and pair[1].layout == right][:SLOTS]
         sums = itertools.accumulate(a.tensor.shape[1] for a, _ in same)
-        same = same[: max(1, sum(rows <= most for rows in sums))] if most else same
+        same = same[: max(1, sum(rows <= max_rows for rows in sums))] if max_rows else same
         yield _Part(same, result, product.vector, add)
         rest = [pair for pair in rest if pair not in same] if len(same) < len(rest) else []
         add = True
@@ -292,11 +292,11 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], max_tiles: int) -> Non
 def columns(entries: Sequence[tuple]) -> list[Any]:
     """The kernel's arguments: all first values, then all second values, SLOTS of each."""
     padding = [None] * (SLOTS - len(entries))
-    found: list[Any] = []
+    arguments: list[Any] = []
     for column in zip(*entries, strict=True):
-        found += column
-        found += padding
-    return found
+        arguments += column
+        arguments += padding
+    return arguments
 
 
 def _power_of_2(count: int) -> int:

@@ -149,10 +149,10 @@ def _dgrads(
                 result += tl.load(place, mask, other=0).to(wide)
             tl.store(at(dx, row, start + column, dx_row, dx_column), result.to(dx.dtype.element_ty), mask)
     if partials is not None:
-        mine = partials + tl.program_id(0).to(tl.int64) * features + column
-        tl.store(mine, tl.sum(along, 0), column < features)
+        target = partials + tl.program_id(0).to(tl.int64) * features + column
+        tl.store(target, tl.sum(along, 0), column < features)
         if CENTERED:
-            tl.store(mine + tl.num_programs(0).to(tl.int64) * features, tl.sum(total, 0), column < features)
+            tl.store(target + tl.num_programs(0).to(tl.int64) * features, tl.sum(total, 0), column < features)
 
 
 @Kernel
@@ -174,7 +174,7 @@ def _sum_columns(
         )
         along += g * normal
         total += g
-    mine = partials + tl.program_id(1).to(tl.int64) * features + column
-    tl.store(mine, tl.sum(along, 0), inside)
+    target = partials + tl.program_id(1).to(tl.int64) * features + column
+    tl.store(target, tl.sum(along, 0), inside)
     if CENTERED:
-        tl.store(mine + tl.num_programs(1).to(tl.int64) * features, tl.sum(total, 0), inside)
+        tl.store(target + tl.num_programs(1).to(tl.int64) * features, tl.sum(total, 0), inside)

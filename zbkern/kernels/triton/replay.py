@@ -77,8 +77,8 @@ class Replay:
                 layout += (operand.dtype, operand.shape, operand.stride())
                 addresses.append(operand.data_ptr())
         key = tuple(layout)
-        found = self._known.get(key)
-        if found is not None and _run_any(found, device, addresses):
+        known = self._known.get(key)
+        if known is not None and _run_any(known, device, addresses):
             return None
         with recorded() as made:
             call()
@@ -93,14 +93,14 @@ class Replay:
             launches = [_parameterised(launch, operands) for launch in made]
             if None in launches:
                 return
-            found = _launcher.Launches(launches, addresses)
+            repeatable = _launcher.Launches(launches, addresses)
         except Exception as error:  # of a Triton that does this in another way
             _warn(f"launches go through Triton's Python, slowly: {type(error).__name__}: {error}")
             return
         with self._lock:
             if key not in self._known and len(self._known) >= self._most:
                 del self._known[self._random.choice(list(self._known))]
-            self._known.setdefault(key, []).append(found)
+            self._known.setdefault(key, []).append(repeatable)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -117,13 +117,13 @@ class Replay:
             self._known.clear()
 
 
-def _run_any(found: Sequence[Any], device: int, addresses: Sequence[int]) -> bool:
+def _run_any(known: Sequence[Any], device: int, addresses: Sequence[int]) -> bool:
     """Whether one of them is of operands that begin as these do; it is then launched, on the device's stream."""
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return _run_any(found, device, addresses)
+            return _run_any(known, device, addresses)
     stream = driver.active.get_current_stream(device)
-    return any(launches.run(stream, addresses) for launches in found)
+    return any(launches.run(stream, addresses) for launches in known)
 
 
 def _parameterised(launch: Launch, operands: Sequence[Tensor | None]) -> tuple | None:
