@@ -20,19 +20,13 @@ from zbkern.kernels.spec import GateOptions, Outputs, Segments
 
 def grouped_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, y: Tensor) -> None:
     """Rows of group e: y = x weight[e]^T + bias[e]; 0 in rows of no group."""
+    if not readable(ends):
+        y.copy_(grouped_linear(x, weight, bias, ends))
+        return
     biases = [None] * weight.shape[0] if bias is None else bias.unbind()
-    if readable(ends):
-        for (rows, out), part, vector in zip(split(ends, x, y), weight.unbind(), biases, strict=True):
-            linear_fwd(rows, part, vector, out)
-        rest(ends, y).zero_()
-        return
-    if library_takes(x, weight):
-        y.copy_(by_library(x, weight, bias, ends))
-        return
-    groups = group_of_rows(ends, x)
-    y.zero_()
-    for group, part in enumerate(weight.unbind()):
-        torch.where(groups == group, F.linear(x, part, biases[group]), y, out=y)
+    for (rows, out), part, vector in zip(split(ends, x, y), weight.unbind(), biases, strict=True):
+        linear_fwd(rows, part, vector, out)
+    rest(ends, y).zero_()
 
 
 def grouped_linear_dgrad(dy: Tensor, weight: Tensor, ends: Tensor, dx: Tensor) -> None:
@@ -89,6 +83,22 @@ def grouped_gated_dgrad(
         dup.masked_fill_(up.abs() > options.limit, 0)
 
 
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    """grouped_linear_fwd, in operations that autograd can differentiate any number of times."""
+    biases = [None] * weight.shape[0] if bias is None else bias.unbind()
+    if readable(ends):
+        rows = [part for (part,) in split(ends, x)]
+        parts = [F.linear(*operands) for operands in zip(rows, weight, biases, strict=True)]
+        return torch.cat([*parts, x.new_zeros(rest(ends, x).shape[0], weight.shape[1])])
+    groups = group_of_rows(ends, x)
+    if _library_takes(x, weight):
+        return _by_library(x, weight, bias, ends, groups)
+    y = x.new_zeros(x.shape[0], weight.shape[1])
+    for group, (matrix, vector) in enumerate(zip(weight, biases, strict=True)):
+        y = torch.where(groups == group, F.linear(x, matrix, vector), y)
+    return y
+
+
 def gated(z: Tensor, options: GateOptions) -> Tensor:
     """h of `GateOptions`, in operations that autograd can differentiate any number of times."""
     gate, up = _clamped(*halves(z, options), options)
@@ -124,16 +134,15 @@ def _activate(gate: Tensor, options: GateOptions, out: Tensor) -> None:
         out.div_(options.alpha)
 
 
-def library_takes(x: Tensor, weight: Tensor) -> bool:
+def _library_takes(x: Tensor, weight: Tensor) -> bool:
     """Whether torch has a product of all groups for these: in bf16, of multiples of 16 bytes."""
     sizes = weight.numel() > 0 and weight.shape[1] % 8 == weight.shape[2] % 8 == 0
     regular = sizes and all(step == 1 or step % 8 == 0 for step in weight.stride())
     return regular and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
 
 
-def by_library(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, groups: Tensor) -> Tensor:
     """x weight[e]^T + bias[e] in rows of group e by that product, 0 in rows of no group, which it leaves alone."""
-    groups = group_of_rows(ends, x)
     in_group = groups < weight.shape[0]
     y = F.grouped_mm(torch.where(in_group, x, 0), weight.mT, offs=ends)
     if bias is not None:

@@ -30,7 +30,9 @@ def norm_fwd(
 
     With residual of summed = x + residual instead of x.
     """
-    wide = _summed(x, residual, summed).to(rstd.dtype)
+    if residual is not None:  # the sum as it is kept, rounded, because that is what dgrad will read
+        x = torch.add(x, residual, out=summed)
+    wide = x.to(rstd.dtype)
     if mean is not None:
         for output, value in zip((y, mean, rstd), layer_norm(wide, weight, bias, eps), strict=True):
             output.copy_(value)
@@ -121,11 +123,6 @@ def norm_gradients(segment: tuple[Tensor, ...], params: Sequence[Tensor | None])
     """norm_wgrad of one segment in new memory, None where the parameter is None."""
     (partials,) = segment
     return tuple([None if p is None else partial.sum(0) for p, partial in zip(params, partials, strict=True)])
-
-
-def _summed(x: Tensor, residual: Tensor | None, summed: Tensor | None) -> Tensor:
-    """What is normed: the sum as it is kept, rounded, because that is what dgrad will read."""
-    return x if residual is None else torch.add(x, residual, out=summed)
 
 
 def _wide_like(y: Tensor, rstd: Tensor) -> Tensor:

@@ -109,19 +109,7 @@ def grouped_linear_with_torch(
 ) -> Tensor:
     """GroupedLinear in torch's own operations, differentiable any number of times."""
     weight, bias = own_part(weight), None if bias is None else own_part(bias).to(x.dtype)
-    weight = (weight.mT if transposed else weight).to(x.dtype)
-    biases = [None] * weight.shape[0] if bias is None else bias.unbind()
-    if reference_grouped.readable(ends):
-        rows = [part for (part,) in reference_grouped.split(ends, x)]
-        parts = [torch.nn.functional.linear(*operands) for operands in zip(rows, weight, biases, strict=True)]
-        return torch.cat([*parts, x.new_zeros(reference_grouped.rest(ends, x).shape[0], weight.shape[1])])
-    if reference_grouped.library_takes(x, weight):
-        return reference_grouped.by_library(x, weight, bias, ends)
-    groups = reference_grouped.group_of_rows(ends, x)
-    y = x.new_zeros(x.shape[0], weight.shape[1])
-    for group, (matrix, vector) in enumerate(zip(weight, biases, strict=True)):
-        y = torch.where(groups == group, torch.nn.functional.linear(x, matrix, vector), y)
-    return y
+    return reference_grouped.grouped_linear(x, (weight.mT if transposed else weight).to(x.dtype), bias, ends)
 
 
 def grouped_mlp_with_torch(
