@@ -54,12 +54,13 @@ def compare_in_slices(
         whole: list[dict[str, Any]] = [{"carry": None}, {"carry": carries_of([count])[0]}]
         return _Forwards(whole, middle, [{"carry": each} for each in carries_of([middle, count - middle])])
 
-    with _comparing(module, few, count) as (before, outputs):
-        for what, arguments, outputs.counted in _batches(few, count):
-            failure = _run(module, call, arguments, forwards, before, outputs)
-            if failure is not None and outputs.in_parts:
+    comparison = _Comparison(module, call, few, count)
+    with comparison.running():
+        for what, arguments, comparison.counted in _batches(few, count):
+            failure = comparison.failure(arguments, forwards)
+            if failure is not None and comparison.in_parts:
                 raised = raised or f"a slice{what} raises {failure}"
-            if wrong := outputs.first_that_differs():
+            if wrong := comparison.first_that_differs():
                 raise ValueError(
                     f"Pipeline: chunk {chunk} cannot take its sequences in slices{what}: {wrong} than for whole "
                     "ones. It must get what comes before a slice from the carry (zbkern.nn.Attention takes it; "
@@ -85,9 +86,10 @@ def compare_in_packs(
         alone = [_told(few, [0, length]) for length in (middle, count - middle)]
         return _Forwards([_told(few, [0, middle, count])], middle, alone)
 
-    with _comparing(module, few, count) as (before, outputs):
-        failure = _run(module, call, few, forwards, before, outputs)
-        if wrong := outputs.first_that_differs():
+    comparison = _Comparison(module, call, few, count)
+    with comparison.running():
+        failure = comparison.failure(few, forwards)
+        if wrong := comparison.first_that_differs():
             raise ValueError(
                 f"Pipeline: chunk {chunk} cannot take sequences packed into a row: {wrong} than for each by itself. It "
                 "must get where they end (zbkern.nn.Attention takes cu_seqlens; docs/batches.md); or plan batches "
@@ -120,72 +122,6 @@ class _Forwards(NamedTuple):
     parts: Sequence[Mapping[str, Any]]
 
 
-@contextmanager
-def _comparing(module: nn.Module, few: Any, count: int) -> Iterator[tuple[ForwardState, _Outputs]]:
-    """Inside, forwards have no graph; at the end the module's buffers and random numbers are as they were."""
-    device = next(tensor.device for tensor in [*tensors_in(few), *module.parameters()])
-    before, outputs = ForwardState([module], device), _Outputs(module, count)
-    try:
-        with torch.no_grad(), _eagerly(module), outputs.watched():
-            yield before, outputs
-    finally:
-        before.restore()
-        torch.clear_autocast_cache()  # of casts without a graph
-
-
-def _run(
-    module: nn.Module,
-    call: Callable[..., Any],
-    arguments: Any,
-    forwards: Callable[[], _Forwards],
-    before: ForwardState,
-    outputs: _Outputs,
-) -> str | None:
-    """Runs them; why that cannot be compared, or None."""
-    try:
-        if not _run_once(call, arguments, forwards(), before, outputs):  # dropout, say
-            with evaluation_mode([module]):
-                if not _run_once(call, arguments, forwards(), before, outputs):
-                    return "its forward draws random numbers"
-    except Exception as error:  # the forward itself will raise it, or takes no few tokens
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _run_once(
-    call: Callable[..., Any], arguments: Any, forwards: _Forwards, before: ForwardState, outputs: _Outputs
-) -> bool:
-    """Whether it drew no random numbers."""
-    count = outputs.tokens
-
-    def forward(place: tuple[int, int], more: Mapping[str, Any]) -> None:
-        outputs.begin(place)
-        inputs, side = cut(arguments, count, place)
-        others = {name: value for name, value in side.items() if name not in {*ENDS, *_LONGEST}}
-        if isinstance(inputs, dict):
-            inputs = {name: more.get(name, value) for name, value in inputs.items()}
-            more = {name: value for name, value in more.items() if name not in inputs}
-        call(inputs, {**others, **more})
-
-    before.restore()
-    drawn = random_state(before.device)
-    for number, more in enumerate(forwards.whole):
-        try:
-            forward((0, count), more)
-            break
-        except Exception:
-            if number + 1 == len(forwards.whole):
-                raise
-            before.restore()
-    if not _are_same(drawn, random_state(before.device)):
-        return False
-    before.restore()
-    places = (0, forwards.middle), (forwards.middle, count)
-    for place, more in zip(places, forwards.parts, strict=True):
-        forward(place, more)
-    return True
-
-
 class _Key(NamedTuple):
     """A tensor that a part is given, or returns: in which of its calls, and where among the others."""
 
@@ -195,40 +131,84 @@ class _Key(NamedTuple):
     given: bool
 
 
-class _Outputs:
+class _Comparison:
     """What the parts of a module return for so many tokens, and how far from it they are for slices of these.
 
-    counted: [rows, tokens], those that are no padding; None for all.
+    call: of the module, with inputs and side inputs such as `few`. counted: [rows, tokens], those that are no padding;
+    None for all.
     """
 
-    def __init__(self, module: nn.Module, tokens: int) -> None:
+    def __init__(self, module: nn.Module, call: Callable[..., Any], few: Any, tokens: int) -> None:
         self.counted: Tensor | None = None
         self.in_parts = False
         self.tokens = tokens
-        self._module = module
+        self._module, self._call = module, call
+        device = next(tensor.device for tensor in [*tensors_in(few), *module.parameters()])
+        self._before = ForwardState([module], device)
         self._place = (0, tokens)
         self._whole: dict[_Key, Tensor] = {}
         self._calls: Counter[str] = Counter()
         self._errors: list[tuple[_Key, Tensor]] = []
         self._bytes = min((each.element_size() for each in module.parameters() if each.is_floating_point()), default=8)
 
-    def begin(self, place: tuple[int, int]) -> None:
-        """Before a forward of the tokens from the first to before the last."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, forwards are watched and have no graph; at the end buffers and random numbers are as they were."""
+        parts = [*self._module.named_modules()]
+        hooks = [part.register_forward_hook(self._hook(name)) for name, part in parts]
+        try:
+            with torch.no_grad(), _eagerly(self._module):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._before.restore()
+            torch.clear_autocast_cache()  # of casts without a graph
+
+    def failure(self, arguments: Any, forwards: Callable[[], _Forwards]) -> str | None:
+        """Runs the forwards; why they cannot be compared, or None."""
+        try:
+            if not self._run(arguments, forwards()):  # dropout, say
+                with evaluation_mode([self._module]):
+                    if not self._run(arguments, forwards()):
+                        return "its forward draws random numbers"
+        except Exception as error:  # the forward itself will raise it, or takes no few tokens
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _run(self, arguments: Any, forwards: _Forwards) -> bool:
+        """Whether they drew no random numbers."""
+        self._before.restore()
+        drawn = random_state(self._before.device)
+        for number, more in enumerate(forwards.whole):
+            try:
+                self._forward(arguments, (0, self.tokens), more)
+                break
+            except Exception:
+                if number + 1 == len(forwards.whole):
+                    raise
+                self._before.restore()
+        if not _are_same(drawn, random_state(self._before.device)):
+            return False
+        self._before.restore()
+        places = (0, forwards.middle), (forwards.middle, self.tokens)
+        for place, more in zip(places, forwards.parts, strict=True):
+            self._forward(arguments, place, more)
+        return True
+
+    def _forward(self, arguments: Any, place: tuple[int, int], more: Mapping[str, Any]) -> None:
+        """That of the tokens from the first to before the last of a place; more: side inputs in the place of others."""
         self._place, self.in_parts = place, place != (0, self.tokens)
         self._calls.clear()
         if not self.in_parts:
             self._whole.clear()
             self._errors.clear()
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        parts = [*self._module.named_modules()]
-        hooks = [part.register_forward_hook(self._hook(name)) for name, part in parts]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        inputs, side = cut(arguments, self.tokens, place)
+        others = {name: value for name, value in side.items() if name not in {*ENDS, *_LONGEST}}
+        if isinstance(inputs, dict):
+            inputs = {name: more.get(name, value) for name, value in inputs.items()}
+            more = {name: value for name, value in more.items() if name not in inputs}
+        self._call(inputs, {**others, **more})
 
     def first_that_differs(self) -> str | None:
         """The part that first computed something else, and by how much."""
