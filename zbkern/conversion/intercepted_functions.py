@@ -1,61 +1,36 @@
 """The torch functions with a parameter that become ops whose W can wait: products, convolutions, embeddings.
 
-Each has a handler, which computes it with a W of its own, or returns None for a case that it does not know. An
-`Interceptor` says what a parameter or a view of one is (interception.py).
+Each has a handler, which computes it with a W of its own, or returns None for a case that it does not know. `mode` is
+the `Interception` (interception.py), which says what a parameter or a view of one is.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from zbkern.ops.functions import products
-from zbkern.ops.functions.products import Kind, ParameterView
 
 
-class Interceptor(Protocol):
-    """What handlers ask of whoever intercepts."""
-
-    def view(self, tensor: Any) -> ParameterView | None:
-        """The view that a tensor stands for, if it is a parameter that takes a gradient or a view of one."""
-
-    def is_sharded(self, tensor: Any) -> bool:
-        """Whether this is a parameter that is a DTensor. As operands of `linear` and `embedding` these have a W."""
-
-    def value(self, argument: Any) -> Any:
-        """A parameter or a view as an operand whose gradient is no product."""
-
-    def product(self, kind: Kind, x: Tensor, view: ParameterView, *options: Any) -> Tensor:
-        """kind.forward(x, weight, *options), in autocast's dtype where that is on."""
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """F.linear of parameters."""
-
-    def grouped_linear(self, x: Tensor, parameter: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-        """F.grouped_mm with a parameter: its weight.mT, or as it is where transposed."""
-
-    def embedding(self, indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
-        """F.embedding of a parameter."""
-
-
-def _linear(mode: Interceptor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+def _linear(mode: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     if mode.is_sharded(weight):
         return mode.linear(input, weight, bias)
     view = mode.view(weight)
     if view is None or mode.view(input) is not None or view.value.dim() != 2 or input.layout != torch.strided:
         return None
-    if view.is_parameter and (bias is None or _is_parameter(mode.view(bias))):
+    bias_view = None if bias is None else mode.view(bias)
+    if view.is_parameter and (bias is None or (bias_view is not None and bias_view.is_parameter)):
         return mode.linear(input, weight, bias)
     y = mode.product(products.LINEAR, input, view)
     return y if bias is None else y + mode.value(bias).to(y.dtype)
 
 
-def _matmul(mode: Interceptor, left: Tensor, right: Tensor) -> Tensor | None:
+def _matmul(mode: Any, left: Tensor, right: Tensor) -> Tensor | None:
     views = mode.view(left), mode.view(right)
     if (views[0] is None) == (views[1] is None) or left.dim() < 2 or right.dim() < 2:
         return None
@@ -69,14 +44,12 @@ def _matmul(mode: Interceptor, left: Tensor, right: Tensor) -> Tensor | None:
     return mode.product(products.MATMUL, left, views[1])
 
 
-def _addmm(
-    mode: Interceptor, bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor | None:
+def _addmm(mode: Any, bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
     y = _matmul(mode, left, right) if beta == 1 and alpha == 1 else None
     return None if y is None else y + mode.value(bias).to(y.dtype)
 
 
-def _einsum(mode: Interceptor, equation: Any, *operands: Any) -> Tensor | None:
+def _einsum(mode: Any, equation: Any, *operands: Any) -> Tensor | None:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     if not isinstance(equation, str) or len(operands) != 2:
@@ -90,7 +63,7 @@ def _einsum(mode: Interceptor, equation: Any, *operands: Any) -> Tensor | None:
 
 
 def _grouped_mm(
-    mode: Interceptor, x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+    mode: Any, x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
 ) -> Tensor | None:
     if offs is None or bias is not None or out_dtype is not None:
         return None
@@ -105,7 +78,7 @@ def _grouped_mm(
 
 
 def _embedding(
-    mode: Interceptor,
+    mode: Any,
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
@@ -119,10 +92,6 @@ def _embedding(
     if not whole or max_norm is not None or scale_grad_by_freq or sparse:
         return None
     return mode.embedding(input, weight, padding_idx)
-
-
-def _is_parameter(view: ParameterView | None) -> bool:
-    return view is not None and view.is_parameter
 
 
 def _padded(
@@ -147,7 +116,7 @@ def _convolution(dimensions: int, transposed: bool) -> Callable[..., Tensor | No
     names = ("bias", "stride", "padding", *order)
     defaults = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
 
-    def handler(mode: Interceptor, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    def handler(mode: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         view, stride = mode.view(weight), _numbers(arguments["stride"], dimensions)
         if view is None or mode.view(input) is not None or input.dim() != dimensions + 2:

@@ -143,9 +143,11 @@ class Interception(TorchFunctionMode):
         return bool(kwargs) and self._takes_parameter(tuple(kwargs.values()), {})
 
     def is_sharded(self, tensor: Any) -> bool:
+        """Whether this is a parameter that is a DTensor. As operands of `linear` and `embedding` these have a W."""
         return self._sharded and tensor.requires_grad and tensor.is_leaf and sharded.is_sharded(tensor)
 
     def view(self, tensor: Any) -> ParameterView | None:
+        """The view that a tensor stands for, if it is a parameter that takes a gradient or a view of one."""
         known = self._views.get(id(tensor))
         if known is not None:
             _, version, view = known
@@ -220,6 +222,7 @@ class Interception(TorchFunctionMode):
     # ---- what the handlers call
 
     def product(self, kind: Kind, x: Tensor, view: ParameterView, *options: Any) -> Tensor:
+        """kind.forward(x, weight, *options), in autocast's dtype where that is on."""
         x = cast_product(kind.name, x, ())
         if torch.is_autocast_enabled(x.device.type):
             view = view.to(x.dtype)
@@ -229,6 +232,7 @@ class Interception(TorchFunctionMode):
         return functional.linear(x, weight, bias, impl=self._impl, name=self._name)
 
     def grouped_linear(self, x: Tensor, parameter: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+        """F.grouped_mm with a parameter: its weight.mT, or as it is where transposed."""
         backend = dispatch.resolve("grouped_linear", self._impl, x.device, x.dtype)
         call = autograd.OpCall((parameter, None), backend, self._name)
         return autograd.apply(GroupedLinearFunction, call, x, ends, transposed)
