@@ -18,23 +18,23 @@ constexpr Time kForever = INT64_MAX / 4;
 
 enum Kind { kForward = 0, kBackward = 1, kWeight = 2 };
 
-// A pass is one number: (kind * chunks + chunk) * microbatches + k, for the k-th F, B or W of the chunk.
+// A pass is one number: (kind * chunks + chunk) * units + k, for the k-th F, B or W of the chunk.
 using Row = std::vector<int>;
 using Rows = std::vector<Row>;
 
-// Sequences may be in slices: a microbatch is then one of them. They go back in the opposite order, so that the k-th B
-// of a chunk runs after all F of its sequence; otherwise the passes of a chunk are in order, as without slices.
+// A unit is a microbatch, or a slice of one. Slices go back in the opposite order, so that the k-th B of a chunk runs
+// after all F of its microbatch; otherwise the passes of a chunk are in order, as without slices.
 struct Problem {
-  int ranks = 0, chunks = 0, microbatches = 0;
-  int slices = 1;                                        // of a sequence
+  int ranks = 0, chunks = 0, units = 0;
+  int slices = 1;                                        // of a microbatch
   std::vector<int> placement;                            // [chunks] rank of each
-  std::vector<Time> forward, backward, weight, fused;    // [chunk * microbatches + k] durations
+  std::vector<Time> forward, backward, weight, fused;    // [chunk * units + k] durations
   std::vector<Time> forward_lag, backward_lag;           // [the same] of the message that an F, or a B, waits for
   std::vector<Time> activation, freed, held;             // [the same] memory: taken by F, freed by B, held from B to W
   std::vector<Time> merge_saving;                        // [the same]
   std::vector<Time> limit;                               // [ranks]
   bool makespan = false;                                 // minimise makespan instead of cost
-  int passes() const { return 3 * chunks * microbatches; }
+  int passes() const { return 3 * chunks * units; }
   // How many F of a chunk run before its k-th B.
   int forwards_before(int k) const { return (k / slices + 1) * slices; }
 };
@@ -72,7 +72,7 @@ struct Rule {
   bool operator==(const Rule& other) const { return parts() == other.parts(); }
 };
 
-// An order of every rank, and which microbatches have a fused backward: fused[chunk * microbatches + microbatch].
+// An order of every rank, and which units have a fused backward: fused[chunk * units + k].
 // The W of a fused backward stays in its row as a pass of no length.
 struct Ordering {
   Rows rows;

@@ -30,7 +30,7 @@ class Annealer {
   Annealer(const Problem& problem, const Ordering& start, Time spread)
       : p_(problem),
         n_(problem.chunks),
-        m_(problem.microbatches),
+        m_(problem.units),
         fused_(start.fused),
         passes_(problem, start.fused),
         rows_(start.rows),
@@ -195,7 +195,7 @@ void Annealer::commit() {
 
 bool Annealer::must_precede(int before, int after) const {
   return group_[before] == group_[after] || timed_[after].input == before ||
-         before_[before] == after;  // microbatches pass in order
+         before_[before] == after;  // units pass in order
 }
 
 // The farthest position towards `to` that the pass at `from` can move to: order and memory of its own rank allow it.
@@ -304,19 +304,19 @@ bool Annealer::propose(Random& random, bool may_fuse) {
   bool later;  // on the critical path, W makes room by moving later, and the others are better earlier
   if (critical) later = random.percent(kind == kWeight ? 70 : 15);
   else later = random.percent(50);
-  // Alone, or as a group: the same pass of this microbatch in the neighbouring chunks, or of the next microbatches
+  // Alone, or as a group: the same pass of this unit in the neighbouring chunks, or of the next units
   // here.
-  int count = 1, chunk_step = 0, microbatch_step = 0;
+  int count = 1, chunk_step = 0, unit_step = 0;
   if (random.percent(20)) {
     count = 2;
     while (count < m_ && random.percent(80)) count++;
     const int direction = random.below(3);
     if (direction == 0) chunk_step = 1;
     else if (direction == 1) chunk_step = -1;
-    else microbatch_step = later ? -1 : 1;
+    else unit_step = later ? -1 : 1;
   }
   int c = chunk_of(pass), j = pass % m_;
-  for (int i = 0; i < count && c >= 0 && c < n_ && j >= 0 && j < m_; i++, c += chunk_step, j += microbatch_step) {
+  for (int i = 0; i < count && c >= 0 && c < n_ && j >= 0 && j < m_; i++, c += chunk_step, j += unit_step) {
     const int owner = p_.placement[c], at = timed_[id(kind, c, j)].position,
               last = static_cast<int>(rows_[owner].size()) - 1;
     const int to = reach(owner, at, later ? std::min(at + distance, last) : std::max(at - distance, 0));

@@ -16,10 +16,10 @@ Problem problem_from(const py::object& source) {
   Problem p;
   p.ranks = source.attr("ranks").cast<int>();
   p.chunks = source.attr("chunks").cast<int>();
-  p.microbatches = source.attr("microbatches").cast<int>();
+  p.units = source.attr("units").cast<int>();
   p.placement = source.attr("placement").cast<std::vector<int>>();
-  const int n = p.slices = static_cast<int>(source.attr("slices").cast<std::vector<int>>().size()), m = p.microbatches;
-  // From one entry per chunk and place in a sequence to one per pass.
+  const int n = p.slices = static_cast<int>(source.attr("slices").cast<std::vector<int>>().size()), m = p.units;
+  // From one entry per chunk and place in a microbatch to one per pass.
   const auto each = [&](const char* name) {
     const auto given = source.attr(name).cast<std::vector<Time>>();
     std::vector<Time> found;
@@ -103,7 +103,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.planning.planner, compiled.";
-  module.attr("version") = 8;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 9;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
              [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
                const Problem problem = problem_from(source);

@@ -17,7 +17,7 @@ class Blocks {
   Blocks(const Problem& problem, bool fuse)
       : p_(problem),
         n_(problem.chunks),
-        m_(problem.microbatches),
+        m_(problem.units),
         fuse_(fuse),
         passes_(problem, std::vector<char>(n_ * m_, fuse)),
         ranks_(problem),
@@ -83,7 +83,7 @@ Block even(const Problem& p, int count) {
   Block at(3 * n);
   for (int c = 0; c < n; c++) {
     at[c] = c * step;
-    at[n + c] = (2 * n - 1 - c) * step + (p.slices - 1) * kPeriod;  // all slices of a sequence go forward first
+    at[n + c] = (2 * n - 1 - c) * step + (p.slices - 1) * kPeriod;  // all slices of a microbatch go forward first
     at[2 * n + c] = at[n + c] + step / 2 + 1;
   }
   return at;
@@ -127,7 +127,7 @@ Ordering search_blocks(const Problem& problem, bool fuse, const Effort& effort) 
   };
   // The more are in flight the better, mostly, so that most of those with fewer soon exceed the best; of equals the
   // fewest.
-  for (int count = std::min(4 * problem.ranks, problem.microbatches); count >= 1; count--) {
+  for (int count = std::min(4 * problem.ranks, problem.units); count >= 1; count--) {
     const Block at = even(problem, count);
     keep(at, blocks.run(at, best.cost));
     if (best.cost < kForever && deadline.passed()) break;
@@ -138,7 +138,7 @@ Ordering search_blocks(const Problem& problem, bool fuse, const Effort& effort) 
       start, cost, effort, deadline, [&](Block& trial, Random& random) { return blocks.change(trial, random); },
       [&](const Block& trial, Time threshold) { return cost = blocks.run(trial, threshold); },
       [&](const Block& now) { return keep(now, cost), best.cost <= effort.target; });
-  best.fused.assign(static_cast<std::size_t>(problem.chunks) * problem.microbatches, fuse);
+  best.fused.assign(static_cast<std::size_t>(problem.chunks) * problem.units, fuse);
   return best;
 }
 

@@ -28,11 +28,12 @@ struct Step {
 class ListScheduler {
  public:
   explicit ListScheduler(const Problem& problem)
-      : p_(problem), n_(problem.chunks), m_(problem.microbatches), chunks_(problem.ranks), pending_(problem.ranks) {
+      : p_(problem), n_(problem.chunks), m_(problem.units), chunks_(problem.ranks), pending_(problem.ranks) {
     for (int c = 0; c < n_; c++) chunks_[p_.placement[c]].push_back(c);
     orders_.rows.resize(p_.ranks);
-    for (int k = 0; k < m_; k++) sequence_.push_back(k / p_.slices), forwards_before_.push_back(p_.forwards_before(k));
-    sequence_.push_back(m_ / p_.slices), forwards_before_.push_back(m_ + 1);
+    for (int k = 0; k < m_; k++)
+      microbatch_.push_back(k / p_.slices), forwards_before_.push_back(p_.forwards_before(k));
+    microbatch_.push_back(m_ / p_.slices), forwards_before_.push_back(m_ + 1);
     to_finish_ = p_.activation;
     for (int at = n_ * m_ - 2; at >= 0; at--)
       if ((at + 1) % p_.slices) to_finish_[at] += to_finish_[at + 1];
@@ -55,10 +56,10 @@ class ListScheduler {
       pending_;  // [rank] its chunks; the chunk of every B whose W is apart, in order
   std::vector<RankState> ranks_;
   std::vector<Time> arrives_;                          // [pass] of F and B: when the input arrives
-  std::vector<Time> least_after_backward_;             // [chunk * microbatches + k] the least time of B and W together
+  std::vector<Time> least_after_backward_;             // [chunk * units + k] the least time of B and W together
   std::vector<int> forwards_, backwards_, weights_;    // [chunk] how many have run
-  std::vector<int> sequence_, forwards_before_;  // [k] of the k-th pass of a chunk; and for one that has none left
-  std::vector<Time> to_finish_;  // [chunk * microbatches + k] what F k and later ones of its sequence take
+  std::vector<int> microbatch_, forwards_before_;  // [k] of the k-th pass of a chunk; and for one that has none left
+  std::vector<Time> to_finish_;  // [chunk * units + k] what F k and later ones of its microbatch take
   Ordering orders_;
 };
 
@@ -114,11 +115,11 @@ Step ListScheduler::choose(const Rule& rule, int rank, Time now) const {
         state.last_was_forward == is_forward && (state.following == later || state.following == earlier);
     return follows ? state.following == later : late;
   };
-  int oldest = m_;  // the first sequence that has a forward left here: there must always be room to finish it
-  for (int c : chunks) oldest = std::min(oldest, sequence_[forwards_[c]]);
+  int oldest = m_;  // the first microbatch that has a forward left here: there must always be room to finish it
+  for (int c : chunks) oldest = std::min(oldest, microbatch_[forwards_[c]]);
   Time to_finish = 0;  // the memory for it, and for what its first backward takes even if it is fused
   for (int c : chunks) {
-    if (forwards_[c] < m_ && sequence_[forwards_[c]] == oldest) to_finish += to_finish_[c * m_ + forwards_[c]];
+    if (forwards_[c] < m_ && microbatch_[forwards_[c]] == oldest) to_finish += to_finish_[c * m_ + forwards_[c]];
     if (backwards_[c] < m_) to_finish += std::max<Time>(0, -p_.freed[c * m_ + backwards_[c]]);
   }
   for (int c : chunks) {
@@ -129,7 +130,7 @@ Step ListScheduler::choose(const Rule& rule, int rank, Time now) const {
     }
     if (forwards_[c] < m_ && forwards_[c] - backwards_[c] < rule.caps[c]) {
       const Time arrives = arrives_[id(kForward, c, forwards_[c])];
-      const Time need = to_finish + (sequence_[forwards_[c]] == oldest ? 0 : p_.activation[c * m_ + forwards_[c]]);
+      const Time need = to_finish + (microbatch_[forwards_[c]] == oldest ? 0 : p_.activation[c * m_ + forwards_[c]]);
       if (arrives >= kNever || state.memory - state.held + need > p_.limit[rank]) continue;
       if (arrives > now) step.next = std::min(step.next, arrives);
       else if (forward < 0 || prefers(c, forward, rule.late_forward[rank], true)) forward = c;
@@ -168,8 +169,8 @@ int ListScheduler::execute(const Rule& rule, int rank, Time now, Step step) {
   Row& row = orders_.rows[rank];
   const auto [kind, chunk, fuse, next] = step;
   int ran = 1;
-  const int microbatch = (kind == kForward ? forwards_ : kind == kBackward ? backwards_ : weights_)[chunk]++;
-  const int at = chunk * m_ + microbatch;
+  const int unit = (kind == kForward ? forwards_ : kind == kBackward ? backwards_ : weights_)[chunk]++;
+  const int at = chunk * m_ + unit;
   Time length;
   if (kind == kForward) {
     length = p_.forward[at];
@@ -196,9 +197,9 @@ int ListScheduler::execute(const Rule& rule, int rank, Time now, Step step) {
   if (state.start < 0) state.start = p_.makespan ? 0 : now;
   state.clock = now + length;
   turns_[rank] = state.clock;
-  row.push_back(id(kind, chunk, microbatch));
+  row.push_back(id(kind, chunk, unit));
   if (kind == kBackward && fuse) {
-    row.push_back(id(kWeight, chunk, microbatch));
+    row.push_back(id(kWeight, chunk, unit));
     weights_[chunk]++;
     ran = 2;
   }
@@ -209,7 +210,7 @@ int ListScheduler::execute(const Rule& rule, int rank, Time now, Step step) {
     if (rule.follow) state.following = any && p_.placement[consumer] == rank ? consumer : -1;
     const std::vector<Time>& lags = kind == kForward ? p_.forward_lag : p_.backward_lag;
     if (!any) return ran;
-    arrives_[id(kind, consumer, microbatch)] = state.clock + lags[consumer * m_ + microbatch];
+    arrives_[id(kind, consumer, unit)] = state.clock + lags[consumer * m_ + unit];
     const int peer = p_.placement[consumer];  // which looks again, if it waited without knowing for how long
     if (turns_[peer] >= kNever) turns_[peer] = ranks_[peer].clock = std::max(ranks_[peer].clock, now);
   }
@@ -231,7 +232,7 @@ void change(Rule& rule, const Problem& p, bool may_follow, Random& random) {
   } else if (what < 10) {
     const int change = random.percent(50) ? 1 : -1;
     std::vector<int> caps = rule.caps;
-    for (int& cap : caps) cap = std::min(std::max(cap + change, p.slices), p.microbatches);
+    for (int& cap : caps) cap = std::min(std::max(cap + change, p.slices), p.units);
     take_some(rule.caps, caps, random);
   } else {
     const std::pair<std::vector<int>*, int> choices[] = {  // of a rank, and how many each has
@@ -266,7 +267,7 @@ std::pair<Ordering, Rule> refine(const Problem& problem, const Rule& start, bool
   const Deadline deadline(effort.seconds);
   ListScheduler lists(problem);
   std::pair<Ordering, Rule> best{{}, start};
-  for (int& cap : best.second.caps) cap = std::min(cap, problem.microbatches);
+  for (int& cap : best.second.caps) cap = std::min(cap, problem.units);
   if (!lists.run(best.second, kNever)) return best;
   improve(
       best.second, lists.orders().cost, effort, deadline,

@@ -16,7 +16,7 @@ class Patterns {
   explicit Patterns(const Problem& problem)
       : p_(problem),
         n_(problem.chunks),
-        m_(problem.microbatches),
+        m_(problem.units),
         passes_(problem, std::vector<char>(n_ * m_, 0)),
         ranks_(problem),
         rows_(problem.ranks),
@@ -45,7 +45,7 @@ class Patterns {
  private:
   void write(const Pattern& pattern, int rank);
   void weight(int rank);
-  // What a backward (chunk * microbatches + k) takes beside the W: less than the B where a fused one is faster.
+  // What a backward (chunk * units + k) takes beside the W: less than the B where a fused one is faster.
   Time least_backward(int at) const { return std::min(p_.backward[at], p_.fused[at] - p_.weight[at]); }
 
   const Problem& p_;
@@ -63,8 +63,8 @@ class Patterns {
   Time least_ = 0;
 };
 
-// The forwards and backwards of a rank in order. With slices: those for slices - 1 more microbatches without the
-// forwards of these and as many first backwards, so that a B comes after all F of its sequence.
+// The forwards and backwards of a rank in order. With slices: those for slices - 1 more units without the
+// forwards of these and as many first backwards, so that a B comes after all F of its microbatch.
 void Patterns::write(const Pattern& pattern, int rank) {
   enum { kDown = 0, kUp = 1, kBackUp = 2, kBackDown = 3 };  // F and B of the first chunk are even, of the second odd
   auto& script = scripts_[rank];

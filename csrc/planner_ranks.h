@@ -16,7 +16,7 @@ struct Passes {
 
   Passes(const Problem& p, const std::vector<char>& fused)
       : input(p.passes(), -1), lag(p.passes()), length(lag), memory(lag) {
-    const int m = p.microbatches, half = p.chunks * m;
+    const int m = p.units, half = p.chunks * m;
     for (int at = 0; at < half; at++) {
       length[at] = p.forward[at], memory[at] = p.activation[at];
       fuse(p, at, fused[at]);
@@ -24,9 +24,9 @@ struct Passes {
       if (at + m < half) input[half + at] = half + at + m, lag[half + at] = p.backward_lag[at];
     }
   }
-  // Of the backward chunk * microbatches + k.
+  // Of the backward chunk * units + k.
   void fuse(const Problem& p, int at, bool both) {
-    const int half = p.chunks * p.microbatches;
+    const int half = p.chunks * p.units;
     length[half + at] = both ? p.fused[at] : p.backward[at], memory[half + at] = (both ? 0 : p.held[at]) - p.freed[at];
     length[2 * half + at] = both ? 0 : p.weight[at], memory[2 * half + at] = both ? 0 : -p.held[at];
   }
@@ -53,7 +53,7 @@ class Ranks {
   }
   // Runs the rows. False when they cannot end, or a span would exceed the threshold; work: of each rank, at least.
   bool follow(const Rows& rows, const Passes& passes, std::vector<Time> work, Time threshold) {
-    const int m = p_.microbatches, first_weight = kWeight * p_.chunks * m;
+    const int m = p_.units, first_weight = kWeight * p_.chunks * m;
     next_.assign(p_.ranks, 0);
     int waiting = p_.ranks;
     return run([&](int rank) {

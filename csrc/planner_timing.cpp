@@ -21,7 +21,7 @@ Measured measure(const Problem& p, const Ordering& orders) {
 
 std::vector<std::vector<std::pair<Time, Time>>> timed(const Problem& p, const Ordering& orders) {
   const Passes passes(p, orders.fused);
-  const int half = p.chunks * p.microbatches;
+  const int half = p.chunks * p.units;
   Ranks ranks(p);
   if (!ranks.follow(orders.rows, passes, std::vector<Time>(p.ranks, 0), kForever)) return {};
   std::vector<std::vector<std::pair<Time, Time>>> found;

@@ -13,9 +13,9 @@ Four arguments, of which the largest number counts. Each is proven where it is w
 All hold with fused backwards and merged W, too: what could run elsewhere is counted without their savings, and all that
 must run with them. Integers as in `Problem`; microbatches cost the same, so that those of a chunk pass in order.
 
-With sequences in slices a microbatch above is a slice, but for this: the first B of a chunk comes after all F of the
-first sequence, and is of its last slice; before it the whole sequence is in memory; the last F is of a last slice, and
-after it all B of its sequence are left.
+With slices a microbatch above is a unit, but for this: the first B of a chunk comes after all F of the first
+microbatch, and is of its last slice; before it the whole microbatch is in memory; the last F is of a last slice, and
+after it all B of its microbatch are left.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _arrivals(problem: Problem, slice: int = 0) -> list[int]:
 
 
 def _forwarded(problem: Problem, begin: int = 0) -> list[int]:
-    """From the start of the first forward of chunk `begin`: the earliest end of each chunk's last one of that sequence.
+    """From the start of the first forward of chunk `begin`: the earliest end of each chunk's last one there.
 
     0 for the chunks before.
     """
@@ -76,7 +76,7 @@ def _returns(problem: Problem) -> list[int]:
 
 
 def _falls(problem: Problem, place: int) -> list[int]:
-    """From the start of each chunk's B to the start of chunk 0's: of a sequence's first B (place 0) or last (-1)."""
+    """From the start of each chunk's B to the start of chunk 0's: of a microbatch's first B (place 0) or last (-1)."""
     down = [0]
     for chunk in range(1, problem.chunks):
         lag = problem.of(problem.communication, chunk - 1)[-1 if place == 0 else 0]
@@ -107,7 +107,7 @@ def _chain(problem: Problem) -> int:
     longest = arrival = forwards = backwards = down = 0
     for chunk in range(problem.chunks):
         least, arrival = _backwards(problem, chunk), arrivals[chunk]
-        forwards, backwards = (problem.sequences * sum(each) for each in (problem.of(problem.forward, chunk), least))
+        forwards, backwards = (problem.microbatches * sum(each) for each in (problem.of(problem.forward, chunk), least))
         down = falls[chunk] - least[-1] + _backwards_and_weights(problem, 0)[-1]  # from its last backward to the end
         there_and_back = forwards + returns[chunk] + sum(least)
         longest = max(longest, arrival + there_and_back + down, forwarded[chunk] + returns[chunk] + backwards + down)
@@ -154,7 +154,7 @@ def _work_in_between(problem: Problem) -> int:
 
 
 class _Chains:
-    """The least times between passes of one sequence, by the chain of chunks."""
+    """The least times between passes of one microbatch, by the chain of chunks."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -186,7 +186,7 @@ class _Chains:
             turn = max(chunk, end)
             here, there = problem.of(problem.forward, chunk)[-1], problem.of(problem.forward, turn)[-1]
             to_turn = arrivals[turn] + there - arrivals[chunk] - here
-            fall = max(  # all B of the sequence are on either chunk
+            fall = max(  # all B of the microbatch are on either chunk
                 sum(_backwards(problem, turn)[:-1]) + self._last_falls[turn] - self._last_falls[end],
                 self._first_falls[turn] - self._first_falls[end] + before_last,
             )
@@ -196,11 +196,11 @@ class _Chains:
         return forwards, backwards
 
 
-_OfSlices = list[int]  # an amount of memory or work of each slice, from the first of a sequence to the last
+_OfSlices = list[int]  # an amount of memory or work of each slice, from the first of a microbatch to the last
 
 
 class _Work(NamedTuple):
-    """What the slices of a sequence hold in some of a rank's chunks, and how long their passes take there."""
+    """What the slices of a microbatch hold in some of a rank's chunks, and how long their passes take there."""
 
     memory: _OfSlices
     forward: _OfSlices
@@ -233,13 +233,13 @@ def _first_passes(problem: Problem, rank: int) -> list[_Event]:
     events = []
     for position, chunk in enumerate(own_chunks):
         done, later = _work(problem, own_chunks[: position + 1]), _work(problem, own_chunks[position + 1 :])
-        most = _most_of_slices(problem, forwarded, limit - done.memory[0], problem.microbatches - 1)
+        most = _most_of_slices(problem, forwarded, limit - done.memory[0], problem.units - 1)
         events.append(_Event(FORWARD, chunk, before + most))
         before = done.forward[0]
         forwarded.append((done.memory, done.forward))
         all_later = (done.memory, _sums(done.forward, _sums(later.forward, later.backward)))
         free = limit - sum(done.memory)
-        most = _most_of_slices(problem, [*forwarded, all_later], free, problem.microbatches - slices)
+        most = _most_of_slices(problem, [*forwarded, all_later], free, problem.units - slices)
         events.append(_Event(BACKWARD, chunk, sum(all_later[1]) + most))
     return events
 
@@ -259,10 +259,10 @@ def _last_passes(problem: Problem, rank: int) -> list[_Event]:
         done, later = _work(problem, own_chunks[:end]), _work(problem, own_chunks[end:])
         states.append((done.memory, _sums(later.forward, _sums(done.backward, later.backward))))
         behind.append((done.memory, done.backward))
-    others, events = problem.microbatches - 1, []
+    others, events = problem.units - 1, []
     for position, chunk in enumerate(own_chunks):
         memory, left = map(sum, states[position])
-        room = limit - memory, problem.microbatches - len(problem.slices)
+        room = limit - memory, problem.units - len(problem.slices)
         weights = _weights(problem, own_chunks, others, len(own_chunks))
         most = _most_of_slices(problem, [*states[position:], *behind], *room, weights)
         events.append(_Event(FORWARD, chunk, left + most))
@@ -284,19 +284,19 @@ def _in_order(problem: Problem, rank: int, first: _Event, last: _Event) -> bool:
     if first.kind == BACKWARD and last.kind == BACKWARD and last.chunk <= first.chunk:
         return True
     kept = problem.chunks_of(rank)[0] if last.kind == FORWARD else first.chunk
-    return problem.sequences * sum(problem.of(problem.activation, kept)) > problem.limit[rank]
+    return problem.microbatches * sum(problem.of(problem.activation, kept)) > problem.limit[rank]
 
 
 def _memory_over_time(problem: Problem, rank: int, returns: Sequence[int]) -> int:
     """Memory times time: what all microbatches need at least, by what the rank has.
 
     A chunk's activation is there from the start of F to the end of B, and then what W needs, or for a fused backward
-    the activation, to the end of W. (Keys and values of a sequence are there as long as its first slice.) The memory is
-    not full at once, nor to the end: after a time t there is at most what the passes of t fill (F, or F and B where
+    the activation, to the end of W. (Keys and values are there as long as a microbatch's first slice.) The memory is not
+    full at once, nor to the end: after a time t there is at most what the passes of t fill (F, or F and B where
     that leaves more) and `largest`, for a pass that is running; and before the end likewise, what the passes yet to
     come free.
     """
-    limit, sequences = problem.limit[rank], problem.sequences
+    limit, microbatches = problem.limit[rank], problem.microbatches
     needed = largest = 0
     fills, frees = [], []  # (memory, time)
     for chunk in problem.chunks_of(rank):
@@ -309,14 +309,14 @@ def _memory_over_time(problem: Problem, rank: int, returns: Sequence[int]) -> in
         )
         forward, least = problem.of(problem.forward, chunk), _backwards(problem, chunk)
         both = _backwards_and_weights(problem, chunk)
-        gradients = sum(freed) - sum(activation)  # of keys and values: there from the end of a sequence's first B on
-        needed += sequences * gradients * sum(least[1:])
+        gradients = sum(freed) - sum(activation)  # of keys and values: there from the end of a microbatch's first B on
+        needed += microbatches * gradients * sum(least[1:])
         for slice, (taken, length) in enumerate(zip(activation, forward, strict=True)):
             place = len(forward) - 1 - slice
             alone = max(0, weight[place] - saved[place])
             stay = sum(forward[slice:]) + returns[chunk] + sum(least[:place])
             apart = taken * backward[place] + held[place] * alone
-            needed += sequences * (taken * stay + min(apart, taken * fused[place]))
+            needed += microbatches * (taken * stay + min(apart, taken * fused[place]))
             left = held[place] + (gradients if place == 0 else 0)
             largest = max(largest, taken, left)
             fills += [(taken, length), (left, length + least[place])]
@@ -371,11 +371,11 @@ def warm_up_forwards(problem: Problem, cost: int) -> list[int] | None:
 
 
 def _weights(problem: Problem, own_chunks: Sequence[int], others: int, position: int) -> list[_Kind]:
-    """The W of these chunks: of `others` microbatches, and in the chunks behind a position of one more."""
+    """The W of these chunks: of `others` units, and in the chunks behind a position of one more."""
     found = []
     for index, chunk in enumerate(own_chunks):
         of_slices = zip(problem.of(problem.held, chunk), problem.of(problem.weight, chunk), strict=True)
-        count = others + (index > position) if len(problem.slices) == 1 else problem.sequences
+        count = others + (index > position) if len(problem.slices) == 1 else problem.microbatches
         found += [(held, weight, count) for held, weight in of_slices]
     return found
 
@@ -384,15 +384,15 @@ def _most_of_slices(
     problem: Problem,
     states: Sequence[tuple[_OfSlices, _OfSlices]],
     limit: int,
-    microbatches: int,
+    units: int,
     weights: Sequence[_Kind] = (),
 ) -> int:
-    """`_most_work` for states of every slice, of which there are as many as sequences."""
+    """`_most_work` for states of every slice, of which there are as many as microbatches."""
     each = [pair for state in states for pair in zip(*state, strict=True)]
     if len(problem.slices) == 1:
-        return _most_work(tuple(each), limit, microbatches, tuple(weights))
-    kinds = [(memory, work, problem.sequences) for memory, work in each]
-    return _most_work((), limit, microbatches, (*kinds, *weights))
+        return _most_work(tuple(each), limit, units, tuple(weights))
+    kinds = [(memory, work, problem.microbatches) for memory, work in each]
+    return _most_work((), limit, units, (*kinds, *weights))
 
 
 _State = tuple[int, int]  # memory, work
@@ -400,17 +400,17 @@ _Kind = tuple[int, int, int]  # and how many there are
 
 
 @lru_cache(maxsize=16384)  # ranks are mostly alike, and levels of memory often
-def _most_work(states: tuple[_State, ...], limit: int, microbatches: int, weights: tuple[_Kind, ...] = ()) -> int:
-    """The most work of so many microbatches in any of the states, and of W by themselves, in the memory.
+def _most_work(states: tuple[_State, ...], limit: int, units: int, weights: tuple[_Kind, ...] = ()) -> int:
+    """The most work of so many units in any of the states, and of W by themselves, in the memory.
 
     weights: (memory, work, how many there are). The answer is a little more than the most where there are too many
     numbers of each kind to try.
     """
     if limit < 0:
         return 0
-    each_state = [(*state, microbatches) for state in set(states)]
+    each_state = [(*state, units) for state in set(states)]
     without_memory = sum(work * most for memory, work, most in (*each_state, *weights) if memory == 0)
-    # A state is never worse than one with more memory and less work, as all states together are so many microbatches.
+    # A state is never worse than one with more memory and less work, as all states together are so many units.
     useful = [one for one in each_state if not any(o != one and o[0] <= one[0] and o[1] >= one[1] for o in each_state)]
     kinds = [kind for kind in (*useful, *weights) if kind[0] > 0 and kind[1] > 0]
     kinds.sort(key=lambda kind: kind[0] / kind[1])

@@ -85,7 +85,7 @@ def _fused(orders: Ordering, ends: Sequence[int], chunks: int, period: int, many
 
 
 def timeline_of(orders: Ordering, problem: Problem, name: str) -> Timeline:
-    """What `simulate` finds of these orders, by the compiled core: whole sequences alone."""
+    """What `simulate` finds of these orders, by the compiled core: whole microbatches alone."""
     assert native.core is not None
     rows: Rows = native.core.grouped(orders.rows, orders.fused)
     actions = tuple(actions_of(row, problem, orders.fused) for row in rows)

@@ -105,12 +105,12 @@ def _forward_caps(problem: Problem) -> list[Each]:
     """How many forwards each chunk may be ahead of its backwards: more, the further it is from the last chunk.
 
     For each slope: how fast they fall towards the last chunk, in percent of what fits the memory; 0 for no caps. With
-    slices a whole sequence is ahead even in the last chunk, before the first backward.
+    slices a whole microbatch is ahead even in the last chunk, before the first backward.
     """
     tightest: tuple[int, int] | None = None  # of all ranks: what is spare, and what that is divided by
     for rank in range(problem.ranks):
         own_chunks = problem.chunks_of(rank)
-        taken = {chunk: sum(problem.of(problem.activation, chunk)) for chunk in own_chunks}  # by a whole sequence
+        taken = {chunk: sum(problem.of(problem.activation, chunk)) for chunk in own_chunks}  # by a whole microbatch
         weighted = sum(taken[chunk] * (problem.chunks - 1 - chunk) for chunk in own_chunks)
         spare = max(0, problem.limit[rank] - sum(taken.values()))
         if weighted and (tightest is None or spare * tightest[1] < tightest[0] * weighted):

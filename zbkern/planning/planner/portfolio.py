@@ -24,7 +24,7 @@ def add_serial(best: Incumbent) -> None:
     """Adds what fits whenever anything does: building blocks, or one microbatch after the other."""
     problem = best.problem
     for fuse in (False, True)[: 1 + problem.may_fuse]:
-        if native.core is None or len(problem.slices) > 1:  # blocks of slices hold two sequences at once
+        if native.core is None or len(problem.slices) > 1:  # blocks of slices hold two microbatches at once
             best.offer_fitting(serial_ordering(problem, fuse))
         if native.core is not None:
             best.offer(search_blocks(problem, fuse, Effort(seconds=best.budget.left)))
@@ -43,7 +43,7 @@ def _trial(problem: Problem, tries: int, passes: int) -> tuple[Problem, int]:
     trial, slices = problem, len(problem.slices)
     if problem.passes * tries > passes:
         few = -(-2 * (problem.ranks + 1) // slices) * slices
-        trial = replace(problem, microbatches=min(problem.microbatches, few))
+        trial = replace(problem, units=min(problem.units, few))
     return trial, trial.passes * tries // passes | 1  # odd, so that both of every choice are among them
 
 
@@ -221,10 +221,10 @@ def long_annealing(problem: Problem) -> bool:
 def held_by_1f1b(problem: Problem) -> int:
     """What 1F1B holds at most: as many microbatches as there are ranks, in all chunks of a rank.
 
-    With slices it holds as many of them, and the others of a sequence.
+    With slices it holds as many of them, and the others of a microbatch.
     """
     ranks, slices = range(problem.ranks), len(problem.slices)
-    of_sequence = max(
+    of_microbatch = max(
         sum(sum(problem.of(problem.activation, chunk)) for chunk in problem.chunks_of(rank)) for rank in ranks
     )
-    return (problem.ranks + slices - 1) * of_sequence // slices
+    return (problem.ranks + slices - 1) * of_microbatch // slices

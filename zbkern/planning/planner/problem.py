@@ -1,9 +1,9 @@
 """What the search works on: a planning problem in integers, and orders as lists of numbers.
 
 Times and memory are scaled to integers, so that sums do not depend on their order, nor plans on the compiler. A pass
-is one number, (kind * chunks + chunk) * microbatches + k for the k-th F, B or W of the chunk. The microbatches of a
-chunk pass in order: they cost the same, so that no other order is better. Slices of a sequence are microbatches whose
-costs differ by their place: the k-th F is of microbatch k, the k-th B and W that of `order_of_backward`.
+is one number, (kind * chunks + chunk) * units + k for the k-th F, B or W of the chunk. A unit is a microbatch, or a
+slice of one. Those of a chunk pass in order: they cost the same, so that no other order is better. Costs of slices
+differ by their place: the k-th F is of unit k, the k-th B and W that of `order_of_backward`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _SLACK = 1e-9  # relative, of a limit: sums of fractions of one number differ in
 class Problem:
     """A planning problem: costs of passes are [chunks][slices], with slices in the order in which F, or B and W, run.
 
-    One unit of time here is 1 / time_scale of the costs'. microbatches: slices of all sequences. communication: [edges]
+    One unit of time here is 1 / time_scale of the costs'. units: slices of all microbatches. communication: [edges]
     [slices], 0 within a rank, from the first slice on. activation: memory that F takes; freed: what B frees of it, and
     held what it leaves for W. limit: of each rank, beside what it holds all the time. costs: what it was made from.
     """
 
     ranks: int
     chunks: int
-    microbatches: int
+    units: int
     slices: tuple[int, ...]
     placement: tuple[int, ...]
     forward: tuple[int, ...]
@@ -68,7 +68,7 @@ class Problem:
         makespan: bool,
         slices: Sequence[int] = (1,),
     ) -> Problem:
-        """microbatches: of whole sequences. limit: one number per rank, in the unit of `costs.activation`."""
+        """limit: one number per rank, in the unit of `costs.activation`."""
         count, chunks = len(slices), range(len(placement))
         by_slice = slice_costs(costs.per_chunk(len(placement)), slices)
         backwards = by_slice[::-1]
@@ -95,7 +95,7 @@ class Problem:
         return cls(
             ranks=max(placement) + 1,
             chunks=len(placement),
-            microbatches=microbatches * count,
+            units=microbatches * count,
             slices=tuple(slices),
             placement=tuple(placement),
             forward=times([each.forward for each in by_slice]),
@@ -116,7 +116,7 @@ class Problem:
 
     @property
     def passes(self) -> int:
-        return 3 * self.chunks * self.microbatches
+        return 3 * self.chunks * self.units
 
     @property
     def fused_is_faster(self) -> bool:
@@ -135,7 +135,7 @@ class Problem:
         memory = [0] * self.ranks  # of all microbatches at once
         for chunk, rank in enumerate(self.placement):
             kept = zip(self.of(self.activation, chunk), self.of(self.held, chunk), strict=True)
-            memory[rank] += self.sequences * sum(max(*each) for each in kept)
+            memory[rank] += self.microbatches * sum(max(*each) for each in kept)
         short = any(limit < all_ for limit, all_ in zip(self.limit, memory, strict=True))
         return short and any(held > found for held, found in zip(self.held, self.freed, strict=True))
 
@@ -144,12 +144,11 @@ class Problem:
         return any(self.merge_saving)
 
     @property
-    def sequences(self) -> int:
-        """Microbatches of whole sequences."""
-        return self.microbatches // len(self.slices)
+    def microbatches(self) -> int:
+        return self.units // len(self.slices)
 
     def of(self, costs: Sequence[int], chunk: int) -> Sequence[int]:
-        """One of the costs of a chunk's passes, by the place in a sequence."""
+        """One of the costs of a chunk's passes, by the place in a microbatch."""
         return costs[chunk * len(self.slices) : (chunk + 1) * len(self.slices)]
 
     def chunks_of(self, rank: int) -> Sequence[int]:
@@ -166,19 +165,19 @@ class Problem:
         for chunk in self.chunks_of(rank):
             names = ("backward", "weight", "merge_saving", "fused")
             each = [*zip(*(self.of(getattr(self, name), chunk) for name in names), strict=True)]
-            least = self.sequences * sum(min(b + w - saved, both) for b, w, saved, both in each)
+            least = self.microbatches * sum(min(b + w - saved, both) for b, w, saved, both in each)
             if len(each) == 1:  # the first W follows none
                 b, w, saved, both = each[0]
-                least = min(self.sequences * (b + w - saved) + saved, self.sequences * both)
-            total += self.sequences * sum(self.of(self.forward, chunk)) + least
+                least = min(self.microbatches * (b + w - saved) + saved, self.microbatches * both)
+            total += self.microbatches * sum(self.of(self.forward, chunk)) + least
         return total
 
 
-def most_memory(by_slice: Sequence[ChunkCosts], sequences: int) -> float:
-    """What so many sequences hold at most, in all chunks together; by_slice: the costs of every slice."""
-    most = sequences * sum(sum(map(max, each.activation, each.held)) for each in by_slice)
+def most_memory(by_slice: Sequence[ChunkCosts], microbatches: int) -> float:
+    """What so many microbatches hold at most, in all chunks together; by_slice: the costs of every slice."""
+    most = microbatches * sum(sum(map(max, each.activation, each.held)) for each in by_slice)
     first = by_slice[0]
-    return most + (sequences * sum((*first.carried, *first.carried_gradients)) if len(by_slice) > 1 else 0.0)
+    return most + (microbatches * sum((*first.carried, *first.carried_gradients)) if len(by_slice) > 1 else 0.0)
 
 
 def taken_memory(by_slice: Sequence[ChunkCosts], chunk: int) -> list[float]:
@@ -202,7 +201,7 @@ def freed_memory(by_slice: Sequence[ChunkCosts], chunk: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Ordering:
-    """An order of every rank, its cost, and which backwards are fused: fused[chunk * microbatches + microbatch].
+    """An order of every rank, its cost, and which backwards are fused: fused[chunk * units + k].
 
     The W of a fused backward stays in its row, as a pass of no length and no memory.
     """
@@ -218,33 +217,33 @@ def within(peaks: Sequence[float], limit: Sequence[int]) -> bool:
 
 
 def serial_ordering(problem: Problem, fuse: bool) -> Ordering:
-    """One sequence after the other, each W right after its B: fits whenever anything does. Its cost is not known."""
-    chunks, microbatches, slices = problem.chunks, problem.microbatches, len(problem.slices)
+    """One microbatch after the other, each W right after its B: fits whenever anything does. Its cost is not known."""
+    chunks, units, slices = problem.chunks, problem.units, len(problem.slices)
     rows: Rows = [[] for _ in range(problem.ranks)]
     forwards = [(chunk, (FORWARD,)) for chunk in range(chunks)]
     backwards = [(chunk, (BACKWARD, WEIGHT)) for chunk in reversed(range(chunks))]
-    for first in range(0, microbatches, slices):
+    for first in range(0, units, slices):
         for chunk, kinds in (*forwards, *backwards):
             for number in range(first, first + slices):
-                rows[problem.placement[chunk]] += [(kind * chunks + chunk) * microbatches + number for kind in kinds]
-    return Ordering(0, rows, [int(fuse)] * (chunks * microbatches))
+                rows[problem.placement[chunk]] += [(kind * chunks + chunk) * units + number for kind in kinds]
+    return Ordering(0, rows, [int(fuse)] * (chunks * units))
 
 
 def ordering_of(schedule: Schedule) -> Ordering:
-    """A published schedule as orders: without parts of W, and the microbatches of a chunk in order. No cost yet."""
-    chunks, microbatches = len(schedule.placement), len(schedule.units)
-    order = order_of_backward(microbatches, len(schedule.slices))
-    place = {microbatch: number for number, microbatch in enumerate(order)}  # of its B and its W
-    fused = [0] * (chunks * microbatches)
-    first = {(kind, chunk): (number * chunks + chunk) * microbatches
+    """A published schedule as orders: without parts of W, and the units of a chunk in order. No cost yet."""
+    chunks, units = len(schedule.placement), len(schedule.units)
+    order = order_of_backward(units, len(schedule.slices))
+    place = {unit: number for number, unit in enumerate(order)}  # of its B and its W
+    fused = [0] * (chunks * units)
+    first = {(kind, chunk): (number * chunks + chunk) * units
              for number, kind in enumerate("FBW") for chunk in range(chunks)}  # fmt: skip
     rows: Rows = []
     for actions in schedule.actions:
         row: list[int] = []
-        for kind, chunk, microbatch, _ in actions:
-            number = microbatch if kind == "F" else place[microbatch]
+        for kind, chunk, unit, _ in actions:
+            number = unit if kind == "F" else place[unit]
             if kind == "BW":
-                fused[chunk * microbatches + number] = 1
+                fused[chunk * units + number] = 1
                 row += (first["B", chunk] + number, first["W", chunk] + number)
             else:
                 row.append(first[kind, chunk] + number)
@@ -262,14 +261,14 @@ def grouped(orders: Ordering) -> Ordering:
 
 def actions_of(row: Sequence[int], problem: Problem, fused: Sequence[int]) -> tuple[Action, ...]:
     """A row of numbers as actions."""
-    count, many = problem.chunks * problem.microbatches, problem.microbatches
-    order = order_of_backward(many, len(problem.slices))
+    count, units = problem.chunks * problem.units, problem.units
+    order = order_of_backward(units, len(problem.slices))
     found = []
     for number in row:
         kind, rest = divmod(number, count)
         both = kind != FORWARD and fused[rest]
         if not both or kind == BACKWARD:
-            chunk, place = divmod(rest, many)
+            chunk, place = divmod(rest, units)
             found.append(Action("BW" if both else "FBW"[kind], chunk, place if kind == FORWARD else order[place]))
     return tuple(found)
 
@@ -277,4 +276,4 @@ def actions_of(row: Sequence[int], problem: Problem, fused: Sequence[int]) -> tu
 def schedule_of(orders: Ordering, problem: Problem, name: str) -> Schedule:
     """Orders as a schedule, validated and with W grouped."""
     rows = [actions_of(row, problem, orders.fused) for row in grouped(orders).rows]
-    return Schedule.build(rows, problem.placement, problem.sequences, name, problem.slices)
+    return Schedule.build(rows, problem.placement, problem.microbatches, name, problem.slices)

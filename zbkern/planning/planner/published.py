@@ -18,18 +18,18 @@ class Published:
     def __init__(self) -> None:
         self._made: dict[tuple[tuple[int, ...], int, int], list[Ordering | None]] = {}
 
-    def orders(self, placement: tuple[int, ...], sequences: int, slices: int = 1) -> Iterator[Ordering]:
+    def orders(self, placement: tuple[int, ...], microbatches: int, slices: int = 1) -> Iterator[Ordering]:
         """Of every schedule with this placement (the rank of every chunk), those that are made quickest first.
 
-        sequences, slices: microbatches of whole sequences, and how many slices each has. Where they are many, schedules
-        are made for fewer and repeat their period; GPipe has none, and is left out there.
+        slices: of every microbatch. Where microbatches are many, schedules are made for fewer and repeat their period;
+        GPipe has none, and is left out there.
         """
-        made = self._made.setdefault((placement, sequences, slices), [])
-        few = sequences if slices > 1 or native.core is None else few_of(placement, sequences)
+        made = self._made.setdefault((placement, microbatches, slices), [])
+        few = microbatches if slices > 1 or native.core is None else few_of(placement, microbatches)
         for index, make in enumerate(generators_of(placement)):
             if index == len(made):
                 short = grouped(ordering_of(make(max(placement) + 1, few, slices=slices)))
-                made.append(longer(short, len(placement), few, sequences))
+                made.append(longer(short, len(placement), few, microbatches))
             if (orders := made[index]) is not None:
                 yield orders
 

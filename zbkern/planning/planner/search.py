@@ -55,7 +55,7 @@ class Search:
         self._population: Population | None = None
         self._rules: list[TriedRule] = []
         self._tried = 0  # passes on which rules were tried
-        known = published.orders(problem.placement, problem.sequences, len(problem.slices)) if published else ()
+        known = published.orders(problem.placement, problem.microbatches, len(problem.slices)) if published else ()
         for made, orders in enumerate(known, 1):
             self.best.offer_fitting(orders)
             if self.best.orders is not None and (not budget.left or (made >= _QUICK and problem.passes > MANY)):
