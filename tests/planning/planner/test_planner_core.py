@@ -29,6 +29,11 @@ def problem(seed: int, slices: tuple[int, ...]) -> Problem:
     return random_problem(random.Random(seed), slices, roomy=True)
 
 
+def with_cost(given: Problem, orders: Ordering) -> Ordering | None:
+    found = annealing.measured(given, orders)
+    return found and found[0]
+
+
 SLICES = [(1,), (1, 1), (5, 4, 3, 2)]
 
 
@@ -42,7 +47,7 @@ def test_rules_of_every_rank(seed: int, slices: tuple[int, ...]) -> None:
         if (orders := list_scheduler.list_schedule(given, rule))
     ]
     for _, orders in random.Random(seed).sample(made, min(20, len(made))):
-        check(given, annealing.with_cost(given, orders))
+        check(given, with_cost(given, orders))
     rule, start = made[0]
     tries = Effort(seed, (0,), 200)
     found, changed = list_scheduler.refine(given, rule, tries)
@@ -52,7 +57,7 @@ def test_rules_of_every_rank(seed: int, slices: tuple[int, ...]) -> None:
     assert (
         annealing.anneal(given, found, Effort()).cost <= found.cost
     )  # less where W are merged, which rules do not know
-    check(given, annealing.with_cost(given, found))
+    check(given, with_cost(given, found))
 
 
 def test_neighbouring_chunks_of_a_rank_that_follow_each_other_may_be_better() -> None:
@@ -110,7 +115,7 @@ def test_annealing(seed: int, slices: tuple[int, ...]) -> None:
         for orders in (list_scheduler.list_schedule(given, rule) for rule in list_scheduler.rules_to_try(given))
         if orders
     )
-    start = annealing.with_cost(given, start)
+    start = with_cost(given, start)
     found = annealing.anneal(given, start, Effort(seed, temperatures(given), 100_000, spread=3))
     assert found.cost <= start.cost
     check(given, found)
@@ -120,18 +125,18 @@ def test_annealing(seed: int, slices: tuple[int, ...]) -> None:
 def test_annealing_at_several_speeds(seed: int) -> None:
     """The cost is that of the same orders at all of them."""
     given = problem(seed, SLICES[0])
-    start = annealing.with_cost(given, serial_ordering(given, fuse=given.may_fuse))
+    start = with_cost(given, serial_ordering(given, fuse=given.may_fuse))
     samples = at_speeds(given, 5, seed)
     found = annealing.anneal(given, start, Effort(seed, temperatures(given), 200_000, spread=1), samples)
-    check(given, annealing.with_cost(given, found))
-    costs = [annealing.with_cost(each, found).cost for each in samples]
-    assert found.cost == pytest.approx((annealing.with_cost(given, found).cost + sum(costs) / 5) / 2, rel=1e-9)
-    assert found.cost <= (start.cost + sum(annealing.with_cost(each, start).cost for each in samples) / 5) / 2
+    check(given, with_cost(given, found))
+    costs = [with_cost(each, found).cost for each in samples]
+    assert found.cost == pytest.approx((with_cost(given, found).cost + sum(costs) / 5) / 2, rel=1e-9)
+    assert found.cost <= (start.cost + sum(with_cost(each, start).cost for each in samples) / 5) / 2
 
 
 def test_annealing_improves_a_poor_start() -> None:
     given = Problem.build(Costs(2, 2, 1, 0.1), range(4), 8, [6.0] * 4, False)
-    start = annealing.with_cost(given, serial_ordering(given, fuse=False))
+    start = with_cost(given, serial_ordering(given, fuse=False))
     found = annealing.anneal(given, start, Effort(0, temperatures(given), 2_000_000, spread=3))
     assert found.cost < 0.6 * start.cost
     check(given, found)
@@ -162,7 +167,7 @@ def test_building_blocks(seed: int, slices: tuple[int, ...]) -> None:
         given = replace(given, limit=tuple(4 * each for each in given.limit))
     found = annealing.search_blocks(given, seed % 4 == 3, Effort(seed, temperatures(given), 60))
     if given.saves:  # which blocks do not weigh
-        by_blocks, found = found.cost, annealing.with_cost(given, found)
+        by_blocks, found = found.cost, with_cost(given, found)
         assert found.cost <= by_blocks
     check(given, found)
 
@@ -211,7 +216,7 @@ def test_orders_that_cannot_run_are_refused() -> None:
     stuck = Ordering(0, [list(reversed(row)) for row in orders.rows], orders.fused)
     with pytest.raises(ValueError, match="cannot run"):
         annealing.anneal(given, stuck, Effort())
-    assert annealing.with_cost(given, stuck) is None
+    assert with_cost(given, stuck) is None
 
 
 @pytest.mark.parametrize("make", [schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h2])
@@ -219,5 +224,5 @@ def test_orders_cost_what_the_simulator_says(make) -> None:
     costs = Costs(2, 1.5, 1, 0.25, merge_saving=0.25, split_overhead=0.5)
     schedule = make(4, 8)
     given = Problem.build(costs, range(4), 8, [9.0] * 4, False)
-    compiled = annealing.with_cost(given, ordering_of(schedule))
+    compiled = with_cost(given, ordering_of(schedule))
     assert compiled.cost / given.time_scale == pytest.approx(simulate(schedule, costs).cost, rel=1e-9)

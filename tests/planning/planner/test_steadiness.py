@@ -81,7 +81,7 @@ def test_a_round_ends_cold() -> None:
     hot, cold = (Search(problem, Budget(1), 0, Published()) for _ in range(2))
     hot.construct(SETTINGS.rule_passes)
     hot.round(0, SETTINGS.first_round)
-    search_all([cold], Budget(1), lambda *_: None)
+    search_all([cold], Budget(1))
     assert cold.reached < hot.reached
 
 
@@ -108,7 +108,7 @@ def test_orders_that_cost_the_same_are_all_kept() -> None:
     first, last = orders[1].rows
     same = Ordering(0, [first, [*last[:-2], last[-1], last[-2]]], orders[1].fused)  # other order of its last two W
     for each in (*orders, same, orders[1]):
-        best.offer_fitting(each)
+        best.offer(each)
     assert [each.rows for each in best.near] == [orders[1].rows, same.rows]
 
 

@@ -69,8 +69,3 @@ def _simulated(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[f
     cost = timeline.makespan if problem.makespan else timeline.cost
     beside = [peak - always for peak, always in zip(timeline.peak_memory, static, strict=True)]
     return replace(orders, cost=round(cost * problem.time_scale)), [each * problem.memory_scale for each in beside]
-
-
-def with_cost(problem: Problem, orders: Ordering) -> Ordering | None:
-    found = measured(problem, orders)
-    return found and found[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from zbkern.planning.planner.annealing import measured, with_cost
+from zbkern.planning.planner.annealing import measured
 from zbkern.planning.planner.native import Effort
 from zbkern.planning.planner.problem import Ordering, Problem, grouped, within
 
@@ -45,22 +45,17 @@ class Incumbent:
         self.bound = 0
 
     def offer(self, orders: Ordering | None) -> None:
-        """Groups their W and computes their cost: some searches count waits that their orders do not have."""
-        if orders is not None and self.problem.saves:
-            orders = grouped(orders)
-        self._keep(orders and with_cost(self.problem, orders))
+        """Groups their W and computes their cost: some searches count waits that their orders do not have.
 
-    def offer_fitting(self, orders: Ordering) -> None:
-        """Orders with W grouped, which may exceed the memory: then nothing happens."""
-        found = measured(self.problem, orders)
-        if found is not None and within(found[1], self.problem.limit):
-            self._keep(found[0])
-
-    def _keep(self, orders: Ordering | None) -> None:
-        """Of equals the first, which is a published schedule: these are as even as they can be, so that a late pass
-        delays few others."""
+        Nothing happens where they exceed the memory. Of equals the first stays, which is a published schedule: these
+        are as even as they can be, so that a late pass delays few others.
+        """
         if orders is None:
             return
+        found = measured(self.problem, grouped(orders) if self.problem.saves else orders)
+        if found is None or not within(found[1], self.problem.limit):
+            return
+        orders = found[0]
         if self.orders is None or orders.cost < self.orders.cost * (1 - ROUNDING):
             self.orders = orders
         most = self.orders.cost * (1 + NEAR)

@@ -18,7 +18,7 @@ from zbkern.planning.planner.offload import MORE_MEMORY, fit, with_fused
 from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import schedule_of
 from zbkern.planning.planner.published import Published, generators_of
-from zbkern.planning.planner.search import Search, best_of, search_all
+from zbkern.planning.planner.search import Search, choose, search_all
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.memory import Limit, limits_of
@@ -163,7 +163,7 @@ def _best_numbers(request: Request) -> list[int]:
                 reached[number] = ModelSearch(quick, request.costs, budget).reached()
             else:
                 searches = _candidates(quick, request.costs, budget)
-                search_all(searches, budget, lambda *_: None)
+                search_all(searches, budget)
                 reached[number] = min(each.reached for each in searches)
         except ScheduleError:
             continue
@@ -180,15 +180,15 @@ def _searched_slices(request: Request) -> Plan:
         candidates = ModelSearch(request, costs, budget).candidates()
     else:
         layers, candidates = None, _candidates(request, costs, budget)
-    found, rounds = best_of(candidates, budget, options)
+    rounds = search_all(candidates, budget, options.progress)
+    found = choose(candidates, options.steady, rounds)
     assert found.best.orders is not None
     problem, orders, name = found.problem, found.best.orders, f"plan-{found.name}"
     if problem.passes > MANY and len(problem.slices) == 1 and native.core is not None:
         timeline = timeline_of(orders, problem, name)
-        made = _compared(timeline, problem.costs, request.memory_limit, options.objective, found.bound)
     else:
-        schedule = schedule_of(orders, problem, name)
-        made = judged(schedule, problem.costs, request.memory_limit, options.objective)
+        timeline = simulate(schedule_of(orders, problem, name), problem.costs)
+    made = _compared(timeline, problem.costs, request.memory_limit, options.objective, found.bound)
     if native.core is None and not made.optimal:
         logger.warning(
             "plan: the compiled search is not here, so that this is only the best of the published schedules; install "

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
-from typing import NamedTuple
+from itertools import product, takewhile
 
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import anneal, search_blocks
@@ -25,17 +24,9 @@ def add_serial(best: Incumbent) -> None:
     problem = best.problem
     for fuse in (False, True)[: 1 + problem.may_fuse]:
         if native.core is None or len(problem.slices) > 1:  # blocks of slices hold two microbatches at once
-            best.offer_fitting(serial_ordering(problem, fuse))
+            best.offer(serial_ordering(problem, fuse))
         if native.core is not None:
             best.offer(search_blocks(problem, fuse, Effort(seconds=best.budget.left)))
-
-
-class TriedRule(NamedTuple):
-    """A rule, and the problem that it was tried on, mostly with fewer microbatches."""
-
-    number: int
-    rule: Rule
-    problem: Problem
 
 
 def _trial(problem: Problem, tries: int, passes: int) -> tuple[Problem, int]:
@@ -47,18 +38,17 @@ def _trial(problem: Problem, tries: int, passes: int) -> tuple[Problem, int]:
     return trial, trial.passes * tries // passes | 1  # odd, so that both of every choice are among them
 
 
-def best_tried_rules(best: Incumbent, most: int) -> list[TriedRule]:
-    """The best rules, of which the best one's orders are offered.
+def best_tried_rules(best: Incumbent, most: int) -> list[tuple[int, Rule]]:
+    """The numbers and the best of all rules, of which the best one's orders are offered.
 
     most: passes that the rules are tried on. With more, some of the rules are tried on fewer microbatches.
     """
     trial, stride = _trial(best.problem, count_rules(best.problem), most)
     tried = list(rules_to_try(trial, stride))
     found = best_rules(trial, tried, SETTINGS.refined_rules, best.budget.left)
-    kept = [TriedRule(index, tried[index], trial) for _, index in found]
-    for each in kept[:1]:
-        best.offer(list_schedule(best.problem, each.rule))
-    return kept
+    for _, index in found[:1]:
+        best.offer(list_schedule(best.problem, tried[index]))
+    return [(index, tried[index]) for _, index in found]
 
 
 def warm_start(best: Incumbent) -> Ordering | None:
@@ -93,7 +83,7 @@ class Population:
         best.offer(warm_start(best))
         self._long = long_annealing(problem)
 
-    def round(self, passes: int, seed: int, rules: Sequence[TriedRule]) -> None:
+    def round(self, passes: int, seed: int, rules: Sequence[tuple[int, Rule]]) -> None:
         """Runs about `passes` passes, and where there is a pattern a quarter as many in the search for a better one.
 
         rules: the best that are known.
@@ -124,26 +114,24 @@ class Population:
         self.best.offer(found)
         return found
 
-    def _refined(self, rules: Sequence[TriedRule], passes: int, seed: int) -> Ordering | None:
+    def _refined(self, rules: Sequence[tuple[int, Rule]], passes: int, seed: int) -> Ordering | None:
         """The best that some attempts find by changing these rules at random."""
         best: Ordering | None = None
-        for each in rules:
-            tries = passes // (SETTINGS.rule_pass * self.problem.passes * SETTINGS.refined_rules)
-            if not tries or self.best.over:
+        tries = passes // (SETTINGS.rule_pass * self.problem.passes * SETTINGS.refined_rules)
+        runs = max(1, tries // SETTINGS.rule_tries)
+        for (number, first), run in product(rules, range(runs)) if tries else ():
+            if self.best.over:
                 break
-            runs = max(1, tries // SETTINGS.rule_tries)
-            for run in range(runs):
-                rule, tried = self._changed.get(each.number, (each.rule, 0))
-                if tried >= SETTINGS.rule_tries:
-                    rule, tried = each.rule, 0
-                number = (seed << 8 | run) << 32 | each.number
-                found = refine(self.problem, rule, self.best.effort(number, (0,), tries // runs))
-                if found is None:
-                    break
-                self._changed[each.number] = found[1], tried + tries // runs
-                if best is None or found[0].cost < best.cost:
-                    best = found[0]
-                    self.best.offer(best)
+            rule, tried = self._changed.get(number, (first, 0))
+            if tried >= SETTINGS.rule_tries:
+                rule, tried = first, 0
+            effort = self.best.effort((seed << 8 | run) << 32 | number, (0,), tries // runs)
+            if (found := refine(self.problem, rule, effort)) is None:
+                continue
+            self._changed[number] = found[1], tried + tries // runs
+            if best is None or found[0].cost < best.cost:
+                best = found[0]
+                self.best.offer(best)
         return best
 
     def _block(self, passes: int, seed: int) -> Ordering | None:

@@ -12,25 +12,16 @@ from functools import cached_property
 
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import anneal
-from zbkern.planning.planner.arguments import PlanOptions
 from zbkern.planning.planner.bounds import cost_bound
 from zbkern.planning.planner.incumbents import NEAR, ROUNDING, Budget, Incumbent
 from zbkern.planning.planner.large import MANY
-from zbkern.planning.planner.portfolio import (
-    SETTINGS,
-    Population,
-    TriedRule,
-    add_serial,
-    best_tried_rules,
-    temperatures,
-)
+from zbkern.planning.planner.list_scheduler import Rule
+from zbkern.planning.planner.portfolio import SETTINGS, Population, add_serial, best_tried_rules, temperatures
 from zbkern.planning.planner.problem import Ordering, Problem
 from zbkern.planning.planner.published import Published
 from zbkern.planning.planner.steadiness import at_speeds, delayed
 
-_QUICK = (
-    2  # published schedules of a V are made in no time; the others hold less, and take seconds where ranks are many
-)
+_QUICK = 2  # published schedules of a V, made in no time; the others hold less, and take seconds with many ranks
 _FINALISTS = 32  # at most, so that to choose among them takes little time
 
 
@@ -53,11 +44,11 @@ class Search:
         self.name, self.partition = name, partition
         self.problem, self.best, self._seed = problem, Incumbent(problem, budget), seed
         self._population: Population | None = None
-        self._rules: list[TriedRule] = []
+        self._rules: list[tuple[int, Rule]] = []
         self._tried = 0  # passes on which rules were tried
         known = published.orders(problem.placement, problem.microbatches, len(problem.slices)) if published else ()
         for made, orders in enumerate(known, 1):
-            self.best.offer_fitting(orders)
+            self.best.offer(orders)
             if self.best.orders is not None and (not budget.left or (made >= _QUICK and problem.passes > MANY)):
                 break
         self.published = self.reached  # by a published schedule
@@ -126,8 +117,8 @@ class Search:
         return (orders.cost / self.problem.time_scale + delayed(self._samples, orders)) / 2
 
 
-def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[int, Search], None]) -> int:
-    """All of them side by side; how many rounds were completed. progress: is told the next and the best.
+def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[str], None] = lambda line: None) -> int:
+    """All of them side by side; how many rounds were completed. progress: as in `PlanOptions`.
 
     Each round has twice the work of the one before, divided among half as many.
     """
@@ -143,20 +134,14 @@ def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[i
         going_on = sorted(going_on, key=promises.__getitem__)[: math.ceil(len(searches) / 2**rounds)]
         if not going_on:
             break
-        progress(rounds, min(going_on, key=lambda each: each.reached))
+        progress(_describe(min(going_on, key=lambda each: each.reached), rounds))
         for each in going_on:
             if budget.left:
                 each.round(rounds, first_round * 2**rounds // len(going_on))
         rounds += budget.left > 0
         min(searches, key=lambda each: each.reached).finish(rounds)  # after each, so that more are never worse
+    progress("")
     return rounds
-
-
-def best_of(searches: Sequence[Search], budget: Budget, options: PlanOptions) -> tuple[Search, int]:
-    """The one with the best orders that are found, of equals the first, and how many rounds were completed."""
-    rounds = search_all(searches, budget, lambda number, best: options.progress(_describe(best, number)))
-    options.progress("")
-    return choose(searches, options.steady, rounds), rounds
 
 
 def _describe(search: Search, rounds: int) -> str:
