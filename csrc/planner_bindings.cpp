@@ -19,23 +19,25 @@ Problem problem_from(const py::object& source) {
   p.units = source.attr("units").cast<int>();
   p.placement = source.attr("placement").cast<std::vector<int>>();
   const int n = p.slices = static_cast<int>(source.attr("slices").cast<std::vector<int>>().size()), m = p.units;
-  // From one entry per chunk and place in a microbatch to one per pass.
+  const auto by_chunk = source.attr("by_chunk").cast<std::vector<py::object>>();
+  // From one entry per place in a microbatch to one per pass.
   const auto each = [&](const char* name) {
-    const auto given = source.attr(name).cast<std::vector<Time>>();
     std::vector<Time> found;
-    for (int c = 0; c < p.chunks; c++)
-      for (int k = 0; k < m; k++) found.push_back(given[c * n + k % n]);
+    for (const py::object& chunk : by_chunk) {
+      const auto given = chunk.attr(name).cast<std::vector<Time>>();
+      for (int k = 0; k < m; k++) found.push_back(given[k % n]);
+    }
     return found;
   };
   p.forward = each("forward"), p.backward = each("backward"), p.weight = each("weight"), p.fused = each("fused");
   p.activation = each("activation"), p.freed = each("freed"), p.held = each("held"),
   p.merge_saving = each("merge_saving");
-  const auto lags = source.attr("communication").cast<std::vector<Time>>();  // [chunks - 1][slices]
+  const std::vector<Time> lags = each("communication");
   p.forward_lag.assign(static_cast<std::size_t>(p.chunks) * m, 0), p.backward_lag = p.forward_lag;
   for (int c = 0; c + 1 < p.chunks; c++)
     for (int k = 0; k < m; k++) {
-      p.forward_lag[(c + 1) * m + k] = lags[c * n + k % n];
-      p.backward_lag[c * m + k] = lags[c * n + n - 1 - k % n];
+      p.forward_lag[(c + 1) * m + k] = lags[c * m + k];
+      p.backward_lag[c * m + k] = lags[c * m + n - 1 - k % n];
     }
   p.limit = source.attr("limit").cast<std::vector<Time>>();
   p.makespan = source.attr("makespan").cast<bool>();
@@ -103,7 +105,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.planning.planner, compiled.";
-  module.attr("version") = 9;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 10;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
              [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
                const Problem problem = problem_from(source);

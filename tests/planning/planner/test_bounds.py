@@ -29,7 +29,7 @@ def good_order(given: Problem, draw: random.Random) -> Ordering:
         best.offer(each)
     for fuse in (False, True):
         best.offer(serial_ordering(given, fuse))
-    mean = (sum(given.forward) + sum(given.backward)) // (2 * given.chunks)
+    mean = sum(sum(each.forward) + sum(each.backward) for each in given.by_chunk) // (2 * given.chunks)
     temperatures = [mean, mean // 3, mean // 10, mean // 50]
     return annealing.anneal(given, best.orders, Effort(0, temperatures, 60_000, spread=0))
 

@@ -75,12 +75,11 @@ def test_neighbouring_chunks_of_a_rank_that_follow_each_other_may_be_better() ->
 
 def exact_costs(given: Problem) -> Costs:
     """The costs of whole sequences in the problem's integers, which a simulation counts with exactly."""
-    parts = zip(given.backward, given.weight, given.fused, strict=True)
-    return Costs(
-        *(given.forward, given.backward, given.weight, given.communication, given.activation, given.held),
-        split_overhead=[backward + weight - fused for backward, weight, fused in parts],
-        merge_saving=given.merge_saving,
-    )
+    names = ("forward", "backward", "weight", "communication", "activation", "held", "merge_saving")
+    costs = {name: [getattr(each, name)[0] for each in given.by_chunk] for name in names}
+    costs["communication"].pop()
+    split = [each.backward[0] + each.weight[0] - each.fused[0] for each in given.by_chunk]
+    return Costs(**costs, split_overhead=split)
 
 
 def check(given: Problem, found: Ordering) -> None:
@@ -102,7 +101,7 @@ def check(given: Problem, found: Ordering) -> None:
 
 
 def temperatures(given: Problem) -> list[int]:
-    mean = (sum(given.forward) + sum(given.backward)) // (2 * given.chunks)
+    mean = sum(sum(each.forward) + sum(each.backward) for each in given.by_chunk) // (2 * given.chunks)
     return [mean, mean // 3, mean // 20]
 
 

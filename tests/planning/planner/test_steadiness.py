@@ -42,7 +42,8 @@ def test_each_rank_has_each_speed_once(make) -> None:
     schedule = make(4, 8)
     problem = problem_of(COSTS, schedule.placement, 8, None, "cost")
     samples = at_speeds(problem, 5, 3)
-    speeds = [[sample.backward[rank] / problem.backward[rank] for rank in range(4)] for sample in samples]
+    backward, *others = ([each.backward[0] for each in given.by_chunk[:4]] for given in (problem, *samples))
+    speeds = [[time / planned for time, planned in zip(each, backward, strict=True)] for each in others]
     for of_rank in zip(*speeds, strict=True):
         assert sorted(of_rank) == pytest.approx([0.84, 0.92, 1.0, 1.08, 1.16])
     expected = fmean(simulate(schedule, with_speeds(schedule, each)).cost for each in speeds)

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from zbkern.planning.planner.problem import BACKWARD, FORWARD, Problem
+from zbkern.planning.planner.problem import BACKWARD, FORWARD, PassCosts, Problem
 
 _INFINITE = 2**62
 
@@ -42,11 +43,8 @@ def cost_bound(problem: Problem) -> int:
 
 def _arrivals(problem: Problem, slice: int = 0) -> list[int]:
     """The earliest start of each chunk's first forward; of another slice, if that were the first."""
-    at = [0]
-    for chunk in range(problem.chunks - 1):
-        lag = problem.of(problem.communication, chunk)[slice]
-        at.append(at[-1] + problem.of(problem.forward, chunk)[slice] + lag)
-    return at
+    steps = (each.forward[slice] + each.communication[slice] for each in problem.by_chunk[:-1])
+    return [*accumulate(steps, initial=0)]
 
 
 def _forwarded(problem: Problem, begin: int = 0) -> list[int]:
@@ -54,64 +52,55 @@ def _forwarded(problem: Problem, begin: int = 0) -> list[int]:
 
     0 for the chunks before.
     """
-    ends = [0] * len(problem.slices)
-    found = [0] * begin
-    for chunk in range(begin, problem.chunks):
+    arrived, found = [0] * len(problem.slices), [0] * begin
+    for each in problem.by_chunk[begin:]:
         now = 0
-        for slice, forward in enumerate(problem.of(problem.forward, chunk)):
-            lag = problem.of(problem.communication, chunk - 1)[slice] if chunk > begin else 0
-            now = ends[slice] = max(now, ends[slice] + lag) + forward
+        for slice, forward in enumerate(each.forward):
+            now = max(now, arrived[slice]) + forward
+            arrived[slice] = now + each.communication[slice]
         found.append(now)
     return found
 
 
 def _returns(problem: Problem) -> list[int]:
     """For each chunk, the least time from the end of a last slice's forward to the start of its backward."""
-    back = [0] * problem.chunks
-    for chunk in reversed(range(problem.chunks - 1)):
-        lag = problem.of(problem.communication, chunk)[-1]
-        there = lag + problem.of(problem.forward, chunk + 1)[-1]
-        back[chunk] = there + back[chunk + 1] + _backwards(problem, chunk + 1)[0] + lag
-    return back
+    back = [0]
+    for here, there in reversed([*pairwise(problem.by_chunk)]):
+        back.append(2 * here.communication[-1] + there.forward[-1] + back[-1] + _backwards(there)[0])
+    return back[::-1]
 
 
 def _falls(problem: Problem, place: int) -> list[int]:
     """From the start of each chunk's B to the start of chunk 0's: of a microbatch's first B (place 0) or last (-1)."""
-    down = [0]
-    for chunk in range(1, problem.chunks):
-        lag = problem.of(problem.communication, chunk - 1)[-1 if place == 0 else 0]
-        down.append(down[-1] + _backwards(problem, chunk)[place] + lag)
-    return down
+    slice = -1 if place == 0 else 0
+    steps = (here.communication[slice] + _backwards(there)[place] for here, there in pairwise(problem.by_chunk))
+    return [*accumulate(steps, initial=0)]
 
 
-def _backwards(problem: Problem, chunk: int) -> list[int]:
+def _backwards(costs: PassCosts) -> list[int]:
     """The least times of a chunk's backwards, in their order."""
-    return list(map(min, problem.of(problem.backward, chunk), problem.of(problem.fused, chunk)))
+    return list(map(min, costs.backward, costs.fused))
 
 
-def _backwards_and_weights(problem: Problem, chunk: int) -> list[int]:
+def _backwards_and_weights(costs: PassCosts) -> list[int]:
     """The least times from each B, or BW, on to the end of its W: which may be merged, and come right after."""
-    names = ("backward", "weight", "merge_saving", "fused")
-    each = zip(*(problem.of(getattr(problem, name), chunk) for name in names), strict=True)
+    each = zip(costs.backward, costs.weight, costs.merge_saving, costs.fused, strict=True)
     return [min(backward + weight - saved, fused) for backward, weight, saved, fused in each]
 
 
 def _chain(problem: Problem) -> int:
     """All F of a chunk, or all B, or both of the last chunk, after the passes on the way there, before those back."""
-    arrivals, forwarded, returns, falls = (
-        _arrivals(problem),
-        _forwarded(problem),
-        _returns(problem),
-        _falls(problem, -1),
-    )
-    longest = arrival = forwards = backwards = down = 0
-    for chunk in range(problem.chunks):
-        least, arrival = _backwards(problem, chunk), arrivals[chunk]
-        forwards, backwards = (problem.microbatches * sum(each) for each in (problem.of(problem.forward, chunk), least))
-        down = falls[chunk] - least[-1] + _backwards_and_weights(problem, 0)[-1]  # from its last backward to the end
+    arrivals, forwarded, returns = _arrivals(problem), _forwarded(problem), _returns(problem)
+    falls, last = _falls(problem, -1), _backwards_and_weights(problem.by_chunk[0])[-1]
+    longest = forwards = backwards = down = 0
+    for chunk, each in enumerate(problem.by_chunk):
+        least = _backwards(each)
+        forwards, backwards = problem.microbatches * sum(each.forward), problem.microbatches * sum(least)
+        down = falls[chunk] - least[-1] + last  # from its last backward to the end
         there_and_back = forwards + returns[chunk] + sum(least)
-        longest = max(longest, arrival + there_and_back + down, forwarded[chunk] + returns[chunk] + backwards + down)
-    return max(longest, arrival + forwards + backwards + down)
+        back = forwarded[chunk] + returns[chunk] + backwards
+        longest = max(longest, arrivals[chunk] + there_and_back + down, back + down)
+    return max(longest, arrivals[-1] + forwards + backwards + down)
 
 
 class _Event(NamedTuple):
@@ -136,7 +125,7 @@ def _work_in_between(problem: Problem) -> int:
     ]
     most = 0
     for waiting in range(problem.ranks):
-        home = problem.chunks_of(waiting)[0]
+        home = problem.chunks_of[waiting][0]
         to_first, from_last = chains.to_first(0 if problem.makespan else home), chains.from_last(home)
         for working, (work, firsts, lasts) in enumerate(rows):
             heads = [to_first[each.kind][each.chunk] - each.work for each in firsts]
@@ -159,8 +148,10 @@ class _Chains:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._arrivals, self._returns = _arrivals(problem), _returns(problem)
-        self._last_arrivals = _arrivals(problem, -1)  # of last slices alone
+        ends = zip(_arrivals(problem, -1), problem.by_chunk, strict=True)  # of last slices alone
+        self._last_ends = [arrival + each.forward[-1] for arrival, each in ends]
         self._first_falls, self._last_falls = _falls(problem, 0), _falls(problem, -1)
+        self._before_last = [sum(_backwards(each)[:-1]) for each in problem.by_chunk]
 
     def to_first(self, begin: int) -> tuple[list[int], list[int]]:
         """From the start of the first F of chunk `begin` to the start of the first F, and B, of every chunk.
@@ -178,22 +169,14 @@ class _Chains:
         """From the end of every chunk's last F, and the start of its last B, to the end of chunk `end`'s W; -inf as
         above.
         """
-        problem, arrivals = self._problem, self._last_arrivals
-        weight = _backwards_and_weights(problem, end)[-1]
-        before_last = sum(_backwards(problem, end)[:-1])
-        forwards, backwards = [], [-_INFINITE] * end
-        for chunk in range(problem.chunks):
-            turn = max(chunk, end)
-            here, there = problem.of(problem.forward, chunk)[-1], problem.of(problem.forward, turn)[-1]
-            to_turn = arrivals[turn] + there - arrivals[chunk] - here
-            fall = max(  # all B of the microbatch are on either chunk
-                sum(_backwards(problem, turn)[:-1]) + self._last_falls[turn] - self._last_falls[end],
-                self._first_falls[turn] - self._first_falls[end] + before_last,
-            )
-            forwards.append(to_turn + self._returns[turn] + fall + weight)
-            if chunk >= end:
-                backwards.append(self._last_falls[chunk] - self._last_falls[end] + weight)
-        return forwards, backwards
+        first, last, before = self._first_falls, self._last_falls, self._before_last
+        weight = _backwards_and_weights(self._problem.by_chunk[end])[-1]
+        forwards = []
+        for chunk, here in enumerate(self._last_ends):
+            turn = max(chunk, end)  # all B of the microbatch are on either chunk
+            fall = max(before[turn] + last[turn] - last[end], first[turn] - first[end] + before[end])
+            forwards.append(self._last_ends[turn] - here + self._returns[turn] + fall + weight)
+        return forwards, [-_INFINITE] * end + [each - last[end] + weight for each in last[end:]]
 
 
 _OfSlices = list[int]  # an amount of memory or work of each slice, from the first of a microbatch to the last
@@ -208,16 +191,16 @@ class _Work(NamedTuple):
 
 
 def _work(problem: Problem, chunks: Sequence[int]) -> _Work:
-    def of_slices(costs: Sequence[int]) -> _OfSlices:
-        each = [problem.of(costs, chunk) for chunk in chunks]
-        return [sum(of_chunk[slice] for of_chunk in each) for slice in range(len(problem.slices))]
+    none = (0,) * len(problem.slices)
 
-    backward = _sums(of_slices(problem.backward), of_slices(problem.weight))[::-1]
-    return _Work(of_slices(problem.activation), of_slices(problem.forward), backward)
+    def of_slices(*names: str) -> _OfSlices:
+        return _sums(none, *(getattr(problem.by_chunk[chunk], name) for chunk in chunks for name in names))
+
+    return _Work(of_slices("activation"), of_slices("forward"), of_slices("backward", "weight")[::-1])
 
 
-def _sums(some: Sequence[int], others: Sequence[int]) -> _OfSlices:
-    return [one + other for one, other in zip(some, others, strict=True)]
+def _sums(*amounts: Sequence[int]) -> _OfSlices:
+    return list(map(sum, zip(*amounts, strict=True)))
 
 
 def _first_passes(problem: Problem, rank: int) -> list[_Event]:
@@ -227,19 +210,19 @@ def _first_passes(problem: Problem, rank: int) -> list[_Event]:
     forwarded through some of those, or through all and has everything done in those after; the first microbatch is
     where it must be.
     """
-    own_chunks, limit = problem.chunks_of(rank), problem.limit[rank]
+    own_chunks, limit = problem.chunks_of[rank], problem.limit[rank]
     slices, before = len(problem.slices), 0
     forwarded: list[tuple[_OfSlices, _OfSlices]] = []
     events = []
     for position, chunk in enumerate(own_chunks):
         done, later = _work(problem, own_chunks[: position + 1]), _work(problem, own_chunks[position + 1 :])
-        most = _most_of_slices(problem, forwarded, limit - done.memory[0], problem.units - 1)
+        most = _most_work(problem, forwarded, limit - done.memory[0], problem.units - 1)
         events.append(_Event(FORWARD, chunk, before + most))
         before = done.forward[0]
         forwarded.append((done.memory, done.forward))
-        all_later = (done.memory, _sums(done.forward, _sums(later.forward, later.backward)))
+        all_later = (done.memory, _sums(done.forward, later.forward, later.backward))
         free = limit - sum(done.memory)
-        most = _most_of_slices(problem, [*forwarded, all_later], free, problem.units - slices)
+        most = _most_work(problem, [*forwarded, all_later], free, problem.units - slices)
         events.append(_Event(BACKWARD, chunk, sum(all_later[1]) + most))
     return events
 
@@ -251,24 +234,24 @@ def _last_passes(problem: Problem, rank: int) -> list[_Event]:
     per memory matters; the last microbatch itself holds what it held in the chunks up to this, and has all left. At the
     last B of a chunk the others are behind it.
     """
-    own_chunks, limit = problem.chunks_of(rank), problem.limit[rank]
+    own_chunks, limit = problem.chunks_of[rank], problem.limit[rank]
     states = []  # (memory, work left): forwarded so far, not yet back
     # Backward down to some chunk, each W of what is behind done or not: the W by themselves are states of their own.
     behind = []
     for end in range(1, len(own_chunks) + 1):
         done, later = _work(problem, own_chunks[:end]), _work(problem, own_chunks[end:])
-        states.append((done.memory, _sums(later.forward, _sums(done.backward, later.backward))))
+        states.append((done.memory, _sums(later.forward, done.backward, later.backward)))
         behind.append((done.memory, done.backward))
     others, events = problem.units - 1, []
     for position, chunk in enumerate(own_chunks):
         memory, left = map(sum, states[position])
         room = limit - memory, problem.units - len(problem.slices)
         weights = _weights(problem, own_chunks, others, len(own_chunks))
-        most = _most_of_slices(problem, [*states[position:], *behind], *room, weights)
+        most = _most_work(problem, [*states[position:], *behind], *room, weights)
         events.append(_Event(FORWARD, chunk, left + most))
         memory, left = behind[position][0][0], behind[position][1][0]
         weights = _weights(problem, own_chunks, others, position)
-        most = _most_of_slices(problem, behind[:position], limit - memory, others, weights)
+        most = _most_work(problem, behind[:position], limit - memory, others, weights)
         events.append(_Event(BACKWARD, chunk, left + most))
     return events
 
@@ -283,44 +266,37 @@ def _in_order(problem: Problem, rank: int, first: _Event, last: _Event) -> bool:
         return True
     if first.kind == BACKWARD and last.kind == BACKWARD and last.chunk <= first.chunk:
         return True
-    kept = problem.chunks_of(rank)[0] if last.kind == FORWARD else first.chunk
-    return problem.microbatches * sum(problem.of(problem.activation, kept)) > problem.limit[rank]
+    kept = problem.chunks_of[rank][0] if last.kind == FORWARD else first.chunk
+    return problem.microbatches * sum(problem.by_chunk[kept].activation) > problem.limit[rank]
 
 
 def _memory_over_time(problem: Problem, rank: int, returns: Sequence[int]) -> int:
     """Memory times time: what all microbatches need at least, by what the rank has.
 
     A chunk's activation is there from the start of F to the end of B, and then what W needs, or for a fused backward
-    the activation, to the end of W. (Keys and values are there as long as a microbatch's first slice.) The memory is not
-    full at once, nor to the end: after a time t there is at most what the passes of t fill (F, or F and B where
+    the activation, to the end of W. (Keys and values are there as long as a microbatch's first slice.) The memory is
+    not full at once, nor to the end: after a time t there is at most what the passes of t fill (F, or F and B where
     that leaves more) and `largest`, for a pass that is running; and before the end likewise, what the passes yet to
     come free.
     """
     limit, microbatches = problem.limit[rank], problem.microbatches
     needed = largest = 0
     fills, frees = [], []  # (memory, time)
-    for chunk in problem.chunks_of(rank):
-        activation, held, freed, backward, fused, weight, saved = (
-            problem.of(each, chunk)
-            for each in (
-                *(problem.activation, problem.held, problem.freed, problem.backward, problem.fused),
-                *(problem.weight, problem.merge_saving),
-            )
-        )
-        forward, least = problem.of(problem.forward, chunk), _backwards(problem, chunk)
-        both = _backwards_and_weights(problem, chunk)
-        gradients = sum(freed) - sum(activation)  # of keys and values: there from the end of a microbatch's first B on
+    for chunk in problem.chunks_of[rank]:
+        each = problem.by_chunk[chunk]
+        least, both = _backwards(each), _backwards_and_weights(each)
+        gradients = sum(each.freed) - sum(each.activation)  # of keys and values: from the end of the first B on
         needed += microbatches * gradients * sum(least[1:])
-        for slice, (taken, length) in enumerate(zip(activation, forward, strict=True)):
-            place = len(forward) - 1 - slice
-            alone = max(0, weight[place] - saved[place])
-            stay = sum(forward[slice:]) + returns[chunk] + sum(least[:place])
-            apart = taken * backward[place] + held[place] * alone
-            needed += microbatches * (taken * stay + min(apart, taken * fused[place]))
-            left = held[place] + (gradients if place == 0 else 0)
+        for slice, (taken, length) in enumerate(zip(each.activation, each.forward, strict=True)):
+            place = len(least) - 1 - slice
+            held, alone = each.held[place], max(0, each.weight[place] - each.merge_saving[place])
+            stay = sum(each.forward[slice:]) + returns[chunk] + sum(least[:place])
+            apart = taken * each.backward[place] + held * alone
+            needed += microbatches * (taken * stay + min(apart, taken * each.fused[place]))
+            left = held + (gradients if place == 0 else 0)
             largest = max(largest, taken, left)
             fills += [(taken, length), (left, length + least[place])]
-            frees += [(freed[place], both[place]), (held[place], alone)]
+            frees += [(each.freed[place], both[place]), (held, alone)]
     if limit <= 0:
         return 0
     spare = max(0, limit - largest)
@@ -338,7 +314,7 @@ def _joint_warm_up_bound(problem: Problem, bound: int) -> int:
     """
     if warm_up_forwards(problem, bound) is not None:
         return bound
-    low, high = bound, bound + max(_returns(problem)) + max(problem.forward)
+    low, high = bound, bound + max(_returns(problem)) + max(each.forward[0] for each in problem.by_chunk)
     while low + 1 < high:  # low is not possible; high is, or is as far as this looks
         middle = (low + high) // 2
         low, high = (low, middle) if warm_up_forwards(problem, middle) is not None else (middle, high)
@@ -351,15 +327,16 @@ def warm_up_forwards(problem: Problem, cost: int) -> list[int] | None:
     If a whole number of F does not fill the time until that B can start, the rank is idle, or runs one F more and so
     delays the first B of every rank before it. The least delay is always the best choice.
     """
-    returns, limit, microbatches = _returns(problem), problem.limit, problem.microbatches
-    delay, forwards = 0, []
+    returns, delay, forwards = _returns(problem), 0, []
     for rank in reversed(range(problem.ranks)):
-        cool_down = returns[rank] + _backwards_and_weights(problem, rank)[0]
+        each = problem.by_chunk[rank]
+        taken, length = each.activation[0], each.forward[0]
+        cool_down = returns[rank] + _backwards_and_weights(each)[0]
         cool_down = max(0, cool_down - _last_passes(problem, rank)[0].work)
-        most = microbatches if not problem.activation[rank] else limit[rank] // problem.activation[rank]
-        idle = cost - problem.work(rank) - (cool_down if most < microbatches else 0)
-        until = problem.forward[rank] + returns[rank] + delay
-        length, most = problem.forward[rank], min(most, microbatches)
+        most = problem.limit[rank] // taken if taken else problem.units
+        idle = cost - problem.work(rank) - (cool_down if most < problem.units else 0)
+        until = length + returns[rank] + delay
+        most = min(most, problem.units)
         fit = min(most, until // length) if length else most
         if until - fit * length > idle:
             if fit == most:
@@ -374,46 +351,39 @@ def _weights(problem: Problem, own_chunks: Sequence[int], others: int, position:
     """The W of these chunks: of `others` units, and in the chunks behind a position of one more."""
     found = []
     for index, chunk in enumerate(own_chunks):
-        of_slices = zip(problem.of(problem.held, chunk), problem.of(problem.weight, chunk), strict=True)
+        each = problem.by_chunk[chunk]
         count = others + (index > position) if len(problem.slices) == 1 else problem.microbatches
-        found += [(held, weight, count) for held, weight in of_slices]
+        found += [(held, weight, count) for held, weight in zip(each.held, each.weight, strict=True)]
     return found
 
 
-def _most_of_slices(
+def _most_work(
     problem: Problem,
     states: Sequence[tuple[_OfSlices, _OfSlices]],
     limit: int,
     units: int,
     weights: Sequence[_Kind] = (),
 ) -> int:
-    """`_most_work` for states of every slice, of which there are as many as microbatches."""
+    """The most work of so many units in any of the states, and of W by themselves, in the memory."""
     each = [pair for state in states for pair in zip(*state, strict=True)]
-    if len(problem.slices) == 1:
-        return _most_work(tuple(each), limit, units, tuple(weights))
-    kinds = [(memory, work, problem.microbatches) for memory, work in each]
-    return _most_work((), limit, units, (*kinds, *weights))
+    if len(problem.slices) > 1:  # as many units of every slice as microbatches
+        kinds = [(*pair, problem.microbatches) for pair in each]
+    else:  # A state is never worse than one with more memory and less work, as all together are so many units.
+        useful = [s for s in set(each) if not any(o != s and o[0] <= s[0] and o[1] >= s[1] for o in each)]
+        kinds = [(*pair, units) for pair in useful]
+    return _most_filled((*kinds, *weights), limit)
 
 
-_State = tuple[int, int]  # memory, work
-_Kind = tuple[int, int, int]  # and how many there are
+_Kind = tuple[int, int, int]  # memory, work, and how many there are
 
 
 @lru_cache(maxsize=16384)  # ranks are mostly alike, and levels of memory often
-def _most_work(states: tuple[_State, ...], limit: int, units: int, weights: tuple[_Kind, ...] = ()) -> int:
-    """The most work of so many units in any of the states, and of W by themselves, in the memory.
-
-    weights: (memory, work, how many there are). The answer is a little more than the most where there are too many
-    numbers of each kind to try.
-    """
+def _most_filled(all_kinds: tuple[_Kind, ...], limit: int) -> int:
+    """The most work in the memory; a little more than that where there are too many numbers of each kind to try."""
     if limit < 0:
         return 0
-    each_state = [(*state, units) for state in set(states)]
-    without_memory = sum(work * most for memory, work, most in (*each_state, *weights) if memory == 0)
-    # A state is never worse than one with more memory and less work, as all states together are so many units.
-    useful = [one for one in each_state if not any(o != one and o[0] <= one[0] and o[1] >= one[1] for o in each_state)]
-    kinds = [kind for kind in (*useful, *weights) if kind[0] > 0 and kind[1] > 0]
-    kinds.sort(key=lambda kind: kind[0] / kind[1])
+    without_memory = sum(work * most for memory, work, most in all_kinds if memory == 0)
+    kinds = sorted((kind for kind in all_kinds if min(kind[:2]) > 0), key=lambda kind: kind[0] / kind[1])
     tries = 100
 
     def filled(index: int, free: int) -> int:
@@ -431,10 +401,6 @@ def _most_work(states: tuple[_State, ...], limit: int, units: int, weights: tupl
         if index == len(kinds):
             return 0
         memory, work, most = kinds[index]
-        if index == len(kinds) - 1:  # as many as fit
-            found = min(free // memory, most) * work
-            tries -= found > 0
-            return found
         found = 0
         for count in range(min(free // memory, most), -1, -1):
             rest = free - count * memory

@@ -109,8 +109,8 @@ def _forward_caps(problem: Problem) -> list[Each]:
     """
     tightest: tuple[int, int] | None = None  # of all ranks: what is spare, and what that is divided by
     for rank in range(problem.ranks):
-        own_chunks = problem.chunks_of(rank)
-        taken = {chunk: sum(problem.of(problem.activation, chunk)) for chunk in own_chunks}  # by a whole microbatch
+        own_chunks = problem.chunks_of[rank]
+        taken = {chunk: sum(problem.by_chunk[chunk].activation) for chunk in own_chunks}  # by a whole microbatch
         weighted = sum(taken[chunk] * (problem.chunks - 1 - chunk) for chunk in own_chunks)
         spare = max(0, problem.limit[rank] - sum(taken.values()))
         if weighted and (tightest is None or spare * tightest[1] < tightest[0] * weighted):

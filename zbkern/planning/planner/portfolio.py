@@ -195,7 +195,8 @@ class PatternSearch:
 
 def temperatures(problem: Problem, hot: float, cold: float = SETTINGS.end_temperature) -> list[int]:
     """Temperatures from `hot` to `cold`, which are in units of the mean length of a pass, in units of time."""
-    mean = (sum(problem.forward) + sum(problem.backward) + sum(problem.weight)) // (3 * len(problem.forward))
+    passes = sum(sum(each.forward) + sum(each.backward) + sum(each.weight) for each in problem.by_chunk)
+    mean = passes // (3 * problem.chunks * len(problem.slices))
     ratio = min(cold / hot, 1.0)
     return [int(mean * hot * ratio ** (step / (SETTINGS.temperatures - 1))) for step in range(SETTINGS.temperatures)]
 
@@ -211,8 +212,8 @@ def held_by_1f1b(problem: Problem) -> int:
 
     With slices it holds as many of them, and the others of a microbatch.
     """
-    ranks, slices = range(problem.ranks), len(problem.slices)
+    slices = len(problem.slices)
     of_microbatch = max(
-        sum(sum(problem.of(problem.activation, chunk)) for chunk in problem.chunks_of(rank)) for rank in ranks
+        sum(sum(problem.by_chunk[chunk].activation) for chunk in chunks) for chunks in problem.chunks_of
     )
     return (problem.ranks + slices - 1) * of_microbatch // slices

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from typing import NamedTuple
 
 from zbkern.planning.planner import native
 from zbkern.planning.simulation.costs import ChunkCosts, Costs
@@ -29,13 +29,30 @@ _MEMORY_SCALE = 2.0**52  # of all microbatches at once, so that numbers do not d
 _SLACK = 1e-9  # relative, of a limit: sums of fractions of one number differ in the last digits
 
 
+class PassCosts(NamedTuple):
+    """What the passes of a chunk take, by their place in a microbatch: B and W go from its last slice to its first.
+
+    communication: of F's message to the next chunk; 0 within a rank. activation: memory that F takes; freed: what B
+    frees of it, and held what it leaves for W.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    weight: tuple[int, ...]
+    fused: tuple[int, ...]
+    merge_saving: tuple[int, ...]
+    communication: tuple[int, ...]
+    activation: tuple[int, ...]
+    freed: tuple[int, ...]
+    held: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Problem:
-    """A planning problem: costs of passes are [chunks][slices], with slices in the order in which F, or B and W, run.
+    """A planning problem. One unit of time here is 1 / time_scale of the costs'.
 
-    One unit of time here is 1 / time_scale of the costs'. units: slices of all microbatches. communication: [edges]
-    [slices], 0 within a rank, from the first slice on. activation: memory that F takes; freed: what B frees of it, and
-    held what it leaves for W. limit: of each rank, beside what it holds all the time. costs: what it was made from.
+    units: slices of all microbatches. by_chunk: what passes cost. limit: of each rank, beside what it holds all the
+    time. costs: what it was made from.
     """
 
     ranks: int
@@ -43,15 +60,7 @@ class Problem:
     units: int
     slices: tuple[int, ...]
     placement: tuple[int, ...]
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-    weight: tuple[int, ...]
-    fused: tuple[int, ...]
-    communication: tuple[int, ...]
-    activation: tuple[int, ...]
-    freed: tuple[int, ...]
-    held: tuple[int, ...]
-    merge_saving: tuple[int, ...]
+    by_chunk: tuple[PassCosts, ...]
     limit: tuple[int, ...]
     makespan: bool
     time_scale: float
@@ -69,45 +78,40 @@ class Problem:
         slices: Sequence[int] = (1,),
     ) -> Problem:
         """limit: one number per rank, in the unit of `costs.activation`."""
-        count, chunks = len(slices), range(len(placement))
-        by_slice = slice_costs(costs.per_chunk(len(placement)), slices)
-        backwards = by_slice[::-1]
+        chunks, by_slice = len(placement), slice_costs(costs.per_chunk(len(placement)), slices)
         # one pass and message of all microbatches after the other
         parts = [sum(e.forward) + sum(e.backward) + sum(e.weight) + 2 * sum(e.communication) for e in by_slice]
         time_scale = _TIME_SCALE / serial if (serial := microbatches * sum(parts)) > 1e-200 else 1.0
         unlimited = most_memory(by_slice, microbatches)
         memory_scale = _MEMORY_SCALE / unlimited if unlimited > 1e-200 else 1.0
 
-        def times(of_slices: Sequence[Sequence[float]]) -> tuple[int, ...]:
-            return tuple(round(values[at] * time_scale) for at in range(len(of_slices[0])) for values in of_slices)
+        def scaled(values: Iterable[float], scale: float) -> tuple[int, ...]:
+            return tuple(round(value * scale) for value in values)
 
-        def memory(values: Iterable[float]) -> tuple[int, ...]:
-            return tuple(round(value * memory_scale) for value in values)
+        def of_chunk(chunk: int) -> PassCosts:
+            backward, weight, fused, saving = (
+                scaled([getattr(each, name)[chunk] for each in reversed(by_slice)], time_scale)
+                for name in ("backward", "weight", "fused", "merge_saving")
+            )
+            # A split without overhead must stay so when all three are rounded, or fusing would seem to gain a little.
+            both_and_parts = zip(fused, backward, weight, strict=True)
+            fused = tuple(b + w if abs(both - b - w) <= 1 else both for both, b, w in both_and_parts)
+            apart = placement[chunk] != placement[min(chunk + 1, chunks - 1)]
+            lags = [each.communication[chunk] if apart else 0.0 for each in by_slice]
+            taken, freed = taken_memory(by_slice, chunk), freed_memory(by_slice, chunk)
+            memory = taken, freed, [each.held[chunk] for each in reversed(by_slice)]
+            forward = scaled([each.forward[chunk] for each in by_slice], time_scale)
+            times = forward, backward, weight, fused, saving, scaled(lags, time_scale)
+            return PassCosts(*times, *(scaled(each, memory_scale) for each in memory))
 
-        backward, weight, fused = (
-            times([getattr(each, name) for each in backwards]) for name in ("backward", "weight", "fused")
-        )
-        # A split without overhead must stay so when all three are rounded, or fusing would seem to gain a little.
-        both_and_parts = zip(fused, backward, weight, strict=True)
-        fused = tuple(b + w if abs(both - b - w) <= 1 else both for both, b, w in both_and_parts)
-        apart = [here != there for here, there in pairwise(placement)]
-        lags = [[lag * far for lag, far in zip(each.communication, apart, strict=True)] for each in by_slice]
         return cls(
             ranks=max(placement) + 1,
-            chunks=len(placement),
-            units=microbatches * count,
+            chunks=chunks,
+            units=microbatches * len(slices),
             slices=tuple(slices),
             placement=tuple(placement),
-            forward=times([each.forward for each in by_slice]),
-            backward=backward,
-            weight=weight,
-            fused=fused,
-            communication=times(lags),
-            activation=memory(taken_memory(by_slice, chunk)[at] for chunk in chunks for at in range(count)),
-            freed=memory(freed_memory(by_slice, chunk)[at] for chunk in chunks for at in range(count)),
-            held=memory(each.held[chunk] for chunk in chunks for each in backwards),
-            merge_saving=times([each.merge_saving for each in backwards]),
-            limit=memory([min(value, unlimited) * (1 + _SLACK) for value in limit]),
+            by_chunk=tuple(map(of_chunk, range(chunks))),
+            limit=scaled([min(value, unlimited) * (1 + _SLACK) for value in limit], memory_scale),
             makespan=makespan,
             time_scale=time_scale,
             memory_scale=memory_scale,
@@ -121,8 +125,8 @@ class Problem:
     @property
     def fused_is_faster(self) -> bool:
         """Whether some fused backward is faster than its two halves."""
-        parts = zip(self.fused, self.backward, self.weight, strict=True)
-        return any(fused < backward + weight for fused, backward, weight in parts)
+        parts = ((each.fused, each.backward, each.weight) for each in self.by_chunk)
+        return any(both < b + w for each in parts for both, b, w in zip(*each, strict=True))
 
     @cached_property
     def may_fuse(self) -> bool:
@@ -133,43 +137,36 @@ class Problem:
         if self.fused_is_faster:
             return True
         memory = [0] * self.ranks  # of all microbatches at once
-        for chunk, rank in enumerate(self.placement):
-            kept = zip(self.of(self.activation, chunk), self.of(self.held, chunk), strict=True)
-            memory[rank] += self.microbatches * sum(max(*each) for each in kept)
+        for rank, each in zip(self.placement, self.by_chunk, strict=True):
+            memory[rank] += self.microbatches * sum(map(max, each.activation, each.held))
         short = any(limit < all_ for limit, all_ in zip(self.limit, memory, strict=True))
-        return short and any(held > found for held, found in zip(self.held, self.freed, strict=True))
+        more = (zip(each.held, each.freed, strict=True) for each in self.by_chunk)
+        return short and any(held > found for each in more for held, found in each)
 
     @property
     def saves(self) -> bool:
-        return any(self.merge_saving)
+        return any(any(each.merge_saving) for each in self.by_chunk)
 
     @property
     def microbatches(self) -> int:
         return self.units // len(self.slices)
 
-    def of(self, costs: Sequence[int], chunk: int) -> Sequence[int]:
-        """One of the costs of a chunk's passes, by the place in a microbatch."""
-        return costs[chunk * len(self.slices) : (chunk + 1) * len(self.slices)]
-
-    def chunks_of(self, rank: int) -> Sequence[int]:
-        return self._chunks_by_rank[rank]
-
     @cached_property
-    def _chunks_by_rank(self) -> list[list[int]]:
+    def chunks_of(self) -> list[list[int]]:
+        """Those of every rank."""
         owned = [*enumerate(self.placement)]
         return [[chunk for chunk, owner in owned if owner == rank] for rank in range(self.ranks)]
 
     def work(self, rank: int) -> int:
         """The least time that `rank` can spend in passes."""
         total = 0
-        for chunk in self.chunks_of(rank):
-            names = ("backward", "weight", "merge_saving", "fused")
-            each = [*zip(*(self.of(getattr(self, name), chunk) for name in names), strict=True)]
-            least = self.microbatches * sum(min(b + w - saved, both) for b, w, saved, both in each)
-            if len(each) == 1:  # the first W follows none
-                b, w, saved, both = each[0]
+        for each in (self.by_chunk[chunk] for chunk in self.chunks_of[rank]):
+            parts = [*zip(each.backward, each.weight, each.merge_saving, each.fused, strict=True)]
+            least = self.microbatches * sum(min(b + w - saved, both) for b, w, saved, both in parts)
+            if len(parts) == 1:  # the first W follows none
+                b, w, saved, both = parts[0]
                 least = min(self.microbatches * (b + w - saved) + saved, self.microbatches * both)
-            total += self.microbatches * sum(self.of(self.forward, chunk)) + least
+            total += self.microbatches * sum(each.forward) + least
         return total
 
 
@@ -192,11 +189,10 @@ def taken_memory(by_slice: Sequence[ChunkCosts], chunk: int) -> list[float]:
 def freed_memory(by_slice: Sequence[ChunkCosts], chunk: int) -> list[float]:
     """What the B of each slice frees besides leaving `held`, from the last slice to the first; may be below 0."""
     count = len(by_slice)
-    changes = [
-        carried_change(each, "B", chunk, Unit(0, at, count)) - each.activation[chunk]
-        for at, each in enumerate(by_slice)
+    return [
+        each.activation[chunk] - carried_change(each, "B", chunk, Unit(0, at, count))
+        for at, each in reversed([*enumerate(by_slice)])
     ]
-    return [-change for change in reversed(changes)]
 
 
 @dataclass(frozen=True)

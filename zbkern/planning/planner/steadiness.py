@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
 
 from zbkern.planning.planner.annealing import measured
 from zbkern.planning.planner.problem import Ordering, Problem
@@ -29,9 +28,9 @@ def delayed(samples: Sequence[Problem], orders: Ordering) -> float:
 
 def _scaled(problem: Problem, factors: Sequence[int], unit: int) -> Problem:
     """The times of each rank's passes times its factor / unit."""
-    by_pass = [factors[problem.placement[at // len(problem.slices)]] for at in range(len(problem.forward))]
-    times: dict[str, Any] = {
-        name: tuple(time * each // unit for time, each in zip(getattr(problem, name), by_pass, strict=True))
-        for name in ("forward", "backward", "weight", "fused", "merge_saving")
-    }
-    return replace(problem, **times)
+    found = []
+    for rank, each in zip(problem.placement, problem.by_chunk, strict=True):
+        times = {name: getattr(each, name) for name in ("forward", "backward", "weight", "fused", "merge_saving")}
+        scaled = {name: tuple(time * factors[rank] // unit for time in of_pass) for name, of_pass in times.items()}
+        found.append(each._replace(**scaled))
+    return replace(problem, by_chunk=tuple(found))
