@@ -31,74 +31,43 @@ class SearchSettings:
         several coolings 0.3  a V whose W holds more than F keeps (p 8, m 16)
     """
 
-    first_round: int = 8_000_000
-    """Passes of the first round: a tenth of a second."""
-    first_round_of_several: int = 12_000_000
-    """The same for all candidates together, where there are several."""
-    half_missed: float = 6.0
-    """Chunks per rank with which a candidate is expected to miss half of the way to its lower bound."""
-    most_runs: int = 48_000
-    """The first round has no more passes than so many runs of all."""
-    rule_passes: int = 1_000_000
-    """The rules of the list scheduler are tried on at most so many passes at first, of all candidates together."""
-    rule_share: int = 60
-    """In every round more rules are tried, on one pass in so many: with four chunks and 16 stages the rule that a
-    search starts from matters more than its length."""
-    rule_pass: int = 10
-    """A pass in the list scheduler takes as long as this many in annealing."""
-    refined_rules: int = 2
-    """The number of rules near which better ones are searched."""
-    rule_tries: int = 1500
-    """Changed rules in one attempt; after that a new attempt finds more than going on."""
+    first_round: int = 8_000_000  # passes of the first round: a tenth of a second
+    first_round_of_several: int = 12_000_000  # the same for all candidates together, where there are several
+    half_missed: float = 6.0  # chunks per rank with which a candidate should miss half of the way to its lower bound
+    most_runs: int = 48_000  # the first round has no more passes than so many runs of all
+    rule_passes: int = 1_000_000  # at first, of all candidates together, to try the rules of the list scheduler on
+    rule_share: int = 60  # in every round more rules are tried, on one pass in so many: with four chunks and 16 stages
+    # the rule that a search starts from matters more than its length
+    rule_pass: int = 10  # a pass in the list scheduler takes as long as this many in annealing
+    refined_rules: int = 2  # the number of rules near which better ones are searched
+    rule_tries: int = 1500  # changed rules in one attempt; after that a new attempt finds more than going on
 
-    coolings: tuple[tuple[float, int], ...] = (
+    coolings: tuple[tuple[float, int], ...] = (  # of the short annealings, in turn
         *((0.15, 3), (0.2, 10), (0.5, 3), (0.1, 10)),
         *((0.3, 3), (0.25, 10), (1.0, 3), (0.15, 30)),
     )
-    """The coolings of the short annealings, in turn."""
     long_cooling: tuple[float, int] = (0.6, 10)
-    """The cooling of the long annealing."""
-    hot_cooling: tuple[float, int] = (2.0, 1)
-    """The same in small problems, which leave local optima only so."""
-    small: int = 400
-    """Small are those with at most so many passes: four ranks, four chunks on each, and eight microbatches, say."""
-    plenty: float = 0.75
-    """Times what 1F1B holds: with more memory there is a long annealing."""
+    hot_cooling: tuple[float, int] = (2.0, 1)  # in small problems, which leave local optima only so
+    small: int = 400  # passes at most: four ranks, four chunks on each, and eight microbatches, say
+    plenty: float = 0.75  # times what 1F1B holds: with more memory there is a long annealing
     end_temperature: float = 0.02
-    """The temperature at which annealing ends."""
-    least_runs: int = 3_000
-    """Of all passes for each start of a round, or there are fewer starts, two at least."""
-    temperatures: int = 60
-    """The number of temperatures from start to end."""
+    least_runs: int = 3_000  # of all passes for each start of a round, or there are fewer starts, two at least
+    temperatures: int = 60  # from start to end
 
-    pattern_temperatures: tuple[float, ...] = (0.15, 0.25, 0.1, 0.5)
-    """The temperatures at which the search for a pattern starts, in turn."""
+    pattern_temperatures: tuple[float, ...] = (0.15, 0.25, 0.1, 0.5)  # at which the search for one starts, in turn
     pattern_spread: int = 2
-    """The weight of the mean span in the search for a pattern."""
-    pattern_moves: int = 20
-    """Moves per rank and temperature in one attempt; after that a new attempt finds more than going on."""
-    pattern_cutoff: float = 1.1
-    """Patterns are dropped where the best to start from costs this many times the best known."""
+    pattern_moves: int = 20  # per rank and temperature in one attempt; after that a new one finds more than going on
+    pattern_cutoff: float = 1.1  # patterns are dropped where the best of the first costs this many times the best known
 
-    finish: tuple[float, float] = (0.01, 0.001)
-    """The first and the last temperature after every round."""
-    finish_share: float = 0.25
-    """How long that takes, in units of the next round; where ranks are slower or faster, twice as long."""
-    samples: int = 16
-    """Of the ranks' speeds, where they are slower or faster. With 8 what is found suits these speeds alone."""
-    samples_to_choose: int = 32
-    """Of the ranks' speeds, to choose among what is found."""
+    finish: tuple[float, float] = (0.01, 0.001)  # the first and the last temperature after every round
+    finish_share: float = 0.25  # of the next round; where ranks are slower or faster, twice as long
+    samples: int = 16  # of the ranks' speeds, where they are slower or faster: with 8 what is found suits these alone
+    samples_to_choose: int = 32  # of the ranks' speeds, to choose among what is found
 
-    chunks_per_rank: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
-    """Of layers, where it is not given: as many of these as there are layers."""
-    partitions: int = 2
-    """Of layers, for each placement; those whose constructive answer is the best."""
-    numbers_searched: int = 3
-    """Of all numbers of slices that may be chosen: those whose constructive answer is the best."""
-    partitions_of_slices: int = 3
-    """Of layers, for each placement, with slices: the most even ones that fit."""
-    most_parts: int = 12
-    """Chunks per rank times slices, with slices, where chunks are not given; two chunks with any number of slices. With
-    many slices there is little idle time left for more chunks to fill, with few of them more chunks cost less."""
-    partition_passes: int = 12_000
-    """The rules are tried on at most so many passes to tell which these are."""
+    chunks_per_rank: tuple[int, ...] = (1, 2, 3, 4, 6, 8)  # of layers: as many of these as there are layers
+    partitions: int = 2  # of layers, for each placement: those whose constructive answer is the best
+    partition_passes: int = 12_000  # on which the rules are tried to tell which these are
+    partitions_of_slices: int = 3  # of layers, for each placement, with slices: the most even ones that fit
+    numbers_searched: int = 3  # of all numbers of slices: those whose constructive answer is the best
+    most_parts: int = 12  # chunks per rank times slices, where chunks are not given, or two chunks: with many slices
+    # there is little idle time left for more chunks to fill, with few of them more chunks cost less
