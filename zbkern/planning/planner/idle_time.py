@@ -47,8 +47,7 @@ def idle_time(timeline: Timeline, costs: Costs, objective: str, limits: Sequence
     spans = [row[-1].end - row[0].start for row in timeline.events]
     slowest = spans.index(max(spans)) if objective == "cost" else busy.index(most)
     flat = slice_costs(costs.per_chunk(len(timeline.schedule.placement)), timeline.schedule.slices)
-    gaps = _Gaps(timeline, flat, slowest, limits)
-    for cause, time in gaps.causes():
+    for cause, time in _causes(timeline, flat, slowest, limits):
         shares[cause] += time
     if objective != "cost":  # it also waits for the first pass to come, and for the others to end
         row = timeline.events[slowest]
@@ -62,61 +61,50 @@ def idle_time(timeline: Timeline, costs: Costs, objective: str, limits: Sequence
     return IdleTime(busy.index(most), load, **found)
 
 
-class _Gaps:
-    """The time between the passes of one rank, and why it passes."""
+def _causes(
+    timeline: Timeline, costs: Sequence[ChunkCosts], rank: int, limits: Sequence[float] | None
+) -> Iterator[tuple[str, float]]:
+    """(cause, time) of every gap between the passes of one rank, in parts where it has several.
 
-    def __init__(
-        self, timeline: Timeline, costs: Sequence[ChunkCosts], rank: int, limits: Sequence[float] | None
-    ) -> None:
-        self._schedule, self._costs = timeline.schedule, costs
-        self._row = timeline.events[rank]
-        self._actions = iter(self._schedule.actions[rank])  # with O and L, which are no events of the row
-        always = static_of_ranks(costs[0], timeline.schedule.placement)[rank]
-        self._memory = Memory(costs, always, self._schedule.actions[rank])
-        self._copies = bool(timeline.copies and timeline.copies[rank])
-        self._limit = float("inf") if limits is None else limits[rank] * (1 + _ROUNDING)
-        self._ends = ends_of(timeline)
+    costs: of every slice of a microbatch.
+    """
+    schedule, row, ends = timeline.schedule, timeline.events[rank], ends_of(timeline)
+    memory = Memory(costs, static_of_ranks(costs[0], schedule.placement)[rank], schedule.actions[rank])
+    limit = float("inf") if limits is None else limits[rank] * (1 + _ROUNDING)
+    copies = bool(timeline.copies and timeline.copies[rank])
 
-    def causes(self) -> Iterator[tuple[str, float]]:
-        """(cause, time) of every gap, in parts where it has several."""
-        kinds = [event.action.kind for event in self._row]
-        first_backward = next((index for index, kind in enumerate(kinds) if kind in ("B", "BW")), len(kinds))
-        last_forward = len(kinds) - 1 - kinds[::-1].index("F")
-        forwards: dict[int, list[Event]] = {}  # of every chunk, those to come, the next at the end
-        for event in reversed(self._row):
-            if event.action.kind == "F":
-                forwards.setdefault(event.action.chunk, []).append(event)
-        clock = self._row[0].start
-        for index, event in enumerate(self._row):
-            gap = event.start - clock
-            if gap > _ROUNDING * event.end:
-                computed, arrived = self._arrival(event)
-                ready = max(clock, arrived) if self._copies else event.start  # later than that, it waits for a copy
-                full = min(gap, max(0.0, event.start - min(ready, self._blocked(forwards))))
-                late = min(gap - full, max(0.0, event.start - max(computed, clock)))
-                yield "memory", full
-                yield "messages", late
-                waits = index <= first_backward, index > last_forward
-                yield "warm_up" if waits[0] else "cool_down" if waits[1] else "dependencies", gap - full - late
-            for action in self._actions:
-                self._memory.account(action)
-                if action == event.action:
-                    break
-            if event.action.kind == "F":
-                forwards[event.action.chunk].pop()
-            clock = event.end
+    def of_slice(event: Event) -> ChunkCosts:
+        return costs[event.action.microbatch % len(costs)]
 
-    def _arrival(self, event: Event) -> tuple[float, float]:
-        return arrival(event.action, self._ends, self._of(event).communication, self._schedule.placement)
+    def arrival_of(event: Event) -> tuple[float, float]:
+        return arrival(event.action, ends, of_slice(event).communication, schedule.placement)
 
-    def _of(self, event: Event) -> ChunkCosts:
-        """The costs of its slice."""
-        return self._costs[event.action.microbatch % len(self._costs)]
-
-    def _blocked(self, forwards: dict[int, list[Event]]) -> float:
-        """Since when a forward has been there for which there is no room; infinite where there is none."""
-        blocked = float("inf")
-        for chunk, waiting in forwards.items():
-            if waiting and self._memory.now + self._of(waiting[-1]).activation[chunk] > self._limit:
-                blocked = min(blocked, self._arrival(waiting[-1])[1])
-        return blocked
+    kinds = [event.action.kind for event in row]
+    first_backward = next((index for index, kind in enumerate(kinds) if kind in ("B", "BW")), len(kinds))
+    last_forward = len(kinds) - 1 - kinds[::-1].index("F")
+    forwards: dict[int, list[Event]] = {}  # of every chunk, those to come, the next at the end
+    for event in reversed(row):
+        if event.action.kind == "F":
+            forwards.setdefault(event.action.chunk, []).append(event)
+    actions, clock = iter(schedule.actions[rank]), row[0].start  # with O and L, which are no events of the row
+    for index, event in enumerate(row):
+        gap = event.start - clock
+        if gap > _ROUNDING * event.end:
+            computed, arrived = arrival_of(event)
+            ready = max(clock, arrived) if copies else event.start  # later than that, it waits for a copy
+            nexts = [(chunk, waiting[-1]) for chunk, waiting in forwards.items() if waiting]
+            full = [each for chunk, each in nexts if memory.now + of_slice(each).activation[chunk] > limit]
+            blocked = min([ready, *(arrival_of(each)[1] for each in full)])  # since when there is no room for an F
+            for_room = min(gap, max(0.0, event.start - blocked))
+            late = min(gap - for_room, max(0.0, event.start - max(computed, clock)))
+            yield "memory", for_room
+            yield "messages", late
+            waits = index <= first_backward, index > last_forward
+            yield "warm_up" if waits[0] else "cool_down" if waits[1] else "dependencies", gap - for_room - late
+        for action in actions:
+            memory.account(action)
+            if action == event.action:
+                break
+        if event.action.kind == "F":
+            forwards[event.action.chunk].pop()
+        clock = event.end
