@@ -153,8 +153,9 @@ class _Row:
         self._out, self._back = costs.offload_bandwidth or 0.0, costs.reload_bandwidth or 0.0
         self._slow = 1.0 + costs.copy_slowdown
         self._begun, self._ended = _spans(actions, flat)
+        self._changes = [_change(action, flat) for action in actions]
         self._now = 0.0  # memory
-        self._lane_out = self._lane_back = 0.0  # until when copies run
+        self._lane_out = 0.0  # until when copies to the host run
         self._here: dict[_Held, None] = {}
         self._away: list[_Held] = []
         self._recomputed: set[_Held] = set()
@@ -167,10 +168,14 @@ class _Row:
             if not self._bring_back(index, ending):
                 return None
             streams = self._streams(index, ending)
-            if not streams and not self._free_memory(index, self._needs(index, ending), ending):
+            if not streams and not self._free_memory(index, self._changes[index], ending):
                 return None
             self._found.append(action)
-            self._run(index, ending)
+            self._now += self._changes[index]
+            if ending is not None:
+                self._here.pop(ending, None)
+            if index in self._begun:
+                self._here[self._begun[index]] = None
             if streams:
                 self._give_up(self._begun[index], copied=True)
         return self._found
@@ -179,12 +184,11 @@ class _Row:
         """Whether the action is an F that is offloaded while it runs, for which there is room then."""
         kind, chunk, microbatch, _ = self._actions[index]
         activation, streamed = self._of(microbatch).activation[chunk], self._of(microbatch).streamed[chunk]
-        carried = self._carried(index)
         if kind != "F" or not self._preference.offload or streamed == activation:
             return False
-        if self._free_memory(index, activation + carried, ending):
+        if self._free_memory(index, self._changes[index], ending):
             return False
-        if not self._free_memory(index, streamed + carried, ending):
+        if not self._free_memory(index, self._changes[index] - activation + streamed, ending):
             return False
         start, end = self._times[index]
         begin = start + (end - start) * streamed / activation / 2
@@ -192,32 +196,8 @@ class _Row:
         self._lane_out = max(max(begin, self._lane_out) + copied, end)
         return True
 
-    def _needs(self, index: int, ending: _Held | None) -> float:
-        """The memory that the action adds to what is held, while it runs."""
-        begun = self._begun[index].size if index in self._begun else 0.0
-        freed = ending.size if ending is not None and self._actions[index].kind == "B" else 0.0
-        return begun - freed + self._carried(index)
-
     def _of(self, microbatch: int) -> ChunkCosts:
         return self._flat[microbatch % len(self._flat)]
-
-    def _carried(self, index: int) -> float:
-        kind, chunk, microbatch, _ = self._actions[index]
-        slices = len(self._flat)
-        return carried_change(self._of(microbatch), kind, chunk, Unit(0, microbatch % slices, slices))
-
-    def _run(self, index: int, ending: _Held | None) -> None:
-        kind, chunk, microbatch, part = self._actions[index]
-        self._now += self._carried(index)
-        if ending is not None:
-            self._here.pop(ending, None)
-        if kind == "W" and part is not None:
-            self._now -= self._of(microbatch).held[chunk] / part[1]
-        elif ending is not None:
-            self._now -= ending.size
-        if index in self._begun:
-            self._now += self._begun[index].size
-            self._here[self._begun[index]] = None
 
     def _bring_back(self, index: int, ending: _Held | None) -> bool:
         """What this action needs, and what can come early: loads and recomputations before the action."""
@@ -239,7 +219,6 @@ class _Row:
                 continue
             self._away.remove(held)
             self._found.append(Action("L", held.chunk, held.microbatch))
-            self._lane_back = max(now, self._lane_back) + held.size / self._back
             self._now += held.size
             self._here[held] = None
         return True
@@ -302,6 +281,16 @@ class _Row:
                 waits = max(0.0, self._of(held.microbatch).recompute[held.chunk] - idle)
                 options.append((waits, prefers, False, held, lane))
         return min(options, key=lambda option: option[:2], default=None)
+
+
+def _change(action: Action, by_slice: Sequence[ChunkCosts]) -> float:
+    """The memory that an action takes, or frees."""
+    kind, chunk, microbatch, part = action
+    slices = len(by_slice)
+    costs = by_slice[microbatch % slices]
+    activation, held = costs.activation[chunk], costs.held[chunk]
+    change = {"F": activation, "B": held - activation, "BW": -activation, "W": -held / (part[1] if part else 1)}[kind]
+    return change + carried_change(costs, kind, chunk, Unit(0, microbatch % slices, slices))
 
 
 def _spans(actions: Sequence[Action], by_slice: Sequence[ChunkCosts]) -> tuple[dict[int, _Held], dict[int, _Held]]:
