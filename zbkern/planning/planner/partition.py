@@ -1,13 +1,13 @@
 """Partitions: where a model's layers are cut into chunks, so that ranks have equal work and hold what fits them.
 
-The start is the cut whose largest chunk is the smallest possible (by bisection), and most even of those (dynamic
-programming). Then single layers move from the rank with the most work, or too much memory, to another chunk, every
-chunk between passing one on, as long as that helps; so what counts is a rank's work in all its chunks together.
+The start is the cut whose largest chunk is the smallest possible, and most even of those (dynamic programming). Then
+single layers move from the rank with the most work, or too much memory, to another chunk, every chunk between passing
+one on, as long as that helps; so what counts is a rank's work in all its chunks together.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -18,7 +18,6 @@ Partition = tuple[int, ...]  # the first layer of every chunk
 
 _IN_FLIGHT = (2.0, 1.75, 1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.2, 0.0)
 """Of what 1F1B holds: partitions that have memory for so many microbatches."""
-_ROUNDING = 1e-12
 
 
 def work_of(layer: LayerCosts) -> float:
@@ -69,41 +68,23 @@ def balanced_partitions(
 @lru_cache(maxsize=64)  # asked for again for every placement
 def balanced_chunks(work: tuple[float, ...], chunks: int) -> Partition:
     """The first layer of every chunk: the most work in a chunk is as little as possible, then that of squares."""
-    count, prefix = len(work), [0.0, *accumulate(work)]
-    most = _least_maximum(work, prefix, chunks) * (1 + 2 * _ROUNDING)  # which may be too little by one
-    best = [0.0] + [float("inf")] * count  # [end]: sum of the squares of the chunks so far
-    came_from: list[list[int]] = []
+    count, unit = len(work), max(sum(work), 1e-300) / 2**50  # whole numbers: equal layers have equal sums
+    prefix = [*accumulate((round(each / unit) for each in work), initial=0)]
+    nothing: tuple[float, int, Partition] = (math.inf, 0, ())
+    best = [(0.0, 0, ()), *[nothing] * count]  # [end]: the most in a chunk so far, the squares, and the chunks
     for chunk in range(chunks):
-        further, origin = [float("inf")] * (count + 1), [0] * (count + 1)
+        further = [nothing] * (count + 1)
         for end in range(chunk + 1, count - (chunks - chunk - 1) + 1):
             for begin in range(end - 1, chunk - 1, -1):
                 inside = prefix[end] - prefix[begin]
-                if inside > most and begin < end - 1:
+                if (about := inside >> 8) > further[end][0]:  # rounding does not choose among the most
                     break
-                if best[begin] + inside * inside < further[end]:
-                    further[end], origin[end] = best[begin] + inside * inside, begin
-        came_from.append(origin)
+                most, squares, starts = best[begin]
+                cost = max(most, about), squares + inside * inside
+                if cost < further[end][:2]:
+                    further[end] = *cost, (*starts, begin)
         best = further
-    starts, end = [], count
-    for origin in reversed(came_from):
-        end = origin[end]
-        starts.append(end)
-    return tuple(starts[::-1])
-
-
-def _least_maximum(work: Sequence[float], prefix: Sequence[float], chunks: int) -> float:
-    """The least that the largest of `chunks` chunks can be."""
-    low, high = max(max(work), prefix[-1] / chunks), prefix[-1]
-    for _ in range(60):
-        middle = (low + high) / 2
-        begin = used = 0
-        while begin < len(work) and used <= chunks:
-            begin = max(begin + 1, bisect_right(prefix, prefix[begin] + middle * (1 + _ROUNDING)) - 1)
-            used += 1
-        low, high = (low, middle) if used <= chunks else (middle, high)
-        if high - low <= _ROUNDING * high:
-            break
-    return high
+    return best[count][2]
 
 
 _Cost = tuple[float, float, float]
