@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from zbkern.planning.planner import native
 from zbkern.planning.planner.arguments import chunks_per_rank, placement_of
 from zbkern.planning.simulation import comparison
-from zbkern.planning.simulation.costs import ChunkCosts, Costs, checked_number
+from zbkern.planning.simulation.costs import Costs, checked_number
 from zbkern.planning.simulation.memory import static_of_ranks
 from zbkern.planning.simulation.timeline import Event, Timeline
 from zbkern.schedules.actions import Action, ScheduleError, check_count
@@ -94,8 +94,19 @@ def plan_batch(
     Raises ScheduleError where the batch does not fit the limit, TypeError or ValueError for other arguments,
     RuntimeError without the compiled search.
     """
-    problem = _problem(lengths, costs, stages, chunks, placement, memory_limit, multiple)._replace(packs=bool(packs))
-    check_count("plan_batch: passes", passes)
+    if not isinstance(costs, Costs):
+        raise TypeError(f"plan_batch: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
+    if costs.tokens is None:
+        raise ValueError("plan_batch: costs must have tokens, the length of the sequence that they are of; got None")
+    if isinstance(lengths, str) or not isinstance(lengths, Sequence) or not lengths:
+        raise TypeError(f"plan_batch: lengths must be a list of the sequences' numbers of tokens; got {lengths!r}")
+    counts = {f"lengths[{number}]": length for number, length in enumerate(lengths)}
+    for name, count in {**counts, "stages": stages, "multiple": multiple, "passes": passes}.items():
+        check_count(f"plan_batch: {name}", count)
+    if chunks is None:
+        chunks = 2 if placement is None else chunks_per_rank(placement, stages)
+    _, owners = placement_of("v" if placement is None and chunks == 2 else placement or "loop", stages, chunks)
+    problem = _problem(costs, owners, costs.tokens, lengths, memory_limit, multiple, bool(packs))
     numbers = list(lengths)
     best = _Found(*_core().plan_batch(problem, numbers, passes))
     published = _best_published(problem, numbers)
@@ -153,11 +164,11 @@ class _Problem(NamedTuple):
     carried_gradients: Growth
     limit: int | None
     multiple: int
+    packs: bool
     time_scale: float
     memory_scale: float
     static: tuple[float, ...]
     lower_bound: float
-    packs: bool = True
 
 
 class _Found(NamedTuple):
@@ -170,39 +181,15 @@ class _Found(NamedTuple):
 
 
 def _problem(
-    lengths: Sequence[int],
     costs: Costs,
-    stages: int,
-    chunks: int | None,
-    placement: str | Sequence[int] | None,
-    memory_limit: float | None,
-    multiple: int,
-) -> _Problem:
-    if not isinstance(costs, Costs):
-        raise TypeError(f"plan_batch: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
-    if costs.tokens is None:
-        raise ValueError("plan_batch: costs must have tokens, the length of the sequence that they are of; got None")
-    if isinstance(lengths, str) or not isinstance(lengths, Sequence) or not lengths:
-        raise TypeError(f"plan_batch: lengths must be a list of the sequences' numbers of tokens; got {lengths!r}")
-    for number, length in enumerate(lengths):
-        check_count(f"plan_batch: lengths[{number}]", length)
-    check_count("plan_batch: stages", stages)
-    check_count("plan_batch: multiple", multiple)
-    if chunks is None:
-        chunks = 2 if placement is None else chunks_per_rank(placement, stages)
-    _, owners = placement_of("v" if placement is None and chunks == 2 else placement or "loop", stages, chunks)
-    flat = costs.per_chunk(len(owners))
-    return _scaled(flat, owners, costs.tokens, lengths, memory_limit, multiple)
-
-
-def _scaled(
-    flat: ChunkCosts,
     owners: tuple[int, ...],
     tokens: int,
     lengths: Sequence[int],
     memory_limit: float | None,
     multiple: int,
+    packs: bool,
 ) -> _Problem:
+    flat = costs.per_chunk(len(owners))
     shares = [length / tokens for length in lengths]
     whole, pairs = sum(shares), sum(share * share for share in shares)
     none = (0.0,) * len(owners)
@@ -221,12 +208,8 @@ def _scaled(
     forward, backward = passes(flat.forward, flat.attention_forward), passes(flat.backward, flat.attention_backward)
     weight = passes(flat.weight, none)
     apart = passes([b + w - both for b, w, both in zip(flat.backward, flat.weight, flat.fused, strict=True)], none)
-    fused = Growth(
-        *(
-            tuple(max(0.0, b + w - split) for b, w, split in zip(*parts, strict=True))
-            for parts in zip(backward, weight, apart, strict=True)
-        )
-    )
+    parts = [[*zip(*each, strict=True)] for each in zip(backward, weight, apart, strict=True)]  # of each kind of growth
+    fused = Growth(*(tuple(max(0.0, b + w - split) for b, w, split in each) for each in parts))
     busy = [0.0] * (max(owners) + 1)
     for chunk, owner in enumerate(owners):
         for growth in (forward, fused):
@@ -253,6 +236,7 @@ def _scaled(
         carried_gradients=by_length(flat.carried_gradients).times(memory_scale),
         limit=limit,
         multiple=multiple,
+        packs=packs,
         time_scale=time_scale,
         memory_scale=memory_scale,
         static=static,
