@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zbkern import schedules
-from zbkern.planning.planner.problem import Problem, freed_memory, most_memory, taken_memory
-from zbkern.planning.simulation.costs import ChunkCosts, Costs, checked_number
+from zbkern.planning.planner.problem import Problem, freed_memory, taken_memory
+from zbkern.planning.simulation.costs import Costs, checked_number
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.memory import Limit, limits_of, static_of_ranks
 from zbkern.planning.simulation.slice_costs import SLICE_UNIT, equal_lengths, equal_times, slice_costs
@@ -20,7 +20,6 @@ PLACEMENTS = ("linear", "loop", "v", "zigzag")
 OBJECTIVES = ("cost", "makespan")
 Slices = int | Sequence[int] | str  # lengths, a number, or "auto"
 
-_WHOLE: tuple[int, ...] = (1,)
 _NUMBERS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # of slices to choose from
 _MOST_PASSES = 400_000  # of one chunk per rank: making and measuring published schedules then takes seconds
 _LEAST_UNITS = 2  # of a slice's length, in the mean
@@ -117,7 +116,7 @@ class Request:
         """
         costs, slices, unit = self.costs, self.slices, self.options.slice_tokens
         if slices == 1:
-            return [_WHOLE]
+            return [(1,)]
         if not isinstance(slices, int):
             assert not isinstance(slices, str)  # "auto" becomes numbers
             return [slice_lengths("plan", slices)]
@@ -156,15 +155,29 @@ class DoesNotFit(ScheduleError):
 def problem_of(
     costs: Costs, owners: Sequence[int], microbatches: int, limit: Limit, objective: str, slices: Sequence[int] = (1,)
 ) -> Problem:
-    """The problem of the chunks of `costs` on the ranks of `owners`. Raises DoesNotFit when nothing fits."""
+    """The problem of the chunks of `costs` on the ranks of `owners`. Raises DoesNotFit when nothing fits.
+
+    One microbatch must fit: a rank holds it in all of its chunks when its last forward there has run. A B may leave
+    more than it found; a fused BW leaves nothing, but for gradients of keys and values that belong to slices before it.
+    """
     flat = costs.per_chunk(len(owners))
-    by_slice = slice_costs(flat, slices)
-    static = static_of_ranks(flat, owners)
-    given = limits_of("plan", limit, len(static))
-    limits = [most_memory(by_slice, microbatches)] * len(static)
-    if given is not None:
-        limits = [each - held for each, held in zip(given, static, strict=True)]
-    _check_one_microbatch_fits(by_slice, owners, limits, static, costs.memory_unit)
+    by_slice, static, unit = slice_costs(flat, slices), static_of_ranks(flat, owners), costs.memory_unit
+    given = limits_of("plan", limit, len(static)) or [math.inf] * len(static)
+    needs, last_chunk = [0.0] * len(static), {owner: chunk for chunk, owner in enumerate(owners)}
+    for chunk, owner in enumerate(owners):
+        gradients = -freed_memory(by_slice, chunk)[0] if len(by_slice) > 1 and chunk == last_chunk[owner] else 0.0
+        needs[owner] += sum(taken_memory(by_slice, chunk)) + max(0.0, gradients)
+    least = max(need + always for need, always in zip(needs, static, strict=True))
+    for rank, (need, most, always) in enumerate(zip(needs, given, static, strict=True)):
+        if need > (most - always) * (1 + _ROUNDING):
+            besides = f" beside the {amount(always, unit)} that are there all the time" if always else ""
+            raise DoesNotFit(
+                f"plan: no schedule fits memory_limit={amount(most, unit)} on rank {rank}: one microbatch "
+                f"in all chunks of a rank holds {amount(need, unit)}{besides}; the smallest limit that any "
+                f"schedule fits is {enough(least, unit)}",
+                least,
+            )
+    limits = [most - always for most, always in zip(given, static, strict=True)]
     return Problem.build(costs, owners, microbatches, limits, objective == "makespan", slices)
 
 
@@ -197,32 +210,3 @@ def placement_of(given: str | Sequence[int] | None, stages: int, chunks: int) ->
     if given == "loop":
         return given, tuple(rank for _ in range(chunks) for rank in down)
     return given, tuple(rank for turn in range(chunks) for rank in (reversed(down) if turn % 2 else down))
-
-
-def _check_one_microbatch_fits(
-    by_slice: Sequence[ChunkCosts],
-    owners: Sequence[int],
-    limits: Sequence[float],
-    static: Sequence[float],
-    unit: str | None,
-) -> None:
-    """One microbatch must fit: a rank holds it in all of its chunks when its last forward there has run.
-
-    A B may leave more than it found; a fused BW leaves nothing, but for gradients of keys and values that belong to
-    slices before it.
-    """
-    needs = [0.0] * len(limits)
-    last_chunk = {owner: chunk for chunk, owner in enumerate(owners)}
-    for chunk, owner in enumerate(owners):
-        gradients = -freed_memory(by_slice, chunk)[0] if len(by_slice) > 1 and chunk == last_chunk[owner] else 0.0
-        needs[owner] += sum(taken_memory(by_slice, chunk)) + max(0.0, gradients)
-    least = max(need + always for need, always in zip(needs, static, strict=True))
-    for rank, (need, limit, always) in enumerate(zip(needs, limits, static, strict=True)):
-        if need > limit * (1 + _ROUNDING):
-            besides = f" beside the {amount(always, unit)} that are there all the time" if always else ""
-            raise DoesNotFit(
-                f"plan: no schedule fits memory_limit={amount(limit + always, unit)} on rank {rank}: one microbatch in "
-                f"all chunks of a rank holds {amount(need, unit)}{besides}; the smallest limit that any schedule fits "
-                f"is {enough(least, unit)}",
-                least,
-            )
