@@ -34,22 +34,29 @@ def longer(orders: Ordering, chunks: int, few: int, many: int) -> Ordering | Non
     """Orders for `many` microbatches out of those for `few`; None where some rank does not repeat itself."""
     if few == many:
         return orders
-    for period in [step for step in range(1, few // 2) if (many - few) % step == 0 and step <= few // 3]:
-        found = [_repeated(row, period, few, many) for row in orders.rows]
-        if all(found):
-            rows, places = zip(*(each for each in found if each), strict=True)
-            fused = list(orders.fused) if len(set(orders.fused)) < 2 else _fused(orders, places, chunks, period, many)
-            return Ordering(0, [*rows], fused[:1] * (chunks * many) if len(set(fused)) < 2 else fused)
+    half = chunks * few
+    fused = {half + at for at, both in enumerate(orders.fused) if both}  # which are a kind of their own here
+    short = [[number + 2 * half if number in fused else number for number in row] for row in orders.rows]
+    for period in [step for step in range(1, few // 3 + 1) if (many - few) % step == 0]:
+        rows = [_repeated(row, period, few, many) for row in short]
+        if not all(rows):
+            continue
+        found, half = Ordering(0, rows, [0] * (chunks * many)), chunks * many
+        for row in rows if fused else ():
+            for at, number in enumerate(row):
+                if number >= 3 * half:
+                    found.fused[number - 3 * half], row[at] = 1, number - 2 * half
+        return found
     return None
 
 
-def _repeated(row: Sequence[int], period: int, few: int, many: int) -> tuple[list[int], int] | None:
-    """The row with its period repeated, and where that begins; None where there is none."""
+def _repeated(row: Sequence[int], period: int, few: int, many: int) -> list[int]:
+    """The row with its period repeated; empty where there is none."""
     length = period * (len(row) // few)
     middle = max(0, len(row) - (_STEADY + 1) * length) // 2  # transients are over there, if they are anywhere
     at = _steady(row, middle, length, period, few) or _steady(row, 0, length, period, few)
     if at is None:
-        return None
+        return []
     end, more = at + 1, many - few  # the passes before `end` come first; the last `length` of them are the period
 
     def moved(passes: Sequence[int], by: int) -> Iterator[int]:
@@ -58,7 +65,7 @@ def _repeated(row: Sequence[int], period: int, few: int, many: int) -> tuple[lis
     found = [*moved(row[:end], 0)]
     for step in range(period, more + 1, period):
         found += moved(row[end - length : end], step)
-    return [*found, *moved(row[end:], more)], end
+    return [*found, *moved(row[end:], more)]
 
 
 def _steady(row: Sequence[int], begin: int, length: int, period: int, few: int) -> int | None:
@@ -70,18 +77,6 @@ def _steady(row: Sequence[int], begin: int, length: int, period: int, few: int) 
         if run == _STEADY * length:
             return at
     return None
-
-
-def _fused(orders: Ordering, ends: Sequence[int], chunks: int, period: int, many: int) -> list[int]:
-    few = len(orders.fused) // chunks
-    fused: list[int] = []
-    for chunk in range(chunks):
-        first = (chunks + chunk) * few
-        row, end = next((row, end) for row, end in zip(orders.rows, ends, strict=True) if first in row)
-        done = sum(first <= number < first + few for number in row[:end])  # backwards of the chunk before `end`
-        own = orders.fused[chunk * few : (chunk + 1) * few]
-        fused += own[:done] + own[done - period : done] * ((many - few) // period) + own[done:]
-    return fused
 
 
 def timeline_of(orders: Ordering, problem: Problem, name: str) -> Timeline:
