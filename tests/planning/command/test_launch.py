@@ -186,16 +186,24 @@ def test_layers_that_one_microbatch_recomputes_are_recomputed(tmp_path: Path) ->
     assert f"RECOMPUTED = {expected}" in written("llama-3-8b", tmp_path, found)
 
 
+def test_the_plan_of_a_program_has_no_layer_that_it_does_not_train(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    path = tmp_path / "launch.py"
+    sizes = ["--stages", "4", "--microbatches", "4", "--sequence", "64", "--memory", "1e14", "--effort", "0"]
+    assert __main__.main(["plan", "--config", path_of("deepseek-v3"), *sizes, "--out", str(path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "left out: what num_nextn_predict_layers describes" in text
+    assert "model.layers.61" not in text
+    assert max(runpy.run_path(str(path))["PARTITION"]) <= 62  # embedding and 61 blocks, then the norm
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
             ["--config", path_of("gpt-oss-120b"), "--expert-parallel", "16"],
             "keep the experts of a layer on one GPU",
-        ),
-        (
-            ["--config", path_of("deepseek-v3"), "--memory", "1e14"],
-            "plan with num_nextn_predict_layers 0 in config.json",
         ),
         ([], "a program trains a model; give it with --config"),
     ],

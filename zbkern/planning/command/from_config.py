@@ -48,6 +48,9 @@ def read(given: Mapping[str, Any]) -> tuple[Architecture, Hardware]:
     config, gpu, table, kernel, measured = (given[name] for name in names)
     with reading("--config", config):
         architecture = load_architecture(config)
+    if architecture.predictors and any(path.suffix == ".py" for path in given.get("out", ())):
+        left_out = (*architecture.left_out, "num_nextn_predict_layers")  # of what the program trains
+        architecture = replace(architecture, predictors=0, left_out=left_out)
     with reading("--hardware", table, "--gpu" if table is None else "--gpu, --hardware"):
         hardware = load_hardware("h100" if gpu is None else gpu, table)
     if kernel is not None:

@@ -186,11 +186,6 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
         )
     if job.context_parallel > 1:
         raise ValueError("zbkern has no context parallelism of its own: plan without it, or write the program by hand")
-    if architecture.predictors:
-        raise ValueError(
-            "models of the transformers library do not have the layers that predict further tokens: plan with "
-            "num_nextn_predict_layers 0 in config.json"
-        )
     stages, schedule = found.schedule.ranks, path.with_suffix(".schedule.csv")
     gpus = job.gpus(stages)
     tensor, most = job.tensor_parallel, hardware.gpus_per_node

@@ -325,7 +325,7 @@ def _counted(architecture: Architecture) -> str:
         return found
     return (
         f"{found}, then {', '.join(further)}, each with a head, which models of the transformers library do not have: "
-        "to cut one, plan with num_nextn_predict_layers 0 in its config.json"
+        "docs/models.md adds one; num_nextn_predict_layers 0 in config.json, or --out launch.py, plans without"
     )
 
 
