@@ -36,6 +36,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_log_probs",
     "rms_norm",
     "rotary",
 ]
@@ -363,10 +364,7 @@ def linear_cross_entropy(
     """
     checks.check("linear_cross_entropy", checks.LINEAR_CROSS_ENTROPY, x, weight, target, bias)
     checks.check_cross_entropy(options, reduction)
-    if x.device.type == "cpu" and x.dtype.itemsize >= 4:
-        chunk = min(options.chunk, max(128, x.shape[-1] // 4))
-        kept = options.ignore_index, options.label_smoothing, options.z_loss
-        options = CrossEntropyOptions(*kept, chunk, options.softcap)
+    options = _chunk_for(x, options)
     rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1).long()  # torch's loss takes no others
     op, sums = table.LINEAR_CROSS_ENTROPY, reduction != "none"
     loss = table.run(op, rows, (weight, bias), targets, options, sums, impl=impl, name=name)
@@ -376,3 +374,47 @@ def linear_cross_entropy(
         return loss.sum()
     count = (targets != options.ignore_index).sum()
     return loss.sum() / count.clamp(min=1) + 0 / count  # of no labels: nan, whose gradients are zeros, as torch's
+
+
+def linear_log_probs(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    options: CrossEntropyOptions = CrossEntropyOptions(),  # noqa: B008 (it cannot change)
+    *,
+    name: str = "",
+) -> tuple[Tensor, Tensor]:
+    """(log_probs, entropy) of softmax(x weight^T + bias) without ever holding all logits, as policies are trained by.
+
+    Args:
+        x: [..., K].
+        weight: [V, K].
+        target: [...] integers in 0..V-1 or options.ignore_index.
+        bias: [V] or None.
+        options: label_smoothing and z_loss must be 0; chunk as in `linear_cross_entropy`.
+
+    log_probs [...] are the logarithms of the probabilities of the targets, entropy [...] is -sum(p log p), both 0 where
+    ignored, in float32 (float64 for float64 x), and both have a gradient. B and W compute the logits again: five
+    matmuls, where log_probs alone, -linear_cross_entropy(reduction="none"), take four. Plain torch on every device.
+    Raises TypeError or ValueError for arguments that do not fit.
+    """
+    checks.check("linear_log_probs", checks.LINEAR_CROSS_ENTROPY, x, weight, target, bias)
+    checks.check_cross_entropy(options, "none", "linear_log_probs")
+    if options.label_smoothing or options.z_loss:
+        raise ValueError(
+            "linear_log_probs: label_smoothing and z_loss must be 0; got "
+            f"{options.label_smoothing} and {options.z_loss}"
+        )
+    rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1).long()
+    op, options = table.LINEAR_LOG_PROBS, _chunk_for(x, options)
+    log_probs, entropy = table.run(op, rows, (weight, bias), targets, options, impl="torch", name=name)
+    return log_probs.view(target.shape), entropy.view(target.shape)
+
+
+def _chunk_for(x: Tensor, options: CrossEntropyOptions) -> CrossEntropyOptions:
+    if x.device.type != "cpu" or x.dtype.itemsize < 4:
+        return options
+    chunk = min(options.chunk, max(128, x.shape[-1] // 4))
+    kept = options.ignore_index, options.label_smoothing, options.z_loss
+    return CrossEntropyOptions(*kept, chunk, options.softcap)

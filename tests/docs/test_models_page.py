@@ -70,7 +70,7 @@ def check_weights(names: dict[str, Any], folder: str) -> None:
 
 def run_page(folder: str) -> tuple[str, bool, int]:
     """The pages' programs in one namespace; the schedule that was measured for, and what the last chunk begins with."""
-    (cutting, without_logits, *_), (measuring, by_layer, from_file) = map(blocks, PAGES)
+    (cutting, *_), (measuring, by_layer, from_file) = map(blocks, PAGES)
     names: dict[str, Any] = dict(batch())
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -79,9 +79,6 @@ def run_page(folder: str) -> tuple[str, bool, int]:
         exec(cutting, names)
         check_cut(names, folder)
         names["pipe"].close()
-        exec(without_logits, names)
-        with zbkern.pipeline.Pipeline(names["chunks"], names["schedule"], names["policy_loss"]) as pipe:
-            pipe.step(names["tokens"], (names["tokens"], torch.ones(4, 7)), side={"attention_mask": names["mask"]})
         names |= {"chunk": zbkern.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH))), "loss_fn": nn.functional.mse_loss}
         names |= {"inputs": torch.ones(16, WIDTH), "targets": torch.ones(16, WIDTH)}
         exec(measuring, names)
@@ -97,6 +94,47 @@ def run_page(folder: str) -> tuple[str, bool, int]:
         check_weights(names, folder)
         (chunk,) = names["chunks"]
         return *told, min(int(name.split(".")[2]) for name in chunk.state_dict() if ".layers." in name)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_policy_is_trained_as_in_one_process(slices: int) -> None:
+    from tests.support import small_models
+
+    names: dict[str, Any] = {}
+    exec(block(PAGES[0], "def policy_loss"), names)
+    steps = block(PAGES[0], "old = pipe.forward")
+    model, (rows, mask, _) = small_models.make("llama").double(), small_models.batch()
+    plain, schedule = copy.deepcopy(model), zbkern.pipeline.schedules.one_f_one_b(2, 2, slices=slices)
+    chosen = mask.clone()
+    chosen[:, :2] = 0
+    advantages = torch.tensor([[1.0], [-2.0], [0.5], [3.0]], dtype=torch.float64)[: len(rows)]
+
+    def of_rank(transport: Any) -> Any:
+        chunks = zbkern.pipeline.cut(copy.deepcopy(model), schedule, rank=transport.rank)
+        chunks = [zbkern.convert(chunk) for chunk in chunks]
+        with zbkern.pipeline.Pipeline(chunks, schedule, names["policy_loss"], transport, timeout=60) as pipe:
+            inner = torch.optim.SGD(nn.ModuleList(chunks).parameters(), lr=0.3)
+            own = {"torch": torch, "pipe": pipe, "optimizer": zbkern.pipeline.Optimizer(inner, pipe)}
+            own |= {"schedule": schedule, "chosen": chosen, "advantages": advantages}
+            exec(steps, own | {"batch": {"input_ids": rows, "attention_mask": mask}})
+            own["optimizer"].validate()
+        return {name: value for chunk in chunks for name, value in chunk.state_dict().items()}
+
+    optimizer, old = torch.optim.SGD(plain.parameters(), lr=0.3), None
+    follows = chosen[:, 1:] == 1
+    for _ in range(2):
+        optimizer.zero_grad()
+        log_p = plain(rows, attention_mask=mask, use_cache=False).logits[:, :-1].log_softmax(-1)
+        log_probs = log_p.gather(2, rows[:, 1:, None]).squeeze(2)
+        old = log_probs.detach() if old is None else old
+        ratio, entropy = (log_probs - old).exp(), -(log_p.exp() * log_p).sum(-1)
+        gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) + 0.01 * entropy
+        means = [some[counts].mean() for some, counts in zip(gain, follows, strict=True)]
+        (-torch.stack(means).mean()).backward()
+        optimizer.step()
+    found = {name: value for state in results_on_threads(2, of_rank) for name, value in state.items()}
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
 
 
 def test_a_bias_balances_experts_as_in_one_process() -> None:

@@ -81,6 +81,13 @@ def torch_head(x, weight, bias, smoothing=0.0, z_loss=0.0, reduction="mean", sof
     return loss + (squares.sum() if reduction == "sum" else squares)
 
 
+def torch_log_probs(x, weight, bias, softcap=None):
+    z = F.linear(x, weight, bias)
+    log_p = (z if softcap is None else softcap * torch.tanh(z / softcap)).log_softmax(1)
+    chosen = log_p.gather(1, TARGET.clamp(min=0)[:, None]).squeeze(1)
+    return torch.stack([chosen, -(log_p.exp() * log_p).sum(1)]) * (TARGET != -100)
+
+
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"), "relu": F.relu, "silu": F.silu}
 
 CASES: dict[str, Case] = {
@@ -161,6 +168,14 @@ for reduction in ("mean", "sum", "none"):
                 [(7, 5)],
                 [(9, 5), (9,)],
             )
+for softcap in (None, 1.5):
+    options = Z.CrossEntropyOptions(chunk=3, softcap=softcap)
+    CASES[f"linear_log_probs {softcap}"] = Case(
+        lambda x, w, b, o=options: torch.stack(Z.linear_log_probs(x, w, TARGET, b, o)),
+        lambda x, w, b, c=softcap: torch_log_probs(x, w, b, c),
+        [(7, 5)],
+        [(9, 5), (9,)],
+    )
 
 MAIN = [name for name in CASES if "cross_entropy" not in name or name.endswith("none 0.1 0.1 3")]
 
@@ -327,8 +342,10 @@ def test_logits_are_never_whole_in_memory() -> None:
     weight = torch.randn(vocabulary, features, requires_grad=True)
     target = torch.randint(vocabulary, (rows,))
     queue = zbkern.WGradQueue()
+    options = Z.CrossEntropyOptions(chunk=chunk)
     with Largest() as largest:
-        loss = Z.linear_cross_entropy(x, weight, target, options=Z.CrossEntropyOptions(chunk=chunk))
+        loss = Z.linear_cross_entropy(x, weight, target, options=options)
+        loss = loss + sum(Z.linear_log_probs(x, weight, target, options=options)).sum()
         with queue.defer():
             loss.backward()
         queue.run()
@@ -376,6 +393,25 @@ def test_head_of_extreme_logits(queued: bool) -> None:
     testing.assert_close(loss, expected.sum())
     testing.assert_close(x.grad, wanted[0])
     testing.assert_close(weight.grad, wanted[1])
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_log_probs_of_words_that_are_masked_out(queued: bool) -> None:
+    """Words whose logits are -inf have no probability, no entropy and no gradient."""
+    bias = torch.zeros(9)
+    bias[6:] = -torch.inf
+    ours, target = [torch.randn(shape, requires_grad=True) for shape in ((3, 5), (9, 5))], torch.tensor([1, -100, 5])
+    theirs = twins(ours)
+    with deferral(queued):
+        log_probs, entropy = Z.linear_log_probs(*ours, target, bias)
+        (log_probs.sum() + 3 * entropy.sum()).backward()
+    log_p = F.linear(theirs[0], theirs[1][:6]).log_softmax(1)[[0, 2]]
+    chosen, expected = log_p.gather(1, target[[0, 2], None]), -(log_p.exp() * log_p).sum(1)
+    (chosen.sum() + 3 * expected.sum()).backward()
+    testing.assert_close(log_probs[[0, 2]], chosen.squeeze(1))
+    testing.assert_close(entropy, torch.stack([expected[0], torch.zeros(()), expected[1]]))
+    for mine, other in zip(ours, theirs, strict=True):
+        testing.assert_close(mine.grad, other.grad)
 
 
 @pytest.mark.parametrize("queued", [False, True])

@@ -193,6 +193,9 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("Z.attention(Q, Q, Q, cu_seqlens_k=[0, 2])", ValueError, "attention: cu_seqlens_k needs cu_seqlens, the ends"),
     ("Z.linear_cross_entropy(X, V, TARGET, reduction='max')", ValueError, "reduction must be one of ('mean', 'sum', '"),
     ("Z.linear_cross_entropy(X, V, TARGET, options=HEAD(label_smoothing=2))", ValueError, "label_smoothing must be wi"),
+    ("Z.linear_log_probs(X, V, TARGET, options=HEAD(z_loss=0.1))", ValueError, "z_loss must be 0; got 0.0 and 0.1"),
+    ("Z.linear_log_probs(X, V, TARGET, options=HEAD(chunk=0))", ValueError, "linear_log_probs: label_smoothing must"),
+    ("Z.linear_log_probs(t(7, 5), t(9, 4), TARGET)", ValueError, "linear_log_probs: weight must be [V, K]"),
     # modules
     ("Z.linear(t(2, 5), t(4, 5), t(4).double())", TypeError, "a weight or bias torch.float64; convert one, or use"),
     ("Z.linear(t(2, 5), t(4, 5, dtype=torch.cfloat))", TypeError, "linear: weight must be real numbers; got torch.c"),

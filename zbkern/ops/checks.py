@@ -308,8 +308,7 @@ def check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise TypeError("rotary: cos and sin must be numbers without a gradient; detach them")
 
 
-def check_cross_entropy(options: spec.CrossEntropyOptions, reduction: str) -> None:
-    op = "linear_cross_entropy"
+def check_cross_entropy(options: spec.CrossEntropyOptions, reduction: str, op: str = "linear_cross_entropy") -> None:
     check_choice(op, "reduction", reduction, ("mean", "sum", "none"))
     softcap = 1.0 if options.softcap is None else options.softcap
     if not 0 <= options.label_smoothing <= 1 or options.chunk < 1 or not softcap > 0:

@@ -96,6 +96,11 @@ LINEAR_CROSS_ENTROPY = Op(
     dtensors=sharded.linear_cross_entropy,
 )
 
+LINEAR_LOG_PROBS = Op(
+    *("linear_log_probs", losses.LinearLogProbsFunction, losses.linear_log_probs_with_torch),
+    kernels="linear_cross_entropy",
+)
+
 
 def run(op: Op, x: Tensor, params: Params, *options: Any, impl: str, name: str, own: Tensor | None = None) -> Any:
     """The op by its route, through the backend that impl says where that is one of kernels; options: the op's.

@@ -48,6 +48,7 @@ _HOME = {
     "schedules": "zbkern.schedules",
     "sequence_targets": "zbkern.pipeline.models",
     "simulate": "zbkern.planning.simulation.simulator",
+    "token_log_probs": "zbkern.pipeline.models",
     "token_loss": "zbkern.pipeline.models",
     "token_targets": "zbkern.pipeline.models",
 }
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline.models.cutting import cut as cut
     from zbkern.pipeline.models.cutting import layer_chunks as layer_chunks
     from zbkern.pipeline.models.deferred_logits import DeferredLogits as DeferredLogits
+    from zbkern.pipeline.models.deferred_logits import token_log_probs as token_log_probs
     from zbkern.pipeline.models.export import export as export
     from zbkern.pipeline.models.export import export_adapter as export_adapter
     from zbkern.pipeline.models.export import full_weights as full_weights

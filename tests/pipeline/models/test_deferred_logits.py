@@ -13,10 +13,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zbkern
+from bench.slices import Allocated
 from tests.support.chunks import gradients_of, results_on_threads
 from tests.support.saving import saved_in_turn, schedule_of, with_actions
 from tests.support.small_models import DECODER, batch, make, transformers
-from zbkern.pipeline import Pipeline, Schedule, StepOptions, cut, schedules, token_loss, token_targets
+from zbkern.pipeline import (
+    Optimizer,
+    Pipeline,
+    Schedule,
+    StepOptions,
+    cut,
+    schedules,
+    simulate,
+    token_log_probs,
+    token_loss,
+    token_targets,
+)
 from zbkern.pipeline.models.deferred_logits import DeferredLogits
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.planning.cost_model.architecture import architecture
@@ -72,22 +84,79 @@ def trained(model: nn.Module, loss_fn: Any, schedule: Schedule, converted: bool 
     return losses, gradients_of([chunk for _, chunks, _ in found for chunk in chunks]), max(each[2] for each in found)
 
 
-def check(model: nn.Module, schedule: Schedule, converted: bool = True, **how: Any) -> None:
-    losses, gradients, _ = trained(model, without_logits, schedule, converted, **how)
-    expected, wanted, _ = trained(model, of_logits, schedule, converted, **how)
-    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+def check(
+    model: nn.Module, schedule: Schedule, converted: bool = True, losses: Any = (without_logits, of_logits), **how: Any
+) -> None:
+    found, gradients, _ = trained(model, losses[0], schedule, converted, **how)
+    expected, wanted, _ = trained(model, losses[1], schedule, converted, **how)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
     for name, gradient in wanted.items():
         if gradient is not None:
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-11, atol=1e-12, msg=name)
 
 
+def recomputed(schedule: Schedule) -> Schedule:
+    return with_actions(schedule, saved_in_turn("recomputed"))
+
+
+def of_policy(log_probs: Tensor, entropy: Tensor, targets: Any) -> Tensor:
+    """PPO's, of probabilities that were a quarter more, with a bonus for entropy."""
+    labels, weight = targets
+    ratio = (log_probs - log_probs.detach() - 0.2231).exp()
+    advantages = labels.sin()
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.1) * advantages) - 0.05 * entropy
+    return torch.where(labels == -100, 0, loss).sum() * weight
+
+
+def policy_loss(logits: Any, targets: Any) -> Tensor:
+    assert type(logits) is DeferredLogits
+    return of_policy(*token_log_probs(logits, targets.labels), targets)
+
+
+def policy_loss_of_logits(logits: Tensor, targets: Any) -> Tensor:
+    log_p, labels = logits.log_softmax(-1), targets.labels
+    chosen = log_p.gather(2, labels.clamp(min=0)[..., None]).squeeze(2)
+    return of_policy(chosen, -(log_p.exp() * log_p).sum(-1), targets)
+
+
+policy_loss.takes_deferred_logits = True  # type: ignore[attr-defined]
+policy_loss.reduction = policy_loss_of_logits.reduction = "sum"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("Gemma2", schedules.zb_h1(2, 4)),
+        ("Llama", schedules.zb_v(2, 2)),
+        ("Phi", schedules.one_f_one_b(2, 2, slices=2)),
+        ("Llama", recomputed(schedules.zb_h1(2, 2))),
+    ],
+    ids=["ZB-H1", "ZB-V", "slices", "all again"],
+)
+def test_log_probs_and_entropy(name: str, schedule: Schedule) -> None:
+    check(of_family(name), schedule, losses=(policy_loss, policy_loss_of_logits))
+
+
+def test_log_probs_and_entropy_of_logits_that_are_there() -> None:
+    """A loss need not know whether they are."""
+    logits, tokens = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(7, (2, 5))
+    logits[..., 3] = -torch.inf
+    logits.requires_grad_()
+    tokens[tokens == 3] = -100
+    log_probs, entropy = token_log_probs(logits, tokens)
+    (log_probs.sum() + entropy.sum()).backward()
+    distribution = torch.distributions.Categorical(logits=logits.detach())
+    counts = tokens != -100
+    torch.testing.assert_close(log_probs[counts], distribution.log_prob(tokens.clamp(min=0))[counts])
+    torch.testing.assert_close(entropy[counts], distribution.entropy()[counts])
+    assert not log_probs[~counts].any()
+    assert not entropy[~counts].any()
+    assert logits.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("name", [MORE.get(name, name) for name in FAMILIES])
 def test_losses_and_gradients_are_those_of_logits(name: str) -> None:
     check(of_family(name), schedules.zb_h1(2, 4))
-
-
-def recomputed(schedule: Schedule) -> Schedule:
-    return with_actions(schedule, saved_in_turn("recomputed"))
 
 
 @pytest.mark.parametrize(
@@ -215,20 +284,23 @@ def test_autocast_is_that_of_the_forward() -> None:
     torch.testing.assert_close(logits.cross_entropy(TOKENS, "mean"), expected, rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("each", [True, False])
-@pytest.mark.parametrize("reshard", [True, False])
-def test_fsdp(two_ranks: Any, each: bool, reshard: bool) -> None:
+@pytest.mark.parametrize(
+    ("each", "reshard", "policy"),
+    [(True, True, False), (True, False, False), (False, True, False), (False, False, False), (True, True, True)],
+)
+def test_fsdp(two_ranks: Any, each: bool, reshard: bool, policy: bool) -> None:
     """Under FSDP2 the head's weight may be gathered in its forward alone."""
-    two_ranks.run(shard, each, reshard)
+    two_ranks.run(shard, each, reshard, policy)
 
 
-def shard(each: bool, reshard: bool) -> None:
+def shard(each: bool, reshard: bool, policy: bool) -> None:
     from torch.distributed.fsdp import fully_shard
 
     model, schedule, tokens = make("llama"), schedules.gpipe(1, 4), batch()[0]
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     gradients = []
-    for loss_fn in (of_logits, without_logits if each or not reshard else token_loss):
+    losses_fn = (of_logits, without_logits if each or not reshard else token_loss)
+    for loss_fn in (policy_loss_of_logits, policy_loss) if policy else losses_fn:
         (chunk,) = cut(copy.deepcopy(model), schedule, rank=0)
         zbkern.convert(chunk)
         if each:
@@ -265,3 +337,41 @@ def test_what_it_keeps_is_what_plans_count() -> None:
     with queue.defer():
         loss.backward()
     assert queue.peak_bytes == pytest.approx(planned.held, rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_last_rank_holds_what_plans_count() -> None:
+    """As `launch.py` trains, with a vocabulary of 131,072; beside it there is one chunk of logits at a time."""
+    vocabulary, length = 131072, 64
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "vocab_size": vocabulary, "tie_word_embeddings": False}
+    config, partition = transformers.LlamaConfig(**{**DECODER, **sizes}), [0, 3]  # norm and head are the last chunk
+    schedule, tokens = schedules.zb_h1(2, 4), torch.randint(vocabulary, (4, length))
+    costs = model_costs(architecture(config.to_dict()), load_hardware("h100"), Job(length)).chunk_costs(partition)
+
+    def of_rank(transport: LocalTransport) -> Any:
+        (chunk,) = cut(config, schedule, partition, rank=transport.rank)
+        zbkern.convert(chunk.bfloat16())
+        for parameter in chunk.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        with Pipeline(chunk, schedule, token_loss, transport, timeout=60) as pipe:
+            adam = torch.optim.AdamW(chunk.parameters())
+            optimizer = Optimizer(adam, pipe, master_weights=True, undo="inverse")
+            for _ in range(2):
+                with Allocated() as allocated:
+                    pipe.step(tokens, token_targets(tokens, 4))
+                optimizer.step()
+                optimizer.validate()
+            states = [value for state in adam.state.values() for value in state.values()]
+            weights = [each for parameter in chunk.parameters() for each in (parameter, parameter.main_grad)]
+            resident = sum(each.nbytes for each in (*states, *weights, *(master for _, master in optimizer.masters)))
+            return resident, allocated.most, pipe.queue.peak_bytes
+
+    resident, most, waiting = results_on_threads(2, of_rank)[1]
+    pending = [0]
+    for action in schedule.actions[1]:
+        pending.append(pending[-1] + {"B": 1, "W": -1}.get(action.kind, 0))
+    chunk_of_logits = length * vocabulary * (2 + 4 + 2)  # as computed, in float32, and their gradient
+    assert waiting == pytest.approx(max(pending) * costs.held[1], rel=0.05)
+    assert resident == pytest.approx(costs.static[1], rel=0.05)
+    assert resident + most - chunk_of_logits == pytest.approx(simulate(schedule, costs).peak_memory[1], rel=0.05)
+    assert most < chunk_of_logits + 0.01 * resident

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
-from tests.support.chunks import on_threads, one_rank, results_on_threads
+from tests.support.chunks import gradients_of, on_threads, one_rank, results_on_threads
 from tests.support.in_float64 import InFloat64
 from tests.support.sequences import one_process
 from tests.support.small_models import make, transformers
 from zbkern import functional
 from zbkern.pipeline import (
     Costs,
+    DeferredLogits,
     Pipeline,
     PipelineError,
     PlannedBatches,
@@ -26,6 +27,7 @@ from zbkern.pipeline import (
     plan_batch,
     schedules,
     sequence_targets,
+    token_log_probs,
     token_loss,
 )
 from zbkern.pipeline.transport.local import LocalTransport
@@ -193,6 +195,44 @@ def test_losses_of_whole_sequences_in_packs_and_slices(loss_fn: Any) -> None:
     for chunk, other in zip(chunks, plain, strict=True):
         for parameter, its in zip(chunk.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad, its.grad, rtol=1e-9, atol=1e-12)
+
+
+def of_policy(logits: Any, tokens: Tensor) -> Tensor:
+    log_probs, entropy = token_log_probs(logits, nn.functional.pad(tokens[1:], (0, 1), value=-100)[None])
+    return (log_probs.sum() / 9).exp() - entropy.mean()
+
+
+@pytest.mark.parametrize("lengths", [(7, 11, 6, 2, 3), (90, 3, 5, 4, 40, 8, 2, 6)], ids=["packs", "slices, too"])
+def test_a_policy_of_whole_sequences(lengths: tuple[int, ...]) -> None:
+    """Without logits, where none of the sequences is in slices."""
+    generator, kinds = torch.Generator().manual_seed(1), set()
+    costs = Costs(3.0, 5.0, 1.0, attention_forward=1.0, attention_backward=2.5, overhead=0.9, tokens=40)
+    rows = [torch.randint(3, 60, (length,), generator=generator) for length in lengths]
+    [batch] = PlannedBatches([row.tolist() for row in rows], costs, 2, sequences=len(lengths), multiple=8)
+    plan, model, schedule = batch.plan, make("llama"), schedules.zb_v(2, 2)
+    assert max(map(len, plan.rows)) > 1
+    plain, copies = copy.deepcopy(model), [copy.deepcopy(model) for _ in range(2)]
+    targets = sequence_targets([rows[number] for number in batch.sequences], plan)
+
+    def loss_fn(logits: Any, tokens: Tensor) -> Tensor:
+        kinds.add(type(logits))
+        return of_policy(logits, tokens)
+
+    loss_fn.takes_deferred_logits = True  # type: ignore[attr-defined]
+
+    def run(transport: LocalTransport) -> Any:
+        modules = [*map(zbkern.convert, chunks := cut(copies[transport.rank], schedule, rank=transport.rank))]
+        with Pipeline(modules, schedule, per_sequence(loss_fn), transport, timeout=30) as pipe:
+            return pipe.step(batch.inputs, targets, batch.side, schedule=plan.schedule), chunks
+
+    found = results_on_threads(2, run)
+    assert kinds == {Tensor if plan.schedule.is_sliced else DeferredLogits}
+    expected = torch.stack([of_policy(plain(row[None], use_cache=False).logits, row) for row in rows]).mean()
+    expected.backward()
+    torch.testing.assert_close(found[0][0], expected.detach(), rtol=1e-6, atol=0)
+    gradients = gradients_of([chunk for _, chunks in found for chunk in chunks])
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_a_module_that_forgets_where_sequences_end_is_named() -> None:

@@ -29,6 +29,12 @@ from zbkern.kernels.reference.linear import (
     linear_wgrad,
     linear_wgrads,
 )
-from zbkern.kernels.reference.loss import cross_entropy_fwd, cross_entropy_wgrad
+from zbkern.kernels.reference.loss import (
+    cross_entropy_fwd,
+    cross_entropy_wgrad,
+    log_probs_dgrad,
+    log_probs_fwd,
+    log_probs_wgrad,
+)
 from zbkern.kernels.reference.norm import norm_dgrad, norm_fwd, norm_partials, norm_wgrad
 from zbkern.kernels.reference.rotary import rotary_dgrad, rotary_fwd, rotated

@@ -10,6 +10,9 @@ from torch import Tensor
 from zbkern.kernels.reference.matmul import addmm_into, linear, linear_again
 from zbkern.kernels.spec import CrossEntropyOptions, Outputs, Segments
 
+LEAST_LOG = -1e4
+"""In the place of logarithms of probabilities below it, -inf too: such a probability is 0 in every dtype."""
+
 
 def cross_entropy_fwd(
     x: Tensor,
@@ -85,6 +88,76 @@ def cross_entropy_wgrad(
                 addmm_into(dweight, dz.to(x.dtype).t(), x[rows], True)
             if dbias is not None:
                 dbias.add_(dz.sum(0))
+
+
+def log_probs_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    options: CrossEntropyOptions,
+    log_probs: Tensor,
+    entropy: Tensor,
+    lse: Tensor,
+) -> None:
+    """log_probs = z[target] - lse and entropy = lse - sum(softmax(z) z) of every row, 0 where it is ignored."""
+    z = None
+    for rows in _chunks(x.shape[0], options.chunk):
+        z = _logits(x[rows], weight, bias, lse.dtype, z)
+        _cap(z, options.softcap)
+        torch.logsumexp(z, 1, out=lse[rows])
+        counts = target[rows] != options.ignore_index
+        z.sub_(lse[rows].unsqueeze(1))
+        log_probs[rows] = torch.where(counts, z.gather(1, _valid(target[rows], counts)).squeeze(1), 0)
+        z.clamp_(min=LEAST_LOG)
+        entropy[rows] = torch.where(counts, z.exp().mul_(z).sum(1).neg_(), 0)
+
+
+def log_probs_dgrad(
+    segment: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None, options: CrossEntropyOptions, dx: Tensor
+) -> None:
+    """dx = dz weight; the segment is one of `log_probs_wgrad`."""
+    for rows, dz in _log_probs_gradients(segment, weight, bias, options):
+        addmm_into(dx[rows], dz.to(dx.dtype), weight, False)
+
+
+def log_probs_wgrad(
+    segments: Segments,
+    outputs: Outputs,
+    accumulate: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: CrossEntropyOptions,
+) -> None:
+    """dweight (+)= sum dz^T x and dbias (+)= sum of dz; segments (x, target, lse, entropy, dlog_probs, dentropy)."""
+    dweight, dbias = outputs
+    if not accumulate:
+        for output in outputs:
+            if output is not None:
+                output.zero_()
+    for segment in segments:
+        for rows, dz in _log_probs_gradients(segment, weight, bias, options):
+            if dweight is not None:
+                addmm_into(dweight, dz.to(weight.dtype).t(), segment[0][rows], True)
+            if dbias is not None:
+                dbias.add_(dz.sum(0))
+
+
+def _log_probs_gradients(
+    segment: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None, options: CrossEntropyOptions
+) -> Iterator[tuple[slice, Tensor]]:
+    """dz = dlog_probs (onehot(target) - p) - dentropy p (log p + entropy), chunk by chunk, of logits computed again."""
+    x, target, lse, entropy, dlog_probs, dentropy = segment
+    z = None
+    for rows in _chunks(x.shape[0], options.chunk):
+        z = _logits(x[rows], weight, bias, lse.dtype, z)
+        slope = _cap(z, options.softcap)
+        counts = target[rows] != options.ignore_index
+        of_target, of_entropy = (torch.where(counts, d[rows], 0).unsqueeze(1) for d in (dlog_probs, dentropy))
+        p = z.sub_(lse[rows].unsqueeze(1)).exp()
+        dz = z.clamp_(min=LEAST_LOG).add_(entropy[rows].unsqueeze(1)).mul_(of_entropy).add_(of_target).mul_(p).neg_()
+        dz.scatter_add_(1, _valid(target[rows], counts), of_target)
+        yield rows, dz if slope is None else dz.mul_(slope)
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, previous: Tensor | None) -> Tensor:

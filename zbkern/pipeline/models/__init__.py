@@ -1,7 +1,7 @@
 """From a model to the chunks of a pipeline, and from the chunks to a file that others read."""
 
 from zbkern.pipeline.models.cutting import cut, layer_chunks
-from zbkern.pipeline.models.deferred_logits import DeferredLogits
+from zbkern.pipeline.models.deferred_logits import DeferredLogits, token_log_probs
 from zbkern.pipeline.models.export import export, export_adapter, full_weights
 from zbkern.pipeline.models.layers import Layer, layers_of
 from zbkern.pipeline.models.per_sequence import per_sequence, sequence_targets
@@ -18,6 +18,7 @@ __all__ = [
     "layers_of",
     "per_sequence",
     "sequence_targets",
+    "token_log_probs",
     "token_loss",
     "token_targets",
 ]

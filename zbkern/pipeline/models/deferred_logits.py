@@ -37,26 +37,51 @@ class DeferredLogits:
 
     def cross_entropy(self, labels: Tensor, reduction: str = "none", ignore_index: int = -100) -> Tensor:
         """Cross-entropy with labels [rows, length]: for "none" [rows, length], 0 where ignored; else a number."""
-        options = functional.CrossEntropyOptions(ignore_index, softcap=self.softcap)
         impl = getattr(self.head, "zbkern_impl", "auto")
+        return self._of_head(functional.linear_cross_entropy, labels, ignore_index, reduction=reduction, impl=impl)
 
-        def loss(hidden: Tensor) -> Tensor:
+    def log_probs(self, tokens: Tensor, ignore_index: int = -100) -> Tensor:
+        """The logarithm of the probability of each of tokens [rows, length], in float32; 0 where ignored."""
+        return -self.cross_entropy(tokens, ignore_index=ignore_index)
+
+    def log_probs_and_entropy(self, tokens: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+        """The same, and the entropy of what each token was chosen from, of both of which a loss may be made."""
+        return self._of_head(functional.linear_log_probs, tokens, ignore_index)
+
+    def _of_head(self, function: Callable[..., Any], labels: Tensor, ignore_index: int, **how: Any) -> Any:
+        """A function of zbkern.functional that computes the head with what follows."""
+        options = functional.CrossEntropyOptions(ignore_index, softcap=self.softcap)
+
+        def run(hidden: Tensor) -> Any:
             hidden = hidden if self.scale == 1 else hidden * self.scale
-            parameters = self.head.weight, labels, self.head.bias
-            return functional.linear_cross_entropy(hidden, *parameters, reduction, options, impl, name="head")
+            return function(hidden, self.head.weight, labels, self.head.bias, options=options, name="head", **how)
 
         with torch.autocast(*self.autocast):
             if not is_sharded(self.head):
-                return loss(self.hidden)
-            self.head.forward = loss  # FSDP2 gathers the weight around a forward of the head
+                return run(self.hidden)
+            self.head.forward = run  # FSDP2 gathers the weight around a forward of the head
             try:
                 return self.head(self.hidden)
             finally:
                 del self.head.forward
 
-    def log_probs(self, tokens: Tensor, ignore_index: int = -100) -> Tensor:
-        """The logarithm of the probability of each of tokens [rows, length], in float32; 0 where ignored."""
-        return -self.cross_entropy(tokens, ignore_index=ignore_index)
+
+def token_log_probs(logits: Tensor | DeferredLogits, tokens: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """(log_probs, entropy) for the loss of a policy: the logarithm of the probability of each token, and the entropy of
+    what it was chosen from.
+
+    logits: [rows, length, vocabulary], or what a `loss_fn` with `takes_deferred_logits = True` gets. tokens: [rows,
+    length], of each position the token that follows it, ignore_index where that does not count. Both results are
+    [rows, length], have a gradient, and are 0 where ignored; in float32, or float64.
+    """
+    if isinstance(logits, DeferredLogits):
+        return logits.log_probs_and_entropy(tokens, ignore_index)
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    counts = tokens != ignore_index
+    chosen = log_p.gather(-1, torch.where(counts, tokens, 0).unsqueeze(-1)).squeeze(-1)
+    p = log_p.exp()
+    entropy = -(p * torch.where(p > 0, log_p, 0)).sum(-1)  # a word that is masked out has none
+    return torch.where(counts, chosen, 0), torch.where(counts, entropy, 0)
 
 
 def _unflatten(leaves: Iterable[Any], context: Any) -> DeferredLogits:

@@ -51,13 +51,14 @@ class per_sequence:
     """`loss_fn` of a Pipeline that takes packs of sequences: loss_fn(output, value) of each, with `sequence_targets`.
 
     loss_fn gets what the last chunk gives for one sequence, [1, tokens, ...], and its value. A sequence in slices is
-    whole for it.
+    whole for it. Where it takes `DeferredLogits`, it gets these in schedules without slices, and logits in others.
     """
 
     takes_packs = True
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor]) -> None:
         self.loss_fn = loss_fn
+        self.takes_deferred_logits = getattr(loss_fn, "takes_deferred_logits", False)
 
     def __call__(self, output: Any, targets: SequenceTargets) -> Tensor:
         if not isinstance(targets, SequenceTargets):
