@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zbkern
 from tests.support.chunks import gradients_of, results_on_threads
+from tests.support.meshes import cpu_mesh
 from tests.support.saving import saved_in_turn, with_actions
 from tests.support.small_models import batch, config_of, transformers
 from tests.support.small_models import make as make_model
@@ -122,6 +124,61 @@ def test_compiled_layers() -> None:
     one_process(plain, 1, True)
     for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def divided(chunk: nn.Module) -> None:
+    """Each rank has half of the experts' rows of a router, and the model takes what it gives as a whole."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+
+    mesh = cpu_mesh()
+
+    def parts(name: str, module: nn.Module, mesh: Any) -> None:
+        module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
+
+    def takes(module: nn.Module, inputs: Any, mesh: Any) -> Any:
+        return (DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False),)
+
+    def gives(module: nn.Module, outputs: Any, mesh: Any) -> Any:
+        return tuple(output.full_tensor() for output in outputs)
+
+    for router in [part for part in chunk.modules() if "Router" in type(part).__name__]:
+        distribute_module(router, mesh, parts, takes, gives)
+
+
+def sharded(chunk: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for name in chunk.layer_names:
+        fully_shard(chunk.get_submodule(name), reshard_after_forward=False)
+    fully_shard(chunk, reshard_after_forward=False)
+
+
+def of_a_router_in_parts(divide: Callable[[Any], None], converts: bool) -> dict[str, float]:
+    model, schedule = make("qwen3_moe"), schedules.gpipe(1, 2)
+    loss, balance = one_process(plain := copy.deepcopy(model), 2, True)
+    (chunk,) = cut(model, schedule, rank=0)
+    if converts:
+        zbkern.convert(chunk)
+    divide(chunk)
+    tokens, mask, labels = batch()
+    own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    with Pipeline(chunk, schedule, token_loss, own, timeout=60) as pipe:
+        found = pipe.step({"input_ids": tokens, "attention_mask": mask}, token_targets(labels, 2))
+        differences = {"loss": abs(found.item() - loss)}
+        differences["balance"] = abs(pipe.auxiliary_losses()["router_aux_loss"] - balance)
+    gradients = {name: parameter.grad for name, parameter in chunk.named_parameters()}
+    gradients = {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in gradients.items()}
+    for name, parameter in plain.named_parameters():
+        differences[name] = ((gradients[name] - parameter.grad).abs().max() / parameter.grad.abs().max()).item()
+    return differences
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("converts", [False, True])
+@pytest.mark.parametrize("divide", [divided, sharded])
+def test_routers_in_parts(two_ranks: Any, divide: Any, converts: bool) -> None:
+    for differences in two_ranks.run(of_a_router_in_parts, divide, converts):
+        assert max(differences.values()) < (1e-6 if converts else 1e-12), differences
 
 
 def test_losses_that_are_not_known_are_refused() -> None:

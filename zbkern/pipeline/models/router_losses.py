@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.auxiliary_losses import add_loss
@@ -68,7 +69,8 @@ class RouterLosses:
 
     def _note(self, router: nn.Module, inputs: Any, output: Any) -> None:
         if self._flow.runs:
-            self._found.append((router, output[self._index] if isinstance(output, tuple) else output))
+            logits = output[self._index] if isinstance(output, tuple) else output
+            self._found.append((router, logits.full_tensor() if isinstance(logits, DTensor) else logits))
 
 
 def has_router_loss(model: Any) -> bool:
