@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
+from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from zbkern.planning.planner.partition import (
     work_of,
 )
 from zbkern.planning.simulation.memory import static_of_ranks
+from zbkern.schedules.layout import HALVES
 
 V4 = (0, 1, 2, 3, 3, 2, 1, 0)
 
@@ -68,6 +71,28 @@ def test_partitions_are_whole_and_never_less_equal_than_even_ones(
     most = max(loads(costs, chunks, one_each))
     for partition in even_partitions(len(work), len(placement)):
         assert most <= max(loads(costs, partition, one_each)) * (1 + 1e-9)
+
+
+def test_with_several_chunks_the_busiest_rank_has_as_little_as_possible() -> None:
+    random = Random(0)
+    for _ in range(20):
+        costs = model([random.choice((0.1, 1.0, 3.0, 3.4)) for _ in range(10)])
+        for placement in ((0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)):
+            found = balanced_partitions(costs, placement, 8, None)[0]
+            every = combinations(range(1, 10), len(placement) - 1)
+            least = min(max(loads(costs, (0, *cuts), placement)) for cuts in every)
+            assert max(loads(costs, found, placement)) == pytest.approx(least)
+
+
+def test_partitions_of_half_blocks_have_those_of_whole_ones() -> None:
+    """Whose blocks are 0, then 1 and 2, 3 and 4, ..., and the last."""
+    names = ["embedding", *(f"{block}{half}" for block in range(6) for half in HALVES), "head"]
+    work = [0.1, *[3.0, 1.0] * 6, 2.0]
+    costs = ModelCosts(tuple(LayerCosts(name, each, each, each) for name, each in zip(names, work, strict=True)))
+    whole = model([0.1, *[4.0] * 6, 2.0])
+    found = balanced_partitions(costs, (0, 1, 1, 0), 8, None)
+    of_blocks = [*balanced_partitions(whole, (0, 1, 1, 0), 8, None), *even_partitions(8, 4)]
+    assert {tuple(max(0, 2 * first - 1) for first in each) for each in of_blocks} < {*found}
 
 
 def test_memory_moves_layers_to_where_there_is_room() -> None:

@@ -1,8 +1,8 @@
 """Partitions: where a model's layers are cut into chunks, so that ranks have equal work and hold what fits them.
 
-The start is the cut whose largest chunk is the smallest possible, and most even of those (dynamic programming). Then
-single layers move from the rank with the most work, or too much memory, to another chunk, every chunk between passing
-one on, as long as that helps; so what counts is a rank's work in all its chunks together.
+The start is the cut whose largest chunk is the smallest possible, and most even of those (dynamic programming): with
+one chunk per rank nothing is better. With several a rank's work in all of them counts: annealing moves single layers
+from chunk to chunk, and reaches the best cut of small models (see the tests).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from random import Random
 
 from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
 
@@ -18,6 +19,11 @@ Partition = tuple[int, ...]  # the first layer of every chunk
 
 _IN_FLIGHT = (2.0, 1.75, 1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.2, 0.0)
 """Of what 1F1B holds: partitions that have memory for so many microbatches."""
+_STEPS = 500  # of annealing, for every chunk but one
+_HOT, _COOLING = 5.0, 0.0002  # the first temperature, and the last one as a share of it
+_STEEP = 4  # power of a rank's work
+_OF_CHUNKS = (10.0, 3.0, 0.4)  # what even chunks count beside it, squared: each weight finds partitions of its own
+_MISSING = 100  # what it counts if as much memory is missing as a rank holds for one microbatch
 
 
 def work_of(layer: LayerCosts) -> float:
@@ -55,14 +61,47 @@ def _even(begin: int, layers: int, chunks: int) -> Iterator[list[int]]:
 def balanced_partitions(
     model: ModelCosts, placement: Sequence[int], microbatches: int, limits: Sequence[float] | None
 ) -> list[Partition]:
-    """Partitions of about equal work per rank, the most equal first, then some that hold less where work is.
+    """Partitions of about equal work per rank, the most equal first, then some that hold less where work is; of a
+    model in half blocks then those of its whole blocks, even ones among them.
 
     placement: the rank of every chunk. limits: the memory of every rank, None for no limit.
     """
-    start = balanced_chunks(tuple(map(work_of, model.layers)), len(placement))
-    tried = [(None, 0.0), *((limits, in_flight) for in_flight in (_IN_FLIGHT if limits is not None else ()))]
-    found = (tuple(_improved(_Ranks(model, placement, microbatches, *each), start)) for each in tried)
-    return list(dict.fromkeys(found))
+    return list(_balanced(model, tuple(placement), microbatches, None if limits is None else tuple(limits)))
+
+
+@lru_cache(maxsize=64)  # asked for again for every published schedule
+def _balanced(
+    model: ModelCosts, placement: tuple[int, ...], microbatches: int, limits: tuple[float, ...] | None
+) -> tuple[Partition, ...]:
+    equal = balanced_chunks(tuple(map(work_of, model.layers)), len(placement))
+    found = [equal]
+    if len(set(placement)) < len(placement):
+        found = [_annealed(_Ranks(model, placement, microbatches, None, 0.0, equal, each)) for each in _OF_CHUNKS]
+        found.sort(key=lambda each: _Ranks(model, placement, microbatches, None, 0.0, each).busiest)
+    most_equal = found[0]
+    for in_flight in _IN_FLIGHT if limits is not None else ():
+        ranks = _Ranks(model, placement, microbatches, limits, in_flight, most_equal)
+        if not any(ranks.missing):
+            break  # nor would it be for fewer microbatches
+        found.append(_annealed(ranks))
+    numbers = model.partition_of(range(len(model.layers)))
+    blocks = [layer for layer, number in enumerate(numbers) if number % 1 == 0]
+    if len(placement) <= len(blocks) < len(numbers):
+        whole = _balanced(_joined(model, blocks), placement, microbatches, limits)
+        of_blocks = [*whole, *even_partitions(len(blocks), len(placement))]
+        found += [tuple(blocks[first] for first in each) for each in of_blocks]
+    return tuple(dict.fromkeys(found))
+
+
+def _joined(model: ModelCosts, blocks: Sequence[int]) -> ModelCosts:
+    """With one layer for both halves of a block, of which the first ones are given."""
+    names = ("forward", "backward", "weight", "activation", "held", "static")
+    layers: list[LayerCosts] = []
+    for begin, end in pairwise([*blocks, len(model.layers)]):
+        both = model.layers[begin:end]
+        sums = {name: sum(getattr(layer, name) for layer in both) for name in names}
+        layers.append(LayerCosts(f"layer {len(layers)}", tied=both[0].tied, **sums))
+    return ModelCosts(tuple(layers))
 
 
 @lru_cache(maxsize=64)  # asked for again for every placement
@@ -87,12 +126,12 @@ def balanced_chunks(work: tuple[float, ...], chunks: int) -> Partition:
     return best[count][2]
 
 
-_Cost = tuple[float, float, float]
-_Saved = tuple[list[list[float]], list[dict[str, int]]]
-
-
 class _Ranks:
-    """What every rank would do and hold, updated as layers move from chunk to chunk."""
+    """What every rank would do and hold, updated as layers go from chunk to chunk.
+
+    strain: what annealing makes small: it grows fast with the work of a rank, slowly with that of a chunk, and with
+    memory that is missing.
+    """
 
     def __init__(
         self,
@@ -101,102 +140,80 @@ class _Ranks:
         microbatches: int,
         limits: Sequence[float] | None,
         in_flight: float,
+        starts: Partition,
+        of_chunks: float = _OF_CHUNKS[-1],
     ) -> None:
         count, ranks = len(placement), max(placement) + 1
-        self.placement, self.layers = placement, model.layers
+        self.placement, self.layers, self.starts, self._of_chunks = placement, model.layers, starts, of_chunks
         # a chunk holds a microbatch from its F to its B: 1F1B holds as many as there are ranks in the first chunk
         self._in_flight = [in_flight * min(microbatches, ranks * (count - chunk) / count) for chunk in range(count)]
-        self._works = [work_of(layer) for layer in model.layers]
+        works = [work_of(layer) for layer in model.layers]
+        self._shares = [ranks * work / (sum(works) or 1.0) for work in works]  # of the work of a rank, in the mean
         self._held = [max(layer.activation, layer.held) for layer in model.layers]
+        self._memory = (sum(self._held) + sum(layer.static for layer in model.layers)) / ranks or 1.0
         self._limits = None if limits is None else [limit * (1 + 1e-9) for limit in limits]
-        self.work = [0.0] * ranks
+        self.strain, self._strains = 0.0, [0.0] * ranks
+        self._work, self._in_chunk, self.missing = [0.0] * ranks, [0.0] * count, [0.0] * ranks
         self._once, self._flying, self._static = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
-        self._missing = [0.0] * ranks
         self._tied: list[dict[str, int]] = [{} for _ in range(ranks)]
-
-    def saved(self) -> _Saved:
-        sums = [self.work[:], self._once[:], self._flying[:], self._static[:], self._missing[:]]
-        return sums, [dict(each) for each in self._tied]
-
-    def restore(self, saved: _Saved) -> None:
-        sums, tied = saved
-        self.work, self._once, self._flying, self._static, self._missing = (each[:] for each in sums)
-        self._tied = [dict(each) for each in tied]
-
-    def fill(self, starts: Sequence[int]) -> None:
-        """Starts anew with the layers of this partition."""
-        for values in (self.work, self._once, self._flying, self._static, self._missing):
-            values[:] = [0.0] * len(values)
-        self._tied = [{} for _ in self.work]
         for chunk, (begin, end) in enumerate(pairwise([*starts, len(self.layers)])):
             for layer in range(begin, end):
                 self.change(layer, chunk, 1)
 
     def change(self, layer: int, chunk: int, sign: int) -> None:
         """Adds a layer to a chunk (sign 1), or takes it away (-1)."""
-        rank, held = self.placement[chunk], self._held[layer]
-        self.work[rank] += sign * self._works[layer]
-        if self._limits is None:
-            return
-        self._once[rank] += sign * held
-        self._flying[rank] += sign * held * self._in_flight[chunk]
+        rank, work = self.placement[chunk], sign * self._shares[layer]
+        if self._limits is not None:
+            self._change_memory(layer, chunk, sign, rank, self._limits[rank])
+        self.strain += self._of_chunks * work * (2 * self._in_chunk[chunk] + work) - self._strains[rank]
+        self._in_chunk[chunk] += work
+        self._work[rank] += work
+        self._strains[rank] = self._work[rank] ** _STEEP + _MISSING * self.missing[rank] / self._memory
+        self.strain += self._strains[rank]
+
+    def _change_memory(self, layer: int, chunk: int, sign: int, rank: int, limit: float) -> None:
+        held = sign * self._held[layer]
+        self._once[rank] += held
+        self._flying[rank] += held * self._in_flight[chunk]
         tied, others = self.layers[layer].tied, 0  # layers of the rank that have the same weights
         if tied is not None:
             present = self._tied[rank].get(tied, 0)
             self._tied[rank][tied], others = present + sign, present + min(sign, 0)
         if not others:
             self._static[rank] += sign * self.layers[layer].static
-        once, flying = self._once[rank], self._flying[rank]
-        missing = self._static[rank] + (once if once > flying else flying) - self._limits[rank]
-        self._missing[rank] = missing if missing > 0 else 0.0
+        self.missing[rank] = max(0.0, self._static[rank] + max(self._once[rank], self._flying[rank]) - limit)
 
-    def cost(self) -> _Cost:
-        """The memory that is missing, the most work of a rank, and how uneven the work is; less is better."""
-        return sum(self._missing), max(self.work), sum([each * each for each in self.work])
+    @property
+    def busiest(self) -> float:
+        """The most work of a rank, in the mean 1."""
+        return round(max(self._work), 9)
 
-    def worst(self) -> int:
-        """The rank that a layer should leave: with the least memory, if that is too little, else with the most work."""
-        most = max(self._missing)
-        return self._missing.index(most) if most > 0 else self.work.index(max(self.work))
+    def cost(self) -> tuple[float, float, float]:
+        """The memory that is missing, the most work of a rank, and the strain; less is better."""
+        return sum(self.missing), self.busiest, self.strain
 
 
-def _improved(ranks: _Ranks, starts: Sequence[int]) -> list[int]:
-    """`starts` after all moves of a layer that help, the best first."""
-    starts = list(starts)
-    ranks.fill(starts)
-    best = ranks.cost()
-    while True:
-        here = ranks.saved()
-        found: list[int] | None = None
-        worst = ranks.worst()
-        for chunk, owner in enumerate(ranks.placement):
-            if owner != worst:
-                continue
-            for step in (1, -1):
-                for moved in _moves(ranks, starts, chunk, step):
-                    cost = ranks.cost()
-                    if cost < best and any(new < old * (1 - 1e-9) for new, old in zip(cost, best, strict=True)):
-                        best, found = cost, moved[:-1]
-                ranks.restore(here)  # filling anew takes as long as all moves
-        if found is None:
-            return starts
-        starts = found
-        ranks.fill(starts)
-
-
-def _moves(ranks: _Ranks, starts: Sequence[int], source: int, step: int) -> Iterator[list[int]]:
-    """Starts and the number of layers, after a layer of chunk `source` has moved to each chunk after it (step 1) or
-    before it (-1), the nearest first; `ranks` follows. It is one list, which the next move changes.
-    """
-    moved = [*starts, len(ranks.layers)]
-    if moved[source + 1] - moved[source] < 2:
-        return
-    chunk = source
-    while 0 <= chunk + step < len(starts):
-        first = max(chunk, chunk + step)  # the chunk whose first layer changes
-        layer = moved[first] - (step > 0)
-        moved[first] -= step
-        ranks.change(layer, chunk, -1)
-        ranks.change(layer, chunk + step, 1)
-        chunk += step
-        yield moved
+def _annealed(ranks: _Ranks) -> Partition:
+    """The best of all that is passed as single layers go from a chunk to the one before it or behind it."""
+    found, random = ranks.starts, Random(0).random
+    bounds, movable, best = [*found, len(ranks.layers)], len(found) - 1, ranks.cost()
+    steps = _STEPS * movable
+    for step in range(steps):
+        chunk = 1 + int(random() * movable)  # the one behind the bound that moves
+        back = random() < 0.5
+        layer, source, target = (bounds[chunk] - 1, chunk - 1, chunk) if back else (bounds[chunk], chunk, chunk - 1)
+        if bounds[source + 1] - bounds[source] < 2:
+            continue
+        before = ranks.strain
+        ranks.change(layer, source, -1)
+        ranks.change(layer, target, 1)
+        worse = ranks.strain - before
+        if worse > 0 and random() >= math.exp(-worse / (_HOT * _COOLING ** (step / steps))):
+            ranks.change(layer, target, -1)
+            ranks.change(layer, source, 1)
+            continue
+        bounds[chunk] += -1 if back else 1
+        cost = ranks.cost() if worse < 0 else best
+        if cost < best and any(new < old * (1 - 1e-9) for new, old in zip(cost, best, strict=True)):
+            best, found = cost, tuple(bounds[:-1])
+    return found
