@@ -24,7 +24,7 @@ from zbkern.planning.command.published import published_timelines
 from zbkern.planning.command.question import Setting
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job, model_costs
+from zbkern.planning.cost_model.model_costs import Job
 from zbkern.reporting import markdown_table
 
 CONFIGURATIONS = Path(__file__).parent / "configurations"
@@ -49,13 +49,16 @@ CASES = {
 }
 
 
-def figures(name: str, gpu: str, microbatches_per_stage: int, memory: float, effort: int) -> dict[str, Any]:
-    """One row of the table; times in ms, memory in bytes."""
-    case = CASES[name]
-    hardware = load_hardware(gpu)
+def setting_of(name: str, gpu: str) -> Setting:
+    case, hardware = CASES[name], load_hardware(gpu)
     if case.hides_messages:
         hardware = replace(hardware, exposed_share=0.0, hiding_share=1.0)
-    setting = Setting(load_architecture(CONFIGURATIONS / f"{name}.json"), hardware, case.job)
+    return Setting(load_architecture(CONFIGURATIONS / f"{name}.json"), hardware, case.job)
+
+
+def figures(name: str, gpu: str, microbatches_per_stage: int, memory: float, effort: int) -> dict[str, Any]:
+    """One row of the table; times in ms, memory in bytes."""
+    case, setting = CASES[name], setting_of(name, gpu)
     costs, microbatches = setting.costs, microbatches_per_stage * case.stages
     unlimited = {each.schedule.name: each for each in published_timelines(costs, case.stages, microbatches, None)}
     baseline = unlimited["one_f_one_b"]
@@ -64,7 +67,8 @@ def figures(name: str, gpu: str, microbatches_per_stage: int, memory: float, eff
     fitting = [each for each in published if max(each.peak_memory) <= limit * (1 + 1e-9)]
     best = min(fitting, key=lambda each: each.cost)
     found = plan(costs, case.stages, microbatches, memory_limit=limit, effort=effort)
-    halves = plan(model_costs(*setting, halves=True), case.stages, microbatches, memory_limit=limit, effort=effort)
+    finer = setting._replace(job=replace(case.job, halves=True))
+    halves = plan(finer.costs, case.stages, microbatches, memory_limit=limit, effort=effort)
     blocks = costs.layers[1 : 1 + len(setting.architecture.blocks)]
     return {
         "model": name,
@@ -72,6 +76,7 @@ def figures(name: str, gpu: str, microbatches_per_stage: int, memory: float, eff
         "microbatches": microbatches,
         "limit": limit,
         "fits_gpu": limit <= setting.limit,
+        "layer": [blocks[0].forward, blocks[0].backward, blocks[0].weight],
         "held": sum(layer.held or 0.0 for layer in blocks) / sum(layer.activation for layer in blocks),
         "one_f_one_b": baseline.cost,
         "best": best.schedule.name,

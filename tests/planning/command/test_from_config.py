@@ -285,6 +285,5 @@ def test_half_blocks_fill_what_whole_ones_leave_idle(capsys: pytest.CaptureFixtu
     sizes = numbers(re.search(r"^cut +([\d. ]+) layers by chunk", text, re.MULTILINE)[1])
     assert sum(sizes) == 34  # embedding, blocks, and norm with head
     assert out.read_text().startswith(f"# partition: {' '.join(map(str, partition))}\n")
-    for wrong in (["--gpus", "8", "--batch", "16", "--config", LLAMA[2]], ["--stages", "2", "--microbatches", "4"]):
-        assert __main__.main(["plan", *wrong, "--halves"]) == 2
-        assert "argument --halves: " in capsys.readouterr().err
+    assert __main__.main(["plan", "--stages", "2", "--microbatches", "4", "--halves"]) == 2
+    assert "argument --halves: " in capsys.readouterr().err

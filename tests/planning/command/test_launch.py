@@ -29,11 +29,11 @@ SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hid
 TINY = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, **SIZES}
 
 
-def planned(path: Path, stages: int = 2, halves: bool = False, **sizes: Any) -> Path:
+def planned(path: Path, stages: int = 2, **sizes: Any) -> Path:
     """The program for a tiny model, beside its configuration."""
     (path / "config.json").write_text(json.dumps(TINY))
     setting = Setting(load_architecture(path), H100, Job(16, 2, **sizes))
-    found = answer(Question(stages, 4, setting=setting, halves=halves, effort=0))
+    found = answer(Question(stages, 4, setting=setting, effort=0))
     launch.write(path / "launch.py", found.plan, setting, path)
     return path / "launch.py"
 

@@ -43,6 +43,21 @@ def test_all_layouts_that_divide_are_there_once() -> None:
     assert (1, 1, 24, 8, 1, 2, True) in found
 
 
+def test_stages_may_begin_inside_blocks() -> None:
+    """34 layers are not even in 8 stages, and their halves nearly are."""
+    whole, finer = (LayoutQuestion(model_of("llama-3-8b"), H100, 8, 32, halves=halves) for halves in (False, True))
+    assert [sizes_of(each) for each in layouts.layouts(whole)] == [sizes_of(each) for each in layouts.layouts(finer)]
+    assert all(each.setting.job.halves == (each.stages > 1) for each in layouts.layouts(finer))
+
+    def in_eight(question: LayoutQuestion) -> layouts.Planned:
+        (layout,) = [each for each in layouts.layouts(question) if each.stages == 8 and each.microbatches == 32]
+        return layouts.planned(replace(layout, effort=0, time_limit=60))
+
+    one, other = in_eight(whole), in_eight(finer)
+    assert other.seconds < 0.97 * one.seconds
+    assert any(first % 1 for first in other.plan.partition)
+
+
 def test_a_table_may_have_the_gpus_of_a_node_as_a_float() -> None:
     question = [LayoutQuestion(model_of("llama-3-8b"), replace(H100, gpus_per_node=each), 8, 8) for each in (4, 4.0)]
     both = [[sizes_of(each) for each in layouts.layouts(one)] for one in question]
@@ -94,9 +109,10 @@ def test_the_parts_of_a_step_are_the_step() -> None:
 
 
 @pytest.mark.slow
-def test_the_printed_options_plan_the_same_step(run_plan) -> None:
+@pytest.mark.parametrize("more", [[], ["--halves"]])
+def test_the_printed_options_plan_the_same_step(run_plan, more: list[str]) -> None:
     path = path_of("llama-3-8b")
-    printed = run_plan("--config", path, "--gpus", "4", "--batch", "16")
+    printed = run_plan("--config", path, "--gpus", "4", "--batch", "16", *more)
     first = re.search(r"(?m)^.* microbatches of .*?(\d[\d.]*) s  ", printed)
     options = re.search(r"--stages.*?--microbatch-size \d+(?: --\S+| \d+)*", printed, re.DOTALL)
     assert first

@@ -57,7 +57,7 @@ def test_a_block_corrects_all_layers() -> None:
 
 
 def test_measured_halves_correct_whole_blocks_too() -> None:
-    halves = model_costs(LLAMA, H100, JOB, halves=True)
+    halves = model_costs(LLAMA, H100, replace(JOB, halves=True))
     found = of_blocks(halves, measured(halves), 1, "halves.json")
     assert (found.forward, found.backward, found.weight) == pytest.approx((1.5, 1.2, 0.9))
 

@@ -478,7 +478,7 @@ def test_parameters_are_those_of_the_librarys_models(kind: str) -> None:
     block = model.get_submodule(f"{found.names[1]}.1")
     norms = [name for name, _ in block.named_children() if "norm" in name.lower() or name.startswith("ln_")]
     assert found.blocks[1].norms == len(norms)
-    costs = model_costs(found, H100, Job(4096), halves=True)
+    costs = model_costs(found, H100, Job(4096, halves=True))
     names = [layer.name for layer in costs.layers]
     assert names[: names.index(found.names[2])] == [
         layer.name for layer in layers_of(model, halves=True) if layer.kind in ("embedding", "block")
@@ -489,7 +489,9 @@ def test_parameters_are_those_of_the_librarys_models(kind: str) -> None:
 def test_halves_are_together_what_a_block_is(name: str) -> None:
     model = load_architecture(CONFIGURATIONS / f"{name}.json")
     job = Job(8192, tensor_parallel=2, expert_parallel=1 if model.experts is None else 32)
-    whole, parts = (model_costs(model, H100, job, halves).layers for halves in (False, True))
+    whole, parts = (
+        model_costs(model, H100, dataclasses.replace(job, halves=halves)).layers for halves in (False, True)
+    )
     assert len(parts) == len(whole) + len(model.blocks)
     for number in (1, len(model.blocks)):
         block, (first, second) = whole[number], parts[2 * number - 1 : 2 * number + 1]
@@ -523,7 +525,8 @@ def test_a_switch_for_parallel_blocks_keeps_them_whole(kind: str, more: dict[str
     transformers = pytest.importorskip("transformers", minversion="5.0", reason="kinds are those of version 5")
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
     config = transformers.CONFIG_MAPPING[kind](**sizes, **more)
-    costs = model_costs(architecture(json.loads(config.to_json_string(use_diff=False))), H100, Job(4096), halves=True)
+    model = architecture(json.loads(config.to_json_string(use_diff=False)))
+    costs = model_costs(model, H100, Job(4096, halves=True))
     names = [layer.name for layer in layers_of(config, halves=True)]
     assert [layer.name for layer in costs.layers[:-1]] == names[: len(costs.layers) - 1]
     assert (len(names) > 5) == ("parallel_attn" in more)

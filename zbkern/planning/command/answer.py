@@ -111,9 +111,12 @@ def _savings(question: Question) -> dict[str, Plan]:
 
 def _of_halves(question: Question) -> dict[str, Plan]:
     """A plan with --halves, where the model has some and the question does not."""
-    finer = replace(question, halves=True, effort=min(question.effort, _QUICK))
-    if question.setting is None or len(finer.costs.layers) == len(question.costs.layers):  # type: ignore[union-attr]
+    if question.setting is None:
         return {}
+    setting = question.setting._replace(job=replace(question.setting.job, halves=True))
+    if len(setting.costs.layers) == len(question.setting.costs.layers):
+        return {}
+    finer = replace(question, setting=setting, effort=min(question.effort, _QUICK))
     with contextlib.suppress(ScheduleError):
         return {"--halves": search(finer)}
     return {}

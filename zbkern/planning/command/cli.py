@@ -28,7 +28,7 @@ from zbkern.schedules.actions import ScheduleError
 SUFFIXES = (".svg", ".html", ".json", ".torch.csv", ".csv", ".txt", ".py")
 _DECIDED = (
     *("context_parallel", "costs", "memory", "chunks", "placement"),
-    *("schedule", "slices", "offload", "recompute", "halves", "compare", "time_limit"),
+    *("schedule", "slices", "offload", "recompute", "compare", "time_limit"),
 )
 """Arguments that a search of layouts has answers for."""
 
@@ -175,7 +175,7 @@ def _check_whether_given(arguments: Namespace) -> None:
     for name in ("config", "batch") if layouts else ("stages", "microbatches"):
         if getattr(arguments, name) is None:
             raise WrongArgument(option(name), needed)
-    of_models = ("gpu", "hardware", "attention", "calibrate", "halves", *FLAGS, *SIZES)
+    of_models = ("gpu", "hardware", "attention", "calibrate", *FLAGS, *SIZES)
     for applies, names, why in (
         (not layouts, ("batch",), "it goes with --gpus; without, --microbatches says how much a step has"),
         (layouts, _DECIDED, "--gpus decides about it; leave one of the two out"),

@@ -90,9 +90,10 @@ def _calibration(
     """Of costs that profile_layers has measured with the sizes given, or of a step of a training run."""
     text, source = read_text(path), path.name
     if '"layers"' in text:
-        job = Job(**_sizes(given))
         measured = ModelCosts.from_json(text)
-        computed = model_costs(architecture, hardware, job, any(each.name.endswith(HALVES) for each in measured.layers))
+        halves = any(each.name.endswith(HALVES) for each in measured.layers)
+        job = replace(Job(**_sizes(given)), halves=halves)
+        computed = model_costs(architecture, hardware, job)
         return calibration.of_blocks(computed, measured, job.tensor_parallel, source)
     step = parse_object("a training step", text, _STEP)
     if unknown := sorted({*step} - {"seconds", "schedule", *CHOSEN, "sequence", "chunks"}):

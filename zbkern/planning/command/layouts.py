@@ -131,7 +131,7 @@ def _quick(estimates: list[tuple[float, Layout]], progress: Callable[[str], None
 
 def layouts(question: LayoutQuestion) -> Iterator[Layout]:
     """All that divide: tensor parallelism within a node, heads and experts whole, sequences among pipelines."""
-    architecture, hardware, gpus, batch, sequence, fp8 = question[:6]
+    architecture, hardware, gpus, batch, sequence, fp8, halves = question[:7]
     counts = {block.experts.count for block in architecture.blocks if block.experts}
     blocks = len(architecture.blocks)
     for tensor in _divisors(min(gpus, hardware.gpus_per_node)):
@@ -143,7 +143,7 @@ def layouts(question: LayoutQuestion) -> Iterator[Layout]:
             for expert in experts if counts else [1]:
                 for size, shard in product(_MICROBATCH_SIZES, (False, True) if data > stages == 1 else (False,)):
                     if batch // data % size == 0:
-                        job = Job(sequence, size, tensor, expert, data, fp8=fp8, fully_shard=shard)
+                        job = Job(sequence, size, tensor, expert, data, 1, fp8, shard, halves and stages > 1)
                         setting = Setting(architecture, hardware, job)
                         microbatches, objective = batch // data // size, question.objective
                         yield Layout(stages=stages, microbatches=microbatches, setting=setting, objective=objective)

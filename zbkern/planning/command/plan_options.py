@@ -96,7 +96,7 @@ _HELP = {
     "--calibrate": "with --config: corrects what is computed by what was measured: blocks of the model, as "
     "profile_layers and ModelCosts.save wrote them, of the sizes given here (with --gpus: one sequence on one GPU); or "
     'a step of a training run, {"seconds": 12.3}, 1F1B with the sizes given here, or with those beside the seconds',
-    "--halves": "with --config: chunks may also begin between attention and MLP of a block",
+    "--halves": "with --config: stages may also begin between attention and MLP of a block",
     "--tensor-parallel": "with --config: GPUs that share every layer (default 1)",
     "--expert-parallel": "with --config: GPUs that share the experts (default 1)",
     "--context-parallel": "with --config: GPUs that share the tokens of every sequence (default 1)",
@@ -140,7 +140,6 @@ def add_to(commands: Any) -> argparse.ArgumentParser:
     add("--hardware", type=Path, metavar="FILE")
     add("--attention", metavar="NAME")
     add("--calibrate", type=Path, metavar="FILE")
-    add("--halves", action="store_const", const=True)
     for name in SIZES:
         add(option(name), type=_count, metavar="N")
     for name in FLAGS:

@@ -28,7 +28,7 @@ SIZES = {
 }
 """What says how a model is trained, and the defaults."""
 
-FLAGS = ("fp8", "fully_shard")
+FLAGS = ("fp8", "fully_shard", "halves")
 """What is so or not."""
 
 LAYOUT_EFFORT = 2
@@ -87,7 +87,7 @@ class Question:
     """Which schedule is best for so many stages and microbatches, in what memory, and for which costs.
 
     chunks, placement, recompute, slices, objective, effort, time_limit: as for `plan`. measured: costs; setting: what
-    they are computed from instead, with a limit of memory; halves: of half blocks; sizes: arguments of its job as they
+    they are computed from instead, with a limit of memory; sizes: arguments of its job as they
     were given, of which others follow; model: its name. schedule: a published one, and no search. memory: the most that
     a rank may hold, and whether that counts what one microbatch holds in the whole model. offload: GB/s, or memory per
     time of costs without units; 0 for what the costs have, None for none. compare: with published schedules.
@@ -97,7 +97,6 @@ class Question:
     microbatches: int
     measured: Costs | ModelCosts = Costs()  # noqa: RUF009  # it is frozen
     setting: Setting | None = None
-    halves: bool = False
     sizes: Mapping[str, Any] = field(default_factory=dict)
     model: str = ""
     chunks: int | None = None
@@ -115,7 +114,7 @@ class Question:
     @cached_property
     def costs(self) -> Costs | ModelCosts:
         """Raises ValueError where the setting has sizes that do not go together."""
-        costs = self.measured if self.setting is None else model_costs(*self.setting, self.halves)
+        costs = self.measured if self.setting is None else self.setting.costs
         rate = self.offload
         if not rate:
             return costs
@@ -181,7 +180,8 @@ class Question:
 class LayoutQuestion(NamedTuple):
     """How to train a model on so many GPUs with `batch` sequences per step.
 
-    own: sizes of a layout to compare with. effort, objective: as for `plan`, for the best few layouts.
+    halves: stages may begin inside blocks. own: sizes of a layout to compare with. effort, objective: as for `plan`,
+    for the best few layouts.
     """
 
     architecture: Architecture
@@ -190,6 +190,7 @@ class LayoutQuestion(NamedTuple):
     batch: int
     sequence: int = SIZES["sequence"]
     fp8: bool = False
+    halves: bool = False
     own: Mapping[str, int] = {}
     effort: int = LAYOUT_EFFORT
     objective: str = "cost"

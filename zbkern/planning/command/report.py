@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from zbkern.planning.command.answer import Answer
@@ -42,7 +43,7 @@ def text(answer: Answer, width: int) -> str:
     if setting is not None:
         lines += _step(question, answer.plan, setting, width)
     elif isinstance(costs, ModelCosts):
-        lines.append(cut(answer.plan, 1 + int(costs.partition_of([-1])[0]), width))
+        lines.append(cut(answer.plan, costs, width))
     parts = [] if setting is None else [_title(question, setting)]
     parts.append("\n".join(lines))
     if answer.published:
@@ -97,10 +98,10 @@ def figure(name: str, text: str, width: int) -> str:
     )
 
 
-def cut(plan: Plan, layers: int, width: int, which: str = "") -> str:
+def cut(plan: Plan, costs: ModelCosts, width: int, which: str = "") -> str:
     """How many layers every chunk has, and what `zbkern.pipeline.cut` takes for it; which: what counts as a layer."""
-    starts = list(plan.partition or ())
-    sizes = [end - start for start, end in pairwise([*starts, layers])]
+    starts, last = list(plan.partition or ()), costs.partition_of([-1])[0]
+    sizes = [end - start for start, end in pairwise([*starts, int(last) + 1])]
     text = f"{' '.join(map(number, sizes))} layers by chunk{which}"
     return figure("cut", text, width) + "\n" + figure("", f"partition={starts}", width)
 
@@ -294,7 +295,7 @@ def _title(question: Question, setting: Setting) -> str:
 
 def _step(question: Question, found: Plan, setting: Setting, width: int) -> list[str]:
     """The costs of a layer, the cut, and how long a step takes."""
-    chunks = cut(found, len(setting.costs.layers), width, f": {_counted(setting.architecture)}")
+    chunks = cut(found, setting.costs, width, f": {_counted(setting.architecture)}")
     beside = setting.beside(question.stages)
     seconds = getattr(found.timeline, question.objective) / 1e3 + beside
     rate = setting.tokens(question.microbatches) / seconds
@@ -331,8 +332,8 @@ def _counted(architecture: Architecture) -> str:
 
 def _block_costs(setting: Setting) -> str:
     """The costs of one block, by which the ratios can be judged."""
-    blocks = setting.costs.layers[1 : 1 + len(setting.architecture.blocks)]
-    block = blocks[len(blocks) // 2]
+    whole = setting._replace(job=replace(setting.job, halves=False))
+    block = whole.costs.layers[1 + len(setting.architecture.blocks) // 2]
     times = ", ".join(
         f"{name} {number(each)}" for name, each in (("F", block.forward), ("B", block.backward), ("W", block.weight))
     )

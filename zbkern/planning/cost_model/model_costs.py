@@ -50,7 +50,7 @@ class Job:
     and values around. data_parallel: pipelines beside each other, which share the optimizer's state with those; 0 for
     as few as have room for the experts. fully_shard: they share weights and gradients, too (FSDP2, ZeRO-3), gathered
     for every F and B and reduced after every W: of pipelines of one stage. fp8: products of F and B are in FP8, W in
-    bf16 (`recipe="fp8_blockwise"`).
+    bf16 (`recipe="fp8_blockwise"`). halves: chunks may begin inside blocks.
     sequence: tokens of a sequence; microbatch_size: sequences of a microbatch. Raises TypeError or ValueError.
     """
 
@@ -62,10 +62,11 @@ class Job:
     context_parallel: int = 1
     fp8: bool = False
     fully_shard: bool = False
+    halves: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name not in ("fp8", "fully_shard"):
+            if name not in ("fp8", "fully_shard", "halves"):
                 check_count(f"Job: {name}", value, int(name != "data_parallel"))
         if not self.data_parallel:
             shared = self.tensor_parallel * self.context_parallel
@@ -100,17 +101,17 @@ class Job:
         return stages * self.tensor_parallel * self.replicas
 
 
-def model_costs(architecture: Architecture, hardware: Hardware, job: Job, halves: bool = False) -> ModelCosts:
+def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> ModelCosts:
     """Costs of every layer for one GPU, in ms and bytes: embedding, blocks, norm with head and loss, then predictors.
 
     Their names are those that `cut` counts; norm and head are one, named as the norm, and predictors, which the
-    transformers library does not build, are named as in DeepSeek's checkpoints. halves: blocks whose MLP follows their
-    attention are two layers, as `layers_of(model, halves=True)` lists them; a chunk adds zeros in the place of the half
-    that another one has, which takes time that is not counted.
+    transformers library does not build, are named as in DeepSeek's checkpoints. With job.halves blocks whose MLP
+    follows their attention are two layers, as `layers_of(model, halves=True)` lists them; a chunk adds zeros in the
+    place of the half that another one has, which takes time that is not counted.
 
     See the module for what is assumed. Raises ValueError where heads, experts or features cannot be divided so.
     """
-    layers = tuple(layer.costs() for layer in _layers(architecture, hardware, job, halves))
+    layers = tuple(layer.costs() for layer in _layers(architecture, hardware, job))
     bandwidth = hardware.network_bandwidth * hardware.network_share / _MS
     copies = None if hardware.host_bandwidth is None else hardware.host_bandwidth * hardware.network_share / _MS
     computed = ModelCosts(
@@ -144,10 +145,10 @@ def outside(architecture: Architecture, hardware: Hardware, job: Job, stages: in
     return hardware.calibration.rest * (max(0.0, traffic - behind) + step) / stages
 
 
-def _layers(architecture: Architecture, hardware: Hardware, job: Job, halves: bool = False) -> list[_Layer]:
+def _layers(architecture: Architecture, hardware: Hardware, job: Job) -> list[_Layer]:
     """In model order."""
     _check(architecture, job)
-    equal = {block: _blocks(block, architecture, hardware, job, halves) for block in set(architecture.blocks)}
+    equal = {block: _blocks(block, architecture, hardware, job) for block in set(architecture.blocks)}
     found = [_embedding(architecture, hardware, job)]
     for number, block in enumerate(architecture.blocks):
         for layer in map(copy, equal[block]):
@@ -418,9 +419,9 @@ def _head(name: str, architecture: Architecture, hardware: Hardware, job: Job) -
     return layer
 
 
-def _blocks(block: Block, architecture: Architecture, hardware: Hardware, job: Job, halves: bool) -> list[_Layer]:
+def _blocks(block: Block, architecture: Architecture, hardware: Hardware, job: Job) -> list[_Layer]:
     """One, or two, whose names are how those of halves end."""
-    if not halves or len(block.halves) == 1:
+    if not job.halves or len(block.halves) == 1:
         return [_block("", block, architecture, hardware, job)]
     first, second = (
         _block(name, replace(block, parts=half), architecture, hardware, job, share=0.5)
