@@ -105,7 +105,8 @@ def has_hooks(parameter: Tensor) -> bool:
 
 def has_hooks_or_main_grad(parameter: Tensor) -> bool:
     """True when autograd alone, accumulating in B, would run hooks too early or miss the `main_grad`."""
-    return has_hooks(parameter) or main_grad_of(parameter) is not None
+    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks  # no calls: this runs per parameter in F
+    return bool(hooks) or getattr(parameter, "main_grad", None) is not None
 
 
 def empty_gradient(parameter: Tensor, kernel: WGradKernel | None = None) -> Tensor:
