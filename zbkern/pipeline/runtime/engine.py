@@ -103,8 +103,10 @@ class Pipeline:
         self._replicas = Replicas(by_chunk, self.queue)
         self._loss_fn = loss_fn
         self.recorder = Recorder(rank, self.device, self.queue, options.record)
-        self.stages = {chunk: Stage(part, chunk, self.queue, None) for chunk, part in self._replicas.modules.items()}
-        self.loop = Loop(self.stages, loss_fn, self._replicas, self.recorder, options, fill, timeout)
+        losses = {len(schedule.placement) - 1: loss_fn}
+        parts = self._replicas.modules.items()
+        self.stages = {chunk: Stage(part, chunk, self.queue, losses.get(chunk)) for chunk, part in parts}
+        self.loop = Loop(self.stages, self._replicas, self.recorder, options, fill, timeout)
         self.loop.use(schedule)
         self.rank = rank
         copies = all_ties(modules, tied)

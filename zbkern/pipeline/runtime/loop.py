@@ -19,7 +19,6 @@ from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.replicas.agreement import number_of
 from zbkern.pipeline.runtime.replicas.data_parallel import Replicas
 from zbkern.pipeline.runtime.slices.sequence_loss import put_together
-from zbkern.pipeline.runtime.slices.sliced_batch import LossFn
 from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.transport.base import Tag, Transport
 from zbkern.schedules.actions import Action
@@ -32,7 +31,7 @@ Program = Sequence[tuple[Action, ...]]
 
 
 class Loop:
-    """Of a rank's stages, by chunk; loss_fn, options, fill and timeout are those of its Pipeline.
+    """Of a rank's stages, by chunk; options, fill and timeout are those of its Pipeline.
 
     `use` says in which order actions run, `begin` on what.
     """
@@ -43,7 +42,6 @@ class Loop:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        loss_fn: LossFn | None,
         replicas: Replicas,
         recorder: Recorder,
         options: StepOptions,
@@ -56,7 +54,7 @@ class Loop:
         self.in_flight = 0  # microbatches that were begun, and are not through their B
         self.forward_input: Any = None  # the input of the forward that runs
         self.results: list[Any] = []  # of the last chunk: losses, or what `forward` returns
-        self._loss_fn, self._replicas, self._options = loss_fn, replicas, options
+        self._replicas, self._options = replicas, options
         self._fill, self._timeout = fill, timeout
         self._ledger: Ledger | None = None
         self._batch: Sequence[Microbatch] = ()
@@ -80,8 +78,8 @@ class Loop:
         self.passes = number_of([action for action in row if action.kind != "W"]) if self._replicas.agreement else 0
         self.max_in_flight = peak_microbatches(row)
         self.max_ahead = speculative_forwards(schedule)[self.recorder.rank]
-        for chunk, stage in self.stages.items():
-            stage.use(schedule, self._loss_fn if chunk == self._last else None)
+        for stage in self.stages.values():
+            stage.use(schedule)
 
     def use_ledger(self, ledger: Ledger | None) -> None:
         """Between steps: from now on this one holds what microbatches need between passes; None: autograd itself."""
@@ -165,8 +163,9 @@ class Loop:
         target = self._batch[microbatch].target
         if target is None:
             return [outputs]
-        assert self._loss_fn is not None
-        return [self._loss_fn(outputs, target.value)]
+        loss_fn = self.stages[self._last].loss_fn
+        assert loss_fn is not None
+        return [loss_fn(outputs, target.value)]
 
     def _backward(self, action: Action) -> None:
         kind, chunk, microbatch, _ = action

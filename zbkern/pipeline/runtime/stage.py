@@ -33,27 +33,17 @@ _NOTHING = nullcontext()  # around what needs no other context
 class Stage:
     """Runs one chunk. What a microbatch needs between its F and its B is kept here, between its B and its W in `queue`.
 
-    module: called with a tensor, a tuple (positional arguments) or a dict (keyword arguments). loss_fn: on the last
-    chunk, loss_fn(output, target) of one microbatch, a scalar. schedule: says which slices microbatches are, if any.
+    module: called with a tensor, a tuple (positional arguments) or a dict (keyword arguments). loss_fn: of the last
+    chunk alone, loss_fn(output, target) of one microbatch, a scalar. `use` comes before the first pass.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        chunk: int,
-        queue: WGradQueue,
-        loss_fn: LossFn | None,
-        schedule: Schedule | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, chunk: int, queue: WGradQueue, loss_fn: LossFn | None = None) -> None:
         self.module = module
         self.chunk = chunk
         self.queue = queue
         self.loss_fn = loss_fn
-        self._sequence_losses: SequenceLosses | None = None  # in its place, with slices of whole sequences
         self.ledger: Ledger | None = None  # which holds what a microbatch needs, where R, O and L change that
-        self.carries = Carries(schedule)
         self.losses = AuxiliaryLosses()
-        self._shares = [1.0] if schedule is None else _shares(schedule)
         self._compared: set[bool] = set()  # in which modes, training or evaluation, slices were compared with the whole
         self._compared_packs = False  # with their sequences
         self._fails: str | None = None  # what slices raised in that comparison, where whole sequences did not
@@ -61,12 +51,13 @@ class Stage:
         self._followed = False  # whether a first F has shown where gradients enter
         self._saved: dict[int, tuple[Any, list[Tensor | GradientEdge | None]]] = {}
 
-    def use(self, schedule: Schedule, loss_fn: LossFn | None) -> None:
-        """Between steps: from now on this schedule, and this loss, of slices where it adds up over them."""
-        self.loss_fn, self._sequence_losses = loss_fn, None
-        if loss_fn is not None and schedule.is_sliced and not adds_up(loss_fn):
-            self.loss_fn, self._sequence_losses = None, SequenceLosses(loss_fn, schedule.units)
+    def use(self, schedule: Schedule) -> None:
+        """Between steps: from now on this schedule, which says which slices microbatches are, if any."""
         self.carries, self._shares = Carries(schedule), _shares(schedule)
+        self._unit_loss: LossFn | None = self.loss_fn  # of what an F runs
+        self._sequence_losses: SequenceLosses | None = None  # in its place, where it does not add up over slices
+        if self.loss_fn is not None and schedule.is_sliced and not adds_up(self.loss_fn):
+            self._unit_loss, self._sequence_losses = None, SequenceLosses(self.loss_fn, schedule.units)
 
     @property
     def nbytes(self) -> int:
@@ -130,7 +121,7 @@ class Stage:
         if self._sequence_losses is not None:
             with self.queue.defer(key):
                 gradients = self._sequence_losses.gradients(microbatch)
-        loss = self.loss_fn is not None
+        loss = self._unit_loss is not None
         leaves = [None] if loss else pytree.tree_leaves(gradients)
         pairs = [
             (root, gradient)
@@ -196,7 +187,7 @@ class Stage:
         """Where this output's gradient enters the graph: the output itself need not live on to its B."""
         if not isinstance(output, Tensor) or not output.requires_grad:
             return None
-        if self.loss_fn is not None:
+        if self._unit_loss is not None:
             return output
         if not _EDGES_OWN:
             output = output.view_as(output)
@@ -219,7 +210,7 @@ class Stage:
 
     def _outputs(self, inputs: Any, target: Target | None, side: Mapping[str, Any]) -> Any:
         records = torch.is_grad_enabled()
-        takes = target is not None and getattr(self.loss_fn, "takes_deferred_logits", False)
+        takes = target is not None and getattr(self._unit_loss, "takes_deferred_logits", False)
         defers = getattr(self.module, "deferred_logits", None) if takes else None  # a chunk of `cut`
         with _NOTHING if defers is None else defers():
             outputs = self._call(inputs, side)
@@ -229,11 +220,11 @@ class Stage:
                 f"Pipeline: chunk {self.chunk} must leave torch's grad mode as it was: use torch.no_grad() or "
                 "set_grad_enabled in a with statement"
             )
-        if self.loss_fn is None or target is None:
+        if self._unit_loss is None or target is None:
             return outputs
         if outputs is None:
             raise TypeError(f"Pipeline: chunk {self.chunk} must return what loss_fn takes; got None{_FORGOTTEN}")
-        return loss_of(self.loss_fn, outputs, target)
+        return loss_of(self._unit_loss, outputs, target)
 
     def _call(self, inputs: Any, side: Mapping[str, Any]) -> Any:
         arguments: Sequence[Any] = inputs if isinstance(inputs, (tuple, list)) else (inputs,)

@@ -60,7 +60,8 @@ def _outputs(
     """What the slices return, tensor by tensor put together, and the gradients that their B began with: random ones
     where none are given. Leaves the gradients of parameters."""
     queue = WGradQueue()
-    stage = Stage(module, 0, queue, None, schedules.gpipe(1, 1, slices=slices))
+    stage = Stage(module, 0, queue)
+    stage.use(schedules.gpipe(1, 1, slices=slices))
     places = edges("check_slices", tokens, slices)
     outputs = []
     for number, place in enumerate(places):
