@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -295,6 +297,19 @@ def test_how_often_a_loss_is_called(loss: Any, calls: int) -> None:
             call(inputs, labels)
             assert len(seen) == calls
             assert sum(outputs.shape[0] * outputs.shape[1] for outputs in seen) == labels.numel()
+
+
+def test_an_evaluation_keeps_no_outputs() -> None:
+    outputs: list[weakref.ref[Tensor]] = []
+
+    def noting(whole: Tensor, labels: Tensor) -> Tensor:
+        outputs.append(weakref.ref(whole))
+        return loss_fn(whole, labels)
+
+    with one_rank(make(1)[0], schedules.zb_h1(1, 2, slices=4), noting) as pipe:
+        pipe.evaluate(*batch(4)[:2])
+        gc.collect()
+        assert [reference() for reference in outputs] == [None, None]
 
 
 def test_a_model_without_a_trained_weight() -> None:
