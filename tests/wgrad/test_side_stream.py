@@ -233,8 +233,7 @@ def test_a_stream_is_set_before_w_waits(device: Device) -> None:
     with pytest.raises(RuntimeError, match=r"1 W are pending.*run\(\) or discard\(\) them first"):
         queue.stream = None
     queue.discard()
-    with pytest.raises(TypeError, match=r"must be a torch.cuda.Stream or None; got 3"):
-        queue.stream = 3
+    queue.stream = None
 
 
 def test_a_queue_that_gets_another_stream_has_joined_the_first(device: Device) -> None:

@@ -75,10 +75,6 @@ class WGradQueue:
     ) -> None:
         self._side: side_stream.SideStream | None = None
         self._tasks: dict[WGradTask, None] = {}  # a dict keeps the order and forgets one task in constant time
-        if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 0):
-            raise ValueError(
-                f"WGradQueue: max_bytes must be a number of bytes >= 0, or None for no limit; got {max_bytes!r}"
-            )
         self.max_bytes = max_bytes
         self.merge = merge
         self.wgrads_per_collective = wgrads_per_collective
@@ -90,7 +86,7 @@ class WGradQueue:
         self.listeners: list[Callable[[Sequence[WGradTask]], None]] = []
         self._held = HeldStorages()
         self._lock = threading.RLock()
-        _count(1)  # before what may raise: __del__ counts it out
+        _count(1)
         self.stream = stream
         forgotten.watch(self)
 
@@ -107,8 +103,6 @@ class WGradQueue:
                     f"WGradQueue.stream: {len(self)} W are pending, whose inputs no event marks for another stream; "
                     "run() or discard() them first"
                 )
-            if stream is not None and not hasattr(stream, "wait_event"):
-                raise TypeError(f"WGradQueue: stream must be a torch.cuda.Stream or None; got {stream!r}")
             self.join()
             self._side = None if stream is None else side_stream.SideStream(stream)
 
@@ -244,7 +238,7 @@ class WGradQueue:
         return f"WGradQueue(pending={len(self)}, bytes={self.bytes}, peak_bytes={self.peak_bytes})"
 
     def __del__(self) -> None:
-        if not hasattr(self, "_lock") or _count is None:  # the constructor refused its arguments; interpreter exit
+        if not hasattr(self, "_lock") or _count is None:  # wrong arguments; interpreter exit
             return
         _count(-1)
         self.join()
