@@ -193,8 +193,8 @@ def _multiplied(root: Any) -> set[int]:
 
 def _twin(module: Module) -> type[Module] | str:
     """The class of this module's twin, or why it has none."""
-    kind = type(module)
-    if _is_ours(kind):
+    cls = type(module)
+    if _is_ours(cls):
         return "it is zbkern's"
     params = [parameter for parameter in module._parameters.values() if parameter is not None]
     if any(is_lazy(parameter) for parameter in params):
@@ -204,24 +204,24 @@ def _twin(module: Module) -> type[Module] | str:
     if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
         unusual = [o for o in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, o) not in (None, False)]
         if unusual:
-            return f"{kind.__name__} with {', '.join(unusual)} is torch's alone"
+            return f"{cls.__name__} with {', '.join(unusual)} is torch's alone"
     if "forward" in vars(module):
         return "its forward was replaced, on this object alone"
     if isinstance(module, torch.jit.ScriptModule):
         return "it is compiled by torch.jit, which nothing can intercept"
-    if (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D"):
-        return _subclass(nn.TransposedLinear, kind)
-    if kind not in _TWINS and is_rms_norm(module):
-        return _subclass(nn.ForeignRMSNorm, kind)
+    if (cls.__module__, cls.__qualname__) == ("transformers.pytorch_utils", "Conv1D"):
+        return _subclass(nn.TransposedLinear, cls)
+    if cls not in _TWINS and is_rms_norm(module):
+        return _subclass(nn.ForeignRMSNorm, cls)
     if isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
         return "it computes a parameter of another module, whose forward follows that"
-    base = _inherits_forward(kind)
+    base = _inherits_forward(cls)
     planes = isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) and len(module.normalized_shape) > 1
     if base is not None and not planes:
-        return _TWINS[base] if kind is base else _subclass(_TWINS[base], kind)
+        return _TWINS[base] if cls is base else _subclass(_TWINS[base], cls)
     params += [p for child in module.children() if isinstance(child, LISTS) for p in child.parameters(recurse=False)]
-    uses = kind.__module__.startswith("transformers.") and kind.__name__ in USERS
-    return _subclass(Intercepted, kind) if params or uses else "it has no parameters"
+    uses = cls.__module__.startswith("transformers.") and cls.__name__ in USERS
+    return _subclass(Intercepted, cls) if params or uses else "it has no parameters"
 
 
 def _set_defer(module: Module, defer: bool) -> None:
@@ -245,39 +245,39 @@ def _leave_no_defer(module: Module, inputs: Any, output: Any) -> None:
         no_defer().__exit__(None, None, None)
 
 
-def _is_ours(kind: type[Module]) -> bool:
-    return kind.__module__.startswith("zbkern.")
+def _is_ours(cls: type[Module]) -> bool:
+    return cls.__module__.startswith("zbkern.")
 
 
-def _inherits_forward(kind: type[Module]) -> type[Module] | None:
+def _inherits_forward(cls: type[Module]) -> type[Module] | None:
     """Which of the classes with a twin this one is, or adds no arithmetic to; None for none."""
-    return next((base for base in _TWINS if issubclass(kind, base) and kind.forward is base.forward), None)
+    return next((base for base in _TWINS if issubclass(cls, base) and cls.forward is base.forward), None)
 
 
-def _subclass(behaviour: type[Module], kind: type[Module]) -> type[Module]:
+def _subclass(behaviour: type[Module], cls: type[Module]) -> type[Module]:
     """A subclass, so that the library still recognises its own; made here, so that nobody needs to install it."""
-    if (behaviour, kind) not in _SUBCLASSES:
+    if (behaviour, cls) not in _SUBCLASSES:
         method: Any = behaviour.forward
         above = CellType(behaviour)  # the class after which super() looks
         cells = zip(method.__code__.co_freevars, method.__closure__ or (), strict=True)
         closure = tuple(above if name == "__class__" else cell for name, cell in cells)
         forward: Any = FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, closure)
-        forward.__signature__ = inspect.signature(kind.forward)  # by which frameworks name positional arguments
+        forward.__signature__ = inspect.signature(cls.forward)  # by which frameworks name positional arguments
         body = {"__module__": "zbkern.nn", "__reduce_ex__": _reduce, "forward": forward}
-        bases = (behaviour, kind) if Module in _first_bases(kind) else (kind, behaviour)
-        made = type(kind.__name__, bases, body)
-        if bases[0] is kind:
+        bases = (behaviour, cls) if Module in _first_bases(cls) else (cls, behaviour)
+        made = type(cls.__name__, bases, body)
+        if bases[0] is cls:
             above.cell_contents = made
-        _SUBCLASSES[behaviour, kind] = made
-    return _SUBCLASSES[behaviour, kind]
+        _SUBCLASSES[behaviour, cls] = made
+    return _SUBCLASSES[behaviour, cls]
 
 
-def _first_bases(kind: type) -> Iterator[type]:
+def _first_bases(cls: type) -> Iterator[type]:
     """Those that decide how its objects lie in memory: not torch's Module for class Own(ABC, Module), whose objects
     take no other class than one with theirs as its first base."""
-    while kind is not object:
-        yield kind
-        kind = kind.__base__ or object
+    while cls is not object:
+        yield cls
+        cls = cls.__base__ or object
 
 
 def _reduce(module: Module, protocol: Any) -> str | tuple[Any, ...]:
@@ -289,19 +289,19 @@ def _reduce(module: Module, protocol: Any) -> str | tuple[Any, ...]:
     return _unpickled, parts, vars(module) if state is None else state()
 
 
-def _unpickled(behaviour: type[Module], kind: type[Module]) -> Module:
-    made = _subclass(behaviour, kind)
+def _unpickled(behaviour: type[Module], cls: type[Module]) -> Module:
+    made = _subclass(behaviour, cls)
     return made.__new__(made)
 
 
-def _original(kind: type[Module]) -> type[Module] | None:
+def _original(cls: type[Module]) -> type[Module] | None:
     for original, twin in _TWINS.items():
-        if kind is twin:
+        if cls is twin:
             return original
-    parts = _made_of(kind)
+    parts = _made_of(cls)
     return None if parts is None else parts[1]
 
 
-def _made_of(kind: type[Module]) -> tuple[type[Module], type[Module]] | None:
+def _made_of(cls: type[Module]) -> tuple[type[Module], type[Module]] | None:
     """The behaviour and the class that were joined to this one; None for classes that were not made here."""
-    return next((parts for parts, made in _SUBCLASSES.items() if made is kind), None)
+    return next((parts for parts, made in _SUBCLASSES.items() if made is cls), None)
