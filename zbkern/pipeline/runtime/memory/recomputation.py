@@ -88,11 +88,11 @@ class _Input:
 
 
 class _Run:
-    """A forward that is to run again, of a part or of everything: `call` with what it was `given`, where an `_Input` is
+    """A forward that is to run again, of a part or of everything: `call` with its `arguments`, where an `_Input` is
     in the place of every tensor; and what an R fills."""
 
-    def __init__(self, call: Callable[..., Any], given: Any, module: nn.Module, device: torch.device) -> None:
-        self.call, self.given, self.module = call, given, module
+    def __init__(self, call: Callable[..., Any], arguments: Any, module: nn.Module, device: torch.device) -> None:
+        self.call, self.arguments, self.module = call, arguments, module
         self.before = ForwardState([module], device)
         self.autocast = torch.autocast(
             device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
@@ -113,7 +113,7 @@ class Recomputation:
         self._storages, self._parts, self._compares = storages, parts, compares
         self._runs: list[_Run] = []
         self._within: nn.Module | None = None  # what runs, of that which runs again
-        self._given: list[tuple[Tensor, int]] = []  # to it, with their versions
+        self._inputs: list[tuple[Tensor, int]] = []  # of that, with their versions
         self._outputs: dict[int, tuple[weakref.ref[Any], int, _Run, int]] = {}  # by key: version, run, and which
         self.output_bytes = 0  # of the outputs, what the R computes again
 
@@ -137,7 +137,7 @@ class Recomputation:
     def run(self, defer: Callable[[], AbstractContextManager[Any]]) -> None:
         """Runs what is to run again, in the order in which it ran; defer: what a forward of the chunk runs in."""
         for run in self._runs:
-            arguments, keywords = pytree.tree_map_only(_Input, _Input.tensor, run.given)
+            arguments, keywords = pytree.tree_map_only(_Input, _Input.tensor, run.arguments)
             run.before.restore()
             filled = itertools.count()
             hooks = saved_tensors_hooks(partial(self._fill, run.inside, filled), Saved.get)
@@ -149,7 +149,7 @@ class Recomputation:
 
     def _begin(self, module: nn.Module, call: Callable[..., Any], arguments: Any, keywords: Any) -> None:
         """What comes, until `_end`, is call(*arguments, **keywords), in which `module` runs: all of it again."""
-        self._given = [(tensor, tensor._version) for tensor in tensors_in((arguments, keywords))]
+        self._inputs = [(tensor, tensor._version) for tensor in tensors_in((arguments, keywords))]
         inputs = pytree.tree_map_only(Tensor, lambda t: _Input(self._pack(t), t.requires_grad), (arguments, keywords))
         self._runs.append(_Run(call, inputs, module, self._storages.lanes.device))
         self._within = module
@@ -173,7 +173,7 @@ class Recomputation:
     def _leave(self, part: nn.Module, arguments: Any, output: Any) -> None:
         if self._within is not part:
             return
-        inputs, self._given, run = self._given, [], self._runs[-1]
+        inputs, self._inputs, run = self._inputs, [], self._runs[-1]
         self._end(output)
         if any(tensor._version != version for tensor, version in inputs):
             raise RuntimeError(

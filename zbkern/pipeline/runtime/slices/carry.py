@@ -49,7 +49,7 @@ class Carry:
 
     def __init__(self, sequence: _Sequence, index: int) -> None:
         self._sequence, self._index = sequence, index
-        self._given: set[tuple[str, Hashable]] | None = set()  # in its forward; None when that may run again
+        self._calls: set[tuple[str, Hashable]] | None = set()  # in its forward; None when that may run again
 
     @property
     def start(self) -> int:
@@ -88,7 +88,7 @@ class Carry:
         result is to be read only. Raises RuntimeError where a slice before has not called it, ValueError where this one
         has.
         """
-        self._give("append", key)
+        self._note_call("append", key)
         sequence, index = self._sequence, self._index
         ends = sequence.ends.setdefault(key, [0])
         if len(ends) <= index:
@@ -113,24 +113,24 @@ class Carry:
     def keep(self, key: Hashable, tensor: Tensor) -> None:
         """Gives the next slice this tensor under this key; its gradient comes back before this slice's B. Raises
         ValueError where this slice has called it already."""
-        self._give("keep", key)
+        self._note_call("keep", key)
         if (key, self._index) not in self._sequence.states:  # else this is the forward run again
             leaf = tensor.detach().requires_grad_(tensor.requires_grad)
             self._sequence.states[key, self._index] = tensor, leaf
 
     def end_forward(self) -> None:
         """From now on calls are those of a forward that runs again."""
-        self._given = None
+        self._calls = None
 
-    def _give(self, call: str, key: Hashable) -> None:
-        if self._given is None:
+    def _note_call(self, call: str, key: Hashable) -> None:
+        if self._calls is None:
             return
-        if (call, key) in self._given:
+        if (call, key) in self._calls:
             raise ValueError(
                 f"Carry.{call}: key must be another one for every tensor of every layer, such as (self, 'keys'); got "
                 f"{key!r} twice in a slice"
             )
-        self._given.add((call, key))
+        self._calls.add((call, key))
 
     def _write(self, key: Hashable, tensor: Tensor, dim: int, start: int, end: int) -> Tensor:
         """The buffer of this key with the tensor in its place, past autograd's sight: graphs keep other parts of it."""

@@ -83,8 +83,8 @@ def compare_in_packs(
     few = _few((inputs, dict(side)), tokens, count)
 
     def forwards() -> _Forwards:
-        alone = [_told(few, [0, length]) for length in (middle, count - middle)]
-        return _Forwards([_told(few, [0, middle, count])], middle, alone)
+        alone = [_of_sequences(few, [0, length]) for length in (middle, count - middle)]
+        return _Forwards([_of_sequences(few, [0, middle, count])], middle, alone)
 
     comparison = _Comparison(module, call, few, count)
     with comparison.running():
@@ -99,7 +99,7 @@ def compare_in_packs(
         logger.warning("chunk %d: packed sequences could not be compared with each by itself: %s", chunk, failure)
 
 
-def _told(arguments: Any, ends: list[int]) -> dict[str, Any]:
+def _of_sequences(arguments: Any, ends: list[int]) -> dict[str, Any]:
     """Of inputs and side inputs those that tell of sequences, for some that end there; of packs alone not for one."""
     sides: dict[str, Any] = {}
     inputs, side = arguments
@@ -128,7 +128,7 @@ class _Key(NamedTuple):
     part: str
     call: int
     place: int
-    given: bool
+    is_input: bool
 
 
 class _Comparison:
@@ -215,9 +215,9 @@ class _Comparison:
         exact = self._exact()
         wrong = [(key, float(error)) for key, error in self._errors if not error <= exact]
         for key, error in wrong:
-            if not key.given:
-                # given something else, it is not the one: that was computed around it
-                before = any(other[:2] == key[:2] and other.given for other, _ in wrong)
+            if not key.is_input:
+                # its inputs are something else, so that it is not the one: that was computed around it
+                before = any(other[:2] == key[:2] and other.is_input for other, _ in wrong)
                 name = key.part.rpartition(".")[0] if before else key.part
                 kind = type(self._module.get_submodule(name)).__name__
                 return f"{name or 'it'} ({kind}) computes something else, by {error:.1%},"
