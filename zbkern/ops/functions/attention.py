@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -111,7 +112,15 @@ def _one_shape(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: A
 
 
 def _written_out(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """With all scores in memory, for what torch's own attention does not know."""
+    """With all scores in memory, for what torch's own attention does not know; in float32 or wider, whatever autocast
+    would make of products.
+    """
+    device = q.device.type
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext():
+        return _in_wide_numbers(sinks, q, k, v, options)
+
+
+def _in_wide_numbers(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     wide = statistics_dtype(q.dtype)
     by_group = q.transpose(1, 2).unflatten(1, (k.shape[2], -1)).to(wide)  # [batch, Hk, Hq / Hk, queries, D]
     keys, values = (t.transpose(1, 2).unsqueeze(2).to(wide) for t in (k, v))
