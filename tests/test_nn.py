@@ -77,35 +77,6 @@ def test_the_eps_of_a_norm_that_names_none_is_torchs(dtype: torch.dtype) -> None
     testing.assert_close(module(x, x.double())[0], other.double()(x + x.double()))
 
 
-def check(module: nn.Module, forward: Any, *inputs: Any) -> None:
-    """Two deferred backwards of module(*inputs) against those of forward(copy, *inputs)."""
-    other = copy.deepcopy(module)
-    queue = zbkern.WGradQueue()
-    for _ in range(2):
-        y, expected = module(*inputs), forward(other, *inputs)
-        testing.assert_close(y, expected)
-        with queue.defer():
-            y.square().sum().backward()
-        expected.square().sum().backward()
-    assert queue.run() > 0
-    testing.assert_same_gradients(module, other)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_mlp(bias: bool) -> None:
-    module = zbkern.nn.MLP(5, 7, "gelu", bias, dtype=torch.float64)
-    x = torch.randn(2, 3, 5, dtype=torch.float64)
-    check(
-        module,
-        lambda m, x: F.linear(
-            F.gelu(F.linear(x, m.gate.weight, m.gate.bias)) * F.linear(x, m.up.weight, m.up.bias),
-            m.down.weight,
-            m.down.bias,
-        ),
-        x,
-    )
-
-
 class Doubled(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
@@ -128,105 +99,61 @@ def test_mlp_calls_linears_that_are_more_than_their_products(change: str) -> Non
     torch.testing.assert_close(module(x), factor * expected, rtol=0.1, atol=0.05)
 
 
-@pytest.mark.parametrize("num_kv_heads", [None, 2, 1])
-def test_attention(num_kv_heads: int | None) -> None:
-    module = zbkern.nn.Attention(8, 4, num_kv_heads, causal=True, bias=True, dtype=torch.float64)
-    x = torch.randn(2, 6, 8, dtype=torch.float64)
-
-    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = F.linear(x, m.qkv.weight, m.qkv.bias).split([8, m.num_kv_heads * 2, m.num_kv_heads * 2], -1)
-        q, k, v = (t.unflatten(-1, (-1, 2)).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return F.linear(y.transpose(1, 2).flatten(-2), m.output.weight, m.output.bias)
-
-    check(module, forward, x)
-
-
-@pytest.mark.parametrize("size", [4, 2])
-def test_attention_with_rotary_turns_queries_and_keys(size: int) -> None:
-    module = zbkern.nn.Attention(16, 4, 2, causal=True, dtype=torch.float64)
-    x, angles = torch.randn(2, 6, 16, dtype=torch.float64), torch.randn(6, size // 2, dtype=torch.float64)
-    rotary = angles.cos(), angles.sin()
-
-    def forward(m: nn.Module, x: torch.Tensor, cu_seqlens: None, rotary: Any) -> torch.Tensor:
-        q, k, v = F.linear(x, m.qkv.weight).unflatten(-1, (8, 4)).split([4, 2, 2], -2)
+def attend(m: zbkern.nn.Attention, x: torch.Tensor, ends: Any = None, rotary: Any = None) -> torch.Tensor:
+    heads = [m.num_heads, m.num_kv_heads, m.num_kv_heads]
+    q, k, v = m.qkv(x).unflatten(-1, (-1, m.head_dim)).split(heads, -2)
+    if rotary is not None:
         q, k = (zbkern.functional.rotary(t, *rotary) for t in (q, k))
-        y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True)
-        return F.linear(y.transpose(1, 2).flatten(-2), m.output.weight)
-
-    check(module, forward, x, None, rotary)
-    packed = module(x.flatten(0, 1), cu_seqlens=[0, 6, 12], rotary=tuple(t.repeat(2, 1) for t in rotary))
-    testing.assert_close(packed, module(x, rotary=rotary).flatten(0, 1))
+    y = zbkern.functional.attention(q, k, v, m.causal, m.options, ends, sinks=m.sinks)
+    return m.output(y.flatten(-2))
 
 
-def test_attention_with_sinks_and_a_cap() -> None:
-    options = AttentionOptions(softcap=2.0)
-    module = zbkern.nn.Attention(8, 4, 2, causal=True, options=options, sinks=True, dtype=torch.float64)
-    x = torch.randn(6, 8, dtype=torch.float64)
-    ends = torch.tensor([0, 2, 6])
-
-    def forward(m: nn.Module, x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        q, k, v = F.linear(x, m.qkv.weight).unflatten(-1, (8, 2)).split([4, 2, 2], -2)
-        y = zbkern.functional.attention(q, k, v, True, options, cu_seqlens, sinks=m.sinks)
-        return F.linear(y.flatten(-2), m.output.weight)
-
-    check(module, forward, x, ends)
+def mixed(m: zbkern.nn.Experts, x: torch.Tensor, counts: Any) -> torch.Tensor:
+    biases, weights = (m.gate_up_proj_bias, m.down_proj_bias), (m.gate_up_proj, m.down_proj)
+    return zbkern.functional.grouped_mlp(x, *weights, counts, biases, m.gate, transposed=m.transposed)
 
 
-EXPERTS: dict[str, dict[str, Any]] = {
-    "silu": {},
-    "geglu": {"gate": GateOptions("gelu"), "bias": True},
-    "gpt-oss": {"gate": GateOptions("silu", True, 0.4, 1.702, 1.0), "bias": True, "transposed": True},
-}
+DOUBLE = {"dtype": torch.float64}
+X, ANGLES = torch.randn(2, 6, 16, **DOUBLE), torch.randn(6, 1, **DOUBLE)
+TURNS, CAPPED = (ANGLES.cos(), ANGLES.sin()), AttentionOptions(softcap=2.0)
+GPT_OSS = GateOptions("silu", True, 0.4, 1.702, 1.0)
+LABELS = torch.tensor([[1, -100, 2, 3, 3, 0], [8, 0, 0, 1, 4, -100]])
+MADE_OF_OPS: dict[str, tuple[nn.Module, Any, tuple]] = {
+    "MLP": (zbkern.nn.MLP(16, 7, "gelu", **DOUBLE), lambda m, x: m.down(F.gelu(m.gate(x)) * m.up(x)), (X,)),
+    "MLP with biases": (
+        zbkern.nn.MLP(16, 7, bias=True, **DOUBLE), lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)), (X,)
+    ),
+    "attention": (zbkern.nn.Attention(16, 4, bias=True, **DOUBLE), attend, (X,)),
+    "attention of two groups": (zbkern.nn.Attention(16, 4, 2, causal=True, **DOUBLE), attend, (X, None, TURNS)),
+    "attention, packed": (
+        zbkern.nn.Attention(16, 4, 1, causal=True, options=CAPPED, sinks=True, **DOUBLE), attend,
+        (X[0], torch.tensor([0, 2, 6])),
+    ),
+    "experts": (zbkern.nn.Experts(16, 6, 3, **DOUBLE), mixed, (X[0], torch.tensor([1, 0, 5]))),
+    "experts of gpt-oss": (
+        zbkern.nn.Experts(16, 6, 3, GPT_OSS, True, transposed=True, **DOUBLE), mixed, (X[0], [2, 3, 1])
+    ),
+    "head": (
+        zbkern.nn.LinearCrossEntropy(16, 9, True, options=CrossEntropyOptions(label_smoothing=0.1), **DOUBLE),
+        lambda m, x, t: zbkern.functional.linear_cross_entropy(x, m.weight, t, m.bias, options=m.options), (X, LABELS),
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EXPERTS)
-def test_experts(name: str) -> None:
-    """Counts on the host, as a tensor and as offsets; each microbatch has other ones, the last an expert without rows
-    and rows without an expert."""
-    options = EXPERTS[name]
-    module = zbkern.nn.Experts(5, 6, 3, dtype=torch.float64, **options)
-    other, queue = copy.deepcopy(module), zbkern.WGradQueue()
-    microbatches: list[dict[str, Any]] = [
-        {"counts": [2, 0, 5]},
-        {"counts": torch.tensor([0, 0, 7])},
-        {"offsets": torch.tensor([3, 3, 5], dtype=torch.int32)},
-    ]
-    for key, rows in enumerate(microbatches):
-        x, y = torch.randn(7, 5, dtype=torch.float64).requires_grad_(), torch.randn(7, 5, dtype=torch.float64)
-        twin = x.detach().clone().requires_grad_()
-        with queue.defer(key):
-            found = module(x, **rows)
-            found.backward(y)
-        sizes = torch.as_tensor(rows["counts"]) if "counts" in rows else torch.tensor([3, 0, 2])
-        expected = by_function(other, twin, sizes.tolist())
-        expected.backward(y)
-        testing.assert_close(found, expected, "y")
-        testing.assert_close(x.grad, twin.grad, "dx")
+@pytest.mark.parametrize("name", MADE_OF_OPS)
+def test_a_layer_is_its_ops_with_its_parameters(name: str) -> None:
+    """Two deferred backwards against those of the ops, which test_functional.py holds to torch's."""
+    module, forward, inputs = MADE_OF_OPS[name]
+    module, other, queue = copy.deepcopy(module), copy.deepcopy(module), zbkern.WGradQueue()
+    for _ in range(2):
+        y, expected = module(*inputs), forward(other, *inputs)
+        testing.assert_close(y, expected)
+        with queue.defer():
+            y.square().sum().backward()
+        expected.square().sum().backward()
     assert all(p.grad is None for p in module.parameters())
-    queue.run()
+    assert queue.run() > 0
     testing.assert_same_gradients(module, other)
-
-
-def by_function(m: zbkern.nn.Experts, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Which test_functional.py holds to experts in a loop; zeros for rows of none."""
-    biases = (m.gate_up_proj_bias, m.down_proj_bias)
-    rows, weights = x[: sum(sizes)], (m.gate_up_proj, m.down_proj)
-    y = zbkern.functional.grouped_mlp(rows, *weights, sizes, biases, m.gate, transposed=m.transposed)
-    return torch.cat([y, x.new_zeros(len(x) - sum(sizes), x.shape[1])])
-
-
-def test_linear_cross_entropy() -> None:
-    module = zbkern.nn.LinearCrossEntropy(
-        5, 9, bias=True, dtype=torch.float64, options=CrossEntropyOptions(label_smoothing=0.1)
-    )
-    x, target = torch.randn(2, 3, 5, dtype=torch.float64), torch.tensor([[1, -100, 2], [8, 0, 0]])
-    check(
-        module,
-        lambda m, x, t: F.cross_entropy(F.linear(x, m.weight, m.bias).flatten(0, 1), t.flatten(), label_smoothing=0.1),
-        x,
-        target,
-    )
 
 
 LAYERS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The module and op databases of torch's own tests, through our layers and functions: equal to torch in float64."""
+"""The module database of torch's own tests, converted: equal to torch in float64."""
 
 from __future__ import annotations
 
@@ -13,17 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import zbkern
-from zbkern import functional as Z
 from zbkern import testing
-
-
-@pytest.fixture(scope="module")
-def databases() -> tuple[list[Any], dict[str, Any]]:
-    pytest.importorskip("expecttest", reason="torch's own tests need expecttest: pip install zbkern[test]")
-    from torch.testing._internal.common_methods_invocations import op_db
-    from torch.testing._internal.common_modules import module_db
-
-    return module_db, {op.name: op for op in op_db}
 
 
 def own(tree: Any) -> Any:
@@ -69,10 +59,13 @@ WAYS = ("immediate", "backward", "forward, too")
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of nested tensors, which some transformers do without
-def test_modules(databases: Any) -> None:
+def test_modules() -> None:
     """Every module of the database stays as it is or, where convert knows a part of it, computes the same."""
+    pytest.importorskip("expecttest", reason="torch's own tests need expecttest: pip install zbkern[test]")
+    from torch.testing._internal.common_modules import module_db
+
     converted: dict[str, int] = {}
-    for info in databases[0]:
+    for info in module_db:
         for training in (True, False):
             torch.manual_seed(0)
             samples = info.module_inputs_func(
@@ -103,70 +96,3 @@ def check_module(module: nn.Module, sample: Any, name: str) -> None:
         twin.zero_grad()
         assert_equal(results(twin, arguments, how), expected, f"{name}, {how}")
         testing.assert_same_gradients(twin, module)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    return Z.linear if weight.dim() == 2 else None
-
-
-def rms_norm(x: Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    return (lambda x, shape, *rest, **named: Z.rms_norm(x, *rest, **named)) if len(shape) == 1 else None
-
-
-def layer_norm(x: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
-    if len(shape) != 1 or (weight is None and bias is not None):
-        return None
-    return lambda x, shape, *rest, **named: Z.layer_norm(x, *rest, **named)
-
-
-def embedding(weight: Tensor, indices: Tensor, padding_idx: int | None = None, **unusual: Any) -> Any:
-    if any(value not in (None, False) for name, value in unusual.items() if name != "norm_type"):
-        return None
-    return lambda weight, indices, padding_idx=None, **rest: Z.embedding(indices, weight, padding_idx)
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, **named: Any) -> Any:
-    causal, fits = named.get("is_causal", False), q.dim() == 4 and k.shape == v.shape and q.shape[-1] == k.shape[-1]
-    if attn_mask is not None or dropout_p or not fits or (causal and q.shape[2] != k.shape[2]):
-        return None
-
-    def ours(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, **rest: Any) -> Tensor:
-        options = Z.AttentionOptions(scale=scale)
-        return Z.attention(*(t.transpose(1, 2) for t in (q, k, v)), causal, options).transpose(1, 2)
-
-    return ours
-
-
-def cross_entropy(x: Tensor, target: Tensor, weight: Any = None, reduction: str = "mean", **named: Any) -> Any:
-    if x.dim() != 2 or weight is not None or target.is_floating_point():
-        return None
-    return lambda x, target, reduction="mean", **named: Z.linear_cross_entropy(
-        x, torch.eye(x.shape[1], dtype=x.dtype), target, None, reduction, Z.CrossEntropyOptions(**named)
-    )
-
-
-OPS = {
-    "linear": linear,
-    "rms_norm": rms_norm,
-    "layer_norm": layer_norm,
-    "embedding": embedding,
-    "scaled_dot_product_attention": attention,
-    "cross_entropy": cross_entropy,
-}
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_ops(databases: Any, name: str) -> None:
-    """Our function for those samples that it takes; the functions above say which, and how it is called."""
-    op, taken = databases[1][f"nn.functional.{name}"], 0
-    for sample in op.sample_inputs("cpu", torch.float64, requires_grad=True):
-        arguments = (sample.input, *sample.args), sample.kwargs
-        ours = OPS[name](*arguments[0], **arguments[1])
-        if ours is None:
-            continue
-        taken += 1
-        expected = results(op.op, arguments, "torch")
-        for how in WAYS:
-            shapes = [list(t.shape) for t in arguments[0] if isinstance(t, Tensor)]
-            assert_equal(results(ours, arguments, how), expected, f"{name} {shapes} {arguments[1]}, {how}")
-    assert taken >= 2
