@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 import shutil
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -15,18 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import zbkern
-from tests.support.meshes import cpu_mesh
-from tests.support.sharded_model import (
-    MICROBATCHES,
-    batches,
-    differences,
-    linear_rank,
-    loss_of,
-    make,
-    parallelize,
-)
+from tests.support import op_cases
 from zbkern import testing
-from zbkern.functional import CrossEntropyOptions, GateOptions
 from zbkern.ops import compiled_operators
 
 
@@ -88,33 +78,6 @@ def test_compiled_gradients_are_equal_without_a_graph_break(deferred: bool) -> N
 
 @needs_compiler
 @pytest.mark.slow
-def test_inductor_compiles_experts_and_a_head() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = zbkern.nn.Experts(16, 32, 3, bias=True)
-            self.head = zbkern.nn.LinearCrossEntropy(16, 11)
-
-        def forward(self, x: Tensor, counts: Tensor, target: Tensor) -> Tensor:
-            return self.head(x + self.experts(x, counts), target)
-
-    torch.manual_seed(0)
-    model = Model()
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(twin, fullgraph=True)
-    queue, counts = zbkern.WGradQueue(), torch.tensor([4, 0, 8])
-    for key in range(2):
-        x, target = torch.randn(12, 16), torch.randint(11, (12,))
-        model(x, counts, target).backward()
-        with queue.defer(key):
-            compiled(x, counts, target).backward()
-    assert all(p.grad is None for p in twin.experts.parameters())
-    assert queue.run() == 2 * 2
-    testing.assert_same_gradients(twin, model)
-
-
-@needs_compiler
-@pytest.mark.slow
 def test_what_waits_is_not_written_to_by_the_compiled_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor reuses memory after the last use that it knows of; it must know of W's."""
     torch.manual_seed(0)
@@ -147,76 +110,42 @@ def test_what_waits_is_not_written_to_by_the_compiled_backward(monkeypatch: pyte
     assert (x.untyped_storage().data_ptr() in addresses) == lowered
 
 
-GPT_OSS = {"bias": True, "transposed": True, "gate": GateOptions("silu", True, 7.0, 1.702, 1.0)}
+WAIT = ("linear", "gated_mlp", "embedding", "grouped_linear", "grouped_mlp")  # of the others W is in B
 
 
-@pytest.mark.parametrize(
-    ("given", "options", "dtype"),
-    [
-        pytest.param("counts", {}, torch.float64, id="plain, counts"),
-        pytest.param("offsets", {}, torch.bfloat16, id="plain, offsets"),
-        pytest.param("counts", GPT_OSS, torch.bfloat16, id="gpt-oss, counts"),
-        pytest.param("offsets", GPT_OSS, torch.float64, id="gpt-oss, offsets"),
-    ],
-)
-def test_compiled_experts(given: str, options: dict[str, object], dtype: torch.dtype) -> None:
-    """Two batches and one compilation; given offsets, the last rows belong to no expert."""
-    torch.manual_seed(0)
-    model = zbkern.nn.Experts(8, 16, 3, dtype=dtype, **options)
-    twin = copy.deepcopy(model)
-    graph = torch.compile(twin, backend="aot_eager", fullgraph=True)
-    queue = zbkern.WGradQueue()
-    for key, numbers in enumerate(([2, 0, 5], [0, 6, 1] if given == "counts" else [0, 3, 1])):
-        counts = torch.tensor(numbers)
-        routing = {"counts": counts} if given == "counts" else {"offsets": counts.cumsum(0, dtype=torch.int32)}
-        x, own = (torch.randn(7, 8, generator=torch.Generator().manual_seed(key)).to(dtype) for _ in range(2))
-        y, found = model(x.requires_grad_(), **routing), graph(own.requires_grad_(), **routing)
-        y.float().square().sum().backward()
-        with queue.defer(key):
-            found.float().square().sum().backward()
-        for wanted, got in ((y, found), (x.grad, own.grad)):
-            testing.assert_close(got, wanted, "compiled", 1e-10 if dtype == torch.float64 else 3e-2)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert all(p.grad is None for p in twin.parameters())
-    assert queue.run() == 2 * 2
-    testing.assert_same_gradients(twin, model, tolerance=1e-10 if dtype == torch.float64 else 3e-2)
-
-
-class LanguageModel(nn.Module):
-    """zbkern's own layers, to the loss."""
-
-    def __init__(self, bias: bool = False, reduction: str = "mean", label_smoothing: float = 0.0) -> None:
-        super().__init__()
-        self.body = Net()
-        self.body.head = zbkern.nn.Linear(8, 8)
-        options = CrossEntropyOptions(ignore_index=3, label_smoothing=label_smoothing, z_loss=1e-3)
-        self.head = zbkern.nn.LinearCrossEntropy(8, 11, bias, reduction=reduction, options=options)
-
-    def forward(self, indices: Tensor) -> Tensor:
-        return self.head(self.body(indices), indices.roll(-1, 1))
-
-
-HEADS = {"mean": {}, "sum": {"bias": True, "label_smoothing": 0.1, "reduction": "sum"}, "none": {"reduction": "none"}}
-
-
-@pytest.mark.parametrize(("name", "dynamic"), [("mean", True), ("sum", None), ("none", None)])
-def test_a_compiled_model_with_its_head(name: str, dynamic: bool | None) -> None:
-    torch.manual_seed(0)
-    model = zbkern.convert(LanguageModel(**HEADS[name]))
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    assert [*zbkern.coverage(twin, lambda: compiled(indices(9)).mean()).not_deferred] == ["head.weight"]
-    queue = zbkern.WGradQueue()
-    for key in range(2):
-        loss = model(indices(key))
-        loss.mean().backward()
-        with queue.defer(key):
-            found = compiled(indices(key))
-            found.mean().backward()
-        testing.assert_close(found, loss, "loss")
-    assert counters["stats"]["unique_graphs"] == 1
-    queue.run()
-    testing.assert_same_gradients(twin, model)
+@pytest.mark.parametrize("number", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("op", op_cases.OPS)
+def test_compiled_calls(op: str, number: int) -> None:
+    """Any options, bf16 or float64, two microbatches and one graph."""
+    rng = random.Random(number)
+    for _ in range(number):
+        call, dtype = op_cases.draw(op, rng), rng.choice([torch.float64, torch.bfloat16])
+        if not call.compiles:
+            continue
+        torch._dynamo.reset()
+        counters.clear()
+        graph = torch.compile(call.ours, backend="aot_eager", fullgraph=True, dynamic=rng.choice([None, False]))
+        parameters = [op_cases.random_tensor(rng, *s).to(dtype).requires_grad_() for s in call.parameters]
+        others, queue = [p.detach().clone().requires_grad_() for p in parameters], zbkern.WGradQueue()
+        for key in range(2):
+            inputs = [op_cases.random_tensor(rng, *s).to(dtype).requires_grad_() for s in call.inputs]
+            twins = [t.detach().clone().requires_grad_() for t in inputs]
+            sums = []
+            for function, tensors in ((call.ours, (*twins, *others)), (graph, (*inputs, *parameters))):
+                y = function(*tensors)
+                sums.append(sum(t.float().square().sum() for t in (y if isinstance(y, tuple) else (y,))))
+            sums[0].backward()
+            with queue.defer(key):
+                sums[1].backward()
+            slack = 1e-5 if dtype == torch.float64 else 3e-2  # sums are of float32
+            testing.assert_close(sums[1], sums[0], call.said, slack)
+            for ours, theirs in zip(inputs, twins, strict=True):
+                testing.assert_close(ours.grad, theirs.grad, call.said, slack, scale=1.0)
+        assert counters["stats"]["unique_graphs"] == 1, call.said
+        assert op not in WAIT or all(p.grad is None for p in parameters), call.said
+        queue.run()
+        for ours, theirs in zip(parameters, others, strict=True):
+            testing.assert_close(ours.grad, theirs.grad, call.said, slack, scale=1.0)
 
 
 def test_one_product_used_twice_is_two_w() -> None:
@@ -416,80 +345,3 @@ def test_a_subclass_of_tensors_stays_one() -> None:
     y = layer(x)
     assert type(y) is Tagged
     testing.assert_close(y.as_subclass(Tensor), F.linear(x.as_subclass(Tensor), layer.weight, layer.bias))
-
-
-def compiled_sharded_rank(kind: str) -> tuple[list[str], int, list[int], dict[str, float]]:
-    """What did not wait, how many W did, the collectives in torch's graphs and in ours, and how far gradients are from
-    those of one process."""
-    mesh = cpu_mesh()
-    model, torchs, twin = make(), parallelize(make(), kind, mesh), parallelize(zbkern.convert(make()), kind, mesh)
-    theirs = collectives_of(torchs)
-    loss_of(torchs, batches()[0]).backward()
-    queue, ours = zbkern.WGradQueue(), collectives_of(twin)
-    for key, indices in enumerate(batches()):
-        loss_of(model, indices).backward()
-        with queue.defer(key):
-            loss_of(twin, indices).backward()
-    at_once, waiting = [name for name, p in twin.named_parameters() if p.grad is not None], queue.pending()
-    queue.run()
-    for (name, p), other in zip(twin.named_parameters(), torchs.parameters(), strict=True):
-        assert getattr(p.grad, "placements", None) == getattr(other.grad, "placements", None), name
-    return at_once, waiting, [len(theirs), len(ours)], differences(twin, model)
-
-
-def collectives_of(model: nn.Module) -> list[str]:
-    """Compiles the model; the collectives in its graphs, once these have been traced."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    found: list[str] = []
-
-    def list_collectives(graph: torch.fx.GraphModule, _: Any) -> Any:
-        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-        found.extend(name for name in names if name.startswith("_c10d_functional") and "wait" not in name)
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(fw_compiler=list_collectives, bw_compiler=list_collectives)
-    model.compile(backend=backend, fullgraph=True)
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rows", "columns", "sequence"])
-def test_w_of_compiled_linears_of_dtensors_waits(two_ranks: Any, kind: str) -> None:
-    for at_once, waiting, (theirs, ours), found in two_ranks.run(compiled_sharded_rank, kind):
-        assert all("norm" in name or "embedding" in name for name in at_once)
-        assert waiting == (3 * 2 + 1) * MICROBATCHES  # of the blocks, and the head
-        assert ours == theirs > 0
-        assert max(found.values()) < 1e-10, found
-
-
-cut_tokens = pytest.mark.skipif(
-    torch.__version__.startswith("2.8."), reason="torch 2.8's own linear refuses DTensors whose tokens are cut"
-)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("case", "waits", "placements"),
-    [
-        ("by outputs, uneven", 1, ["S(0)", "S(0)"]),
-        ("by inputs", 1, ["S(1)", "R"]),
-        pytest.param("by tokens", 1, ["P(sum)", "P(sum)"], marks=cut_tokens),
-        pytest.param("by tokens, a whole gradient exists", 1, ["R", "R"], marks=cut_tokens),
-        pytest.param("by tokens and outputs", 0, ["S(0)", "S(0)"], marks=cut_tokens),
-    ],
-)
-def test_a_compiled_linear_of_dtensors(two_ranks: Any, case: str, waits: int, placements: list[str]) -> None:
-    for waiting, found, distances in two_ranks.run(linear_rank, case, "aot_eager"):
-        assert (waiting, found) == (waits, placements)
-        assert max(distances) < 1e-12
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("case", ["by inputs", pytest.param("by tokens", marks=cut_tokens)])
-def test_a_linear_of_dtensors_compiled_by_inductor(two_ranks: Any, case: str) -> None:
-    for waiting, _, distances in two_ranks.run(linear_rank, case, "inductor"):
-        assert waiting == 1
-        assert max(distances) < 1e-12

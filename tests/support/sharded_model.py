@@ -49,6 +49,7 @@ def make() -> nn.Module:
 
 
 def parallelize(model: nn.Module, kind: str, mesh: Any) -> nn.Module:
+    """kind: "rows" or "columns" of the embedding, "sequence" parallelism, or with it the "vocabulary" of the head."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -60,8 +61,9 @@ def parallelize(model: nn.Module, kind: str, mesh: Any) -> nn.Module:
         "down": RowwiseParallel(output_layouts=tokens),
     }
     embedding = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)}
-    if kind == "all but the head":
-        plan: dict[str, Any] = embedding
+    if kind == "vocabulary":
+        head = ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False)
+        plan: dict[str, Any] = embedding | {"head": head}
     elif kind == "sequence":
         plan = embedding | {"head": ColwiseParallel(input_layouts=tokens, output_layouts=Replicate())}
     else:

@@ -1,8 +1,10 @@
-"""Tensor- and sequence-parallel layers on torch's own API: their W waits, and gradients are those of one process."""
+"""Layers and heads that torch's own API cuts over ranks: their W waits, and gradients are those of one process."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import shutil
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from tests.support.meshes import cpu_mesh
 from tests.support.sharded_model import (
     MICROBATCHES,
     TOKENS,
+    VOCABULARY,
     WIDTH,
     batches,
     differences,
@@ -21,92 +24,156 @@ from tests.support.sharded_model import (
     loss_of,
     make,
     parallelize,
+    whole,
+)
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU"
 )
 
 
-def layers_rank(kind: str, order: str) -> tuple[list[str], int, int, dict[str, float]]:
-    """What did not wait, how many tasks did, how many kernels ran, and the differences."""
-    mesh = cpu_mesh()
-    model, twin = make(), make()
+def whole_loss(model: nn.Module, indices: Tensor) -> Tensor:
+    """The cross-entropy of a vocabulary that may be cut, inside of torch's loss_parallel."""
+    return nn.functional.cross_entropy(model(indices).flatten(0, 1), indices.roll(1, 1).flatten())
+
+
+def layers_rank(kind: str, order: str, compiled: bool = False, main_grad: bool = False) -> dict[str, Any]:
+    """A model that is cut beside that of one process. kind: see `parallelize`; "vocabulary" also cuts the head, with
+    its loss.
+
+    at_once: parameters whose W did not wait; waiting: how many tasks did; kernels: how many ran; far: the differences
+    of gradients, and of the loss; collectives: in torch's compiled graphs and in ours; hooks: which ran.
+    """
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    mesh, hooks = cpu_mesh(), []
+    model, twin, theirs = make(), make(), parallelize(make(), kind, mesh)
     for step in ("convert", "parallelize") if order == "converted first" else ("parallelize", "convert"):
         twin = zbkern.convert(twin) if step == "convert" else parallelize(twin, kind, mesh)
-    queue, kernels = zbkern.WGradQueue(), []
+    if main_grad:
+        for name, parameter in twin.named_parameters():
+            if "norm" not in name:
+                parameter.main_grad = torch.zeros_like(parameter)
+        twin.head.weight.register_post_accumulate_grad_hook(lambda p: hooks.append("head"))
+    cut_loss, loss_fn = (loss_parallel, whole_loss) if kind == "vocabulary" else (contextlib.nullcontext, loss_of)
+    graphs = [collectives_of(each) for each in (theirs, twin)] if compiled else []
+    queue, kernels, far = zbkern.WGradQueue(), [], {"loss": 0.0}
     queue.listeners.append(lambda tasks: kernels.append(len(tasks)))
     for key, indices in enumerate(batches()):
-        loss_of(model, indices).backward()
-        with queue.defer(key):
-            loss_of(twin, indices).backward()
+        expected = loss_fn(model, indices)
+        expected.backward()
+        with queue.defer(key), cut_loss():
+            loss = loss_fn(twin, indices)
+            loss.backward()
+        far["loss"] = max(far["loss"], abs(float(whole(loss.detach()) - expected.detach())))
     at_once = [name for name, p in twin.named_parameters() if p.grad is not None]
+    assert not hooks
     waiting = queue.pending()
     queue.run()
-    theirs = parallelize(make(), kind, mesh)
-    loss_of(theirs, batches()[0]).backward()
+    with cut_loss():
+        loss_fn(theirs, batches()[0]).backward()
     for (name, ours), other in zip(twin.blocks.named_parameters(), theirs.blocks.parameters(), strict=True):
-        assert getattr(ours.grad, "placements", None) == getattr(other.grad, "placements", None), name
-    return at_once, waiting, len(kernels), differences(twin, model)
+        places = [getattr(p.grad, "placements", None) for p in (ours, other)]
+        assert main_grad or places[0] == places[1], name
+    far |= differences(twin, model, lambda p: getattr(p, "main_grad", p.grad))
+    found = {"at_once": at_once, "waiting": waiting, "kernels": len(kernels), "far": far, "hooks": hooks}
+    return found | {"collectives": [*map(len, graphs)]}
+
+
+def collectives_of(model: nn.Module) -> list[str]:
+    """Compiles the model; the collectives in its graphs, once these have been traced."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    found: list[str] = []
+
+    def list_collectives(graph: torch.fx.GraphModule, _: Any) -> Any:
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        found.extend(name for name in names if name.startswith("_c10d_functional") and "wait" not in name)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=list_collectives, bw_compiler=list_collectives)
+    model.compile(backend=backend, fullgraph=True)
+    return found
+
+
+KINDS = ["rows", "columns", "sequence", "vocabulary"]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("order", ["converted first", "parallelized first"])
-@pytest.mark.parametrize("kind", ["rows", "columns", "sequence"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_w_waits_and_gradients_are_those_of_one_process(two_ranks: Any, kind: str, order: str) -> None:
-    for at_once, waiting, kernels, found in two_ranks.run(layers_rank, kind, order):
-        assert all("norm" in name for name in at_once)
-        assert not at_once or kind == "sequence"
-        assert waiting == (8 if kind == "sequence" else 10) * MICROBATCHES  # there, norms are torch's
-        assert kernels < waiting  # microbatches of one weight are one kernel
-        assert max(found.values()) < 1e-10, found
+    for found in two_ranks.run(layers_rank, kind, order):
+        assert all("norm" in name for name in found["at_once"])
+        assert not found["at_once"] or kind in ("sequence", "vocabulary")
+        # there, norms are torch's
+        assert found["waiting"] == (8 if kind in ("sequence", "vocabulary") else 10) * MICROBATCHES
+        assert found["kernels"] < found["waiting"]  # microbatches of one weight are one kernel
+        assert max(found["far"].values()) < 1e-10, found
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_four_ranks(four_ranks: Any, kind: str) -> None:
+    for found in four_ranks.run(layers_rank, kind, "converted first"):
+        assert max(found["far"].values()) < 1e-10, found
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rows", "columns", "sequence"])
-def test_on_four_ranks(four_ranks: Any, kind: str) -> None:
-    for *_, found in four_ranks.run(layers_rank, kind, "converted first"):
-        assert max(found.values()) < 1e-10, found
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("case", "placements"),
-    [
-        ("by outputs, uneven", ["S(0)", "S(0)"]),
-        ("by tokens", ["P(sum)", "P(sum)"]),  # as torch's layer has them
-        ("by tokens, a whole gradient exists", ["R", "R"]),
-        ("by tokens, a whole gradient exists, weight frozen before W", ["R", "R"]),
-        ("by tokens and outputs", ["S(0)", "S(0)"]),
-        ("not at all", ["R", "R"]),  # a router
-    ],
-)
-def test_a_linear_of_dtensors(two_ranks: Any, case: str, placements: list[str]) -> None:
-    for waiting, found, distances in two_ranks.run(linear_rank, case, None):
-        assert (waiting, found) == (1, placements)
-        assert max(distances) < 1e-12
-
-
-def extras_rank() -> tuple[dict[str, float], list[str]]:
-    """Differences of gradients in main_grad, and the hooks that ran."""
-    mesh = cpu_mesh()
-    model, twin = make(), parallelize(zbkern.convert(make()), "rows", mesh)
-    called: list[str] = []
-    for name, parameter in twin.named_parameters():
-        if "norm" not in name:
-            parameter.main_grad = torch.zeros_like(parameter)
-    twin.head.weight.register_post_accumulate_grad_hook(lambda p: called.append("head"))
-    queue, indices = zbkern.WGradQueue(), batches()[0]
-    loss_of(model, indices).backward()
-    with queue.defer():
-        loss_of(twin, indices).backward()
-    assert not called
-    queue.run()
-    return differences(twin, model, lambda p: getattr(p, "main_grad", p.grad)), called
+def test_compiled(two_ranks: Any, kind: str) -> None:
+    for found in two_ranks.run(layers_rank, kind, "converted first", True):
+        assert all("norm" in name or "embedding" in name for name in found["at_once"])
+        assert found["waiting"] == (3 * 2 + 1) * MICROBATCHES  # of the blocks, and the head
+        theirs, ours = found["collectives"]
+        assert ours == theirs > 0
+        assert max(found["far"].values()) < 1e-10, found
 
 
 @pytest.mark.dist
 def test_main_grad_and_hooks(two_ranks: Any) -> None:
-    for found, called in two_ranks.run(extras_rank):
-        assert max(found.values()) < 1e-10, found
-        assert called == ["head"]
+    for found in two_ranks.run(layers_rank, "rows", "converted first", False, True):
+        assert max(found["far"].values()) < 1e-10, found
+        assert found["hooks"] == ["head"] * MICROBATCHES
+
+
+cut_tokens = pytest.mark.skipif(
+    torch.__version__.startswith("2.8."), reason="torch 2.8's own linear refuses DTensors whose tokens are cut"
+)
+
+
+COMPILED = [cut_tokens]
+BY_INDUCTOR = [pytest.mark.slow, needs_compiler, cut_tokens]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("case", "backend", "waits", "placements"),
+    [
+        ("by outputs, uneven", None, 1, ["S(0)", "S(0)"]),
+        ("by outputs, uneven", "aot_eager", 1, ["S(0)", "S(0)"]),
+        ("by inputs", "aot_eager", 1, ["S(1)", "R"]),
+        pytest.param("by inputs", "inductor", 1, ["S(1)", "R"], marks=BY_INDUCTOR),
+        ("by tokens", None, 1, ["P(sum)", "P(sum)"]),  # as torch's layer has them
+        pytest.param("by tokens", "aot_eager", 1, ["P(sum)", "P(sum)"], marks=COMPILED),
+        pytest.param("by tokens", "inductor", 1, ["P(sum)", "P(sum)"], marks=BY_INDUCTOR),
+        ("by tokens, a whole gradient exists", None, 1, ["R", "R"]),
+        pytest.param("by tokens, a whole gradient exists", "aot_eager", 1, ["R", "R"], marks=COMPILED),
+        ("by tokens, a whole gradient exists, weight frozen before W", None, 1, ["R", "R"]),
+        ("by tokens and outputs", None, 1, ["S(0)", "S(0)"]),
+        pytest.param("by tokens and outputs", "aot_eager", 0, ["S(0)", "S(0)"], marks=COMPILED),
+        ("not at all", None, 1, ["R", "R"]),  # a router
+    ],
+)
+def test_a_linear_of_dtensors(
+    two_ranks: Any, case: str, backend: str | None, waits: int, placements: list[str]
+) -> None:
+    for waiting, found, distances in two_ranks.run(linear_rank, case, backend):
+        assert (waiting, found) == (waits, placements)
+        assert max(distances) < 1e-12
 
 
 def penalty_rank() -> dict[str, float]:
@@ -200,3 +267,64 @@ def deferred_beside(model: nn.Module, twin: nn.Module, x: torch.Tensor) -> tuple
     at_once, waiting = [name for name, p in twin.named_parameters() if p.grad is not None], queue.pending()
     queue.run()
     return at_once, waiting, differences(twin, model)
+
+
+def fused_head_rank(bias: bool, compiled: bool) -> tuple[int, list[float]]:
+    """linear_cross_entropy whose vocabulary is cut: W that waited, and differences of loss and gradients."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    mesh = cpu_mesh()
+    torch.manual_seed(0)
+    plain = zbkern.nn.LinearCrossEntropy(WIDTH, VOCABULARY, bias, dtype=torch.float64)
+    own = copy.deepcopy(plain)
+    for name, parameter in list(own.named_parameters()):
+        setattr(own, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([[1, 2, -100, 4], [0, 7, 3, 3]])
+    expected, queue = plain(x, target), zbkern.WGradQueue()
+    expected.backward()
+    rows = distribute_tensor(x.detach(), mesh, [Replicate()]).requires_grad_()
+    torch._dynamo.reset()
+    head = torch.compile(own, backend="aot_eager", fullgraph=True) if compiled else own
+    with queue.defer(), loss_parallel():
+        loss = head(rows, target)
+        loss.backward()
+    assert all(p.grad is None for p in own.parameters())
+    waiting = queue.pending()
+    queue.run()
+    pairs = [(loss.detach(), expected.detach()), (rows.grad, x.grad)]
+    pairs += [(p.grad, q.grad) for p, q in zip(own.parameters(), plain.parameters(), strict=True)]
+    return waiting, [float((whole(a) - b).abs().max()) for a, b in pairs]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("bias", "compiled"), [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.slow)]
+)
+def test_a_head_with_its_loss(two_ranks: Any, bias: bool, compiled: bool) -> None:
+    for waiting, found in two_ranks.run(fused_head_rank, bias, compiled):
+        assert waiting == 1
+        assert max(found) < 1e-12
+
+
+def log_probs_rank() -> list[float]:
+    """linear_log_probs of a head whose vocabulary is cut: differences from one that is whole."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = cpu_mesh()
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 5).double().requires_grad_(), torch.randn(8, 5).double().requires_grad_()
+    rows = distribute_tensor(x.detach(), mesh, [Replicate()]).requires_grad_()
+    own, target = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_(), torch.tensor([1, -100, 7])
+    found, expected = (zbkern.functional.linear_log_probs(*pair, target) for pair in ((rows, own), (x, weight)))
+    for log_probs, entropy in (found, expected):
+        (log_probs.sum() + 2 * entropy.sum()).backward()
+    pairs = [*zip(found, expected, strict=True), (rows.grad, x.grad), (own.grad, weight.grad)]
+    return [float((whole(a) - b).abs().max()) for a, b in pairs]
+
+
+@pytest.mark.dist
+def test_log_probs_of_a_vocabulary_that_is_cut(two_ranks: Any) -> None:
+    for found in two_ranks.run(log_probs_rank):
+        assert max(found) < 1e-12
