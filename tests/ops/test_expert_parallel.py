@@ -183,92 +183,83 @@ class GroupedExperts(nn.Module):
         return torch.cat(found)
 
 
-def sharded_experts_rank(way: str, parallelize_first: bool) -> tuple[int, list[str], list[float]]:
-    """W that waited, placements of gradients, and the largest differences of gradients, relative."""
+def own_experts(way: str) -> nn.Module:
+    """Those of torchtitan, in a loop or grouped, or of this library."""
+    if way in ("loop", "grouped"):
+        return GroupedExperts(way, torch.float32 if way == "grouped" else torch.float64)
+    torch.manual_seed(0)
+    transposed = way == "library, transposed"
+    return zbkern.nn.Experts(WIDTH, HIDDEN, EXPERTS, bias=True, dtype=torch.float64, transposed=transposed)
+
+
+def sharded_experts_rank(way: str, parallelize_first: bool, deferred: bool) -> tuple[int, bool, list[float]]:
+    """W that waited, whether gradients are cut by experts, and their largest differences, relative: of two
+    microbatches, and of a gradient penalty."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     mesh, share = cpu_mesh(), EXPERTS // ranks
-    dtype = torch.float32 if way == "grouped" else torch.float64
-    alone, own = GroupedExperts(way, dtype), GroupedExperts(way, dtype)
-    counts = torch.tensor([3, 0, 2, 4])
+    alone, own = own_experts(way), own_experts(way)
+    counts, dtype = torch.tensor([3, 0, 2, 4]), next(own.parameters()).dtype
     mine = slice(rank * share, (rank + 1) * share)
-    x = torch.randn(int(counts.sum()), WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(int(counts.sum()), WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    rows = torch.cat(x.detach().split(counts.tolist())[mine]).requires_grad_()
     own = own if parallelize_first else zbkern.convert(own)
     for name, parameter in list(own.named_parameters()):
         setattr(own, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
-    own = zbkern.convert(own)
-    queue = zbkern.WGradQueue()
-    rows = x.split(counts.tolist())
+    own, queue = zbkern.convert(own), zbkern.WGradQueue()
     for key in range(2):
         alone(x, counts).square().sum().backward()
-        with queue.defer(key):
-            own(torch.cat(rows[mine]), counts[mine]).square().sum().backward()
-    assert all(p.grad is None for p in own.parameters())
+        with queue.defer(key) if deferred else contextlib.nullcontext():
+            own(rows, counts[mine]).square().sum().backward()
+    assert not deferred or all(p.grad is None for p in own.parameters())
     waiting = queue.pending()
     queue.run()
-    pairs = zip(own.parameters(), alone.parameters(), strict=True)
-    differences = [
-        float((p.grad.to_local() - q.grad[mine]).abs().max() / q.grad.abs().max().clamp(1e-30)) for p, q in pairs
-    ]
-    return waiting, [str(p.grad.placements) for p in own.parameters()], differences
+    for module, given, numbers in ((alone, x, counts), (own, rows, counts[mine])):
+        (slope,) = torch.autograd.grad(module(given, numbers).square().sum(), given, create_graph=True)
+        slope.square().sum().backward()
+    pairs = [(p.grad.to_local(), q.grad[mine]) for p, q in zip(own.parameters(), alone.parameters(), strict=True)]
+    far = [float((p - q).abs().max() / q.abs().max().clamp(1e-30)) for p, q in pairs]
+    return waiting, all(place.is_shard(0) for p in own.parameters() for place in p.grad.placements), far
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("parallelize_first", [False, True])
-@pytest.mark.parametrize("way", ["loop", "grouped"])
-def test_experts_that_are_dtensors(two_ranks: Any, way: str, parallelize_first: bool) -> None:
-    for waiting, placements, found in two_ranks.run(sharded_experts_rank, way, parallelize_first):
-        assert waiting == 2 * 3 * (1 if way == "grouped" else EXPERTS // 2)
-        assert all("Shard(dim=0)" in placement for placement in placements)
-        assert max(found) < (1e-5 if way == "grouped" else 1e-10)
+@pytest.mark.parametrize(
+    ("way", "parallelize_first", "deferred", "waits"),
+    [
+        ("loop", False, True, 2 * 3 * EXPERTS // 2),
+        ("loop", True, True, 2 * 3 * EXPERTS // 2),
+        ("grouped", False, True, 2 * 3),
+        ("grouped", True, True, 2 * 3),
+        ("library", True, True, 2 * 2),
+        ("library, transposed", True, True, 2 * 2),
+        ("library", True, False, 0),
+    ],
+)
+def test_experts_that_are_dtensors(
+    two_ranks: Any, way: str, parallelize_first: bool, deferred: bool, waits: int
+) -> None:
+    for waiting, cut, found in two_ranks.run(sharded_experts_rank, way, parallelize_first, deferred):
+        assert (waiting, cut) == (waits, True)
+        assert max(found) < (1e-4 if way == "grouped" else 1e-10)
 
 
-def sharded_library_rank(transposed: bool, deferred: bool) -> tuple[int, list[bool], list[float], list[str]]:
-    """W that waited, whether gradients are cut by experts, their largest differences, and a message for other cuts."""
+def other_cuts_rank() -> list[str]:
+    """Messages for weights that are whole on every rank, as a DTensor and plain, beside some that are cut."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    mesh, share = cpu_mesh(), EXPERTS // ranks
-    torch.manual_seed(0)
-    alone = zbkern.nn.Experts(WIDTH, HIDDEN, EXPERTS, bias=True, dtype=torch.float64, transposed=transposed)
-    own = zbkern.nn.Experts(WIDTH, HIDDEN, EXPERTS, bias=True, dtype=torch.float64, transposed=transposed)
-    for name, parameter in alone.named_parameters():
-        setattr(own, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
-    counts = torch.tensor([3, 0, 2, 4])
-    mine = slice(rank * share, (rank + 1) * share)
-    x = torch.randn(int(counts.sum()), WIDTH, dtype=torch.float64)
-    rows = torch.cat(x.split(counts.tolist())[mine]).requires_grad_()
-    queue = zbkern.WGradQueue()
-    for _ in range(2):
-        alone(x, counts).square().sum().backward()
-        with queue.defer() if deferred else contextlib.nullcontext():
-            own(rows, counts[mine]).square().sum().backward()
-        waiting = queue.pending()
-        queue.run()
-    (slope,) = torch.autograd.grad(own(rows, counts[mine]).square().sum(), rows, create_graph=True)
-    slope.square().sum().backward()
-    whole = x.detach().requires_grad_()
-    (slope,) = torch.autograd.grad(alone(whole, counts).square().sum(), whole, create_graph=True)
-    slope.square().sum().backward()
-    pairs = list(zip(own.parameters(), alone.parameters(), strict=True))
-    far = [float((p.grad.to_local() - q.grad[mine]).abs().max() / q.grad.abs().max()) for p, q in pairs]
-    messages = []
-    own.down_proj = nn.Parameter(distribute_tensor(alone.down_proj.detach(), mesh, [Replicate()]))
-    for wrong in (own.down_proj, alone.down_proj):
+    experts, found = own_experts("library"), []
+    first = distribute_tensor(experts.gate_up_proj.detach(), cpu_mesh(), [Shard(0)])
+    for wrong in (distribute_tensor(experts.down_proj.detach(), cpu_mesh(), [Replicate()]), experts.down_proj):
         with pytest.raises(ValueError, match="grouped_mlp: weights and biases") as caught:
-            zbkern.functional.grouped_mlp(rows, own.gate_up_proj, wrong, counts[mine])
-        messages.append(str(caught.value))
-    return waiting, [all(place.is_shard(0) for place in p.grad.placements) for p, _ in pairs], far, messages
+            zbkern.functional.grouped_mlp(torch.zeros(0, WIDTH).double(), first, wrong, [0] * (EXPERTS // 2))
+        found.append(str(caught.value))
+    return found
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("transposed", "deferred"), [(False, True), (True, True), (False, False)])
-def test_library_experts_that_are_dtensors(two_ranks: Any, transposed: bool, deferred: bool) -> None:
-    for waiting, cut, found, messages in two_ranks.run(sharded_library_rank, transposed, deferred):
-        assert waiting == (2 if deferred else 0)
-        assert all(cut)
-        assert max(found) < 1e-10
+def test_experts_that_are_cut_in_other_ways_are_refused(two_ranks: Any) -> None:
+    for messages in two_ranks.run(other_cuts_rank):
         assert all("placement Shard(0)" in message for message in messages)
         assert "plain tensor" in messages[1]
 
