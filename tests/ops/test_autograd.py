@@ -9,21 +9,20 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import zbkern
-from tests.support.tied import loss_of, microbatches, pair
+from tests.support.tied import Tied, microbatch, pair
 from zbkern import testing
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_create_graph(inside: bool) -> None:
+    """Of all weights' gradients; test_gradients.py has derivatives of inputs within a loss."""
     model, twin = pair()
-    queue = zbkern.WGradQueue()
-    (x,) = microbatches(1)
     for each in (model, twin):
-        with queue.defer() if inside else contextlib.nullcontext():
-            loss = loss_of(each, x)
+        with zbkern.WGradQueue().defer() if inside else contextlib.nullcontext():
+            loss = each(microbatch(Tied, 0)).square().mean()
         loss.backward(create_graph=True)
         sum(p.grad.square().sum() for p in each.parameters()).backward()
     testing.assert_same_gradients(twin, model)
@@ -59,69 +58,10 @@ def test_autograd_grad_towards_weights() -> None:
     testing.assert_close(torch.autograd.grad(layer(x).square().sum(), layer.weight)[0], expected)
 
 
-# ---- a derivative inside of the loss: gradient penalties, forces
-
-
-def forces(model: nn.Module, x: Tensor, create_graph: bool = True) -> Tensor:
-    """-dE/dx of the energy that the model gives."""
-    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=create_graph)
-    return -gradient
-
-
-def force_matching(model: nn.Module, x: Tensor) -> Tensor:
-    return (forces(model, x) - x.detach().sin()).square().sum() + model(x).square().sum()
-
-
-def squared_slope(model: nn.Module, x: Tensor) -> Tensor:
-    """R1: the penalty alone."""
-    return forces(model, x).square().sum()
-
-
-class Energy(nn.Module):
-    """Every layer that has a derivative of its derivative, one of them used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.rms = nn.Linear(6, 6), nn.LayerNorm(6), nn.RMSNorm(6)
-        self.mlp = zbkern.nn.MLP(6, 8)
-        self.last = nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(torch.tanh(self.first(x)))
-        return self.last(self.mlp(self.rms(torch.tanh(self.norm(x)))))
-
-
-PLACES = ("forward and backward inside", "forward inside", "backward inside", "neither, with hooks", "both, with hooks")
-
-
-def penalised(place: str, penalty: Callable, batches: list[Tensor]) -> tuple[nn.Module, nn.Module, list[int]]:
-    """A plain model and one whose W waits after a backward through the penalty, and how often a hook was called."""
-    torch.manual_seed(0)
-    model = Energy().double()
-    twin, queue, calls = zbkern.convert(copy.deepcopy(model)), zbkern.WGradQueue(), []
-    if "hooks" in place:
-        twin.first.weight.register_post_accumulate_grad_hook(lambda p: calls.append(1))
-    for key, x in enumerate(batches):
-        penalty(model, x).backward()
-        with queue.defer(key) if place.startswith(("forward", "both")) else contextlib.nullcontext():
-            loss = penalty(twin, x)
-        assert not calls[key:], "a hook ran in the first order"
-        if key == 0:
-            assert all(p.grad is None for p in twin.parameters()), "the first order left something"
-            assert queue.pending() == 0
-        with queue.defer(key) if "backward inside" in place or "both" in place else contextlib.nullcontext():
-            loss.backward()
-        queue.run(key)
-    return model, twin, calls
-
-
-@pytest.mark.parametrize("penalty", [force_matching, squared_slope])
-@pytest.mark.parametrize("place", PLACES)
-def test_gradient_penalties(place: str, penalty: Callable) -> None:
-    batches = [torch.randn(5, 6, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    model, twin, calls = penalised(place, penalty, batches)
-    testing.assert_same_gradients(twin, model)
-    assert len(calls) == (2 if "hooks" in place else 0)
+def squared_slope(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A gradient penalty alone."""
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return slope.square().sum()
 
 
 def test_autograd_grad_of_a_penalty_towards_weights_is_torchs_error_where_there_are_no_edges() -> None:

@@ -1,8 +1,7 @@
-"""A model with everything that makes gradients get lost: tied weights, a block used twice, a parameter of its own."""
+"""Models with everything that makes gradients get lost: tied weights, a block used twice, parameters of their own."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbkern
-from zbkern import testing
 
 
 class Block(nn.Module):
@@ -49,28 +47,36 @@ def pair(make: Callable[[], nn.Module] = Tied) -> tuple[nn.Module, nn.Module]:
     return model, zbkern.convert(copy.deepcopy(model))
 
 
-def microbatches(count: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(11, (2, 5), generator=generator) for _ in range(count)]
+class Energy(nn.Module):
+    """Every layer that has a derivative of its derivative, one of them used twice, and a product of its own."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.first = Block(width)
+        self.norm, self.rms, self.mlp = nn.LayerNorm(width), nn.RMSNorm(width), zbkern.nn.MLP(width, 8)
+        self.mixing = nn.Conv1d(1, 1, 3, padding=1)
+        self.product = Product(width)
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.product(torch.tanh(self.first(torch.tanh(self.first(x)))))
+        return self.last(self.mlp(self.rms(torch.tanh(self.norm(self.mixing(x.unsqueeze(1)).squeeze(1))))))
 
 
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
+class Product(nn.Module):
+    """With a parameter of its own, which interception finds."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
 
 
-def both(model: nn.Module, twin: nn.Module, queue: zbkern.WGradQueue, count: int = 3) -> None:
-    """Microbatches through both; the twin's W wait. Every other graph has edges to the weights."""
-    for key, x in enumerate(microbatches(count)):
-        loss_of(model, x).backward()
-        with contextlib.nullcontext() if key % 2 else queue.defer(key):
-            loss = loss_of(twin, x)
-        with queue.defer(key):
-            loss.backward()
-
-
-def assert_deferred_is_the_same(model: nn.Module, twin: nn.Module, queue: zbkern.WGradQueue | None = None) -> None:
-    """Some microbatches through both, then the twin's W: the gradients are equal."""
-    queue = zbkern.WGradQueue() if queue is None else queue
-    both(model, twin, queue)
-    queue.run()
-    testing.assert_same_gradients(twin, model)
+def microbatch(kind: type[nn.Module], key: int) -> Tensor:
+    """Tokens of a Tied, numbers of an Energy."""
+    generator = torch.Generator().manual_seed(key)
+    if kind is Tied:
+        return torch.randint(11, (2, 5), generator=generator)
+    return torch.randn(5, 6, dtype=torch.float64, generator=generator)

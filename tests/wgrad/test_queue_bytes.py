@@ -1,4 +1,4 @@
-"""What a queue holds: its count of bytes, and its limit, which runs W early."""
+"""What a queue holds, by its count of bytes; that it stays within its limit is in tests/test_gradients.py."""
 
 from __future__ import annotations
 
@@ -8,48 +8,8 @@ import torch
 from torch import Tensor
 
 import zbkern
-from tests.support.queued import batches, make_pair
+from tests.support.queued import make_pair
 from zbkern import testing
-
-
-def test_byte_limit_runs_the_oldest_early() -> None:
-    model, twin = make_pair()
-    xs = batches(6)
-    free = zbkern.WGradQueue()
-    for x in xs:
-        model(x).sum().backward()
-        with free.defer():
-            twin(x).sum().backward()
-    limit = free.peak_bytes // 3
-    free.discard()
-    queue = zbkern.WGradQueue(max_bytes=limit)
-    for x in xs:
-        with queue.defer():
-            twin(x).sum().backward()
-        assert queue.bytes <= limit
-    assert queue.peak_bytes <= limit
-    assert 0 < queue.pending() < 12
-    queue.run()
-    testing.assert_same_gradients(twin, model)
-
-
-def test_byte_limit_keeps_hooks_waiting() -> None:
-    """One weight used twice: its hook must see the whole gradient, once, although the limit forces W early."""
-    weight = torch.nn.Parameter(torch.eye(4, dtype=torch.float64))
-    seen: list[Tensor] = []
-    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    x = torch.arange(8, dtype=torch.float64).view(2, 4)
-    expected = torch.autograd.grad(
-        torch.nn.functional.linear(torch.nn.functional.linear(x, weight).sin(), weight).sum(), weight
-    )[0]
-    queue = zbkern.WGradQueue(max_bytes=0)
-    with queue.defer():
-        y = zbkern.functional.linear(zbkern.functional.linear(x, weight).sin(), weight)
-        y.sum().backward()
-    assert seen == []
-    queue.run()
-    assert len(seen) == 1
-    torch.testing.assert_close(seen[0], expected, rtol=1e-12, atol=1e-12)
 
 
 def test_bytes_are_inputs_and_output_gradients_only() -> None:
