@@ -37,49 +37,16 @@ REFUSED = {
     "roformer": "stands beside the layers",  # positions, which take a shape
     "xlnet": "must match the size",  # its layers take [length, rows]
 }
-WHOLE = {  # parallel, with norms of sums, with one part, or with parts that add their input themselves
-    *[
-        "bart",
-        "beam",
-        "bert",
-        "bert-generation",
-        "bigbird_pegasus",
-        "blenderbot",
-        "bloom",
-        "camembert",
-        "codegen",
-        "cohere",
-        "cohere2",
-    ],
-    *[
-        "cohere2_moe",
-        "data2vec-text",
-        "doge",
-        "electra",
-        "ernie",
-        "falcon",
-        "falcon_mamba",
-        "gemma4_unified_text",
-        "gpt_neox",
-        "gptj",
-    ],
-    *[
-        "longcat_flash",
-        "mamba",
-        "mamba2",
-        "marian",
-        "mbart",
-        "megatron-bert",
-        "minimax",
-        "mpt",
-        "mvp",
-        "nemotron_h",
-        "pegasus",
-        "phi",
-        "plbart",
-    ],
-    *["roberta", "roberta-prelayernorm", "roc_bert", "trocr", "whisper", "xlm-roberta", "xlm-roberta-xl"],
+# parallel, with norms of sums, with one part, or with parts that add their input themselves
+# fmt: off
+WHOLE = {
+    "bart", "beam", "bert", "bert-generation", "bigbird_pegasus", "blenderbot", "bloom", "camembert", "codegen",
+    "cohere", "cohere2", "cohere2_moe", "data2vec-text", "doge", "electra", "ernie", "falcon", "falcon_mamba",
+    "gemma4_unified_text", "gpt_neox", "gptj", "longcat_flash", "mamba", "mamba2", "marian", "mbart", "megatron-bert",
+    "minimax", "mpt", "mvp", "nemotron_h", "pegasus", "phi", "plbart", "roberta", "roberta-prelayernorm", "roc_bert",
+    "trocr", "whisper", "xlm-roberta", "xlm-roberta-xl",
 }
+# fmt: on
 
 
 def every_cut(model: nn.Module) -> None:
