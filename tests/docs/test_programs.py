@@ -1,17 +1,20 @@
-"""The programs of docs/schedules.md and docs/offload.md: plans from layers, and plans that offload and recompute."""
+"""The programs of pages that have one or two: schedules.md, offload.md, kernels.md and gradients.md in docs/."""
 
 from __future__ import annotations
 
 import functools
+import gc
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import zbkern
 from tests.support.pages import block, blocks
+from tests.support.simulated_streams import Device
 from zbkern.pipeline import Costs, Pipeline, ProfileOptions, StepOptions, plan, profile
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -58,3 +61,38 @@ def test_parts_of_a_chunk() -> None:
         pipe.step(inputs, inputs)
     for parameter, gradient in zip(chunk.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_the_kernels_of_the_page() -> None:
+    names: dict[str, Any] = {}
+    exec(block(DOCS / "kernels.md", "dispatch.resolve"), names)
+    torch.testing.assert_close(names["dx"], names["dy"] @ names["weight"])
+    torch.testing.assert_close(names["dweight"], 2 * names["dy"].T @ names["x"])
+
+
+def test_a_layer_of_ones_own() -> None:
+    names: dict[str, Any] = {}
+    exec(blocks(DOCS / "gradients.md")[0], names)
+    ours, plain = (kind(3, 4, 3, padding=1, bias=False) for kind in (names["Conv1d"], torch.nn.Conv1d))
+    plain.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 3, 8)
+    plain(x).square().sum().backward()
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        ours(x).square().sum().backward()
+    assert queue.pending() == 1
+    queue.run()
+    torch.testing.assert_close(ours.weight.grad, plain.weight.grad)
+
+
+def test_w_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a simulated device: B and forward on one stream, and the W of the loss on another."""
+    device = Device(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda priority=0: device.main if priority else device.side)
+    monkeypatch.setattr(torch.cuda, "stream", device.on)
+    layer = zbkern.nn.Linear(3, 4)
+    x = torch.randn(2, 3)
+    exec(blocks(DOCS / "gradients.md")[1], {"torch": torch, "zbkern": zbkern, "loss": layer(x).sum()})
+    device.finish()
+    torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(4, 3))
+    gc.collect()  # a queue joins its stream as it goes

@@ -1,0 +1,290 @@
+"""The tables, formulas and pictures of the pages are those of the code and of the figures in bench/results."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import json
+import re
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import zbkern
+from zbkern.kernels import dispatch, spec
+from zbkern.pipeline import Costs, schedules, simulate
+from zbkern.planning.planner import native
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def tables(text: str, *header: str) -> list[list[str]]:
+    """The rows of the one table whose first columns have these names, which are patterns."""
+    columns = "".join(rf"\s*{column}\s*\|" for column in header)
+    pattern = rf"^\|{columns}[^\n]*\n\|[-: |]+\n((?:\|[^\n]*\n)+)"
+    (rows,) = re.findall(pattern, text, re.MULTILINE)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.strip().split("\n")]
+
+
+def script(name: str) -> ModuleType:
+    """Of the folder of pages."""
+    made = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert made is not None
+    assert made.loader is not None
+    module = importlib.util.module_from_spec(made)
+    made.loader.exec_module(module)
+    return module
+
+
+# ---- performance.md and the README
+
+
+NAMES = {  # rows of the page -> benchmark's
+    "ZB-V|zbkern": "zbkern zb_v",
+    "ZB-V|torch.distributed.pipelining": "torch ZBVZeroBubble with zbkern's layers",
+    "1F1B|zbkern": "zbkern one_f_one_b",
+    "1F1B|torch.distributed.pipelining": "torch 1F1B with zbkern's layers",
+    "ZB-H2|zbkern": "zbkern zb_h2",
+    "ZB-H2, eager W|zbkern": "zbkern zb_h2 eager",
+    "ZB-V, eager W|zbkern": "zbkern zb_v eager",
+    "ZB-H1|zbkern": "zbkern zb_h1",
+    "GPipe|zbkern": "zbkern gpipe",
+    "zbkern, ZB-H2": "zbkern zb_h2",
+    "zbkern, ZB-V": "zbkern zb_v",
+    "zbkern's layers in torch's ZBVZeroBubble": "torch ZBVZeroBubble with zbkern's layers",
+    "zbkern, ZB-H1": "zbkern zb_h1",
+    "zbkern, 1F1B": "zbkern one_f_one_b",
+    "zbkern's layers in torch's 1F1B": "torch 1F1B with zbkern's layers",
+}
+
+
+def results(name: str) -> Any:
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))["figures"]
+
+
+def of_perfect(name: str, microbatches: int, which: str) -> str:
+    return f"{median(results('pipeline')[f'{microbatches} microbatches, {name}'][which]):.3f}"
+
+
+def test_engines_on_the_same_layers() -> None:
+    for schedule, engine, four, eight in tables(page("performance.md"), "schedule, layers of zbkern"):
+        name = NAMES[f"{schedule}|{engine}"]
+        assert [four, eight] == [of_perfect(name, m, "of_perfect_with_layers") for m in (4, 8)], schedule
+
+
+def test_engines_beside_torchs_layers() -> None:
+    for name, four, eight in tables(page("performance.md"), "layers and engine"):
+        assert [four, eight] == [of_perfect(NAMES.get(name, name), m, "of_perfect") for m in (4, 8)], name
+
+
+def test_sequence_parallelism() -> None:
+    figures = {row["way"]: row for row in results("tensor_parallel")}
+    rows = tables(page("performance.md"), "W, 2 ranks")
+    assert [row[0] for row in rows] == list(figures)
+    for way, of_torch, fastest, kept, held in rows:
+        figure = figures[way]
+        assert [of_torch, fastest] == [f"{figure['of_torch']:.2f}", f"{figure['fastest_ms']:.0f}"], way
+        assert [kept, held] == [f"{figure[name] / 2**20:.1f}" for name in ("f_to_b_bytes", "held_bytes")], way
+
+
+def check_demo(rows: list[list[str]], names: dict[str, str]) -> set[str]:
+    """The rows of a page against the figures of `make demo`; their names in these."""
+    figures = {row["name"]: row for row in results("demo")}
+    seconds = {name: median(figure["seconds"]) for name, figure in figures.items()}
+    for shown, step, idle, planned, peak, *ratios in rows:
+        figure = figures[names.get(shown, shown)]
+        own = seconds[figure["name"]]
+        assert step == f"{own * 1e3:.0f}"
+        assert idle == (f"{median(figure['idle']):.1%}" if figure["idle"] else "")
+        assert planned == (f"{figure['planned']:.1%}" if figure["planned"] is not None else "")
+        assert peak == f"{figure['memory'] / 1e6:.0f}"
+        assert ratios == [f"{seconds[base] / own:.2f}" for base in ("1F1B", "one process")][: len(ratios)]
+    return {names.get(row[0], row[0]) for row in rows}
+
+
+def test_the_readme_quotes_the_demo() -> None:
+    names = {"1F1B, torch.distributed.pipelining": "1F1B, torch's engine", "ZB-V in 2 slices": "ZB-V, 2 slices"}
+    rows = [row for row in tables((ROOT / "README.md").read_text(encoding="utf-8"), "schedule") if len(row) == 6]
+    assert len(check_demo(rows, names)) == 5
+
+
+def test_the_demo() -> None:
+    assert check_demo(tables(page("performance.md"), "schedule"), {}) == {row["name"] for row in results("demo")}
+
+
+@pytest.mark.parametrize(
+    ("table_of", "figures_of", "columns"),
+    [
+        (("layers", "in one piece"), "split", ("whole", "split", "torch_split")),
+        (("layers", "merged"), "merge", ("merged", "separate")),
+    ],
+)
+def test_the_split(table_of: tuple[str, str], figures_of: str, columns: tuple[str, ...]) -> None:
+    found = [row[1:] for row in tables(page("performance.md"), *table_of)]
+    expected = [[f"{figure[column]:.2f}" for column in columns] for figure in results("split")[figures_of]]
+    assert sorted(found) == sorted(expected)
+
+
+def test_the_plans_for_known_models() -> None:
+    rows = tables(page("performance.md"), "model")
+    figures = results("models")["rows"]
+    assert len(rows) == len(figures)
+    for (name, sizes, limit, held, base, best, *plans), found in zip(rows, figures, strict=True):
+        planned, bubble, *gains, halves, finer = plans
+        assert (name, sizes) == (found["model"], f"{found['stages']}, {found['microbatches']}")
+        assert (limit, held) == (f"{found['limit'] / 1e9:.0f} GB", f"{found['held']:.2f}")
+        assert base == f"{found['one_f_one_b']:.0f}"
+        assert best == f"{found['best']}, {found['best_cost']:.0f}"
+        assert planned == f"{found['plan_name']} x{found['plan_chunks']}, {found['plan']:.0f}"
+        assert bubble == f"{found['bubble']:.1%}"
+        assert gains == [f"{found[which] / found['plan'] - 1:.1%}" for which in ("one_f_one_b", "best_cost")]
+        assert halves == f"{found['halves_name']} x{found['halves_chunks']}, {found['halves']:.0f}"
+        assert finer == f"{found['halves_bubble']:.1%}"
+
+
+# ---- schedules.md: its formulas, its tables and its pictures, and those of the other pages
+
+gallery = script("gallery")
+
+
+def test_tables_and_figures_are_those_of_the_simulator() -> None:
+    shown = gallery.PAGE.read_text(encoding="utf-8")
+    parts = re.findall(r"<!-- ([a-z0-9_ ]+) -->\n", shown)
+    assert sorted(name for name in parts if name != "end") == sorted([*gallery.PARTS, *gallery.FORMULAS])
+    for made, kept in zip(gallery.fill(shown).split("\n"), shown.split("\n"), strict=True):
+        assert made == kept, "the page is out of date: python docs/gallery.py"
+
+
+@pytest.mark.parametrize("name", gallery.FORMULAS)
+def test_pictures_are_those_of_the_simulator(name: str) -> None:
+    kept = (gallery.IMAGES / f"{name}.svg").read_text(encoding="utf-8")
+    assert gallery.picture(name) == kept, "the picture is out of date: python docs/gallery.py"
+    assert f"(images/{name}.svg)" in gallery.PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("stages", [4, 5, 6, 7, 9])
+@pytest.mark.parametrize("name", gallery.FORMULAS)
+def test_formulas_are_those_of_the_simulator(name: str, stages: int) -> None:
+    formulas, interleaved = gallery.FORMULAS[name], name in gallery.INTERLEAVED
+    any_costs = set("FBW") & set(formulas.bubble)
+    for f, b, w in [(1, 1, 1), *([(5, 4, 2), (3, 6, 3)] if any_costs else [])]:
+        for v in (2, 3) if interleaved else (1,):
+            for m in (2 * stages, 3 * stages):
+                found = gallery.timeline(name, stages, m, Costs(f, b, w, held=1), v)
+                values = {"p": stages, "m": m, "v": v, "F": f, "B": b, "W": w}
+                bounds = [eval(each, dict(values)) for each in formulas.bubble.split(" to ")]
+                bubble = found.cost - m * (f + b + w)
+                assert bounds[0] - 1e-9 <= bubble <= bounds[-1] + 1e-9
+                assert max(found.peak_memory) == pytest.approx(eval(formulas.memory, dict(values)))
+
+
+@pytest.mark.skipif(native.core is None, reason="one needs the planner's search, which is not compiled")
+def test_other_pictures_are_those_of_their_script(tmp_path: Path) -> None:
+    for path in script("figures").save_all(tmp_path):
+        kept = DOCS / "images" / path.name
+        assert path.read_text(encoding="utf-8") == kept.read_text(encoding="utf-8"), "python docs/figures.py"
+
+
+# ---- glossary.md
+
+
+GENERATORS = {
+    "GPipe": "gpipe",
+    "1F1B": "one_f_one_b",
+    "ZB-H1": "zb_h1",
+    "ZB-H2": "zb_h2",
+    "ZB-V": "zb_v",
+    "V-Half": "v_half",
+}
+
+
+def formulas(second_column: str) -> list[tuple[str, str]]:
+    """(schedules, formula) of the table whose second column begins with these words."""
+    rows = tables(page("glossary.md"), "schedule", rf"{second_column}[^|]*")
+    return [(row[0], re.findall("^`([^`]+)`", row[1])[0]) for row in rows]
+
+
+@pytest.mark.parametrize(("title", "formula"), formulas("bubble"))
+def test_bubbles(title: str, formula: str) -> None:
+    for p, (f, b, w, c) in [(4, (5, 4, 2, 0.3)), (6, (10, 9, 5, 1.0)), (8, (3, 3, 3, 0.5))]:
+        c = c if "c" in formula else 0.0
+        timeline = simulate(getattr(schedules, GENERATORS[title])(p, 2 * p), Costs(f, b, w, communication=c))
+        work = 2 * p * (f + b + w)
+        bubble = eval(formula, {"p": p, "F": f, "B": b, "W": w, "c": c})
+        assert timeline.cost - work == pytest.approx(bubble)
+        assert timeline.bubble_rate == pytest.approx(bubble / (work + bubble))
+
+
+@pytest.mark.parametrize(("titles", "formula"), formulas("peak memory"))
+def test_memory(titles: str, formula: str) -> None:
+    for title in titles.split(", "):
+        for p in (4, 6, 9):
+            m = 2 * p
+            schedule = getattr(schedules, GENERATORS[title])(p, m)
+            activation = p / len(schedule.placement)  # of a chunk, where one stage's is 1
+            timeline = simulate(schedule, Costs(activation=activation, held=activation))
+            assert max(timeline.peak_memory) == pytest.approx(eval(formula, {"p": p, "m": m})), title
+
+
+# ---- kernels.md
+
+
+def test_why_backends_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `zbkern info` prints them on a machine without a GPU; these tests otherwise interpret Triton."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    quoted = dict(re.findall(r"^  not (\w+): (.*)$", page("kernels.md"), re.MULTILINE))
+    assert quoted.keys() == {"cuda", "triton"}
+    dispatch.why_not.cache_clear()
+    try:
+        for backend, reason in quoted.items():
+            assert dispatch.why_not("linear", backend, "cpu") == reason
+    finally:
+        dispatch.why_not.cache_clear()
+
+
+def test_the_backends() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", page("kernels.md"), re.MULTILINE)
+    assert sorted(rows) == sorted(spec.IMPLEMENTATIONS)
+
+
+# ---- api.md has every public name, and the arguments that it shows exist
+
+API = {word for part in re.findall(r"`([^`]+)`", page("api.md")) for word in re.findall(r"\w+", part.partition("(")[0])}
+CALLS = re.findall(r"^\| `([\w.]+)\(([^`]*)\)`", page("api.md"), re.MULTILINE)
+
+
+def test_every_public_name_is_there() -> None:
+    public = {*zbkern.__all__, *zbkern.pipeline.__all__, *schedules.NAMES} - {"__version__", "wgrad"}
+    assert (public | {*zbkern.nn.__all__, *zbkern.functional.__all__}) - API == set()
+
+
+def found(path: str) -> Any:
+    """What the page calls by this name."""
+    first, *rest = path.split(".")
+    homes = (zbkern, zbkern.pipeline)
+    value = zbkern.pipeline.Pipeline if first == "pipe" else next(getattr(h, first) for h in homes if hasattr(h, first))
+    for name in rest:
+        value = getattr(value, name)
+    return value
+
+
+@pytest.mark.parametrize(("path", "arguments"), CALLS, ids=[path for path, _ in CALLS])
+def test_arguments(path: str, arguments: str) -> None:
+    known = inspect.signature(found(path)).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        return
+    positional, _, named = re.sub(r"lambda.*|\{.*?\}", "", arguments).partition("*, ")
+    for part, kinds in (positional, {"POSITIONAL_OR_KEYWORD"}), (named, {"KEYWORD_ONLY"}):
+        for keyword, default in re.findall(r"(\w+)=([^,]+)", part):
+            assert known[keyword].kind.name in kinds
+            assert default in ("...", "64 MiB") or known[keyword].default == ast.literal_eval(default)
