@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zbkern
-from tests.support.meshes import cpu_mesh
+from tests.support.meshes import cpu_mesh, named_mesh
 from tests.support.pages import block, blocks
 from zbkern import testing
 
@@ -92,52 +92,6 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def check_steps(schedule: Any, chunks: list[nn.Module], plain: Sequence[nn.Module], masked: bool = False) -> None:
-    """Two steps of a V: gradients of this rank's chunks are those of a plain loop."""
-    rank = dist.get_rank()
-    for step in range(2):
-        inputs, targets = data(step)
-        mask = torch.rand(len(inputs), generator=torch.Generator().manual_seed(step)) > 0.3
-        sides = {"mask": mask} if masked else {}
-        schedule.step(*((inputs,) if rank == 0 else ()), **sides, **({"target": targets} if rank == 0 else {}))
-        for x, target, *own in zip(*(t.chunk(MICROBATCHES) for t in (inputs, targets, *sides.values())), strict=True):
-            for chunk in plain:
-                x = chunk(x, *own)
-            (nn.functional.mse_loss(x, target) / MICROBATCHES).backward()
-        for index in (rank, 3 - rank):
-            found = list(chunks[index].parameters())  # checkpoint_wrapper gives them other names
-            for ours, expected in zip(found, plain[index].parameters(), strict=True):
-                testing.assert_close(getattr(ours.grad, "full_tensor", lambda ours=ours: ours.grad)(), expected.grad)
-        for module in [*chunks, *plain]:
-            module.zero_grad()
-
-
-def sharded_stages(reshard_after_forward: bool) -> None:
-    """Stages by the page's line under FSDP2, over a group of one."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.pipelining import ScheduleZBVZeroBubble
-
-    rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "shard"))
-    chunks, plain = make_chunks(4)
-
-    def shard(module: nn.Module) -> nn.Module:
-        return fully_shard(module, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
-
-    with pytest.MonkeyPatch.context() as patch:
-        split = patched(patch).split
-        stages = [split(chunks[index], index, 4, mesh.get_group("stage"), shard) for index in (rank, 3 - rank)]
-    schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
-    check_steps(schedule, chunks, plain)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("reshard_after_forward", [False, True])
-def test_stages_under_fsdp2(two_ranks: Any, reshard_after_forward: bool) -> None:
-    two_ranks.run(sharded_stages, reshard_after_forward)
-
-
 class Configurable:
     """Stands in for torchtitan's base class of modules, which has no arithmetic."""
 
@@ -176,45 +130,62 @@ def saves_products(context: Any, operation: Any, *arguments: Any, **options: Any
     return CheckpointPolicy.MUST_SAVE if operation in products else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpoint_and_compile(module: nn.Module, compiled: bool) -> nn.Module:
-    """Selective activation checkpointing of every block, then its compilation in place."""
+def changed(kind: str, module: nn.Module, mesh: Any) -> nn.Module:
+    """What a framework does with a stage: selective activation checkpointing of every block, then its compilation in
+    place; or FSDP2."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import fully_shard
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+    if "sharded" in kind:
+        return fully_shard(module, mesh=mesh["shard"], reshard_after_forward=kind == "sharded again")
     context = functools.partial(create_selective_checkpoint_contexts, saves_products)
     for name, layer in module.layers.items():
         module.layers[name] = checkpoint_wrapper(layer, context_fn=context)
-        if compiled:
+        if kind == "compiled":
             module.layers[name].compile(backend="aot_eager", fullgraph=True)
     return module
 
 
-def masked_stages(compiled: bool) -> int:
-    """Steps of a V whose stages are checkpointed, compiled and take a mask; how many W were deferred."""
+def stages_by_the_page(kind: str) -> int:
+    """Two steps of a V whose stages are made by the page's line and take a mask; how many W were deferred. Gradients of
+    this rank's chunks are those of a plain loop."""
     from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
-    rank = dist.get_rank()
+    rank, mesh = dist.get_rank(), named_mesh(stage=2, shard=1)
     torch.manual_seed(0)
     chunks = [Decoder() for _ in range(4)]
-    plain = copy.deepcopy(chunks)
+    plain, ran = copy.deepcopy(chunks), []
     with pytest.MonkeyPatch.context() as patch:
         split = patched(patch).split
-        change = functools.partial(checkpoint_and_compile, compiled=compiled)
-        stages = [split(chunks[index], index, 4, None, change) for index in (rank, 3 - rank)]
-    ran: list[int] = []
+        change = functools.partial(changed, kind, mesh=mesh)
+        stages = [split(chunks[index], index, 4, mesh.get_group("stage"), change) for index in (rank, 3 - rank)]
     for stage in stages:
         stage.queue.listeners.append(lambda tasks: ran.append(len(tasks)))
     schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
-    check_steps(schedule, chunks, plain, masked=True)
+    for step in range(2):
+        inputs, targets = data(step)
+        mask = torch.rand(len(inputs), generator=torch.Generator().manual_seed(step)) > 0.3
+        schedule.step(*((inputs,) if rank == 0 else ()), mask=mask, **({"target": targets} if rank == 0 else {}))
+        for x, target, own in zip(*(t.chunk(MICROBATCHES) for t in (inputs, targets, mask)), strict=True):
+            for chunk in plain:
+                x = chunk(x, own)
+            (nn.functional.mse_loss(x, target) / MICROBATCHES).backward()
+        for index in (rank, 3 - rank):
+            found = list(chunks[index].parameters())  # checkpoint_wrapper gives them other names
+            for ours, expected in zip(found, plain[index].parameters(), strict=True):
+                testing.assert_close(getattr(ours.grad, "full_tensor", lambda ours=ours: ours.grad)(), expected.grad)
+        for module in [*chunks, *plain]:
+            module.zero_grad()
     return sum(ran)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("compiled", [False, True])
-def test_stages_that_are_checkpointed_and_compiled_and_take_a_mask(two_ranks: Any, compiled: bool) -> None:
+@pytest.mark.parametrize("kind", ["sharded", "sharded again", "checkpointed", "compiled"])
+def test_stages_that_a_framework_changes(two_ranks: Any, kind: str) -> None:
     # two steps, two chunks of two blocks: two linears, and the norm where nothing is compiled
-    for deferred in two_ranks.run(masked_stages, compiled):
-        assert deferred == 2 * 2 * 2 * MICROBATCHES * (2 if compiled else 3)
+    for deferred in two_ranks.run(stages_by_the_page, kind):
+        assert deferred == 2 * 2 * 2 * MICROBATCHES * (2 if kind == "compiled" else 3)
 
 
 def stage_of_a_part() -> list[bool]:
