@@ -160,36 +160,6 @@ def test_w_runs_beside_the_current_stream(launches: ModuleType) -> None:
     testing.assert_close(weight.main_grad, dy.double().t() @ x.double(), "dweight")
 
 
-def test_f_b_and_w_replay_from_graphs(launches: ModuleType) -> None:
-    m, n, k = 512, 384, 256
-    x, weight, dy = random(m, k), random(n, k), random(m, n)
-    y, dx, dweight = random(m, n), random(m, k), torch.zeros(n, k, device="cuda")
-    pieces = {
-        "F": lambda: launches.linear_fwd(x, weight, None, y),
-        "B": lambda: launches.linear_dgrad(dy, weight, dx),
-        "W": lambda: launches.linear_wgrad([(x[:100], dy[:100]), (x[100:], dy[100:])], (dweight, None), True),
-    }
-    graphs = {}
-    for name, piece in pieces.items():
-        piece()  # compiles
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            piece()
-    dweight.zero_()
-    expected = torch.zeros(n, k, device="cuda", dtype=torch.float64)
-    for _ in range(3):
-        x.copy_(random(m, k)), dy.copy_(random(m, n))
-        for result in (y, dx):
-            result.fill_(float("nan"))
-        for graph in graphs.values():
-            graph.replay()
-        expected += dy.double().t() @ x.double()
-        testing.assert_close(y, x.double() @ weight.double().t(), "y")
-        testing.assert_close(dx, dy.double() @ weight.double(), "dx")
-    testing.assert_close(dweight, expected, "dweight")
-
-
 @pytest.mark.parametrize("own_stream", [False, True])
 def test_a_layer_with_its_queue_in_one_graph(own_stream: bool) -> None:
     weight = new_weight()

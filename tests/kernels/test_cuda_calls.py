@@ -7,13 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support import launch_checks
 from tests.support.cuda_run import SMALL_RUN
 from tests.support.host_extension import HostExtension
 from zbkern import testing
-from zbkern.kernels import reference
 from zbkern.kernels.cuda import wgrad as cuda_wgrad
 from zbkern.ops.functions import linear as linear_functions
 from zbkern.wgrad import WGradQueue, WGradTask
@@ -35,20 +33,13 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostExtension]:
     processors.cache_clear()
 
 
-def placed(values: Tensor, layout: str) -> Tensor:
-    """The same values, laid out in a larger buffer of nan; expanded: the first row for all."""
-    return values[:1].expand(values.shape) if layout == "expanded" else launch_checks.place(values, layout)
+def random(dtype: torch.dtype = BF16) -> launch_checks.Random:
+    return launch_checks.Random(dtype, "cpu")
 
 
-def segments_of(rows: list[int], n: int, k: int, dtype: torch.dtype, layout: str = "plain") -> list[tuple]:
-    torch.manual_seed(sum(rows))
-    return [(placed(torch.randn(m, k).to(dtype), layout), placed(torch.randn(m, n).to(dtype), layout)) for m in rows]
-
-
-def expected(segments: list[tuple], outputs: tuple, accumulate: bool) -> list[Tensor | None]:
-    wide = [None if output is None else output.double() for output in outputs]
-    reference.linear_wgrad([(x.double(), dy.double()) for x, dy in segments], wide, accumulate)
-    return wide
+def segments_of(rows: list[int], n: int, k: int, dtype: torch.dtype) -> list[tuple]:
+    make = random(dtype)
+    return [(make(m, k), make(m, n)) for m in rows]
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -63,46 +54,28 @@ def expected(segments: list[tuple], outputs: tuple, accumulate: bool) -> list[Te
 def test_linear_wgrad(
     extension: HostExtension, rows: list[int], accumulate: bool, layout: str, out_layout: str
 ) -> None:
-    n, k = 24, 40
-    segments = segments_of(rows, n, k, BF16, layout)
-    dweight, dbias = placed(torch.randn(n, k), out_layout), torch.randn(n)
-    want = expected(segments, (dweight, dbias), accumulate)
-    cuda_wgrad.linear_wgrad(segments, (dweight, dbias), accumulate)
-    for name, got, wide in zip(("dweight", "dbias"), (dweight, dbias), want, strict=True):
-        testing.assert_close(got, wide.to(got.dtype), name)
+    layouts = (layout, layout, out_layout)
+    launch_checks.linear_wgrad(cuda_wgrad, random(), rows, 24, 40, layouts, FP32, accumulate)
     merged = sum(m > 0 for m in rows)
     assert extension.launches == [(1, min(16, merged - first)) for first in range(0, merged, 16)]
 
 
-@pytest.mark.parametrize("dtypes", [(BF16, BF16, BF16), (BF16, FP32, BF16), (FP16, FP16, FP32), (FP16, FP32, None)])
+@pytest.mark.parametrize(
+    "dtypes", [(BF16, BF16, BF16), (BF16, FP32, BF16), (FP16, FP16, FP32), (FP16, FP32, None), (BF16, None, BF16)]
+)
 def test_dtypes_of_outputs(dtypes: tuple) -> None:
+    """Of the operands, the weight and the bias, which are not always asked for."""
     segments = segments_of([32, 16], 16, 24, dtypes[0])
-    outputs = torch.randn(16, 24).to(dtypes[1]), None if dtypes[2] is None else torch.randn(16).to(dtypes[2])
-    want = expected(segments, outputs, True)
-    cuda_wgrad.linear_wgrad(segments, outputs, True)
-    for got, wide in zip(outputs, want, strict=True):
-        if got is not None:
-            testing.assert_close(got, wide.to(got.dtype), "output")
-
-
-def test_the_bias_alone() -> None:
-    segments = segments_of([32, 16], 16, 24, BF16)
-    dbias = torch.randn(16).to(BF16)
-    want = expected(segments, (None, dbias), True)
-    cuda_wgrad.linear_wgrad(segments, (None, dbias), True)
-    testing.assert_close(dbias, want[1].to(BF16), "dbias")
+    shapes = zip(((16, 24), (16,)), dtypes[1:], strict=True)
+    outputs = [None if kind is None else torch.randn(shape).to(kind) for shape, kind in shapes]
+    named = dict(zip(("dweight", "dbias"), outputs, strict=True))
+    launch_checks.compare(cuda_wgrad, "linear_wgrad", named, segments, outputs, True)
 
 
 def test_several_weights_in_one_launch(extension: HostExtension) -> None:
-    shapes = [(16, 24), (32, 8), (8, 40)]
-    products = [(segments_of([30 + i, 20], *shape, BF16), (torch.randn(*shape), torch.randn(shape[0])))
-                for i, shape in enumerate(shapes)]  # fmt: skip
-    want = [expected(segments, outputs, True) for segments, outputs in products]
-    cuda_wgrad.linear_wgrads(products, True)
+    shapes = [(16, 24, [30, 20]), (32, 8, [31, 20]), (8, 40, [32, 20])]
+    launch_checks.linear_wgrads(cuda_wgrad, random(), shapes, accumulate=True)
     assert extension.launches == [(3, 6)]
-    for (_, outputs), wide in zip(products, want, strict=True):
-        testing.assert_close(outputs[0], wide[0].float(), "dweight")
-        testing.assert_close(outputs[1], wide[1].float(), "dbias")
 
 
 def test_multiprocessors_that_a_launch_may_take(extension: HostExtension) -> None:
@@ -121,11 +94,9 @@ def test_a_launch_takes_neighbours_of_the_same_dtypes(extension: HostExtension) 
     products = [
         (segments_of(r, 16, 24, a), (torch.randn(16, 24).to(b), None)) for r, (a, b) in zip(rows, kinds, strict=True)
     ]
-    want = [expected(segments, outputs, False) for segments, outputs in products]
-    cuda_wgrad.linear_wgrads(products, False)
+    named = {f"dweight {number}": outputs[0] for number, (_, outputs) in enumerate(products)}
+    launch_checks.compare(cuda_wgrad, "linear_wgrads", named, products, False)
     assert sorted(extension.launches) == [(1, 1), (1, 4), (1, 8), (1, 9), (1, 16)]
-    for (_, outputs), wide in zip(products, want, strict=True):
-        testing.assert_close(outputs[0], wide[0].to(outputs[0].dtype), "dweight")
 
 
 def test_a_queue_runs_the_weights_of_a_layer_in_one_launch(extension: HostExtension) -> None:
@@ -135,7 +106,7 @@ def test_a_queue_runs_the_weights_of_a_layer_in_one_launch(extension: HostExtens
     for weight in weights:
         (segment,) = segments_of([48], weight.shape[0], 32, BF16)
         queue.add(WGradTask(linear_functions.linear_wgrad(cuda_wgrad), segment, (weight, None)))
-        wanted += expected([segment], (torch.zeros(weight.shape), None), False)[:1]
+        wanted.append(segment[1].double().t() @ segment[0].double())
     queue.run()
     assert extension.launches == [(2, 2)]
     for weight, gradient in zip(weights, wanted, strict=True):
@@ -165,12 +136,9 @@ def test_a_matrix_without_contiguous_rows_or_columns_is_refused() -> None:
 
 
 def test_a_bias_with_gaps_is_summed_beside_the_product() -> None:
-    segments = segments_of([4, 5], 16, 8, BF16)
-    outputs = torch.randn(16, 8), torch.randn(32)[::2]
-    want = expected(segments, outputs, True)
-    cuda_wgrad.linear_wgrad(segments, outputs, True)
-    for got, wide in zip(outputs, want, strict=True):
-        testing.assert_close(got, wide.float(), "output")
+    outputs = torch.randn(16, 8), torch.full((32,), float("nan"))[::2].copy_(torch.randn(16))
+    named = dict(zip(("dweight", "dbias"), outputs, strict=True))
+    launch_checks.compare(cuda_wgrad, "linear_wgrad", named, segments_of([4, 5], 16, 8, BF16), outputs, True)
 
 
 @pytest.mark.parametrize(("n", "k"), [(0, 8), (8, 0)])

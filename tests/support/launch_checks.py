@@ -24,9 +24,11 @@ def place(values: Tensor, layout: str) -> Tensor:
     """The same matrix, laid out in a larger buffer of nan.
 
     padded: longer rows, aligned. transposed: columns are contiguous. odd: longer rows, nothing aligned. step: every
-    second column.
+    second column. expanded: the first row for all, as the gradient of a sum over rows.
     """
     rows, columns = values.shape
+    if layout == "expanded":
+        return values[:1].expand(values.shape)
     if layout == "transposed":
         view = values.new_full((columns, rows + 8), float("nan"))[:, :rows].t()
     elif layout == "padded":
