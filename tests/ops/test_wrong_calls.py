@@ -20,6 +20,8 @@ from zbkern.kernels.dispatch import UnavailableError
 from zbkern.pipeline import (
     Action,
     Costs,
+    LayerCosts,
+    ModelCosts,
     Optimizer,
     Pipeline,
     PipelineError,
@@ -30,12 +32,15 @@ from zbkern.pipeline import (
     StepOptions,
     checkpoint,
     draw,
+    layout_to_partition,
+    partition_to_layout,
     plan,
     profile,
     simulate,
 )
 from zbkern.pipeline import schedules as S
 from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.planning.simulation import drift
 
 INDICES = torch.tensor([[0, 3, 3], [2, 0, 6]])
 TARGET = torch.tensor([1, 4, -100, 0, 4, 8, 2])
@@ -43,6 +48,10 @@ Q, X, V = torch.zeros(1, 2, 3, 4), torch.zeros(7, 5), torch.zeros(9, 5)
 HEAD = Z.CrossEntropyOptions
 FOLDER = "never"  # nothing may be written to it
 C = Costs()
+OFFLOADS, RECOMPUTES = (
+    Schedule.build([[Action.parse(cell) for cell in row.split()]], [0], 1)
+    for row in ("0F0 0O0 0L0 0BW0", "0F0 0R0 0B0 0W0")
+)
 mse = nn.functional.mse_loss
 
 
@@ -278,6 +287,33 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("simulate(S.zb_h1(2, 2)).save('x.doc')", ValueError, "draw.save: path must end in .svg, .html or .json"),
     ("draw.save([], 'x.svg')", ValueError, "draw: timelines is empty; give at least one"),
     ("draw.save([simulate(S.zb_h1(2, 2))], 'x')", ValueError, "draw.save: path must end in .svg, .html or .json"),
+    # costs of chunks and layers, slices, copies, layouts
+    ("Costs(weight=[1, float('inf')])", ValueError, "weight[1] must be from 0 to"),
+    ("Costs(communication=[1] * 4).per_chunk(4)", ValueError, "communication has 4 entries and the schedule 3 edges"),
+    ("Costs.from_json('[' * 100_000)", ValueError, "expected JSON of at most a few levels"),
+    ("Costs.from_json('{\"fwd\": 1}')", ValueError, "unknown fields"),
+    ("Costs(1.0, 1.0, 1.0, attention_forward=2.0).per_chunk(1)", ValueError, "attention_forward of chunk 0 must be at"),
+    ("Costs(carried=2.0).per_chunk(1)", ValueError, "carried of chunk 0 must be at most its activation"),
+    ("Costs(tokens=0)", ValueError, "tokens must be those of a sequence"),
+    ("Costs(offload_bandwidth=0)", ValueError, "must be above 0"),
+    ("LayerCosts('block', -1, 1, 1)", ValueError, "layer 'block'"),
+    ("ModelCosts([LayerCosts('a', 1, 1, 1)], latency=-1)", ValueError, "ModelCosts: latency must be from 0"),
+    ("ModelCosts([LayerCosts('a', 1, 1, 1)], bandwidth=[1])", TypeError, "ModelCosts: bandwidth must be a number; got"),
+    ("ModelCosts([LayerCosts('a', 1, 1, 1)], bandwidth=0)", ValueError, "bandwidth must be above 0"),
+    ("ModelCosts.from_json('{\"layers\": [{\"name\": \"a\", \"forward\": 1}]}')", ValueError, "are missing"),
+    ("ModelCosts.from_json('{\"layers\": [{\"speed\": 1}]}')", ValueError, "expected an object with some of"),
+    ("ModelCosts.from_json(3)", TypeError, "expected the text itself"),
+    ("simulate(S.zb_h1(2, 2), fill='lazy')", ValueError, "fill must be one of"),
+    ("simulate(S.zb_h1(2, 2), fill='eager', memory_limit=[1, 2, 3])", ValueError, "one number or one per rank (2)"),
+    ("simulate(OFFLOADS, Costs(offload_bandwidth=1))", ValueError, "offload_bandwidth and reload_bandwidth must be"),
+    ("simulate(RECOMPUTES)", ValueError, "checkpoint must be given for a schedule that recomputes"),
+    ("simulate(RECOMPUTES, Costs(checkpoint=0), fill='eager')", ValueError, 'fill="eager" moves W'),
+    ("drift.compare(simulate(S.zb_h1(2, 2)), 3)", TypeError, "costs must be a zbkern.pipeline.Costs"),
+    ("Schedule.build([[Action('F', 0, 0)]], [0], 1.0)", TypeError, "microbatches must be an int; got float"),
+    ("S.zb_h1(2, 2, slices=[2, 0])", ScheduleError, "zb_h1: slices must be"),
+    ("S.zb_h1(2, 2, slices=1.5)", TypeError, "zb_h1: slices must be"),
+    ("partition_to_layout('Et', 'EttL')", TypeError, "first layer of every chunk"),
+    ("layout_to_partition('tt', 'xy')", ValueError, "a letter of 'EtmL'"),
     # planner
     ("plan(3, 2, 2)", TypeError, "plan: costs must be a zbkern.pipeline.Costs or ModelCosts; got int"),
     ("plan(C, 0, 2)", ValueError, "plan: stages must be at least 1; got 0"),

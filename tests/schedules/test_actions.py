@@ -97,21 +97,16 @@ def build(*rows: str, placement: tuple[int, ...] | None = None, microbatches: in
     ("rows", "arguments", "message"),
     [
         (["0F0 0F0 0BW0"], {}, "rank 0, action 1, 0F0: it has run before"),
-        (["0F0 0B0 0W0 0W0"], {}, "rank 0, action 3, 0W0: it has run before"),
         (["0F0 0W0 0B0"], {}, "rank 0, action 1, 0W0: its B has not run yet"),
         (["0BW0 0F0"], {}, "rank 0, action 0, 0BW0: its forward 0F0 has not run yet"),
         (["0F0 0BW0 0W0"], {}, "rank 0, action 2, 0W0: its BW has computed this W"),
         (["0F0 0B0 0BW0 0W0"], {}, "rank 0, action 2, 0BW0: the backward of this microbatch has run"),
-        (["0F0 0BW0 0B0"], {}, "rank 0, action 2, 0B0: the backward of this microbatch has run"),
         (["0F0 0BW0"], {"microbatches": 2}, "rank 0: 0F1 is missing"),
-        (["0F0 0F1 0BW0"], {"microbatches": 2}, "rank 0: 0B1 is missing"),
         (["0F0 0B0"], {}, "rank 0: 0W0 is missing"),
         (["0F0 0B0 0W0:0/3 0W0:2/3"], {}, "rank 0: 0W0:1/3 is missing"),
         (["0F0 0B0 0W0:0/2 0W0:0/2"], {}, "action 3, 0W0:0/2: it has run before; every part runs once"),
         (["0F0 0B0 0W0:0/2 0W0:1/3"], {}, "action 3, 0W0:1/3: earlier parts of this W are 2ths"),
         (["0F0 0B0 0W0:2/2"], {}, "action 2, 0W0:2/2: part=.i, n. needs 0 <= i < n"),
-        (["0F0 0B0 0W0:0/2 0W0 0W0:1/2"], {}, "action 3, 0W0"),
-        (["0F0 0B0 0W0 0W0:0/2 0W0:1/2"], {}, "action 3, 0W0:0/2"),
         (["0F0:0/2 0BW0"], {}, "action 0, 0F0:0/2: only a W has parts"),
         (["0F0 0BW0 0F1"], {}, "rank 0, action 2, 0F1: microbatches are 0 to 0"),
         (["0F0 0BW0 1F0"], {}, "rank 0, action 2, 1F0: chunks are 0 to 0"),
@@ -119,26 +114,18 @@ def build(*rows: str, placement: tuple[int, ...] | None = None, microbatches: in
         (["0F0 0BW0"], {"placement": (1,)}, "placement must give every one of the 1 ranks"),
         (["0F0 0BW0"], {"microbatches": 0}, "must be at least 1"),
         (["0O0 0F0 0L0 0BW0"], {}, r"action 0, 0O0: its forward 0F0 has not run yet\nrank 0 \[O0\] F0"),
-        (["0R0 0F0 0BW0"], {}, "action 0, 0R0: its forward 0F0 has not run yet"),
         (["0F0 0O0 0BW0 0L0"], {}, "action 2, 0BW0: what it needs is offloaded; 0L0 must come first"),
-        (["0F0 0O0 0B0 0W0"], {}, "action 2, 0B0: what it needs is offloaded"),
-        (["0F0 0B0 0O0 0W0 0L0"], {}, "action 3, 0W0: what it needs is offloaded"),
-        (["0F0 0B0 0O0 0W0:0/2 0L0 0W0:1/2"], {}, "action 3, 0W0:0/2: what it needs is offloaded"),
         (["0F0 0L0 0O0 0BW0"], {}, "action 1, 0L0: nothing is offloaded; 0O0 has not run yet"),
-        (["0F0 0O0 0L0 0B0 0L0 0W0"], {}, "action 4, 0L0: nothing is offloaded"),
         (["0F0 0O0 0L0 0O0 0L0 0BW0"], {}, "action 3, 0O0: it has run before; tensors are offloaded and loaded once"),
-        (["0F0 0O0 0L0 0L0 0BW0"], {}, "action 3, 0L0: it has run before"),
         (["0F0 0BW0 0O0 0L0"], {}, "action 2, 0O0: all passes of this microbatch have run"),
-        (["0F0 0B0 0W0 0O0 0L0"], {}, "action 3, 0O0: all passes of this microbatch have run"),
         (["0F0 0B0 0W0:0/2 0O0 0L0 0W0:1/2"], {}, "action 3, 0O0: a part of its W has run"),
-        (["0F0 0O0:0/2 0L0 0BW0"], {}, "action 1, 0O0:0/2: only a W has parts"),
         (["0F0 0B0 0R0 0W0"], {}, "action 2, 0R0: the backward of this microbatch has run; recompute before it"),
-        (["0F0 0R0 0R0 0BW0"], {}, "action 2, 0R0: it has run before"),
         (["0F0 0O0 0R0 0L0 0BW0"], {}, "action 2, 0R0: its activations are offloaded; use either R, or O and L"),
         (["0F0 0R0 0O0 0L0 0BW0"], {}, "action 2, 0O0: its activations are recomputed; use either R, or O and L"),
     ],
 )
 def test_validate_names_the_first_offence(rows: list[str], arguments: dict, message: str) -> None:
+    """A row for each rule; tests/planning/simulation/test_differential.py breaks them at random."""
     with pytest.raises(ScheduleError, match=message):
         build(*rows, **arguments)
 
@@ -155,11 +142,6 @@ def test_offload_and_recomputation_are_printed_and_parsed_like_any_other() -> No
 def test_torch_has_no_word_for_them(row: str) -> None:
     with pytest.raises(ScheduleError, match="torch has no parts of W, and no actions that offload, load or recompute"):
         build(row).to_csv(header=False)
-
-
-def test_types_are_checked() -> None:
-    with pytest.raises(TypeError, match="microbatches must be an int; got float"):
-        Schedule.build([[Action("F", 0, 0)]], [0], 1.0)
 
 
 def test_an_error_marks_the_cell_in_the_grid_around_it() -> None:

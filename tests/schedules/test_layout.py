@@ -71,10 +71,3 @@ def test_halves_have_numbers_and_no_layout() -> None:
     with pytest.raises(ValueError, match=r"a layout has whole layers; got one that begins within one: 2\.5"):
         partition_to_layout([0, 2.5], "EttttLL")
     assert partition_to_layout([0, 2.0], "EttttLL") == "Et|t*3L"
-
-
-def test_types() -> None:
-    with pytest.raises(TypeError, match="first layer of every chunk"):
-        partition_to_layout("Et", "EttL")
-    with pytest.raises(ValueError, match="a letter of 'EtmL'"):
-        layout_to_partition("tt", "xy")

@@ -55,15 +55,6 @@ def test_another_order_of_slices_is_refused(order: str, error: str) -> None:
         Schedule.build([row], [0], -(-count // 2), "mine", slices=(1, 1))
 
 
-@pytest.mark.parametrize(
-    ("slices", "error"),
-    [(0, ScheduleError), ([], ScheduleError), ([2, 0], ScheduleError), (True, TypeError), (1.5, TypeError)],
-)
-def test_wrong_slices_are_refused(slices: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="zb_h1: slices must be"):
-        schedules.zb_h1(2, 2, slices=slices)
-
-
 def test_csv_says_what_is_wrong_with_slices() -> None:
     schedule = schedules.zb_h1(2, 2, slices=2)
     with pytest.raises(ScheduleError, match="torch has no slices"):

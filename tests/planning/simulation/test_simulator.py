@@ -56,24 +56,6 @@ def test_the_first_forward_of_a_sequence_needs_room_for_all_keys_and_values() ->
     assert max(simulate(schedule, costs, fill="eager", memory_limit=5).peak_memory) <= 5
 
 
-# ---- arguments
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"fill": "lazy"}, "fill must be one of"),
-        ({"jitter": float("nan")}, "jitter must be at least 0; got nan"),
-        ({"fill": "eager", "memory_limit": [4, -1]}, "memory_limit must be at least 0"),
-        ({"parts": 4}, 'belong to fill="eager"'),
-        ({"fill": "eager", "memory_limit": [1, 2, 3]}, r"one number or one per rank \(2\); got 3"),
-    ],
-)
-def test_arguments_are_checked(keywords: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        simulate(schedules.zb_h1(2, 2), **keywords)
-
-
 def test_a_schedule_that_cannot_run_is_refused() -> None:
     lost = Schedule(((Action("F", 0, 0), Action("BW", 0, 0)), (Action("F", 1, 0),)), (0, 1), 1, "lost")
     with pytest.raises(ScheduleError, match="rank 1: 1B0 is missing"):

@@ -86,15 +86,6 @@ def test_a_layer_with_a_window_is_between_a_constant_and_a_rising_context() -> N
         assert found == pytest.approx(exact, abs=0.3)  # a twentieth of the attention
 
 
-def test_costs_that_cannot_be_parts() -> None:
-    with pytest.raises(ValueError, match="attention_forward of chunk 0 must be at most its forward, 1; got 2"):
-        Costs(1.0, 1.0, 1.0, attention_forward=2.0).per_chunk(1)
-    with pytest.raises(ValueError, match="carried of chunk 0 must be at most its activation"):
-        Costs(carried=2.0).per_chunk(1)
-    with pytest.raises(ValueError, match="tokens must be those of a sequence"):
-        Costs(tokens=0)
-
-
 def test_costs_of_slices_come_back_from_their_file() -> None:
     assert Costs.from_json(SOME.to_json()) == SOME
     model = ModelCosts((LayerCosts("one", 8.0, 8.0, 1.0, 2.0, attention_forward=6.0, carried=1.0),), tokens=9)
