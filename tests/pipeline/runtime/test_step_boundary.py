@@ -8,6 +8,7 @@ import io
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -172,7 +173,7 @@ def test_whoever_reads_weights_between_steps_sees_final_ones(seed: int, optimize
 
 @pytest.mark.parametrize("reader", [0, 1, 2])
 def test_one_rank_alone_may_read_weights(reader: int) -> None:
-    """The others are in their next step meanwhile, and pass the norm on there."""
+    """Others pass the norm on, whatever they do meanwhile: here they wait for the reader."""
     torch.manual_seed(0)
     chunks = [nn.Linear(WIDTH, WIDTH).double() for _ in range(3)]
     plain = nn.Sequential(*copy.deepcopy(chunks))
@@ -195,9 +196,47 @@ def test_one_rank_alone_may_read_weights(reader: int) -> None:
                 optimizer.step()
                 if transport.rank == reader:
                     seen.append(values([chunk]))
+                read.wait(20)
         return seen
 
+    read = threading.Barrier(3)
     torch.testing.assert_close(results_on_threads(3, rank_loop)[reader], expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("late", range(3))
+@pytest.mark.parametrize("hooks", [None, 0, 1])
+def test_forwards_ahead_are_given_up_wherever_a_rank_is(hooks: int | None, late: int) -> None:
+    """A rank with a hook waits for the norm, and others are in forwards whose inputs may never come."""
+    torch.manual_seed(0)
+    chunks = [nn.Linear(WIDTH, WIDTH).double() for _ in range(3)]
+    plain = nn.Sequential(*copy.deepcopy(chunks))
+    trained = sgd([plain])
+    batches = [(inputs, targets * (100 if step % 2 else 1)) for step in range(6) for inputs, targets in [batch(step)]]
+    for inputs, targets in batches:
+        trained.zero_grad()
+        nn.functional.mse_loss(plain(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        trained.step()
+
+    def rank_loop(transport: LocalTransport) -> tuple[int, int]:
+        chunk = zbkern.convert(chunks[transport.rank])
+        inner = sgd([chunk])
+        if transport.rank == hooks:
+            inner.register_step_post_hook(lambda *_: None)
+        with Pipeline(chunk, schedules.zb_h2(3, 8), nn.functional.mse_loss, transport, timeout=10) as pipe:
+            optimizer = Optimizer(inner, pipe, max_norm=1.0, adaptive=False)
+            for inputs, targets in batches:
+                optimizer.zero_grad()
+                pipe.step(inputs, targets)
+                if transport.rank == late:
+                    time.sleep(0.02)
+                optimizer.step()
+        return optimizer.undone, optimizer.clipped
+
+    (undone, clipped), *_ = results_on_threads(3, rank_loop)
+    assert (undone > 0) is (hooks != 0)
+    assert 0 < clipped < len(batches)
+    torch.testing.assert_close(values(chunks), values([plain]), rtol=1e-5, atol=1e-8)
 
 
 class Mode(TorchFunctionMode):

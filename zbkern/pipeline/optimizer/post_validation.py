@@ -251,7 +251,7 @@ class Optimizer(torch.optim.Optimizer):
         """Waits for the norm over all ranks and clips or skips the last step accordingly. No-op if that is done.
 
         Pipelines of these parameters call this in time; so do the next `step`, `weights`, and what reads weights in the
-        thread of `step`. Every rank must call it: the norm reaches a rank through the ranks after it.
+        thread of `step`. A rank may do so alone, once all have called `step`.
         """
         self.boundary.validate()
 

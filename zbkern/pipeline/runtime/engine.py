@@ -36,7 +36,7 @@ from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, check_sliceable,
 from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.runtime.step_boundary import StepBoundary, boundary_of
 from zbkern.pipeline.runtime.step_schedules import StepSchedules
-from zbkern.pipeline.transport.base import PipelineError, Transport
+from zbkern.pipeline.transport.base import PipelineError, Transport, total_tag
 from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place
 from zbkern.pipeline.transport.mailbox import described
 from zbkern.planning.simulation.costs import Costs
@@ -431,9 +431,15 @@ class Pipeline:
         All ranks hear of the same total. Where it changes the weights, all start over, with other tags.
         """
         before, begun, boundary = None, 0, self.boundary
-        while begun < self.loop.max_ahead and boundary.state == "early" and not self._is_validated():
+        while begun < self.loop.max_ahead and boundary.state == "early":
+            forward = self.loop.program[begun]
+            if not self._replicas.agreement:  # else some pipelines would run fewer forwards, which hear sooner
+                # a rank that hears of the total before this one may start over, and never send what this one waits for
+                self.loop.wait_for_input(forward[0], total_tag(boundary.steps))
+                if boundary.try_validate():
+                    break
             before = before or ForwardState([*self.modules.values()], self.device)
-            self.loop.run([self.loop.program[begun]])
+            self.loop.run([forward])
             begun += 1
         boundary.validate()
         if not boundary.changed:
@@ -446,12 +452,6 @@ class Pipeline:
             self.loop.reset()
             self.recorder.clear()
         return 0
-
-    def _is_validated(self) -> bool:
-        """Whether no forward is to run before the last optimizer step is validated, or any more."""
-        if self._replicas.agreement:  # the total arrives sooner on some pipelines, which would then run fewer forwards
-            return self.boundary.state == "validated"
-        return self.boundary.try_validate()
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:

@@ -206,10 +206,19 @@ class Loop:
         if self._fill == "eager":
             while self.queue.pending() and not self._ready(tag):
                 self._run_oldest()
-        placement = self.schedule.placement
-        needed = producer(action, len(placement))
+        return self.transport.receive(self._sender(action), tag, self._timeout)
+
+    def _sender(self, action: Action) -> int:
+        """The rank of the message that an action waits for."""
+        needed = producer(action, len(self.schedule.placement))
         assert needed is not None  # the first chunk's inputs and the last one's gradients are not awaited
-        return self.transport.receive(placement[needed[1]], tag, self._timeout)
+        return self.schedule.placement[needed[1]]
+
+    def wait_for_input(self, action: Action, instead: Any) -> None:
+        """Returns once an F has its input, or the message with the tag `instead` is there."""
+        if action.chunk > 0:
+            tag = Tag(self.step, "F", action.chunk, action.microbatch)
+            self.transport.wait_for(self._sender(action), tag, self._timeout, instead)
 
     def _ready(self, tag: Tag) -> bool:
         """Whether the message is there by the time the device wants it, and not the host, which may be far ahead."""

@@ -97,7 +97,7 @@ class StepBoundary:
         """Begins the optimizer's next step, and returns its number. Ranks in another call then hear of this one."""
         assert self.chain is not None
         if self.pipe is not None:
-            self.chain.transport = self.pipe.transport
+            self.chain.use(self.pipe.transport)
         self.steps += 1
         self.chain.transport.begin(f"optimizer step {self.steps}")
         return self.steps
@@ -124,7 +124,6 @@ class StepBoundary:
             assert self.chain is not None
             with self.failing_together():
                 total = self.chain.receive_total(self.steps)  # where the chain ends, the step is concluded at once
-                self.chain.pass_back(self.steps, total)
                 self.pending.check_values()
                 self.conclude(total)
 
@@ -152,7 +151,7 @@ class StepBoundary:
         Raises PipelineError on all ranks if that is impossible: some have stepped, and others did not get that far.
         """
         if self.chain is not None:
-            self.chain.transport = transport
+            self.chain.use(transport)
             state = None if self._concluded == self.steps else "pending" if self.pending is not None else "broken"
             total = None if self._total is None else self._total.tolist()
             ranks = transport.gather((self.steps, state, total), timeout)

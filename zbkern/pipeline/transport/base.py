@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from zbkern.pipeline.transport.framing import CallNotice, StallAnswer, StallQuery, decode, encode
-from zbkern.pipeline.transport.mailbox import Call, Mailbox, Values
+from zbkern.pipeline.transport.framing import CallNotice, NormTotal, Notice, StallAnswer, StallQuery, decode, encode
+from zbkern.pipeline.transport.mailbox import Call, Mailbox, Note, Values
 from zbkern.pipeline.transport.mailbox import PipelineError as PipelineError
 from zbkern.pipeline.transport.mailbox import Tag as Tag
 
@@ -23,6 +23,7 @@ class Transport(ABC):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.awaits: int | None = None  # the rank a message of which is waited for
+        self.passes_totals_to: Sequence[int] = ()  # of an optimizer's norm, whatever this rank does meanwhile
         self.begin_action("none")
         self._join(Mailbox(rank))
 
@@ -77,9 +78,17 @@ class Transport(ABC):
 
     def receive(self, peer: int, tag: Any, timeout: float | None) -> Any:
         """The message from `peer`. Raises PipelineError when a rank has failed, or is stuck for `timeout` seconds."""
+        self.wait_for(peer, tag, timeout)
+        message, works = self._mailbox.take(tag)
+        if works:
+            self._settle(message, works)
+        return message
+
+    def wait_for(self, peer: int, tag: Any, timeout: float | None, instead: Any = None) -> None:
+        """Returns once `receive` would, or one of the tag `instead`. Raises as `receive`."""
         self.awaits = peer
         try:
-            message, works = self._mailbox.take(peer, tag, timeout)
+            self._mailbox.wait_for(peer, tag, timeout, instead)
         except TimeoutError:
             self._ask(peer, str(tag), timeout or 0)
             raise PipelineError(self._mailbox.failure) from None
@@ -88,9 +97,6 @@ class Transport(ABC):
             raise
         finally:
             self.awaits = None
-        if works:
-            self._settle(message, works)
-        return message
 
     def _settle(self, message: Any, works: Sequence[Any]) -> None:  # noqa: B027
         """Sees to it that a message is there for whoever uses it; without works it is."""
@@ -99,6 +105,11 @@ class Transport(ABC):
         """Drops messages to this rank of steps before `step`, arrived or not: nobody will ask for them."""
         for message, works in self._mailbox.forget(step):
             self._settle(message, works)
+
+    def send_total(self, total: NormTotal) -> None:
+        """Sends it to the ranks that have sent their sums to this one, which do the same as soon as it arrives."""
+        for rank in self.passes_totals_to:
+            self._tell(rank, total)
 
     def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
         """One value of every rank, by rank: numbers, strings, and containers and NamedTuples of them; collective.
@@ -168,8 +179,12 @@ class Transport(ABC):
                 f"{both if waits else 'does not answer'}; {tag} was awaited for {waited:g} s"
             )
 
-    def _hear(self, sender: int, message: StallQuery | StallAnswer | CallNotice) -> None:
-        """A question why this rank sends nothing, the answer to one, or the call that the sender is in."""
+    def _hear(self, sender: int, message: Notice) -> None:
+        """A question why this rank sends nothing, the answer to one, the call that the sender is in, or a norm."""
+        if isinstance(message, NormTotal):
+            self._mailbox.put(total_tag(message.step), (message.sums, ()), sender, self._mailbox.call)
+            self.send_total(message)
+            return
         if isinstance(message, CallNotice):
             difference = self._mailbox.compare(sender, Call(*message))
             if difference is not None:
@@ -189,12 +204,17 @@ class Transport(ABC):
         )
 
     @abstractmethod
-    def _tell(self, peer: int, message: StallQuery | StallAnswer | CallNotice) -> None:
+    def _tell(self, peer: int, message: Notice) -> None:
         """Sends what the peer's `_hear` is called with; no error where it is gone."""
 
     def _stop(self, reason: str) -> None:
         """`fail`, where no call of this rank is about to raise."""
         self.fail(reason)
+
+
+def total_tag(step: int) -> Note:
+    """Of the NormTotal of the n-th optimizer step."""
+    return Note(step, f"the squared gradient norm of all stages, optimizer step {step}")
 
 
 def check_timeout(function: str, timeout: float) -> float:

@@ -60,6 +60,13 @@ class CallNotice(NamedTuple):
     name: str
 
 
+class NormTotal(NamedTuple):
+    """The sums of squares of all ranks' gradients in the n-th optimizer step; the receiver passes it on."""
+
+    step: int
+    sums: list[float]
+
+
 class FinalMessage(NamedTuple):
     """Nothing follows. ending: "closed", "failed" with the `reason`, or "lost" when a process has gone."""
 
@@ -67,8 +74,9 @@ class FinalMessage(NamedTuple):
     reason: str
 
 
-Message = TensorHeader | StallQuery | StallAnswer | CallNotice | FinalMessage
-_KINDS: tuple[Any, ...] = (TensorHeader, StallQuery, StallAnswer, CallNotice, FinalMessage)
+Notice = StallQuery | StallAnswer | CallNotice | NormTotal
+Message = TensorHeader | Notice | FinalMessage
+_KINDS: tuple[Any, ...] = (TensorHeader, StallQuery, StallAnswer, CallNotice, NormTotal, FinalMessage)
 
 
 def frame(message: Message) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zbkern.pipeline.transport.base import Transport
-from zbkern.pipeline.transport.framing import CallNotice, StallAnswer, StallQuery
+from zbkern.pipeline.transport.framing import Notice
 from zbkern.pipeline.transport.mailbox import Mailbox
 
 
@@ -65,7 +65,7 @@ class LocalTransport(Transport):
         for mailbox in self._mailboxes:
             mailbox.closed(self.rank)
 
-    def _tell(self, peer: int, message: StallQuery | StallAnswer | CallNotice) -> None:
+    def _tell(self, peer: int, message: Notice) -> None:
         self._ring.members[peer]._hear(self.rank, message)
 
 

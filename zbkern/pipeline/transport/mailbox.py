@@ -127,19 +127,25 @@ class Mailbox:
     def peek(self, tag: Any) -> Any:
         return self._messages.get(tag)
 
-    def take(self, peer: int, tag: Any, timeout: float | None) -> Any:
-        """The message. Raises PipelineError when a rank has failed or `peer` has closed, TimeoutError after a while.
+    def take(self, tag: Any) -> Any:
+        """The message, which is there."""
+        with self._changed:
+            return self._messages.pop(tag)
 
-        A gather that has everything ends well, although a rank that had it sooner may have failed since.
+    def wait_for(self, peer: int, tag: Any, timeout: float | None, instead: Any = None) -> None:
+        """Returns once the message is there, or the one with the tag `instead`.
+
+        Raises PipelineError when a rank has failed or `peer` has closed, TimeoutError after a while. A gather that has
+        everything ends well, although a rank that had it sooner may have failed since.
         """
 
-        def over() -> bool:
-            return tag in self._messages or self.failure is not None or peer in self._closed
+        def here() -> bool:
+            return tag in self._messages or instead in self._messages
 
         with self._changed:
-            self._changed.wait_for(over, timeout)
-            if tag in self._messages and (self.failure is None or isinstance(tag, Values)):
-                return self._messages.pop(tag)
+            self._changed.wait_for(lambda: here() or self.failure is not None or peer in self._closed, timeout)
+            if here() and (self.failure is None or isinstance(tag, Values)):
+                return
             if self.failure is not None:
                 raise PipelineError(self.failure)
             if peer in self._closed:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from zbkern.pipeline.transport.base import Transport
+from zbkern.pipeline.transport.base import Transport, total_tag
+from zbkern.pipeline.transport.framing import NormTotal
 from zbkern.pipeline.transport.mailbox import Note
 
 
@@ -47,13 +49,19 @@ class NormChain:
         place = ranks.index(transport.rank)
         end = max((at for at, rank in enumerate(ranks) if with_shards[rank]), default=len(ranks) - 1)
         before, after = ranks[:place][-1:], ranks[place + 1 :][:1]
-        self.transport, self._timeout = transport, timeout  # another one, of the same ranks, may take its place
+        self._timeout = timeout
         self._next = None if place == end else after[0] if place < end else before[0]
         self._sources = [(rank, "previous") for rank in before if place <= end]
         self._sources += [(rank, "later") for rank in after if place >= end]
+        self.use(transport)
         self.is_after_end = place > end
         self.counted = {name for rank in ranks[:place] for name in names[rank]}
         """The names of shared parameters that a rank before this one counts."""
+
+    def use(self, transport: Transport) -> None:
+        """From now on this one, of the same ranks."""
+        self.transport = transport
+        transport.passes_totals_to = [rank for rank, _ in self._sources]
 
     @property
     def ends_here(self) -> bool:
@@ -71,19 +79,18 @@ class NormChain:
 
     def total_is_here(self, step: int) -> bool:
         """Whether `receive_total` would return at once."""
-        return self.transport.ready(_tag("all", step))
+        return self.transport.ready(total_tag(step))
 
     def receive_total(self, step: int) -> Tensor:
-        """The sum of all ranks, from the next one; not where the chain ends."""
+        """The sum of all ranks, from the next one; not where the chain ends. fp64 [norms]."""
         assert self._next is not None
-        return self.transport.receive(self._next, _tag("all", step), self._timeout)
+        return torch.tensor(self.transport.receive(self._next, total_tag(step), self._timeout), dtype=torch.float64)
 
     def pass_back(self, step: int, total: Tensor) -> None:
-        """Sends the sum of all ranks to those that have sent theirs."""
-        for rank, _ in self._sources:
-            self.transport.send(rank, _tag("all", step), total)
+        """Where the chain ends: sends the sum of all ranks, which every rank passes on as soon as it arrives."""
+        self.transport.send_total(NormTotal(step, total.tolist()))
 
 
 def _tag(what: str, step: int) -> Note:
-    """Of a message with the sum of squares of the previous or later ranks, or of all, which answers both."""
+    """Of a message with the sum of squares of the previous or later ranks."""
     return Note(step, f"the squared gradient norm of {what} stages, optimizer step {step}")
