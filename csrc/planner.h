@@ -96,8 +96,10 @@ struct Measured {
 
 Measured measure(const Problem& problem, const Ordering& orders);
 
-// When each pass of every row begins and ends, without the W of fused backwards; empty when the orders cannot run.
-std::vector<std::vector<std::pair<Time, Time>>> timed(const Problem& problem, const Ordering& orders);
+// When the passes of every row begin, and when they end, without the W of fused backwards; empty when the orders cannot
+// run. In units of `scale`.
+std::vector<std::pair<std::vector<double>, std::vector<double>>> timed(const Problem& problem, const Ordering& orders,
+                                                                         double scale);
 
 // The rows with W that follow each other grouped by chunk; the W of a fused backward follows it.
 Rows grouped(const Ordering& orders);

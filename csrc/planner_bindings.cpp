@@ -105,7 +105,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.planning.planner, compiled.";
-  module.attr("version") = 10;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 11;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
              [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
                const Problem problem = problem_from(source);
@@ -124,7 +124,7 @@ PYBIND11_MODULE(_planner, module) {
     return py::make_tuple(found.cost, found.peaks);
   });
   module.def("timed", [](const py::object& source, const Rows& rows, const std::vector<int>& fused) {
-    return timed(problem_from(source), ordering_from(rows, fused));
+    return timed(problem_from(source), ordering_from(rows, fused), source.attr("time_scale").cast<double>());
   });
   module.def("grouped",
              [](const Rows& rows, const std::vector<int>& fused) { return grouped(ordering_from(rows, fused)); });

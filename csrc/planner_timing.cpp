@@ -19,22 +19,24 @@ Measured measure(const Problem& p, const Ordering& orders) {
   return found;
 }
 
-std::vector<std::vector<std::pair<Time, Time>>> timed(const Problem& p, const Ordering& orders) {
+std::vector<std::pair<std::vector<double>, std::vector<double>>> timed(const Problem& p, const Ordering& orders,
+                                                                         double scale) {
   const Passes passes(p, orders.fused);
   const int half = p.chunks * p.units;
   Ranks ranks(p);
   if (!ranks.follow(orders.rows, passes, std::vector<Time>(p.ranks, 0), kForever)) return {};
-  std::vector<std::vector<std::pair<Time, Time>>> found;
+  std::vector<std::pair<std::vector<double>, std::vector<double>>> found;
   for (const Row& row : orders.rows) {
-    std::vector<std::pair<Time, Time>> times;
+    std::vector<double> starts, ends;
     Time clock = 0;
     for (int pass : row) {
       const int input = passes.input[pass];
       const Time arrived = input < 0 ? 0 : ranks.end(input) + passes.lag[pass], start = std::max(clock, arrived);
       clock = ranks.end(pass);
-      if (pass < kWeight * half || !orders.fused[pass - kWeight * half]) times.push_back({start, clock});
+      if (pass < kWeight * half || !orders.fused[pass - kWeight * half])
+        starts.push_back(start / scale), ends.push_back(clock / scale);
     }
-    found.push_back(std::move(times));
+    found.push_back({std::move(starts), std::move(ends)});
   }
   return found;
 }

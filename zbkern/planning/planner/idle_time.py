@@ -68,7 +68,10 @@ def _causes(
 
     costs: of every slice of a microbatch.
     """
-    schedule, row, ends = timeline.schedule, timeline.events[rank], ends_of(timeline)
+    schedule, row = timeline.schedule, timeline.events[rank]
+    own_chunks = [chunk for chunk, owner in enumerate(schedule.placement) if owner == rank]
+    near = {schedule.placement[max(0, chunk - 1) : chunk + 2] for chunk in own_chunks}  # the ranks that it waits for
+    ends = ends_of(timeline, {owner for owners in near for owner in owners})
     memory = Memory(costs, static_of_ranks(costs[0], schedule.placement)[rank], schedule.actions[rank])
     limit = float("inf") if limits is None else limits[rank] * (1 + _ROUNDING)
     copies = bool(timeline.copies and timeline.copies[rank])

@@ -6,7 +6,10 @@ few microbatches becomes one for many by repeating that period: what takes long 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import repeat
 
 from zbkern.planning.planner import native
 from zbkern.planning.planner.problem import Ordering, Problem, Rows, actions_of
@@ -79,17 +82,29 @@ def _steady(row: Sequence[int], begin: int, length: int, period: int, few: int) 
     return None
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the garbage collector, which would look at a million new tuples again and again: half of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@uncollected()
 def timeline_of(orders: Ordering, problem: Problem, name: str) -> Timeline:
     """What `simulate` finds of these orders, by the compiled core: whole microbatches alone."""
     assert native.core is not None
     rows: Rows = native.core.grouped(orders.rows, orders.fused)
-    actions = tuple(actions_of(row, problem, orders.fused) for row in rows)
-    times = native.core.timed(problem, rows, orders.fused)
+    actions = actions_of(rows, problem, orders.fused)
     schedule = Schedule(actions, problem.placement, problem.microbatches, name).proven()
-    scale, costs = problem.time_scale, problem.costs
+    costs, times = problem.costs, native.core.timed(problem, rows, orders.fused)
     events = tuple(
-        tuple(Event(rank, action, start / scale, end / scale) for action, (start, end) in zip(row, spans, strict=True))
-        for rank, (row, spans) in enumerate(zip(actions, times, strict=True))
+        tuple(map(Event, repeat(rank), row, starts, ends))
+        for rank, (row, (starts, ends)) in enumerate(zip(actions, times, strict=True))
     )
     static = static_of_ranks(costs.per_chunk(problem.chunks), problem.placement)
     _, peaks = native.core.measure(problem, rows, orders.fused)

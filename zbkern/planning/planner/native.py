@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_VERSION = 10
+_VERSION = 11
 
 try:
     from zbkern import _planner as core

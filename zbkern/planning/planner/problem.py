@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import repeat
 from typing import NamedTuple
 
 from zbkern.planning.planner import native
@@ -255,21 +256,20 @@ def grouped(orders: Ordering) -> Ordering:
     return orders if native.core is None else replace(orders, rows=native.core.grouped(orders.rows, orders.fused))
 
 
-def actions_of(row: Sequence[int], problem: Problem, fused: Sequence[int]) -> tuple[Action, ...]:
-    """A row of numbers as actions."""
-    count, units = problem.chunks * problem.units, problem.units
-    order = order_of_backward(units, len(problem.slices))
-    found = []
-    for number in row:
-        kind, rest = divmod(number, count)
-        both = kind != FORWARD and fused[rest]
-        if not both or kind == BACKWARD:
-            chunk, place = divmod(rest, units)
-            found.append(Action("BW" if both else "FBW"[kind], chunk, place if kind == FORWARD else order[place]))
-    return tuple(found)
+def actions_of(rows: Rows, problem: Problem, fused: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
+    """Rows of numbers as actions."""
+    half, order = len(fused), order_of_backward(problem.units, len(problem.slices))
+    actions: list[Action | None] = []  # by number
+    for kind, units in (("F", range(problem.units)), ("B", order), ("W", order)):
+        for chunk in range(problem.chunks):
+            actions += map(Action, repeat(kind), repeat(chunk), units)
+    for at in (at for at, both in enumerate(fused) if both):
+        chunk, place = divmod(at, problem.units)
+        actions[half + at], actions[2 * half + at] = Action("BW", chunk, order[place]), None
+    return tuple(tuple(action for number in row if (action := actions[number])) for row in rows)
 
 
 def schedule_of(orders: Ordering, problem: Problem, name: str) -> Schedule:
     """Orders as a schedule, validated and with W grouped."""
-    rows = [actions_of(row, problem, orders.fused) for row in grouped(orders).rows]
+    rows = actions_of(grouped(orders).rows, problem, orders.fused)
     return Schedule.build(rows, problem.placement, problem.microbatches, name, problem.slices)

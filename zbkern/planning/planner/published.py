@@ -7,7 +7,7 @@ from functools import partial
 
 from zbkern import schedules
 from zbkern.planning.planner import native
-from zbkern.planning.planner.large import few_of, longer
+from zbkern.planning.planner.large import few_of, longer, uncollected
 from zbkern.planning.planner.problem import Ordering, grouped, ordering_of
 from zbkern.schedules.schedule import Schedule
 
@@ -28,8 +28,9 @@ class Published:
         few = microbatches if slices > 1 or native.core is None else few_of(placement, microbatches)
         for index, make in enumerate(generators_of(placement)):
             if index == len(made):
-                short = grouped(ordering_of(make(max(placement) + 1, few, slices=slices)))
-                made.append(longer(short, len(placement), few, microbatches))
+                with uncollected():
+                    short = grouped(ordering_of(make(max(placement) + 1, few, slices=slices)))
+                    made.append(longer(short, len(placement), few, microbatches))
             if (orders := made[index]) is not None:
                 yield orders
 

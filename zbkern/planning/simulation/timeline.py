@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -130,9 +130,10 @@ def _shifted(rows: Sequence[Sequence[Event]], first: float) -> tuple[tuple[Event
     return tuple(tuple(e._replace(start=e.start - first, end=e.end - first) for e in row) for row in rows)
 
 
-def ends_of(timeline: Timeline) -> dict[Result | None, float]:
-    """When each result of a chunk was there that others need."""
-    return {result(event.action): event.end for row in timeline.events for event in row}
+def ends_of(timeline: Timeline, ranks: Iterable[int] | None = None) -> dict[Result | None, float]:
+    """When each result of a chunk was there that others need; of these ranks' chunks alone, if they are given."""
+    rows = timeline.events if ranks is None else [timeline.events[rank] for rank in ranks]
+    return {result(event.action): event.end for row in rows for event in row}
 
 
 def arrival(
