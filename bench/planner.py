@@ -123,7 +123,7 @@ MECHANISMS: dict[str, tuple[Any, str, Any]] = {
     "refinement": (portfolio.Population, "_refined", _nothing),
     "patterns": (portfolio, "is_v", lambda _: False),
     "blocks": (portfolio.Population, "_block", _nothing),
-    "long annealing": (portfolio, "long_annealing", lambda _: False),
+    "long annealing": (portfolio, "SETTINGS", replace(portfolio.SETTINGS, long_chunks=10**6)),
     "several coolings": (portfolio, "SETTINGS", replace(portfolio.SETTINGS, coolings=((0.3, 3),))),
     "hot in small problems": (portfolio, "SETTINGS", replace(portfolio.SETTINGS, small=0)),
     "warm start": (portfolio, "warm_start", _nothing),

@@ -66,30 +66,41 @@ def warm_start(best: Incumbent) -> Ordering | None:
     return list_schedule(problem, tried[found[0][1]]) if found else None
 
 
+def first_pattern(best: Incumbent, passes: int) -> Pattern | None:
+    """The best of ZB-V's patterns with other counts, tried on at most so many passes; None but for a single V."""
+    if not is_v(best.problem):
+        return None
+    patterns = list(zb_v_patterns(best.problem))
+    trial, stride = _trial(best.problem, len(patterns), passes)
+    tried = takewhile(lambda pattern: best.budget.left > 0, patterns[::stride])
+    costs = [(found[0].cost, each) for each in tried if (found := search_patterns(trial, each)) is not None]
+    return min(costs)[1] if costs else None
+
+
 class Population:
-    """Annealing from several starts: in every round new ones join, all are annealed for a while, the best are kept.
+    """Annealing from several starts: in every round new ones join, all are annealed for a while, the best one is kept.
 
     What short annealing can reach depends on its start: with little memory, most lead to a steady state that is not the
-    best. With plenty of memory, or more than two chunks per rank, one long annealing from a high temperature reaches
-    more, and gets most of the time. In every other round it starts from the best pattern, whose steady state annealing
-    from a rule's orders does not reach. `SearchSettings` says what each is worth.
+    best, and that of a pattern is not reached from a rule's orders. With more than two chunks per rank one long
+    annealing from a high temperature reaches more, and gets most of the time. `SearchSettings` says what each is worth.
     """
 
     def __init__(self, best: Incumbent, pattern_passes: int) -> None:
         problem = self.problem = best.problem
-        self.best, self._patterns = best, PatternSearch(best, pattern_passes)
-        self._members: list[Ordering] = []
+        self.best, self._pattern = best, first_pattern(best, pattern_passes)
+        self._by_pattern: Ordering | None = None
+        self._member: Ordering | None = None  # the best of the last round
         self._changed: dict[int, tuple[Rule, int]] = {}  # what became of a candidate's rule, after how many tries
         best.offer(warm_start(best))
-        self._long = long_annealing(problem)
+        self._long = problem.chunks > SETTINGS.long_chunks * problem.ranks
 
     def round(self, passes: int, seed: int, rules: Sequence[tuple[int, Rule]]) -> None:
         """Runs about `passes` passes, and where there is a pattern a quarter as many in the search for a better one.
 
         rules: the best that are known.
         """
-        pattern, refined = self._patterns.round(passes // 4, seed), self._refined(rules, passes // 4, seed)
-        members = [pattern, *self._members, self.best.orders, refined]
+        pattern, refined = self._patterned(passes // 4, seed), self._refined(rules, passes // 4, seed)
+        members = [pattern, self._member, self.best.orders, refined]
         members += [self._block(passes // 8, 2 * seed + which) for which in range(2)]
         by_cost = {orders.cost: orders for orders in members if orders is not None}
         most = max(2, passes // (SETTINGS.least_runs * self.problem.passes))
@@ -99,11 +110,10 @@ class Population:
             cooling = SETTINGS.coolings[(seed + index) % len(SETTINGS.coolings)]
             distinct[index] = self._annealed(start, short, seed * 16 + index, cooling)
         if self._long and self.best.orders is not None:
-            start = self.best.orders if pattern is None or seed % 2 else distinct[0]
             small = self.problem.passes <= SETTINGS.small
             cooling = SETTINGS.hot_cooling if small else SETTINGS.long_cooling
-            distinct.append(self._annealed(start, passes, seed * 16 + 15, cooling))
-        self._members = sorted(distinct, key=lambda orders: orders.cost)[:1]
+            distinct.append(self._annealed(self.best.orders, passes, seed * 16 + 15, cooling))
+        self._member = min(distinct, key=lambda orders: orders.cost, default=None)
 
     def _annealed(self, start: Ordering, passes: int, seed: int, cooling: tuple[float, int]) -> Ordering:
         if self.best.over:
@@ -134,6 +144,21 @@ class Population:
                 self.best.offer(best)
         return best
 
+    def _patterned(self, passes: int, seed: int) -> Ordering | None:
+        """The best that attempts from the first pattern have found so far."""
+        moves = passes // (SETTINGS.temperatures * self.problem.passes)  # most are rejected before half of it has run
+        attempts = max(1, moves // (SETTINGS.pattern_moves * self.problem.ranks))
+        cooling = temperatures(self.problem, SETTINGS.pattern_temperature)
+        for attempt in range(attempts if moves else 0):
+            if self._pattern is None or self.best.over:
+                break
+            effort = self.best.effort(seed << 16 | attempt, cooling, 2 * moves // attempts, SETTINGS.pattern_spread)
+            found = search_patterns(self.problem, self._pattern, effort)
+            if found is not None and (self._by_pattern is None or found[0].cost < self._by_pattern.cost):
+                self._by_pattern = found[0]
+                self.best.offer(self._by_pattern)
+        return self._by_pattern
+
     def _block(self, passes: int, seed: int) -> Ordering | None:
         moves = passes // (SETTINGS.temperatures * self.problem.passes)
         if moves < 1 or self.best.over:
@@ -144,76 +169,9 @@ class Population:
         return found
 
 
-class PatternSearch:
-    """Patterns, for two chunks per rank in a V: ZB-V's with other counts, and what annealing makes of the best.
-
-    Does nothing where even the best pattern to start from is far from the best orders known, as with little memory.
-    """
-
-    def __init__(self, best: Incumbent, passes: int) -> None:
-        """passes: patterns are tried as a start on at most so many."""
-        self.problem, self._best = best.problem, best
-        self._found: tuple[Ordering, Pattern] | None = None
-        if is_v(self.problem):
-            self._begin(passes)
-        self._start = self._found
-
-    def _begin(self, passes: int) -> None:
-        patterns = list(zb_v_patterns(self.problem))
-        trial, stride = _trial(self.problem, len(patterns), passes)
-        tried = takewhile(lambda pattern: self._best.budget.left > 0, patterns[::stride])
-        found = [(each, search_patterns(trial, each)) for each in tried]
-        costs = [(result[0].cost, index) for index, (_, result) in enumerate(found) if result is not None]
-        for _, index in sorted(costs)[:2]:
-            self._add(search_patterns(self.problem, found[index][0]))
-        known = self._best.orders
-        if self._found is not None and known is not None and self._found[0].cost > SETTINGS.pattern_cutoff * known.cost:
-            self._found = None
-
-    def _add(self, found: tuple[Ordering, Pattern] | None) -> None:
-        if found is None:
-            return
-        self._best.offer(found[0])
-        if self._found is None or found[0].cost < self._found[0].cost:
-            self._found = found
-
-    def round(self, passes: int, seed: int) -> Ordering | None:
-        """Runs about `passes` passes: half in attempts from the first pattern, the others from the best so far."""
-        problem = self.problem
-        moves = passes // (SETTINGS.temperatures * problem.passes)  # most are rejected before half of it has run
-        attempts = max(1, moves // (SETTINGS.pattern_moves * problem.ranks))
-        for attempt in range(attempts + 1):
-            begin, some = (self._start, moves // attempts) if attempt < attempts else (self._found, moves)
-            if begin is None or some < 1 or self._best.over:
-                break
-            starts = SETTINGS.pattern_temperatures
-            cooling = temperatures(problem, starts[(seed + attempt) % len(starts)])
-            effort = self._best.effort(seed << 16 | attempt, cooling, some, SETTINGS.pattern_spread)
-            self._add(search_patterns(problem, begin[1], effort))
-        return self._found and self._found[0]
-
-
 def temperatures(problem: Problem, hot: float, cold: float = SETTINGS.end_temperature) -> list[int]:
     """Temperatures from `hot` to `cold`, which are in units of the mean length of a pass, in units of time."""
     passes = sum(sum(each.forward) + sum(each.backward) + sum(each.weight) for each in problem.by_chunk)
     mean = passes // (3 * problem.chunks * len(problem.slices))
     ratio = min(cold / hot, 1.0)
     return [int(mean * hot * ratio ** (step / (SETTINGS.temperatures - 1))) for step in range(SETTINGS.temperatures)]
-
-
-def long_annealing(problem: Problem) -> bool:
-    """Whether one long annealing from a high temperature takes most of a round."""
-    plenty = min(problem.limit) > SETTINGS.plenty * held_by_1f1b(problem)
-    return plenty or problem.chunks > 2 * problem.ranks
-
-
-def held_by_1f1b(problem: Problem) -> int:
-    """What 1F1B holds at most: as many microbatches as there are ranks, in all chunks of a rank.
-
-    With slices it holds as many of them, and the others of a microbatch.
-    """
-    slices = len(problem.slices)
-    of_microbatch = max(
-        sum(sum(problem.by_chunk[chunk].activation) for chunk in chunks) for chunks in problem.chunks_of
-    )
-    return (problem.ranks + slices - 1) * of_microbatch // slices

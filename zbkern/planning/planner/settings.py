@@ -47,17 +47,16 @@ class SearchSettings:
         *((0.3, 3), (0.25, 10), (1.0, 3), (0.15, 30)),
     )
     long_cooling: tuple[float, int] = (0.6, 10)
+    long_chunks: int = 2  # per rank; with more there is a long annealing, which takes most of a round
     hot_cooling: tuple[float, int] = (2.0, 1)  # in small problems, which leave local optima only so
     small: int = 400  # passes at most: four ranks, four chunks on each, and eight microbatches, say
-    plenty: float = 0.75  # times what 1F1B holds: with more memory there is a long annealing
     end_temperature: float = 0.02
     least_runs: int = 3_000  # of all passes for each start of a round, or there are fewer starts, two at least
     temperatures: int = 60  # from start to end
 
-    pattern_temperatures: tuple[float, ...] = (0.15, 0.25, 0.1, 0.5)  # at which the search for one starts, in turn
+    pattern_temperature: float = 0.15  # at which the search for a pattern starts
     pattern_spread: int = 2
     pattern_moves: int = 20  # per rank and temperature in one attempt; after that a new one finds more than going on
-    pattern_cutoff: float = 1.1  # patterns are dropped where the best of the first costs this many times the best known
 
     finish: tuple[float, float] = (0.01, 0.001)  # the first and the last temperature after every round
     finish_share: float = 0.25  # of the next round; where ranks are slower or faster, twice as long
