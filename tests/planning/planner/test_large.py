@@ -11,9 +11,9 @@ import pytest
 from zbkern import schedules
 from zbkern.pipeline import Costs, PlanOptions, Schedule, plan, simulate
 from zbkern.planning.planner import native, search
-from zbkern.planning.planner.large import few_of, longer, timeline_of
+from zbkern.planning.planner.annealing import timeline_of
 from zbkern.planning.planner.problem import Problem, grouped, ordering_of, schedule_of
-from zbkern.planning.planner.published import generators_of
+from zbkern.planning.planner.published import few_of, generators_of, longer
 
 pytestmark = pytest.mark.skipif(native.core is None, reason="needs the compiled search")
 

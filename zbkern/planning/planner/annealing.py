@@ -19,12 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import repeat
 
 from zbkern.planning.planner import native
-from zbkern.planning.planner.native import Effort
-from zbkern.planning.planner.problem import Ordering, Problem, schedule_of
+from zbkern.planning.planner.native import Effort, uncollected
+from zbkern.planning.planner.problem import Ordering, Problem, Rows, actions_of, schedule_of
 from zbkern.planning.simulation.memory import static_of_ranks
 from zbkern.planning.simulation.simulator import simulate
+from zbkern.planning.simulation.timeline import Timeline
+from zbkern.schedules.actions import Event
+from zbkern.schedules.schedule import Schedule
 
 
 def anneal(problem: Problem, start: Ordering, effort: Effort, samples: Sequence[Problem] = ()) -> Ordering:
@@ -69,3 +73,21 @@ def _simulated(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[f
     cost = timeline.makespan if problem.makespan else timeline.cost
     beside = [peak - always for peak, always in zip(timeline.peak_memory, static, strict=True)]
     return replace(orders, cost=round(cost * problem.time_scale)), [each * problem.memory_scale for each in beside]
+
+
+@uncollected()
+def timeline_of(orders: Ordering, problem: Problem, name: str) -> Timeline:
+    """What `simulate` finds of these orders, by the compiled core: whole microbatches alone."""
+    assert native.core is not None
+    rows: Rows = native.core.grouped(orders.rows, orders.fused)
+    actions = actions_of(rows, problem, orders.fused)
+    schedule = Schedule(actions, problem.placement, problem.microbatches, name).proven()
+    costs, times = problem.costs, native.core.timed(problem, rows, orders.fused)
+    events = tuple(
+        tuple(map(Event, repeat(rank), row, starts, ends))
+        for rank, (row, (starts, ends)) in enumerate(zip(actions, times, strict=True))
+    )
+    static = static_of_ranks(costs.per_chunk(problem.chunks), problem.placement)
+    _, peaks = native.core.measure(problem, rows, orders.fused)
+    held = tuple(peak / problem.memory_scale + always for peak, always in zip(peaks, static, strict=True))
+    return Timeline(schedule, events, held, unit=costs.time_unit or "", memory_unit=costs.memory_unit or "")

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbkern.planning.planner import native
+from zbkern.planning.planner.annealing import timeline_of
 from zbkern.planning.planner.arguments import DoesNotFit, PlanOptions, Request, Slices, placement_of, problem_of
 from zbkern.planning.planner.bounds import cost_bound
 from zbkern.planning.planner.idle_time import IdleTime, idle_time
 from zbkern.planning.planner.incumbents import ROUNDING, Budget
-from zbkern.planning.planner.large import MANY, timeline_of
 from zbkern.planning.planner.model_search import ModelSearch
 from zbkern.planning.planner.offload import MORE_MEMORY, fit, with_fused
 from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import schedule_of
-from zbkern.planning.planner.published import Published, generators_of
+from zbkern.planning.planner.published import MANY, Published, generators_of
 from zbkern.planning.planner.search import Search, choose, search_all
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.layers import ModelCosts

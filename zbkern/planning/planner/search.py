@@ -14,11 +14,10 @@ from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import anneal
 from zbkern.planning.planner.bounds import cost_bound
 from zbkern.planning.planner.incumbents import NEAR, ROUNDING, Budget, Incumbent
-from zbkern.planning.planner.large import MANY
 from zbkern.planning.planner.list_scheduler import Rule
 from zbkern.planning.planner.portfolio import SETTINGS, Population, add_serial, best_tried_rules, temperatures
 from zbkern.planning.planner.problem import Ordering, Problem
-from zbkern.planning.planner.published import Published
+from zbkern.planning.planner.published import MANY, Published
 from zbkern.planning.planner.steadiness import at_speeds, delayed
 
 _QUICK = 2  # published schedules of a V, made in no time; the others hold less, and take seconds with many ranks
