@@ -132,22 +132,18 @@ def _searched(request: Request) -> Plan:
     """The plan of an order that fits as it is: with each of some numbers of slices as if it were given, or one."""
     if request.slices != "auto":
         return _searched_slices(request)
-    objective, numbers = request.options.objective, _best_numbers(request)
-    limit = request.options.time_limit
+    numbers, limit = _best_numbers(request), request.options.time_limit
     options = replace(request.options, time_limit=None if limit is None else limit / (1 + len(numbers)))
-    best: Plan | None = None
+    plans: list[Plan] = []
     refused: list[ScheduleError] = []
-    for number in (*numbers, 1):
+    for number in (1, *numbers):
         try:
-            found = _searched_slices(replace(request, slices=number, options=options))
+            plans.append(_searched_slices(replace(request, slices=number, options=options)))
         except ScheduleError as error:
             refused.append(error)
-            continue
-        if best is None or getattr(found.timeline, objective) <= getattr(best.timeline, objective) * (1 + ROUNDING):
-            best = found
-    if best is None:
-        raise refused[-1]
-    return best
+    if not plans:
+        raise refused[0]
+    return min(plans, key=lambda each: getattr(each.timeline, options.objective))
 
 
 def _best_numbers(request: Request) -> list[int]:
