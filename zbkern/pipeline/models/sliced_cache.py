@@ -116,7 +116,7 @@ def arguments_of_slice(model: Any, side: dict[str, Any], carry: Any) -> dict[str
         if packed is not None:
             found["attention_mask"] = _packed_masks(model, packed, so_far, cache)
     if positions is None and "position_ids" in inspect.signature(model.forward).parameters and not _counts(model):
-        found["position_ids"] = torch.arange(carry.start, carry.end, device=model.device)[None]
+        found["position_ids"] = torch.arange(carry.start, carry.end, device=_first(model).device)[None]
     return found
 
 
@@ -133,7 +133,7 @@ def masks_of_pack(model: Any, side: dict[str, Any]) -> dict[str, Any]:
         return side
     if masking_utils.find_packed_sequence_indices(positions) is None:
         return side
-    like = torch.empty((*positions.shape, 1), dtype=model.dtype, device=positions.device)
+    like = torch.empty((*positions.shape, 1), dtype=_first(model).dtype, device=positions.device)
     how = model.config, like, None, None
     masks = masking_utils.create_masks_for_generate(*how, position_ids=positions)
     if masks is None:  # there are kinds of layers that it has no masks for
@@ -166,7 +166,7 @@ def _packed_masks(model: Any, packed: Tensor, so_far: Tensor, cache: SlicedCache
         return same(batch, head, query, key) & (so_far[batch, query] // chunk == so_far[batch, key] // chunk)
 
     positions = so_far[:, cache.get_seq_length() :]
-    like = torch.empty((*positions.shape, 1), dtype=model.dtype, device=positions.device)
+    like = torch.empty((*positions.shape, 1), dtype=_first(model).dtype, device=positions.device)
     how = model.config, like, None, cache
     masks = masking_utils.create_masks_for_generate(*how, and_mask_function=same)
     if masks is None:  # there are kinds of layers that it has no masks for
@@ -177,6 +177,11 @@ def _packed_masks(model: Any, packed: Tensor, so_far: Tensor, cache: SlicedCache
             *how, or_mask_function=causal, and_mask_function=same_chunk
         )
     return masks
+
+
+def _first(model: Any) -> Tensor:
+    """A parameter, for its dtype and device; where a chunk has the head alone, the model below it has none."""
+    return next(model.parameters(), torch.empty(0))
 
 
 def _heeds_packing(model: Any) -> bool:
