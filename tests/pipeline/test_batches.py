@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import zbkern
-from tests.support.chunks import results_on_threads
-from tests.support.sequences import one_process
-from zbkern.pipeline import Costs, Pipeline, PlannedBatches, cut, schedules, token_loss
+from zbkern.pipeline import Costs, PlannedBatches
 from zbkern.planning.planner import native
 
 pytestmark = pytest.mark.skipif(native.core is None, reason="the planner's search is not compiled")
@@ -42,45 +36,6 @@ def dataset_of(count: int, longest: int = 120, labelled: float = 1.0) -> list[di
         labels = [token if generator.random() < labelled else -100 for token in tokens]
         found.append({"input_ids": tokens, "labels": labels})
     return found
-
-
-def llama() -> Any:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 4}
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=VOCABULARY)
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).double().train()
-
-
-@pytest.mark.parametrize(("labelled", "limit"), [(1.0, None), (0.5, 12.0)])
-def test_steps_equal_one_process(labelled: float, limit: float | None) -> None:
-    dataset, model = dataset_of(24, labelled=labelled), llama()
-    own = {"sequences": 8, "multiple": 8, "memory_limit": limit}
-    seen: list[list[int]] = []
-    plain = copy.deepcopy(model)
-    expected = [
-        one_process(plain, [dataset[number] for number in batch.sequences])
-        for batch in PlannedBatches(dataset, COSTS, 2, **own)  # type: ignore[arg-type]
-    ]
-
-    def train(transport: Any) -> tuple[list[float], list[nn.Module]]:
-        schedule = schedules.zb_v(2, 2)
-        chunks = [zbkern.convert(chunk) for chunk in cut(copy.deepcopy(model), schedule, rank=transport.rank)]
-        losses = []
-        with Pipeline(chunks, schedule, token_loss, transport) as pipe:
-            for batch in PlannedBatches(dataset, COSTS, 2, **own):  # type: ignore[arg-type]
-                loss = pipe.step(batch.inputs, batch.targets, batch.side, schedule=batch.plan.schedule)
-                if loss is not None:
-                    losses.append(loss.item())
-                    seen.append(batch.sequences)
-        return losses, chunks
-
-    (losses, first), (_, second) = results_on_threads(2, train)
-    assert losses == pytest.approx(expected, rel=1e-6)  # Llama computes its norms and positions in float32
-    assert sorted(number for sequences in seen for number in sequences) == list(range(24))
-    gradients = {name: p.grad for chunk in (*first, *second) for name, p in chunk.named_parameters()}
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_both_packs_and_slices_are_in_these_steps() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zbkern
-from tests.support.chunks import gradients_of, results_on_threads, step_and_evaluate
+from tests.support.chunks import results_on_threads
 from tests.support.small_models import batch, make, transformers
 from zbkern.pipeline import (
     LayerCosts,
@@ -21,7 +21,6 @@ from zbkern.pipeline import (
     Optimizer,
     Pipeline,
     PlanOptions,
-    Schedule,
     checkpoint,
     cut,
     layers_of,
@@ -32,18 +31,6 @@ from zbkern.pipeline import (
 )
 from zbkern.pipeline.transport.local import LocalTransport
 
-MORE = ("qwen3", "mixtral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3")
-FAMILIES = ["llama", "qwen3_moe", "gpt2", *(pytest.param(family, marks=pytest.mark.slow) for family in MORE)]
-
-
-def plain(model: nn.Module) -> Tensor:
-    """The mean loss over all labelled tokens in one process; leaves gradients."""
-    tokens, mask, labels = batch()
-    logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
-    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-    loss.backward()
-    return loss.detach()
-
 
 @pytest.mark.parametrize("mode", [True, False])
 def test_chunks_are_in_the_mode_of_their_model(mode: bool) -> None:
@@ -51,44 +38,6 @@ def test_chunks_are_in_the_mode_of_their_model(mode: bool) -> None:
     assert {module.training for module in chunk.modules()} == {mode}
     with pytest.raises(Exception, match="cut: the model goes on in another chunk: call the chunk"):
         chunk.whole(batch()[0])
-
-
-def check(family: str, schedule: Schedule, partition: Sequence[float] | str | None = None) -> None:
-    model = make(family)
-    tokens, mask, labels = batch()
-    arguments = tokens, token_targets(labels, schedule.microbatches), {"attention_mask": mask}
-    losses, chunks = step_and_evaluate(model, schedule, partition, token_loss, *arguments)
-    expected = plain(model)
-    for loss in losses:
-        torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-6, atol=1e-6)
-    gradients = gradients_of(chunks)
-    wanted = dict(model.named_parameters(remove_duplicate=False))
-    assert gradients.keys() == wanted.keys()
-    for name, parameter in wanted.items():
-        if parameter.grad is not None:
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=2e-6, msg=name)
-    assert {n for chunk in chunks for n in chunk.layer_names} == {layer.name for layer in layers_of(model)}
-    held = [name for chunk in chunks for name in dict(chunk.named_parameters()).keys() - {*chunk.shared_names.values()}]
-    assert len(held) == len({*held}), "a parameter in two chunks"
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_equal_one_process(family: str) -> None:
-    check(family, schedules.zb_h1(2, 4))
-
-
-@pytest.mark.parametrize(
-    ("name", "stages", "partition"),
-    [
-        *(("one_f_one_b", 2, partition) for partition in ([0, 1], [0, 5], [0, 6], "Ettt|tL")),
-        ("zb_h1", 4, None),
-        ("zb_v", 2, None),
-    ],
-    ids=str,
-)
-def test_any_partition_of_tied_embeddings(name: str, stages: int, partition: Sequence[int] | str | None) -> None:
-    """An embedding alone, norm and head alone, a head alone; four ranks; both ends on one rank."""
-    check("llama", getattr(schedules, name)(stages, 4), partition)
 
 
 def test_a_plan_brings_its_partition() -> None:

@@ -1,0 +1,235 @@
+"""Models of the transformers library that `cut` has cut: random cases against the library's own in one process.
+
+Every family of decoders, with padded and packed rows, in slices, within blocks, with load-balancing losses, recomputed
+and offloaded, in float64 throughout; and `full_weights` afterwards. Every slow run has another seed, which an error
+names, for ZBKERN_SEED.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import time
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbkern
+from tests.support.chunks import gradients_of, results_on_threads
+from tests.support.in_float64 import InFloat64
+from tests.support.saving import saved_in_turn, with_actions
+from tests.support.small_models import DECODER, DECODERS, config_of, make, transformers
+from zbkern.pipeline import (
+    Optimizer,
+    Pipeline,
+    StepOptions,
+    cut,
+    full_weights,
+    layers_of,
+    schedules,
+    token_loss,
+    token_targets,
+)
+from zbkern.pipeline.models.deferred_logits import DeferredLogits
+from zbkern.pipeline.transport.local import LocalTransport
+
+MORE = {  # whose norms stand elsewhere, or which do something after the head
+    "olmo2": ("Olmo2", DECODER),
+    "mistral": ("Mistral", DECODERS["qwen3"][1]),
+    "granite": ("Granite", {**DECODER, "residual_multiplier": 0.22, "logits_scaling": 2.0}),
+    "cohere": ("Cohere", {**DECODER, "logit_scale": 0.3}),
+    "gemma2_capped": ("Gemma2", {**DECODER, "head_dim": 8, "final_logit_softcapping": 0.7}),
+    "phi": ("Phi", {**DECODER, "tie_word_embeddings": False, "resid_pdrop": 0.0}),  # a bias in its head
+}
+FAMILIES = [*DECODERS, *MORE]
+FAST = ("llama", "gpt2", "qwen3_moe", "gemma3", "gpt_oss")
+ROUTED = ("mixtral", "qwen3_moe", "gpt_oss")
+MAKE_NO_MASKS = ("gpt_oss", "opt")  # of positions that begin anew: packed sequences would see each other
+ONE_CHUNK = ("zamba2",)  # whose blocks use embeddings
+LINEAR_HEAD = ("llama", "qwen3", "gemma2", *MORE)  # which is not computed: the loss takes its input
+ROWS, LENGTH, PACKED, COEFFICIENT = 4, 24, (7, 11, 6), 0.7
+PUBLISHED = ("zb_h1", "zb_v", "one_f_one_b", "interleaved_zero_bubble")
+
+
+class Case:
+    def __init__(self, rng: random.Random, family: str) -> None:
+        self.rng, self.family = rng, family
+        self.model = model_of(family)
+        self.balanced = family in ROUTED and rng.random() < 0.6
+        if self.balanced:
+            self.model.config.output_router_logits = True
+            self.model.router_aux_loss_coef = COEFFICIENT
+        self.rows = rng.choice(["plain", "right", "left", "packed"])
+        self.slices = rng.choice([1, 1, 2, 3, (5, 19), (3, 2, 5, 2)])
+        ranks = 1 if family in ONE_CHUNK else rng.choice([1, 2, 2, 4])
+        name = "zb_h1" if family in ONE_CHUNK else rng.choice(PUBLISHED[: 4 if ranks < 4 else 1])
+        schedule = getattr(schedules, name)(ranks, rng.choice([2, 4]), slices=self.slices)
+        self.saved = rng.choice([(), (), ("recomputed", None), ("copied", "recomputed", None)])
+        self.schedule = with_actions(schedule, saved_in_turn(*self.saved)) if self.saved else schedule
+        self.partition = self.random_partition(len(schedule.placement)) if rng.random() < 0.6 else None
+        parts = ("*.layers.*",) if self.partition is None and family not in ("gpt2", "opt") else ()
+        self.options = StepOptions(recompute=rng.choice([(), parts]))
+        self.checkpointed = self.slices == 1 and rng.random() < 0.2
+        if self.checkpointed:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.converted = rng.random() < 0.7
+        self.given = rng.choice(["tensors", "a mapping", "microbatches", "side"])  # as collators make batches
+
+    def random_partition(self, chunks: int) -> list[float]:
+        """Where chunks begin, also between attention and MLP."""
+        halves = {
+            layer.name.removesuffix(":mlp") for layer in layers_of(self.model, halves=True) if ":mlp" in layer.name
+        }
+        whole = [*range(1, len(layers_of(self.model)))]
+        names = [layer.name for layer in layers_of(self.model)]
+        starts = whole + [number + 0.5 for number in whole if names[number] in halves]
+        return [0, *sorted(self.rng.sample(starts, chunks - 1))]
+
+    def describe(self) -> str:
+        told = {name: value for name, value in vars(self).items() if name not in ("model", "rng", "schedule")}
+        return f"{told}\n{self.schedule}"
+
+
+def model_of(family: str) -> Any:
+    if family in DECODERS:
+        return make(family)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config_of(*MORE[family])).double().train()
+
+
+def batch(kind: str) -> tuple[dict[str, Tensor], Tensor]:
+    """plain; padded on the right or on the left; or three sequences packed into each row."""
+    torch.manual_seed(1)
+    tokens = torch.randint(3, 61, (ROWS, LENGTH))
+    if kind == "plain":
+        return {"input_ids": tokens}, tokens
+    if kind == "packed":
+        ends = [torch.arange(count) for count in PACKED]
+        return {"input_ids": tokens, "position_ids": torch.cat(ends).expand(ROWS, LENGTH).contiguous()}, tokens
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    mask[1, 15:] = mask[3, 6:] = 0
+    counted = mask
+    if kind == "left":
+        mask = mask.flip(1)
+        counted = mask * mask.roll(1, 1)  # what padding predicts is of no account
+    return {"input_ids": tokens, "attention_mask": mask}, tokens.masked_fill(counted == 0, -100)
+
+
+def in_microbatches(arguments: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    parts = {name: value.chunk(count) for name, value in arguments.items()}
+    return [{name: value[number] for name, value in parts.items()} for number in range(count)]
+
+
+def plainly(case: Case, model: Any, arguments: dict[str, Tensor], targets: Any) -> tuple[float, float]:
+    """The losses of the library in one process, and gradients in the model."""
+    count, found = len(targets), [0.0, 0.0]
+    apart = case.rows == "packed" and case.family in MAKE_NO_MASKS
+    for part, target in zip(in_microbatches(arguments, count), targets, strict=True):
+        every = part["input_ids"].split(PACKED, 1) if apart and not case.balanced else ()
+        balance: Any = 0.0
+        if every:
+            logits = torch.cat([model(input_ids=tokens, use_cache=False).logits for tokens in every], 1)
+        else:
+            outputs = model(**part, use_cache=False)
+            logits = outputs.logits
+            balance = COEFFICIENT * outputs.aux_loss if case.balanced else 0.0
+        loss = token_loss(logits, target)
+        ((loss + balance) / count).backward()
+        found = [found[0] + loss.item() / count, found[1] + float(balance) / count]
+    return found[0], found[1]
+
+
+def given_by(case: Case, arguments: dict[str, Tensor]) -> tuple[Any, Any]:
+    """inputs and side."""
+    if case.given == "a mapping":
+        return UserDict(arguments), None  # as BatchEncoding is
+    if case.given == "microbatches":
+        return in_microbatches(arguments, case.schedule.microbatches), None
+    own = {"input_ids"} if case.given == "side" else set(arguments)
+    inputs = {name: value for name, value in arguments.items() if name in own}
+    return inputs, {name: value for name, value in arguments.items() if name not in own} or None
+
+
+def without_logits(logits: Any, targets: Any) -> Tensor:
+    assert type(logits) is DeferredLogits
+    return token_loss(logits, targets)
+
+
+without_logits.takes_deferred_logits, without_logits.reduction = True, "sum"  # type: ignore[attr-defined]
+
+
+def pipelined(case: Case, arguments: dict[str, Tensor], targets: Any) -> list[Any]:
+    """By rank: losses and what was added to them, of a step and an evaluation, chunks, and full weights after it."""
+
+    def of_rank(transport: LocalTransport) -> Any:
+        chunks = cut(copy.deepcopy(case.model), case.schedule, case.partition, rank=transport.rank)
+        modules = [*map(zbkern.convert, chunks)] if case.converted else chunks
+        with (
+            InFloat64(),
+            Pipeline(modules, case.schedule, token_loss, transport, timeout=60, options=case.options) as pipe,
+        ):
+            optimizer = Optimizer(torch.optim.SGD(nn.ModuleList(chunks).parameters(), lr=0.5), pipe)
+            inputs, side = given_by(case, arguments)
+            losses = [
+                (None if loss is None else loss.item(), pipe.auxiliary_losses())
+                for loss in (call(inputs, targets, side) for call in (pipe.step, pipe.evaluate))
+            ]
+            gradients = {name: None if p is None else p.clone() for name, p in gradients_of(chunks).items()}
+            optimizer.step()
+            return losses, chunks, gradients, [(name, tensor.clone()) for name, tensor in full_weights(pipe)]
+
+    return results_on_threads(case.schedule.ranks, of_rank)
+
+
+def check(case: Case) -> None:
+    model, (arguments, labels) = copy.deepcopy(case.model), batch(case.rows)
+    if case.balanced and case.rows == "packed" and case.family in MAKE_NO_MASKS:
+        arguments.pop("position_ids")
+    targets = token_targets(labels, case.schedule.microbatches)
+    with InFloat64():
+        loss, balance = plainly(case, model, arguments, targets)
+    found = pipelined(case, arguments, targets)
+    for losses, *_ in found:
+        for own, added in losses:
+            assert own is None or own == pytest.approx(loss, rel=1e-9)
+            assert added == pytest.approx({"router_aux_loss": balance} if case.balanced else {}, rel=1e-9)
+    gradients = {name: gradient for _, _, own, _ in found for name, gradient in own.items()}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    assert gradients.keys() == named.keys()
+    largest = max(p.grad.abs().max().item() for p in named.values() if p.grad is not None)
+    for name, parameter in named.items():
+        if parameter.grad is not None:
+            assert (gradients[name] - parameter.grad).abs().max().item() < 1e-9 * largest, name
+    chunks = [chunk for _, own, *_ in found for chunk in own]
+    held = [name for chunk in chunks for name in dict(chunk.named_parameters()).keys() - {*chunk.shared_names.values()}]
+    assert len(held) == len({*held}), "a parameter is in two chunks"
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    for *_, weights in found:
+        assert len(weights) == len(dict(weights)) == len(dict(found[0][3])), "a tensor comes twice"
+        for name, tensor in weights:
+            if name in named:  # experts are in the files under other names
+                torch.testing.assert_close(tensor, named[name].detach(), rtol=1e-8, atol=1e-8, msg=name)
+
+
+def check_all(family: str, seed: int, count: int) -> None:
+    for number in range(count):
+        case = Case(random.Random(f"{seed} {number} {family}"), family)
+        try:
+            check(case)
+        except BaseException as error:
+            raise AssertionError(f"ZBKERN_SEED={seed}, {family}, number {number}:\n{case.describe()}") from error
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cut_models_train_as_the_librarys_own(family: str) -> None:
+    check_all(family, int(os.environ.get("ZBKERN_SEED", 0)), 4 if family in FAST else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_more_cut_models(family: str) -> None:
+    check_all(family, int(os.environ.get("ZBKERN_SEED", time.time_ns())), 10)
