@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from tests.support.chunks import results_on_threads
@@ -41,6 +42,35 @@ class Late(torch.optim.Optimizer):
             parameter -= self.param_groups[0]["lr"] * direction
 
 
+class Attributes(torch.optim.Optimizer):
+    """Counts on itself, keeps tensors in attributes, in nested ones too, some of which come with the first step."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1, "history": [], "scale": torch.ones(())})
+        self.steps = 0
+        self.velocity = [torch.zeros_like(parameter) for parameter in parameters]
+        self.nested = {"moments": {"largest": torch.zeros(())}, "seen": [0, (1, 2)]}
+        self.alias = self.nested["moments"]["largest"]
+        self.same_list = self.velocity
+        self.params = parameters
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        self.steps += 1
+        group["history"].append(self.steps)
+        group["scale"].mul_(0.9)
+        self.late = getattr(self, "late", 0) + len(group["history"])
+        for index, parameter in enumerate(self.params):
+            assert parameter is group["params"][index], "the parameters were copied, too"
+            assert self.same_list is self.velocity, "two names of one list became two lists"
+            self.velocity[index].mul_(0.5).add_(parameter.grad)
+            self.nested["moments"]["largest"].copy_(torch.maximum(self.alias, parameter.grad.abs().max()))
+            self.nested["seen"][0] += 1
+            rate = group["lr"] * group["scale"] / (self.steps + self.late + self.nested["seen"][0] / 10)
+            parameter -= rate * self.velocity[index] / (1 + self.alias)
+
+
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
@@ -61,13 +91,45 @@ OPTIMIZERS: dict[str, Make] = {
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
     "muon": lambda p: torch.optim.Muon(p, lr=0.01, weight_decay=0.1),
     "late": Late,
+    "attributes": Attributes,
 }
+
+
+def warmed_up(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 9)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),  # moves the betas, too
+    "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "sequence": warmed_up,
+}
+
+
+class FlatBuffer:
+    """As a distributed optimizer keeps gradients: one fp32 tensor with those of all weights, and views of it."""
+
+    def __init__(self, weights: list[nn.Parameter], detached: bool) -> None:
+        self.flat = torch.zeros(sum(weight.numel() for weight in weights))
+        self.weights = weights
+        parts = self.flat.split([weight.numel() for weight in weights])
+        for weight, part in zip(weights, parts, strict=True):
+            view = part.view(weight.shape)
+            weight.main_grad = view.data if detached else view  # .data has a version counter of its own
+        self.places = [weight.main_grad.data_ptr() for weight in weights]
+
+    def check(self) -> None:
+        assert [weight.main_grad.data_ptr() for weight in self.weights] == self.places, "a view was replaced"
+        assert all(weight.grad is None for weight in self.weights), "a backward would add to the buffer by .grad, too"
 
 
 class Case:
     """Ranks with random gradients; on some ranks and steps they are large, or not finite.
 
     by_turns: the first and the last parameter have a gradient every other step only, as experts without tokens.
+    flat: backwards add to a buffer, which is zeroed "by hand" or "by the optimizer".
     """
 
     def __init__(
@@ -80,10 +142,12 @@ class Case:
         schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         shapes: tuple[tuple[int, ...], ...] = SHAPES,
         by_turns: bool = False,
+        flat: str | None = None,
     ) -> None:
         self.ranks, self.steps, self.forced = ranks, steps, forced
         self.make, self.dtype = make, dtype
-        self.schedule, self.shapes, self.by_turns = schedule, shapes, by_turns
+        self.schedule, self.shapes, self.by_turns, self.flat = schedule, shapes, by_turns, flat
+        self.buffers: dict[int, FlatBuffer] = {}
 
     def weights(self, rank: int) -> list[nn.Parameter]:
         generator = torch.Generator().manual_seed(rank)
@@ -102,12 +166,19 @@ class Case:
 
     def backward(self, weights: list[nn.Parameter], rank: int, step: int) -> None:
         """Gives the weights of a rank their gradients."""
+        if self.flat:
+            self.buffers[rank].check()
         for parameter, gradient in zip(weights, self.gradients(rank, step), strict=True):
-            parameter.grad = gradient
+            if not self.flat:
+                parameter.grad = gradient
+            elif gradient is not None:
+                parameter.main_grad += gradient
 
     def clear(self, optimizer: Optimizer, rank: int) -> None:
         """Clears the gradients of a rank."""
-        optimizer.zero_grad()
+        if self.flat:
+            self.buffers[rank].check()
+        self.buffers[rank].flat.zero_() if self.flat == "by hand" else optimizer.zero_grad()
 
     def learning_rate(self, step: int, base: float) -> float:
         return base * (1 - 0.05 * step)
@@ -160,6 +231,8 @@ def train_rank(
 
     def make() -> tuple[list[nn.Parameter], Optimizer, LRScheduler | None]:
         weights = case.weights(rank)
+        if case.flat:
+            case.buffers[rank] = FlatBuffer(weights, detached=case.flat != "by hand")
         optimizer = Optimizer(case.make(weights), transport, **options)
         if attach is not None:
             attach(optimizer, weights, rank)

@@ -10,52 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.chunks import results_on_threads
-from tests.support.optimizer_cases import Case, ours
-from tests.support.same import assert_same
 from zbkern.pipeline import checkpoint
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.local import LocalTransport
-
-FORCED = {(2, 0): 3.0, (2, 2): float("nan"), (2, 3): 9.0, (1, 5): float("inf"), (2, 6): 4.0}
-
-
-class Homemade(torch.optim.Optimizer):
-    """Counts on itself, keeps tensors in attributes, in nested ones too, some of which come with the first step."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 0.1, "history": [], "scale": torch.ones(())})
-        self.steps = 0
-        self.velocity = [torch.zeros_like(parameter) for parameter in parameters]
-        self.nested = {"moments": {"largest": torch.zeros(())}, "seen": [0, (1, 2)]}
-        self.alias = self.nested["moments"]["largest"]
-        self.same_list = self.velocity
-        self.params = parameters
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        group = self.param_groups[0]
-        self.steps += 1
-        group["history"].append(self.steps)
-        group["scale"].mul_(0.9)
-        self.late = getattr(self, "late", 0) + len(group["history"])
-        for index, parameter in enumerate(self.params):
-            assert parameter is group["params"][index], "the parameters were copied, too"
-            assert self.same_list is self.velocity, "two names of one list became two lists"
-            self.velocity[index].mul_(0.5).add_(parameter.grad)
-            self.nested["moments"]["largest"].copy_(torch.maximum(self.alias, parameter.grad.abs().max()))
-            self.nested["seen"][0] += 1
-            rate = group["lr"] * group["scale"] / (self.steps + self.late + self.nested["seen"][0] / 10)
-            parameter -= rate * self.velocity[index] / (1 + self.alias)
-
-
-def test_attributes_are_taken_back() -> None:
-    case = Case(3, 9, FORCED, Homemade)
-    history, _, optimizers = ours(case, adaptive=False)
-    expected, _, waited = ours(case, undo=None)
-    assert [o.undone for o in optimizers] == [5, 4, 0]
-    assert_same(history, expected)
-    names = ("steps", "late", "velocity", "nested", "alias")
-    assert_same(*([[getattr(o.optimizer, name) for name in names] for o in each] for each in (optimizers, waited)))
 
 
 class Holding(torch.optim.SGD):

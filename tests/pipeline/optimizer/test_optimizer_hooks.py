@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -10,58 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.chunks import results_on_threads
-from tests.support.optimizer_cases import OPTIMIZERS, Case, ours
 from tests.support.same import assert_same
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.local import LocalTransport
-
-FORCED = {(2, 1): 3.0, (2, 3): math.nan, (1, 4): 2.0, (2, 6): math.inf, (2, 7): 9.0}
-STEPS = 10
-
-Seen = list[tuple[Any, ...]]
-
-
-def watch(case: Case, before: bool, after: bool, **options: Any) -> tuple[list[Seen], list[Optimizer]]:
-    """What hooks on every rank saw: weights, gradients and the learning rate, and their running mean of weights."""
-    seen: list[Seen] = [[] for _ in range(case.ranks)]
-
-    def attach(optimizer: Optimizer, weights: list[nn.Parameter], rank: int) -> None:
-        inner, mean = optimizer.optimizer, [weight.detach().clone() for weight in weights]
-
-        def hook(when: str) -> Any:
-            def call(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-                assert optimizer is inner
-                assert (args, kwargs) == ((inner,), {})
-                if when == "after":
-                    for average, weight in zip(mean, weights, strict=True):
-                        average.lerp_(weight.detach(), 0.1)
-                held = [parameter for group in inner.param_groups for parameter in group["params"]]
-                values = [*weights, *[parameter.grad for parameter in held], *mean]
-                seen[rank].append((when, inner.param_groups[0]["lr"], [value.detach().clone() for value in values]))
-
-            return call
-
-        if before:
-            optimizer.register_step_pre_hook(hook("before"))
-        if after:
-            inner.register_step_post_hook(hook("after"))
-
-    return seen, ours(case, attach=attach, **options)[2]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("undo", ["snapshot", "inverse"])
-def test_hooks_see_what_a_synchronous_step_shows_them(undo: str, before: bool, after: bool, dtype: torch.dtype) -> None:
-    case = Case(3, STEPS, FORCED, OPTIMIZERS["adamw foreach"], dtype)
-    found, optimizers = watch(case, before, after, undo=undo, adaptive=False)
-    waited, _ = watch(case, before, after, undo=None)
-    assert [o.undone for o in optimizers] == [0, 0, 0]
-    for seen, expected in zip(found, waited, strict=True):
-        assert len(seen) == (STEPS - 2) * (before + after)  # two steps were skipped
-        for (when, rate, values), (also_when, also_rate, others) in zip(seen, expected, strict=True):
-            assert (when, rate) == (also_when, also_rate)
-            assert_same(values, others)
 
 
 def test_hooks_may_be_removed_and_added_while_a_step_is_pending() -> None:

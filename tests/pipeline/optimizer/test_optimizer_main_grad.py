@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,71 +10,13 @@ from torch import Tensor, nn
 
 import zbkern
 from tests.support.chunks import results_on_threads
-from tests.support.optimizer_cases import OPTIMIZERS, Case, clip_in_float64, ours, plain_loop
+from tests.support.optimizer_cases import FlatBuffer, clip_in_float64
 from zbkern.pipeline import Pipeline, schedules
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.local import LocalTransport
 
 STEPS = 20
 FORCED = {(1, step): (3.0, math.inf, math.nan)[step % 3] for step in range(2, STEPS, 4)} | {(0, 5): 3.0, (0, 17): 3.0}
-
-
-class FlatBuffer:
-    """As a distributed optimizer keeps them: one fp32 tensor with the gradients of all weights, and views of it."""
-
-    def __init__(self, weights: list[nn.Parameter], detached: bool) -> None:
-        self.flat = torch.zeros(sum(weight.numel() for weight in weights))
-        self.weights = weights
-        parts = self.flat.split([weight.numel() for weight in weights])
-        for weight, part in zip(weights, parts, strict=True):
-            view = part.view(weight.shape)
-            weight.main_grad = view.data if detached else view  # .data has a version counter of its own
-        self.places = [weight.main_grad.data_ptr() for weight in weights]
-
-    def check(self) -> None:
-        assert [weight.main_grad.data_ptr() for weight in self.weights] == self.places, "a view was replaced"
-        assert all(weight.grad is None for weight in self.weights), "a backward would add to the buffer by .grad, too"
-
-
-class FlatCase(Case):
-    """Whose backwards add to the buffers, which are zeroed by hand or by the Optimizer."""
-
-    def __init__(self, by_hand: bool, detached: bool, *args: Any) -> None:
-        super().__init__(*args)
-        self.by_hand, self.detached = by_hand, detached
-        self.buffers: dict[int, FlatBuffer] = {}
-
-    def attach(self, optimizer: Optimizer, weights: list[nn.Parameter], rank: int) -> None:
-        self.buffers[rank] = FlatBuffer(weights, self.detached)
-
-    def backward(self, weights: list[nn.Parameter], rank: int, step: int) -> None:
-        self.buffers[rank].check()
-        for weight, gradient in zip(weights, self.gradients(rank, step), strict=True):
-            weight.main_grad += gradient
-
-    def clear(self, optimizer: Optimizer, rank: int) -> None:
-        self.buffers[rank].check()
-        self.buffers[rank].flat.zero_() if self.by_hand else optimizer.zero_grad()
-
-    def learning_rate(self, step: int, base: float) -> float:
-        return base * (1 - 0.01 * step)
-
-
-@pytest.mark.parametrize(("detached", "by_hand"), [(False, True), (True, False)])
-@pytest.mark.parametrize("undo", ["snapshot", "inverse", None])
-@pytest.mark.parametrize(
-    ("make", "dtype"),
-    [("adamw foreach", torch.float32), ("adamw foreach", torch.bfloat16), ("adamw fused", torch.float16)],
-)
-def test_a_flat_buffer_is_zeroed_every_step(
-    make: str, dtype: torch.dtype, undo: str | None, detached: bool, by_hand: bool
-) -> None:
-    case = FlatCase(by_hand, detached, 2, STEPS, FORCED, OPTIMIZERS[make], dtype)
-    expected, _ = plain_loop(case, clip_in_float64)
-    history, _, optimizers = ours(case, attach=case.attach, undo=undo, adaptive=False)
-    assert [o.undone for o in optimizers] == [len([1 for rank, _ in FORCED if rank == 1]) if undo else 0, 0]
-    tolerance = 1e-4 if undo == "inverse" else 0
-    torch.testing.assert_close(history, expected, rtol=tolerance, atol=tolerance)
 
 
 def make_stages() -> list[nn.Module]:

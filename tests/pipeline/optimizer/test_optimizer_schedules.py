@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,41 +11,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.support.chunks import results_on_threads
-from tests.support.optimizer_cases import OPTIMIZERS, Case, clip_in_float64, ours, plain_loop
-from tests.support.same import assert_same
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.local import LocalTransport
-
-Schedule = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
-
-
-def warmed_up(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 9)]
-    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
-
-
-SCHEDULES: dict[str, Schedule] = {
-    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
-    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),  # moves the betas, too
-    "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "sequence": warmed_up,
-}
-FORCED = {(3, 1): 3.0, (2, 3): math.nan, (3, 5): 9.0, (1, 6): math.inf, (3, 8): 4.0}
-
-
-@pytest.mark.filterwarnings("error", "ignore:The epoch parameter")  # of torch 2.8's own SequentialLR
-@pytest.mark.parametrize("undo", ["snapshot", None])
-@pytest.mark.parametrize("make", ["adamw foreach", "adamw fused", "sgd momentum", "masters"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_step_has_its_own_rate(schedule: str, make: str, undo: str | None) -> None:
-    """Bit for bit as one process with torch's optimizer and the same schedule, through steps that are done again."""
-    case = Case(4, 10, FORCED, OPTIMIZERS.get(make, OPTIMIZERS["adamw foreach"]), schedule=SCHEDULES[schedule])
-    if make == "masters":
-        case.dtype, case.forced = torch.bfloat16, dict.fromkeys(FORCED, math.inf)  # clipping rounds what is bf16
-    expected, _ = plain_loop(case, clip_in_float64)
-    history, _, optimizers = ours(case, stop=4, undo=undo, adaptive=False)
-    assert [o.undone for o in optimizers] == ([5, 4, 3, 0] if undo else [0, 0, 0, 0])
-    assert_same(history, expected)
 
 
 @pytest.mark.filterwarnings("error")

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.optimizer_cases import Case, ours
 from tests.support.same import assert_same
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.local import LocalTransport
-
-
-def test_state_dict_resumes_bit_for_bit() -> None:
-    case = Case(2, 6, {(1, 2): 3.0, (1, 3): math.inf}, dtype=torch.float16)
-    assert_same(ours(case, stop=3)[0], ours(case)[0])
 
 
 def test_masters_take_what_is_written_into_their_weights() -> None:
