@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zbkern
-from tests.support import tensor_parallel
+from tests.support import parallel_stages
 from tests.support.meshes import named_mesh
-from tests.support.tensor_parallel import Trained, make_optimizer
+from tests.support.parallel_stages import Trained, make_optimizer
 from zbkern.pipeline import Optimizer, Pipeline, schedules
 
 WIDTH, HIDDEN, EXPERTS, TOP_K, LAYERS, TOKENS = 8, 12, 4, 2, 4, 3
@@ -71,7 +71,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 class Stages(Trained):
     """This rank's chunks under a Pipeline and its Optimizer: `stages` x `experts` ranks, each with its own tokens."""
 
-    def __init__(self, stages: int, experts: int, schedule: str, fill: str = "planned") -> None:
+    def __init__(self, stages: int, experts: int, schedule: str, fill: str = "planned", **how: Any) -> None:
         mesh = named_mesh(stage=stages, expert=experts)
         plan = getattr(schedules, schedule)(stages, MICROBATCHES)
         self.ranks, self.rank = experts, mesh["expert"].get_local_rank()
@@ -81,7 +81,7 @@ class Stages(Trained):
             replicate(zbkern.convert(chunk(index, count, mesh["expert"])), mesh["expert"]) for index in chunks
         ]
         self.pipe = Pipeline(self.modules, plan, self.loss, mesh.get_group("stage"), fill=fill, timeout=60)
-        self.optimizer = Optimizer(make_optimizer(self.modules), self.pipe, max_norm=MAX_NORM)
+        self.optimizer = Optimizer(make_optimizer(self.modules), self.pipe, max_norm=MAX_NORM, **how)
         self.first, self.last = 0 in chunks, count - 1 in chunks
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -99,36 +99,21 @@ class Stages(Trained):
         return {name: p for module in self.modules for name, p in module.named_parameters()}
 
 
-class OneProcess(tensor_parallel.OneProcess):
+class OneProcess(parallel_stages.OneProcess):
     """The same model in one process."""
 
     max_norm = MAX_NORM
 
     def __init__(self) -> None:
         self.model = chunk(0, 1, None)
-        self.optimizer: Any = make_optimizer([self.model])
+        self.pairs = [(make_optimizer([self.model]), MAX_NORM)]
 
     def gradients(self, step: int) -> float:
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         inputs, targets = (part.flatten(0, 1) for part in batch(step))
         loss = nn.functional.mse_loss(self.model(inputs), targets)
         loss.backward()
         return loss.item()
-
-
-# ---- of any kind
-
-
-def one_process_of(kind: str) -> tensor_parallel.OneProcess:
-    """kind: tensor-parallel with "tied" embeddings or split by "sequence", or expert-parallel with "experts"."""
-    return OneProcess() if kind == "experts" else tensor_parallel.OneProcess(kind == "tied")
-
-
-def stages_of(kind: str, layout: tuple[int, int, str], fill: str = "planned") -> Any:
-    """layout: stages, tensor- or expert-parallel size, schedule."""
-    if kind == "experts":
-        return Stages(*layout, fill)
-    return tensor_parallel.Stages(*layout, kind == "tied", kind == "sequence", fill)
 
 
 def block(ranks: int, rank: int, group: Any = None) -> nn.Module:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,27 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zbkern
 from tests.support.meshes import named_mesh
-from tests.support.optimizer_cases import clip_in_float64
 from zbkern.pipeline import Pipeline, schedules
 
-WIDTH, MICROBATCHES, MAX_NORM = 6, 6, 20.0
+WIDTH, MICROBATCHES = 6, 6
 KINDS = ("ddp", "fsdp")
-
-
-class Forced(torch.autograd.Function):
-    """x * gain, with any gradient of the gain that a test wants."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, value: float | None) -> Tensor:
-        ctx.save_for_backward(x, gain)
-        ctx.value = value
-        return x * gain
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, gain = ctx.saved_tensors
-        found = (dy * x).sum().reshape(1) if ctx.value is None else torch.full_like(gain, ctx.value)
-        return dy * gain, found, None
 
 
 class Block(nn.Module):
@@ -45,10 +26,9 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.gain = nn.Parameter(torch.ones(1))
-        self.force: float | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return Forced.apply(x + torch.tanh(self.linear(self.norm(x))), self.gain, self.force)
+        return (x + torch.tanh(self.linear(self.norm(x)))) * self.gain
 
 
 def make_model(chunks: int, dtype: torch.dtype = torch.float64) -> list[nn.Sequential]:
@@ -124,52 +104,3 @@ class Setup:
             for chunk, module in zip(self.chunks, self.plain, strict=True)
             for name, p in module.named_parameters()
         }
-
-
-def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.02)
-
-
-Pairs = list[tuple[torch.optim.Optimizer, float]]  # with the norm that its gradients are clipped to
-
-
-def one_pair(parameters: list[nn.Parameter]) -> Pairs:
-    return [(make_optimizer(parameters), MAX_NORM)]
-
-
-Forces = tuple[tuple[tuple[int, int], float], ...]  # ((chunk, step), the gradient of its gain)
-
-
-@functools.cache
-def plain_steps(
-    chunks: int, steps: int, forces: Forces = (), make_pairs: Callable[[list[nn.Parameter]], Pairs] = one_pair
-) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], list[float]]:
-    """One process and both replicas' data: gradients and weights after every step, losses of replica 0."""
-    model = make_model(chunks)
-    named = {f"{c}.{name}": p for c, module in enumerate(model) for name, p in module.named_parameters()}
-    pairs = make_pairs(list(named.values()))
-    gradients, weights, losses = [], [], []
-    for step in range(steps):
-        for parameter in named.values():
-            parameter.grad = None
-        for replica in range(2):
-            for index, (x, y) in enumerate(zip(*(part.split(1) for part in batch(step, replica)), strict=True)):
-                for chunk, module in enumerate(model):
-                    value = dict(forces).get((chunk, step))  # the mean over replicas halves it
-                    module[1].force = value / 2 if value is not None and (replica, index) == (1, 2) else None
-                loss = mean_square(nn.Sequential(*model)(x), y) / MICROBATCHES
-                (loss / 2).backward()
-                if replica == 0:
-                    losses = [*losses, 0.0] if index == 0 else losses
-                    losses[-1] += loss.item()
-        gradients.append({name: p.grad.clone() for name, p in named.items()})
-        norms = [clip_in_float64(each.param_groups[0]["params"], limit) for each, limit in pairs if forces]
-        for optimizer, _ in pairs if all(map(math.isfinite, norms)) else ():
-            optimizer.step()
-        weights.append({name: p.detach().clone() for name, p in named.items()})
-    return gradients, weights, losses
-
-
-def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], at: Any, **tolerance: float) -> None:
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], **tolerance, msg=lambda m, n=name: f"{at}, {n}: {m}")

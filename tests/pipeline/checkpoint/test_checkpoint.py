@@ -19,12 +19,10 @@ from tests.support.checkpointed import (
     LAYERS,
     WIDTH,
     assert_same,
-    build,
     layers,
     make_optimizer,
     plain_run,
     state_by_name,
-    train,
 )
 from zbkern.pipeline import Pipeline, checkpoint, schedules
 
@@ -281,72 +279,3 @@ def test_copies_on_two_ranks_that_differ_are_told(two_ranks: Any, tmp_path: Path
         (_, records), (value, _) = two_ranks.run(tied_on_two, tmp_path, head)
         assert value == head
         assert ("'head.weight' differs from 'embedding.weight'" in records) == (head == 3.0), records
-
-
-def save_on_two(folder: Path, name: str) -> dict[str, Any]:
-    modules, pipe, optimizer = build(name)
-    with pipe:
-        train(pipe, optimizer, range(3))
-        checkpoint.save(folder, 3, pipe, optimizer, {"position": 3})
-        return state_by_name(list(modules.values()), optimizer.optimizer)
-
-
-def load_on_two(folder: Path, name: str) -> tuple[Any, dict[str, Any]]:
-    modules, pipe, optimizer = build(name)
-    with pipe:
-        train(pipe, optimizer, range(20, 21))
-        loaded = checkpoint.load(folder, pipe, optimizer)
-        return loaded, state_by_name(list(modules.values()), optimizer.optimizer)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(("writer", "reader"), [("zb_h1", "zb_v"), ("zb_v", "zb_h1")])
-def test_loads_with_other_stages(two_ranks: Any, tmp_path: Path, writer: str, reader: str) -> None:
-    saved = two_ranks.run(save_on_two, tmp_path, writer)
-    expected = {**saved[0], **saved[1]}
-    assert len(expected) > len(saved[0])
-    results = two_ranks.run(load_on_two, tmp_path, reader)
-    assert [loaded for loaded, _ in results] == [(3, {"position": 3})] * 2
-    assert_same({**results[0][1], **results[1][1]}, expected)
-    whole = layers(0, LAYERS)
-    optimizer = make_optimizer([whole])
-    assert checkpoint.load(tmp_path, whole, optimizer) == (3, {"position": 3})
-    assert_same(state_by_name([whole], optimizer), expected)
-
-
-def sharded(folder: Path) -> tuple[dict[str, Any], bool]:
-    """FSDP2 shards, saved by two ranks; then loaded into shards, and unsharded for the test."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    def make(first: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        module = nn.Sequential(OrderedDict(layer0=nn.Linear(5, 3)))
-        torch.manual_seed(first)
-        for parameter in module.parameters():
-            nn.init.normal_(parameter)
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-        return module, torch.optim.AdamW(module.parameters(), lr=0.1)
-
-    module, optimizer = make(1)
-    module(torch.ones(2, 5)).square().sum().backward()
-    optimizer.step()
-    checkpoint.save(folder, 1, module, optimizer)
-    again, other = make(2)
-    checkpoint.load(folder, again, other)
-    same = all(
-        torch.equal(a.to_local(), b.to_local()) for a, b in zip(module.parameters(), again.parameters(), strict=True)
-    )
-    return {key: value.full_tensor() for key, value in again.state_dict().items()}, same
-
-
-@pytest.mark.dist
-def test_shards(two_ranks: Any, tmp_path: Path) -> None:
-    (first, same), (second, also_same) = two_ranks.run(sharded, tmp_path)
-    assert same
-    assert also_same
-    assert_same(first, second)
-    whole = nn.Sequential(OrderedDict(layer0=nn.Linear(5, 3)))
-    optimizer = torch.optim.AdamW(whole.parameters())
-    checkpoint.load(tmp_path, whole, optimizer)
-    assert_same(dict(whole.state_dict()), first)
-    assert optimizer.state[whole[0].weight]["exp_avg"].shape == (3, 5)

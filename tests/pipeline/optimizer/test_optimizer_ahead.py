@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 import threading
@@ -23,7 +22,6 @@ from tests.support.ahead import (
     force,
     make_model,
     make_optimizer,
-    plain_loop,
 )
 from tests.support.chunks import results_on_threads
 from tests.support.same import assert_same
@@ -76,33 +74,7 @@ def train(
     return model, results[schedule.placement[-1]][0], [optimizer for _, optimizer in results]
 
 
-def check(name: str, stages: int, forced: dict[tuple[int, int], float], **options: Any) -> list[Optimizer]:
-    model, losses, optimizers = train(name, stages, 7, forced, **options)
-    expected, expected_losses = plain_loop(len(model), 7, forced)
-    torch.testing.assert_close(losses, expected_losses)
-    for chunk, (ours, theirs) in enumerate(zip(model, expected, strict=True)):
-        for (key, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda m, at=(chunk, key): f"{at}: {m}")
-    return optimizers
-
-
 BAD = {(3, 1): 100.0, (2, 3): math.nan, (3, 4): 50.0, (1, 5): math.inf}
-
-
-@pytest.mark.parametrize(
-    ("adaptive", "fill"),
-    [
-        (True, "planned"),
-        (False, "eager"),
-        pytest.param(True, "eager", marks=pytest.mark.slow),
-        pytest.param(False, "planned", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zb_h1", "zb_h2", "zb_v", "interleaved", "dualpipe_v"])
-def test_training_equals_a_plain_loop(name: str, adaptive: bool, fill: str) -> None:
-    optimizers = check(name, 4, BAD, adaptive=adaptive, fill=fill)
-    assert optimizers[0].undone == (2 if adaptive else 4)
-    assert {(o.clipped, o.skipped) for o in optimizers} == {(2, 2)}
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -189,25 +161,6 @@ def test_an_optimizer_waits_as_long_as_its_pipeline() -> None:
             heard.set()
 
     results_on_threads(2, rank_loop)
-
-
-def test_evaluation_waits_for_the_global_check() -> None:
-    model = make_model(2)
-    before = copy.deepcopy([module.linear.state_dict() for module in model])
-
-    def rank_loop(transport: LocalTransport) -> tuple[Tensor | None, bool, Tensor | None]:
-        module, data = zbkern.convert(model[transport.rank]), batch(0)
-        with Pipeline(module, schedules.zb_h1(2, MICROBATCHES), nn.functional.mse_loss, transport, timeout=20) as pipe:
-            optimizer = Optimizer(make_optimizer([module]), pipe, max_norm=MAX_NORM)
-            pipe.step(*data)
-            force(model[1], math.nan if transport.rank else None)
-            optimizer.step()
-            return pipe.evaluate(*data), optimizer.pending, pipe.evaluate(*data)
-
-    (_, *first), (value, *last) = results_on_threads(2, rank_loop)
-    assert first == [False, None]
-    assert last == [False, value]
-    assert_same([module.linear.state_dict() for module in model], before)  # the step was skipped
 
 
 def test_a_second_optimizer_is_refused() -> None:

@@ -1,9 +1,8 @@
-"""Data-parallel stages in a Pipeline: two stages of two replicas against one process with the whole batch."""
+"""Data-parallel stages in a Pipeline: when reductions start, what is refused or not reduced, buffers, and the page."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -20,93 +19,20 @@ from tests.support.two_by_two import (
     MICROBATCHES,
     WIDTH,
     Setup,
-    assert_close,
     backward_of_both,
     batch,
     make_model,
-    make_optimizer,
     mean_square,
     mesh,
-    plain_steps,
     whole,
     wrap,
 )
-from zbkern.pipeline import Pipeline, PipelineError, StepOptions, schedules
+from zbkern.pipeline import Pipeline, PipelineError, schedules
 from zbkern.pipeline.runtime.replicas import data_parallel
 
 pytestmark = pytest.mark.dist
 
 PAGE = Path(__file__).parents[4] / "docs" / "data_parallel.md"
-
-
-# ---- gradients and steps
-
-
-def train(
-    kind: str, name: str, fill: str, options: dict[str, Any], planned: dict[str, Any], disagree: str = ""
-) -> None:
-    """disagree: about the "order" of W: the second replica runs the newest where the first runs the oldest; about the
-    "time": the first replica runs all of them in every wait, the second none.
-    """
-    setup = Setup(kind, name, **options)
-    expected, weights, losses = plain_steps(len(setup.schedule.placement), 2)
-    optimizer = make_optimizer(setup.parameters())
-    with setup.pipe(fill=fill, **planned) as pipe:
-        if disagree == "order" and setup.replica == 1:
-            run = pipe.loop._run_oldest
-            pipe.loop._run_oldest = lambda key=None: run(key or pipe.queue.keys()[-1])
-        if disagree == "time":
-            pipe.loop._ready = lambda tag: setup.replica == 1
-        for step in range(2):
-            optimizer.zero_grad()
-            loss = pipe.step(*setup.data(step))
-            if loss is not None and setup.replica == 0:
-                assert loss.item() == pytest.approx(losses[step], rel=1e-9)
-            assert_close(setup.named(lambda p: p.grad), expected[step], step)
-            pipe.evaluate(*setup.data(step))  # FSDP2 gathers weights, and the next step must not compute with them
-            optimizer.step()
-            assert_close(setup.named(lambda p: p), weights[step], step)
-        value = pipe.evaluate(*setup.data(0))
-        again = pipe.evaluate(*setup.data(0))
-        assert value is None or torch.equal(value, again)
-
-
-QUICK = (  # two chunks on a rank: test_options_of_the_wrappers
-    *(("ddp", "one_f_one_b", "planned"), ("ddp", "zb_h2", "eager")),
-    *(("fsdp", "one_f_one_b", "eager"), ("fsdp", "zb_h2", "planned")),
-)
-EVERY = itertools.product(KINDS, ("one_f_one_b", "zb_h2", "zb_v"), ("planned", "eager"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "fill"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in EVERY],
-)
-def test_equals_one_process(four_ranks: Any, kind: str, name: str, fill: str) -> None:
-    four_ranks.run(train, kind, name, fill, {}, {})
-
-
-@pytest.mark.parametrize(("disagree", "name"), [("order", "zb_v"), ("time", "v_min")])  # which gathers in its last B
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("ddp", {}), ("fsdp", {"reshard_after_forward": False}), ("fsdp", {"reshard_after_forward": True})],
-)
-@pytest.mark.slow
-def test_replicas_that_disagree_about_w_reduce_in_one_order(
-    four_ranks: Any, kind: str, options: dict[str, Any], disagree: str, name: str
-) -> None:
-    four_ranks.run(train, kind, name, "eager", options, {}, disagree)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("ddp", {"gradient_as_bucket_view": True, "bucket_cap_mb": 25}),
-        ("fsdp", {"reshard_after_forward": True}),
-    ],
-)
-def test_options_of_the_wrappers(four_ranks: Any, kind: str, options: dict[str, Any]) -> None:
-    four_ranks.run(train, kind, "zb_v", "eager", options, {"options": StepOptions(max_wgrad_bytes=2000)})
 
 
 # ---- when reductions start
@@ -264,7 +190,7 @@ def train_in_part() -> None:
         pipe.step(*batch(0, replica))
     found = {name: p.grad for name, p in model[stage].named_parameters() if p.grad is not None}
     assert found.keys() == expected.keys()
-    assert_close(found, expected, "a step")
+    torch.testing.assert_close(found, expected)
 
 
 def test_parameters_that_are_not_reduced(four_ranks: Any) -> None:
@@ -280,7 +206,8 @@ def accumulate(kind: str, sync: bool) -> None:
             pipe.step(*setup.data(0))
         pipe.step(*setup.data(1))
     both = {name: expected[0][name] + expected[1][name] for name in expected[0]}
-    assert_close(setup.named(lambda p: p.grad), both, "both steps")
+    found = setup.named(lambda p: p.grad)
+    torch.testing.assert_close(found, {name: both[name] for name in found})
 
 
 def plain_gradients(steps: int) -> list[dict[str, Tensor]]:
@@ -297,53 +224,6 @@ def plain_gradients(steps: int) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize(("kind", "sync"), [*((kind, True) for kind in KINDS), ("ddp", False)])
 def test_gradients_of_several_steps_add_up(four_ranks: Any, kind: str, sync: bool) -> None:
     four_ranks.run(accumulate, kind, sync)
-
-
-def sum_tied(kind: str) -> None:
-    """A weight on both stages, and on both replicas; two steps add up."""
-    setup = Setup(kind, "zb_h1")
-    weight = setup.plain[0][0].linear.weight
-    with setup.pipe(tied={"shared": weight}) as pipe:
-        for step in range(2):
-            pipe.step(*setup.data(step))
-    expected = sum(found[f"{chunk}.0.linear.weight"] for found in plain_gradients(2) for chunk in range(2))
-    torch.testing.assert_close(whole(weight.grad), expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tied_weights_of_replicas(four_ranks: Any, kind: str) -> None:
-    four_ranks.run(sum_tied, kind)
-
-
-def tie_on_one_rank(fill: str, options: dict[str, Any]) -> None:
-    """The first and the last chunk of a V share a weight, and rank 0 holds both."""
-    model = make_model(4)
-    model[3][1].linear.weight = model[0][0].linear.weight
-    schedule = schedules.zb_v(2, MICROBATCHES)
-    replica, stage = divmod(dist.get_rank(), 2)
-    mine = schedule.chunks_of(stage)
-    expected = []
-    for step in range(3):
-        nn.Sequential(*model).zero_grad()
-        backward_of_both(model, step)
-        expected.append({(c, n): p.grad.clone() for c in mine for n, p in model[c].named_parameters()})
-    modules = [wrap("ddp", model[chunk], **options) for chunk in mine]
-    with Pipeline(modules, schedule, mean_square, mesh().get_group("stage"), fill=fill, timeout=30) as pipe:
-        for step in range(3):
-            nn.Sequential(*model).zero_grad()
-            inputs, targets = batch(step, replica)
-            pipe.step(inputs, targets)
-            for (chunk, name), gradient in expected[step].items():
-                ours = dict(model[chunk].named_parameters())[name].grad
-                torch.testing.assert_close(ours, gradient, msg=lambda m, at=(step, chunk, name): f"{at}: {m}")
-
-
-@pytest.mark.parametrize(
-    ("fill", "options"),
-    [("eager", {}), ("planned", {"gradient_as_bucket_view": True}), ("planned", {"bucket_cap_mb": 25})],
-)
-def test_a_weight_of_two_chunks_on_one_rank(four_ranks: Any, fill: str, options: dict[str, Any]) -> None:
-    four_ranks.run(tie_on_one_rank, fill, options)
 
 
 def run_page(shard: bool) -> list[Tensor]:

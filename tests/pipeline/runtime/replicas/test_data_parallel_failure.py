@@ -1,4 +1,4 @@
-"""Data-parallel stages in a Pipeline: what ends with a rank, what does not go on, and checkpoints."""
+"""Data-parallel stages in a Pipeline: what ends with a rank, and what does not go on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from tests.support.ranks import Ranks
-from tests.support.two_by_two import KINDS, MAX_NORM, Setup, make_model, make_optimizer, whole
-from zbkern.pipeline import Optimizer, checkpoint
+from tests.support.two_by_two import Setup
 from zbkern.pipeline.transport.base import PipelineError
 
 pytestmark = pytest.mark.dist
@@ -67,57 +64,3 @@ def go_on_after_a_failure() -> str:
 
 def test_replicas_do_not_go_on_after_a_failure(four_ranks: Any) -> None:
     assert all("restart all" in message for message in four_ranks.run(go_on_after_a_failure))
-
-
-# ---- checkpoints
-
-
-def rename(chunk: int, key: str) -> str:
-    return f"chunk{chunk}.{key}"
-
-
-def state(chunks: dict[int, nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    found = {}
-    for chunk, module in chunks.items():
-        for key, p in module.named_parameters():
-            found[f"{chunk}.{key}"] = whole(p).detach().clone()
-            found[f"{chunk}.{key}/exp_avg"] = whole(optimizer.state[p]["exp_avg"]).clone()
-    return found
-
-
-def save_or_load(folder: Path, kind: str, save: bool) -> dict[str, Tensor]:
-    setup = Setup(kind, "zb_h1")
-    with setup.pipe() as pipe:
-        optimizer = Optimizer(make_optimizer(setup.parameters()), pipe, max_norm=MAX_NORM)
-        for step in range(2 if save else 1):
-            optimizer.zero_grad()
-            pipe.step(*setup.data(step if save else 7))
-            optimizer.step()
-        if save:
-            checkpoint.save(folder, 2, pipe, optimizer, {"position": 2}, rename=rename)
-        else:
-            assert checkpoint.load(folder, pipe, optimizer, rename=rename) == (2, {"position": 2})
-        found = state(dict(zip(setup.chunks, setup.plain, strict=True)), optimizer.optimizer)
-        optimizer.zero_grad()
-        pipe.step(*setup.data(2))
-        optimizer.step()
-        optimizer.validate()
-        return {**found, **{f"{name}/next": value for name, value in setup.named(lambda p: p).items()}}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_checkpoints_of_replicas(four_ranks: Any, tmp_path: Path, kind: str) -> None:
-    """Saved with one wrapper, loaded with both and in one process; steps after it are the same."""
-    saved = four_ranks.run(save_or_load, tmp_path, kind, True)
-    for other in KINDS:
-        for rank, loaded in enumerate(four_ranks.run(save_or_load, tmp_path, other, False)):
-            for key, value in loaded.items():
-                if key.endswith("/next"):
-                    torch.testing.assert_close(value, saved[rank][key], msg=lambda m, k=key: f"{k}: {m}")
-                else:
-                    assert torch.equal(value, saved[rank][key]), key
-    chunks = dict(enumerate(make_model(2)))
-    optimizer = make_optimizer([p for module in chunks.values() for p in module.parameters()])
-    checkpoint.load(tmp_path, chunks, optimizer, rename=rename)
-    for key, value in state(chunks, optimizer).items():
-        assert torch.equal(value, saved[int(key[0])][key]), key

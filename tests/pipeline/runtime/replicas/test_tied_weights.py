@@ -1,6 +1,7 @@
+"""Weights that several ranks hold: what is told of them, copies on every rank, and ranks that fail beside them."""
+
 from __future__ import annotations
 
-import copy
 import logging
 import re
 import time
@@ -13,42 +14,6 @@ from torch import nn
 import zbkern
 from tests.support.chunks import WIDTH, on_threads, results_on_threads
 from zbkern.pipeline import Pipeline, PipelineError, schedules
-
-
-def tied_step(main_grad: bool) -> None:
-    rank = torch.distributed.get_rank()
-    torch.manual_seed(0)
-    table, middle = nn.Embedding(7, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
-    tokens = torch.randint(7, (4, 3), generator=torch.Generator().manual_seed(2))
-
-    class Unembed(nn.Module):
-        def __init__(self, weight: nn.Parameter) -> None:
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return zbkern.functional.linear(x, self.weight)
-
-    def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-    whole = copy.deepcopy(nn.Sequential(table, middle, Unembed(table.weight)))
-    for part in (tokens, tokens + (tokens < 6)):  # gradients add up over steps
-        loss_fn(whole(part), part).backward()
-    if main_grad:
-        table.weight.main_grad = torch.zeros_like(table.weight)
-    module = nn.Sequential(table, middle) if rank == 0 else Unembed(table.weight)
-    with Pipeline(zbkern.convert(module), schedules.zb_h1(2, 4), loss_fn, tied={"table": table.weight}) as pipe:
-        for part in (tokens, tokens + (tokens < 6)):
-            pipe.step(part if rank == 0 else None, part if rank == 1 else None)
-    found = table.weight.main_grad if main_grad else table.weight.grad
-    torch.testing.assert_close(found, whole[0].weight.grad)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("main_grad", [False, True])
-def test_tied_weights_of_two_ranks_get_the_sum(two_ranks: Any, main_grad: bool) -> None:
-    two_ranks.run(tied_step, main_grad)
 
 
 def tied_and_different() -> list[str]:
@@ -187,58 +152,21 @@ def test_a_tied_weight_that_is_frozen_later_is_frozen_on_all_ranks(frozen: tuple
         assert "tied 'weight' must be trained on all ranks that hold it, or frozen on all" in str(error)
 
 
-def frozen_step() -> tuple[bool, float]:
-    """Whether a frozen copy got a gradient, and how far a step with weight decay moved it."""
-    torch.manual_seed(0)
-    module = zbkern.convert(nn.Linear(3, 3))
-    table = module.table = nn.Parameter(torch.ones(3), requires_grad=False)
-    with Pipeline(module, schedules.zb_h1(2, 2), nn.functional.mse_loss, tied={"table": table}) as pipe:
-        pipe.step(torch.ones(2, 3), torch.ones(2, 3))
-        torch.optim.AdamW(module.parameters(), weight_decay=0.5).step()
-    return table.grad is not None, (table - 1).abs().max().item()
-
-
-@pytest.mark.dist
-def test_a_frozen_tied_weight_stays_as_it_is(two_ranks: Any) -> None:
-    assert two_ranks.run(frozen_step) == [(False, 0.0)] * 2
-
-
-def tied_on_the_outer_ranks() -> list[list[float]]:
-    """The gradients of two pipelines, one after the other, whose first and last rank hold one weight."""
-    rank, found = torch.distributed.get_rank(), []
-    schedule = schedules.zb_h1(4, 4)
-    x = torch.ones(4, WIDTH)
-    for _ in range(2):
-        torch.manual_seed(0)
-        layer = zbkern.convert(nn.Linear(WIDTH, WIDTH, bias=False))
-        tied = {"weight": layer.weight} if rank in (0, 3) else None
-        with Pipeline(layer, schedule, nn.functional.mse_loss, tied=tied, timeout=60) as pipe:
-            pipe.step(x if rank == 0 else None, x if rank == 3 else None)
-        found.append(layer.weight.grad.flatten().tolist())
-    return found
-
-
-@pytest.mark.dist
-def test_ranks_with_and_without_tied_weights_meet_again(four_ranks: Any) -> None:
-    """Those without have no gradients to send, and find the others all the same when the next pipeline is made."""
-    results = four_ranks.run(tied_on_the_outer_ranks)
-    for first, second in results:
-        assert first == second
-    assert results[0] == results[3]
-    assert results[0] != results[1]
-
-
 def square_layer() -> tuple[nn.Linear, torch.Tensor]:
     generator, layer = torch.Generator().manual_seed(0), nn.Linear(WIDTH, WIDTH, bias=False)
     layer.weight.data = torch.randn(WIDTH, WIDTH, generator=generator) / 2
     return layer, torch.randn(4, WIDTH, generator=generator)
 
 
-def tied_chain(transport: Any, steps: int, hook: Any = None, **options: Any) -> tuple[list[Any], list[str]]:
+def tied_chain(
+    transport: Any, steps: int, hook: Any = None, main_grad: bool = False, **options: Any
+) -> tuple[list[Any], list[str]]:
     """Gradients of one weight that all ranks hold, after `steps` good steps, and the errors on the way."""
     rank, last = transport.rank, transport.size - 1
     layer, x = square_layer()
     layer = zbkern.convert(layer)
+    if main_grad:
+        layer.weight.main_grad = torch.zeros_like(layer.weight)
     if hook is not None:
         layer.weight.register_post_accumulate_grad_hook(lambda _: hook(rank))
     errors: list[str] = []
@@ -251,11 +179,12 @@ def tied_chain(transport: Any, steps: int, hook: Any = None, **options: Any) -> 
             except PipelineError as error:
                 errors.append(str(error))
                 layer.zero_grad()
-    return layer.weight.grad.tolist(), errors
+    return (layer.weight.main_grad if main_grad else layer.weight.grad).tolist(), errors
 
 
-def test_a_weight_that_every_rank_holds() -> None:
-    results = results_on_threads(3, lambda transport: tied_chain(transport, 2)[0])
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_a_weight_that_every_rank_holds(main_grad: bool) -> None:
+    results = results_on_threads(3, lambda transport: tied_chain(transport, 2, main_grad=main_grad)[0])
     layer, x = square_layer()
     for _ in range(2):
         nn.functional.mse_loss(layer(layer(layer(x))), x).backward()
