@@ -113,13 +113,15 @@ def run_pipelines(
     *,
     delay: Delay | None = None,
     keep_errors: bool = False,
+    own: Schedule | Callable[[int], Schedule] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """function(pipe) by rank, each a thread with a Pipeline of its chunks; keep_errors: what a rank raised, as well."""
+    """function(pipe) by rank, each a thread with a Pipeline of its chunks; keep_errors: what a rank raised, as well;
+    own: what the Pipelines are given in place of the schedule."""
 
     def call(transport: LocalTransport) -> Any:
         mine = [chunks[chunk] for chunk in schedule.chunks_of(transport.rank)]
-        with Pipeline(mine, schedule, loss_fn, transport, **options) as pipe:
+        with Pipeline(mine, own or schedule, loss_fn, transport, **options) as pipe:
             return function(pipe)
 
     return (on_threads if keep_errors else results_on_threads)(schedule.ranks, call, delay)

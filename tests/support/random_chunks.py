@@ -1,8 +1,9 @@
-"""Random chunks of models that have whatever training can meet: buffers, hooks, checkpoints, frozen and tied weights."""
+"""Chunks of whatever training can meet: buffers, hooks, checkpoints, losses of their own, frozen and tied weights."""
 
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+import zbkern
 from zbkern.pipeline import add_loss
 
 WIDTH, TOKENS = 4, 6
@@ -85,6 +87,25 @@ class Counts(nn.Module):
         return self.linear(x) - self.seen
 
 
+class Normed(nn.Module):
+    """Statistics, and vectors of a power iteration, which every forward in training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x.mT).mT)
+
+
+class Noise(nn.Module):
+    """Random numbers of torch and of Python."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.3) * random.choice([0.5, 1.0]) if self.training else x
+
+
 class Hooked(nn.Module):
     """Hooks on the module and on its parameters that change gradients."""
 
@@ -95,8 +116,11 @@ class Hooked(nn.Module):
 
     def add_hooks(self) -> None:
         """Those of parameters, which a copy would not have."""
+        takes = self.linear.weight.requires_grad
+        self.linear.requires_grad_()  # or there can be none
         self.linear.weight.register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))
         self.linear.bias.register_hook(lambda gradient: 2 * gradient)
+        self.linear.requires_grad_(takes)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x))
@@ -129,6 +153,33 @@ class Frozen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(self.norm(x))
+
+
+class Routed(nn.Module):
+    """Experts of zbkern, whose tokens the forward sorts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 3), zbkern.nn.Experts(WIDTH, 5, 3, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        scores, chosen = self.router(tokens).max(-1)
+        order = chosen.argsort(stable=True)
+        y = self.experts(tokens[order], chosen.bincount(minlength=3)) * scores[order, None]
+        return torch.zeros_like(tokens).index_add(0, order, y).view_as(x)
+
+
+class Attending(nn.Module):
+    """Attention of zbkern, which takes the carry by itself."""
+
+    def __init__(self, window: int | None) -> None:
+        super().__init__()
+        options = zbkern.functional.AttentionOptions(window=window)
+        self.attention = zbkern.nn.Attention(WIDTH, 2, 1, causal=True, options=options)
+
+    def forward(self, x: Tensor, carry: Any = None, **_: Any) -> Tensor:
+        return self.attention(x, carry=carry)
 
 
 class Context(nn.Module):
@@ -180,10 +231,12 @@ BY_TOKEN: list[Callable[[], nn.Module]] = [  # which slices of sequences may cut
     lambda: Twice(True),
     *(functools.partial(Penalised, reentrant) for reentrant in (None, False, True)),
     Frozen,
+    Routed,
     nn.Identity,
 ]
-IN_SLICES: list[Callable[[], nn.Module]] = [*BY_TOKEN, Context, Sums]
-OTHERS: list[Callable[[], nn.Module]] = [Hooked, Counts, Recurrent, SelfAttention]
+IN_SLICES: list[Callable[[], nn.Module]] = [*BY_TOKEN, Context, Sums, lambda: Attending(None), lambda: Attending(2)]
+OTHERS: list[Callable[[], nn.Module]] = [Hooked, Counts, Normed, Recurrent, SelfAttention]
+ALONE: list[Callable[[], nn.Module]] = [Noise]  # in one rank, whose forwards have one order
 
 
 class Chunk(nn.Module):
@@ -201,7 +254,7 @@ class Chunk(nn.Module):
     def forward(self, x: Tensor, first: Tensor | None = None, scale: Tensor | None = None, **context: Any) -> Any:
         y = x if first is None else x + torch.cos(first)
         for piece in self.pieces:
-            y = y + (piece(y, **context) if isinstance(piece, Context | Sums) else piece(y))
+            y = y + (piece(y, **context) if isinstance(piece, Attending | Context | Sums) else piece(y))
         if self.tied is not None:
             y = y + F.linear(y, self.tied)
         if scale is not None:

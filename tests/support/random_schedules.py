@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 import re
 
-from zbkern.pipeline import Action, schedules
+from zbkern.pipeline import Action, Schedule, schedules
 
 ORDER = re.compile(r"F(R|OL)?(BW|B(OL)?(W|P+))")  # of a microbatch in a chunk; P is a part of a W
 Rows = list[list[Action]]
 
 
-def random_rows(rng: random.Random) -> tuple[Rows, tuple[int, ...], int]:
+def random_rows(rng: random.Random, published: Schedule | None = None) -> tuple[Rows, tuple[int, ...], int]:
     """A published schedule whose backwards are split and divided, with R, O and L; every other is disturbed."""
-    published = getattr(schedules, rng.choice(schedules.NAMES))(rng.randint(1, 4), rng.randint(1, 5))
+    if published is None:
+        published = getattr(schedules, rng.choice(schedules.NAMES))(rng.randint(1, 4), rng.randint(1, 5))
     rows = [list(row) for row in published.actions]
     for row in rows:
         for action in [each for each in row if each.kind in ("BW", "W") and rng.random() < 0.4]:

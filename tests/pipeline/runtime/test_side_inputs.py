@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -31,32 +30,6 @@ def model_and_batch(rows: int = 8) -> tuple[list[nn.Module], Tensor, Tensor, dic
     x, targets = torch.randn(2, rows, 4, dtype=torch.double)
     side = {"mask": (torch.arange(rows) % 3).double(), "scale": torch.rand(rows, dtype=torch.double)}
     return [Masked().double() for _ in range(4)], x, targets, side
-
-
-@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "zb_v"])
-@pytest.mark.parametrize("fill", ["planned", "eager"])
-def test_every_chunk_gets_its_microbatchs(name: str, fill: str) -> None:
-    schedule = getattr(schedules, name)(2, 4)
-    model, x, targets, side = model_and_batch()
-    model = model[: len(schedule.placement)]
-    plain = copy.deepcopy(model)
-    y = x
-    for module in plain:
-        y = module(y, **side)
-    expected = nn.functional.mse_loss(y, targets)
-    expected.backward()
-
-    def steps(pipe: Pipeline) -> list[Any]:
-        parts = [{key: value[2 * i : 2 * i + 2] for key, value in side.items()} for i in range(4)]
-        return [pipe.step(x, targets, side), pipe.evaluate(x, targets, side=parts)]
-
-    results = run_pipelines(schedule, [*map(zbkern.convert, model)], steps, fill=fill)
-    losses = [loss for result in results for loss in result if loss is not None]
-    assert len(losses) == 2
-    for loss in losses:
-        torch.testing.assert_close(loss, expected.detach())
-    for ours, theirs in zip(model, plain, strict=True):
-        torch.testing.assert_close(ours.linear.weight.grad, theirs.linear.weight.grad)
 
 
 @pytest.mark.parametrize(

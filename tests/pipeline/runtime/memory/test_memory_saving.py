@@ -1,14 +1,11 @@
-"""Offload, load and recompute in the engine: the same gradients bit for bit, and memory given back."""
+"""Offload, load and recompute in the engine: when copies run, memory that is given back, and failures."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
-import random
 import re
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,92 +15,16 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.chunks import make_data, make_model, one_rank, plain, run_pipelines
-from tests.support.random_schedules import is_valid, random_rows
+from tests.support.chunks import one_rank, run_pipelines
 from tests.support.same import assert_same
-from tests.support.saving import Wide, schedule_of
+from tests.support.saving import schedule_of
 from zbkern.pipeline import (
     Pipeline,
     PipelineError,
-    Schedule,
     StepOptions,
     Timeline,
 )
 from zbkern.pipeline.runtime.memory import host_copies
-from zbkern.pipeline.transport.local import LocalTransport
-from zbkern.planning.simulation.costs import COPY_SIZE
-
-# ---- the same gradients
-
-
-def run(
-    schedule: Schedule, model: Sequence[nn.Module], data: tuple[torch.Tensor, torch.Tensor], copy_size: int, steps: int
-) -> tuple[list[torch.Tensor], Timeline]:
-    """Losses and gradients of the last step of a copy of the model, on threads, and its timeline."""
-    options = StepOptions(copy_size=copy_size)
-    model = [zbkern.convert(module) for module in copy.deepcopy(list(model))]
-
-    def rank_steps(pipe: Pipeline) -> Any:
-        pipe.queue.merge = False  # however copies part neighbouring W
-        for _ in range(steps):
-            for chunk in schedule.chunks_of(pipe.rank):
-                model[chunk].zero_grad()
-            loss = pipe.step(*data)
-        assert pipe.queue.pending() == pipe.queue.bytes == 0
-        return loss, pipe.gather_timeline()
-
-    results = run_pipelines(schedule, model, rank_steps, options=options)
-    losses = [loss for loss, _ in results if loss is not None]
-    gradients = [p.grad for module in model for p in module.parameters() if p.grad is not None]
-    return [*losses, *gradients], results[0][1]
-
-
-def check_equal(schedule: Schedule, saving: Schedule, copy_size: int = COPY_SIZE, steps: int = 2) -> Timeline:
-    model, data = make_model(len(schedule.placement)), make_data(schedule.microbatches)
-    expected, _ = run(schedule, model, data, copy_size, steps)
-    found, timeline = run(saving, model, data, copy_size, steps)
-    # W of one chunk that follow each other are added in the order in which what they need is loaded
-    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-16)
-    reference = [plain(model, *data), *(p.grad for module in model for p in module.parameters())]
-    torch.testing.assert_close(found, reference, rtol=1e-10, atol=1e-12)
-    return timeline
-
-
-@pytest.mark.parametrize("seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 160))])
-def test_any_schedule_gives_the_gradients_of_one_without_copies_and_of_plain_backward(seed: int) -> None:
-    """With copies of one transfer, of one per storage, and of a few of them."""
-    rng, saving = random.Random(seed), None
-    while saving is None:
-        rows, placement, microbatches = random_rows(rng)
-        if is_valid(rows, placement, microbatches):
-            saving = Schedule.build(rows, placement, microbatches)
-    rows = [[action for action in row if action.kind not in "ROL"] for row in saving.actions]
-    timeline = check_equal(Schedule.build(rows, placement, microbatches), saving, rng.choice([COPY_SIZE, 1, 600]))
-    for row, ran, copies in zip(saving.actions, timeline.events, timeline.copies or [()] * len(rows), strict=True):
-        assert [event.action for event in ran] == [action for action in row if action.kind not in ("O", "L")]
-        assert sorted(event.action for event in copies) == sorted(action for action in row if action.kind in ("O", "L"))
-
-
-def replicated_gradients(row: str) -> list[torch.Tensor]:
-    """Gradients of a chunk under DistributedDataParallel, whose pipelines have one rank each."""
-    torch.manual_seed(5)
-    module = zbkern.convert(Wide())
-    replica = nn.parallel.DistributedDataParallel(module)
-    data = torch.randn(4, 32) + torch.distributed.get_rank()
-    with one_rank(replica, schedule_of(row, microbatches=2)) as pipe:
-        pipe.step(data, data)
-    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-
-
-@pytest.mark.dist
-def test_replicas_are_reduced_as_without(two_ranks: Any) -> None:
-    expected = two_ranks.run(replicated_gradients, "0F0 0F1 0B0 0W0 0B1 0W1")[0]
-    found = two_ranks.run(replicated_gradients, "0F0 0F1 0O0 0R1 0B1 0O1 0L0 0B0 0L1 0W0 0W1")
-    plain = two_ranks.run(replicated_gradients, "0F0 0F1 0B1 0B0 0W0 0W1")[0]
-    assert len(expected) == 6
-    assert_same(plain, *found)
-    torch.testing.assert_close(plain, expected)
-
 
 # ---- one rank, with rows that say what is meant
 
@@ -121,19 +42,6 @@ def step(modules: Sequence[nn.Module], row: str, *, microbatches: int = 2, steps
 
 def batch(microbatches: int) -> torch.Tensor:
     return torch.ones(2 * microbatches, 8) * torch.linspace(0, 1, 8)
-
-
-def results_of(rows: Sequence[str], make: Callable[[], nn.Module], **more: Any) -> list[list[torch.Tensor]]:
-    """By row, what a step of it leaves: buffers and gradients of a module, and the random numbers that come next."""
-    found = []
-    for row in rows:
-        torch.manual_seed(3)
-        random.seed(3)
-        module = make()
-        with step([module], row, **more):
-            found.append([*module.buffers(), *(p.grad for p in module.parameters()), torch.rand(4)])
-        found[-1].append(torch.tensor(random.random()))
-    return found
 
 
 class Deep(nn.Module):
@@ -156,46 +64,6 @@ def deep(layers: int, told: Callable[[str], object] = lambda name: None) -> nn.S
     return nn.Sequential(*(Deep(index, told) for index in range(layers)))
 
 
-class Random(nn.Module):
-    """Depends on random numbers of torch and of Python, and counts its forwards in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = zbkern.convert(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Tanh()))
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.layers(x * random.choice([1.0, 2.0, 3.0]))
-        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
-        return y
-
-
-def normed() -> nn.Module:
-    """Batch norm writes statistics without a sign; spectral norm computes with vectors that every forward changes."""
-    spectral = nn.utils.parametrizations.spectral_norm
-    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), spectral(nn.Linear(8, 8)), nn.Tanh())
-
-
-@pytest.mark.parametrize("saving", ["0F0 0F1 0F2 0R0 0BW0 0R1 0BW1 0BW2", "0F0 0O0 0F1 0O1 0F2 0L0 0BW0 0L1 0BW1 0BW2"])
-@pytest.mark.parametrize(("make", "recompute"), [(Random, ()), (normed, ()), (normed, (nn.BatchNorm1d, nn.Linear))])
-def test_random_numbers_and_buffers_are_as_without(saving: str, make: Any, recompute: Sequence[type]) -> None:
-    rows, options = ("0F0 0F1 0F2 0BW0 0BW1 0BW2", saving), StepOptions(recompute=recompute)
-    assert_same(*results_of(rows, make, microbatches=3, steps=2, options=options))
-
-
-@pytest.mark.parametrize("parts", [False, True])
-@pytest.mark.parametrize("row", ["0F0 0F1 0BW0 0BW1", "0F0 0O0 0F1 0L0 0BW0 0BW1", "0F0 0F1 0R0 0BW0 0BW1"])
-def test_inputs_that_ask_for_a_gradient_get_it(row: str, parts: bool) -> None:
-    module, data = deep(1), torch.ones(4, 8, requires_grad=True)
-    local = LocalTransport.ring(1)[0]
-    with Pipeline([module], schedule_of(row, microbatches=2), nn.functional.mse_loss, local) as pipe:
-        targets = data.detach()
-        pipe.step([data[:2], 2 * data[2:]] if parts else data, list(targets.split(2)) if parts else targets)
-    found, data.grad = data.grad, None
-    loss = nn.functional.mse_loss(module(torch.cat([data[:2], (1 + parts) * data[2:]])), data.detach())
-    torch.testing.assert_close(found, *torch.autograd.grad(loss, [data]))
-
-
 # ---- when copies run
 
 
@@ -203,19 +71,6 @@ def before_copies(monkeypatch: pytest.MonkeyPatch, function: Callable[[host_copi
     """Calls the function with what is copied before every copy."""
     copy_now = host_copies.copy
     monkeypatch.setattr(host_copies, "copy", lambda pairs: (function(pairs), copy_now(pairs)))
-
-
-def delay(monkeypatch: pytest.MonkeyPatch, before: float, after: float) -> None:
-    """Copies that take so many seconds longer; meanwhile their destinations hold garbage."""
-
-    def wait(pairs: host_copies.Pairs) -> None:
-        for destination, _ in pairs:
-            destination.fill_(0xAB)
-        time.sleep(before)
-
-    before_copies(monkeypatch, wait)
-    late = host_copies.copy
-    monkeypatch.setattr(host_copies, "copy", lambda pairs: (late(pairs), time.sleep(after)))
 
 
 def watch_copies(monkeypatch: pytest.MonkeyPatch, began: Callable[[bool], object]) -> None:
@@ -228,34 +83,6 @@ def watch_copies(monkeypatch: pytest.MonkeyPatch, began: Callable[[bool], object
         began(out)
 
     before_copies(monkeypatch, watch)
-
-
-LATE = [(0.02, 0.0), (0.0, 0.02), (0.02, 0.02)]  # seconds before and after a copy
-
-
-@pytest.mark.parametrize("seconds", LATE)
-@pytest.mark.parametrize(
-    "row",
-    [
-        "0F0 0F1 0O0 0F2 0O2 0L0 0BW0 0BW1 0L2 0BW2",
-        "0F0 0O0 0F1 0O1 0L0 0BW0 0F2 0O2 0L1 0BW1 0L2 0BW2",  # streamed
-        "0F0 0F1 0O0 0O1 0F2 0L1 0L0 0B1 0B0 0O1 0O0 0B2 0L0 0L1 0W0 0W1 0W2",
-        "0F0 0F1 0B0 0O0 0F2 0B1 0L0 0W0:0/2 0W0:1/2 0W1 0BW2",
-    ],
-)
-def test_late_transfers_delay_and_change_nothing(
-    seconds: tuple[float, float], row: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With several transfers of an O and L: where F waits for them, and where other passes run meanwhile."""
-    delay(monkeypatch, *(each / 4 for each in seconds))
-    found = []
-    for actions in (" ".join(text for text in row.split() if text[1] not in "OL"), row):
-        module = deep(5)
-        with step([module], actions, microbatches=3, options=StepOptions(copy_size=1)) as pipe:
-            found.append([p.grad for p in module.parameters()])
-            copies = pipe.last_timeline.copies
-    assert all(map(torch.equal, *found))
-    assert all(event.end - event.start > 5 * sum(seconds) / 4 for event in copies[0])
 
 
 def test_layers_leave_while_later_ones_run_and_a_backward_waits_for_its_own_alone(
@@ -413,17 +240,6 @@ def test_evaluation_saves_nothing() -> None:
         peak = pipe.gather_timeline().peak_memory
         pipe.evaluate(batch(2), batch(2))
         assert pipe.gather_timeline().peak_memory == peak
-
-
-def test_a_schedule_that_saves_memory_may_come_first_in_an_evaluation() -> None:
-    plain = schedule_of("0F0 0F1 0B0 0B1 0W0 0W1", microbatches=2)
-    saving = schedule_of("0F0 0O0 0F1 0L0 0BW0 0R1 0BW1", microbatches=2)
-    with one_rank([Watched()], plain) as pipe:
-        loss = pipe.evaluate(batch(2), batch(2), schedule=saving)
-        assert loss == pipe.step(batch(2), batch(2), schedule=saving)
-        timeline = pipe.gather_timeline()
-        assert [event.action.kind for event in timeline.copies[0]] == ["O", "L"]
-        assert timeline.peak_memory[0] > 0
 
 
 # ---- failures
