@@ -16,7 +16,7 @@ from zbkern import __main__
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts, Schedule, schedules, simulate
 
 SIZES = ["--stages", "3", "--microbatches", "5"]
-SECOND = ["--time-limit", "0"]  # the constructive answer
+SECOND = ["--effort", "0"]  # the constructive answer
 
 
 @pytest.fixture
@@ -130,14 +130,6 @@ def test_costs_change_the_plan(run, tmp_path: Path) -> None:
     assert float(figures(text)["cost"]) == simulate(schedules.one_f_one_b(3, 5), Costs.load(costs)).cost
 
 
-def test_makespan_can_be_the_objective(run) -> None:
-    found = figures(run("--schedule", "one_f_one_b", "--objective", "makespan"))
-    timeline = simulate(schedules.one_f_one_b(3, 5))
-    idle = 1 - sum(timeline.busy) / (3 * timeline.makespan)
-    assert found["makespan"].startswith(f"{timeline.makespan:g}, {idle:.2%} of it idle (any order of these chunks")
-    assert found["bubble"] == f"{timeline.bubble_rate:.2%}"
-
-
 def test_a_placement_can_be_spelt_out(run) -> None:
     named, spelt = (run("--chunks", 2, "--placement", place, *SECOND) for place in ("v", "0,1,2,2,1,0"))
     assert named.split("\n")[1:] == spelt.split("\n")[1:]
@@ -237,8 +229,6 @@ def test_every_kind_of_file_is_written(run, tmp_path: Path) -> None:
             "argument --placement, --stages: plan: placement must name every rank below 3 1 times",
         ),
         (["--placement", "w"], "argument --placement: expected linear, loop, v, zigzag or a rank per chunk; got 'w'"),
-        (["--time-limit", "-1"], "argument --time-limit: expected a number of seconds"),
-        (["--objective", "speed"], "argument --objective: invalid choice: 'speed'"),
         (["--out", "plan.gif"], "argument --out: plan.gif must end in one of .svg, .html, .json"),
         (["--out", "nowhere/plan.svg"], "argument --out: cannot write nowhere/plan.svg: there is no folder nowhere"),
         (["--costs", "missing.json"], "argument --costs: cannot read missing.json: No such file or directory"),

@@ -75,18 +75,11 @@ def test_what_does_not_fit_on_any_cut_has_no_time() -> None:
     costs = Costs(activation=2.5e9, memory_unit="bytes", time_unit="ms")
     timelines = [simulate(schedules.gpipe(2, 8), costs), simulate(schedules.one_f_one_b(2, 8), costs)]
     for tokens in (0, 1000):
-        _, fits, not_fitting = report.table(timelines, "cost", 6e9, tokens=tokens, cuts=True).split("\n")
+        _, fits, not_fitting = report.table(timelines, 6e9, tokens=tokens, cuts=True).split("\n")
         assert fits.startswith("one_f_one_b")
         assert "%" in fits
         assert re.fullmatch(r"gpipe +1 +20 GB +at least: does not fit", not_fitting)
-    assert re.search(r"gpipe .*%.* over the limit", report.table(timelines, "cost", 6e9))
-
-
-def test_idle_is_of_the_objective() -> None:
-    timeline = simulate(schedules.zb_h2(3, 6))
-    assert report.idle(timeline, "cost") == timeline.bubble_rate == 0
-    assert report.idle(timeline, "makespan") == pytest.approx(1 - 18 / (18 + 2))
-    assert report.idle(simulate(schedules.gpipe(2, 2), Costs(0, 0, 0)), "makespan") == 0
+    assert re.search(r"gpipe .*%.* over the limit", report.table(timelines, 6e9))
 
 
 def test_memory_in_bytes_is_printed_for_people() -> None:
@@ -94,14 +87,14 @@ def test_memory_in_bytes_is_printed_for_people() -> None:
     timeline = simulate(schedules.one_f_one_b(2, 4), costs)
     text = told(costs, 2, 4, 5e9)[1]
     assert re.search(r"^memory +5(\.\d+)? \d+(\.\d+)? GB by rank \(limit 5 GB, 1x\)$", text, re.MULTILINE), text
-    assert " 5 GB  1.00x" in report.table([timeline], "cost", None, 5e9)
+    assert " 5 GB  1.00x" in report.table([timeline], None, 5e9)
     with pytest.raises(ValueError, match=r"memory_limit=1 GB .* any schedule fits is 2\.5 GB"):
         plan(costs, 2, 4, memory_limit=1e9)
 
 
 def test_times_have_their_unit_where_it_is_known() -> None:
     timeline = simulate(schedules.one_f_one_b(2, 4), Costs(time_unit="ms"))
-    assert "15 ms" in report.table([timeline], "cost", None, 1)
+    assert "15 ms" in report.table([timeline], None, 1)
     assert "makespan 15 ms" in style.note(timeline)
     assert "cost 15 ms" in repr(timeline)
 
@@ -110,7 +103,7 @@ def test_times_have_their_unit_where_it_is_known() -> None:
 def test_without_units_there_are_plain_numbers_however_large(size: float) -> None:
     costs = Costs(size, size, size, activation=size)
     found, text = told(costs, 2, 4, 2 * size)
-    texts = [text, report.table([found.timeline], "cost", None, 1)]
+    texts = [text, report.table([found.timeline], None, 1)]
     for text in (*texts, style.note(found.timeline), repr(found.timeline), draw.svg([found.timeline], costs=[costs])):
         assert not re.search(r"\d ([kMGT]?B|bytes|m?s)\b", text), text
 

@@ -20,7 +20,7 @@ from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.units import amount, duration, enough
 
-_WORTH_TRYING = 0.01  # of the objective
+_WORTH_TRYING = 0.01  # of the cost
 _COSTS = {"F": "forward", "B": "backward", "W": "weight", "messages": "communication"}
 _TENTH = 1.1
 _MOST_ACTIONS = 10_000
@@ -30,7 +30,7 @@ _QUICK = 2  # rounds of the searches that only tell what an option would give
 @dataclass(frozen=True)
 class Answer:
     """plan: the best that was found. gains: quick plans by the option with which they are faster. published: timelines
-    of the published schedules, where they are compared. errors: by how much of itself the objective grows, and by how
+    of the published schedules, where they are compared. errors: by how much of itself the cost grows, and by how
     much the bubble rate, where one of the costs is a tenth more."""
 
     question: Question
@@ -48,21 +48,21 @@ def answer(question: Question, progress: Callable[[str], None] = lambda line: No
     gains |= _of_halves(question) if found.idle.load >= _WORTH_TRYING else {}
     compare = question.compare or question.setting is not None
     published = _published(question, found) if compare else ()
-    return Answer(question, found, gains, published, _errors(found, question.objective))
+    return Answer(question, found, gains, published, _errors(found))
 
 
-def _errors(found: Plan, objective: str) -> dict[str, tuple[float, float]]:
+def _errors(found: Plan) -> dict[str, tuple[float, float]]:
     """Of the schedule as it is; none where simulating it four times takes a second."""
     if sum(map(len, found.schedule.actions)) > _MOST_ACTIONS:
         return {}
-    reached, idle = getattr(found.timeline, objective), found.bubble_rate
+    reached, idle = found.timeline.cost, found.bubble_rate
     errors = {}
     for name, cost in _COSTS.items():
         given = getattr(found.costs, cost)
         more: Any = [_TENTH * each for each in given] if isinstance(given, Sequence) else _TENTH * given
         changed: dict[str, Any] = {cost: more}
         timeline = simulate(found.schedule, replace(found.costs, **changed))
-        errors[name] = getattr(timeline, objective) / reached - 1 if reached else 0.0, timeline.bubble_rate - idle
+        errors[name] = timeline.cost / reached - 1 if reached else 0.0, timeline.bubble_rate - idle
     return errors
 
 
@@ -72,8 +72,7 @@ def _searched(question: Question, progress: Callable[[str], None]) -> Plan:
     except ScheduleError as error:
         reason = why_not(question) or str(error)
         for saving, other in _savings(question).items():
-            time = getattr(other.timeline, question.objective)
-            reason += f"; it fits with {saving}, {question.objective} {duration(time, other.timeline.unit)}"
+            reason += f"; it fits with {saving}, cost {duration(other.timeline.cost, other.timeline.unit)}"
         raise WrongArgument("--memory", reason) from error
     except ValueError as error:  # everything else has been checked
         given = {"placement": None, "chunks": None, "slices": 1}
@@ -86,7 +85,7 @@ def search(question: Question, progress: Callable[[str], None] = lambda line: No
     names = ("stages", "microbatches", "chunks", "placement", "effort", "recompute", "slices")
     given: dict[str, Any] = {name: getattr(question, name) for name in names}
     given |= {"memory_limit": question.limit, "offload": question.offload is not None}
-    options = PlanOptions(question.objective, time_limit=question.time_limit, progress=progress)
+    options = PlanOptions(time_limit=question.time_limit, progress=progress)
     return plan(question.costs, **given, options=options)
 
 
@@ -133,7 +132,7 @@ def _named(question: Question) -> Plan:
             f"{schedule.name} holds {enough(peak, costs.memory_unit)} on one rank, more than "
             f"{amount(limit, costs.memory_unit)}; raise the limit, or leave --schedule out for a plan within it",
         )
-    return judged(schedule, costs, limit, question.objective)
+    return judged(schedule, costs, limit, "cost")
 
 
 def _published(question: Question, found: Plan) -> list[Timeline]:

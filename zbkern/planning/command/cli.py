@@ -28,7 +28,7 @@ from zbkern.schedules.actions import ScheduleError
 SUFFIXES = (".svg", ".html", ".json", ".torch.csv", ".csv", ".txt", ".py")
 _DECIDED = (
     *("context_parallel", "costs", "memory", "chunks", "placement"),
-    *("schedule", "slices", "offload", "recompute", "compare", "time_limit"),
+    *("schedule", "slices", "offload", "recompute", "compare"),
 )
 """Arguments that a search of layouts has answers for."""
 

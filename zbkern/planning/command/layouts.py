@@ -145,8 +145,7 @@ def layouts(question: LayoutQuestion) -> Iterator[Layout]:
                     if batch // data % size == 0:
                         job = Job(sequence, size, tensor, expert, data, 1, fp8, shard, halves and stages > 1)
                         setting = Setting(architecture, hardware, job)
-                        microbatches, objective = batch // data // size, question.objective
-                        yield Layout(stages=stages, microbatches=microbatches, setting=setting, objective=objective)
+                        yield Layout(stages=stages, microbatches=batch // data // size, setting=setting)
 
 
 def estimate(layout: Layout) -> tuple[float, Layout] | None:
@@ -200,7 +199,7 @@ def _parts(layout: Layout, found: Plan) -> dict[str, float]:
         "computing": computing,
         "messages of tensor and expert parallelism, and of weights that are sharded": work - computing,
         "uneven stages, passes of more chunks, and recomputation": busy - work,
-        "idle time": getattr(found.timeline, layout.objective) / 1e3 - busy,
+        "idle time": found.timeline.cost / 1e3 - busy,
         "the optimizer and traffic between pipelines": setting.beside(layout.stages),
     }
 

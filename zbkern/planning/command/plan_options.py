@@ -73,11 +73,9 @@ _HELP = {
     "--config; without it there is no limit, with --config what the GPU has beside the context and its groups",
     "--chunks": "chunks per rank (default 1, or those of --schedule; what is best for costs of layers)",
     "--placement": f"where the chunks are: {', '.join(PLACEMENTS)}, or the rank of every chunk, such as 0,1,1,0",
-    "--objective": "what to minimise: cost, the longest span of a rank (default), or makespan, the span of all of them",
     "--effort": f"rounds of search, each twice as long as the one before (default {EFFORT}, about ten seconds in all; "
     f"with --gpus {LAYOUT_EFFORT}; 0: the quick answer alone); the plan depends on it and not on how fast or busy the "
     "machine is",
-    "--time-limit": "ends the search after this many seconds, if that is sooner; the plan then depends on the machine",
     "--offload": "activations may go to the host and come back, at so many GB/s in each direction (memory per time for "
     "costs without units); with --config the number can be left out, and is that of the table of hardware",
     "--recompute": "activations may be recomputed; --costs of chunks must have the checkpoint, what an F keeps then",
@@ -125,9 +123,7 @@ def add_to(commands: Any) -> argparse.ArgumentParser:
     add("--memory", type=_memory, metavar="LIMIT")
     add("--chunks", type=_count, metavar="V")
     add("--placement", type=_placement, metavar="NAME")
-    add("--objective", choices=("cost", "makespan"), default="cost")
     add("--effort", type=_number(int, "a number of rounds from 0 to 99", most=99), metavar="ROUNDS")
-    add("--time-limit", type=_number(float, "a number of seconds such as 10"), metavar="SECONDS")
     rate = _number(float, "a bandwidth in GB/s above 0, such as 50", 1e-9)
     add("--offload", type=rate, nargs="?", const=0.0, metavar="GB/s")
     add("--recompute", action="store_true")

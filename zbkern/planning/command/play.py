@@ -92,7 +92,7 @@ def drawn(given: Mapping[str, str]) -> dict[str, str]:
         "idle": "-" if best is None else f"{best.bubble_rate:.1%}",
         "best": "none of these fits the memory" if best is None else f"of the time is idle with {best.schedule.name}",
         "svg": draw.svg(timelines, costs=each, limit=limit),
-        "table": report.table(timelines, "cost", limit, float(stages)),
+        "table": report.table(timelines, limit, float(stages)),
         "command": _command(costs, sizes, numbers["memory"]),
     }
 

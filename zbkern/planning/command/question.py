@@ -86,7 +86,7 @@ class Setting(NamedTuple):
 class Question:
     """Which schedule is best for so many stages and microbatches, in what memory, and for which costs.
 
-    chunks, placement, recompute, slices, objective, effort, time_limit: as for `plan`. measured: costs; setting: what
+    chunks, placement, recompute, slices, effort, time_limit: as for `plan`. measured: costs; setting: what
     they are computed from instead, with a limit of memory; sizes: arguments of its job as they
     were given, of which others follow; model: its name. schedule: a published one, and no search. memory: the most that
     a rank may hold, and whether that counts what one microbatch holds in the whole model. offload: GB/s, or memory per
@@ -106,7 +106,6 @@ class Question:
     memory: tuple[float, bool] | None = None
     offload: float | None = None
     recompute: bool = False
-    objective: str = "cost"
     effort: int = EFFORT
     time_limit: float | None = None
     compare: bool = False
@@ -180,8 +179,8 @@ class Question:
 class LayoutQuestion(NamedTuple):
     """How to train a model on so many GPUs with `batch` sequences per step.
 
-    halves: stages may begin inside blocks. own: sizes of a layout to compare with. effort, objective: as for `plan`,
-    for the best few layouts.
+    halves: stages may begin inside blocks. own: sizes of a layout to compare with. effort: as for `plan`, for the
+    best few layouts.
     """
 
     architecture: Architecture
@@ -193,4 +192,3 @@ class LayoutQuestion(NamedTuple):
     halves: bool = False
     own: Mapping[str, int] = {}
     effort: int = LAYOUT_EFFORT
-    objective: str = "cost"

@@ -28,8 +28,8 @@ from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.units import amount, duration, number
 
 _MARGIN = 10  # columns of the names of figures
-_WORTH_STAGES = 0.01  # of the objective: for less nobody changes the number of stages
-SHOWN = 0.001  # of the objective: less idle time than that is not worth a line
+_WORTH_STAGES = 0.01  # of the cost: for less nobody changes the number of stages
+SHOWN = 0.001  # of the cost: less idle time than that is not worth a line
 _LEAST_BOUND = 5e-5  # printed as 0.00%, which says nothing
 _RECHUNKED = (
     "other numbers of chunks: the same model cut evenly; what its first or last chunk has beyond others stays whole"
@@ -56,7 +56,7 @@ def text(answer: Answer, width: int) -> str:
 def describe(answer: Answer, width: int) -> str:
     """Grid and figures."""
     question, plan = answer.question, answer.plan
-    objective, limit, whole = question.objective, question.limit, question.measure
+    limit, whole = question.limit, question.measure
     schedule, timeline = plan.schedule, plan.timeline
     each = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
     title = f"{schedule.name}: {schedule.ranks} ranks, {each} each, {schedule.microbatches} microbatches"
@@ -69,17 +69,13 @@ def describe(answer: Answer, width: int) -> str:
         bound = f"how much less any order of {which} could have is not known"
     else:
         bound = f"any order of {which} has at least {plan.lower_bound:.2%}"
-    rate, span = f"{timeline.bubble_rate:.2%}", duration(timeline.makespan, timeline.unit)
-    if objective == "cost":
-        rate += f" ({bound})"
-    else:
-        span += f", {idle(timeline, objective):.2%} of it idle ({bound})"
     capacity = "no limit"
     if limit is not None:
         capacity = f"limit {amount(limit, timeline.memory_unit)}" + (f", {number(limit / whole)}x" if whole else "")
     peaks = [amount(peak, timeline.memory_unit) for peak in timeline.peak_memory]
     memory = f"{_joined(peaks)} by rank ({capacity})"
-    figures = {"bubble": rate, "cost": duration(timeline.cost, timeline.unit), "makespan": span, "memory": memory}
+    spans = {name: duration(getattr(timeline, name), timeline.unit) for name in ("cost", "makespan")}
+    figures = {"bubble": f"{timeline.bubble_rate:.2%} ({bound})", **spans, "memory": memory}
     lines = [figure(name, text, width) for name, text in figures.items()]
     if len(schedule.slices) > 1:
         unit = "tokens" if plan.costs.tokens == sum(schedule.slices) else f"of {sum(schedule.slices)}"
@@ -149,7 +145,7 @@ def _error_lines(answer: Answer, width: int) -> list[str]:
     if not answer.errors:
         return []
     each = [f"{name} {more:+.1%} ({100 * idle:+.1f})" for name, (more, idle) in answer.errors.items()]
-    text = f"of 10% in one cost change the {answer.question.objective} (points of bubble): {', '.join(each)}"
+    text = f"of 10% in one cost change the cost (points of bubble): {', '.join(each)}"
     return [figure("errors", text, width)]
 
 
@@ -191,7 +187,6 @@ def grid(schedule: Schedule, width: int) -> str:
 
 def table(
     timelines: Sequence[Timeline],
-    objective: str,
     limit: float | None,
     whole: float = 0.0,
     tokens: int = 0,
@@ -206,8 +201,8 @@ def table(
     """
     ends = ["step", "tokens/s", "bubble", "memory"] if tokens else ["bubble", "makespan", "memory", "of 1x"]
     rows = [["schedule", "chunks", *ends, ""]]
-    for timeline in sorted(timelines, key=lambda each: _order(each, objective, limit if cuts else None, tokens)):
-        peak, seconds = max(timeline.peak_memory), getattr(timeline, objective) / 1e3 + beside
+    for timeline in sorted(timelines, key=lambda each: _order(each, limit if cuts else None, tokens)):
+        peak, seconds = max(timeline.peak_memory), timeline.cost / 1e3 + beside
         name, chunks = timeline.schedule.name, str(timeline.schedule.chunks)
         if len(timeline.schedule.slices) > 1:
             name += f", {len(timeline.schedule.slices)} slices"
@@ -228,18 +223,10 @@ def table(
     )
 
 
-def _order(timeline: Timeline, objective: str, limit: float | None, tokens: int) -> tuple[bool, float, float]:
-    speed = getattr(timeline, objective) if tokens else round(idle(timeline, objective), 9)
+def _order(timeline: Timeline, limit: float | None, tokens: int) -> tuple[bool, float, float]:
+    speed = timeline.cost if tokens else round(timeline.bubble_rate, 9)
     peak = max(timeline.peak_memory)
     return limit is not None and exceeds(peak, limit), speed, peak
-
-
-def idle(timeline: Timeline, objective: str) -> float:
-    """The share of the objective in which a rank is idle, mean over ranks."""
-    if objective == "cost":
-        return timeline.bubble_rate
-    available = len(timeline.events) * timeline.makespan
-    return 1.0 - sum(timeline.busy) / available if available else 0.0
 
 
 def _joined(amounts: Sequence[str]) -> str:
@@ -252,12 +239,10 @@ def _joined(amounts: Sequence[str]) -> str:
 
 def _gains(answer: Answer, width: int) -> list[str]:
     """What saving memory, and finer cuts, would give."""
-    objective = answer.question.objective
     lines: list[str] = []
     for option, other in answer.gains.items():
-        time = getattr(other.timeline, objective)
-        less = 1 - time / getattr(answer.plan.timeline, objective)
-        said = f"{objective} {duration(time, other.timeline.unit)}, {less:.2%} less"
+        less = 1 - other.timeline.cost / answer.plan.timeline.cost
+        said = f"cost {duration(other.timeline.cost, other.timeline.unit)}, {less:.2%} less"
         said = f"{option}: {said if less >= SHOWN else 'no gain'} (a quick search)"
         lines.append(figure("" if lines else "try", said, width))
     return lines
@@ -267,7 +252,7 @@ def _comparison(answer: Answer) -> str:
     """A table of the published schedules and of the plan."""
     question, costs, setting = answer.question, answer.question.costs, answer.question.setting
     shown = answer.published if question.schedule else [*answer.published, answer.plan.timeline]
-    given = shown, question.objective, question.limit, question.measure
+    given = shown, question.limit, question.measure
     if not isinstance(costs, ModelCosts):
         return f"{table(*given)}\n\n{_RECHUNKED}"
     if setting is None:
@@ -297,7 +282,7 @@ def _step(question: Question, found: Plan, setting: Setting, width: int) -> list
     """The costs of a layer, the cut, and how long a step takes."""
     chunks = cut(found, setting.costs, width, f": {_counted(setting.architecture)}")
     beside = setting.beside(question.stages)
-    seconds = getattr(found.timeline, question.objective) / 1e3 + beside
+    seconds = found.timeline.cost / 1e3 + beside
     rate = setting.tokens(question.microbatches) / seconds
     each, share = question.speed(seconds)
     placement = found.schedule.placement
