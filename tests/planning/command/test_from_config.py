@@ -129,7 +129,10 @@ def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path
     [
         (["--gpu", "h1000"], "argument --gpu: .* has no 'h1000'; it has a100, h100"),
         (["--gpu", "a100", "--fp8"], "argument --fp8: NVIDIA A100 .* has no FP8"),
-        (["--attention", "cudnn", "--gpu", "a100"], "argument --attention: .* must be one of flash_attention_2, "),
+        (
+            ["--attention", "cudnn", "--gpu", "a100"],
+            "argument --gpu, --attention: .* must be one of flash_attention_2, ",
+        ),
         (["--gpu", ""], "argument --gpu: .* has no ''"),
         (["--config", "nothing.json"], "argument --config: cannot read nothing.json: No such file"),
         (["--tensor-parallel", "3"], "argument --tensor-parallel: .* must divide the 32 heads"),
@@ -151,7 +154,7 @@ def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path
             "into 4 stages of one chunk the fullest rank holds [0-9.]+ GB of weights",
         ),
         (["--hardware", "nothing.json"], "argument --hardware: cannot read nothing.json"),
-        (["--hardware", "/dev/zero"], "argument --gpu, --hardware: /dev/zero is larger than 16 MiB, or has no end"),
+        (["--hardware", "/dev/zero"], "argument --hardware: /dev/zero is larger than 16 MiB, or has no end"),
         (["--calibrate", "/dev/zero"], "argument --calibrate: /dev/zero is larger than 16 MiB"),
     ],
 )
@@ -177,7 +180,7 @@ def test_a_table_of_hardware_with_a_wrong_field(
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"h100": {**json.loads(TABLE.read_text())["h100"], **change}}))
     assert __main__.main([*LLAMA, "--hardware", str(own)]) == 2
-    assert re.search(f"argument --gpu, --hardware: .*{message}", capsys.readouterr().err)
+    assert re.search(f"argument --hardware: .*{message}", capsys.readouterr().err)
 
 
 def test_weights_in_fp8_are_beside_those_in_bf16() -> None:

@@ -51,11 +51,9 @@ def read(given: Mapping[str, Any]) -> tuple[Architecture, Hardware]:
     if architecture.predictors and any(path.suffix == ".py" for path in given.get("out", ())):
         left_out = (*architecture.left_out, "num_nextn_predict_layers")  # of what the program trains
         architecture = replace(architecture, predictors=0, left_out=left_out)
-    with reading("--hardware", table, "--gpu" if table is None else "--gpu, --hardware"):
-        hardware = load_hardware("h100" if gpu is None else gpu, table)
-    if kernel is not None:
-        with reading("--attention", None):
-            hardware = load_hardware("h100" if gpu is None else gpu, table, kernel)
+    named = [option(name) for name in ("gpu", "hardware", "attention") if given[name] is not None]
+    with reading("--hardware", table, ", ".join(named)):
+        hardware = load_hardware("h100" if gpu is None else gpu, table, kernel)
     if given["fp8"] and hardware.fp8_flops is None:
         raise WrongArgument(
             "--fp8", f"{hardware.title} has no FP8, or its table no fp8_flops; leave it out, or add them"

@@ -36,10 +36,8 @@ class Hardware:
     memory of its host, which offloading needs (None: not known); all in bytes/s per GPU and direction. name: in the
     table that comes with zbkern. attention: the kernel whose shares are taken.
 
-    The rest is what programs get of these peaks. The numbers are fitted to the runs of bench/published_runs.json,
-    starting from anchors that the fit is drawn to: products of 8192 reach 0.8 of an H100's peak in a benchmark and 0.6
-    to 0.7 where it draws its power all the time; a pass costs 0.6 to 0.8 ms in the tables of arXiv 2401.10241; an
-    adapter 0.9 of its rate, and 43 to 47 of 50 GB/s in all-to-alls (DeepEP's README). `errors.json` has what is left.
+    The rest is what programs get of these peaks, fitted to the runs of bench/published_runs.json (bench/shares.py says
+    from which anchors); `errors.json` has what is left.
     matmul_share: of a large product, in W. forward_backward_share: of matmul_share, in F and B, where other operations
     are between the products; fitted to the times of F, B and W of arXiv 2401.10241, Table 9, alone. matmul_ramp: a
     product of [rows, inputs] and [inputs, outputs] takes 1 + this * (1/rows + 1/inputs + 1/outputs) times as long as

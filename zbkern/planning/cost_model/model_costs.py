@@ -1,19 +1,10 @@
 """Costs of a model on a GPU, from flops and bytes alone: for planning before there is a machine to measure on.
 
-A model, and no measurement. It assumes:
-- a matrix product takes as long as its flops or its bytes, whichever is longer, at the shares of the peaks that
-  `Hardware` names, a small one longer; attention, at shares of its own, computes what its mask leaves; other
-  operations take their bytes; every layer and every pass takes some time of its own;
-- bf16, and zbkern's own layers: the gated MLP and FlashAttention recompute what they can,
-  logits never exist as a whole, W accumulates in fp32 in place, and nothing else is recomputed or offloaded;
-- what is between the layers of tensor parallelism is split among its GPUs, too (sequence parallelism); of its messages
-  and those of experts time takes what the layer's own work cannot hide (`Hardware.exposed_share`, `hiding_share`);
-  every expert gets as many tokens as the others, and a
-  token is sent once to every GPU that has some of its experts (`zbkern.nn.ExpertParallel` sends it once per expert);
-- of a sequence in slices keys and values of all heads stay, also where their layer has a window or makes them from
-  small vectors, as caches of the transformers library have them;
-- 18 bytes per parameter: bf16 weight, fp32 gradient, and 12 of AdamW, which data-parallel ranks share; where they share
-  all of it (FSDP), the weights and gradients of two layers are whole at a time.
+A model, and no measurement. A matrix product takes as long as its flops or its bytes, whichever is longer, at the
+shares of the peaks that `Hardware` names, a small one longer; attention, at shares of its own, computes what its mask
+leaves; other operations take their bytes; every layer and every pass takes some time of its own. docs/cost_model.md
+says what is assumed besides. Of a sequence in slices keys and values of all heads stay, also where their layer has a
+window or makes them from small vectors, as caches of the transformers library have them.
 """
 
 from __future__ import annotations
