@@ -67,7 +67,8 @@ class ModelSearch:
                     seed = self._request.options.seed
                     here.append(Search(problem, self._budget, seed, published, name, partition))
                     here[-1].construct(SETTINGS.partition_passes)
-            candidates += sorted(here, key=lambda each: each.reached)[: SETTINGS.partitions]
+            promising = sorted(here, key=lambda each: each.reached)[: 3 * SETTINGS.partitions]
+            candidates += sorted(promising, key=lambda each: each.promise(0))[: SETTINGS.partitions]
         return candidates
 
     def _fitting(self, owners: tuple[int, ...], slices: tuple[int, ...]) -> Iterator[tuple[tuple[float, ...], Problem]]:

@@ -20,9 +20,10 @@ Partition = tuple[int, ...]  # the first layer of every chunk
 _IN_FLIGHT = (2.0, 1.75, 1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.2, 0.0)
 """Of what 1F1B holds: partitions that have memory for so many microbatches."""
 _STEPS = 500  # of annealing, for every chunk but one
-_HOT, _COOLING = 5.0, 0.0002  # the first temperature, and the last one as a share of it
+_COLD = 0.001  # the last temperature
 _STEEP = 4  # power of a rank's work
-_OF_CHUNKS = (10.0, 3.0, 0.4)  # what even chunks count beside it, squared: each weight finds partitions of its own
+_VARIANTS = ((5.0, 10.0), (5.0, 0.4), (0.2, 40.0), (0.2, 10.0))
+"""The first temperature, and what even chunks count beside that power, squared: cold ones stay near the start."""
 _MISSING = 100  # what it counts if as much memory is missing as a rank holds for one microbatch
 
 
@@ -76,7 +77,7 @@ def _balanced(
     equal = balanced_chunks(tuple(map(work_of, model.layers)), len(placement))
     found = [equal]
     if len(set(placement)) < len(placement):
-        found = [_annealed(_Ranks(model, placement, microbatches, None, 0.0, equal, each)) for each in _OF_CHUNKS]
+        found = [_annealed(_Ranks(model, placement, microbatches, None, 0.0, equal, each)) for each in _VARIANTS]
         found.sort(key=lambda each: _Ranks(model, placement, microbatches, None, 0.0, each).busiest)
     most_equal = found[0]
     for in_flight in _IN_FLIGHT if limits is not None else ():
@@ -141,10 +142,11 @@ class _Ranks:
         limits: Sequence[float] | None,
         in_flight: float,
         starts: Partition,
-        of_chunks: float = _OF_CHUNKS[-1],
+        variant: tuple[float, float] = _VARIANTS[0],
     ) -> None:
         count, ranks = len(placement), max(placement) + 1
-        self.placement, self.layers, self.starts, self._of_chunks = placement, model.layers, starts, of_chunks
+        self.placement, self.layers, self.starts = placement, model.layers, starts
+        self.hot, self._of_chunks = variant
         # a chunk holds a microbatch from its F to its B: 1F1B holds as many as there are ranks in the first chunk
         self._in_flight = [in_flight * min(microbatches, ranks * (count - chunk) / count) for chunk in range(count)]
         works = [work_of(layer) for layer in model.layers]
@@ -208,7 +210,7 @@ def _annealed(ranks: _Ranks) -> Partition:
         ranks.change(layer, source, -1)
         ranks.change(layer, target, 1)
         worse = ranks.strain - before
-        if worse > 0 and random() >= math.exp(-worse / (_HOT * _COOLING ** (step / steps))):
+        if worse > 0 and random() >= math.exp(-worse / (ranks.hot * (_COLD / ranks.hot) ** (step / steps))):
             ranks.change(layer, target, -1)
             ranks.change(layer, source, 1)
             continue
