@@ -1,6 +1,7 @@
 """Training speeds that others have published against those that the model of costs predicts.
 
     python -m bench.published_runs [FILE.json] [--write]
+    python -m bench.published_runs [FILE.json] --fit
     python -m bench.published_runs --gains
 
 FILE.json (by default bench/published_runs.json): {"models": {...}, "runs": [...]}, each run with a model by its name or
@@ -8,6 +9,8 @@ as the transformers library writes it, a GPU, the layout (1 where it is left out
 GPU with attention counted as a full square, or in tokens/s per GPU. SOFTWARE says what is different in what ran them.
 
 --write: errors by kind of run and of gains, as zbkern/planning/cost_model/errors.json, which `zbkern plan` prints.
+--fit: the shares of bench/shares.py, fitted to the runs, beside those of the table; and how far runs of every kind are
+from what a fit to all others says.
 --gains: what ZB-1p and ZB-2p gain over 1F1B in Table 4 of arXiv 2401.10241, predicted from the shapes of its Table 3
 alone: every rank but the first and the last has as many layers, embedding and head count as one, and the orders are
 those for equal ranks (ZB-1p is ZB-H1 in all of its Table 5), with the step after a barrier for 1F1B alone.
@@ -25,6 +28,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench import shares
 from zbkern.pipeline import Costs, ModelCosts, plan, schedules
 from zbkern.planning.cost_model import exactness
 from zbkern.planning.cost_model.architecture import Architecture, architecture
@@ -222,16 +226,54 @@ def by_kind(results: Sequence[Result]) -> dict[str, dict[str, float]]:
     }
 
 
+def fitted(runs: Sequence[Mapping[str, Any]], models: Mapping[str, Any]) -> str:
+    """Tables of the shares, and of the errors by kind of run: with the table's, of the fit, and where a fit had none of
+    this kind."""
+    gpus = [hardware_of(run) for run in runs]
+
+    def log_error(run: int, gpu: Hardware) -> float:
+        return math.log1p(predict(runs[run], models, gpu).error)
+
+    found = shares.fit(gpus, log_error)
+    rows = []
+    for share, factor in zip(shares.SHARES, found.factors, strict=True):
+        table = next((getattr(gpu, share.fields[0]) for gpu in gpus if share.of(gpu)), math.nan)
+        anchor = f"{share.anchor:.3g} +- {share.width:.0%}: {share.why}"
+        rows.append([share.name, f"{table:.3g}", f"{table * factor:.3g}", anchor])
+    kinds: dict[str, list[int]] = {}
+    results = [predict(run, models, gpu) for run, gpu in zip(runs, gpus, strict=True)]
+    for run, result in enumerate(results):
+        kinds.setdefault(result.kind, []).append(run)
+    errors = []
+    for kind, some in sorted(kinds.items()):
+        others = shares.without(found, gpus, some)
+        held_out = [predict(runs[run], models, shares.scaled(gpus[run], others)) for run in some]
+        refitted = [
+            results[run]._replace(predicted=math.exp(found.errors[run]) * runs[run]["measured"]) for run in some
+        ]
+        each = [f"{rms(those):.1%}" for those in ([results[run] for run in some], refitted, held_out)]
+        errors.append([kind, len(some), *each])
+    tables = [
+        markdown_table(["share", "table", "fit", "anchor"], rows),
+        markdown_table(["kind", "runs", "rms with the table", "with the fit", "with a fit to the others"], errors),
+    ]
+    return "\n\n".join(tables)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?", default=RUNS, help='{"models": {...}, "runs": [...]}')
     parser.add_argument("--gains", action="store_true", help="of ZB-1p and ZB-2p over 1F1B instead of a file's runs")
+    parser.add_argument("--fit", action="store_true", help="shares of the peaks fitted to the runs")
     parser.add_argument("--write", action="store_true", help="the errors that zbkern plan prints")
     options = parser.parse_args(arguments)
     if options.gains:
         print(gains_table()[0])
         return 0
     given = json.loads(options.file.read_text(encoding="utf-8"))
+    if options.fit:
+        print(fitted(given["runs"], given.get("models", {})))
+        return 0
     results = [predict(run, given.get("models", {})) for run in given["runs"]]
     rows = [
         [each.run["run"], each.kind, f"{each.predicted:,.1f}", f"{each.run['measured']:,.1f}", f"{each.error:+.1%}"]

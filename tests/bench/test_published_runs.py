@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import published_runs
+from bench import published_runs, shares
 from zbkern.planning.cost_model import exactness
+from zbkern.planning.cost_model.hardware import Hardware
 
 LLAMA = {"model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126}
 LLAMA |= {"num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False}
@@ -92,6 +94,28 @@ def test_gains_are_those_that_were_measured(monkeypatch: pytest.MonkeyPatch, cap
     assert "6 of 6 gains within 2 points" in lines[-1]
     cells = [each.split() for each in lines if "14.6B, p 16, m 48" in each]
     assert [each[index] for each in cells for index in (9, 15)] == ["15.0%", "29.3%"]  # 1.61 and 1.81 over 1.40
+
+
+def test_a_fit_finds_the_shares_that_runs_were_made_with() -> None:
+    """Of an H100 that reaches a tenth more in products, and with pass times twice as long; the others stay."""
+    names = [share.name for share in shares.SHARES]
+    gpus = [published_runs.load_hardware("h100")] * 3
+    made = {names.index("h100 matmul_share"): 1.1, names.index("pass_time"): 2.0}
+
+    def log_error(run: int, gpu: Hardware) -> float:
+        """Of runs whose speed is half of one, all of one, half of both."""
+        faster, slower = math.log(gpu.matmul_share / 0.72 / 1.1), -math.log(gpu.pass_time / 0.315e-3 / 2)
+        return ((faster, slower, faster / 2 + slower / 2)[run]) * 100  # far more than anchors can hold
+
+    found = shares.fit(gpus, log_error)
+    for number, (factor, share) in enumerate(zip(found.factors, shares.SHARES, strict=True)):
+        if number in made:
+            assert factor == pytest.approx(made[number], rel=1e-3), share
+            assert found.errors == pytest.approx([0, 0, 0], abs=0.2)
+        elif share.of(gpus[0]):
+            assert factor * getattr(gpus[0], share.fields[0]) == pytest.approx(share.anchor), share
+    without = shares.without(found, gpus, [1, 2])  # nothing tells the time of a pass
+    assert without[names.index("pass_time")] == pytest.approx(0.5e-3 / 0.315e-3)
 
 
 def test_frameworks_compute_logits_once() -> None:

@@ -17,6 +17,7 @@ import pytest
 import zbkern
 from zbkern.kernels import dispatch, spec
 from zbkern.pipeline import Costs, schedules, simulate
+from zbkern.planning.cost_model import exactness
 from zbkern.planning.planner import native
 
 ROOT = Path(__file__).parents[2]
@@ -149,6 +150,14 @@ def test_the_plans_for_known_models() -> None:
         assert gains == [f"{found[which] / found['plan'] - 1:.1%}" for which in ("one_f_one_b", "best_cost")]
         assert halves == f"{found['halves_name']} x{found['halves_chunks']}, {found['halves']:.0f}"
         assert finer == f"{found['halves_bubble']:.1%}"
+
+
+def test_the_errors_of_the_cost_model() -> None:
+    kinds = json.loads(exactness.TABLE.read_text(encoding="utf-8"))["speeds"]
+    rows = tables(page("cost_model.md"), "runs")
+    assert [row[0] for row in rows] == [f"{kind} ({errors['runs']})" for kind, errors in kinds.items()]
+    shown = [float(row[1].removesuffix(" %")) / 100 for row in rows]
+    assert shown == pytest.approx([errors["rms"] for errors in kinds.values()], abs=6e-4)  # rounded twice
 
 
 # ---- schedules.md: its formulas, its tables and its pictures, and those of the other pages
