@@ -11,7 +11,8 @@ from zbkern.pipeline import Optimizer, Pipeline, cut, export, schedules, token_l
 model, text, out = sys.argv[1:]
 torch.distributed.init_process_group("gloo")  # "nccl" on GPUs
 schedule = schedules.zb_v(stages=torch.distributed.get_world_size(), microbatches=4)
-chunks = [zbkern.convert(chunk) for chunk in cut(AutoConfig.from_pretrained(model), schedule, weights=model)]
+chunks = cut(AutoConfig.from_pretrained(model), schedule, weights=model)
+chunks = [zbkern.convert(chunk.float()) for chunk in chunks]  # 16 bits would round small steps away
 pipe = Pipeline(chunks, schedule, token_loss)
 parameters = torch.nn.ModuleList(chunks).parameters()  # a tied weight once
 optimizer = Optimizer(torch.optim.AdamW(parameters, lr=1e-3), pipe, max_norm=1.0)  # the norm over all ranks

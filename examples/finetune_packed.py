@@ -23,7 +23,7 @@ model, text, out = sys.argv[1:]
 torch.distributed.init_process_group("gloo")  # "nccl" on GPUs
 ranks = torch.distributed.get_world_size()
 schedule = schedules.zb_v(stages=ranks, microbatches=ranks)  # of which only the places of the chunks count
-chunks = [zbkern.convert(chunk) for chunk in cut(AutoConfig.from_pretrained(model), schedule, weights=model)]
+chunks = [zbkern.convert(chunk.float()) for chunk in cut(AutoConfig.from_pretrained(model), schedule, weights=model)]
 tokenizer = AutoTokenizer.from_pretrained(model)
 dataset = [tokenizer(line).input_ids for line in Path(text).read_text().splitlines()]
 
