@@ -1,4 +1,4 @@
-"""bench.models: every schedule fits the memory it was given, and no plan is slower than what it is compared with."""
+"""bench.models, with --context, too: what it compares fits its memory, and no plan is slower than that."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import functools
 
 import pytest
 
-from bench import models
+from bench import context, models
 
 
 @pytest.mark.slow
-def test_a_row(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_of_known_models(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "figures", functools.cache(models.figures))
     assert models.main(["--only", "gemma-2-9b", "--per-stage", "1", "--effort", "0"]) == 0
     assert "| gemma-2-9b |" in capsys.readouterr().out
@@ -24,3 +24,19 @@ def test_a_row(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -
     more = models.figures("gemma-2-9b", "h100", 1, 1.5, 0)
     assert more["limit"] == 1.5 * found["limit"]
     assert more["plan"] <= found["plan"] * (1 + 1e-9)
+
+
+@pytest.mark.slow
+def test_long_contexts(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "figures", functools.cache(context.figures))
+    arguments = ["--context", "--only", "llama-3-70b", "--tokens", "131072", "--per-stage", "1", "--effort", "0"]
+    assert models.main(arguments) == 0
+    assert "| llama-3-70b |" in capsys.readouterr().out
+    found = context.figures("llama-3-70b", "h100", 131072, 1, 0)
+    assert found["microbatches"] == found["stages"] == 9
+    assert found["plan"]["cost"] <= found["whole"]["cost"] <= found["one_f_one_b"]["cost"]
+    assert found["plan"]["cost"] <= found["seq1f1b"]["cost"]
+    assert found["plan"]["peak"] <= found["limit"] * (1 + 1e-9)
+    assert found["plan"]["load"] <= found["plan"]["idle"] + 1e-9 <= 0.05
+    assert found["quarter"]["idle"] <= 0.12
+    assert found["quarter"]["peak"] < 0.4 * found["limit"]
