@@ -17,7 +17,6 @@ from zbkern.kernels.triton.common import INTERPRETED, Kernel, rows_dense, widen
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
     as_operand,
-    capability_of,
     has_bulk_copies,
     load,
     multiply,
@@ -53,18 +52,17 @@ def store_tile(
 
 def _sums(
     a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7, r0, r1, r2, r3, r4, r5, r6, r7,
-    o0, o1, o2, o3, o4, o5, o6, o7, v0, v1, v2, v3, v4, v5, v6, v7,
+    o0, o1, o2, o3, o4, o5, o6, o7,
     p0, p1, p2, p3, p4, p5, p6, p7, q0, q1, q2, q3, q4, q5, q6, q7,
     a_stride, b_stride, o_stride, added_to, added_stride,
     PRODUCTS: tl.constexpr, SEGMENTS: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr,
     DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr, ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """out_i [P_i, Q_i] (+)= sum over the segments s of matmul i and rows r < r_s of A_s[p, r] B_s[r, q].
 
     added_to: a pointer to the output where that is one and is added to, for a tile of it to be in L2 by then.
-    COLUMNS: v_i [P_i] (+)= sum over s, r of A_s[p, r], the gradient of a bias.
     Segments SEGMENTS i to SEGMENTS (i + 1) are matmul i's. One program computes every num_programs-th tile [M, N],
     through all matmuls without a pause. Tiles, segments and steps are one loop: each step picks its operands by its
     number, so copies run ahead across the borders of segments and tiles, and an output is read and written once. (As
@@ -75,7 +73,6 @@ def _sums(
     b_s = (b0, b1, b2, b3, b4, b5, b6, b7)
     r_s = (r0, r1, r2, r3, r4, r5, r6, r7)
     outs = (o0, o1, o2, o3, o4, o5, o6, o7)
-    vectors = (v0, v1, v2, v3, v4, v5, v6, v7)
     p_s = (p0, p1, p2, p3, p4, p5, p6, p7)
     q_s = (q0, q1, q2, q3, q4, q5, q6, q7)
     # Tuples grow by addition: Triton has no unpacking.
@@ -96,24 +93,23 @@ def _sums(
                 if tile >= ends[i - 1]:
                     steps_of_tile = steps[SEGMENTS * (i + 1) - 1] - steps[SEGMENTS * i - 1]
             total += steps_of_tile
-    out, vector, P, Q, p, q = o0, v0, p0, q0, 0, 0
+    out, P, Q, p, q = o0, p0, q0, 0, 0
     a, b, rows = a0, b0, r0
     tile = tl.program_id(0) - tl.num_programs(0)
     turn = length - 1
     accumulator = tl.zeros((M, N), tl.float32)
-    columns = tl.zeros((M,), tl.float32)
     for _ in range(total):
         turn = tl.where(turn == length - 1, 0, turn + 1)
         if turn == 0:
             tile += tl.num_programs(0)
             first = 0
             if PRODUCTS > 1:
-                out, vector, P, Q = o0, v0, p0, q0
+                out, P, Q = o0, p0, q0
                 a, b, rows = a0, b0, r0
                 begin, length = 0, steps[SEGMENTS - 1]
             for i in tl.static_range(1, PRODUCTS):
                 if tile >= ends[i - 1]:
-                    out, vector, P, Q = outs[i], vectors[i], p_s[i], q_s[i]
+                    out, P, Q = outs[i], p_s[i], q_s[i]
                     a, b, rows = a_s[SEGMENTS * i], b_s[SEGMENTS * i], r_s[SEGMENTS * i]
                     first, begin = ends[i - 1], steps[SEGMENTS * i - 1]
                     length = steps[SEGMENTS * (i + 1) - 1] - steps[SEGMENTS * i - 1]
@@ -127,13 +123,10 @@ def _sums(
                 if begin + turn >= steps[s - 1]:
                     a, b, rows, before = a_s[s], b_s[s], r_s[s], steps[s - 1]
             offset = begin + turn - before
-        accumulator, part = multiply(
+        accumulator, _ = multiply(
             accumulator, a, b, p, q, offset * K, P, Q, rows, a_stride, b_stride,
             A_T, B_T, DESCRIPTORS, PRECISION, M, N, K,
         )  # fmt: skip
-        if COLUMNS:
-            if q == 0:
-                columns += tl.sum(widen(part), 1)
         if turn == length - 1:
             parts = pieces(accumulator, M, N, PARTS)
             for i in tl.static_range(PARTS):
@@ -141,13 +134,6 @@ def _sums(
                     parts[i], p, q + i * (N // PARTS), out, P, Q, o_stride,
                     ACCUMULATE, REDUCE, O_DESCRIPTOR, M, N // PARTS,
                 )  # fmt: skip
-            if COLUMNS:
-                j = p + tl.arange(0, M)
-                inside = (j < P) & (q == 0)
-                if ACCUMULATE:
-                    columns += widen(tl.load(vector + j, inside, 0.0))
-                tl.store(vector + j, columns.to(vector.dtype.element_ty), inside)
-                columns = tl.zeros((M,), tl.float32)
             accumulator = tl.zeros((M, N), tl.float32)
 
 
@@ -157,14 +143,10 @@ _of_rows = Kernel(triton.jit(_sums, do_not_specialize=[*(f"p{i}" for i in range(
 
 
 class SumOfProducts(NamedTuple):
-    """out [P, Q] = sum of a b over pairs (a [P, R_i], b [R_i, Q]).
-
-    vector: for op="wgrad", [P] for the sum of all columns of every a, where sums_columns().
-    """
+    """out [P, Q] = sum of a b over pairs (a [P, R_i], b [R_i, Q])."""
 
     pairs: Sequence[tuple[Tensor, Tensor]]
     out: Tensor
-    vector: Tensor | None = None
 
 
 class _Part(NamedTuple):
@@ -172,7 +154,6 @@ class _Part(NamedTuple):
 
     factors: list[tuple[Matrix, Matrix]]
     result: Matrix
-    vector: Tensor | None
     add: bool
 
 
@@ -180,23 +161,13 @@ class _Kind(NamedTuple):
     """Equal for parts that may share a launch."""
 
     segments: int
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
+    dtypes: tuple[torch.dtype, torch.dtype]
     left: tuple
     right: tuple
     result: int
     add: bool
     reads: bool
     writes: bool
-
-
-def sums_columns(device: torch.device) -> bool:
-    """Whether a launch may have a vector: not on 9.x, where products read shared memory while the program goes on.
-
-    Triton gives an operand that has a second use, as dy has in a sum of its columns, one buffer less than its partner
-    (docs/triton_ring.md): the copy of a later step overwrites what a product still reads. Nor on 12.x, where the sum's
-    4 KB leave no shared memory for a third stage.
-    """
-    return capability_of(device) // 10 not in (9, 12)
 
 
 def run(op: str, products: Sequence[SumOfProducts], accumulate: bool, max_tiles: int = 0) -> None:
@@ -234,19 +205,19 @@ def _parts(product: SumOfProducts, add: bool, max_rows: int) -> Iterable[_Part]:
         same = [pair for pair in rest if pair[0].layout == left and pair[1].layout == right][:SLOTS]
         sums = itertools.accumulate(a.tensor.shape[1] for a, _ in same)
         same = same[: max(1, sum(rows <= max_rows for rows in sums))] if max_rows else same
-        yield _Part(same, result, product.vector, add)
+        yield _Part(same, result, add)
         rest = [pair for pair in rest if pair not in same] if len(same) < len(rest) else []
         add = True
 
 
 def _kind(part: _Part) -> _Kind:
     left, right = part.factors[0]
-    out, vector, bulk = part.result.tensor, part.vector, has_bulk_copies(part.result.tensor.device)
+    out, bulk = part.result.tensor, has_bulk_copies(part.result.tensor.device)
     reads = bulk and left.describable and right.describable
     writes = bulk and part.result.describable
     return _Kind(
         _power_of_2(len(part.factors)),
-        (left.tensor.dtype, out.dtype, None if vector is None else vector.dtype),
+        (left.tensor.dtype, out.dtype),
         (left.transposed,) if reads else left.layout,  # descriptors carry the strides
         (right.transposed,) if reads else right.layout,
         1 if writes else out.stride(0),
@@ -268,21 +239,21 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], max_tiles: int) -> Non
         programs = max(programs, -(-tiles.count(tile, *shapes) // max_tiles))
 
     slots: list[tuple[Any, Any, int]] = []  # a, b, r
-    targets: list[tuple[Any, ...]] = []  # output, vector, p, q
+    targets: list[tuple[Any, ...]] = []  # output, p, q
     for part, counts, shape in zip(parts, rows, shapes, strict=True):
         pairs = [(a.argument(tile.m, tile.k, reads)[0], b.argument(tile.k, tile.n, reads)[0]) for a, b in part.factors]
         slots += [(a, b, count) for (a, b), count in zip(pairs, counts, strict=True)]
         slots += [(*pairs[0], 0)] * (segments - len(pairs))  # segments of no rows
-        targets.append((part.result.argument(tile.m, tile.n // tile.epilogue_parts(), writes)[0], part.vector, *shape))
+        targets.append((part.result.argument(tile.m, tile.n // tile.epilogue_parts(), writes)[0], *shape))
     count = _power_of_2(len(parts))
-    targets += [(*targets[0][:2], 0, q)] * (count - len(parts))  # matmuls of no rows
+    targets += [(targets[0][0], 0, q)] * (count - len(parts))  # matmuls of no rows
     slots += [(*slots[0][:2], 0)] * (segments * count - len(slots))
 
     strides = (1, 1, kind.result) if reads else (left.stride, right.stride, kind.result)
     reduces = writes and add and dtypes[1] == torch.float32 and not INTERPRETED
     whole = parts[0].result
     added = (whole.tensor, whole.stride) if add and count == 1 else (None, 1)
-    flags = (count, segments, left.transposed, right.transposed, reads, writes, add, reduces, dtypes[2] is not None)
+    flags = (count, segments, left.transposed, right.transposed, reads, writes, add, reduces)
     arguments = (*columns(slots), *columns(targets), *strides, *added)
     sizes = (tile.m, tile.n, tile.k, tile.group, tile.epilogue_parts(writes))
     kernel = _over_rows if op == "wgrad" else _of_rows

@@ -12,7 +12,7 @@ from zbkern.kernels.spec import Outputs, Segments
 from zbkern.kernels.triton.common import Kernel, offset, widen
 from zbkern.kernels.triton.grouped_tile import group_end
 from zbkern.kernels.triton.matmul_tile import Matrix, precision
-from zbkern.kernels.triton.multi_matmul import SumOfProducts, run, sums_columns
+from zbkern.kernels.triton.multi_matmul import SumOfProducts, run
 from zbkern.kernels.triton.replay import replay
 
 _MERGED = 4  # gradients that one launch of `sum_rows` takes; more take several
@@ -80,15 +80,12 @@ def _wgrads(layers: Iterable[tuple[Segments, Outputs]], accumulate: bool, max_ti
         if not pairs:
             _write_nothing((dweight, dbias), accumulate)
             continue
-        exchanged = dweight is not None and Matrix(dweight).transposed  # stored [K, N]
-        apart = exchanged or dweight is None or dweight.numel() == 0
-        if dbias is not None and (apart or not dbias.is_contiguous() or not sums_columns(dbias.device)):
+        if dbias is not None:
             sum_rows([(dy, None) for _, dy in segments], dbias, accumulate)
-            dbias = None
         if dweight is not None and dweight.numel():
-            if exchanged:  # the same matmul with its operands exchanged
+            if Matrix(dweight).transposed:  # stored [K, N]: the same matmul with its operands exchanged
                 dweight, pairs = dweight.t(), [(x.t(), dy.t()) for dy, x in pairs]
-            products.append(SumOfProducts(pairs, dweight, dbias))
+            products.append(SumOfProducts(pairs, dweight))
     run("wgrad", products, accumulate, max_tiles)
 
 
@@ -110,8 +107,8 @@ def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor) -> N
 
 
 def sum_rows(gradients: Sequence[tuple[Tensor, Tensor | None]], sums: Tensor, accumulate: bool) -> None:
-    """sums [N] (+)= sum over rows of every dy [M_i, N]: the bias gradient where no matmul computes it, too; or with the
-    ends of groups of rows [E], sums [E, N]."""
+    """sums [N] (+)= sum over rows of every dy [M_i, N], the gradient of a bias; or with the ends of groups of rows [E],
+    sums [E, N]."""
     operands = [sums, *[operand for pair in gradients for operand in pair]]
     replay.run(lambda: _sum(gradients, sums, accumulate), operands, ("sum rows", len(gradients), accumulate))
 
