@@ -183,10 +183,10 @@ class Pipeline:
         results = self.loop.end()
         return results if len(self.schedule.placement) - 1 in self.stages else None
 
-    def _run_forwards(self, call: str, given: tuple[Any, Any, Any], schedule: Schedule | None) -> None:
+    def _run_forwards(self, call: str, arguments: tuple[Any, Any, Any], schedule: Schedule | None) -> None:
         last, self.recorder.paused = self.schedule, True
         try:
-            self._begin(call, given, schedule)
+            self._begin(call, arguments, schedule)
             with self._failing_together():
                 self.boundary.validate()
                 with torch.no_grad(), evaluation_mode(self.modules.values()):
@@ -267,20 +267,20 @@ class Pipeline:
         self._check_open("broadcast")
         with self._failing_together():
             made = make() if self.rank == source else None
-            found = self._transport.broadcast(source, made, self.timeout)
+            received = self._transport.broadcast(source, made, self.timeout)
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
             self._transport.gather(None, self.timeout)
-            return found
+            return received
 
     def auxiliary_losses(self) -> dict[str, float]:
         """What modules have added to the loss of the last step, or evaluation, with `add_loss`: {name: value}, over all
         ranks; collective. They are not in what `step` and `evaluate` return.
         """
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for of_stage in itertools.chain(*self.gather([stage.losses.totals() for stage in self.stages.values()])):
-            found.update({name: found.get(name, 0.0) + value for name, value in of_stage.items()})
-        return found
+            totals.update({name: totals.get(name, 0.0) + value for name, value in of_stage.items()})
+        return totals
 
     def gather_timeline(self) -> Timeline:
         """The last step of all ranks on one clock (the ranks of one machine share it), in seconds; collective.
@@ -332,8 +332,8 @@ class Pipeline:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if error is not None:
             self._failed = self.boundary.broken = True
-            told = isinstance(error, PipelineError)
-            self._transport.fail(str(error) if told else f"rank {self.rank}: {described(error)}")
+            known = isinstance(error, PipelineError)
+            self._transport.fail(str(error) if known else f"rank {self.rank}: {described(error)}")
         self.close()
 
     def drift(self, costs: Costs | None = None) -> Drift:
@@ -368,16 +368,16 @@ class Pipeline:
                 'W communicates; use fill="planned", or set pipe.queue.regather_inputs = False'
             )
 
-    def _begin(self, call: str, given: tuple[Any, Any, Any], schedule: Schedule | None) -> None:
+    def _begin(self, call: str, arguments: tuple[Any, Any, Any], schedule: Schedule | None) -> None:
         self._check_idle(call)
-        inputs, targets, side = given
+        inputs, targets, side = arguments
         wrong = None
         self.boundary.release_reads()
         try:
-            chosen = self._schedules.choose(call, schedule, given)
+            chosen = self._schedules.choose(call, schedule, arguments)
             if chosen.is_sliced and not self.schedule.is_sliced:
                 check_sliceable(self.modules.values())
-            batch = split_batch(call, given, chosen, self.modules, self._loss_fn)
+            batch = split_batch(call, arguments, chosen, self.modules, self._loss_fn)
             count = "elements" if chosen.is_sliced else "rows"
             named = call + self._schedules.name(chosen)
             announced = name_with_side(named, [microbatch.side for microbatch in batch], count)

@@ -225,9 +225,9 @@ def boundary_of(modules: Iterable[nn.Module]) -> StepBoundary:
             f"Pipeline: {len(used)} other Pipelines have some of these chunks each, and gradients have one norm; close "
             "them first, or make the Pipeline of all these chunks first"
         )
-    found = used[0] if used else StepBoundary()
-    found.mark(_things_of(modules))
-    return found
+    joint = used[0] if used else StepBoundary()
+    joint.mark(_things_of(modules))
+    return joint
 
 
 def boundaries_of(modules: Iterable[nn.Module]) -> list[StepBoundary]:
