@@ -46,9 +46,9 @@ class ModelSearch:
             raise least if given else self._nothing_fits(least)
         return found
 
-    def reached(self) -> float:
-        """By the constructive answer on the most even partition, with slices of equal times; inf where none fits."""
-        return min((each.reached for each in self._candidates(self._slices[0], 1, False, None)), default=math.inf)
+    def promise(self) -> float:
+        """Of the constructive answer on the most even partition, with slices of equal times; inf where none fits."""
+        return min((each.promise(0) for each in self._candidates(self._slices[0], 1, False, None)), default=math.inf)
 
     def _candidates(
         self, slices: tuple[int, ...], most: int, others: bool, published: Published | None

@@ -156,7 +156,7 @@ def _best_numbers(request: Request) -> list[int]:
         budget = Budget(0, request.options.time_limit or math.inf)
         try:
             if isinstance(request.costs, ModelCosts):
-                reached[number] = ModelSearch(quick, request.costs, budget).reached()
+                reached[number] = ModelSearch(quick, request.costs, budget).promise()
             else:
                 searches = _candidates(quick, request.costs, budget)
                 search_all(searches, budget)
