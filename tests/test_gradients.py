@@ -166,16 +166,17 @@ def test_gradients_are_those_of_an_untouched_model(number: int) -> None:
             raise
 
 
-def test_frozen_between_b_and_w_drops_the_gradient_as_autograd_does() -> None:
+@pytest.mark.parametrize("frozen", ["up.", "up.weight", "up.bias"])
+def test_frozen_between_b_and_w_drops_the_gradient_as_autograd_does(frozen: str) -> None:
     _, twin = pair(Block)
     queue = zbkern.WGradQueue()
     for _ in range(2):
         with queue.defer():
             twin(torch.randn(3, 6, dtype=torch.float64)).sum().backward()
-    twin.up.requires_grad_(False)
+    for name, parameter in twin.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
     queue.run()
-    assert twin.up.weight.grad is None
-    assert twin.down.weight.grad is not None
+    assert all((p.grad is None) == name.startswith(frozen) for name, p in twin.named_parameters())
 
 
 class Products(nn.Module):
