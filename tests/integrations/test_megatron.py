@@ -209,41 +209,24 @@ def step_by_schedule(folder: str, name: str, sizes: dict[str, int], options: dic
         names["forward_backward_func"].close()
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "options"),
-    [
-        ("zb_h1", {"pipeline_model_parallel_size": 2}, {}),
-        ("zb_h1", {"pipeline_model_parallel_size": 2}, {"tied": True}),
-        ("zb_h1", {"pipeline_model_parallel_size": 2}, {"calculate_per_token_loss": True}),
-        (
-            "interleaved_zero_bubble",
-            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-            {},
-        ),
-        ("interleaved", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, {}),
-        ("one_f_one_b", {"pipeline_model_parallel_size": 2}, {}),
-        (
-            "zb_h1",
-            {"pipeline_model_parallel_size": 2},
-            {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "add_bias_linear": False},
-        ),
-        ("zb_h1", {}, {"overlap": True}),
-        ("zb_h1", {}, {"overlap": True, "sharded": True}),
-        ("zb_h1", {"tensor_model_parallel_size": 2}, {"sequence_parallel": True, "tied": True}),
-    ],
-    ids=[
-        "zb_h1",
-        "tied",
-        "per-token loss",
-        "interleaved zb",
-        "interleaved",
-        "1F1B",
-        "experts",
-        "data-parallel, overlap",
-        "sharded",
-        "sequence-parallel",
-    ],
-)
+STAGES = {"pipeline_model_parallel_size": 2}
+CHUNKS = STAGES | {"virtual_pipeline_model_parallel_size": 2}
+MIXTURE = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "add_bias_linear": False}
+CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "zb_h1": ("zb_h1", STAGES, {}),
+    "tied": ("zb_h1", STAGES, {"tied": True}),
+    "per-token loss": ("zb_h1", STAGES, {"calculate_per_token_loss": True}),
+    "interleaved zb": ("interleaved_zero_bubble", CHUNKS, {}),
+    "interleaved": ("interleaved", CHUNKS, {}),
+    "1F1B": ("one_f_one_b", STAGES, {}),
+    "experts": ("zb_h1", STAGES, MIXTURE),
+    "data-parallel, overlap": ("zb_h1", {}, {"overlap": True}),
+    "sharded": ("zb_h1", {}, {"overlap": True, "sharded": True}),
+    "sequence-parallel": ("zb_h1", {"tensor_model_parallel_size": 2}, {"sequence_parallel": True, "tied": True}),
+}
+
+
+@pytest.mark.parametrize(("name", "sizes", "options"), CASES.values(), ids=CASES)
 def test_a_schedule_gives_megatrons_gradients(
     fresh_ranks: Any, package: str, name: str, sizes: dict[str, int], options: dict[str, Any]
 ) -> None:

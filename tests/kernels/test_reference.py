@@ -56,19 +56,6 @@ def test_wgrad_sums_segments_writes_or_adds(name: str, lengths: list[int]) -> No
         torch.testing.assert_close(c, a + 1, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", wgrad_cases())
-def test_wgrad_leaves_out_what_is_none(name: str) -> None:
-    launch, segment, shapes = wgrad_cases()[name]
-    one = segment(4)
-    full = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
-    launch([one], full, False)
-    for index, shape in enumerate(shapes):
-        outputs: list[Tensor | None] = [None] * len(shapes)
-        outputs[index] = torch.zeros(shape, dtype=torch.float64)
-        launch([one], outputs, False)
-        torch.testing.assert_close(outputs[index], full[index], rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_a_half_product_accumulates_in_the_outputs_dtype(low: torch.dtype, accumulate: bool) -> None:
