@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 import zbkern
 from bench.slices import Allocated
-from tests.support.chunks import gradients_of, results_on_threads
-from tests.support.saving import saved_in_turn, schedule_of, with_actions
+from tests.support.chunks import one_rank, results_on_threads
+from tests.support.deferred_losses import of_logits, policy_loss, policy_loss_of_logits, without_logits
+from tests.support.saving import schedule_of
 from tests.support.small_models import DECODER, batch, make, transformers
 from zbkern.pipeline import (
     Optimizer,
     Pipeline,
-    Schedule,
     cut,
     schedules,
     simulate,
@@ -28,108 +28,10 @@ from zbkern.pipeline import (
     token_loss,
     token_targets,
 )
-from zbkern.pipeline.models.deferred_logits import DeferredLogits
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.planning.cost_model.architecture import architecture
 from zbkern.planning.cost_model.hardware import load_hardware
 from zbkern.planning.cost_model.model_costs import Job, model_costs
-
-FAMILIES: dict[str, dict[str, Any]] = {  # what the model does after its head, or the head itself, is another in each
-    "Gemma2": {"head_dim": 8, "final_logit_softcapping": 0.7},
-    "Phi": {"tie_word_embeddings": False, "resid_pdrop": 0.0},  # a bias
-    "Llama": {"tie_word_embeddings": True},
-}
-
-
-def of_family(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**DECODER, **FAMILIES[name]})
-    return transformers.AutoModelForCausalLM.from_config(config).double().train()
-
-
-def without_logits(logits: Any, targets: Any) -> Tensor:
-    assert type(logits) is DeferredLogits
-    return token_loss(logits, targets)
-
-
-without_logits.takes_deferred_logits, without_logits.reduction = True, "sum"  # type: ignore[attr-defined]
-
-
-def of_logits(logits: Tensor, targets: Any) -> Tensor:
-    assert type(logits) is Tensor
-    return token_loss(logits, targets)
-
-
-of_logits.reduction = "sum"  # type: ignore[attr-defined]
-
-
-def trained(model: nn.Module, loss_fn: Any, schedule: Schedule, converted: bool = True, **how: Any) -> Any:
-    """Both losses of a step and an evaluation, the gradients, and the most bytes that W waited with on any rank."""
-    tokens, mask, labels = batch()
-
-    def of_rank(transport: LocalTransport) -> Any:
-        chunks = cut(copy.deepcopy(model), schedule, rank=transport.rank)
-        modules = [zbkern.convert(chunk) if converted else chunk for chunk in chunks]
-        with Pipeline(modules, schedule, loss_fn, transport, timeout=30, **how) as pipe:
-            given = tokens, token_targets(labels, schedule.microbatches), {"attention_mask": mask}
-            return [pipe.step(*given), pipe.evaluate(*given)], chunks, pipe.queue.peak_bytes
-
-    found = results_on_threads(schedule.ranks, of_rank)
-    losses = [loss for mine, _, _ in found for loss in mine if loss is not None]
-    return losses, gradients_of([chunk for _, chunks, _ in found for chunk in chunks]), max(each[2] for each in found)
-
-
-def check(
-    model: nn.Module, schedule: Schedule, converted: bool = True, losses: Any = (without_logits, of_logits), **how: Any
-) -> None:
-    found, gradients, _ = trained(model, losses[0], schedule, converted, **how)
-    expected, wanted, _ = trained(model, losses[1], schedule, converted, **how)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-    for name, gradient in wanted.items():
-        if gradient is not None:
-            torch.testing.assert_close(gradients[name], gradient, rtol=1e-11, atol=1e-12, msg=name)
-
-
-def recomputed(schedule: Schedule) -> Schedule:
-    return with_actions(schedule, saved_in_turn("recomputed"))
-
-
-def of_policy(log_probs: Tensor, entropy: Tensor, targets: Any) -> Tensor:
-    """PPO's, of probabilities that were a quarter more, with a bonus for entropy."""
-    labels, weight = targets
-    ratio = (log_probs - log_probs.detach() - 0.2231).exp()
-    advantages = labels.sin()
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.1) * advantages) - 0.05 * entropy
-    return torch.where(labels == -100, 0, loss).sum() * weight
-
-
-def policy_loss(logits: Any, targets: Any) -> Tensor:
-    assert type(logits) is DeferredLogits
-    return of_policy(*token_log_probs(logits, targets.labels), targets)
-
-
-def policy_loss_of_logits(logits: Tensor, targets: Any) -> Tensor:
-    log_p, labels = logits.log_softmax(-1), targets.labels
-    chosen = log_p.gather(2, labels.clamp(min=0)[..., None]).squeeze(2)
-    return of_policy(chosen, -(log_p.exp() * log_p).sum(-1), targets)
-
-
-policy_loss.takes_deferred_logits = True  # type: ignore[attr-defined]
-policy_loss.reduction = policy_loss_of_logits.reduction = "sum"  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [
-        ("Gemma2", schedules.zb_h1(2, 4)),
-        ("Llama", schedules.zb_v(2, 2)),
-        ("Phi", schedules.one_f_one_b(2, 2, slices=2)),
-        ("Llama", recomputed(schedules.zb_h1(2, 2))),
-    ],
-    ids=["ZB-H1", "ZB-V", "slices", "all again"],
-)
-def test_log_probs_and_entropy(name: str, schedule: Schedule) -> None:
-    check(of_family(name), schedule, losses=(policy_loss, policy_loss_of_logits))
 
 
 def test_log_probs_and_entropy_of_logits_that_are_there() -> None:
@@ -152,9 +54,13 @@ def test_log_probs_and_entropy_of_logits_that_are_there() -> None:
 def test_pending_w_hold_no_logits() -> None:
     schedule = schedule_of(" ".join(f"0{kind}{n}" for kind in "FBW" for n in range(4)), microbatches=4)
     config = transformers.LlamaConfig(**{**DECODER, "vocab_size": 4000, "num_hidden_layers": 1})
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    held, whole = (trained(model, loss, schedule)[2] for loss in (without_logits, of_logits))
-    assert whole - held > 0.9 * 4 * 10 * 4000 * 4  # four microbatches of ten tokens
+    (tokens, _, labels), held = batch(), []
+    for loss_fn in (without_logits, of_logits):
+        chunks = [*map(zbkern.convert, cut(config, schedule, rank=0))]
+        with one_rank(chunks, schedule, loss_fn) as pipe:
+            pipe.step(tokens, token_targets(labels, 4))
+            held.append(pipe.queue.peak_bytes)
+    assert held[1] - held[0] > 0.9 * 4 * 10 * 4000 * 4  # four microbatches of ten tokens
 
 
 class Own(nn.Module):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import zbkern
 from tests.support.chunks import gradients_of, results_on_threads
+from tests.support.deferred_losses import policy_loss, policy_loss_of_logits, without_logits
 from tests.support.in_float64 import InFloat64
 from tests.support.saving import saved_in_turn, with_actions
 from tests.support.small_models import DECODER, DECODERS, config_of, make, transformers
@@ -34,7 +35,6 @@ from zbkern.pipeline import (
     token_loss,
     token_targets,
 )
-from zbkern.pipeline.models.deferred_logits import DeferredLogits
 from zbkern.pipeline.transport.local import LocalTransport
 
 MORE = {  # whose norms stand elsewhere, or which do something after the head
@@ -76,6 +76,11 @@ class Case:
         self.checkpointed = self.slices == 1 and rng.random() < 0.2
         if self.checkpointed:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        # of the pipeline, and of the library's logits
+        self.losses: tuple[Any, Any] = token_loss, token_loss
+        if family in LINEAR_HEAD:
+            pairs = (without_logits, token_loss), (policy_loss, policy_loss_of_logits)
+            self.losses = rng.choice(pairs)
         self.converted = rng.random() < 0.7
         self.given = rng.choice(["tensors", "a mapping", "microbatches", "side"])  # as collators make batches
 
@@ -137,7 +142,7 @@ def plainly(case: Case, model: Any, arguments: dict[str, Tensor], targets: Any) 
             outputs = model(**part, use_cache=False)
             logits = outputs.logits
             balance = COEFFICIENT * outputs.aux_loss if case.balanced else 0.0
-        loss = token_loss(logits, target)
+        loss = case.losses[1](logits, target)
         ((loss + balance) / count).backward()
         found = [found[0] + loss.item() / count, found[1] + float(balance) / count]
     return found[0], found[1]
@@ -154,14 +159,6 @@ def given_by(case: Case, arguments: dict[str, Tensor]) -> tuple[Any, Any]:
     return inputs, {name: value for name, value in arguments.items() if name not in own} or None
 
 
-def without_logits(logits: Any, targets: Any) -> Tensor:
-    assert type(logits) is DeferredLogits
-    return token_loss(logits, targets)
-
-
-without_logits.takes_deferred_logits, without_logits.reduction = True, "sum"  # type: ignore[attr-defined]
-
-
 def pipelined(case: Case, arguments: dict[str, Tensor], targets: Any) -> list[Any]:
     """By rank: losses and what was added to them, of a step and an evaluation, chunks, and full weights after it."""
 
@@ -170,7 +167,7 @@ def pipelined(case: Case, arguments: dict[str, Tensor], targets: Any) -> list[An
         modules = [*map(zbkern.convert, chunks)] if case.converted else chunks
         with (
             InFloat64(),
-            Pipeline(modules, case.schedule, token_loss, transport, timeout=60, options=case.options) as pipe,
+            Pipeline(modules, case.schedule, case.losses[0], transport, timeout=60, options=case.options) as pipe,
         ):
             optimizer = Optimizer(torch.optim.SGD(nn.ModuleList(chunks).parameters(), lr=0.5), pipe)
             inputs, side = given_by(case, arguments)
