@@ -285,14 +285,26 @@ class Chunk(nn.Module):
                 f"cut: {self._words()} use {error.name!r} of what the encoder gives, of which its hidden states alone "
                 "go from chunk to chunk: put the model's modules into a torch.nn.Sequential"
             )
+        kind = type(error).__name__
         if not self._flow.entered:
-            return self._unreachable(error)
+            return ValueError(
+                f"cut: the model's forward fails before {self.layer_names[0]!r}, the chunk's first layer: {kind}: "
+                f"{error}. What it needs there of the batch must be a side input, "
+                "pipe.step(inputs, targets, side={name: tensor}), by the name that the forward has for it; what it "
+                "computes from layers of other chunks must be in a layer, or the cut elsewhere"
+            )
         if not is_transformer(self.whole):
             return None
+        what = f"cut: {kind} in {self._words()}: {str(error).rstrip('.')}."
         if "NoneType" in str(error) and "input_ids" not in side:
-            return self._without_tokens(error)
+            return ValueError(f"{what} They have no token ids; if the model uses these there, {GIVE_TOKENS}")
         is_of_shapes = isinstance(error, IndexError) or type(error) is RuntimeError  # and not of memory
-        return None if self._checked or not is_of_shapes else self._differs(error)
+        if self._checked or not is_of_shapes:
+            return None
+        return ValueError(
+            f"{what} If the whole model takes this batch, it changes in place there what the layer before gave, "
+            "or computes with more than that: cut elsewhere, or make that computation a part of a layer"
+        )
 
     def _of_another(self, error: PlaceholderUsed, side: dict[str, Any]) -> ValueError:
         """Of a forward that uses what other chunks hold."""
@@ -326,27 +338,6 @@ class Chunk(nn.Module):
         """The number of the layer in which it is."""
         found = (number for number, layer in enumerate(self.all_layers) if is_within(name, layer))
         return next(found, len(self.all_layers))
-
-    def _unreachable(self, error: Exception) -> ValueError:
-        return ValueError(
-            f"cut: the model's forward fails before {self.layer_names[0]!r}, the chunk's first layer: "
-            f"{type(error).__name__}: {error}. What it needs there of the batch must be a side input, "
-            "pipe.step(inputs, targets, side={name: tensor}), by the name that the forward has for it; what it "
-            "computes from layers of other chunks must be in a layer, or the cut elsewhere"
-        )
-
-    def _without_tokens(self, error: Exception) -> ValueError:
-        return ValueError(
-            f"cut: {type(error).__name__} in {self._words()}: {error}. "
-            f"They have no token ids; if the model uses these there, {GIVE_TOKENS}"
-        )
-
-    def _differs(self, error: Exception) -> ValueError:
-        what = f"{type(error).__name__} in {self._words()}: {str(error).rstrip('.')}"
-        return ValueError(
-            f"cut: {what}. If the whole model takes this batch, it changes in place there what the layer before gave, "
-            "or computes with more than that: cut elsewhere, or make that computation a part of a layer"
-        )
 
     def _check(self, received: Any, output: Any) -> None:
         """Raises ValueError where values of other chunks came by, past torch's functions: they are NaN."""

@@ -78,8 +78,7 @@ def cut(
     mine = schedule.chunks_of(_rank(rank, group, schedule))
     chunks = [_chunk(model, [layer.name for layer in found], *bounds[number]) for number in mine]
     if device is None or torch.device(device).type != "meta":
-        with torch.no_grad():
-            loading.fill(model, chunks, weights, init, seed, torch.device(device or "cpu"))
+        loading.fill(model, chunks, weights, init, seed, torch.device(device or "cpu"))
     return chunks
 
 
@@ -120,8 +119,7 @@ def layer_chunks(
     wholes = [*dict.fromkeys(map(layer_of, names) if halves else names)]
     numbers = [*numbers_of(names), len(wholes)]
     found = {names[index]: _chunk(model, wholes, *numbers[index : index + 2]) for index in mine}
-    with torch.no_grad():
-        loading.fill(model, [*found.values()], weights, init, seed, torch.device(device or "cpu"))
+    loading.fill(model, [*found.values()], weights, init, seed, torch.device(device or "cpu"))
     return found
 
 

@@ -79,7 +79,9 @@ def check_sliceable(model: Any) -> None:
     name, config = type(model).__name__, model.config
     if getattr(config, "is_encoder_decoder", False) or _cache_argument(model) is None:
         raise _whole(f"{name} has no cache of earlier tokens that its forward reads")
-    if any(isinstance(kind, type) and kind.__name__.endswith("Cache") for kind in _defined_beside(model)):
+    file = type(model).__module__
+    beside = [each for each in vars(sys.modules[file]).values() if getattr(each, "__module__", None) == file]
+    if any(isinstance(each, type) and each.__name__.endswith("Cache") for each in beside):
         raise _whole(f"{name} keeps earlier tokens in a cache of its own")
     if stuck := [part for part, module in model.named_modules() if not _goes_on(module)]:
         raise _whole(f"{stuck[0]} of {name} begins each forward with a new state")
@@ -189,12 +191,6 @@ def _heeds_packing(model: Any) -> bool:
     let a token see those of other sequences. Told by the names that its forward calls with."""
     names = [each for code in _forwards(model) for each in code.co_consts if isinstance(each, tuple)]
     return any({"config", "position_ids"} <= {*each} and not _CACHE_ARGUMENTS.isdisjoint(each) for each in names)
-
-
-def _defined_beside(model: Any) -> list[Any]:
-    """What the file that defines a model defines besides."""
-    file = type(model).__module__
-    return [each for each in vars(sys.modules[file]).values() if getattr(each, "__module__", None) == file]
 
 
 def _counts(model: Any) -> bool:

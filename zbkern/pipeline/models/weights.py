@@ -22,6 +22,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Initialiser = Callable[[nn.Module], None]
 
 
+@torch.no_grad()
 def fill(
     model: nn.Module,
     chunks: Sequence[Chunk],
