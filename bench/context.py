@@ -58,12 +58,16 @@ def rows(gpu: str, names: list[str], tokens: list[int], per_stage: list[int], ef
         yield figures(name, gpu, length, each, effort)
 
 
-def figures(name: str, gpu: str, tokens: int, microbatches_per_stage: int, effort: int) -> dict[str, Any]:
-    """One row of the table; times in ms, memory in bytes."""
+def setting_of(name: str, gpu: str, tokens: int) -> Setting:
     case, hardware = CASES[name], load_hardware(gpu)
     if case.hides_messages:
         hardware = replace(hardware, exposed_share=0.0, hiding_share=1.0)
-    setting = Setting(load_architecture(CONFIGURATIONS / f"{name}.json"), hardware, Job(tokens, **case.parallel))
+    return Setting(load_architecture(CONFIGURATIONS / f"{name}.json"), hardware, Job(tokens, **case.parallel))
+
+
+def figures(name: str, gpu: str, tokens: int, microbatches_per_stage: int, effort: int) -> dict[str, Any]:
+    """One row of the table; times in ms, memory in bytes."""
+    case, setting = CASES[name], setting_of(name, gpu, tokens)
     costs, stages, microbatches = setting.costs, case.stages, microbatches_per_stage * case.stages
     baseline = _fastest(costs, "one_f_one_b", stages, microbatches, None)
     assert baseline is not None
@@ -82,6 +86,7 @@ def figures(name: str, gpu: str, tokens: int, microbatches_per_stage: int, effor
         "tokens": tokens,
         "limit": limit,
         "fits_gpu": limit <= setting.limit,
+        "layer": [costs.layers[1].forward, costs.layers[1].backward, costs.layers[1].weight],
         "one_f_one_b": _of(baseline),
         "interleaved": _of(_fastest(costs, "interleaved", stages, microbatches, limit)),
         "seq1f1b": _of(seq1f1b),
@@ -145,15 +150,15 @@ def row(found: dict[str, Any]) -> list[str]:
         f"{found['stages']}, {found['microbatches']}",
         f"{found['tokens'] // 1024}K",
         f"{found['limit'] / 1e9:.0f} GB" + ("" if found["fits_gpu"] else " (!)"),
-        *(_cell(found[name]) for name in ("one_f_one_b", "interleaved", "seq1f1b", "whole", "plan")),
+        *(cell(found[name]) for name in ("one_f_one_b", "interleaved", "seq1f1b", "whole", "plan")),
         f"{best['load']:.1%}",
         f"{baseline / best['cost'] - 1:.0%}",
         f"{found['whole']['cost'] / best['cost'] - 1:.0%}",
-        _cell(found["quarter"]),
+        cell(found["quarter"]),
     ]
 
 
-def _cell(found: dict[str, Any] | None) -> str:
+def cell(found: dict[str, Any] | None) -> str:
     """The share of idle time, chunks per rank and slices."""
     if found is None:
         return "does not fit"

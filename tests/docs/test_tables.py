@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -15,9 +16,14 @@ from typing import Any
 import pytest
 
 import zbkern
+from bench import context, layouts, models
 from zbkern.kernels import dispatch, spec
 from zbkern.pipeline import Costs, schedules, simulate
+from zbkern.planning.command.question import Setting
 from zbkern.planning.cost_model import exactness
+from zbkern.planning.cost_model.architecture import load_architecture
+from zbkern.planning.cost_model.hardware import load_hardware
+from zbkern.planning.cost_model.model_costs import Job
 from zbkern.planning.planner import native
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +156,42 @@ def test_the_plans_for_known_models() -> None:
         assert gains == [f"{found[which] / found['plan'] - 1:.1%}" for which in ("one_f_one_b", "best_cost")]
         assert halves == f"{found['halves_name']} x{found['halves_chunks']}, {found['halves']:.0f}"
         assert finer == f"{found['halves_bubble']:.1%}"
+
+
+def of_layout(row: dict[str, Any]) -> Setting:
+    sizes = {name: size for name, size in row["options"].items() if name not in ("stages", "microbatches")}
+    model = load_architecture(layouts.CONFIGURATIONS / f"{row['model']}.json")
+    return Setting(model, load_hardware("h100"), Job(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("name", "setting_of"),
+    [
+        ("models", lambda row: models.setting_of(row["model"], "h100")),
+        ("context", lambda row: context.setting_of(row["model"], "h100", row["tokens"])),
+        ("layouts", of_layout),
+    ],
+)
+def test_plans_for_known_models_are_of_the_cost_model_as_it_is(name: str, setting_of: Callable[[Any], Setting]) -> None:
+    """Another fit of the shares, or another rule, changes what a layer takes: then run the benchmark again."""
+    for row in results(name)["rows"]:
+        layer = setting_of(row).costs.layers[1]
+        assert row["layer"] == pytest.approx([layer.forward, layer.backward, layer.weight]), row["model"]
+
+
+def test_long_context() -> None:
+    title = {"llama-3-8b": "Llama-3 8B", "llama-3-70b": "Llama-3 70B", "llama-3-405b": "Llama-3 405B"}
+    title["deepseek-v3"] = "DeepSeek-V3"
+    rows, figures = tables(page("long_context.md"), "model, stages"), results("context")["rows"]
+    for (model, tokens, *cells), found in zip(rows, figures, strict=True):
+        assert model in ("", f"{title[found['model']]}, {found['stages']}")
+        shown = ("one_f_one_b", "seq1f1b", "whole", "plan", "quarter")
+        assert (tokens, cells) == (f"{found['tokens'] // 1024}K", [context.cell(found[name]) for name in shown])
+
+
+def test_layouts_beside_published_ones() -> None:
+    rows = tables(page("cost_model.md"), "model, GPUs, batch, sequence")
+    assert rows == [layouts.row(found) for found in results("layouts")["rows"]]
 
 
 def test_the_errors_of_the_cost_model() -> None:
