@@ -14,8 +14,7 @@ class SearchSettings:
 
     A cooling is (temperature to start from, spread), where spread is the weight of the ranks' mean span beside the
     largest: more is better where memory is plenty, elsewhere mostly worse, so that searches alternate. The long
-    annealing takes most of a round where no good warm-up is known to start from; it starts so hot that the result does
-    not depend on the start.
+    annealing starts so hot that its result does not depend on the start.
 
     What every mechanism is worth: points of idle time without it, the most in 18 problems, and where
     (`python -m bench.planner --without all --effort 3`):
