@@ -148,10 +148,11 @@ class Population:
         """The best that attempts from the first pattern have found so far."""
         moves = passes // (SETTINGS.temperatures * self.problem.passes)  # most are rejected before half of it has run
         attempts = max(1, moves // (SETTINGS.pattern_moves * self.problem.ranks))
-        cooling = temperatures(self.problem, SETTINGS.pattern_temperature)
+        hot = SETTINGS.pattern_temperatures
         for attempt in range(attempts if moves else 0):
             if self._pattern is None or self.best.over:
                 break
+            cooling = temperatures(self.problem, hot[(seed + attempt) % len(hot)])
             effort = self.best.effort(seed << 16 | attempt, cooling, 2 * moves // attempts, SETTINGS.pattern_spread)
             found = search_patterns(self.problem, self._pattern, effort)
             if found is not None and (self._by_pattern is None or found[0].cost < self._by_pattern.cost):

@@ -53,7 +53,7 @@ class SearchSettings:
     least_runs: int = 3_000  # of all passes for each start of a round, or there are fewer starts, two at least
     temperatures: int = 60  # from start to end
 
-    pattern_temperature: float = 0.15  # at which the search for a pattern starts
+    pattern_temperatures: tuple[float, ...] = (0.15, 0.25, 0.1, 0.5)  # at which the search for one starts, in turn
     pattern_spread: int = 2
     pattern_moves: int = 20  # per rank and temperature in one attempt; after that a new one finds more than going on
 
