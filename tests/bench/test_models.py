@@ -19,8 +19,9 @@ def test_plans_of_known_models(capsys: pytest.CaptureFixture, monkeypatch: pytes
     assert found["microbatches"] == found["stages"] == 8
     assert len(found["partition"]) == 8 * found["plan_chunks"]
     assert 0.9 < found["held"] < 1.2
-    assert found["halves"] < found["plan"]
-    assert found["halves_bubble"] < found["bubble"]
+    finer = models.figures("llama-3-8b", "h100", 1, 1.0, 0)  # whose whole blocks are not even in 8 stages
+    assert finer["halves"] < finer["plan"]
+    assert finer["halves_bubble"] < finer["bubble"]
     more = models.figures("gemma-2-9b", "h100", 1, 1.5, 0)
     assert more["limit"] == 1.5 * found["limit"]
     assert more["plan"] <= found["plan"] * (1 + 1e-9)

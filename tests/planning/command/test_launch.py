@@ -29,11 +29,11 @@ SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hid
 TINY = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, **SIZES}
 
 
-def planned(path: Path, stages: int = 2, **sizes: Any) -> Path:
+def planned(path: Path, stages: int = 2, chunks: int | None = None, **sizes: Any) -> Path:
     """The program for a tiny model, beside its configuration."""
     (path / "config.json").write_text(json.dumps(TINY))
     setting = Setting(load_architecture(path), H100, Job(16, 2, **sizes))
-    found = answer(Question(stages, 4, setting=setting, effort=0))
+    found = answer(Question(stages, 4, setting=setting, effort=0, chunks=chunks))
     launch.write(path / "launch.py", found.plan, setting, path)
     return path / "launch.py"
 
@@ -75,7 +75,8 @@ def test_the_program_trains_as_planned(two_ranks: Any, four_ranks: Any, tmp_path
     pytest.importorskip("transformers")
     layouts = {"plain": (two_ranks, {}), "tensor": (four_ranks, {"tensor_parallel": 2})}
     layouts["replicas"] = four_ranks, {"data_parallel": 2}
-    layouts |= {f"halves, {name}": (ranks, {**sizes, "halves": True}) for name, (ranks, sizes) in layouts.items()}
+    finer = {"halves": True, "chunks": 3}  # with one chunk whole blocks are as even
+    layouts |= {f"halves, {name}": (ranks, {**sizes, **finer}) for name, (ranks, sizes) in layouts.items()}
     found = {}
     for name, (ranks, sizes) in layouts.items():
         (tmp_path / name).mkdir()
