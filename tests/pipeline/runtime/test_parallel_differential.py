@@ -35,7 +35,6 @@ from tests.support.parallel_stages import (
 )
 from tests.support.saving import saved_in_turn, with_actions
 from zbkern.pipeline import ProfileOptions, Schedule, StepOptions, checkpoint, profile, simulate
-from zbkern.pipeline.runtime.measure import probe_steps
 
 pytestmark = pytest.mark.dist
 
@@ -169,9 +168,7 @@ def planned_peaks(ours: Stages, part: Part) -> tuple[float, ...]:
     """Bytes of every rank, with costs that were measured."""
     options = ProfileOptions(1, 0, copy_size=part.options.copy_size, recompute=part.options.recompute)
     given = loss_fn, *ours.batch(0), MICROBATCHES, ours.group
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe_steps, "STEADY", math.inf)  # each pipeline decides for itself how many more steps it takes
-        costs = profile(ours.modules, ours.schedule.placement, *given, options=options)
+    costs = profile(ours.modules, ours.schedule.placement, *given, options=options)
     return simulate(ours.schedule, replace(costs, static=0, offload_bandwidth=1e9, reload_bandwidth=1e9)).peak_memory
 
 

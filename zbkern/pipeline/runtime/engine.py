@@ -259,6 +259,11 @@ class Pipeline:
         with self._failing_together():
             return self._transport.gather(value, self.timeout)
 
+    def on_any_replica(self, flag: bool) -> bool:
+        """Whether it is true in this pipeline, whose ranks all say the same, or in a replica of it; collective."""
+        with self._failing_together():
+            return self._replicas.agreement.any(flag, self._transport, self.timeout)
+
     def broadcast(self, source: int, make: Callable[[], Any]) -> Any:
         """What `make` returns on the rank `source`, a pytree of tensors, on every rank; collective.
 

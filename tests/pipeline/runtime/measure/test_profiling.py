@@ -11,6 +11,7 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import results_on_threads
+from tests.support.two_by_two import KINDS, MICROBATCHES, Setup, mean_square, mesh
 from zbkern.pipeline import (
     Costs,
     ModelCosts,
@@ -23,10 +24,12 @@ from zbkern.pipeline import (
     schedules,
     simulate,
 )
+from zbkern.pipeline.runtime.measure import probe_steps
 from zbkern.pipeline.runtime.measure.clock import EventClock
 from zbkern.pipeline.runtime.measure.measured_costs import communication
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.planning.simulation import drift
 
 
 class Slow(torch.autograd.Function):
@@ -203,6 +206,24 @@ def test_processes_measure_the_slowest_link(four_ranks: Any) -> None:
     assert all(each == found[0] for each in found)
     assert 0 < found[0].latency < math.inf
     assert 0 < found[0].bandwidth < math.inf
+
+
+def steps_where_one_replica_is_noisy(kind: str) -> int:
+    """How many steps a profile takes on this rank, of which the first replica alone finds that times differ."""
+    setup, steps = Setup(kind, "zb_h1"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drift, "spread", lambda timelines: float(setup.replica == 0))
+        step = Pipeline.step
+        patch.setattr(Pipeline, "step", lambda *given, **named: steps.append(1) or step(*given, **named))
+        given = setup.schedule.placement, mean_square, *setup.data(0), MICROBATCHES, mesh().get_group("stage")
+        profile(setup.modules, *given, options=ProfileOptions(repeats=1))
+    return len(steps)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_take_as_many_steps(four_ranks: Any, kind: str) -> None:
+    assert four_ranks.run(steps_where_one_replica_is_noisy, kind) == [1 + 3 * (1 + probe_steps.PATIENCE)] * 4
 
 
 class Part(nn.Module):

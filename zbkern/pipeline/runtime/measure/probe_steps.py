@@ -130,8 +130,9 @@ class ProbeSteps:
         pipe.queue.merge = merge
         timelines: list[Timeline] = []
         repeats = self.options.repeats if repeats is None else repeats
+        # replicas communicate in a step: all take as many
         while len(timelines) <= repeats or (
-            len(timelines) <= PATIENCE * repeats and drift.spread(timelines[1:]) > STEADY
+            len(timelines) <= PATIENCE * repeats and pipe.on_any_replica(drift.spread(timelines[1:]) > STEADY)
         ):
             for parameter in (p for module in pipe.modules.values() for p in module.parameters()):
                 parameter.grad = None

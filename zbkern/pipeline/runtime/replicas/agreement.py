@@ -19,6 +19,7 @@ from zbkern.data_parallel import is_sharded, state_of
 from zbkern.pipeline.transport.base import PipelineError, Transport
 from zbkern.wgrad import fsdp
 
+_DDP = nn.parallel.DistributedDataParallel
 _PAUSE = 0.0001  # seconds between looks at what has come
 
 
@@ -42,6 +43,8 @@ class Agreement:
                 group: Any = getattr(part, "group", None) or dist.group.WORLD
                 groups[group.group_name] = group
         self._groups = {name: group for name, group in groups.items() if group.size() > 1}
+        groups.update((m.process_group.group_name, m.process_group) for m in modules if isinstance(m, _DDP))
+        self._with_ddp = {name: group for name, group in groups.items() if group.size() > 1}
         self._device = next((p.device for p in parameters), torch.device("cpu"))
 
     def __bool__(self) -> bool:
@@ -73,6 +76,12 @@ class Agreement:
                         f"{row[1]} on rank {rank}: give all of them one schedule; fully_shard(..., "
                         "reshard_after_forward=False) gathers once a step, for any number"
                     )
+
+    def any(self, flag: bool, transport: Transport, timeout: float) -> bool:
+        """Whether it is true for this pipeline or one of its replicas, DDP's, too. Collective; raises as `check`."""
+        for group in self._with_ddp.values():
+            flag = any(of_rank == [1] for of_rank in _gathered([int(flag)], group, self._device, transport, timeout))
+        return flag
 
     def _gathered_once(self) -> set[tuple[int, ...]]:
         """The ranks over which weights are gathered once a step, and not in every pass: equal meshes may have groups of
