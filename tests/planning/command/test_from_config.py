@@ -145,9 +145,10 @@ def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path
         (["--schedule", "zb_v"], "argument --schedule: --config has the costs"),
         (["--sequence", "0"], "argument --sequence: expected a whole number"),
         (["--stages", "40"], "argument --stages: .*40 stages"),
-        (
+        pytest.param(
             ["--sequence", "65536"],
             "--memory: nothing fits in 74.8 GB: .* it fits with --stages 6 or --tensor-parallel 2 or",
+            marks=pytest.mark.slow,  # test_remedies.py has quicker ones
         ),
         (
             ["--memory", "30e9"],

@@ -142,7 +142,11 @@ def test_replicas_of_a_model_in_bfloat16_share_masters_in_float32(
 
 
 @pytest.mark.parametrize(
-    "options", [["--gpus", "16", "--batch", "64"], ["--stages", "2", "--data-parallel", "8", "--microbatches", "8"]]
+    "options",
+    [
+        pytest.param(["--gpus", "16", "--batch", "64"], marks=pytest.mark.slow),
+        ["--stages", "2", "--data-parallel", "8", "--microbatches", "8"],
+    ],
 )
 def test_the_program_says_how_it_is_started(options: list[str], capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     path = tmp_path / "train.py"

@@ -118,7 +118,8 @@ def test_what_does_not_fit_in_slices_is_recomputed_or_offloaded() -> None:
 
 
 @compiled
-@pytest.mark.parametrize(("memory", "idle"), [(1.0, 0.05), pytest.param(0.25, 0.12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("memory", "idle"), [(1.0, 0.05), (0.25, 0.12)])
+@pytest.mark.slow
 def test_a_long_context_on_nine_stages(memory: float, idle: float) -> None:
     """70B, as many sequences of 131,072 tokens as stages: nearly no idle time, also in a quarter of 1F1B's memory."""
     job = Job(131072, tensor_parallel=8)

@@ -72,7 +72,7 @@ def gradients_of(chunks: list[Chunk], slices: Any) -> list[Tensor]:
     return [p.grad for chunk in chunks for p in chunk.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("change", ["packed", "compiled"])
+@pytest.mark.parametrize("change", ["packed", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_packed_rows_and_compiled_chunks_cross_slices(change: str) -> None:
     chunks = make(2, torch.tensor([0, 5, 14, 15, TOKENS]) if change == "packed" else None)
     expected = gradients_of(copy.deepcopy(chunks), None)
