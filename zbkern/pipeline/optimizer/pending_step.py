@@ -49,6 +49,11 @@ class PendingStep:
         tensors = [weight for weight, _ in self._weights] + [gradient for _, gradient in self.gradients]
         self._values = [(each, each._version, sums_of([local_part(each.detach())])) for each in tensors if values]
 
+    @property
+    def weights(self) -> list[Tensor]:
+        """Those that it is about."""
+        return [weight for weight, _ in self._weights]
+
     def check_values(self) -> None:
         """Raises RuntimeError where a weight or gradient was written in a way that torch does not count."""
         for tensor, version, sums in self._values:

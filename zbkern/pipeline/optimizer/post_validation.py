@@ -241,10 +241,9 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 main_grads = map(main_grad_of, self._model_parameters())
                 step.copy_gradients(main_grad for main_grad in main_grads if main_grad is not None)
-            weights = [*parameters(self), *self._model_parameters()]
-            step.record_weights(weights, number <= _CHECKED)
+            step.record_weights([*parameters(self), *self._model_parameters()], number <= _CHECKED)
             boundary.pending = step
-        boundary.watch_reads(weights)
+        boundary.watch_reads()
         return loss
 
     def validate(self) -> None:

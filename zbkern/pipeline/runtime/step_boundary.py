@@ -102,9 +102,9 @@ class StepBoundary:
         self.chain.transport.begin(f"optimizer step {self.steps}")
         return self.steps
 
-    def watch_reads(self, weights: Iterable[Tensor]) -> None:
-        """Until the next call of a Pipeline, torch functions of this thread that take these weights validate first."""
-        if self.pending is not None and not weight_reads.watch(self, weights, self.validate):
+    def watch_reads(self) -> None:
+        """Until a Pipeline's next call, torch functions of this thread that take weights of the step validate it."""
+        if self.pending is not None and not weight_reads.watch(self):
             if not self._waits:
                 logger.info(
                     "Optimizer.step waits for the norm over all ranks, because a torch function mode is on: what reads "
@@ -202,6 +202,7 @@ class StepBoundary:
 
     def leave(self, pipe: Any) -> None:
         """A Pipeline of it has ended."""
+        weight_reads.release(self)
         self.open_pipes -= 1
         if self.pipe is pipe:
             self.pipe = None

@@ -8,8 +8,9 @@ average, waits for the norm first. Functions that read no values do not wait, no
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
@@ -28,28 +29,28 @@ _THREAD = threading.local()
 
 
 class WeightReads(TorchFunctionMode):
-    """The mode of one thread: of every watched step the weights, the memory they are in, and what validates it."""
+    """The mode of one thread: the boundaries of steps that it watches, and the memory of their weights once known."""
 
     def __init__(self) -> None:
         super().__init__()
         self.is_on = False
-        self.steps: dict[Any, tuple[list[Tensor], set[int], Callable[[], None]]] = {}
+        self.steps: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if self.steps and func not in _READ_NO_VALUES:
             taken = {_memory_of(tensor) for tensor in tensors_in((args, kwargs))}
-            for weights, memory, validate in [*self.steps.values()]:
+            for boundary, memory in [*self.steps.items()]:
                 if not memory:
-                    memory.update(map(_memory_of, weights))
+                    memory.update(map(_memory_of, boundary.pending.weights))
                 if taken & memory - {0}:
-                    validate()
+                    boundary.validate()
         return func(*args, **(kwargs or {}))
 
 
-def watch(owner: Any, weights: Iterable[Tensor], validate: Callable[[], None]) -> bool:
-    """Until `release` of this owner, a step's boundary, `validate` is called before one of the weights is read.
+def watch(boundary: Any) -> bool:
+    """Until `release` of this StepBoundary it validates its pending step before one of the weights is read.
 
     False where that cannot be: another mode is on, whose end would be taken for this one's.
     """
@@ -59,15 +60,15 @@ def watch(owner: Any, weights: Iterable[Tensor], validate: Callable[[], None]) -
             return False
         reads.__enter__()
         reads.is_on = True
-    reads.steps[owner] = [*weights], set(), validate
+    reads.steps[boundary] = set()
     return True
 
 
-def release(owner: Any) -> None:
+def release(boundary: Any) -> None:
     """Its weights are final, or read by what knows that they are not. No-op without `watch` in this thread."""
     reads = _THREAD.__dict__.get("reads")
     if reads is not None:
-        reads.steps.pop(owner, None)
+        reads.steps.pop(boundary, None)
         if reads.is_on and not reads.steps and _get_current_function_mode() is reads:
             reads.__exit__(None, None, None)
             reads.is_on = False
