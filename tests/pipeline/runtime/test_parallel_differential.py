@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -219,7 +218,7 @@ def test_random_stages_train_as_one_process(four_ranks: Any, tmp_path: Path, kin
 
 @pytest.mark.slow
 def test_more_random_stages(four_ranks: Any, tmp_path: Path) -> None:
-    check_all(four_ranks, int(os.environ.get("ZBKERN_SEED", time.time_ns())), [*KINDS, "experts"] * 6, tmp_path)
+    check_all(four_ranks, int(os.environ.get("ZBKERN_SEED", 1)), [*KINDS, "experts"] * 3, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
