@@ -357,7 +357,7 @@ def test_a_diffusion_models_time_is_passed_from_block_to_block(two_ranks: Any) -
 
 
 COMMANDS = [
-    pytest.param(page, line, marks=pytest.mark.slow if "--gpus" in line else ())
+    pytest.param(page, line, marks=pytest.mark.slow if "--gpus" in line or page.parent != ROOT else ())
     for page in sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
     for code in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     for line in code.split("\n")

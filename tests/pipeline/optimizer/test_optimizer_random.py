@@ -148,7 +148,7 @@ ANYTHING = {
 INVERTED = {**ANYTHING, "kinds": patterns(KINDS[:6]), "name": st.sampled_from(INVERTIBLE)}
 
 
-@pytest.mark.parametrize("count", [80, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
 def test_a_snapshot_is_exact(count: int) -> None:
     check = given(**ANYTHING)(lambda **drawn: equal_to_a_step_that_waits(undo="snapshot", **drawn))
     settings(max_examples=count, deadline=None)(check)()

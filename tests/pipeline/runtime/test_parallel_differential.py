@@ -211,7 +211,11 @@ def check_all(ranks: Any, seed: int, kinds: list[str], folder: Path) -> None:
             raise AssertionError(f"ZBKERN_SEED={seed}, {kind}, number {number}:\n{case}") from error
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "experts"])
+SLOW = ("sequence", "ddp, views", "fsdp, gathered once")  # as others, but for an option
+QUICK = [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind", [*QUICK, "experts"])
 def test_random_stages_train_as_one_process(four_ranks: Any, tmp_path: Path, kind: str) -> None:
     check_all(four_ranks, int(os.environ.get("ZBKERN_SEED", 0)), [kind] * 2, tmp_path)
 

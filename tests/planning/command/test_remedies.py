@@ -28,7 +28,7 @@ def fits(name: str, stages: int, **sizes: int) -> bool:
 @pytest.mark.parametrize(
     ("name", "stages", "given"),
     [
-        ("llama-3-8b", 2, {"sequence": 4096}),
+        pytest.param("llama-3-8b", 2, {"sequence": 4096}, marks=pytest.mark.slow),
         ("llama-3-8b", 1, {"sequence": 8192, "data_parallel": 16}),
         pytest.param(
             *("llama-3-70b", 8, {"sequence": 8192, "microbatch_size": 64, "tensor_parallel": 8}), marks=pytest.mark.slow
