@@ -25,7 +25,7 @@ EXPERTS = ("eager", "batched_mm", "grouped_mm")
 
 
 def check(model: nn.Module, twin: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor] = loss_of) -> None:
-    kinds, state = [type(module) for module in twin.modules()], [*twin.state_dict()]
+    state = [*twin.state_dict()]
     zbkern.convert(twin)
     assert [*twin.state_dict()] == state
     waits = zbkern.coverage(twin, lambda: loss_of(twin))
@@ -39,7 +39,8 @@ def check(model: nn.Module, twin: nn.Module, loss_of: Callable[[nn.Module], torc
     testing.assert_close(own, loss, "loss", 1e-6)
     queue.run()
     testing.assert_same_gradients(twin, model, tolerance=1e-4)
-    assert [type(module) for module in zbkern.restore(twin).modules()] == kinds
+    classes = [[type(module) for module in each.modules()] for each in (zbkern.restore(twin), model)]
+    assert classes[0] == classes[1]  # BigBird's forward has put other modules into both
 
 
 @pytest.mark.parametrize("name", USUAL)
