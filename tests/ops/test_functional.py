@@ -222,9 +222,14 @@ def test_values_and_gradients_are_torchs(op: str, number: int) -> None:
             raise
 
 
+OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
+
+
 @pytest.mark.parametrize("op", op_cases.OPS)
 def test_function_transforms(op: str) -> None:
     """Forward mode and torch.func.grad, of ten calls."""
+    if op in ("grouped_linear", "grouped_mlp", "attention") and OLD_TORCH:
+        pytest.skip("this torch cannot read counts and ends that are tensors inside of its transforms")
     rng = random.Random(1)
     for _ in range(10):
         call = op_cases.draw(op, rng)
