@@ -70,11 +70,7 @@ def cross_entropy_wgrad(
     options: CrossEntropyOptions,
 ) -> None:
     """dweight (+)= sum dz^T x and dbias (+)= sum of dz; segments (x, target, lse, dloss), logits computed again."""
-    dweight, dbias = outputs
-    if not accumulate:
-        for output in outputs:
-            if output is not None:
-                output.zero_()
+    dweight, dbias = _begun(outputs, accumulate)
     z = None
     for x, target, lse, dloss in segments:
         for rows in _chunks(x.shape[0], options.chunk):
@@ -130,11 +126,7 @@ def log_probs_wgrad(
     options: CrossEntropyOptions,
 ) -> None:
     """dweight (+)= sum dz^T x and dbias (+)= sum of dz; segments (x, target, lse, entropy, dlog_probs, dentropy)."""
-    dweight, dbias = outputs
-    if not accumulate:
-        for output in outputs:
-            if output is not None:
-                output.zero_()
+    dweight, dbias = _begun(outputs, accumulate)
     for segment in segments:
         for rows, dz in _log_probs_gradients(segment, weight, bias, options):
             if dweight is not None:
@@ -158,6 +150,14 @@ def _log_probs_gradients(
         dz = z.clamp_(min=LEAST_LOG).add_(entropy[rows].unsqueeze(1)).mul_(of_entropy).add_(of_target).mul_(p).neg_()
         dz.scatter_add_(1, _valid(target[rows], counts), of_target)
         yield rows, dz if slope is None else dz.mul_(slope)
+
+
+def _begun(outputs: Outputs, accumulate: bool) -> Outputs:
+    """The gradients, zeros where nothing is added to what is there."""
+    for output in () if accumulate else outputs:
+        if output is not None:
+            output.zero_()
+    return outputs
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, previous: Tensor | None) -> Tensor:
