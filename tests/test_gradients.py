@@ -59,7 +59,7 @@ def draw(rng: random.Random) -> Training:
     if begun != "main_grad" and checkpointed != "reentrant" and rng.random() < 0.4:
         hook = rng.choice(HOOKS), rng.choice([0.0, 0.5, 1.0, 1.5])
     if OLD_TORCH and checkpointed:
-        hook = None  # which torch 2.8 calls more often there than zbkern does
+        hook = None  # torch 2.8 loses those of a weight that any autograd.Function saves there
     return Training(
         kind,
         [rng.choice(["", "forward", "backward", "backward", "forward and backward"]) for _ in range(rng.randint(1, 4))],
