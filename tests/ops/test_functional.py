@@ -123,7 +123,10 @@ class Trial:
             self.random(s).requires_grad_(not f) for s, f in zip(call.parameters, way.frozen, strict=True)
         ]
         self.others = copies(self.parameters)
-        for ours, other in zip(self.parameters, self.others, strict=True):
+        self.terms: list[list[float]] = [[] for _ in self.others]  # the largest value of each that a gradient adds up
+        for ours, other, terms in zip(self.parameters, self.others, self.terms, strict=True):
+            if other.requires_grad:
+                other.register_hook(lambda term, terms=terms: terms.append(term.abs().max().item()))
             if way.begun == "gradients" and ours.requires_grad:
                 ours.grad, other.grad = torch.ones_like(ours), torch.ones_like(other)
             elif way.begun == "main_grad":
@@ -134,10 +137,11 @@ class Trial:
         values = torch.randn(tuple(shape), dtype=torch.float64, generator=self.generator)
         return (values.bfloat16() if self.way.autocast else values).to(self.way.dtype)
 
-    def compare(self, got: Tensor | None, expected: Tensor | None, name: str) -> None:
+    def compare(self, got: Tensor | None, expected: Tensor | None, name: str, terms: Sequence[float] = ()) -> None:
+        """Each of the terms may have an error; their sum may be smaller than that."""
         assert (got is None) == (expected is None), name
         if got is not None:
-            testing.assert_close(got, expected, name, self.slack, self.scale)
+            testing.assert_close(got, expected, name, self.slack, max(self.scale, sum(terms)))
 
     def run(self) -> None:
         way, queue = (
@@ -150,12 +154,13 @@ class Trial:
             for keys in [queue.keys()] if way.merge else reversed(queue.keys()):
                 queue.run(keys)
             assert queue.bytes == 0
-        for ours, other in zip(self.parameters, self.others, strict=True):
+        for ours, other, terms in zip(self.parameters, self.others, self.terms, strict=True):
             if way.begun == "main_grad":
                 assert ours.grad is None
-                self.compare(ours.main_grad, torch.zeros_like(other) if other.grad is None else other.grad, "main_grad")
+                wanted = torch.zeros_like(other) if other.grad is None else other.grad
+                self.compare(ours.main_grad, wanted, "main_grad", terms)
             else:
-                self.compare(ours.grad, other.grad, "gradient")
+                self.compare(ours.grad, other.grad, "gradient", terms)
                 assert ours.grad is None or ours.grad.dtype == ours.dtype
 
     def microbatch(self, key: int, queue: zbkern.WGradQueue | None) -> None:
