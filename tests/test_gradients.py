@@ -1,8 +1,8 @@
 """Deferred gradients are those of an untouched copy of the model, however it is trained: what is drawn is which W wait,
 when they run, what is frozen, recomputed, hooked or cast, and a derivative within the loss.
 
-Below are situations that no random training meets, in which split gradients get lost elsewhere. Every slow run has
-another seed, which an error names: ZBKERN_SEED=... repeats it.
+Below are situations that no random training meets, in which split gradients get lost elsewhere. The slow run has
+another seed than the quick one: see `tests/support/seeds.py`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import os
 import random
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zbkern
+from tests.support.seeds import seed
 from tests.support.tied import Block, Energy, Tied, microbatch, pair
 from zbkern import testing
 
@@ -157,9 +156,7 @@ def train(training: Training, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("number", [100, pytest.param(600, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_an_untouched_model(number: int) -> None:
-    seed = int(os.environ.get("ZBKERN_SEED", time.time_ns() if number > 100 else 0))
-    print(f"ZBKERN_SEED={seed}")
-    rng = random.Random(seed)
+    rng = random.Random(seed(1 if number > 100 else 0))
     for trial in range(number):
         training = draw(rng)
         try:

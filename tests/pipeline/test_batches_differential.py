@@ -1,7 +1,7 @@
 """Random batches of unequal sequences, planned and run in a pipeline, against one process that has one after the other.
 
 Small models of families with causal, windowed and latent attention, with sinks, experts and tied weights, in float64
-throughout. Every slow run has another seed, which an error names: ZBKERN_SEED=... repeats it.
+throughout. The slow run has another seed than the quick one: see `tests/support/seeds.py`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import os
 import random
-import time
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ import zbkern
 from tests.support.chunks import results_on_threads
 from tests.support.in_float64 import InFloat64
 from tests.support.saving import saved_in_turn, with_actions
+from tests.support.seeds import seed
 from tests.support.sequences import one_process
 from tests.support.small_models import DECODERS, config_of, transformers
 from zbkern.pipeline import (
@@ -190,15 +189,13 @@ def check(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("least", "seconds", "largest"), [(5, 0, 40), pytest.param(10, 120, LONGEST, marks=pytest.mark.slow)]
+    ("default", "count", "largest"), [(0, 5, 40), pytest.param(1, 100, LONGEST, marks=pytest.mark.slow)]
 )
-def test_random_batches_train_as_one_process(least: int, seconds: float, largest: int) -> None:
-    seed = int(os.environ.get("ZBKERN_SEED", time.time_ns() if seconds else 0))
-    end, number = time.monotonic() + seconds, int(os.environ.get("ZBKERN_FIRST", 0))
-    while number < least or time.monotonic() < end:
-        case = Case(random.Random(f"{seed} {number}"), largest)
+def test_random_batches_train_as_one_process(default: int, count: int, largest: int) -> None:
+    chosen = seed(default)
+    for number in range(count):
+        case = Case(random.Random(f"{chosen} {number}"), largest)
         try:
             check(case)
         except BaseException as error:
-            raise AssertionError(f"ZBKERN_SEED={seed}, number {number}:\n{case.describe()}") from error
-        number += 1
+            raise AssertionError(f"ZBKERN_SEED={chosen}, number {number}:\n{case.describe()}") from error

@@ -1,15 +1,14 @@
 """Models of the transformers library that `cut` has cut: random cases against the library's own in one process.
 
 Every family of decoders, with padded and packed rows, in slices, within blocks, with load-balancing losses, recomputed
-and offloaded, in float64 throughout; and `full_weights` afterwards. Every slow run has another seed, which an error
-names, for ZBKERN_SEED.
+and offloaded, in float64 throughout; and `full_weights` afterwards. The slow run has another seed than the
+quick one: see `tests/support/seeds.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import random
 from collections import UserDict
 from typing import Any
@@ -23,6 +22,7 @@ from tests.support.chunks import gradients_of, results_on_threads
 from tests.support.deferred_losses import policy_loss, policy_loss_of_logits, without_logits
 from tests.support.in_float64 import InFloat64
 from tests.support.saving import saved_in_turn, with_actions
+from tests.support.seeds import seed
 from tests.support.small_models import DECODER, DECODERS, config_of, make, transformers
 from zbkern.pipeline import (
     Optimizer,
@@ -213,21 +213,21 @@ def check(case: Case) -> None:
                 torch.testing.assert_close(tensor, named[name].detach(), rtol=1e-8, atol=1e-8, msg=name)
 
 
-def check_all(family: str, seed: int, count: int) -> None:
+def check_all(family: str, chosen: int, count: int) -> None:
     for number in range(count):
-        case = Case(random.Random(f"{seed} {number} {family}"), family)
+        case = Case(random.Random(f"{chosen} {number} {family}"), family)
         try:
             check(case)
         except BaseException as error:
-            raise AssertionError(f"ZBKERN_SEED={seed}, {family}, number {number}:\n{case.describe()}") from error
+            raise AssertionError(f"ZBKERN_SEED={chosen}, {family}, number {number}:\n{case.describe()}") from error
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cut_models_train_as_the_librarys_own(family: str) -> None:
-    check_all(family, int(os.environ.get("ZBKERN_SEED", 0)), 4 if family in FAST else 1)
+    check_all(family, seed(0), 4 if family in FAST else 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_more_cut_models(family: str) -> None:
-    check_all(family, int(os.environ.get("ZBKERN_SEED", 1)), 3)
+    check_all(family, seed(1), 3)

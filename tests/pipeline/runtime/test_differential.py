@@ -1,7 +1,8 @@
 """Gradients: random models, schedules and options in a pipeline against one process with plain torch, in float64.
 
 To be read first: it draws every option of a Pipeline and of its Optimizer. Other files hold what it cannot see: errors,
-when something runs, and what is in memory. Every slow run has another seed, which an error names, for ZBKERN_SEED.
+when something runs, and what is in memory. Slow runs have other seeds than the quick ones: see
+`tests/support/seeds.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import os
 import random
 import tempfile
 import time
@@ -42,6 +42,7 @@ from tests.support.random_chunks import (
 )
 from tests.support.random_schedules import is_valid, random_rows
 from tests.support.saving import with_actions
+from tests.support.seeds import seed
 from zbkern.pipeline import Optimizer, Pipeline, Schedule, StepOptions, checkpoint, schedules
 from zbkern.pipeline.runtime.memory import host_copies
 from zbkern.pipeline.transport.local import LocalTransport
@@ -589,23 +590,21 @@ def late_copies(case: Case) -> Iterator[None]:
 
 @pytest.mark.parametrize("part", [*range(4), *(pytest.param(part, marks=pytest.mark.slow) for part in range(4, 8))])
 def test_random_pipelines_train_as_plain_torch(part: int) -> None:
-    check_all(seed=int(os.environ.get("ZBKERN_SEED", part)), seconds=0)
+    check_all(seed(part), 10)
 
 
 @pytest.mark.slow
 def test_more_random_pipelines() -> None:
-    check_all(seed=int(os.environ.get("ZBKERN_SEED", time.time_ns())), seconds=60)
+    check_all(seed(8), 200)
 
 
-def check_all(seed: int, seconds: float) -> None:
-    end, number = time.monotonic() + seconds, 0
-    while number < 10 or time.monotonic() < end:
-        case = Case(random.Random(f"{seed} {number}"))
+def check_all(chosen: int, count: int) -> None:
+    for number in range(count):
+        case = Case(random.Random(f"{chosen} {number}"))
         try:
             check(case)
         except BaseException as error:
-            raise AssertionError(f"ZBKERN_SEED={seed}, number {number}:\n{case.describe()}") from error
-        number += 1
+            raise AssertionError(f"ZBKERN_SEED={chosen}, number {number}:\n{case.describe()}") from error
 
 
 def check(case: Case) -> None:

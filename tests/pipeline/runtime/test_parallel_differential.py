@@ -1,13 +1,12 @@
 """Stages of several ranks each, replicas, sharded, tensor- and expert-parallel ones, against one process.
 
-What `test_differential.py` does on threads, over gloo. Every slow run has another seed, which an error names, for
-ZBKERN_SEED.
+What `test_differential.py` does on threads, over gloo. The slow run has another seed than the quick ones: see
+`tests/support/seeds.py`.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from tests.support.parallel_stages import (
     values,
 )
 from tests.support.saving import saved_in_turn, with_actions
+from tests.support.seeds import seed
 from zbkern.pipeline import ProfileOptions, Schedule, StepOptions, checkpoint, profile, simulate
 
 pytestmark = pytest.mark.dist
@@ -201,14 +201,14 @@ def check(ranks: Any, case: Case, folder: Path) -> None:
             assert {counts[0] for *_, counts in results} == {clipped}
 
 
-def check_all(ranks: Any, seed: int, kinds: list[str], folder: Path) -> None:
+def check_all(ranks: Any, chosen: int, kinds: list[str], folder: Path) -> None:
     for number, kind in enumerate(kinds):
-        case = random_case(random.Random(f"{seed} {number} {kind}"), kind)
+        case = random_case(random.Random(f"{chosen} {number} {kind}"), kind)
         (folder / str(number)).mkdir()
         try:
             check(ranks, case, folder / str(number))
         except BaseException as error:
-            raise AssertionError(f"ZBKERN_SEED={seed}, {kind}, number {number}:\n{case}") from error
+            raise AssertionError(f"ZBKERN_SEED={chosen}, {kind}, number {number}:\n{case}") from error
 
 
 SLOW = ("sequence", "ddp, views", "fsdp, gathered once")  # as others, but for an option
@@ -217,12 +217,12 @@ QUICK = [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for 
 
 @pytest.mark.parametrize("kind", [*QUICK, "experts"])
 def test_random_stages_train_as_one_process(four_ranks: Any, tmp_path: Path, kind: str) -> None:
-    check_all(four_ranks, int(os.environ.get("ZBKERN_SEED", 0)), [kind] * 2, tmp_path)
+    check_all(four_ranks, seed(0), [kind] * 2, tmp_path)
 
 
 @pytest.mark.slow
 def test_more_random_stages(four_ranks: Any, tmp_path: Path) -> None:
-    check_all(four_ranks, int(os.environ.get("ZBKERN_SEED", 1)), [*KINDS, "experts"] * 3, tmp_path)
+    check_all(four_ranks, seed(1), [*KINDS, "experts"] * 3, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
