@@ -224,6 +224,19 @@ def test_values_and_gradients_are_torchs(op: str, number: int) -> None:
             raise
 
 
+@pytest.mark.parametrize("op", [op for op in op_cases.OPS if op not in ("rms_norm", "layer_norm", "rotary")])
+def test_autocast_casts_what_an_op_is_given_and_nothing_inside_of_it(op: str) -> None:
+    """To the bit; norms and rotary embeddings stay in float32 on a CPU."""
+    rng = random.Random(0)
+    for _ in range(20):
+        call = op_cases.draw(op, rng)
+        given = [op_cases.random_tensor(rng, *s).bfloat16().requires_grad_() for s in (*call.inputs, *call.parameters)]
+        with torch.autocast("cpu", torch.bfloat16):
+            found = outputs(call.ours(*(t.float() for t in given)))
+        for got, wanted in zip(found, outputs(call.ours(*given)), strict=True):
+            assert torch.equal(got, wanted.to(got.dtype)), call.said
+
+
 OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
 
 

@@ -30,7 +30,8 @@ class AttentionFunction(torch.autograd.Function):
         sinks = None if call.params[0] is None else call.params[0].detach().to(statistics_dtype(q.dtype))
         y = q.new_empty(*q.shape[:2], v.shape[2])
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=statistics_dtype(q.dtype))
-        call.backend.attention_fwd(q, k, v, options, y, lse, sinks)
+        with _without_autocast(q.device.type):
+            call.backend.attention_fwd(q, k, v, options, y, lse, sinks)
         ends = [e for e in (options.queries, options.keys) if isinstance(e, Tensor)]  # autograd sees if they change
         ctx.save_for_backward(q, k, v, y, lse, sinks, *ends)
         ctx.call, ctx.options = call, options
@@ -112,12 +113,16 @@ def _one_shape(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: A
 
 
 def _written_out(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """With all scores in memory, for what torch's own attention does not know; in float32 or wider, whatever autocast
-    would make of products.
-    """
-    device = q.device.type
-    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext():
+    """With all scores in memory, for what torch's own attention does not know; in float32 or wider."""
+    with _without_autocast(q.device.type):
         return _in_wide_numbers(sinks, q, k, v, options)
+
+
+def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Inside, products are of the dtypes that they are given."""
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _in_wide_numbers(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
