@@ -1,4 +1,5 @@
-"""What the emulator runs: every launch in every layout, with tails, added or not, against the reference in float64."""
+"""What the emulator and a GPU run: every launch in every layout, with tails, added or not, against the reference in
+float64."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ class Case(NamedTuple):
 
 
 class _Cases:
-    def __init__(self, capability: int, dtype: torch.dtype) -> None:
-        self.fp8, self.dtype = capability >= 90, dtype
+    def __init__(self, capability: int, dtype: torch.dtype, device: str) -> None:
+        self.fp8, self.dtype, self.device = capability >= 90, dtype, device
         self.found: list[Case] = []
 
     @property
@@ -46,7 +47,7 @@ class _Cases:
         **more: Any,
     ) -> None:  # fmt: skip
         def run(launches: ModuleType) -> None:
-            check(launches, checks.Random(self.dtype, "cpu", scale=scale), *arguments, **more)
+            check(launches, checks.Random(self.dtype, self.device, scale=scale), *arguments, **more)
 
         self.found.append(Case(f"{name}{' large tiles' * large}", run, large))
 
@@ -64,7 +65,7 @@ class _Cases:
                 self._linear_in((260, 520, 328), layouts, True)
         for kind in checks.KINDS[1:]:
             if not (self.single and kind == "denormal"):
-                self.add_typed(f"adversarial {kind}", checks.adversarial_linear, "cpu", kind, 65, 63, 129)
+                self.add_typed(f"adversarial {kind}", checks.adversarial_linear, self.device, kind, 65, 63, 129)
 
     def _linear_in(self, shape: tuple[int, int, int], layouts: Sequence[str], large: bool) -> None:
         m, n, k = shape
@@ -124,6 +125,8 @@ class _Cases:
         for m, n, k in ((63, 129, 65), (255, 257, 127), (300, 264, 520)) if self.fp8 else ():
             at = _x((m, n, k))
             self.add(f"fp8_linear {at}", checks.fp8_linear, m, n, k)
+            for layouts in (TRANSPOSED, ODD) if m == 63 else ():
+                self.add(f"fp8_linear {at} {layouts[0]}", checks.fp8_linear, m, n, k, layouts)
             for add in (False, True):
                 given = ([m, 0, 77], n, k, PLAIN, FP32, add)
                 self.add(f"fp8_linear_wgrad {at}{' add' * add}", checks.fp8_linear_wgrad, *given)
@@ -147,7 +150,7 @@ class _Cases:
             name = f"embedding {' '.join(map(str, table))}{' add' * add} {padding}"
             self.add(name, row_checks.embedding, *table, add, padding, scale=1)
         for kind in ("large", "special"):
-            self.add_typed(f"adversarial rows {kind}", row_checks.adversarial, "cpu", kind, 60, 120)
+            self.add_typed(f"adversarial rows {kind}", row_checks.adversarial, self.device, kind, 60, 120)
 
     def loss(self) -> None:
         smooth = spec.CrossEntropyOptions(ignore_index=3, label_smoothing=0.1, z_loss=1e-3, chunk=100, softcap=2.0)
@@ -179,19 +182,21 @@ class _Cases:
             {"queries": [17, 17], "keys": [50, 50], "size": 16, "value_size": 40},
         )
         for given in edges:
-            self.add_typed(f"attention {given}", attention_checks.attention, **{"size": 64, **given})
+            self._attention(f"{given}", **{"size": 64, **given})
         for size in (16, 40, 64, 96, 128) if self.single else (16, 40, 64, 96, 128, 256):
             for name, given in masks.items():
-                self.add_typed(f"attention {size} {name}", attention_checks.attention, **given, size=size)
+                self._attention(f"{size} {name}", **given, size=size)
         if not self.single:
             narrow = {"size": 192, "value_size": 128}
-            self.add_typed("attention 192/128", attention_checks.attention, [200], **narrow)
-            self.add_typed("attention 192/128 packed", attention_checks.attention, [133, 67], **narrow)
+            self._attention("192/128", queries=[200], **narrow)
+            self._attention("192/128 packed", queries=[133, 67], **narrow)
             for layout in attention_checks.LAYOUTS:
-                given = {"layouts": (layout,) * 3, "size": 128}
-                self.add_typed(f"attention layout {layout}", attention_checks.attention, [150], **given)
-        self.add_typed("attention nan", attention_checks.nan_stays_in_its_sequence, (0, 200, 500), "cpu")
-        self.add_typed("attention large scores", attention_checks.large_scores_do_not_overflow, "cpu")
+                self._attention(f"layout {layout}", queries=[150], layouts=(layout,) * 3, size=128)
+        self.add_typed("attention nan", attention_checks.nan_stays_in_its_sequence, (0, 200, 500), self.device)
+        self.add_typed("attention large scores", attention_checks.large_scores_do_not_overflow, self.device)
+
+    def _attention(self, name: str, **given: Any) -> None:
+        self.add_typed(f"attention {name}", attention_checks.attention, **given, device=self.device)
 
     def repeats(self) -> None:
         names = {name for names in spec.OPS.values() for name in names} - {"norm_partials"}
@@ -208,9 +213,9 @@ def _x(sizes: Sequence[int]) -> str:
     return "x".join(map(str, sizes))
 
 
-def cases(capability: int, dtype: torch.dtype) -> list[Case]:
+def cases(capability: int, dtype: torch.dtype, device: str = "cpu") -> list[Case]:
     """All that a GPU of that capability launches with tensors of that dtype."""
-    made = _Cases(capability, dtype)
+    made = _Cases(capability, dtype, device)
     for part in (
         *(made.linear, made.gated, made.merged, made.grouped, made.eight_bits),
         *(made.rows, made.loss, made.attention, made.repeats),
