@@ -310,47 +310,71 @@ def test_logits_are_never_whole_in_memory() -> None:
     assert largest.size <= max(chunk * vocabulary, vocabulary * features)
 
 
-@pytest.mark.parametrize("queued", [False, True])
+@pytest.mark.parametrize("where", ["no queue", "beside a queue", "no_defer", "no_defer, hooked"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_logits_are_computed_once_where_no_w_can_wait(
-    monkeypatch: pytest.MonkeyPatch, reduction: str, queued: bool
+    monkeypatch: pytest.MonkeyPatch, reduction: str, where: str
 ) -> None:
+    """With a hook, the gradient comes by W all the same."""
     gc.collect()  # queues that other tests have left
     assert not zbkern.wgrad.queue.possible
     later: list[int] = []
     wgrad = reference.cross_entropy_wgrad
     monkeypatch.setattr(reference, "cross_entropy_wgrad", lambda *a: (later.append(1), wgrad(*a))[1])
-    queue = zbkern.WGradQueue() if queued else None
+    queue = None if where == "no queue" else zbkern.WGradQueue()
+    never = "no_defer" in where
     x, weight, bias = ours = [torch.randn(shape).double().requires_grad_() for shape in ((7, 5), (9, 5), (9,))]
     theirs = twins(ours)
-    loss = Z.linear_cross_entropy(x, weight, TARGET, bias, reduction, Z.CrossEntropyOptions(chunk=3)).sum()
+    if "hooked" in where:
+        weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with zbkern.no_defer() if never else contextlib.nullcontext():
+        loss = Z.linear_cross_entropy(x, weight, TARGET, bias, reduction, Z.CrossEntropyOptions(chunk=3)).sum()
     for _ in range(2):
-        (3 * loss).backward(retain_graph=True)
+        with queue.defer() if never else contextlib.nullcontext():
+            (3 * loss).backward(retain_graph=True)
         (3 * F.cross_entropy(F.linear(*theirs), TARGET, reduction=reduction).sum()).backward()
     for got, expected in zip(ours, theirs, strict=True):
         testing.assert_close(got.grad, expected.grad)
-    assert len(later) == (2 if queued or reduction == "none" else 0)
-    del queue
+    assert len(later) == (0 if where in ("no queue", "no_defer") and reduction != "none" else 2)
+    assert queue is None or queue.pending() == 0
+
+
+def extreme() -> tuple[Tensor, ...]:
+    """exp of any of these logits is 0 or infinite; one word of the vocabulary is masked out by its bias."""
+    weight, bias = torch.full((9, 2), -100.0), torch.zeros(9)
+    weight[3], bias[8] = 100, -torch.inf
+    return torch.tensor([[1.0, 2.0], [-3.0, 1.0], [50.0, 50.0]]), weight, torch.tensor([0, 3, 3]), bias
+
+
+def head(target: list[int], dtype: torch.dtype = torch.int64) -> tuple[Tensor, ...]:
+    return torch.randn(3, 5), torch.randn(9, 5), torch.tensor(target, dtype=dtype), torch.randn(9)
+
+
+HEADS: dict[str, tuple[Callable[[], tuple[Tensor, ...]], dict[str, Any], Callable[[Tensor], Tensor]]] = {
+    "extreme logits": (extreme, {"reduction": "sum"}, torch.sum),
+    # The mean of nothing is nan, and its gradients are zeros
+    **{f"all labels ignored, {r}": (lambda: head([-100] * 3), {"reduction": r}, torch.sum) for r in ("mean", "none")},
+    # The square root of a loss of 0 has an infinite gradient; an ignored row gets zeros
+    "infinite gradients": (lambda: head([1, -100, 8]), {"reduction": "none"}, lambda y: y.sqrt().sum()),
+    **{f"{k}": (lambda k=k: head([1, 8, 0], k), {}, torch.sum) for k in (torch.uint8, torch.int16, torch.int32)},
+}
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_head_of_extreme_logits(queued: bool) -> None:
-    """exp of any of these logits is 0 or infinite; one word of the vocabulary is masked out by its bias."""
-    weight = torch.full((9, 2), -100.0)
-    weight[3] = 100
-    weight = weight.requires_grad_()
-    bias = torch.zeros(9)
-    bias[8] = -torch.inf
-    x = torch.tensor([[1.0, 2.0], [-3.0, 1.0], [50.0, 50.0]], requires_grad=True)
-    target = torch.tensor([0, 3, 3])
-    expected = F.cross_entropy(F.linear(x, weight, bias), target, reduction="none")
-    wanted = torch.autograd.grad(expected.sum(), (x, weight))
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_that_are_not_drawn(name: str, queued: bool) -> None:
+    make, options, of_loss = HEADS[name]
+    x, weight, target, bias = make()
+    ours, smoothing = [t.double().requires_grad_() for t in (x, weight, bias)], 0.1 * ("ignored" in name)
+    theirs, more = twins(ours), Z.CrossEntropyOptions(chunk=2, label_smoothing=smoothing)
     with deferral(queued):
-        loss = Z.linear_cross_entropy(x, weight, target, bias, "sum", Z.CrossEntropyOptions(chunk=2))
-        loss.backward()
-    testing.assert_close(loss, expected.sum())
-    testing.assert_close(x.grad, wanted[0])
-    testing.assert_close(weight.grad, wanted[1])
+        loss = Z.linear_cross_entropy(*ours[:2], target, ours[2], options=more, **options)
+        of_loss(loss).backward()
+    expected = F.cross_entropy(F.linear(*theirs), target.long(), label_smoothing=smoothing, **options)
+    of_loss(expected).backward()
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    for mine, other in zip(ours, theirs, strict=True):
+        testing.assert_close(mine.grad, other.grad)
 
 
 @pytest.mark.parametrize("queued", [False, True])
@@ -370,49 +394,6 @@ def test_log_probs_of_words_that_are_masked_out(queued: bool) -> None:
     testing.assert_close(entropy, torch.stack([expected[0], torch.zeros(()), expected[1]]))
     for mine, other in zip(ours, theirs, strict=True):
         testing.assert_close(mine.grad, other.grad)
-
-
-@pytest.mark.parametrize("queued", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_head_whose_labels_are_all_ignored(reduction: str, queued: bool) -> None:
-    """As torch's: the mean of nothing is nan, and its gradients are zeros."""
-    ours = [torch.randn(shape, requires_grad=True) for shape in ((3, 5), (9, 5), (9,))]
-    theirs, target = twins(ours), torch.full((3,), -100)
-    options = Z.CrossEntropyOptions(label_smoothing=0.1)
-    with deferral(queued):
-        loss = Z.linear_cross_entropy(ours[0], ours[1], target, ours[2], reduction, options)
-        loss.sum().backward()
-    expected = F.cross_entropy(F.linear(*theirs), target, label_smoothing=0.1, reduction=reduction)
-    expected.sum().backward()
-    assert torch.equal(loss.isnan(), expected.isnan())
-    for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine.grad, other.grad)
-
-
-@pytest.mark.parametrize("queued", [False, True])
-def test_head_whose_ignored_labels_have_infinite_gradients(queued: bool) -> None:
-    """The square root of a loss of 0 has one; as in torch, the row gets zeros."""
-    ours = [torch.randn(shape).double().requires_grad_() for shape in ((3, 5), (9, 5), (9,))]
-    theirs, target = twins(ours), torch.tensor([1, -100, 8])
-    with deferral(queued):
-        Z.linear_cross_entropy(ours[0], ours[1], target, ours[2], "none").sqrt().sum().backward()
-    F.cross_entropy(F.linear(*theirs), target, reduction="none").sqrt().sum().backward()
-    for mine, other in zip(ours, theirs, strict=True):
-        testing.assert_close(mine.grad, other.grad)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
-def test_head_with_labels_of_any_integers(dtype: torch.dtype) -> None:
-    x, weight = torch.randn(3, 5).double().requires_grad_(), torch.randn(9, 5).double().requires_grad_()
-    target = torch.tensor([1, 8, 0])
-
-    def gradients(loss: Tensor) -> list[Tensor]:
-        first = torch.autograd.grad(loss, (x, weight), create_graph=True)
-        return [loss, *first, *torch.autograd.grad(first[0].square().sum(), (x, weight))]
-
-    expected = gradients(F.cross_entropy(F.linear(x, weight), target))
-    for mine, other in zip(gradients(Z.linear_cross_entropy(x, weight, target.to(dtype))), expected, strict=True):
-        testing.assert_close(mine, other)
 
 
 def test_the_default_device_changes_nothing() -> None:
