@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
+from tests.support.deferred import backward, deferred
+from zbkern import testing
 from zbkern.wgrad import WGradQueue
 
 calls: list[str] = []
@@ -81,60 +83,28 @@ def models(bias: bool = True) -> tuple[nn.Sequential, nn.Sequential]:
     return plain, own
 
 
-def data() -> list[Tensor]:
-    return list(torch.randn(3, 2, 3, 8, dtype=torch.double, generator=torch.Generator().manual_seed(1)))
-
-
-def check(plain: nn.Module, own: nn.Module) -> None:
-    for expected, found in zip(plain.parameters(), own.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad)
-
-
+@pytest.mark.parametrize("frozen", [(), ("0.weight", "0.bias", "2.weight")])
 @pytest.mark.parametrize("bias", [True, False])
-def test_without_a_queue_it_is_an_ordinary_function(bias: bool) -> None:
+def test_gradients_are_torchs_and_w_waits_and_merges(bias: bool, frozen: tuple[str, ...]) -> None:
     plain, own = models(bias)
-    x = data()[0].requires_grad_()
-    expected = torch.autograd.grad(plain(x).square().sum(), [x, *plain.parameters()])
-    found = torch.autograd.grad(own(x).square().sum(), [x, *own.parameters()])
-    torch.testing.assert_close(found, expected)
-    own(x).square().sum().backward()
-    torch.testing.assert_close((x.grad, *(p.grad for p in own.parameters())), expected)
-
-
-@pytest.mark.parametrize("forward_inside", [True, False])
-def test_its_w_waits_and_merges(forward_inside: bool) -> None:
-    plain, own = models()
-    queue = WGradQueue()
-    for number, x in enumerate(data()):
-        plain(x).square().sum().backward()
-        loss = None if forward_inside else own(x).square().sum()
-        with queue.defer(number):
-            (own(x).square().sum() if loss is None else loss).backward()
-    assert calls == ["B"] * 6
-    assert [task.name for task in queue.tasks()] == ["layer"] * 6
-    assert own[0].weight.grad is None
-    assert queue.run_one()  # one layer, all three microbatches
-    assert queue.pending() == 3
-    queue.run()
-    check(plain, own)
-
-
-def test_frozen_weights_and_no_grad() -> None:
-    plain, own = models()
     for model in (plain, own):
-        model[0].requires_grad_(False)
-        model[2].weight.requires_grad_(False)
-    x = data()[0]
-    with torch.no_grad():
-        torch.testing.assert_close(own(x), plain(x))
-    plain(x).square().sum().backward()
-    queue = WGradQueue()
-    with queue.defer():
-        own(x).square().sum().backward()
-    assert calls == ["B"]
+        for name in frozen if bias else frozen[::2]:
+            model.get_parameter(name).requires_grad_(False)
+    batches = torch.randn(3, 2, 3, 8, dtype=torch.double)
+    queue = deferred(plain, own, batches, 1e-12)
+    waiting = 3 * (1 if frozen else 2) * (bias or not frozen)
+    assert calls == ["B"] * 6
+    assert [task.name for task in queue.tasks()] == ["layer"] * waiting
+    assert all(p.grad is None for p in own.parameters())
+    assert queue.run_one() == (waiting > 0)  # one layer, all three microbatches
+    assert queue.pending() == max(waiting - 3, 0)
     queue.run()
-    assert [p.grad is None for p in own.parameters()] == [True, True, True, False]
-    torch.testing.assert_close(own[2].bias.grad, plain[2].bias.grad)
+    testing.assert_same_gradients(own, plain)
+    for x in batches:  # without a queue
+        testing.assert_close(backward(own, x), backward(plain, x))
+    testing.assert_same_gradients(own, plain)
+    with torch.no_grad():
+        testing.assert_close(own(batches[0]), plain(batches[0]))
 
 
 def test_several_inputs_and_outputs_and_a_launch_of_its_own() -> None:
