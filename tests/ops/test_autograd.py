@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -76,15 +75,3 @@ def test_autograd_grad_of_a_penalty_towards_weights_is_torchs_error_where_there_
     assert slope.abs().sum() > 0
     assert queue.pending() == 0
     assert layer.weight.grad is None
-
-
-def test_a_penalty_lands_in_main_grad() -> None:
-    layer, queue = zbkern.nn.Linear(4, 3).double(), zbkern.WGradQueue()
-    plain = copy.deepcopy(layer)
-    layer.weight.main_grad = torch.zeros_like(layer.weight)
-    x = torch.randn(2, 4, dtype=torch.double, requires_grad=True)
-    for each in (plain, layer):
-        squared_slope(lambda x, each=each: torch.tanh(each(x)), x).backward()
-    testing.assert_close(layer.weight.main_grad, plain.weight.grad)
-    assert layer.weight.grad is None
-    assert queue.pending() == 0

@@ -15,8 +15,14 @@ from zbkern.wgrad import grouping
 def test_merging_is_one_launch_per_weight(merge: bool, expected: list[int]) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     launches: list[int] = []
+
+    def run_many(layers, accumulate):
+        assert merge
+        for layer in layers:
+            recorder(launches)(*layer, accumulate)
+
     queue = zbkern.WGradQueue(merge=merge)
-    fill(queue, recorder(launches), parameters)
+    fill(queue, wgrad.WGradKernel(recorder(launches), run_many), parameters)
     assert queue.run() == 6
     assert launches == expected
     for parameter in parameters:
@@ -70,17 +76,3 @@ def test_weights_whose_launch_takes_several_share_it() -> None:
     tied = [task for task in queue.tasks() if task.kernel is kernel]
     assert [len(batch) for batch, _ in grouping.batches(tied, True)] == [1, 1]
     queue.discard()
-
-
-def test_weights_share_a_launch_only_when_merging() -> None:
-    def one(segments, outputs, accumulate):
-        recorder([])(segments, outputs, accumulate)
-
-    def never(layers, accumulate):
-        raise AssertionError
-
-    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    queue = zbkern.WGradQueue(merge=False)
-    fill(queue, wgrad.WGradKernel(one, never), parameters)
-    queue.run()
-    assert [parameter.grad[0].item() for parameter in parameters] == [111, 111]
