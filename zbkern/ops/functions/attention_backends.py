@@ -1,7 +1,6 @@
 """Which attention core impl="auto" runs on a GPU: ours, one of torch's, or an installed FlashAttention.
 
-`ORDER` decides; `python -m bench.attention` measures what it should be on the GPU at hand. A core that cannot take the
-case is passed over; `zbkern info` says which are there.
+`ORDER` decides. A core that cannot take the case is passed over; `zbkern info` says which are there.
 """
 
 from __future__ import annotations
@@ -57,16 +56,7 @@ class Case(NamedTuple):
 
 def fastest(case: Case, name: str = "") -> Tensor:
     """Attention through the first core that can; name: of the layer."""
-    core = cores(case)[0]
-    if case.sinks is None:
-        return through(core, case)
-    backend = case.backend if case.backend is not None and core == "triton" else reference
-    return attention(backend, case.q, case.k, case.v, case.options, case.sinks, name)
-
-
-def through(core: str, case: Case) -> Tensor:
-    """Attention without sinks through that core, which can run it."""
-    return _CORES[core].run(case)
+    return _CORES[cores(case)[0]].run(case, name)
 
 
 def cores(case: Case) -> list[str]:
@@ -107,7 +97,7 @@ def _is_masked(case: Case) -> bool:
 
 class _Core(NamedTuple):
     takes: Callable[[Case], bool]
-    run: Callable[[Case], Tensor]
+    run: Callable[[Case, str], Tensor]
 
 
 def _of_torch(backend: SDPBackend, can_use: str, deterministic: bool) -> _Core:
@@ -121,7 +111,7 @@ def _of_torch(backend: SDPBackend, can_use: str, deterministic: bool) -> _Core:
         parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, case.options.causal, grouped)
         return getattr(torch.backends.cuda, can_use)(parameters)
 
-    def run(case: Case) -> Tensor:
+    def run(case: Case, name: str) -> Tensor:
         with sdpa_kernel(backend):
             return attention_with_torch(None, case.q, case.k, case.v, case.options)
 
@@ -137,7 +127,7 @@ def _of_package(core: str) -> _Core:
         fits = case.q.shape[-1] <= 256 and case.q.shape[-1] % 8 == 0
         return _is_plain(case) and written_for and fits and _why_not_installed(core) is None
 
-    def run(case: Case) -> Tensor:
+    def run(case: Case, name: str) -> Tensor:
         q, k, v, options = case[:4]
         functions: Any = importlib.import_module(_PACKAGES[core])
         arguments = {
@@ -161,13 +151,13 @@ def _ours_takes(case: Case) -> bool:
     return case.backend is not None and max(case.q.shape[-1], case.v.shape[-1]) <= largest_head(case.q.dtype)
 
 
-def _ours(case: Case) -> Tensor:
+def _ours(case: Case, name: str) -> Tensor:
     assert case.backend is not None
-    return attention(case.backend, case.q, case.k, case.v, case.options)
+    return attention(case.backend, *case[:5], name)
 
 
 _CORES = {
-    "torch": _Core(lambda case: True, lambda case: attention_with_torch(None, case.q, case.k, case.v, case.options)),
+    "torch": _Core(lambda case: True, lambda case, name: attention(reference, *case[:5], name)),
     "torch cudnn": _of_torch(SDPBackend.CUDNN_ATTENTION, "can_use_cudnn_attention", deterministic=False),
     "torch flash": _of_torch(SDPBackend.FLASH_ATTENTION, "can_use_flash_attention", deterministic=True),
     "triton": _Core(_ours_takes, _ours),
