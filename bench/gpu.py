@@ -1,11 +1,10 @@
-"""Our kernels on a GPU beside torch's and other libraries': rates, ratios in the same run, and a roofline plot.
+"""Our kernels on a GPU beside torch's and other libraries': rates, and ratios in the same run.
 
     python -m bench.gpu [--impl triton] [--rows W] [--seconds 360]
 
 The time of a row is shared by its shapes; a shape that no time is left for is named, not dropped. No figure is printed
 without a check, which needs no other library: a peer that fails costs its own ratio only. Ratios are medians over
-rounds of the peer's time over ours, so above 1 we are faster. --out FOLDER keeps gpu.json, after each figure, and
-gpu.svg.
+rounds of the peer's time over ours, so above 1 we are faster. --out FOLDER keeps gpu.json, after each figure.
 
 After an illegal access no call of a process reaches the GPU any more, and a row may hang: the process then ends, and
 the rows that it has not begun are named. --continue measures those.
@@ -26,11 +25,11 @@ from typing import Any
 
 import torch
 
-from bench import ahead, gpu_peers, gpu_rows, report, roofline
+from bench import ahead, gpu_peers, gpu_rows, report
 from bench.gpu_case import Bench, Case, Row, Sizes
 from zbkern import testing
 from zbkern.kernels import dispatch
-from zbkern.reporting import environment, markdown_table
+from zbkern.reporting import markdown_table
 
 HEADER = ("row", "shape", "ours", "time of a peer over ours", "floor / target", "")
 
@@ -85,8 +84,6 @@ def main(argv: list[str] | None = None) -> int:
     if result["left"]:
         print(f"not begun, as this process has lost the GPU: {', '.join(result['left'])} (--continue measures them)")
     print("\n" + report.write_json("gpu", result, arguments.out))
-    if arguments.out is not None:
-        roofline.write(arguments.out / "gpu.svg", figures, environment()["gpu"] or str(device))
     return 1 if any("wrong" in figure for figure in figures) else 0
 
 
@@ -187,8 +184,6 @@ def one(row: Row, case: Case, bench: Bench, seconds: float) -> dict[str, Any]:
         name: {"ratio": t.ratio(ours), "rate": row.rate(case, t.median), "seconds": t.median}
         for name, t in times.items()
     }
-    if case.flops and case.bytes:
-        result["intensity"] = case.flops / case.bytes
     return result | {"goal met": goal_met(row, case, result) if bench.device.type == "cuda" else ""}
 
 

@@ -69,15 +69,14 @@ class Bench:
 
 @dataclass(frozen=True)
 class Case:
-    """One shape of a row. flops and bytes: of one run of `ours`, the least that the operation needs. check: runs what
-    it compares itself. baseline: the peer that goals are about, the first when not named."""
+    """One shape of a row. work: flops or bytes, whichever the row counts, that one run of `ours` needs at least. check:
+    runs what it compares itself. baseline: the peer that goals are about, the first when not named."""
 
     label: str
     ours: Run
     peers: dict[str, Run]
     check: Run
-    flops: int = 0
-    bytes: int = 0
+    work: int = 0
     floor: float | None = None  # in the unit of the row's goal
     target: float | None = None
     baseline: str | None = None
@@ -93,6 +92,4 @@ class Row:
     cases: Callable[[Bench], Iterator[Case]] = field(repr=False)
 
     def rate(self, case: Case, seconds: float) -> float:
-        if self.unit == "us":
-            return seconds * 1e6
-        return (case.flops if self.unit == "TFLOP/s" else case.bytes) / seconds / 1e12
+        return seconds * 1e6 if self.unit == "us" else case.work / seconds / 1e12

@@ -17,7 +17,7 @@ def copies(bench: Bench) -> Iterator[Case]:
     source = torch.randint(256, (bench.sizes.copied,), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     count = bench.sizes.copied
-    yield Case(f"copy of {count / 2**20:g} MiB", lambda: target.copy_(source), {}, lambda: None, 0, 2 * count)
+    yield Case(f"copy of {count / 2**20:g} MiB", lambda: target.copy_(source), {}, lambda: None, 2 * count)
 
 
 def norm_forward(bench: Bench) -> Iterator[Case]:
@@ -34,7 +34,6 @@ def norm_forward(bench: Bench) -> Iterator[Case]:
         lambda: backend.norm_fwd(x, weight, None, 1e-5, y, None, rstd),
         {name: lambda run=run: run(x) for name, run in peers.items()},
         check,
-        0,
         2 * m * k * x.element_size(),
         2.4,
         2.9,
@@ -74,7 +73,7 @@ def norm_backward(bench: Bench) -> Iterator[Case]:
         testing.assert_close(dx, wanted[0], "dx")
         testing.assert_close(dweight, wanted[1], "dweight")
 
-    yield Case(f"M={m} K={k}", ours, peers, check, 0, 3 * m * k * x.element_size(), 2.1, 2.7)
+    yield Case(f"M={m} K={k}", ours, peers, check, 3 * m * k * x.element_size(), 2.1, 2.7)
 
 
 def added_norm_forward(bench: Bench) -> Iterator[Case]:
@@ -99,7 +98,6 @@ def added_norm_forward(bench: Bench) -> Iterator[Case]:
         lambda: backend.norm_fwd(x, weight, None, 1e-5, y, None, rstd, residual, summed),
         {name: lambda run=run: run(x, residual) for name, run in peers.items()} | {"torch's sum, our norm": two},
         check,
-        0,
         4 * m * k * x.element_size(),
         2.4,
         2.9,
@@ -132,7 +130,7 @@ def added_norm_backward(bench: Bench) -> Iterator[Case]:
         testing.assert_close(dweight, wanted[1], "dweight")
 
     size = dy.element_size()
-    yield Case(f"M={m} K={k}", ours, {"torch": theirs}, check, 0, 4 * m * k * size, 2.1, 2.7)
+    yield Case(f"M={m} K={k}", ours, {"torch": theirs}, check, 4 * m * k * size, 2.1, 2.7)
 
 
 def rotary(bench: Bench, interleaved: bool = False) -> Iterator[Case]:
@@ -148,7 +146,6 @@ def rotary(bench: Bench, interleaved: bool = False) -> Iterator[Case]:
         lambda: backend.rotary_fwd(x, cos, sin, interleaved, y),
         {name: lambda run=run: run(x) for name, run in peers.items()},
         lambda: testing.assert_close(y, peers["torch"](x), "y"),
-        0,
         2 * x.nbytes + cos.nbytes + sin.nbytes,
         2.4,
         2.9,
