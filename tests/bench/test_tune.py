@@ -33,16 +33,6 @@ def test_candidates_fit_the_chip(op: str, size: int, capability: int) -> None:
         assert (tune.Tile(128, 256, 32, 8, 4, 8, parts=1) in found) == (op == "wgrad")
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("size", [64, 128, 256])
-@pytest.mark.parametrize("launch", ["fwd", "dq", "dkdv"])
-def test_the_rules_choice_of_attention_is_a_candidate(launch: str, size: int, capability: int) -> None:
-    found = tune.attention_tiles(launch, size, capability)
-    assert len(set(found)) == len(found) > 4
-    for packed in (False, True):
-        assert tiles.attention(launch, size, "bfloat16", capability, packed) in found
-
-
 class Fake(tune.Product):
     """Its times are a rule; tiles whose k is 128 give wrong results, and those of 64 rows do not compile."""
 
@@ -79,6 +69,13 @@ def test_the_fastest_right_one_is_found() -> None:
     assert tiles.table() == {} or problem.tile() != best  # the file's table again
 
 
+def test_a_search_stops_where_the_rules_choice_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Fake()
+    monkeypatch.setattr(problem, "right", lambda: problem.tile() != problem.rules)
+    with pytest.raises(RuntimeError, match="the rules' own tile"):
+        tune.search(problem, 60.0)
+
+
 def test_a_search_without_time_still_measures_the_rules() -> None:
     problem = Fake()
     best, times = tune.search(problem, -1.0)
@@ -102,25 +99,6 @@ def test_a_real_problem(op: str, emulated: None) -> None:
         problem.answer += 1
         assert not problem.right()
     assert problem.rules == tiles.choose(op, *problem.shape, "float16", 90, 4)
-
-
-@pytest.mark.parametrize("launch", ["fwd", "dq", "dkdv"])
-def test_a_wrong_tile_of_attention_never_wins(launch: str, emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = tune.Attention(launch, 16, True, 40, torch.device("cpu"))
-    right, wrong = tiles.AttentionTile(64, 64, 4, 1), tiles.AttentionTile(64, 64, 4, 4)
-    assert problem.rules not in (right, wrong)
-    check = problem.right
-
-    def tile() -> tiles.AttentionTile:
-        return tiles.attention(launch, 16, "bfloat16", 90, True)
-
-    monkeypatch.setattr(problem, "candidates", lambda: [right, wrong])
-    monkeypatch.setattr(problem, "right", lambda: check() and tile() != wrong)
-    monkeypatch.setattr(problem, "time", lambda: {right: 1.0, wrong: 0.5, problem.rules: 2.0}[tile()])
-    assert tune.search(problem, 100.0) == (right, {right: 1.0, problem.rules: 2.0})
-    problem.answers[0] += 1
-    with pytest.raises(RuntimeError, match="the rules' own tile"):
-        tune.search(problem, 100.0)
 
 
 def test_the_table_it_writes_is_the_one_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,16 +99,3 @@ def test_a_later_compiler_has_tiles_of_its_own() -> None:
 def test_a_soft_cap_leaves_fewer_registers() -> None:
     assert tiles.attention("dq", 256, "bfloat16", 90, capped=True).keys == 32
     assert tiles.attention("dq", 256, "bfloat16", 90).keys == 64
-
-
-def test_measured_attention_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = tmp_path / "tiles.json"
-    key = tiles.attention_key("dkdv", 96, "bfloat16", 90, packed=False)
-    table.write_text(json.dumps({key: [32, 64, 4, 2, True]}))
-    monkeypatch.setattr(tiles, "TABLE", table)
-    tiles.table.cache_clear()
-    try:
-        assert tiles.attention("dkdv", 128, "bfloat16", 90) == tiles.AttentionTile(32, 64, 4, 2, split=True)
-        assert tiles.attention("dkdv", 128, "bfloat16", 90, packed=True).keys == 128
-    finally:
-        tiles.table.cache_clear()

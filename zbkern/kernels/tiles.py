@@ -1,6 +1,6 @@
 """How a matrix product or attention is cut into tiles: pure functions of shape, dtype and GPU.
 
-`bench/tune.py` measures on a GPU and writes `tiles.json` beside this file, which is preferred to the rules here.
+`bench/tune.py` measures products on a GPU and writes `tiles.json` beside this file, which is preferred to the rules.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def choose(
     """
     bulk = bulk and capability >= 90
     measured = table().get(key(op, p, q, r, dtype, capability))
-    if isinstance(measured, Tile) and bulk and not others:
+    if measured is not None and bulk and not others:
         return measured
     size = 4 if dtype == "float32" else 2
     limit = 1024 * SHARED_MEMORY.get(capability, 99)
@@ -211,10 +211,8 @@ def attention(
     packed: sequences of different lengths. capped: with soft-capping. compiler: Triton's version. Other arguments as
     `choose`.
     """
-    measured = table().get(attention_key(launch, size, dtype, capability, packed))
-    if isinstance(measured, AttentionTile):
-        return measured
-    how, longest = "tf32x3" if dtype == "float32" else unit(capability), _longest(size)
+    how = "tf32x3" if dtype == "float32" else unit(capability)
+    longest = next((longest for longest in _HEADS if size <= longest), size)
     packed = packed and capability >= 90
     narrow = SHARED_MEMORY.get(capability, 99) == 99
     applies = {
@@ -236,16 +234,6 @@ def attention(
     return tile
 
 
-def attention_key(launch: str, size: int, dtype: str, capability: int, packed: bool) -> str:
-    """Head sizes that have a tile in common share what was measured."""
-    return f"sm{capability} {dtype} attention {launch} {_longest(size)}" + " packed" * packed
-
-
-def _longest(size: int) -> int:
-    """Of the heads that have a tile in common with this one."""
-    return next((longest for longest in _HEADS if size <= longest), size)
-
-
 def attention_shared_memory(tile: AttentionTile, launch: str, size: int, itemsize: int) -> int:
     """Bytes for what a program holds and what is in flight."""
     held, streamed = {
@@ -262,8 +250,5 @@ def key(op: str, p: int, q: int, r: int, dtype: str, capability: int) -> str:
 
 
 @functools.cache
-def table() -> dict[str, Tile | AttentionTile]:
-    if not TABLE.exists():
-        return {}
-    stored = json.loads(TABLE.read_text())
-    return {key: AttentionTile(*v) if " attention " in key else Tile(*v) for key, v in stored.items()}
+def table() -> dict[str, Tile]:
+    return {key: Tile(*row) for key, row in json.loads(TABLE.read_text()).items()} if TABLE.exists() else {}
