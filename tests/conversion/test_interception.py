@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import zbkern
 from tests.support.deferred import backward, check, deferred
 from zbkern import testing
+from zbkern.kernels import reference
+from zbkern.ops.functions import grouped as grouped_functions
 
 Compute = Callable[[dict[str, nn.Parameter], Tensor], Tensor]
 
@@ -213,21 +215,26 @@ def test_gradients_wait_and_are_torchs(name: str) -> None:
     testing.assert_same_gradients(twin, module, tolerance=1e-10)
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
+    """Which W have run, of how many microbatches."""
+    found: list[tuple[str, int]] = []
+    for name in ("linear_wgrad", "grouped_linear_wgrad"):
+        own = getattr(reference, name)
+        record = lambda *a, name=name, own=own: (found.append((name, len(a[0]))), own(*a))  # noqa: E731
+        monkeypatch.setattr(reference, name, record)
+    grouped_functions.grouped_wgrad.cache_clear()
+    yield found
+    grouped_functions.grouped_wgrad.cache_clear()
+
+
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no torch.nn.functional.grouped_mm")
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_grouped_products_of_whole_parameters_are_one_kernel(
-    transposed: bool, cast: bool, monkeypatch: pytest.MonkeyPatch
+    transposed: bool, cast: bool, launched: list[tuple[str, int]]
 ) -> None:
     """As torchtitan's experts call them, weights cast or not; gradients have the parameters' dtype."""
-    from zbkern.kernels import reference
-    from zbkern.ops.functions import grouped as grouped_functions
-
-    calls, own = [], reference.grouped_linear_wgrad
-    monkeypatch.setattr(
-        reference, "grouped_linear_wgrad", lambda *arguments: (calls.append(len(arguments[0])), own(*arguments))
-    )
-    grouped_functions.grouped_wgrad.cache_clear()
 
     def compute(p: dict[str, nn.Parameter], x: Tensor) -> Tensor:
         ends = torch.tensor([2, 2, len(x)], dtype=torch.int32)
@@ -236,25 +243,13 @@ def test_grouped_products_of_whole_parameters_are_one_kernel(
 
     module, twin = pair({"w": (3, 8, 16) if transposed else (3, 16, 8)}, compute, torch.float32)
     check(module, twin, torch.randn(3, 6, 8), 1e-2 if cast else 1e-5)
-    grouped_functions.grouped_wgrad.cache_clear()
-    assert calls == [3]
+    assert ("grouped_linear_wgrad", 3) in launched
 
 
-def test_microbatches_of_one_expert_are_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zbkern.kernels import reference
-
-    calls = []
-    own = reference.linear_wgrad
-    monkeypatch.setattr(
-        reference, "linear_wgrad", lambda *arguments: (calls.append(len(arguments[0])), own(*arguments))
-    )
-    _, twin = pair(EXPERTS, experts, torch.float32)
-    queue = zbkern.WGradQueue()
-    for key in range(4):
-        with queue.defer(key):
-            backward(twin, torch.randn(6, 8))
-    queue.run()
-    assert calls == [4] * 6  # two matrices of three experts
+def test_microbatches_of_one_expert_are_one_kernel(launched: list[tuple[str, int]]) -> None:
+    module, twin = pair(EXPERTS, experts, torch.float32)
+    check(module, twin, torch.randn(4, 6, 8), 1e-5)
+    assert launched == [("linear_wgrad", 4)] * 6  # two matrices of three experts
 
 
 @pytest.mark.parametrize("made", ["part", "sum", "part of a sum"])
@@ -270,26 +265,21 @@ def test_hooks_on_what_is_made_of_a_parameter_run(made: str) -> None:
     check(module, twin, waits=False)
 
 
-def test_autocast() -> None:
-    """Around the forward alone, so that nothing casts what B and W multiply."""
-    module, twin = pair(EXPERTS, experts, torch.float32)
-    around = torch.autocast("cpu", torch.bfloat16)
-    deferred(around(module), around(twin), [torch.randn(6, 8)], 1e-2).run()
-    testing.assert_same_gradients(twin, module, tolerance=1e-2)
-    assert all(p.grad.dtype == torch.float32 for p in twin.parameters())
+def with_biases(p: dict[str, nn.Parameter], x: Tensor) -> Tensor:
+    found = F.linear(x, p["w"], p["w"][0]), torch.addmm(x, x, p["w"]), torch.baddbmm(x, x[None], p["w"][None])[0]
+    assert {y.dtype for y in found} == {torch.bfloat16}
+    return sum(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_has_a_bias_is_of_autocasts_dtype(dtype: torch.dtype) -> None:
-    def compute(p: dict[str, nn.Parameter], x: Tensor) -> Tensor:
-        found = F.linear(x, p["w"], p["w"][0]), torch.addmm(x, x, p["w"]), torch.baddbmm(x, x[None], p["w"][None])[0]
-        assert {y.dtype for y in found} == {torch.bfloat16}
-        return sum(found)
-
-    module, twin = pair(SQUARE, compute, torch.float32)
+@pytest.mark.parametrize(("shapes", "compute"), [(EXPERTS, experts), (SQUARE, with_biases)])
+def test_autocast(shapes: dict[str, tuple[int, ...]], compute: Compute, dtype: torch.dtype) -> None:
+    """Around the forward alone, so that nothing casts what B and W multiply."""
+    module, twin = pair(shapes, compute, torch.float32)
     around = torch.autocast("cpu", torch.bfloat16)
     deferred(around(module), around(twin), [torch.randn(8, 8, dtype=dtype)], 3e-2).run()
     testing.assert_same_gradients(twin, module, tolerance=3e-2)
+    assert all(p.grad.dtype == torch.float32 for p in twin.parameters())
 
 
 class Checkpointed(nn.Module):
@@ -367,38 +357,27 @@ def test_attention_of_torch_has_a_w() -> None:
     testing.assert_same_gradients(twin, module, tolerance=1e-12)
 
 
-@pytest.mark.parametrize(("name", "share"), [("low rank", 0), ("lstm", 0), ("einsum with an ellipsis", 1)])
-def test_coverage_counts_products_that_b_computes(name: str, share: int) -> None:
-    module = zbkern.convert(nn.LSTM(8, 8) if name == "lstm" else Module(*CASES[name], torch.float32))
-    found = zbkern.coverage(module, lambda: pytree.tree_leaves(module(torch.ones(6, 8)))[0].sum())
-    assert found.share == share
-    assert (found.not_deferred == {}) == (share == 1)
-
-
-COMPUTED: dict[str, Compute] = {
-    name: CASES[name][1]
-    for name in (
-        *("scaled weight", "masked weight", "scaled weight, modified in place", "decays", "normalised weight"),
-        *("cast of a scaled weight that changes nothing", "sum of weights"),
-    )
+SHARES: dict[str, float] = {  # what waits: B computes the products of a computed weight
+    "low rank": 0, "einsum with an ellipsis": 1, "scaled weight": 0, "masked weight": 0, "decays": 0,
+    "scaled weight, modified in place": 0, "normalised weight": 0, "cast of a scaled weight that changes nothing": 0,
+    "sum of weights": 16 / 96,  # whose product with b is one with a W
+    "dropped out": 0, "embedded": 0, "positions that others add": 1, "lstm": 0,
+}  # fmt: skip
+OTHERS: dict[str, Compute] = {
+    "dropped out": lambda p, x: F.linear(x, F.dropout(2 * p["w"], 0.5)),
+    "embedded": lambda p, x: F.embedding(torch.arange(3), 2 * p["w"]),
+    "positions that others add": lambda p, x: 2 * p["w"],
 }
-COMPUTED["dropped out"] = lambda p, x: F.linear(x, F.dropout(2 * p["w"], 0.5))
-COMPUTED["embedded"] = lambda p, x: F.embedding(torch.arange(3), 2 * p["w"])
 
 
-@pytest.mark.parametrize("name", COMPUTED)
-def test_a_computed_weight_does_not_count_because_b_computes_its_product(name: str) -> None:
-    shapes = CASES[name][0] if name in CASES else SQUARE
-    twin, x = zbkern.convert(Module(shapes, COMPUTED[name], torch.float64)), torch.randn(6, 8, dtype=torch.float64)
-    found = zbkern.coverage(twin, lambda: (x[:, :1] @ twin(x)[:1]).sum())
-    assert {"w", "v"} & found.not_deferred.keys()
-    a = 16 / 96 if name == "sum of weights" else 0  # whose product with b is one with a W
-    assert found.share == pytest.approx(a)
-
-
-def test_positions_that_a_module_computes_and_others_add_count() -> None:
-    twin, x = zbkern.convert(Module(SQUARE, lambda p, x: 2 * p["w"], torch.float32)), torch.randn(8, 8)
-    assert zbkern.coverage(twin, lambda: (x + twin(x)).sum()).share == 1
+@pytest.mark.parametrize("name", SHARES)
+def test_coverage_counts_products_that_b_computes(name: str) -> None:
+    module = nn.LSTM(8, 8) if name == "lstm" else Module(*CASES.get(name, (SQUARE, OTHERS.get(name))), torch.float32)
+    twin, x = zbkern.convert(module), torch.randn(6, 8)
+    positions = torch.randn(8, 8) if name == "positions that others add" else 0
+    found = zbkern.coverage(twin, lambda: (positions + pytree.tree_leaves(twin(x))[0]).square().sum())
+    assert found.share == pytest.approx(SHARES[name])
+    assert (found.not_deferred == {}) == (SHARES[name] == 1)
 
 
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "orthogonal"])
