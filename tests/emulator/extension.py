@@ -74,9 +74,11 @@ def load(made: Path, texts: list[Path]) -> ModuleType:
     return wgrad
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
+    """Of the emulator, and of tests/gpu/test_cuda_wgrad.py."""
+
     def random(dtype: torch.dtype, scale: float = 0.5) -> checks.Random:
-        return checks.Random(dtype, "cpu", scale=scale)
+        return checks.Random(dtype, device, scale=scale)
 
     shapes = (
         (128, 256, [64]),
@@ -90,6 +92,9 @@ def cases() -> Iterator[Case]:
         name = f"W {n}x{k} {rows} {str(dtype)[6:]} to {str(out)[6:]}{' bias' * bias}{' add' * add}"
         given = (rows, n, k, ("padded",) * 3, out, add, bias)
         yield Case(name, lambda wgrad, d=dtype, g=given: checks.linear_wgrad(wgrad, random(d), *g))  # type: ignore[misc]
+    for layouts in (("odd", "transposed", "transposed"), ("plain", "expanded", "plain")):  # operands are copied first
+        given = ([100], 128, 256, layouts, FP32)
+        yield Case(f"W {layouts}", lambda wgrad, g=given: checks.linear_wgrad(wgrad, random(BF16), *g))  # type: ignore[misc]
     several = [(256, 128, [150, 64]), (136, 264, [77, 130]), (8, 8, [1, 2])]
     for add, bias in itertools.product((False, True), (False, True)):
         given = (several, ("plain",) * 3, add, bias)
