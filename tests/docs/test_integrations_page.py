@@ -203,34 +203,13 @@ def test_a_stage_leaves_a_module_alone_that_is_converted_in_part(two_ranks: Any)
     assert two_ranks.run(stage_of_a_part) == [[False, True]] * 2
 
 
-def megatron_loop(dtype: torch.dtype, prepare: Callable[[nn.Module], None]) -> dict[str, Any]:
-    """What the page's loop leaves, run after `prepare`, for a model in that dtype."""
+@pytest.mark.parametrize("hooked", [False, True])
+def test_main_grad(hooked: bool) -> None:
+    """The hook runs once for each parameter, after its W."""
     torch.manual_seed(0)
-    microbatches = [tuple(torch.randn(2, 4, 8, dtype=dtype)) for _ in range(3)]
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).to(dtype)
-    names: dict[str, Any] = {"model": model, "microbatches": microbatches, "loss_fn": nn.functional.mse_loss}
-    names["plain"] = copy.deepcopy(model)
-    prepare(model)
-    exec(block(PAGE, "main_grad = buffer"), names)
-    return names
-
-
-def test_main_grad() -> None:
-    names = megatron_loop(torch.bfloat16, lambda model: None)
-    plain = names["plain"].float()
-    for inputs, targets in names["microbatches"]:
-        nn.functional.mse_loss(plain(inputs.float()), targets.float()).backward()
-    expected = torch.cat([parameter.grad.flatten() for parameter in plain.parameters()])
-    torch.testing.assert_close(names["buffer"], expected, rtol=2e-2, atol=2e-2)  # B is in bf16
-    assert names["buffer"].dtype == torch.float32
-    for parameter in names["parameters"]:
-        assert parameter.grad is None
-        assert parameter.grad_added_to_main_grad
-        assert parameter.main_grad.untyped_storage().data_ptr() == names["buffer"].untyped_storage().data_ptr()
-
-
-def test_the_hook_of_main_grad_runs_once_per_parameter_after_its_wgrad() -> None:
-    ready: list[torch.Tensor] = []
+    microbatches = [tuple(torch.randn(2, 4, 8).bfloat16()) for _ in range(3)]
+    model, ready = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).bfloat16(), []
+    plain = copy.deepcopy(model).float()
 
     def hook(parameter: Any) -> None:
         """What Megatron's does for gradient reduction that overlaps with backward."""
@@ -240,15 +219,20 @@ def test_the_hook_of_main_grad_runs_once_per_parameter_after_its_wgrad() -> None
         parameter.grad = None
         ready.append(parameter.main_grad.clone())
 
-    def prepare(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            exec(block(PAGE, "register_post_accumulate_grad_hook(hook)"), {"parameter": parameter, "hook": hook})
-
-    without = megatron_loop(torch.float32, lambda model: None)
-    names = megatron_loop(torch.float32, prepare)
-    assert len(ready) == len(names["parameters"])
-    torch.testing.assert_close(names["buffer"], without["buffer"])
-    assert {t.sum().item() for t in ready} == {p.main_grad.sum().item() for p in names["parameters"]}
+    for parameter in model.parameters() if hooked else ():
+        exec(block(PAGE, "register_post_accumulate_grad_hook(hook)"), {"parameter": parameter, "hook": hook})
+    names: dict[str, Any] = {"model": model, "microbatches": microbatches, "loss_fn": nn.functional.mse_loss}
+    exec(block(PAGE, "main_grad = buffer"), names)
+    for inputs, targets in microbatches:
+        nn.functional.mse_loss(plain(inputs.float()), targets.float()).backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in plain.parameters()])
+    torch.testing.assert_close(names["buffer"], expected, rtol=2e-2, atol=2e-2)  # B is in bf16
+    assert len(ready) == (len(names["parameters"]) if hooked else 0)
+    for parameter in names["parameters"]:
+        assert parameter.grad is None
+        assert parameter.grad_added_to_main_grad
+        assert parameter.main_grad.untyped_storage().data_ptr() == names["buffer"].untyped_storage().data_ptr()
+        assert not hooked or any(torch.equal(parameter.main_grad, then) for then in ready)
 
 
 def column_parallel(code: str) -> int:
