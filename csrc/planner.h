@@ -1,6 +1,6 @@
 // The planner's search core: plain C++17 over flat arrays; no torch and no Python in here.
 //
-// zbkern/planning/planner/{list_scheduler,pattern_search,annealing}.py say what each search does; the tests compare its
+// zbkern/planning/planner/{list_scheduler,pattern_search,annealing,partition}.py say what each search does; the tests compare its
 // results with the simulator, the lower bounds and, on tiny problems, every possible order. Times and memory are
 // integers, so that no result depends on the order of additions or on the compiler.
 #pragma once
@@ -118,5 +118,21 @@ std::pair<Ordering, Pattern> search_patterns(const Problem& problem, const Patte
 // Several problems: the same one where passes take other times. The cost is then the mean of the first and of the
 // others' mean. Throws std::invalid_argument when the orders to start from cannot run.
 Ordering anneal(const std::vector<Problem>& problems, const Ordering& start, const Effort& effort, bool may_fuse);
+
+// Layers on chunks; see partition.py. What a rank does, and what it holds, are kMeanOfRanks in the mean.
+constexpr Time kMeanOfRanks = 1 << 30, kOneInFlight = 1 << 8;
+struct PartitionProblem {
+  std::vector<int> placement;           // [chunks] rank of each
+  std::vector<Time> work, held, fixed;  // [layers] held: by a microbatch; fixed: all the time
+  std::vector<int> tied;                // [layers] which weights they share, -1 for none
+  std::vector<Time> in_flight;          // [chunks] microbatches that it holds, in units of kOneInFlight
+  std::vector<Time> limit;              // [ranks], or empty
+  double even;                          // what even chunks count
+};
+
+// The first layer of every chunk: the best partition found from `start` on; empty where there are limits, and that
+// keeps them.
+std::vector<int> anneal_partition(const PartitionProblem& problem, const std::vector<int>& start,
+                                  const Effort& effort);
 
 }  // namespace zbkern

@@ -95,6 +95,8 @@ auto without_gil(Search search) {
 using Ints = std::vector<int>;
 using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, bool, bool>;
 using EffortTuple = std::tuple<std::uint64_t, std::vector<Time>, std::int64_t, Time, Time, double>;
+using Times = std::vector<Time>;
+using PartitionTuple = std::tuple<Ints, Times, Times, Times, Ints, Times, Times, double>;
 
 template <typename Struct, typename Tuple>
 Struct made_of(const Tuple& tuple) {
@@ -105,7 +107,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.planning.planner, compiled.";
-  module.attr("version") = 11;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 12;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
              [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
                const Problem problem = problem_from(source);
@@ -151,6 +153,10 @@ PYBIND11_MODULE(_planner, module) {
     const BatchCosts costs = batch_costs_from(source);
     const BatchRows rows{members, cuts};
     return tuple_from(without_gil([&] { return run_batch(costs, rows, lengths, orders); }));
+  });
+  module.def("anneal_partition", [](const PartitionTuple& problem, const Ints& start, const EffortTuple& effort) {
+    return without_gil(
+        [&] { return anneal_partition(made_of<PartitionProblem>(problem), start, made_of<Effort>(effort)); });
   });
   module.def("anneal", [](const std::vector<py::object>& sources, const Rows& rows, const std::vector<int>& fused,
                           const EffortTuple& effort, bool may_fuse) {

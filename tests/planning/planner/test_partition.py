@@ -10,15 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbkern.pipeline import LayerCosts, ModelCosts
-from zbkern.planning.planner.partition import (
-    balanced_chunks,
-    balanced_partitions,
-    even_partitions,
-    work_of,
-)
+from zbkern.planning.planner import native
+from zbkern.planning.planner.partition import balanced_chunks, balanced_partitions, even_partitions, work_of
 from zbkern.planning.simulation.memory import static_of_ranks
 from zbkern.schedules.layout import HALVES
 
+needs_core = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 V4 = (0, 1, 2, 3, 3, 2, 1, 0)
 
 
@@ -73,6 +70,7 @@ def test_partitions_are_whole_and_never_less_equal_than_even_ones(
         assert most <= max(loads(costs, partition, one_each)) * (1 + 1e-9)
 
 
+@needs_core
 def test_with_several_chunks_the_busiest_rank_has_as_little_as_possible() -> None:
     random = Random(0)
     for _ in range(20):
@@ -95,6 +93,7 @@ def test_partitions_of_half_blocks_have_those_of_whole_ones() -> None:
     assert {tuple(max(0, 2 * first - 1) for first in each) for each in of_blocks} < {*found}
 
 
+@needs_core
 def test_memory_moves_layers_to_where_there_is_room() -> None:
     """The first rank of 1F1B holds most microbatches: with little memory it gets fewer layers."""
     costs = model([1.0] * 24, activation=1.0, held=1.0, static=0.5)
@@ -104,6 +103,7 @@ def test_memory_moves_layers_to_where_there_is_room() -> None:
     assert any(each == sorted(each) and each[0] < each[-1] for each in sizes), sizes
 
 
+@needs_core
 def test_tied_weights_are_held_once() -> None:
     ends = {"static": 8.0, "tied": "embedding"}
     layers = [LayerCosts("embedding", 1, 0, 1, **ends), *model([1.0] * 6, static=1.0).layers]

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from random import Random
+from itertools import accumulate, pairwise, takewhile
+from typing import NamedTuple
 
+from zbkern.planning.planner import native
+from zbkern.planning.planner.native import Effort
 from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
 
 Partition = tuple[int, ...]  # the first layer of every chunk
@@ -20,11 +22,11 @@ Partition = tuple[int, ...]  # the first layer of every chunk
 _IN_FLIGHT = (2.0, 1.75, 1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.2, 0.0)
 """Of what 1F1B holds: partitions that have memory for so many microbatches."""
 _STEPS = 500  # of annealing, for every chunk but one
+_TEMPERATURES = 50
 _COLD = 0.001  # the last temperature
-_STEEP = 4  # power of a rank's work
 _VARIANTS = ((5.0, 10.0), (5.0, 0.4), (0.2, 40.0), (0.2, 10.0))
-"""The first temperature, and what even chunks count beside that power, squared: cold ones stay near the start."""
-_MISSING = 100  # what it counts if as much memory is missing as a rank holds for one microbatch
+"""The first temperature, and what even chunks count beside the work of a rank: cold ones stay near the start."""
+_MEAN, _ONE_IN_FLIGHT, _STRAIN = 2**30, 2**8, 2**20  # units of the compiled core (csrc/planner.h)
 
 
 def work_of(layer: LayerCosts) -> float:
@@ -76,15 +78,12 @@ def _balanced(
 ) -> tuple[Partition, ...]:
     equal = balanced_chunks(tuple(map(work_of, model.layers)), len(placement))
     found = [equal]
-    if len(set(placement)) < len(placement):
-        found = [_annealed(_Ranks(model, placement, microbatches, None, 0.0, equal, each)) for each in _VARIANTS]
-        found.sort(key=lambda each: _Ranks(model, placement, microbatches, None, 0.0, each).busiest)
-    most_equal = found[0]
-    for in_flight in _IN_FLIGHT if limits is not None else ():
-        ranks = _Ranks(model, placement, microbatches, limits, in_flight, most_equal)
-        if not any(ranks.missing):
-            break  # nor would it be for fewer microbatches
-        found.append(_annealed(ranks))
+    if native.core is not None and len(placement) > 1:  # without it there is no search either
+        annealing = _Annealing(model, placement, microbatches, limits)
+        if len(set(placement)) < len(placement):
+            found = sorted((annealing.balanced(equal, *each) for each in _VARIANTS), key=annealing.busiest)
+        smaller = (annealing.smaller(found[0], in_flight) for in_flight in (_IN_FLIGHT if limits else ()))
+        found += takewhile(bool, smaller)  # what fits does so for fewer microbatches, too
     numbers = model.partition_of(range(len(model.layers)))
     blocks = [layer for layer, number in enumerate(numbers) if number % 1 == 0]
     if len(placement) <= len(blocks) < len(numbers):
@@ -127,95 +126,73 @@ def balanced_chunks(work: tuple[float, ...], chunks: int) -> Partition:
     return best[count][2]
 
 
-class _Ranks:
-    """What every rank would do and hold, updated as layers go from chunk to chunk.
+class _Problem(NamedTuple):
+    """`PartitionProblem` of the compiled core (csrc/planner.h)."""
 
-    strain: what annealing makes small: it grows fast with the work of a rank, slowly with that of a chunk, and with
-    memory that is missing.
+    placement: tuple[int, ...]
+    work: list[int]
+    held: list[int]
+    fixed: list[int]
+    tied: list[int]
+    in_flight: list[int]
+    limit: list[int]
+    even: float
+
+
+class _Annealing:
+    """Single layers go from a chunk to the one before it or behind it, at lower and lower temperatures.
+
+    What becomes small grows fast with the work of a rank, slowly with that of a chunk, and with memory that is missing.
+    Of all that are passed the best has the least missing memory, then the least work of the busiest rank. It runs in
+    C++ (csrc/planner_partition.cpp).
     """
 
     def __init__(
-        self,
-        model: ModelCosts,
-        placement: Sequence[int],
-        microbatches: int,
-        limits: Sequence[float] | None,
-        in_flight: float,
-        starts: Partition,
-        variant: tuple[float, float] = _VARIANTS[0],
+        self, model: ModelCosts, placement: tuple[int, ...], microbatches: int, limits: Sequence[float] | None
     ) -> None:
-        count, ranks = len(placement), max(placement) + 1
-        self.placement, self.layers, self.starts = placement, model.layers, starts
-        self.hot, self._of_chunks = variant
+        layers, ranks, chunks = model.layers, max(placement) + 1, len(placement)
+        work, static = list(map(work_of, layers)), [layer.static for layer in layers]
+        held = [max(layer.activation, layer.held) for layer in layers]
+        memory = _MEAN * ranks / (sum(held) + sum(static) or 1.0)
+        tied = {name: number for number, name in enumerate({layer.tied for layer in layers if layer.tied is not None})}
+        self._problem = _Problem(
+            placement,
+            _scaled(work, _MEAN * ranks / (sum(work) or 1.0)),
+            _scaled(held, memory),
+            _scaled(static, memory),
+            [-1 if layer.tied is None else tied[layer.tied] for layer in layers],
+            in_flight=[0] * chunks,
+            limit=[],
+            even=0.0,
+        )
+        self._limits = _scaled([min(limit * (1 + 1e-9), 2**60 / memory) for limit in limits or ()], memory)
         # a chunk holds a microbatch from its F to its B: 1F1B holds as many as there are ranks in the first chunk
-        self._in_flight = [in_flight * min(microbatches, ranks * (count - chunk) / count) for chunk in range(count)]
-        works = [work_of(layer) for layer in model.layers]
-        self._shares = [ranks * work / (sum(works) or 1.0) for work in works]  # of the work of a rank, in the mean
-        self._held = [max(layer.activation, layer.held) for layer in model.layers]
-        self._memory = (sum(self._held) + sum(layer.static for layer in model.layers)) / ranks or 1.0
-        self._limits = None if limits is None else [limit * (1 + 1e-9) for limit in limits]
-        self.strain, self._strains = 0.0, [0.0] * ranks
-        self._work, self._in_chunk, self.missing = [0.0] * ranks, [0.0] * count, [0.0] * ranks
-        self._once, self._flying, self._static = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
-        self._tied: list[dict[str, int]] = [{} for _ in range(ranks)]
-        for chunk, (begin, end) in enumerate(pairwise([*starts, len(self.layers)])):
-            for layer in range(begin, end):
-                self.change(layer, chunk, 1)
+        self._most = [min(microbatches, ranks * (chunks - chunk) / chunks) for chunk in range(chunks)]
 
-    def change(self, layer: int, chunk: int, sign: int) -> None:
-        """Adds a layer to a chunk (sign 1), or takes it away (-1)."""
-        rank, work = self.placement[chunk], sign * self._shares[layer]
-        if self._limits is not None:
-            self._change_memory(layer, chunk, sign, rank, self._limits[rank])
-        self.strain += self._of_chunks * work * (2 * self._in_chunk[chunk] + work) - self._strains[rank]
-        self._in_chunk[chunk] += work
-        self._work[rank] += work
-        self._strains[rank] = self._work[rank] ** _STEEP + _MISSING * self.missing[rank] / self._memory
-        self.strain += self._strains[rank]
+    def balanced(self, start: Partition, hot: float, even: float) -> Partition:
+        """Of equal work, whatever it holds."""
+        return self._run(self._problem._replace(even=even), start, hot)
 
-    def _change_memory(self, layer: int, chunk: int, sign: int, rank: int, limit: float) -> None:
-        held = sign * self._held[layer]
-        self._once[rank] += held
-        self._flying[rank] += held * self._in_flight[chunk]
-        tied, others = self.layers[layer].tied, 0  # layers of the rank that have the same weights
-        if tied is not None:
-            present = self._tied[rank].get(tied, 0)
-            self._tied[rank][tied], others = present + sign, present + min(sign, 0)
-        if not others:
-            self._static[rank] += sign * self.layers[layer].static
-        self.missing[rank] = max(0.0, self._static[rank] + max(self._once[rank], self._flying[rank]) - limit)
+    def smaller(self, start: Partition, in_flight: float) -> Partition:
+        """With memory for so many of the microbatches that 1F1B holds; empty where the start has it."""
+        hot, even = _VARIANTS[0]
+        in_chunks = _scaled(self._most, _ONE_IN_FLIGHT * in_flight)
+        return self._run(self._problem._replace(in_flight=in_chunks, limit=self._limits, even=even), start, hot)
 
-    @property
-    def busiest(self) -> float:
-        """The most work of a rank, in the mean 1."""
-        return round(max(self._work), 9)
+    def _run(self, problem: _Problem, start: Partition, hot: float) -> Partition:
+        assert native.core is not None
+        cooled = [hot * (_COLD / hot) ** (step / _TEMPERATURES) for step in range(_TEMPERATURES)]
+        effort = Effort(temperatures=_scaled(cooled, _STRAIN), work=_STEPS * (len(start) - 1) // _TEMPERATURES)
+        return tuple(native.core.anneal_partition(problem, start, effort))
 
-    def cost(self) -> tuple[float, float, float]:
-        """The memory that is missing, the most work of a rank, and the strain; less is better."""
-        return sum(self.missing), self.busiest, self.strain
+    def busiest(self, starts: Partition) -> int:
+        """The most work of a rank."""
+        placement, work = self._problem.placement, self._problem.work
+        found = [0] * (max(placement) + 1)
+        for rank, (begin, end) in zip(placement, pairwise([*starts, len(work)]), strict=True):
+            found[rank] += sum(work[begin:end])
+        return max(found)
 
 
-def _annealed(ranks: _Ranks) -> Partition:
-    """The best of all that is passed as single layers go from a chunk to the one before it or behind it."""
-    found, random = ranks.starts, Random(0).random
-    bounds, movable, best = [*found, len(ranks.layers)], len(found) - 1, ranks.cost()
-    steps = _STEPS * movable
-    for step in range(steps):
-        chunk = 1 + int(random() * movable)  # the one behind the bound that moves
-        back = random() < 0.5
-        layer, source, target = (bounds[chunk] - 1, chunk - 1, chunk) if back else (bounds[chunk], chunk, chunk - 1)
-        if bounds[source + 1] - bounds[source] < 2:
-            continue
-        before = ranks.strain
-        ranks.change(layer, source, -1)
-        ranks.change(layer, target, 1)
-        worse = ranks.strain - before
-        if worse > 0 and random() >= math.exp(-worse / (ranks.hot * (_COLD / ranks.hot) ** (step / steps))):
-            ranks.change(layer, target, -1)
-            ranks.change(layer, source, 1)
-            continue
-        bounds[chunk] += -1 if back else 1
-        cost = ranks.cost() if worse < 0 else best
-        if cost < best and any(new < old * (1 - 1e-9) for new, old in zip(cost, best, strict=True)):
-            best, found = cost, tuple(bounds[:-1])
-    return found
+def _scaled(amounts: Sequence[float], scale: float) -> list[int]:
+    return [round(each * scale) for each in amounts]
