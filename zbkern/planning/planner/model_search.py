@@ -14,13 +14,13 @@ from itertools import islice, pairwise
 from zbkern import schedules
 from zbkern.planning.planner.arguments import DoesNotFit, Request, placement_of
 from zbkern.planning.planner.incumbents import Budget
-from zbkern.planning.planner.partition import Partition, balanced_partitions, even_partitions, work_of
+from zbkern.planning.planner.partition import Partition, balanced_partitions, even_partitions
 from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import Problem
 from zbkern.planning.planner.published import Published
 from zbkern.planning.planner.search import Search
 from zbkern.planning.simulation.layers import ModelCosts
-from zbkern.planning.simulation.needs import least_need
+from zbkern.planning.simulation.needs import least_need, shortest
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.units import amount
 
@@ -59,35 +59,39 @@ class ModelSearch:
         """
         candidates: list[Search] = []
         for name, owners in self._placements(len(slices)):
-            here: list[Search] = []
-            for partition, problem in islice(self._fitting(owners, slices), most if len(slices) > 1 else None):
+            here: list[Search] = []  # the most promising, the best constructive answer first
+            for least, partition, problem in islice(self._fitting(owners, slices), most if len(slices) > 1 else None):
                 if (candidates or others) and not self._budget.left:
                     break
+                if len(here) == 3 * SETTINGS.partitions and least >= here[-1].reached:
+                    break  # nor is any that comes later better
                 if all(each.problem != problem for each in here):  # equal layers divided in another order
                     seed = self._request.options.seed
                     here.append(Search(problem, self._budget, seed, published, name, partition))
                     here[-1].construct(SETTINGS.partition_passes)
-            promising = sorted(here, key=lambda each: each.reached)[: 3 * SETTINGS.partitions]
-            candidates += sorted(promising, key=lambda each: each.promise(0))[: SETTINGS.partitions]
+                    here = sorted(here, key=lambda each: each.reached)[: 3 * SETTINGS.partitions]
+            candidates += sorted(here, key=lambda each: each.promise(0))[: SETTINGS.partitions]
         return candidates
 
-    def _fitting(self, owners: tuple[int, ...], slices: tuple[int, ...]) -> Iterator[tuple[tuple[float, ...], Problem]]:
-        """The partitions of which one microbatch fits, with slices the most even first."""
-        partitions = self._partitions(owners)
-        if len(slices) > 1:
-            partitions = sorted(partitions, key=lambda each: self._busiest(each, owners))
-        for partition in map(self._model.partition_of, partitions):
+    def _fitting(
+        self, owners: tuple[int, ...], slices: tuple[int, ...]
+    ) -> Iterator[tuple[float, tuple[float, ...], Problem]]:
+        """The partitions of which one microbatch fits, the most even first, each after the least time that it takes."""
+        with_least = [(self._least(each, owners), each) for each in self._partitions(owners)]
+        for least, partition in sorted(with_least, key=lambda pair: pair[0]):
+            firsts = self._model.partition_of(partition)
             try:
-                yield partition, self._request.problem(self._model.chunk_costs(partition, owners), owners, slices)
+                problem = self._request.problem(self._model.chunk_costs(firsts, owners), owners, slices)
+                yield least, firsts, problem
             except DoesNotFit as error:
                 self._refused.append(error)
 
-    def _busiest(self, partition: Partition, owners: Sequence[int]) -> float:
-        """How long the rank takes for a microbatch that has most to do."""
+    def _least(self, partition: Partition, owners: Sequence[int]) -> float:
+        """The least time for all microbatches of the rank that has most to do."""
         work = [0.0] * self._request.stages
         for owner, (begin, end) in zip(owners, pairwise([*partition, len(self._model.layers)]), strict=True):
-            work[owner] += sum(map(work_of, self._model.layers[begin:end]))
-        return max(work)
+            work[owner] += sum(map(shortest, self._model.layers[begin:end]))
+        return self._request.microbatches * max(work)
 
     def _placements(self, slices: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every placement that is asked for, or that may be good where it is not given: its name, and the rank of every

@@ -46,7 +46,7 @@ def least_work(costs: ModelCosts, stages: int) -> float:
 
     Of the k * stages + 1 longest layers one rank has k + 1, which take as long at least as the k + 1 shortest of them.
     """
-    times = sorted(map(_shortest, costs.layers), reverse=True)
+    times = sorted(map(shortest, costs.layers), reverse=True)
     packed = [sum(times[end - 1 - (end - 1) // stages : end]) for end in range(1, len(times) + 1, stages)]
     return max(sum(times) / stages, *packed) + _of_a_chunk(costs)
 
@@ -54,7 +54,7 @@ def least_work(costs: ModelCosts, stages: int) -> float:
 def least_uneven(costs: ModelCosts, stages: int) -> float:
     """The share of the busiest rank's time in which the others idle, mean over ranks, if it has `least_work`."""
     most = least_work(costs, stages)
-    total = sum(map(_shortest, costs.layers)) + stages * _of_a_chunk(costs)
+    total = sum(map(shortest, costs.layers)) + stages * _of_a_chunk(costs)
     return max(0.0, 1.0 - total / (stages * most)) if most else 0.0
 
 
@@ -63,7 +63,7 @@ def _of_a_chunk(costs: ModelCosts) -> float:
     return costs.forward_overhead + 2 * costs.pass_overhead
 
 
-def _shortest(layer: LayerCosts) -> float:
+def shortest(layer: LayerCosts) -> float:
     """Of its passes, with all that one pass or merged ones may save."""
     saved = max(layer.split_overhead, layer.merge_saving)
     return layer.forward + layer.backward + layer.weight - saved
