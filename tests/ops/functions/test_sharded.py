@@ -270,7 +270,8 @@ def deferred_beside(model: nn.Module, twin: nn.Module, x: torch.Tensor) -> tuple
 
 
 def fused_head_rank(bias: bool, compiled: bool) -> tuple[int, list[float]]:
-    """linear_cross_entropy whose vocabulary is cut: W that waited, and differences of loss and gradients."""
+    """linear_cross_entropy whose vocabulary is cut: W that waited, and differences of loss and gradients; then those of
+    linear_log_probs."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import loss_parallel
 
@@ -293,8 +294,19 @@ def fused_head_rank(bias: bool, compiled: bool) -> tuple[int, list[float]]:
     assert all(p.grad is None for p in own.parameters())
     waiting = queue.pending()
     queue.run()
-    pairs = [(loss.detach(), expected.detach()), (rows.grad, x.grad)]
-    pairs += [(p.grad, q.grad) for p, q in zip(own.parameters(), plain.parameters(), strict=True)]
+    pairs = [(loss.detach(), expected.detach())]
+
+    def add_gradients() -> None:
+        pairs.extend([(rows.grad, x.grad), *((p.grad, q.grad) for p, q in zip(*both, strict=True))])
+        rows.grad = x.grad = None
+        own.zero_grad(), plain.zero_grad()
+
+    both = [*own.parameters()], [*plain.parameters()]
+    add_gradients()
+    for given, module in ((rows, own), (x, plain)):
+        log_probs, entropy = zbkern.functional.linear_log_probs(given, module.weight, target, module.bias)
+        (log_probs.sum() + 2 * entropy.sum()).backward()
+    add_gradients()
     return waiting, [float((whole(a) - b).abs().max()) for a, b in pairs]
 
 
@@ -305,26 +317,4 @@ def fused_head_rank(bias: bool, compiled: bool) -> tuple[int, list[float]]:
 def test_a_head_with_its_loss(two_ranks: Any, bias: bool, compiled: bool) -> None:
     for waiting, found in two_ranks.run(fused_head_rank, bias, compiled):
         assert waiting == 1
-        assert max(found) < 1e-12
-
-
-def log_probs_rank() -> list[float]:
-    """linear_log_probs of a head whose vocabulary is cut: differences from one that is whole."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = cpu_mesh()
-    torch.manual_seed(0)
-    x, weight = torch.randn(3, 5).double().requires_grad_(), torch.randn(8, 5).double().requires_grad_()
-    rows = distribute_tensor(x.detach(), mesh, [Replicate()]).requires_grad_()
-    own, target = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_(), torch.tensor([1, -100, 7])
-    found, expected = (zbkern.functional.linear_log_probs(*pair, target) for pair in ((rows, own), (x, weight)))
-    for log_probs, entropy in (found, expected):
-        (log_probs.sum() + 2 * entropy.sum()).backward()
-    pairs = [*zip(found, expected, strict=True), (rows.grad, x.grad), (own.grad, weight.grad)]
-    return [float((whole(a) - b).abs().max()) for a, b in pairs]
-
-
-@pytest.mark.dist
-def test_log_probs_of_a_vocabulary_that_is_cut(two_ranks: Any) -> None:
-    for found in two_ranks.run(log_probs_rank):
         assert max(found) < 1e-12
