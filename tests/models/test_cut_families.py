@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tests.support.families import at_most, families
+from tests.support.families import at_most, configured, families
 from tests.support.families_in_chunks import batch, made, through_ranks
+from tests.support.small_families import OWN
 from zbkern.pipeline import layers_of, token_loss
 from zbkern.schedules.layout import numbers_of
 
@@ -71,7 +74,12 @@ def check(name: str) -> None:
     numbers = numbers_of(layer.name for layer in layers_of(model, halves=True))
     inside = [number for number in numbers if number % 1]
     assert bool(inside) != (name in WHOLE)
-    for partition in ([0, 1], [0, 1, count // 2, count - 1], [0, *inside[:1], *inside[1:][-2:]]):
+    compare(model, wanted, expected, ([0, 1], [0, 1, count // 2, count - 1], [0, *inside[:1], *inside[1:][-2:]]))
+
+
+def compare(model: nn.Module, wanted: nn.Module, expected: Tensor, partitions: Iterable[Sequence[float]]) -> None:
+    """The loss and gradients of chunks with those of the whole model."""
+    for partition in partitions:
         loss, gradients = through_ranks(model, partition)
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
         parameters = dict(wanted.named_parameters(remove_duplicate=False))
@@ -93,3 +101,52 @@ def test_usual(name: str) -> None:
 def test_family(name: str) -> None:
     with at_most(60):
         check(name)
+
+
+# ---- with the load-balancing loss of routers, of every family that has the one of zbkern.pipeline.models.router_losses
+
+
+COEFFICIENT = 0.7  # so that experts out of balance cost as much as wrong tokens
+ANOTHER_LOSS = {"doge"}
+
+
+def families_with_routers() -> list[str]:
+    """Told by the files, which take long to import."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    folder = Path(transformers.__path__[0]) / "models"
+    files = {name: model_type_to_module_name(name) for name in families()}
+    paths = {name: folder / file / f"modeling_{file}.py" for name, file in files.items()}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
+    return [name for name, text in texts.items() if "def load_balancing_loss_func" in text and name not in REFUSED]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families_with_routers())
+def test_family_with_the_loss_of_its_routers(name: str) -> None:
+    with at_most(60):
+        check_with_routers(name)
+
+
+def check_with_routers(name: str) -> None:
+    torch.manual_seed(0)
+    model = configured(name, OWN[name]).float().train() if name in OWN else made(name)
+    model.config.get_text_config().output_router_logits = True
+    model.router_aux_loss_coef = COEFFICIENT
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    if name in ANOTHER_LOSS:
+        with pytest.raises(ValueError, match="output_router_logits must be False for"):
+            layers_of(model)
+        return
+    tokens, mask, targets = batch()
+    wanted, without = copy.deepcopy(model), copy.deepcopy(model)
+    given = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
+    outputs = wanted(**given, output_router_logits=True)
+    expected = token_loss(outputs.logits, targets)
+    (expected + COEFFICIENT * outputs.aux_loss).backward()
+    token_loss(without(**given).logits, targets).backward()
+    pairs = [(p.grad, q.grad) for p, q in zip(wanted.parameters(), without.parameters(), strict=True)]
+    assert max((p - q).abs().max() for p, q in pairs if q is not None) > 1e-3
+    count = len(layers_of(model))
+    compare(model, wanted, expected, ([0, 1], [0, 1, count // 2, count - 1]))
