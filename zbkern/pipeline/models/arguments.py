@@ -111,10 +111,8 @@ def known_arguments(whole: Any) -> frozenset[str]:
     """What a forward in a model of transformers takes or looks up by name, and what the library hands on; else none."""
     if not is_transformer(whole):
         return frozenset()
-    try:
-        from transformers.utils import TransformersKwargs
-    except ImportError:  # before 4.54
-        return frozenset()
+    from transformers.utils import TransformersKwargs
+
     known = {*TransformersKwargs.__annotations__}
     for kind in {type(module) for module in whole.modules()}:
         forward = inspect.unwrap(kind.forward)

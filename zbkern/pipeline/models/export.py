@@ -31,7 +31,7 @@ from zbkern.pipeline.models.adapters import (
 )
 from zbkern.pipeline.models.chunk import Chunk
 from zbkern.pipeline.models.layers import is_transformer
-from zbkern.pipeline.models.weights import INDEX, SINGLE, library_converts, safetensors
+from zbkern.pipeline.models.weights import INDEX, SINGLE, safetensors
 from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
 from zbkern.schedules.units import some
 
@@ -253,7 +253,7 @@ def _whole_layers(chunk: Chunk) -> Iterator[dict[str, Tensor]]:
     tied = chunk.tied_parameters.values()
     for layer in _by_layer(chunk):
         whole = _whole(merged(chunk, layer, tied))
-        if is_transformer(chunk.whole) and library_converts():
+        if is_transformer(chunk.whole):
             whole = _as_the_library_saves(chunk.whole, whole)
         if whole:
             yield whole

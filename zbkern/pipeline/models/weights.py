@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import os
 import zlib
@@ -191,7 +190,7 @@ def _seeded(chunk: Chunk, seed: int, layer: nn.Module, name: str, initialise: In
 
 def _load(chunk: Chunk, stored: dict[str, Any], where: str, device: torch.device) -> None:
     """Reads this chunk's tensors from the files of a folder, and no others."""
-    converts = is_transformer(chunk.whole) and library_converts()
+    converts = is_transformer(chunk.whole)
     if converts:
         _load_by_the_library(chunk, stored, where, device)
     for name, tensor in [*chunk.named_parameters(remove_duplicate=False), *chunk.named_buffers()]:
@@ -212,8 +211,7 @@ def _with_tied_names(model: nn.Module, stored: dict[str, Any]) -> dict[str, Any]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     tied = [each for each in names.values() if len(each) > 1]
-    converts = tied and is_transformer(model) and library_converts()
-    renamed = _names_by_the_library(model, stored) if converts else {}
+    renamed = _names_by_the_library(model, stored) if tied and is_transformer(model) else {}
     prefix, found = f"{getattr(model, 'base_model_prefix', '')}.", {}
     for each in tied:
         known = (held for name in each for held in (name, name.removeprefix(prefix), renamed.get(name)))
@@ -291,11 +289,6 @@ def _without_progress_bars() -> Iterator[None]:
     finally:
         if enabled:
             logging.enable_progress_bar()
-
-
-def library_converts() -> bool:
-    """Whether the installed transformers library translates names and layouts of weights itself (from 5 on)."""
-    return importlib.util.find_spec("transformers.core_model_loading") is not None
 
 
 def safetensors(caller: str) -> Any:
