@@ -160,7 +160,9 @@ class Stage:
         """Says once that this chunk's B does everything, so that the schedule's W are empty."""
         self.splits = True
         logger.warning(
-            "chunk %d: no W waits, its B computes every gradient, because %s", self.chunk, _why_fused(self.module)
+            "chunk %d: no W waits, its B computes every gradient; call zbkern.convert on it before the Pipeline, else "
+            "zbkern.unconverted and zbkern.coverage say why (docs/gradients.md)",
+            self.chunk,
         )
 
     def _warn_of_lost_graph(self, roots: Sequence[Any]) -> None:
@@ -248,20 +250,6 @@ def _shares(schedule: Schedule) -> list[float]:
     """What the microbatch of each unit counts for: as much as any other, or by its tokens where these are known."""
     tokens = [sum(lengths) for lengths in schedule.own_slices] or [1] * schedule.microbatches
     return [tokens[number] / sum(tokens) for number, _, _ in schedule.units]
-
-
-def _why_fused(module: nn.Module) -> str:
-    """Why no layer of this module has left a W, and what can be done."""
-    kinds = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
-    if "zbkern.nn" not in kinds:
-        return (
-            "none of its layers is zbkern's; call zbkern.convert on it before the Pipeline (zbkern.unconverted says "
-            "why a layer stays torch's)"
-        )
-    return (
-        "the W of the zbkern layers that it ran in one microbatch could not be deferred, or it ran none of them; "
-        'docs/gradients.md lists such cases under "What is not deferred"'
-    )
 
 
 _FORGOTTEN = ": is there a return at the end of its forward?"
