@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,22 +19,12 @@ class SequenceTargets(NamedTuple):
     weight: float
 
 
-class _Plan(Protocol):
-    """What is needed of a BatchPlan."""
-
-    @property
-    def rows(self) -> tuple[tuple[int, ...], ...]: ...
-
-    @property
-    def ends(self) -> tuple[tuple[int, ...], ...]: ...
-
-
-def sequence_targets(values: Sequence[Any], plan: _Plan, *, sequences: float | None = None) -> list[SequenceTargets]:
+def sequence_targets(values: Sequence[Any], plan: Any, *, sequences: float | None = None) -> list[SequenceTargets]:
     """`targets` of `Pipeline.step` for a loss of `per_sequence`: the loss of the step is the mean over its sequences.
 
-    values: what the loss takes of each sequence of the batch, as `plan_batch` was given their lengths. sequences: what
-    to divide by instead of their number; with data-parallel replicas their mean over the replicas. Raises ValueError
-    for another number of values.
+    values: what the loss takes of each sequence of the batch. plan: what `plan_batch` gave for their lengths.
+    sequences: what to divide by instead of their number; with data-parallel replicas their mean over the replicas.
+    Raises ValueError for another number of values.
     """
     count = sum(map(len, plan.rows))
     if len(values) != count:
