@@ -21,7 +21,8 @@ TORCHES ?= .cache/torch
 SMOKE    = tests/test_import.py tests/test_torch_privates.py tests/ops/test_functional.py tests/test_gradients.py \
 	tests/conversion/test_conversion.py \
 	tests/ops/test_autograd.py tests/wgrad/test_queue.py tests/ops/test_compile.py tests/docs/test_readme.py \
-	$(addprefix tests/pipeline/,runtime/test_engine.py optimizer/test_optimizer.py checkpoint/test_checkpoint.py) \
+	$(addprefix tests/pipeline/,runtime/test_engine.py runtime/test_differential.py optimizer/test_optimizer.py \
+	checkpoint/test_checkpoint.py) \
 	tests/pipeline/test_torch_pipelining.py
 PIP    = $(PYTHON) -m pip --disable-pip-version-check
 

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import zbkern
 from tests.support.seeds import seed
 from tests.support.tied import Block, Energy, Tied, microbatch, pair
+from tests.support.versions import OLD_TORCH
 from zbkern import testing
 
 
@@ -76,7 +77,6 @@ def draw(rng: random.Random) -> Training:
 
 
 OWN = ("scale", "mixing", "product")  # no layer of ours has them
-OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 

@@ -26,6 +26,7 @@ import zbkern
 from tests.support import op_cases
 from tests.support.op_cases import Call
 from tests.support.seeds import seed
+from tests.support.versions import OLD_TORCH
 from zbkern import functional as Z
 from zbkern import testing
 from zbkern.kernels import reference
@@ -235,9 +236,6 @@ def test_autocast_casts_what_an_op_is_given_and_nothing_inside_of_it(op: str) ->
             found = outputs(call.ours(*(t.float() for t in given)))
         for got, wanted in zip(found, outputs(call.ours(*given)), strict=True):
             assert torch.equal(got, wanted.to(got.dtype)), call.said
-
-
-OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
 
 
 @pytest.mark.parametrize("op", op_cases.OPS)

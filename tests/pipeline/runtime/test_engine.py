@@ -25,81 +25,13 @@ from zbkern.schedules.program import merge_neighbours
 from zbkern.schedules.schedule import Schedule
 
 
-def steps_on_threads(
-    schedule: Schedule, delay: Any = None, steps: int = 1, **options: Any
-) -> tuple[list[list[Any]], list[Pipeline]]:
-    """Losses of steps, each from cleared gradients, and of an evaluation, on threads, by rank; and the pipelines.
-
-    Losses, and the gradients of the last step, are compared with plain backward.
-    """
-    chunks, (inputs, targets) = len(schedule.placement), make_data(schedule.microbatches)
-    model = make_model(chunks)
-    expected = copy.deepcopy(model)
-    loss = plain(expected, inputs, targets)
-    pipes: list[Any] = [None] * schedule.ranks
-
-    def rank_steps(pipe: Pipeline) -> list[Any]:
-        pipes[pipe.rank], found, data = pipe, [], needed(pipe, inputs, targets)
-        for _ in range(steps):
-            for chunk in schedule.chunks_of(pipe.rank):
-                model[chunk].zero_grad()
-            found.append(pipe.step(*data))
-        assert pipe.queue.pending() == 0
-        return [*found, pipe.evaluate(*data)]
-
-    results = run_pipelines(schedule, [*map(zbkern.convert, model)], rank_steps, delay=delay, **options)
-    assert [len(row) - row.count(None) for row in results].count(steps + 1) == 1
-    for value in (value for row in results for value in row if value is not None):
-        torch.testing.assert_close(value, loss)
-    assert_gradients(model, expected)
-    return results, pipes
-
-
-def check_against_plain(name: str, stages: int, microbatches: int, fill: str) -> None:
-    schedule = getattr(schedules, name)(stages, microbatches)
-    _, pipes = steps_on_threads(schedule, steps=2, fill=fill)
-    for rank, pipe in enumerate(pipes):
-        ran, planned = [event.action for event in pipe.last_timeline.events[rank]], list(schedule.actions[rank])
-        assert [action for action in ran if action.kind != "W"] == [action for action in planned if action.kind != "W"]
-        assert ran == planned or fill == "eager"
-
-
-@pytest.mark.parametrize(
-    ("stages", "microbatches", "fill"),
-    [(1, 3, "eager"), (2, 4, "planned"), (3, 7, "planned"), (3, 7, "eager"), (4, 8, "eager")],
-)
-@pytest.mark.parametrize("name", schedules.NAMES)
-def test_gradients_equal_plain_backward(name: str, stages: int, microbatches: int, fill: str) -> None:
-    check_against_plain(name, stages, microbatches, fill)
-
-
 @pytest.mark.slow
 def test_many_virtual_ranks() -> None:
-    check_against_plain("zb_h2", 48, 50, "planned")
-
-
-def distributed_step(name: str, microbatches: int, fill: str) -> None:
-    rank = torch.distributed.get_rank()
-    schedule = getattr(schedules, name)(2, microbatches)
-    model, (inputs, targets) = make_model(len(schedule.placement)), make_data(microbatches)
+    schedule, model, data = schedules.zb_h2(48, 50), make_model(48), make_data(50)
     expected = copy.deepcopy(model)
-    loss = plain(expected, inputs, targets)
-    mine = schedule.chunks_of(rank)
-    with Pipeline([zbkern.convert(model[c]) for c in mine], schedule, nn.functional.mse_loss, fill=fill) as pipe:
-        result = pipe.step(*needed(pipe, inputs, targets))
-        timeline = pipe.gather_timeline()
-    if len(model) - 1 in mine:
-        torch.testing.assert_close(result, loss)
-    assert_gradients([model[chunk] for chunk in mine], [expected[chunk] for chunk in mine])
-    for row, planned in zip(timeline.events, schedule.actions, strict=True):
-        assert [e.action for e in row if e.action.kind != "W"] == [a for a in planned if a.kind != "W"]
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("fill", ["planned", "eager"])
-@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "zb_h2", "zb_v"])
-def test_over_gloo(two_ranks: Any, name: str, fill: str) -> None:
-    two_ranks.run(distributed_step, name, 5, fill)
+    plain(expected, *data)
+    run_pipelines(schedule, [*map(zbkern.convert, model)], lambda pipe: pipe.step(*needed(pipe, *data)))
+    assert_gradients(model, expected)
 
 
 def test_a_fused_backward_holds_nothing_for_w() -> None:
@@ -246,24 +178,30 @@ def test_w_is_filled_in_by_the_clock_of_the_device(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Loop, "_await", logged("await", Loop._await))
     monkeypatch.setattr(LocalTransport, "receive", logged("receive", LocalTransport.receive))
     monkeypatch.setattr(Loop, "_run_oldest", logged("W", Loop._run_oldest))
-    steps_on_threads(schedules.zb_h1(2, 4), lambda *_: 0.02, fill="eager")
+    chunks = [*map(zbkern.convert, make_model(2))]
+    step = lambda pipe: pipe.step(*needed(pipe, *make_data(4)))  # noqa: E731
+    run_pipelines(schedules.zb_h1(2, 4), chunks, step, delay=lambda *_: 0.02, fill="eager")
     pairs = [pair for names in calls.values() for pair in pairwise(names)]
     assert ("wait", "W") in pairs
     assert ("await", "W") not in pairs
 
 
 def test_samples_of_the_queue() -> None:
-    schedule = schedules.zb_h1(2, 4)
-    _, pipes = steps_on_threads(schedule, options=StepOptions(record=True))
-    for pipe, row in zip(pipes, schedule.actions, strict=True):
+    def check(pipe: Pipeline, record: bool) -> None:
+        pipe.step(*needed(pipe, *make_data(4)))
+        if not record:
+            assert pipe.samples == []
+            return
         pending = [sample.pending for sample in pipe.samples]
-        assert len(pending) == len(list(merge_neighbours(row)))
+        assert len(pending) == len(list(merge_neighbours(pipe.schedule.actions[pipe.rank])))
         assert max(pending) > 0
         assert pending[-1] == 0
         assert all((sample.pinned > 0) == (sample.pending > 0) for sample in pipe.samples)
         assert [s.seconds for s in pipe.samples] == sorted(s.seconds for s in pipe.samples)
-    _, (pipe, _) = steps_on_threads(schedule)
-    assert pipe.samples == []
+
+    for record in (True, False):
+        chunks, options = [*map(zbkern.convert, make_model(2))], StepOptions(record=record)
+        run_pipelines(schedules.zb_h1(2, 4), chunks, lambda pipe, r=record: check(pipe, r), options=options)
 
 
 def test_profilers_see_the_names_of_the_actions() -> None:
