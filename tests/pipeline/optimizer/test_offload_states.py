@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zbkern
 from tests.support.chunks import make_data, make_model, needed, one_rank, run_pipelines
-from tests.support.two_by_two import Setup
+from tests.support.parallel_stages import Stages
 from zbkern import schedules
 from zbkern.pipeline import Optimizer, Pipeline, checkpoint
 from zbkern.pipeline.transport.local import LocalTransport
@@ -89,12 +89,11 @@ def test_a_flat_buffer_stays() -> None:
 
 def away_under_fsdp() -> None:
     """What is computed then: test_parallel_differential.py."""
-    setup = Setup("fsdp", "zb_v")
-    with setup.pipe() as pipe:
-        parameters = setup.parameters()
-        optimizer = Optimizer(torch.optim.AdamW(parameters, lr=0.02), pipe, max_norm=1.0)
+    ours = Stages("fsdp", (2, 2, "zb_v"))
+    parameters, optimizer = [*ours.named().values()], ours.optimizer
+    with ours.pipe:
         for step in range(3):
-            pipe.step(*setup.data(step))
+            ours.gradients(step)
             optimizer.step()
             optimizer.validate()
             tensors = [p.grad for p in parameters] + [optimizer.state[p]["exp_avg"] for p in parameters]

@@ -11,7 +11,7 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import results_on_threads
-from tests.support.two_by_two import KINDS, MICROBATCHES, Setup, mean_square, mesh
+from tests.support.parallel_stages import MICROBATCHES, Stages, loss_fn
 from zbkern.pipeline import (
     Costs,
     ModelCosts,
@@ -210,18 +210,18 @@ def test_processes_measure_the_slowest_link(four_ranks: Any) -> None:
 
 def steps_where_one_replica_is_noisy(kind: str) -> int:
     """How many steps a profile takes on this rank, of which the first replica alone finds that times differ."""
-    setup, steps = Setup(kind, "zb_h1"), []
+    ours, steps = Stages(kind, (2, 2, "zb_h1")), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drift, "spread", lambda timelines: float(setup.replica == 0))
+        patch.setattr(drift, "spread", lambda timelines: float(ours.data[0] == 0))
         step = Pipeline.step
         patch.setattr(Pipeline, "step", lambda *given, **named: steps.append(1) or step(*given, **named))
-        given = setup.schedule.placement, mean_square, *setup.data(0), MICROBATCHES, mesh().get_group("stage")
-        profile(setup.modules, *given, options=ProfileOptions(repeats=1))
+        given = ours.schedule.placement, loss_fn, *ours.batch(0), MICROBATCHES, ours.group
+        profile(ours.modules, *given, options=ProfileOptions(repeats=1))
     return len(steps)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_replicas_take_as_many_steps(four_ranks: Any, kind: str) -> None:
     assert four_ranks.run(steps_where_one_replica_is_noisy, kind) == [1 + 3 * (1 + probe_steps.PATIENCE)] * 4
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import zbkern
-from tests.support.two_by_two import mesh
+from tests.support.meshes import named_mesh
 from zbkern.pipeline import Optimizer, Pipeline, PipelineError, schedules
 
 pytestmark = pytest.mark.dist
@@ -22,6 +22,10 @@ pytestmark = pytest.mark.dist
 WIDTH = 6
 COUNTS = [(3, 5), *(tuple(random.Random(step).choices(range(1, 7), k=2)) for step in range(4))]  # of replicas, by step
 KINDS = ("ddp", "fsdp, gathered once", "fsdp", "tensor parallel")
+
+
+def mesh() -> Any:
+    return named_mesh(stage=2, replica=2)
 
 
 class Block(nn.Module):
@@ -62,7 +66,7 @@ def wrapped(kind: str, block: nn.Module) -> nn.Module:
 
 def unequal_numbers(kind: str) -> str | tuple[float, float]:
     """What is raised, or how far weights, and the loss of an evaluation, are from those of one process."""
-    replica, stage = divmod(dist.get_rank(), 2)
+    stage, replica = divmod(dist.get_rank(), 2)
     start, plain = time.monotonic(), blocks()
     chunk, group = wrapped(kind, blocks()[stage]), mesh().get_group("stage")
     pipe = Pipeline(chunk, lambda n: schedules.zb_h1(2, n), nn.functional.mse_loss, group, timeout=600)
@@ -119,7 +123,7 @@ def test_unequal_numbers_of_microbatches_are_right_or_refused(four_ranks: Any, k
 
 def packs_of_one_replica(kind: str) -> str:
     """What is raised where one replica has sequences packed into its rows, which its first forwards compare."""
-    replica, stage = divmod(dist.get_rank(), 2)
+    stage, replica = divmod(dist.get_rank(), 2)
     start = time.monotonic()
     chunk, group = wrapped(kind, blocks()[stage]), mesh().get_group("stage")
     loss_fn = nn.MSELoss(reduction="sum")
@@ -141,7 +145,7 @@ def test_packs_of_one_replica_are_refused_where_every_pass_gathers_weights(four_
 
 def evaluations_of_one_replica(kind: str) -> list[str]:
     """What each call of the first replica, which alone evaluates before every step, and of the second raises."""
-    replica, stage = divmod(dist.get_rank(), 2)
+    stage, replica = divmod(dist.get_rank(), 2)
     start, said = time.monotonic(), []
     chunk, group = wrapped(kind, blocks()[stage]), mesh().get_group("stage")
     pipe = Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, group, timeout=600)

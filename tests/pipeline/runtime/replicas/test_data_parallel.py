@@ -13,25 +13,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+import zbkern
+from tests.support.meshes import named_mesh
 from tests.support.pages import blocks
-from tests.support.two_by_two import (
-    KINDS,
+from tests.support.parallel_stages import (
     MICROBATCHES,
     WIDTH,
-    Setup,
-    backward_of_both,
+    OneProcess,
+    Stages,
+    apart,
     batch,
-    make_model,
-    mean_square,
-    mesh,
+    chunk,
+    loss_fn,
+    replicate,
+    values,
     whole,
-    wrap,
 )
 from zbkern.pipeline import Pipeline, PipelineError, schedules
 from zbkern.pipeline.runtime.replicas import data_parallel
 
 pytestmark = pytest.mark.dist
 
+KINDS, LAYOUT = ("ddp", "fsdp, gathered once"), (2, 2, "zb_h1")
 PAGE = Path(__file__).parents[4] / "docs" / "data_parallel.md"
 
 
@@ -52,11 +55,17 @@ def test_what_is_announced_is_not_copied() -> None:
     assert seen == [30]
 
 
-def record(kind: str, name: str) -> list[tuple[str, set[int]]]:
-    """What happened in the second step, with the parameters that it was about: "B" done, "W", "reduce" begun."""
-    setup = Setup(kind, name)
+def mesh() -> Any:
+    """Of two stages, each of two replicas."""
+    return named_mesh(stage=2, other=2)
+
+
+def record(kind: str, name: str) -> tuple[list[tuple[str, set[int]]], int]:
+    """What happened in the second step, with the parameters that it was about: "B" done, "W", "reduce" begun; and how
+    many parameters there are."""
+    ours = Stages(kind, (2, 2, name))
     events: list[tuple[str, set[int]]] = []
-    with setup.pipe() as pipe, pytest.MonkeyPatch.context() as patch:
+    with ours.pipe as pipe, pytest.MonkeyPatch.context() as patch:
         if kind == "ddp":
 
             def hook(state, bucket):  # unannotated: DDP wants the types themselves, not their names
@@ -64,8 +73,8 @@ def record(kind: str, name: str) -> list[tuple[str, set[int]]]:
                 work = dist.all_reduce(bucket.buffer().div_(2), group=state, async_op=True)
                 return work.get_future().then(lambda future: future.value()[0])
 
-            for module in setup.modules:
-                module.register_comm_hook(mesh().get_group("replica"), hook)
+            for module in ours.modules:
+                module.register_comm_hook(mesh().get_group("other"), hook)
         else:
             from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
@@ -82,19 +91,18 @@ def record(kind: str, name: str) -> list[tuple[str, set[int]]]:
         pipe.queue.listeners.insert(0, finished)
         for _ in range(2):  # DDP settles its buckets in the first, FSDP2 makes its parameters
             events.clear()
-            pipe.step(*setup.data(0))
-    return events
+            pipe.step(*ours.batch(0))
+    return events, len(ours.named())
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h2", "zb_v"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reduction_starts_after_its_last_w_and_under_the_others(four_ranks: Any, kind: str, name: str) -> None:
-    chunks = 2 if name == "zb_v" else 1
-    for events in four_ranks.run(record, kind, name):
+    for events, count in four_ranks.run(record, kind, name):
         reductions = [index for index, (what, _) in enumerate(events) if what == "reduce"]
         reduced = [parameter for index in reductions for parameter in events[index][1]]
-        assert len(reduced) == len(set(reduced)) == chunks * 10, "not every gradient is reduced once a step"
-        assert len(reductions) >= 2 * chunks
+        assert len(reduced) == len(set(reduced)) == count, "not every gradient is reduced once a step"
+        assert len(reductions) >= 2
         for index in reductions:
             later = set().union(*(parameters for what, parameters in events[index:] if what == "W"))
             assert not events[index][1] & later, "reduced before its last W"
@@ -105,20 +113,25 @@ def test_a_reduction_starts_after_its_last_w_and_under_the_others(four_ranks: An
         assert "W" in {what for what, _ in events[first:]}, "no W is left to cover it"
 
 
+def ddp(**options: Any) -> nn.Module:
+    """A chunk of this rank's stage, with its replicas."""
+    module = zbkern.convert(chunk(mesh()["stage"].get_local_rank(), 2))
+    return nn.parallel.DistributedDataParallel(module, process_group=mesh().get_group("other"), **options)
+
+
+def pipeline(module: nn.Module) -> Pipeline:
+    return Pipeline(module, schedules.zb_h1(2, MICROBATCHES), loss_fn, mesh().get_group("stage"), timeout=30)
+
+
 def refuse() -> list[str]:
     from torch.nn.parallel.distributed import _MixedPrecision
 
-    messages = []
-    module = make_model(1)[0]
-    setup = Setup("ddp", "zb_h1", static_graph=True)
-    attempts = [setup.modules[0], wrap("ddp", module, find_unused_parameters=True)]
-    attempts.append(nn.Sequential(wrap("ddp", make_model(1)[0])))
-    mixed: Any = wrap("ddp", make_model(1)[0])
+    mixed: Any = ddp()
     mixed.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)  # as an argument it wants a stream on a GPU
-    attempts.append(mixed)
-    for attempt in attempts:
+    messages = []
+    for attempt in (ddp(static_graph=True), ddp(find_unused_parameters=True), nn.Sequential(ddp()), mixed):
         with pytest.raises(ValueError, match="Pipeline: the module of chunk") as caught:
-            Pipeline(attempt, setup.schedule, mean_square, mesh().get_group("stage"))
+            pipeline(attempt)
         messages.append(str(caught.value))
     return messages
 
@@ -134,11 +147,11 @@ def test_what_cannot_be_is_refused(four_ranks: Any) -> None:
 def share_with_other_stages() -> None:
     stage = mesh().get_group("stage")
     (other,) = {*dist.get_process_group_ranks(stage)} - {dist.get_rank()}
-    for wrapped in nn.parallel.DistributedDataParallel(make_model(1)[0]), fully_shard(make_model(1)[0]):
+    for wrapped in nn.parallel.DistributedDataParallel(chunk(0, 2)), fully_shard(chunk(0, 2)):
         with pytest.raises(
             ValueError, match=rf"chunk \d are shared with ranks \[{other}\], which hold other chunks of"
         ):
-            Pipeline(wrapped, schedules.zb_h1(2, 2), mean_square, stage)
+            pipeline(wrapped)
 
 
 def test_the_default_group_of_the_wrappers_has_other_stages(four_ranks: Any) -> None:
@@ -147,20 +160,22 @@ def test_the_default_group_of_the_wrappers_has_other_stages(four_ranks: Any) -> 
 
 
 def change_after_wrapping() -> None:
+    def changed(change: Any) -> Stages:
+        ours = Stages("ddp", LAYOUT)
+        change([*ours.named().values()][-1])
+        return ours
+
     for change in (lambda p: p.requires_grad_(False), lambda p: setattr(p, "main_grad", torch.zeros_like(p))):
-        setup = Setup("ddp", "zb_h1")
-        with setup.pipe() as pipe:
-            change(setup.plain[0][0].gain)
-            with pytest.raises(PipelineError, match=r"cannot reduce a parameter of shape \[1\]"):
-                pipe.step(*setup.data(0))
-    setup = Setup("ddp", "zb_h1")
-    setup.plain[0][0].gain.main_grad = None  # as a framework leaves it that has none yet
-    with setup.pipe() as pipe:
-        pipe.step(*setup.data(0))
-    setup = Setup("ddp", "zb_h1")
-    setup.plain[0][0].gain.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"has 9 parameters that take gradients .* reduces 10: some were frozen"):
-        setup.pipe()
+        ours = changed(change)
+        with ours.pipe, pytest.raises(PipelineError, match=r"cannot reduce a parameter of shape"):
+            ours.gradients(0)
+    ours = changed(lambda p: setattr(p, "main_grad", None))  # as a framework leaves it that has none yet
+    with ours.pipe:
+        ours.gradients(0)
+    module = ddp()
+    next(module.parameters()).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"has \d+ parameters that take gradients .* reduces \d+: some were frozen"):
+        pipeline(module)
 
 
 def test_what_came_after_wrapping_is_refused(four_ranks: Any) -> None:
@@ -168,29 +183,21 @@ def test_what_came_after_wrapping_is_refused(four_ranks: Any) -> None:
 
 
 def train_in_part() -> None:
-    """Of every block a parameter is frozen, and another one nobody's to reduce."""
-    replica, stage = divmod(dist.get_rank(), 2)
-    plain, model = make_model(2), make_model(2)
-    for module in [*plain, *model]:
-        module[0].gain.requires_grad_(False)
-    expected: dict[str, Tensor] = {}
-    for other in (1 - replica, replica):
-        nn.Sequential(*plain).zero_grad()
-        inputs, targets = batch(0, other)
-        mean_square(nn.Sequential(*plain)(inputs), targets).backward()
-        for name, p in plain[stage].named_parameters():
-            if p.requires_grad:
-                expected[name] = expected.get(name, 0) + p.grad / 2
-    expected["1.linear.bias"] = plain[stage][1].linear.bias.grad  # of this replica
-    ddp = nn.parallel.DistributedDataParallel
-    ddp._set_params_and_buffers_to_ignore_for_model(model[stage], ["1.linear.bias"])
-    wrapped = wrap("ddp", model[stage])
-    schedule = schedules.zb_h1(2, MICROBATCHES)
-    with Pipeline(wrapped, schedule, mean_square, mesh().get_group("stage"), timeout=30) as pipe:
-        pipe.step(*batch(0, replica))
-    found = {name: p.grad for name, p in model[stage].named_parameters() if p.grad is not None}
-    assert found.keys() == expected.keys()
-    torch.testing.assert_close(found, expected)
+    """A parameter of every stage is nobody's to reduce."""
+    place, replica = mesh().get_coordinate()
+    module, plain = chunk(place, 2), OneProcess()
+    name = [name for name, _ in module.named_parameters()][-1]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [name])
+    wrapped = replicate("ddp", zbkern.convert(module), mesh()["other"])
+    inputs, targets = (part.chunk(2)[replica] for part in batch(0))
+    with pipeline(wrapped) as pipe:
+        pipe.step(inputs if place == 0 else None, targets if place == 1 else None)
+    plain.gradients(0)
+    expected = {key: p.grad for key, p in plain.named().items()}
+    plain.model.zero_grad()
+    loss_fn(plain.model(inputs), targets).backward()
+    expected[name] = plain.named()[name].grad  # of this replica
+    assert max(apart(values({key: p.grad for key, p in module.named_parameters()}), expected).values()) < 1e-12
 
 
 def test_parameters_that_are_not_reduced(four_ranks: Any) -> None:
@@ -199,26 +206,15 @@ def test_parameters_that_are_not_reduced(four_ranks: Any) -> None:
 
 def accumulate(kind: str, sync: bool) -> None:
     """Two steps add up: each reduces, or the second reduces both."""
-    setup = Setup(kind, "zb_h1")
-    expected = plain_gradients(2)
-    with setup.pipe() as pipe:
-        with contextlib.nullcontext() if sync else setup.modules[0].no_sync():
-            pipe.step(*setup.data(0))
-        pipe.step(*setup.data(1))
-    both = {name: expected[0][name] + expected[1][name] for name in expected[0]}
-    found = setup.named(lambda p: p.grad)
-    torch.testing.assert_close(found, {name: both[name] for name in found})
-
-
-def plain_gradients(steps: int) -> list[dict[str, Tensor]]:
-    """Those of steps with the same weights."""
-    model = make_model(2)
-    found = []
-    for step in range(steps):
-        backward_of_both(model, step)
-        found.append({f"{c}.{n}": p.grad.clone() for c, m in enumerate(model) for n, p in m.named_parameters()})
-        nn.Sequential(*model).zero_grad()
-    return found
+    ours, plain = Stages(kind, LAYOUT), OneProcess().model
+    for step in range(2):
+        loss_fn(plain(batch(step)[0]), batch(step)[1]).backward()
+    with ours.pipe as pipe:
+        with contextlib.nullcontext() if sync else ours.modules[0].no_sync():
+            pipe.step(*ours.batch(0))
+        pipe.step(*ours.batch(1))
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    assert max(apart(values({name: p.grad for name, p in ours.named().items()}), expected).values()) < 1e-12
 
 
 @pytest.mark.parametrize(("kind", "sync"), [*((kind, True) for kind in KINDS), ("ddp", False)])
@@ -267,12 +263,10 @@ class Counting(nn.Module):
 
 
 def count_forwards() -> list[float]:
-    module = Counting(1 + dist.get_rank() // 2)
-    wrapped = wrap("ddp", module)
-    found = []
-    with Pipeline(
-        wrapped, schedules.zb_h1(2, 2), nn.functional.mse_loss, mesh().get_group("stage"), timeout=30
-    ) as pipe:
+    module, found = Counting(1 + mesh()["other"].get_local_rank()), []
+    wrapped = nn.parallel.DistributedDataParallel(zbkern.convert(module), process_group=mesh().get_group("other"))
+    group = mesh().get_group("stage")
+    with Pipeline(wrapped, schedules.zb_h1(2, 2), nn.functional.mse_loss, group, timeout=30) as pipe:
         for _ in range(2):
             pipe.step(*torch.ones(2, 2, WIDTH))
             found.append(module.seen.item())
@@ -281,5 +275,5 @@ def count_forwards() -> list[float]:
 
 
 def test_buffers_are_those_of_the_first_replica_after_every_step(four_ranks: Any) -> None:
-    first, _, second, _ = four_ranks.run(count_forwards)
+    first, second, *_ = four_ranks.run(count_forwards)
     assert first == second == [2, 4, 4]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.support.parallel_stages import Stages
 from tests.support.ranks import Ranks
-from tests.support.two_by_two import Setup
 from zbkern.pipeline.transport.base import PipelineError
 
 pytestmark = pytest.mark.dist
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.dist
 
 def die_at_the_third_step(folder: Path) -> None:
     """Rank 3 does; the others end as scripts do, and leave what they have to say."""
-    setup, rank = Setup("ddp", "zb_h1"), dist.get_rank()
+    ours, rank = Stages("ddp", (2, 2, "zb_h1")), dist.get_rank()
     try:
-        with setup.pipe() as pipe:
+        with ours.pipe as pipe:
             for step in range(50):
                 if step == 2 and rank == 3:
                     (folder / "start").write_text(str(time.monotonic()))
                     os.kill(os.getpid(), signal.SIGKILL)
-                pipe.step(*setup.data(step))
+                pipe.step(*ours.batch(step))
     except PipelineError as error:
         (folder / f"{rank}").write_text(f"{time.monotonic()} {error}")
         os._exit(1)
@@ -42,7 +42,7 @@ def test_a_rank_that_dies_ends_all_replicas(tmp_path: Path) -> None:
     finally:
         ranks.close()
     start = float((tmp_path / "start").read_text())
-    expected = {**dict.fromkeys((0, 1), "action reduction over replicas"), 2: "rank 1 exited unexpectedly"}
+    expected = {**dict.fromkeys((0, 2), "action reduction over replicas"), 1: "rank 1 exited unexpectedly"}
     for rank, message in expected.items():
         when, _, said = (tmp_path / str(rank)).read_text().partition(" ")
         assert float(when) - start < 10
@@ -50,15 +50,15 @@ def test_a_rank_that_dies_ends_all_replicas(tmp_path: Path) -> None:
 
 
 def go_on_after_a_failure() -> str:
-    setup = Setup("ddp", "zb_h1")
-    with setup.pipe() as pipe:
-        pipe.step(*setup.data(0))
-        if setup.stage == 1:
-            setup.plain[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    ours = Stages("ddp", (2, 2, "zb_h1"))
+    with ours.pipe as pipe:
+        pipe.step(*ours.batch(0))
+        if ours.last:
+            ours.mine[1].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(PipelineError, match="rank 1, action 1F0: ZeroDivisionError"):
-            pipe.step(*setup.data(1))
+            pipe.step(*ours.batch(1))
         with pytest.raises(PipelineError, match="cannot go on after a failure") as caught:
-            pipe.step(*setup.data(1))
+            pipe.step(*ours.batch(1))
     return str(caught.value)
 
 
