@@ -1,4 +1,4 @@
-"""The head and its cross-entropy in Triton: products by triton_linear, and one pass over the logits between them.
+"""The head and its cross-entropy in Triton: products by linear.py, and one pass over the logits between them.
 
 The forward goes through the rows in chunks, since a row's gradient needs all its logits. W knows the log-sum-exp and
 goes through the vocabulary instead: all rows of all microbatches at a time, so that every gradient is read and written

@@ -181,21 +181,18 @@ class Optimizer(torch.optim.Optimizer):
         A step that is not validated yet keeps what it needs of them.
         """
         with torch._C.DisableTorchFunction():  # a gradient is no weight, and thousands are looked at
-            self._zero_grad(set_to_none)
-
-    def _zero_grad(self, set_to_none: bool) -> None:
-        gradients = [p.grad for p in self._model_parameters() if p.grad is not None]
-        if not set_to_none:
-            if self.boundary.pending is not None:
-                with self.boundary.failing_together():
-                    self.boundary.pending.copy_gradients(gradients)
-            for gradient in gradients:
-                gradient.zero_()
-        for parameter in self._model_parameters():
-            if set_to_none:
-                parameter.grad = None
-            if (main_grad := main_grad_of(parameter)) is not None:
-                main_grad.zero_()
+            if not set_to_none:
+                gradients = [p.grad for p in self._model_parameters() if p.grad is not None]
+                if self.boundary.pending is not None:
+                    with self.boundary.failing_together():
+                        self.boundary.pending.copy_gradients(gradients)
+                for gradient in gradients:
+                    gradient.zero_()
+            for parameter in self._model_parameters():
+                if set_to_none:
+                    parameter.grad = None
+                if (main_grad := main_grad_of(parameter)) is not None:
+                    main_grad.zero_()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps at once if the norm of this rank and those before it allows that; `validate` corrects it if needed.
