@@ -295,7 +295,7 @@ def test_merged_w_and_a_fused_backward_are_timed(monkeypatch: pytest.MonkeyPatch
 
 
 class Ticking:
-    """In the place of every clock: each look at it is a second later; in noisy steps one, two or three seconds."""
+    """In the place of every clock: each look at it is a second later; in noisy steps one to four seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, noisy_steps: int) -> None:
         self.steps, self._noisy_steps, self._now = 0, noisy_steps, 0.0
@@ -309,7 +309,7 @@ class Ticking:
         monkeypatch.setattr(EventClock, "now", lambda clock: self.now())
 
     def now(self) -> float:
-        self._now += 1 + self.steps % 3 if self.steps <= self._noisy_steps else 1
+        self._now += 1 + self.steps % 4 if self.steps <= self._noisy_steps else 1
         return self._now
 
 
@@ -317,8 +317,8 @@ class Ticking:
 def test_steps_are_repeated_while_their_times_differ(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, noisy_steps: int, steps: int, warnings: int
 ) -> None:
-    """Of four kinds, one without repeats and three with one step to warm up: no more, six, and nine. Of
-    1, 2, 3 and six times 1, which is where the second case ends, three quarters are 1."""
+    """One step, and then three kinds in turn, each with one step to warm up and three others: no more, two, and nine.
+    Of one noisy step and four others, which is where the second case ends, three quarters are 1."""
     clock = Ticking(monkeypatch, noisy_steps)
     layers = {f"layer {n}": zbkern.convert(nn.Linear(4, 4)) for n in range(2)}
     profile_layers(layers, nn.functional.mse_loss, *torch.randn(2, 8, 4), options=ProfileOptions(repeats=3))

@@ -45,12 +45,12 @@ class Measurements(NamedTuple):
     """The steps of every kind, in milliseconds, the same on all ranks; and what their ranks know of the chunks."""
 
     chunks: list[MeasuredChunk]
+    link: Link | None  # None where not asked for
     separate: list[Timeline]  # all F, all B, all W
     merged: list[Timeline]  # the same with all W of a chunk at once
     fused: list[Timeline]  # with BW
-    recomputing: list[Timeline] | None  # with an R of named parts; None where none were asked for
-    sliced: list[Timeline] | None  # with every sequence in two slices; None where not asked for
-    link: Link | None  # None where not asked for
+    recomputing: list[Timeline] | None = None  # with an R of named parts; None where none were asked for
+    sliced: list[Timeline] | None = None  # with every sequence in two slices; None where not asked for
 
 
 def largest_message(chunks: Sequence[MeasuredChunk]) -> int:

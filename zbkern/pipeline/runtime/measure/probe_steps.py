@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,14 @@ logger = logging.getLogger("zbkern")
 STEADY = 0.1  # no more steps where the quartiles of each pass's times are this near to each other
 PATIENCE = 4  # times as many steps at most
 _WHICH_LAYER = {"idx", "index", "layer_id", "layer_idx", "number", "zbkern_name"}  # attributes, in any library
+
+
+class _Kind(NamedTuple):
+    """Of steps: what runs, whether all W of a chunk do at once, and what counts memory."""
+
+    schedule: Schedule
+    merge: bool = False
+    ledger: Ledger | None = None
 
 
 @dataclass(frozen=True)
@@ -79,66 +87,72 @@ class ProbeSteps:
                 stack.enter_context(watch.watching())
             record = StepOptions(record=True)
             pipe = stack.enter_context(Pipeline(modules, apart, self.loss_fn, self.group, device, options=record))
-            held_bytes = self._new_ledger(pipe).kept_sizes
-            self._steps(pipe, apart, 0)
-            pipe.loop.use_ledger(None)
-            separate = self._steps(pipe, apart)
-            held = _held_bytes(pipe)
-            merged, fused = self._steps(pipe, apart, merge=True), self._steps(pipe, _changed(apart, _fused))
-            recomputing, again = self._recompute(pipe, apart, layers)
-            sliced, carried = self._in_slices(pipe, placement)
+            counting = self._ledger(pipe)
+            self._step(pipe, _Kind(apart, ledger=counting))
+            held_bytes, held = counting.kept_sizes, _held_bytes(pipe)
+            kinds = {
+                "separate": _Kind(apart),
+                "merged": _Kind(apart, merge=True),
+                "fused": _Kind(_changed(apart, _fused)),
+                **self._recomputing(pipe, apart, layers),
+                **self._sliced(pipe, placement),
+            }
+            timelines = self._in_turn(pipe, kinds)
             if pipe.rank == 0:
-                self._warn_of_noise(
-                    max(map(drift.spread, filter(None, (separate, merged, fused, recomputing, sliced))))
-                )
+                self._warn_of_noise(max(map(drift.spread, timelines.values())))
+            again = (kinds["recomputing"].ledger if "recomputing" in kinds else None) or counting
             known: dict[int, MeasuredChunk] = {}
             for chunk, watch, tied in zip(pipe.modules, watches, _tied_names(modules, pipe.rank), strict=True):
                 within, besides = watch.times()
-                activation = sum(held_bytes[chunk])
-                kept, output_again = again.get(chunk, (activation, 0))
+                activation, recomputes = sum(held_bytes[chunk]), chunk in again.output_again_bytes
+                carries = pipe.stages[chunk].carries  # of the steps in slices, the last ones, if any
                 known[chunk] = MeasuredChunk(
                     activation=activation,
                     held=held[chunk],
                     static=_static_bytes(watch.module, self.options.bytes_per_parameter),
                     output=watch.output_bytes,
                     transfer=_transfer_bytes(held_bytes[chunk], self.options.copy_size),
-                    recomputes=chunk in again,
-                    kept=min(activation, kept),
-                    output_again=output_again,
+                    recomputes=recomputes,
+                    kept=min(activation, sum(again.kept_sizes[chunk])) if recomputes else activation,
+                    output_again=again.output_again_bytes[chunk] if recomputes else 0,
                     name=layers[len(known)] if layers else "",
                     tied=tied,
                     within=within,
                     besides=besides,
                     kind=_kind(watch.module),
-                    carried=carried.get(chunk, (0, 0))[0],
-                    carried_gradients=carried.get(chunk, (0, 0))[1],
+                    carried=carries.nbytes_of_one,
+                    carried_gradients=carries.gradient_nbytes_of_one,
                     tokens=length_of(self.batch[0]),
                 )
             everywhere = {chunk: one for of_rank in pipe.gather(known) for chunk, one in of_rank.items()}
             chunks = [everywhere[chunk] for chunk in range(len(placement))]
             link = slowest_link(pipe.transport, device, pipe.timeout, largest_message(chunks)) if layers else None
-        return Measurements(chunks, separate, merged, fused, recomputing, sliced, link)
+        return Measurements(chunks, link, **timelines)
 
-    def _steps(
-        self,
-        pipe: Pipeline,
-        schedule: Schedule,
-        repeats: int | None = None,
-        merge: bool = False,
-    ) -> list[Timeline]:
-        """Those of so many steps of this schedule, after one to warm up; of more while their times differ."""
-        pipe.queue.merge = merge
-        timelines: list[Timeline] = []
-        repeats = self.options.repeats if repeats is None else repeats
-        # replicas communicate in a step: all take as many
-        while len(timelines) <= repeats or (
-            len(timelines) <= PATIENCE * repeats and pipe.on_any_replica(drift.spread(timelines[1:]) > STEADY)
-        ):
-            for parameter in (p for module in pipe.modules.values() for p in module.parameters()):
-                parameter.grad = None
-            pipe.step(*self.batch, schedule=schedule)
-            timelines.append(_in_milliseconds(pipe.gather_timeline()))
-        return timelines[1:]
+    def _in_turn(self, pipe: Pipeline, kinds: Mapping[str, _Kind]) -> dict[str, list[Timeline]]:
+        """Those of so many steps of each kind, after one to warm up; of more while their times differ.
+
+        Kinds take turns, so that what slows the machine for a while does not look like a difference between them.
+        """
+        found: dict[str, list[Timeline]] = {name: [] for name in kinds}
+
+        def differ() -> bool:  # replicas communicate in a step: all take as many
+            return pipe.on_any_replica(any(drift.spread(each[1:]) > STEADY for each in found.values()))
+
+        repeats, turns = self.options.repeats, 0
+        while turns <= repeats or (turns <= PATIENCE * repeats and differ()):
+            for name, kind in kinds.items():
+                found[name].append(self._step(pipe, kind))
+            turns += 1
+        return {name: each[1:] for name, each in found.items()}
+
+    def _step(self, pipe: Pipeline, kind: _Kind) -> Timeline:
+        for parameter in (p for module in pipe.modules.values() for p in module.parameters()):
+            parameter.grad = None
+        pipe.queue.merge = kind.merge
+        pipe.loop.use_ledger(kind.ledger)
+        pipe.step(*self.batch, schedule=kind.schedule)
+        return _in_milliseconds(pipe.gather_timeline())
 
     def _warn_of_noise(self, spread: float) -> None:
         if spread > STEADY:
@@ -149,14 +163,11 @@ class ProbeSteps:
                 f"programs on these machines, or measure more steps: options=ProfileOptions(repeats={2 * more})"
             )
 
-    def _recompute(
-        self, pipe: Pipeline, schedule: Schedule, layers: Sequence[str]
-    ) -> tuple[list[Timeline] | None, dict[int, tuple[int, int]]]:
-        """Steps with an R in chunks that have named parts, None where none are named; and the bytes that an F of these
-        chunks keeps, and those of its output that the R computes again."""
+    def _recomputing(self, pipe: Pipeline, schedule: Schedule, layers: Sequence[str]) -> dict[str, _Kind]:
+        """Steps with an R in chunks that have named parts; none where none are named."""
         named = self.options.recompute
         if not named:
-            return None, {}
+            return {}
         parts = {}
         for index, (chunk, module) in enumerate(pipe.modules.items()):
             of_model = not layers or hasattr(module, "layer_names")  # the names of its parts are whole
@@ -170,29 +181,18 @@ class ProbeSteps:
             )
         before = {Action("B", at, each): Action("R", at, each) for at in again for each in range(schedule.microbatches)}
         schedule = _changed(schedule, lambda each: [before[each], each] if each in before else [each])
-        ledger = self._new_ledger(pipe, parts)
-        timelines = self._steps(pipe, schedule)
-        pipe.loop.use_ledger(None)
-        return timelines, {at: (sum(ledger.kept_sizes[at]), ledger.output_again_bytes[at]) for at in parts}
+        return {"recomputing": _Kind(schedule, ledger=self._ledger(pipe, parts))}
 
-    def _in_slices(
-        self, pipe: Pipeline, placement: tuple[int, ...]
-    ) -> tuple[list[Timeline] | None, dict[int, tuple[int, int]]]:
-        """Steps with every sequence in two slices, and by chunk the bytes of what one leaves to the other and of its
-        gradients; None where not asked."""
+    def _sliced(self, pipe: Pipeline, placement: tuple[int, ...]) -> dict[str, _Kind]:
+        """Steps with every sequence in two slices; none where not asked."""
         if not self.options.slices:
-            return None, {}
-        schedule = _all_forwards_first(placement, self.microbatches, (1, 1))
+            return {}
         check_sliceable(pipe.modules.values())
-        timelines = self._steps(pipe, schedule)
-        kept = {chunk: stage.carries for chunk, stage in pipe.stages.items()}
-        return timelines, {chunk: (each.nbytes_of_one, each.gradient_nbytes_of_one) for chunk, each in kept.items()}
+        return {"sliced": _Kind(_all_forwards_first(placement, self.microbatches, (1, 1)))}
 
-    def _new_ledger(self, pipe: Pipeline, parts: Mapping[int, Parts] | None = None) -> Ledger:
-        """One that counts from now on; parts: as for it."""
-        ledger = Ledger(pipe.modules, pipe.recorder, StepOptions(copy_size=self.options.copy_size), parts)
-        pipe.loop.use_ledger(ledger)
-        return ledger
+    def _ledger(self, pipe: Pipeline, parts: Mapping[int, Parts] | None = None) -> Ledger:
+        """parts: as for it."""
+        return Ledger(pipe.modules, pipe.recorder, StepOptions(copy_size=self.options.copy_size), parts)
 
 
 class _ForwardWatch:
