@@ -278,23 +278,24 @@ def by_formula(
         if causal:
             scores = scores.masked_fill((distance < 0) | (distance >= (options.window or 99)), float("-inf"))
         total = scores.exp().sum(1, keepdim=True) + (0 if sinks is None else sinks[head].exp())
-        y = y.index_put((torch.arange(a, b), torch.tensor(head)), scores.exp() / total @ v[c:d, one])
+        weights = scores.exp() / total.clamp(min=1e-300)  # 0 where a query sees no key
+        y = y.index_put((torch.arange(a, b), torch.tensor(head)), weights @ v[c:d, one])
     return y
 
 
 def attention(rng: random.Random) -> Call:
     """Sequences of one length as a batch, or packed, with their ends in a list or on the device. Some have more keys
-    than queries."""
+    than queries, or fewer, of which a causal one leaves queries that see none."""
     form, heads, causal = rng.choice(["batch", "packed", "on the device"]), rng.choice([4, 2, 1]), some(rng)
     size, values = rng.choice([(6, 6), (6, 3), (4, 7)])
     options = Z.AttentionOptions(
         rng.choice([None, 3]) if causal else None, rng.choice([None, 0.0, -0.3, 0.7]), rng.choice([None, 0.7])
     )
     lengths = [5, 5] if form == "batch" else [rng.choice([0, 1, 4, 6]) for _ in range(3)]
-    longer = [rng.choice([0, 2])] * 2 if form == "batch" else [rng.choice([0, 1, 3]) for _ in range(3)]
+    longer = [rng.choice([0, 2, -3])] * 2 if form == "batch" else [rng.choice([0, 1, 3, -1]) for _ in range(3)]
     ends, key_ends = (
         list(itertools.accumulate(each, initial=0))
-        for each in (lengths, [a + b for a, b in zip(lengths, longer, strict=True)])
+        for each in (lengths, [max(a + b, 0) for a, b in zip(lengths, longer, strict=True)])
     )
     beyond, sinks = 2 * (form == "on the device"), some(rng)  # beyond the last end there is nothing
 
