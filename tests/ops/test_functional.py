@@ -262,7 +262,7 @@ def test_function_transforms(op: str) -> None:
             for function in (call.ours, call.torchs)
         ]
         for got, wanted in zip(*gradients, strict=True):
-            testing.assert_close(got, wanted, call.said)
+            testing.assert_close(got, wanted, call.said, scale=0.1)  # some are 0
 
 
 def twins(tensors: list[Tensor]) -> list[Tensor]:
