@@ -120,9 +120,11 @@ def _work_in_between(problem: Problem) -> int:
     time begins with chunk 0, and every rank ends within it.
     """
     chains = _Chains(problem)
-    rows = [
-        (problem.work(rank), _first_passes(problem, rank), _last_passes(problem, rank)) for rank in range(problem.ranks)
-    ]
+    rows = []
+    for rank in range(problem.ranks):
+        alike = _Rank.of(problem, rank)
+        firsts, lasts = (_events(problem, rank, works) for works in (_before_first(alike), _after_last(alike)))
+        rows.append((problem.work(rank), firsts, lasts))
     most = 0
     for waiting in range(problem.ranks):
         home = problem.chunks_of[waiting][0]
@@ -182,6 +184,24 @@ class _Chains:
 _OfSlices = list[int]  # an amount of memory or work of each slice, from the first of a microbatch to the last
 
 
+class _Rank(NamedTuple):
+    """All that decides what a rank can do before its first passes and after its last: ranks are mostly alike."""
+
+    chunks: tuple[PassCosts, ...]
+    limit: int
+    microbatches: int
+    slices: int
+
+    @classmethod
+    def of(cls, problem: Problem, rank: int) -> _Rank:
+        chunks = tuple(problem.by_chunk[chunk] for chunk in problem.chunks_of[rank])
+        return cls(chunks, problem.limit[rank], problem.microbatches, len(problem.slices))
+
+    @property
+    def units(self) -> int:
+        return self.microbatches * self.slices
+
+
 class _Work(NamedTuple):
     """What the slices of a microbatch hold in some of a rank's chunks, and how long their passes take there."""
 
@@ -190,11 +210,11 @@ class _Work(NamedTuple):
     backward: _OfSlices  # with W
 
 
-def _work(problem: Problem, chunks: Sequence[int]) -> _Work:
-    none = (0,) * len(problem.slices)
+def _work(rank: _Rank, begin: int, end: int | None) -> _Work:
+    none, chunks = (0,) * rank.slices, rank.chunks[begin:end]
 
     def of_slices(*names: str) -> _OfSlices:
-        return _sums(none, *(getattr(problem.by_chunk[chunk], name) for chunk in chunks for name in names))
+        return _sums(none, *(getattr(chunk, name) for chunk in chunks for name in names))
 
     return _Work(of_slices("activation"), of_slices("forward"), of_slices("backward", "weight")[::-1])
 
@@ -203,57 +223,60 @@ def _sums(*amounts: Sequence[int]) -> _OfSlices:
     return list(map(sum, zip(*amounts, strict=True)))
 
 
-def _first_passes(problem: Problem, rank: int) -> list[_Event]:
-    """The first F and the first B of every chunk, with the most work before their start.
+def _events(problem: Problem, rank: int, works: Sequence[tuple[int, int]]) -> list[_Event]:
+    """Of each of the rank's chunks the F and the B, with these works."""
+    pairs = zip(problem.chunks_of[rank], works, strict=True)
+    return [_Event(kind, chunk, work) for chunk, both in pairs for kind, work in enumerate(both)]
+
+
+@lru_cache(maxsize=1024)
+def _before_first(rank: _Rank) -> list[tuple[int, int]]:
+    """Of every chunk the most work before its first F starts, and before its first B.
 
     Before a chunk's first B nothing of it, or of the rank's chunks before it, leaves memory. So a microbatch has been
     forwarded through some of those, or through all and has everything done in those after; the first microbatch is
     where it must be.
     """
-    own_chunks, limit = problem.chunks_of[rank], problem.limit[rank]
-    slices, before = len(problem.slices), 0
     forwarded: list[tuple[_OfSlices, _OfSlices]] = []
-    events = []
-    for position, chunk in enumerate(own_chunks):
-        done, later = _work(problem, own_chunks[: position + 1]), _work(problem, own_chunks[position + 1 :])
-        most = _most_work(problem, forwarded, limit - done.memory[0], problem.units - 1)
-        events.append(_Event(FORWARD, chunk, before + most))
+    before, works = 0, []
+    for position in range(len(rank.chunks)):
+        done, later = _work(rank, 0, position + 1), _work(rank, position + 1, None)
+        to_forward = before + _most_work(rank, forwarded, rank.limit - done.memory[0], rank.units - 1)
         before = done.forward[0]
         forwarded.append((done.memory, done.forward))
         all_later = (done.memory, _sums(done.forward, later.forward, later.backward))
-        free = limit - sum(done.memory)
-        most = _most_work(problem, [*forwarded, all_later], free, problem.units - slices)
-        events.append(_Event(BACKWARD, chunk, sum(all_later[1]) + most))
-    return events
+        free = rank.limit - sum(done.memory)
+        most = _most_work(rank, [*forwarded, all_later], free, rank.units - rank.slices)
+        works.append((to_forward, sum(all_later[1]) + most))
+    return works
 
 
-def _last_passes(problem: Problem, rank: int) -> list[_Event]:
-    """The last F of every chunk, with the most work after its end, and the last B, with the most from its start on.
+@lru_cache(maxsize=1024)
+def _after_last(rank: _Rank) -> list[tuple[int, int]]:
+    """Of every chunk the most work after the end of its last F, and from the start of its last B on.
 
     A microbatch is somewhere between that F, or B, and its last W, holds memory, and has work left. Only the most work
     per memory matters; the last microbatch itself holds what it held in the chunks up to this, and has all left. At the
     last B of a chunk the others are behind it.
     """
-    own_chunks, limit = problem.chunks_of[rank], problem.limit[rank]
     states = []  # (memory, work left): forwarded so far, not yet back
     # Backward down to some chunk, each W of what is behind done or not: the W by themselves are states of their own.
     behind = []
-    for end in range(1, len(own_chunks) + 1):
-        done, later = _work(problem, own_chunks[:end]), _work(problem, own_chunks[end:])
+    for end in range(1, len(rank.chunks) + 1):
+        done, later = _work(rank, 0, end), _work(rank, end, None)
         states.append((done.memory, _sums(later.forward, done.backward, later.backward)))
         behind.append((done.memory, done.backward))
-    others, events = problem.units - 1, []
-    for position, chunk in enumerate(own_chunks):
+    others, works = rank.units - 1, []
+    for position in range(len(rank.chunks)):
         memory, left = map(sum, states[position])
-        room = limit - memory, problem.units - len(problem.slices)
-        weights = _weights(problem, own_chunks, others, len(own_chunks))
-        most = _most_work(problem, [*states[position:], *behind], *room, weights)
-        events.append(_Event(FORWARD, chunk, left + most))
+        room, weights = rank.limit - memory, _weights(rank, others, len(rank.chunks))
+        most = _most_work(rank, [*states[position:], *behind], room, rank.units - rank.slices, weights)
+        after_forward = left + most
         memory, left = behind[position][0][0], behind[position][1][0]
-        weights = _weights(problem, own_chunks, others, position)
-        most = _most_work(problem, behind[:position], limit - memory, others, weights)
-        events.append(_Event(BACKWARD, chunk, left + most))
-    return events
+        weights = _weights(rank, others, position)
+        most = _most_work(rank, behind[:position], rank.limit - memory, others, weights)
+        works.append((after_forward, left + most))
+    return works
 
 
 def _in_order(problem: Problem, rank: int, first: _Event, last: _Event) -> bool:
@@ -332,7 +355,7 @@ def warm_up_forwards(problem: Problem, cost: int) -> list[int] | None:
         each = problem.by_chunk[rank]
         taken, length = each.activation[0], each.forward[0]
         cool_down = returns[rank] + _backwards_and_weights(each)[0]
-        cool_down = max(0, cool_down - _last_passes(problem, rank)[0].work)
+        cool_down = max(0, cool_down - _after_last(_Rank.of(problem, rank))[0][0])
         most = problem.limit[rank] // taken if taken else problem.units
         idle = cost - problem.work(rank) - (cool_down if most < problem.units else 0)
         until = length + returns[rank] + delay
@@ -347,18 +370,17 @@ def warm_up_forwards(problem: Problem, cost: int) -> list[int] | None:
     return forwards[::-1]
 
 
-def _weights(problem: Problem, own_chunks: Sequence[int], others: int, position: int) -> list[_Kind]:
-    """The W of these chunks: of `others` units, and in the chunks behind a position of one more."""
+def _weights(rank: _Rank, others: int, position: int) -> list[_Kind]:
+    """The W of the rank's chunks: of `others` units, and in the chunks behind a position of one more."""
     found = []
-    for index, chunk in enumerate(own_chunks):
-        each = problem.by_chunk[chunk]
-        count = others + (index > position) if len(problem.slices) == 1 else problem.microbatches
-        found += [(held, weight, count) for held, weight in zip(each.held, each.weight, strict=True)]
+    for index, chunk in enumerate(rank.chunks):
+        count = others + (index > position) if rank.slices == 1 else rank.microbatches
+        found += [(held, weight, count) for held, weight in zip(chunk.held, chunk.weight, strict=True)]
     return found
 
 
 def _most_work(
-    problem: Problem,
+    rank: _Rank,
     states: Sequence[tuple[_OfSlices, _OfSlices]],
     limit: int,
     units: int,
@@ -366,8 +388,8 @@ def _most_work(
 ) -> int:
     """The most work of so many units in any of the states, and of W by themselves, in the memory."""
     each = [pair for state in states for pair in zip(*state, strict=True)]
-    if len(problem.slices) > 1:  # as many units of every slice as microbatches
-        kinds = [(*pair, problem.microbatches) for pair in each]
+    if rank.slices > 1:  # as many units of every slice as microbatches
+        kinds = [(*pair, rank.microbatches) for pair in each]
     else:  # A state is never worse than one with more memory and less work, as all together are so many units.
         useful = [s for s in set(each) if not any(o != s and o[0] <= s[0] and o[1] >= s[1] for o in each)]
         kinds = [(*pair, units) for pair in useful]
@@ -377,7 +399,7 @@ def _most_work(
 _Kind = tuple[int, int, int]  # memory, work, and how many there are
 
 
-@lru_cache(maxsize=16384)  # ranks are mostly alike, and levels of memory often
+@lru_cache(maxsize=16384)  # levels of memory are often alike
 def _most_filled(all_kinds: tuple[_Kind, ...], limit: int) -> int:
     """The most work in the memory; a little more than that where there are too many numbers of each kind to try."""
     if limit < 0:
