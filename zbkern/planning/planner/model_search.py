@@ -18,7 +18,7 @@ from zbkern.planning.planner.partition import Partition, balanced_partitions, ev
 from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import Problem
 from zbkern.planning.planner.published import Published
-from zbkern.planning.planner.search import Search
+from zbkern.planning.planner.search import Search, most_promising
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.needs import least_need, shortest
 from zbkern.schedules.actions import ScheduleError
@@ -70,7 +70,7 @@ class ModelSearch:
                     here.append(Search(problem, self._budget, seed, published, name, partition))
                     here[-1].construct(SETTINGS.partition_passes)
                     here = sorted(here, key=lambda each: each.reached)[: 3 * SETTINGS.partitions]
-            candidates += sorted(here, key=lambda each: each.promise(0))[: SETTINGS.partitions]
+            candidates += most_promising(here, SETTINGS.partitions)
         return candidates
 
     def _fitting(

@@ -58,17 +58,26 @@ class Search:
         self.best.bound = cost_bound(self.problem)
         return self.best.bound / self.problem.time_scale
 
+    @cached_property
+    def least(self) -> float:
+        """A lower bound that takes no time: the work of the busiest rank."""
+        return max(map(self.problem.work, range(self.problem.ranks))) / self.problem.time_scale
+
     @property
     def reached(self) -> float:
         """The objective, in the unit of the costs."""
         return math.inf if self.best.orders is None else self.best.orders.cost / self.problem.time_scale
 
-    def promise(self, rounds: int) -> float:
+    def may_cost_less(self, cost: float) -> bool:
+        return self.least < cost and self.bound < cost
+
+    def promise(self, rounds: int, bound: float | None = None) -> float:
         """What the objective may come to after so many rounds: less near to the bound with more chunks per rank, as the
-        same work then does less, and the later it is."""
+        same work then does less, and the later it is. bound: another one."""
         per_rank = self.problem.chunks / self.problem.ranks
         missed = (per_rank / (per_rank + SETTINGS.half_missed)) ** (1 / (1 + rounds))
-        return self.bound + missed * (self.reached - self.bound)
+        bound = self.bound if bound is None else bound
+        return bound + missed * (self.reached - bound)
 
     def construct(self, passes: int) -> None:
         """The constructive answer: the best of some rules, tried on at most so many passes. Again with more, or not."""
@@ -116,19 +125,29 @@ class Search:
         return (orders.cost / self.problem.time_scale + delayed(self._samples, orders)) / 2
 
 
+def most_promising(searches: Sequence[Search], count: int) -> list[Search]:
+    """So many, by their promise at first. A bound takes as long as an answer: it is worked out where it may decide."""
+    found: list[Search] = []
+    for each in sorted(searches, key=lambda each: each.promise(0, each.least)):
+        if len(found) == count and each.promise(0, each.least) >= found[-1].promise(0):
+            break
+        found = sorted([*found, each], key=lambda each: each.promise(0))[:count]
+    return found
+
+
 def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[str], None] = lambda line: None) -> int:
     """All of them side by side; how many rounds were completed. progress: as in `PlanOptions`.
 
     Each round has twice the work of the one before, divided among half as many.
     """
     for each in sorted(searches, key=lambda each: each.reached):
-        if each.best.orders is None or each.bound < min(other.reached for other in searches):
+        if each.best.orders is None or each.may_cost_less(min(other.reached for other in searches)):
             each.construct(SETTINGS.rule_passes // len(searches))
     first_round = SETTINGS.first_round if len(searches) == 1 else SETTINGS.first_round_of_several
     rounds = 0
     while native.core is not None and budget.allows(rounds):
         best = min(each.reached for each in searches)
-        going_on = [each for each in searches if each.bound < best * (1 - ROUNDING)]
+        going_on = [each for each in searches if each.may_cost_less(best * (1 - ROUNDING))]
         promises = {each: each.promise(rounds) for each in going_on}
         going_on = sorted(going_on, key=promises.__getitem__)[: math.ceil(len(searches) / 2**rounds)]
         if not going_on:
@@ -147,8 +166,7 @@ def _describe(search: Search, rounds: int) -> str:
     """A line of progress."""
     problem, reached = search.problem, search.reached
     per_rank, slices = problem.chunks // problem.ranks, len(problem.slices)
-    least = max(map(problem.work, range(problem.ranks))) / problem.time_scale  # of the busiest rank
-    idle = 1 - least / reached if reached else 0.0
+    idle = 1 - search.least / reached if reached else 0.0
     where = f"{per_rank} chunks per rank, {search.name}" + (f", {slices} slices" if slices > 1 else "")
     return f"round {rounds + 1}: {where}: the busiest rank is idle for {idle:.2%}"
 
