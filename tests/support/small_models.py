@@ -166,3 +166,24 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     tokens = torch.randint(3, 60, (4, 10), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(10) < torch.tensor([10, 4, 7, 2])[:, None]).long()
     return tokens.masked_fill(mask == 0, 0), mask, tokens.masked_fill(mask == 0, -100)
+
+
+ROWS, LENGTH, PACKED = 4, 24, (7, 11, 6)
+
+
+def rows_of(kind: str) -> tuple[dict[str, Tensor], Tensor]:
+    """plain; padded on the right or on the left; or three sequences packed into each row."""
+    torch.manual_seed(1)
+    tokens = torch.randint(3, 61, (ROWS, LENGTH))
+    if kind == "plain":
+        return {"input_ids": tokens}, tokens
+    if kind == "packed":
+        ends = [torch.arange(count) for count in PACKED]
+        return {"input_ids": tokens, "position_ids": torch.cat(ends).expand(ROWS, LENGTH).contiguous()}, tokens
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    mask[1, 15:] = mask[3, 6:] = 0
+    counted = mask
+    if kind == "left":
+        mask = mask.flip(1)
+        counted = mask * mask.roll(1, 1)  # what padding predicts is of no account
+    return {"input_ids": tokens, "attention_mask": mask}, tokens.masked_fill(counted == 0, -100)

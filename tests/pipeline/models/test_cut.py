@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from zbkern.pipeline import (
     Optimizer,
     Pipeline,
     PlanOptions,
-    checkpoint,
     cut,
     layers_of,
     plan,
@@ -71,20 +69,6 @@ def test_a_plan_of_other_layers_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=rf"cut: chunk 1 must begin with {said}"):
             cut(model, planned(other), rank=1)
-
-
-def test_checkpoints_have_the_models_names(tmp_path: Path) -> None:
-    model, other = make("llama"), make("llama")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    chunks = [cut(model, schedules.zb_h1(2, 2), rank=rank)[0] for rank in range(2)]
-    checkpoint.save(tmp_path, 1, dict(enumerate(chunks)))
-    checkpoint.load(tmp_path, other)
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
-    parts = cut(make("llama"), schedules.zb_v(2, 2), rank=0)  # read with another partition
-    checkpoint.load(tmp_path, {0: parts[0], 3: parts[1]})
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in parts[1].state_dict().items())
 
 
 def test_a_configuration_has_the_layers_of_its_model() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,10 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapp
 
 import zbkern
 from tests.support.chunks import gradients_of, one_rank, step_and_evaluate
-from tests.support.small_models import DECODERS, batch, config_of, make, make_kind, transformers
+from tests.support.small_models import DECODERS, batch, config_of, make, make_kind
 from zbkern.pipeline import (
     ProfileOptions,
-    checkpoint,
     cut,
-    export,
     layer_chunks,
     layers_of,
     plan,
@@ -29,8 +26,6 @@ from zbkern.pipeline import (
     token_targets,
 )
 from zbkern.pipeline.models.stand_ins import Zeros
-
-INSIDE = [0, 1.5, 3, 4.5]
 
 
 @pytest.mark.parametrize("family", ["mamba2", "nemotron_h"])
@@ -144,34 +139,6 @@ def test_layers_are_numbered_as_whole_ones_are() -> None:
         with pytest.raises((TypeError, ValueError), match="cut: partition must"):
             cut(model, schedules.zb_h1(2, 2), wrong, rank=0)
     assert cut(model, schedules.zb_h1(2, 2), [0, 3.0], rank=1)[0].layer_names[0] == "model.layers.2"
-
-
-def test_random_weights_and_files_do_not_depend_on_the_partition(tmp_path: Path) -> None:
-    """A rank has the end of a block and, in another chunk, its beginning; export and checkpoints have both."""
-    config, schedule = config_of(*DECODERS["qwen3_moe"]), schedules.zb_v(2, 2)
-    whole = cut(config, schedules.zb_h1(1, 2), rank=0)[0].state_dict()
-    for partition in (INSIDE, [0, 1.5, 2, 2.5]):
-        chunks = {
-            n: c
-            for rank in range(2)
-            for n, c in zip(schedule.chunks_of(rank), cut(config, schedule, partition, rank=rank), strict=True)
-        }
-        state: dict[str, Tensor] = {}
-        for chunk in chunks.values():
-            assert not state.keys() & chunk.state_dict().keys()
-            state |= chunk.state_dict()
-        assert state.keys() == whole.keys()
-        assert all(torch.equal(value, whole[name]) for name, value in state.items())
-        export(tmp_path / "exported", [*chunks.values()])
-        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
-        assert all(torch.equal(value, again[name]) for name, value in whole.items())
-        for rank in range(2):
-            for chunk in cut(config, schedule, partition, weights=tmp_path / "exported", rank=rank):
-                assert all(torch.equal(value, whole[name]) for name, value in chunk.state_dict().items())
-        checkpoint.save(tmp_path / "checkpoint", 1, chunks)
-        (other,) = cut(config, schedules.zb_h1(1, 2), rank=0, seed=7)
-        checkpoint.load(tmp_path / "checkpoint", {0: other})
-        assert all(torch.equal(value, whole[name]) for name, value in other.state_dict().items())
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Models of the transformers library that `cut` has cut: random cases against the library's own in one process.
 
 Every family of decoders, with padded and packed rows, in slices, within blocks, with load-balancing losses, recomputed
-and offloaded, in float64 throughout; and `full_weights` afterwards. The slow run has another seed than the
+and offloaded, in float64 throughout; then `full_weights`, and files. The slow run has another seed than the
 quick one: see `tests/support/seeds.py`.
 """
 
@@ -11,6 +11,7 @@ import contextlib
 import copy
 import random
 from collections import UserDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 
 import zbkern
 from tests.support.chunks import gradients_of, results_on_threads
+from tests.support.cut_models import assert_equal, check_files_and_names, state_of, written
 from tests.support.deferred_losses import policy_loss, policy_loss_of_logits, without_logits
 from tests.support.in_float64 import InFloat64
 from tests.support.saving import saved_in_turn, with_actions
 from tests.support.seeds import seed
-from tests.support.small_models import DECODER, DECODERS, config_of, make, transformers
+from tests.support.small_models import DECODER, DECODERS, PACKED, config_of, make, rows_of, transformers
 from zbkern.pipeline import (
     Optimizer,
     Pipeline,
@@ -51,7 +53,7 @@ ROUTED = ("mixtral", "qwen3_moe", "gpt_oss")
 MAKE_NO_MASKS = ("gpt_oss", "opt")  # of positions that begin anew: packed sequences would see each other
 ONE_CHUNK = ("zamba2",)  # whose blocks use embeddings
 LINEAR_HEAD = ("llama", "qwen3", "gemma2", *MORE)  # which is not computed: the loss takes its input
-ROWS, LENGTH, PACKED, COEFFICIENT = 4, 24, (7, 11, 6), 0.7
+COEFFICIENT = 0.7
 PUBLISHED = ("zb_h1", "zb_v", "one_f_one_b", "interleaved_zero_bubble")
 
 
@@ -105,24 +107,6 @@ def model_of(family: str) -> Any:
         return make(family)
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config_of(*MORE[family])).double().train()
-
-
-def batch(kind: str) -> tuple[dict[str, Tensor], Tensor]:
-    """plain; padded on the right or on the left; or three sequences packed into each row."""
-    torch.manual_seed(1)
-    tokens = torch.randint(3, 61, (ROWS, LENGTH))
-    if kind == "plain":
-        return {"input_ids": tokens}, tokens
-    if kind == "packed":
-        ends = [torch.arange(count) for count in PACKED]
-        return {"input_ids": tokens, "position_ids": torch.cat(ends).expand(ROWS, LENGTH).contiguous()}, tokens
-    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
-    mask[1, 15:] = mask[3, 6:] = 0
-    counted = mask
-    if kind == "left":
-        mask = mask.flip(1)
-        counted = mask * mask.roll(1, 1)  # what padding predicts is of no account
-    return {"input_ids": tokens, "attention_mask": mask}, tokens.masked_fill(counted == 0, -100)
 
 
 def in_microbatches(arguments: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
@@ -183,8 +167,8 @@ def pipelined(case: Case, arguments: dict[str, Tensor], targets: Any) -> list[An
     return results_on_threads(case.schedule.ranks, of_rank)
 
 
-def check(case: Case) -> None:
-    model, (arguments, labels) = copy.deepcopy(case.model), batch(case.rows)
+def check(case: Case, folder: Path) -> None:
+    model, (arguments, labels) = copy.deepcopy(case.model), rows_of(case.rows)
     if case.balanced and case.rows == "packed" and case.family in MAKE_NO_MASKS:
         arguments.pop("position_ids")
     targets = token_targets(labels, case.schedule.microbatches)
@@ -202,32 +186,36 @@ def check(case: Case) -> None:
     for name, parameter in named.items():
         if parameter.grad is not None:
             assert (gradients[name] - parameter.grad).abs().max().item() < 1e-9 * largest, name
-    chunks = [chunk for _, own, *_ in found for chunk in own]
-    held = [name for chunk in chunks for name in dict(chunk.named_parameters()).keys() - {*chunk.shared_names.values()}]
-    assert len(held) == len({*held}), "a parameter is in two chunks"
     torch.optim.SGD(model.parameters(), lr=0.5).step()
+    by_number = {
+        n: c for r, (_, own, *_) in enumerate(found) for n, c in zip(case.schedule.chunks_of(r), own, strict=True)
+    }
+    chunks = [by_number[number] for number in sorted(by_number)]
+    for name, tensor in state_of(chunks).items():
+        if name in named:
+            torch.testing.assert_close(tensor, named[name].detach(), rtol=1e-8, atol=1e-8, msg=name)
+    check_files_and_names(folder, type(model), chunks, case.schedule, case.partition)
+    files = written(folder / "exported")
     for *_, weights in found:
-        assert len(weights) == len(dict(weights)) == len(dict(found[0][3])), "a tensor comes twice"
-        for name, tensor in weights:
-            if name in named:  # experts are in the files under other names
-                torch.testing.assert_close(tensor, named[name].detach(), rtol=1e-8, atol=1e-8, msg=name)
+        assert len(weights) == len(dict(weights)), "a tensor comes twice"
+        assert_equal(dict(weights), files)
 
 
-def check_all(family: str, chosen: int, count: int) -> None:
+def check_all(family: str, chosen: int, count: int, folder: Path) -> None:
     for number in range(count):
         case = Case(random.Random(f"{chosen} {number} {family}"), family)
         try:
-            check(case)
+            check(case, folder / str(number))
         except BaseException as error:
             raise AssertionError(f"ZBKERN_SEED={chosen}, {family}, number {number}:\n{case.describe()}") from error
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cut_models_train_as_the_librarys_own(family: str) -> None:
-    check_all(family, seed(0), 4 if family in FAST else 1)
+def test_cut_models_train_as_the_librarys_own(family: str, tmp_path: Path) -> None:
+    check_all(family, seed(0), 4 if family in FAST else 1, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_more_cut_models(family: str) -> None:
-    check_all(family, seed(1), 3)
+def test_more_cut_models(family: str, tmp_path: Path) -> None:
+    check_all(family, seed(1), 3, tmp_path)

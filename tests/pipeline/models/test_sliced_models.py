@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.chunks import on_threads
-from tests.support.small_models import DECODER, config_of, make, transformers
+from tests.support.small_models import DECODER, LENGTH, config_of, make, rows_of, transformers
 from zbkern.pipeline import (
     Pipeline,
     PipelineError,
@@ -19,27 +19,6 @@ from zbkern.pipeline import (
     token_targets,
 )
 from zbkern.pipeline.transport.local import LocalTransport
-
-LENGTH = 24
-
-
-def batch(kind: str) -> tuple[dict[str, Tensor], Tensor]:
-    """plain; padded on the right or on the left; or three sequences packed into each row."""
-    torch.manual_seed(1)
-    tokens = torch.randint(3, 61, (4, LENGTH))
-    if kind == "plain":
-        return {"input_ids": tokens}, tokens
-    if kind == "packed":
-        ends = [torch.arange(count) for count in (7, 11, 6)]
-        return {"input_ids": tokens, "position_ids": torch.cat(ends).expand(4, LENGTH).contiguous()}, tokens
-    mask = torch.ones(4, LENGTH, dtype=torch.long)
-    mask[1, 15:] = mask[3, 6:] = 0
-    counted = mask
-    if kind == "left":
-        mask = mask.flip(1)
-        counted = mask * mask.roll(1, 1)  # what padding predicts is of no account
-    return {"input_ids": tokens, "attention_mask": mask}, tokens.masked_fill(counted == 0, -100)
-
 
 KINDS = ["plain", "right", "left", "packed"]
 
@@ -65,7 +44,7 @@ def test_what_needs_whole_sequences(kind: str, automatic: str, config: dict[str,
     model = getattr(transformers, f"AutoModelFor{automatic}").from_config(config_of(kind, {**DECODER, **config}))
     schedule = schedules.one_f_one_b(1, 2, slices=2)
 
-    arguments, labels = batch("plain")
+    arguments, labels = rows_of("plain")
 
     def run(transport: LocalTransport) -> None:
         with Pipeline(cut(model, schedule, rank=0), schedule, token_loss, transport) as pipe:
@@ -78,7 +57,7 @@ def test_what_needs_whole_sequences(kind: str, automatic: str, config: dict[str,
 
 def test_checkpointing_masks_of_other_shapes_and_layers_without_cache() -> None:
     schedule = schedules.one_f_one_b(1, 2, slices=2)
-    arguments, labels = batch("plain")
+    arguments, labels = rows_of("plain")
     checkpointed, masked, forgetful = make("llama"), make("llama"), make("llama")
     forgetful.get_submodule("model.layers.1").register_forward_pre_hook(
         lambda layer, inputs, keywords: (
@@ -111,7 +90,7 @@ def test_packed_rows_that_a_family_does_not_take() -> None:
 
     def run(transport: LocalTransport, kind: str) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config_of("Falcon", sizes))
-        arguments, labels = batch(kind)
+        arguments, labels = rows_of(kind)
         with Pipeline(cut(model, schedule, rank=0), schedule, token_loss, transport) as pipe:
             pipe.step(arguments, token_targets(labels, 2))
 

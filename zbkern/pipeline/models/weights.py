@@ -96,6 +96,8 @@ def _draw(model: nn.Module, chunk: Chunk, empty: Sequence[str], init: Initialise
     inside = {part: next((layer for layer in chunk.layer_names if is_within(part, layer)), part) for part in parts}
     held = dict(chunk.named_parameters(remove_duplicate=False))  # by each name of a tied one
     drawn = {id(held[name]) for name in (*empty, *chunk.shared_names.values()) if name in held}
+    # those of an earlier chunk of this rank, which the layer that has them here, too, would draw again
+    kept = {key: held[key].clone() for label, key in chunk.shared_names.items() if not {key, label} & {*empty}}
     for owner in sorted(set(inside.values())):
         layer, initialise = chunk.whole.get_submodule(owner), _initialiser(chunk, owner, init)
         with _seeded(chunk, seed, layer, owner, initialise) as initialise:
@@ -113,6 +115,8 @@ def _draw(model: nn.Module, chunk: Chunk, empty: Sequence[str], init: Initialise
             with _seeded(chunk, seed, twin, first, _initialiser(chunk, first, init)) as initialise:
                 twin.apply(initialise)
             chunk.get_parameter(key).copy_(twin.get_parameter(name))
+        else:
+            chunk.get_parameter(key).copy_(kept[key])
 
 
 def _first_holder(model: nn.Module, layers: Sequence[str], parameter: nn.Parameter) -> tuple[str, str]:
