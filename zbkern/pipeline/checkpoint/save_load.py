@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,9 +182,16 @@ def load(
             boundary.abandon()
         if isinstance(modules, Pipeline):  # from here its ranks are at the same step again
             modules.completed = 0
-        with _warning_of_a_partial_load(path, state.rank):
+        try:
             dcp_format.read(path, index, of_model)
             state.take(wanted)
+        except BaseException:
+            logger.warning(
+                "checkpoint.load: rank %d: loading %s failed after it was verified; model and optimizer are partly "
+                "loaded: load again before they are used",
+                *(state.rank, path),
+            )
+            raise
         if stored_random is not None:
             set_random_state(stored_random, state.device)
         else:
@@ -253,16 +258,3 @@ def _warn_of_differing_copies(path: Path, index: Index, names: list[tuple[str, i
 def _check_shared(path: Path) -> None:
     if not path.is_dir():
         raise ValueError(f"checkpoint: rank 0 sees {path}, and this rank does not; {_ONE_PLACE}")
-
-
-@contextmanager
-def _warning_of_a_partial_load(path: Path, rank: int) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        logger.warning(
-            "checkpoint.load: rank %d: loading %s failed after it was verified; model and optimizer are partly loaded: "
-            "load again before they are used",
-            *(rank, path),
-        )
-        raise

@@ -9,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,7 +161,7 @@ def _write(
             finish(folder, sorted(Shard(*shard) for of_rank in found for shard in of_rank), mine)
             _delete_unfinished(folder, "*")  # of exports that were killed, too
 
-        with _deleting_on_error(folder, ranks.rank):
+        try:
             for chunk, its_files in zip(mine, files, strict=True):
                 for number, tensors in enumerate(its_files):
                     if chunk.begins_at not in writes:
@@ -172,22 +171,15 @@ def _write(
                     size = sum(tensor.nbytes for tensor in tensors.values())
                     shards.append(Shard((chunk.begins_at, number), str(path), sorted(tensors), size))
             ranks.exchange("tensors written", shards, finish_all)
+        except BaseException:  # a disk that is full would stay so
+            _delete_unfinished(folder, ranks.rank)
+            raise
 
 
 def _delete_unfinished(folder: Path, rank: int | str) -> None:
     """What this rank was writing, or "*"."""
     for path in folder.glob(f".*-of-rank-{rank}.safetensors"):
         path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _deleting_on_error(folder: Path, rank: int) -> Iterator[None]:
-    """A disk that is full would stay so."""
-    try:
-        yield
-    except BaseException:
-        _delete_unfinished(folder, rank)
-        raise
 
 
 def _chunks(caller: str, given: Any) -> list[Chunk]:
