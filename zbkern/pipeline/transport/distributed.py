@@ -125,10 +125,13 @@ class DistributedTransport(Transport):
             header = header._replace(usual=True)
         if sizes:
             self._usual_to.setdefault(peer, sizes)
-        with self._reaching(peer):
+        try:
             works = self._start_send(peer, header)
-            slot = _USUAL if header.usual else _OTHER
-            works += self._start_tensors(peer, tensors, slot)
+            works += self._start_tensors(peer, tensors, _USUAL if header.usual else _OTHER)
+        except RuntimeError as error:  # the peer is gone: why, this rank's threads know or are about to
+            reason = self._mailbox.wait_for_failure(_TOLD, peer) or f"rank {peer} cannot be reached: {error}"
+            self.fail(reason)
+            raise PipelineError(reason) from error
         self._sends.put((peer, works))
 
     def _settle(self, message: Any, works: Sequence[dist.Work]) -> None:
@@ -209,15 +212,6 @@ class DistributedTransport(Transport):
     def _tell(self, peer: int, message: Message) -> None:
         with contextlib.suppress(RuntimeError):  # it is gone: that, too, is about to be known
             self._sends.put((peer, self._start_send(peer, message)))
-
-    @contextlib.contextmanager
-    def _reaching(self, peer: int) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # the peer is gone: why, this rank's threads know or are about to
-            reason = self._mailbox.wait_for_failure(_TOLD, peer) or f"rank {peer} cannot be reached: {error}"
-            self.fail(reason)
-            raise PipelineError(reason) from error
 
     def _start_send(self, peer: int, message: Message) -> _Works:
         group = self._headers_up if peer > self.rank else self._headers_down
