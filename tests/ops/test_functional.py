@@ -473,6 +473,17 @@ def test_sparse_inputs_of_a_linear(layout: str) -> None:
         testing.assert_close(own.grad, other.grad)
 
 
+def test_queries_that_see_no_key_are_zero_beside_a_sequence_of_more_keys() -> None:
+    """Few draws are such: all keys together are as many as all queries, and torch's own core takes none of it."""
+    q, k, v = (torch.randn(rows, 4, 6).double().requires_grad_() for rows in (5, 6, 6))
+    y = Z.attention(q, k, v, True, Z.AttentionOptions(), [0, 4, 5], [0, 2, 6])
+    y.sum().backward()
+    for seen in (y, q.grad):
+        assert not seen[:2].any()
+        assert seen[3:].isfinite().all()
+    assert k.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_rounds_once(interleaved: bool, dtype: torch.dtype) -> None:
