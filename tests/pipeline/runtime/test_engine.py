@@ -99,6 +99,21 @@ def test_a_chunk_that_was_not_converted_is_told_once(caplog: pytest.LogCaptureFi
     assert told == ["chunk 1: no W waits", "chunk 3: no W waits"]
 
 
+def test_a_chunk_may_be_torchscript() -> None:
+    layer = nn.Linear(2, 2)
+    data = torch.ones(2, 2), torch.zeros(2, 2)
+    with one_layer(modules=[torch.jit.trace(layer, data[0])]) as pipe:
+        torch.testing.assert_close(pipe.step(*data), nn.functional.mse_loss(layer(data[0]), data[1]))
+    expected = torch.autograd.grad(nn.functional.mse_loss(layer(data[0]), data[1]), [*layer.parameters()])
+    torch.testing.assert_close([p.grad for p in layer.parameters()], [*expected])
+
+
+def test_what_is_no_module_is_refused() -> None:
+    for wrong in (nn.Linear(2, 2).forward, [torch.tanh], "linear"):
+        with pytest.raises(TypeError, match=r"modules must be a torch\.nn\.Module or several in model order; got"):
+            Pipeline(wrong, schedules.zb_h1(1, 2), nn.functional.mse_loss)  # type: ignore[arg-type]
+
+
 def test_a_step_without_gradients_is_refused() -> None:
     with one_layer() as pipe:
         with torch.no_grad(), pytest.raises(RuntimeError, match="call evaluate for the loss alone"):

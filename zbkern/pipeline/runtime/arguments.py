@@ -61,12 +61,14 @@ def check_place(
 
 
 def module_list(caller: str, modules: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The chunks of a rank; one module that can be called is one chunk. Raises TypeError for what hides one."""
+    """The chunks of a rank; one module that can be called is one chunk. Raises TypeError for what is or hides none."""
     if isinstance(modules, torch.nn.ModuleList):
         modules = iter(modules)
     chunks = [modules] if isinstance(modules, torch.nn.Module) or not isinstance(modules, Iterable) else [*modules]
     for module in chunks:
-        if "compile" in vars(type(module._modules.get("_orig_mod"))):  # of torch.compile(module)
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"{caller}: modules must be a torch.nn.Module or several in model order; got {module!r}")
+        if "compile" in vars(type(getattr(module, "_orig_mod", None))):  # of torch.compile(module)
             raise TypeError(
                 f"{caller}: {type(module._orig_mod).__name__} compiles its layers one by one: call compile() of the "
                 "chunk itself, and give the chunk"
