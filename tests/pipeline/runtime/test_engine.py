@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import threading
 from collections.abc import Callable
@@ -225,6 +226,23 @@ def test_profilers_see_the_names_of_the_actions() -> None:
             pipe.step(torch.ones(2, 2), torch.ones(2, 2))
         names = {event.name for event in profiler.events()}
     assert {str(action) for action in pipe.schedule.actions[0]} <= names
+
+
+def profiled_steps() -> None:
+    schedule = schedules.one_f_one_b(2, 2)
+    with Pipeline(nn.Linear(2, 2), schedule, nn.functional.mse_loss) as pipe:
+        for _ in range(10):
+            with torch.profiler.profile() as profiler:
+                pipe.step(torch.ones(2, 2), torch.ones(2, 2))
+            names = {event.name for event in profiler.events()}
+            assert {str(action) for action in pipe.schedule.actions[pipe.rank]} <= names
+            del profiler
+            gc.collect()  # what still writes into the profile now writes into freed memory
+
+
+@pytest.mark.dist
+def test_messages_may_outlive_a_profile(two_ranks: Any) -> None:
+    two_ranks.run(profiled_steps)
 
 
 def test_w_that_communicates_needs_a_planned_order() -> None:

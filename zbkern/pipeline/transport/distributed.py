@@ -43,6 +43,7 @@ from zbkern.pipeline.transport.process_groups import (
     close_groups,
     finish,
     new_communicator,
+    not_profiled,
     rendezvous_timeout,
 )
 from zbkern.pipeline.transport.rank_exchange import RankExchange
@@ -215,12 +216,13 @@ class DistributedTransport(Transport):
 
     def _start_send(self, peer: int, message: Message) -> _Works:
         group = self._headers_up if peer > self.rank else self._headers_down
-        with self._header_lock:  # both parts of one message before those of another thread's
+        with self._header_lock, not_profiled():  # both parts of one message before those of another thread's
             return [(group.send([part], peer, 0), part) for part in frame(message)]
 
     def _start_tensors(self, peer: int, tensors: list[Tensor], slot: int) -> _Works:
         group = self._up if peer > self.rank else self._down
-        return [(group.send([tensor], peer, slot), tensor) for tensor in tensors if tensor.numel()]
+        with not_profiled() if self._on_cpu else contextlib.nullcontext():
+            return [(group.send([tensor], peer, slot), tensor) for tensor in tensors if tensor.numel()]
 
     def _finish_sends(
         self,
