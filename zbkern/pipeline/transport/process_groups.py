@@ -66,7 +66,7 @@ def finish(work: dist.Work, device: torch.device, timeout: timedelta = FOREVER) 
 
 @contextlib.contextmanager
 def not_profiled() -> Iterator[None]:
-    """What gloo begins inside is in no profile: where it ends after one, torch 2.13 writes into memory that is freed."""
+    """What gloo begins inside is in no profile: where it ends after one, torch 2.13 writes into freed memory."""
     profiled = torch.autograd._profiler_enabled()
     if profiled:
         torch._C._autograd._enable_record_function(False)
