@@ -38,18 +38,18 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
         raise ValueError("drift: costs must be given for a schedule whose sequences have slices of their own; got None")
     chunks = range(len(schedule.placement))
     by_slice: dict[tuple[str, int], dict[int, float]] = {}
-    for (kind, chunk, slice), lengths in _lengths(timelines).items():
-        by_slice.setdefault((kind, chunk), {})[slice] = statistics.median(lengths)
-    medians = {key: sum(each.values()) * len(schedule.slices) / len(each) for key, each in by_slice.items()}
-    times = [[medians.get((kind, chunk), 0.0) for chunk in chunks] for kind in ("F", "B", "W")]
+    for (kind, chunk, slice), length in medians(timelines).items():
+        by_slice.setdefault((kind, chunk), {})[slice] = length
+    wholes = {key: sum(each.values()) * len(schedule.slices) / len(each) for key, each in by_slice.items()}
+    times = [[wholes.get((kind, chunk), 0.0) for chunk in chunks] for kind in ("F", "B", "W")]
     for chunk in chunks:  # a fused pass: both halves in one
-        if ("BW", chunk) in medians and ("B", chunk) not in medians:
-            times[1][chunk] = times[2][chunk] = medians["BW", chunk] / 2
+        if ("BW", chunk) in wholes and ("B", chunk) not in wholes:
+            times[1][chunk] = times[2][chunk] = wholes["BW", chunk] / 2
     memory = memory or Costs()
     attention = [
         tuple(_attention(by_slice.get((kind, chunk), {}), schedule.slices) for chunk in chunks) for kind in "FB"
     ]
-    again = {chunk: medians["R", chunk] for chunk in chunks if ("R", chunk) in medians}
+    again = {chunk: wholes["R", chunk] for chunk in chunks if ("R", chunk) in wholes}
     return replace(
         memory,
         recompute=tuple(again.get(chunk, times[0][chunk]) for chunk in chunks) if again else memory.recompute,
@@ -67,6 +67,11 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
         merge_saving=0.0,
         time_unit=timelines[0].unit or None,
     )
+
+
+def medians(timelines: Sequence[Timeline]) -> dict[tuple[str, int, int], float]:
+    """(kind, chunk, slice) -> how long such a pass took."""
+    return {key: statistics.median(lengths) for key, lengths in _lengths(timelines).items()}
 
 
 def spread(timelines: Sequence[Timeline]) -> float:

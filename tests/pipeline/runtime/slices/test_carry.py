@@ -257,11 +257,12 @@ def test_what_slices_take_is_measured(dtype: torch.dtype) -> None:
     inputs, labels, _ = batch(2)
     costs = profile([Slow().to(dtype)], [0], loss_fn, inputs, labels, 2, options=ProfileOptions(slices=True))
     flat = costs.per_chunk(1)
-    [forward], [attention], [carried] = flat.forward, flat.attention_forward, flat.carried
-    assert TOKENS * dtype.itemsize <= carried <= (TOKENS + 2) * dtype.itemsize
+    [forward], [attention], [overhead], [carried] = flat.forward, flat.attention_forward, flat.overhead, flat.carried
+    assert TOKENS * dtype.itemsize <= carried <= (TOKENS + 16) * dtype.itemsize  # sixteen times a sixteenth, rounded up
     assert flat.carried_gradients == (TOKENS * 4,)  # in fp32
     assert attention == pytest.approx(0.5 * TOKENS**2, rel=0.1)
     assert forward == pytest.approx(2 + TOKENS + 0.5 * TOKENS**2, rel=0.1)
+    assert 1 <= overhead < 10  # a half of at least 2, and of what a B takes; more on a busy machine
     assert costs.tokens == TOKENS
 
 

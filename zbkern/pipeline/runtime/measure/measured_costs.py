@@ -7,12 +7,16 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
+import torch
+
 from zbkern.pipeline.runtime.measure.links import Link
+from zbkern.pipeline.runtime.slices.sliced_batch import edges
 from zbkern.planning.simulation import drift
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
 from zbkern.planning.simulation.timeline import Timeline
 
+SLICES = (1, 7, 8)  # the first tells the overhead, the others attention
 # in which layers of one kind are equal
 _TIMES = (
     *("forward", "backward", "weight", "fused", "merge_saving", "recompute"),
@@ -50,7 +54,7 @@ class Measurements(NamedTuple):
     merged: list[Timeline]  # the same with all W of a chunk at once
     fused: list[Timeline]  # with BW
     recomputing: list[Timeline] | None = None  # with an R of named parts; None where none were asked for
-    sliced: list[Timeline] | None = None  # with every sequence in two slices; None where not asked for
+    sliced: list[Timeline] | None = None  # with every sequence in `SLICES`; None where not asked for
 
 
 def largest_message(chunks: Sequence[MeasuredChunk]) -> int:
@@ -79,7 +83,7 @@ def chunk_costs(steps: Measurements) -> Costs:
         memory_unit="bytes",
     )
     if steps.sliced is not None:
-        costs = _with_slices(costs, drift.costs(steps.sliced), chunks)
+        costs = _with_slices(costs, steps.sliced, chunks)
     if steps.recomputing is None:
         return costs
     lengths = drift.costs(steps.recomputing).per_chunk(count).recompute
@@ -90,22 +94,42 @@ def chunk_costs(steps: Measurements) -> Costs:
     )
 
 
-def _with_slices(costs: Costs, sliced: Costs, chunks: Sequence[MeasuredChunk]) -> Costs:
-    """The same with what matters to slices. Two slices together take once more than the whole what does not shrink."""
-    flat, both = costs.per_chunk(len(chunks)), sliced.per_chunk(len(chunks))
-    more = [
-        median(getattr(both, name)[at] - getattr(flat, name)[at] for name in ("forward", "backward", "weight"))
-        for at in range(len(chunks))
-    ]
+def _with_slices(costs: Costs, sliced: Sequence[Timeline], chunks: Sequence[MeasuredChunk]) -> Costs:
+    """The same with what matters to slices."""
+    tokens, flat, times = chunks[0].tokens, costs.per_chunk(len(chunks)), drift.medians(sliced)
+    assert tokens is not None
+    places = [*edges("profile", tokens, SLICES), (0, tokens)]
+
+    def parts(kind: str, wholes: Sequence[float]) -> list[tuple[float, float]]:
+        return [
+            _parts(places, [*(times[kind, at, slice] for slice in range(len(SLICES))), whole])
+            for at, whole in enumerate(wholes)
+        ]
+
+    forward, backward = parts("F", flat.forward), parts("B", flat.backward)
     return replace(
         costs,
-        attention_forward=[*map(min, both.attention_forward, flat.forward)],
-        attention_backward=[*map(min, both.attention_backward, flat.backward)],
-        overhead=[max(0.0, difference) for difference in more],
+        attention_forward=[min(rising, whole) for (_, rising), whole in zip(forward, flat.forward, strict=True)],
+        attention_backward=[min(rising, whole) for (_, rising), whole in zip(backward, flat.backward, strict=True)],
+        overhead=[(f + b) / 2 for (f, _), (b, _) in zip(forward, backward, strict=True)],
         carried=[min(chunk.carried, chunk.activation) for chunk in chunks],
         carried_gradients=[chunk.carried_gradients for chunk in chunks],
-        tokens=chunks[0].tokens,
+        tokens=tokens,
     )
+
+
+def _parts(places: Sequence[tuple[int, int]], times: Sequence[float]) -> tuple[float, float]:
+    """Overhead, and attention of the last place, of passes of tokens in these places that took so long.
+
+    Of overhead + linear (b - a) + attention (b^2 - a^2), the least squares of relative errors.
+    """
+    whole = places[-1][1]
+    terms = torch.tensor([[1, (b - a) / whole, (b * b - a * a) / whole**2] for a, b in places], dtype=torch.float64)
+    scale = torch.tensor([[max(time, 1e-6)] for time in times], dtype=torch.float64)
+    overhead, _, attention = (
+        torch.linalg.lstsq(terms / scale, torch.ones_like(scale)).solution.clamp(min=0)[:, 0].tolist()
+    )
+    return overhead, attention
 
 
 def layer_costs(steps: Measurements) -> ModelCosts:

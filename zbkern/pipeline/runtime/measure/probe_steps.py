@@ -19,7 +19,7 @@ from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.forward_state import left_as_they_were
 from zbkern.pipeline.runtime.measure.clock import EventClock
 from zbkern.pipeline.runtime.measure.links import slowest_link
-from zbkern.pipeline.runtime.measure.measured_costs import MeasuredChunk, Measurements, largest_message
+from zbkern.pipeline.runtime.measure.measured_costs import SLICES, MeasuredChunk, Measurements, largest_message
 from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.memory.recomputation import Parts, parts_of
 from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions
@@ -184,11 +184,11 @@ class ProbeSteps:
         return {"recomputing": _Kind(schedule, ledger=self._ledger(pipe, parts))}
 
     def _sliced(self, pipe: Pipeline, placement: tuple[int, ...]) -> dict[str, _Kind]:
-        """Steps with every sequence in two slices; none where not asked."""
+        """Steps with every sequence in slices; none where not asked."""
         if not self.options.slices:
             return {}
         check_sliceable(pipe.modules.values())
-        return {"sliced": _Kind(_all_forwards_first(placement, self.microbatches, (1, 1)))}
+        return {"sliced": _Kind(_all_forwards_first(placement, self.microbatches, SLICES))}
 
     def _ledger(self, pipe: Pipeline, parts: Mapping[int, Parts] | None = None) -> Ledger:
         """parts: as for it."""
