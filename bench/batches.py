@@ -214,11 +214,11 @@ class Runner:
             pipe.close()
 
 
-def measured_costs() -> Costs:
+def measured_costs(longest: int) -> Costs:
     """Of one block, by chunks of a V, for a sequence of half of the longest."""
     placement = (0, 1, 1, 0)
     modules = [zbkern.convert(Blocks([chunk.blocks[0]])) for chunk in own_blocks(placement).values()]
-    x = torch.randn(2, LONGEST // 2, WIDTH)
+    x = torch.randn(2, longest // 2, WIDTH)
     y = torch.cat([x.sin(), torch.ones(*x.shape[:2], 1)], -1)
     found = profile(modules, placement, loss_fn, x, y, 2, options=ProfileOptions(repeats=4, slices=True))
     flat = found.per_chunk(len(placement))
@@ -242,8 +242,9 @@ class Figures:
 
 def run(batches: int, rounds: int, longest: int) -> dict[str, Any]:
     """On every rank: kind -> what Figures has."""
-    costs, runner, figures = measured_costs(), Runner(), {}
+    runner, figures = Runner(), {}
     for kind, lengths_of in KINDS.items():
+        costs = measured_costs(longest)  # anew: what else runs on this machine changes within minutes
         scale, generator, found = longest / lengths_of.longest, random.Random(100), Figures()
         share = lengths_of._replace(count=lengths_of.count * RANKS // STAGES)
         for _ in range(batches):
