@@ -26,7 +26,8 @@ from zbkern.pipeline import (
 )
 from zbkern.pipeline.runtime.measure import probe_steps
 from zbkern.pipeline.runtime.measure.clock import EventClock
-from zbkern.pipeline.runtime.measure.measured_costs import communication
+from zbkern.pipeline.runtime.measure.measured_costs import SLICES, communication, overhead_and_attention
+from zbkern.pipeline.runtime.slices.sliced_batch import edges
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.planning.simulation import drift
@@ -131,6 +132,18 @@ def test_every_step_runs_the_schedule_that_it_measures(monkeypatch: pytest.Monke
     costs = profile([block], [0], nn.functional.mse_loss, data, data, options=options)
     assert found == {(frozenset({*kinds}), 4) for kinds in ("FBW", ("F", "BW"), "FRBW")} | {(frozenset("FBW"), 12)}
     assert costs.checkpoint[0] < costs.activation[0]
+
+
+def test_slices_tell_the_overhead_and_attention() -> None:
+    """Also where slices are no whole number of tokens; noise that looks like less than none is none."""
+    for tokens in (16, 100, 2048):
+        places = [*edges("profile", tokens, SLICES), (0, tokens)]
+        lengths = [(b - a) / tokens for a, b in places]
+        pairs = [(b * b - a * a) / tokens**2 for a, b in places]
+        times = [1.5 + 20 * length + 25 * pair for length, pair in zip(lengths, pairs, strict=True)]
+        assert overhead_and_attention(places, times) == pytest.approx((1.5, 25))
+        times = [20 * length - 1 - pair for length, pair in zip(lengths, pairs, strict=True)]
+        assert overhead_and_attention(places, times) == (0, 0)
 
 
 class Mixed(nn.Module):

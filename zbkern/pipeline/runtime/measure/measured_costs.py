@@ -102,7 +102,7 @@ def _with_slices(costs: Costs, sliced: Sequence[Timeline], chunks: Sequence[Meas
 
     def parts(kind: str, wholes: Sequence[float]) -> list[tuple[float, float]]:
         return [
-            _parts(places, [*(times[kind, at, slice] for slice in range(len(SLICES))), whole])
+            overhead_and_attention(places, [*(times[kind, at, slice] for slice in range(len(SLICES))), whole])
             for at, whole in enumerate(wholes)
         ]
 
@@ -118,7 +118,7 @@ def _with_slices(costs: Costs, sliced: Sequence[Timeline], chunks: Sequence[Meas
     )
 
 
-def _parts(places: Sequence[tuple[int, int]], times: Sequence[float]) -> tuple[float, float]:
+def overhead_and_attention(places: Sequence[tuple[int, int]], times: Sequence[float]) -> tuple[float, float]:
     """Overhead, and attention of the last place, of passes of tokens in these places that took so long.
 
     Of overhead + linear (b - a) + attention (b^2 - a^2), the least squares of relative errors.
