@@ -52,7 +52,7 @@ class ProfileOptions:
         recompute: likewise, the parts of chunks that an R runs again, for the time of R and what an F keeps; else an R
             is a whole F, which keeps what it is given. In a chunk without such a part there is nothing to recompute.
         slices: also measure sequences in slices, for what plans of slices weigh: attention, overhead, and what is
-            carried. Sequences as long as the longest that plans are for tell most, and have 16 tokens at least.
+            carried. Sequences as long as the longest that plans are for tell most; those of less than 16 tokens little.
 
     Raises TypeError or ValueError for other numbers and parts.
     """

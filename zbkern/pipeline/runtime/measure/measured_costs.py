@@ -16,7 +16,7 @@ from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
 from zbkern.planning.simulation.timeline import Timeline
 
-SLICES = (1, 7, 8)  # the first tells the overhead, the others attention
+SLICES = (1, 7, 8)  # of 16 tokens and more: the first tells the overhead, the others attention
 # in which layers of one kind are equal
 _TIMES = (
     *("forward", "backward", "weight", "fused", "merge_saving", "recompute"),
@@ -54,7 +54,7 @@ class Measurements(NamedTuple):
     merged: list[Timeline]  # the same with all W of a chunk at once
     fused: list[Timeline]  # with BW
     recomputing: list[Timeline] | None = None  # with an R of named parts; None where none were asked for
-    sliced: list[Timeline] | None = None  # with every sequence in `SLICES`; None where not asked for
+    sliced: list[Timeline] | None = None  # with every sequence in slices; None where not asked for
 
 
 def largest_message(chunks: Sequence[MeasuredChunk]) -> int:
@@ -98,11 +98,12 @@ def _with_slices(costs: Costs, sliced: Sequence[Timeline], chunks: Sequence[Meas
     """The same with what matters to slices."""
     tokens, flat, times = chunks[0].tokens, costs.per_chunk(len(chunks)), drift.medians(sliced)
     assert tokens is not None
-    places = [*edges("profile", tokens, SLICES), (0, tokens)]
+    lengths = sliced[0].schedule.slices
+    places = [*edges("profile", tokens, lengths), (0, tokens)]
 
     def parts(kind: str, wholes: Sequence[float]) -> list[tuple[float, float]]:
         return [
-            overhead_and_attention(places, [*(times[kind, at, slice] for slice in range(len(SLICES))), whole])
+            overhead_and_attention(places, [*(times[kind, at, slice] for slice in range(len(lengths))), whole])
             for at, whole in enumerate(wholes)
         ]
 

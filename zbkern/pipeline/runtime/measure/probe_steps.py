@@ -188,7 +188,9 @@ class ProbeSteps:
         if not self.options.slices:
             return {}
         check_sliceable(pipe.modules.values())
-        return {"sliced": _Kind(_all_forwards_first(placement, self.microbatches, SLICES))}
+        tokens = max(each or 0 for each in pipe.gather(length_of(self.batch[0])))
+        slices = SLICES if tokens >= sum(SLICES) else (1, 1)
+        return {"sliced": _Kind(_all_forwards_first(placement, self.microbatches, slices))}
 
     def _ledger(self, pipe: Pipeline, parts: Mapping[int, Parts] | None = None) -> Ledger:
         """parts: as for it."""
