@@ -59,15 +59,12 @@ def test_products_that_share_a_launch_fill_the_machine_together() -> None:
 def test_a_measured_table_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "tiles.json"
     product = tiles.key("wgrad", 4096, 4096, 4096, "bfloat16", 90)
-    attention = tiles.attention_key("dkdv", 96, "bfloat16", 90, packed=False)
-    table.write_text(json.dumps({product: [64, 256, 64, 4, 4, 8], attention: [32, 64, 4, 2, True]}))
+    table.write_text(json.dumps({product: [64, 256, 64, 4, 4, 8]}))
     monkeypatch.setattr(tiles, "TABLE", table)
     tiles.table.cache_clear()
     try:
         assert tiles.choose("wgrad", 4097, 5000, 4096, "bfloat16", 90, 132) == tiles.Tile(64, 256, 64, 4, 4, 8)
         assert tiles.choose("wgrad", 9000, 5000, 4096, "bfloat16", 90, 132).m == 128
-        assert tiles.attention("dkdv", 128, "bfloat16", 90) == tiles.AttentionTile(32, 64, 4, 2, split=True)
-        assert tiles.attention("dkdv", 128, "bfloat16", 90, packed=True).keys == 128
     finally:
         tiles.table.cache_clear()
 
