@@ -31,7 +31,7 @@ def wide(segments: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack([dy.double().t() @ x.double() for x, dy in segments]).sum(0)
 
 
-@pytest.mark.parametrize("case", cases(DEVICE), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*cases(DEVICE)], ids=lambda case: case.name)
 def test_cases(case: Case) -> None:
     """Those of the emulator."""
     case.run(cuda_wgrad)
