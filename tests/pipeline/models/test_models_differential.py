@@ -212,7 +212,7 @@ def check_all(family: str, chosen: int, count: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cut_models_train_as_the_librarys_own(family: str, tmp_path: Path) -> None:
-    check_all(family, seed(0), 4 if family in FAST else 1, tmp_path)
+    check_all(family, seed(0), 3 if family in FAST else 1, tmp_path)
 
 
 @pytest.mark.slow
