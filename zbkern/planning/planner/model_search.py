@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import islice
 
 from zbkern import schedules
 from zbkern.planning.planner.arguments import DoesNotFit, Request, placement_of
 from zbkern.planning.planner.incumbents import Budget
-from zbkern.planning.planner.partition import Partition, balanced_partitions, even_partitions
+from zbkern.planning.planner.partition import Partition, balanced_partitions, busiest, even_partitions
 from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import Problem
 from zbkern.planning.planner.published import Published
@@ -77,7 +77,8 @@ class ModelSearch:
         self, owners: tuple[int, ...], slices: tuple[int, ...]
     ) -> Iterator[tuple[float, tuple[float, ...], Problem]]:
         """The partitions of which one microbatch fits, the most even first, each after the least time that it takes."""
-        with_least = [(self._least(each, owners), each) for each in self._partitions(owners)]
+        work, microbatches = [*map(shortest, self._model.layers)], self._request.microbatches
+        with_least = [(microbatches * busiest(work, each, owners), each) for each in self._partitions(owners)]
         for least, partition in sorted(with_least, key=lambda pair: pair[0]):
             firsts = self._model.partition_of(partition)
             try:
@@ -85,13 +86,6 @@ class ModelSearch:
                 yield least, firsts, problem
             except DoesNotFit as error:
                 self._refused.append(error)
-
-    def _least(self, partition: Partition, owners: Sequence[int]) -> float:
-        """The least time for all microbatches of the rank that has most to do."""
-        work = [0.0] * self._request.stages
-        for owner, (begin, end) in zip(owners, pairwise([*partition, len(self._model.layers)]), strict=True):
-            work[owner] += sum(map(shortest, self._model.layers[begin:end]))
-        return self._request.microbatches * max(work)
 
     def _placements(self, slices: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every placement that is asked for, or that may be good where it is not given: its name, and the rank of every

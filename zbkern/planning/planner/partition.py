@@ -33,6 +33,14 @@ def work_of(layer: LayerCosts) -> float:
     return layer.forward + layer.backward + layer.weight
 
 
+def busiest(work: Sequence[float], starts: Partition, placement: Sequence[int]) -> float:
+    """The most work of a rank, from that of every layer."""
+    found = [0.0] * (max(placement) + 1)
+    for rank, (begin, end) in zip(placement, pairwise([*starts, len(work)]), strict=True):
+        found[rank] += sum(work[begin:end])
+    return max(found)
+
+
 def even_partitions(layers: int, chunks: int) -> list[Partition]:
     """Equal numbers of layers per chunk, as far as they go: with the larger chunks first, last, or in between.
 
@@ -81,7 +89,8 @@ def _balanced(
     if native.core is not None and len(placement) > 1:  # without it there is no search either
         annealing = _Annealing(model, placement, microbatches, limits)
         if len(set(placement)) < len(placement):
-            found = sorted((annealing.balanced(equal, *each) for each in _VARIANTS), key=annealing.busiest)
+            balanced = (annealing.balanced(equal, *each) for each in _VARIANTS)
+            found = sorted(balanced, key=lambda each: busiest(annealing.work, each, placement))
         smaller = (annealing.smaller(found[0], in_flight) for in_flight in (_IN_FLIGHT if limits else ()))
         found += takewhile(bool, smaller)  # what fits does so for fewer microbatches, too
     numbers = model.partition_of(range(len(model.layers)))
@@ -185,13 +194,10 @@ class _Annealing:
         effort = Effort(temperatures=_scaled(cooled, _STRAIN), work=_STEPS * (len(start) - 1) // _TEMPERATURES)
         return tuple(native.core.anneal_partition(problem, start, effort))
 
-    def busiest(self, starts: Partition) -> int:
-        """The most work of a rank."""
-        placement, work = self._problem.placement, self._problem.work
-        found = [0] * (max(placement) + 1)
-        for rank, (begin, end) in zip(placement, pairwise([*starts, len(work)]), strict=True):
-            found[rank] += sum(work[begin:end])
-        return max(found)
+    @property
+    def work(self) -> list[int]:
+        """Of every layer, in the units of the compiled core."""
+        return self._problem.work
 
 
 def _scaled(amounts: Sequence[float], scale: float) -> list[int]:
