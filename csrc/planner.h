@@ -1,8 +1,8 @@
 // The planner's search core: plain C++17 over flat arrays; no torch and no Python in here.
 //
-// zbkern/planning/planner/{list_scheduler,pattern_search,annealing,partition}.py say what each search does; the tests compare its
-// results with the simulator, the lower bounds and, on tiny problems, every possible order. Times and memory are
-// integers, so that no result depends on the order of additions or on the compiler.
+// zbkern/planning/planner/{list_scheduler,pattern_search,annealing,partition}.py say what each search does; the tests
+// compare its results with the simulator, the lower bounds and, on tiny problems, every possible order. Times and memory
+// are integers, so that no result depends on the order of additions or on the compiler.
 #pragma once
 
 #include <chrono>
