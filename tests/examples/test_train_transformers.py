@@ -12,9 +12,7 @@ from torch.nn import functional as F
 
 from tests.support.programs import example
 
-transformers = pytest.importorskip("transformers", reason="needs the transformers library: pip install zbkern[test]")
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("cut is for transformers 5", allow_module_level=True)
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="cut is for transformers 5")
 
 
 def train(model: str, schedule: str, slices: int | str, out: Path) -> float | None:

@@ -24,10 +24,8 @@ from zbkern.pipeline import (
     token_targets,
 )
 
-transformers = pytest.importorskip("transformers", reason="needs the transformers library: pip install zbkern[test]")
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="cut is for transformers 5")
 peft = pytest.importorskip("peft", reason="needs the peft library: pip install zbkern[test]")
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("cut is for transformers 5", allow_module_level=True)
 
 STEPS, MICROBATCHES = 3, 4
 ALONE = schedules.zb_h1(1, 1)
