@@ -16,7 +16,7 @@ from torch import nn
 import zbkern
 from tests.support.chunks import make_data, make_model, needed, on_threads, one_rank, plain, run_pipelines
 from tests.support.same import assert_gradients
-from zbkern.pipeline import Pipeline, PipelineError, ScheduleError, StepOptions, schedules
+from zbkern.pipeline import Costs, Pipeline, PipelineError, ScheduleError, StepOptions, plan, schedules
 from zbkern.pipeline.runtime.loop import Loop
 from zbkern.pipeline.runtime.measure.clock import EventClock
 from zbkern.pipeline.transport.base import LONGEST_TIMEOUT, Tag
@@ -113,6 +113,12 @@ def test_what_is_no_module_is_refused() -> None:
     for wrong in (nn.Linear(2, 2).forward, [torch.tanh], "linear"):
         with pytest.raises(TypeError, match=r"modules must be a torch\.nn\.Module or several in model order; got"):
             Pipeline(wrong, schedules.zb_h1(1, 2), nn.functional.mse_loss)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", ["zb_v", None, plan(Costs(), 1, 2, effort=0)])
+def test_what_is_no_schedule_is_refused(wrong: object) -> None:
+    with pytest.raises(TypeError, match=r"Pipeline: schedule must be a Schedule, such as schedules\.zb_v\(.*; got "):
+        one_rank([nn.Linear(2, 2)], wrong)  # type: ignore[arg-type]
 
 
 def test_a_step_without_gradients_is_refused() -> None:

@@ -43,6 +43,7 @@ HALF = schedules.v_half
         (2, [None, HALF(2, 2)], ["ranks make different calls"]),
         (2, [schedules.interleaved(2, 2, chunks=2)] * 2, ["schedule must have this pipeline's chunks in the same pl"]),
         (2, [schedules.zb_h1(2, 2)] * 2, ["schedule must have this pipeline's chunks in the same places"]),
+        (2, ["zb_v"] * 2, ["Pipeline.step: schedule must be a Schedule, such as", "that makes one; got 'zb_v'"]),
         (2, [V(2, 3)] * 2, ["inputs is a list of 2 microbatches and the schedule has 3"]),
     ],
 )

@@ -63,6 +63,11 @@ class StepSchedules:
         return f" of {schedule.name} with {schedule.microbatches} microbatches ({schedule.checksum:08x})"
 
     def _checked(self, call: str, schedule: Any) -> Schedule:
+        if not isinstance(schedule, Schedule):
+            raise TypeError(
+                f"{call}: schedule must be a Schedule, such as schedules.zb_v(stages, microbatches) or the schedule of "
+                f"a Plan, or a function of the number of microbatches that makes one; got {schedule!r:.60}"
+            )
         schedule.validate()
         moves_w = self._fill != "planned" or self._options.max_wgrad_bytes is not None
         if moves_w and any(offloads_or_recomputes(row) for row in schedule.actions):
