@@ -12,7 +12,10 @@ from torch import nn
 from tests.support.chunks import make_data, make_model
 from zbkern.pipeline import Costs, Pipeline, StepOptions, Timeline, plan, schedules, simulate
 from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.planning.planner import native
+from zbkern.planning.planner.batch import plan_batch
 from zbkern.planning.simulation import drift
+from zbkern.planning.simulation.timeline import rescaled
 
 COSTS = Costs(forward=(2, 3, 2, 4), backward=(2, 2.5, 2, 3), weight=(1, 1.5, 1, 2), communication=0.25)
 
@@ -63,6 +66,20 @@ def test_a_slow_pass_is_found_and_the_ranks_behind_it_are_late() -> None:
     assert found.to_text(0) == found.to_text(1).rpartition("\n")[0]
     with pytest.raises(ValueError, match="worst must be the number of passes to list, at least 0; got -1"):
         found.to_text(-1)
+
+
+@pytest.mark.skipif(native.core is None, reason="the planner's search is not compiled")
+def test_a_step_of_packs_is_held_against_its_plan() -> None:
+    costs = Costs(2, 4, 1, attention_forward=1, attention_backward=2.5, overhead=0.01, tokens=1024, time_unit="ms")
+    plan = plan_batch([900, 300, 300, 200, 200, 200], costs, 2)
+    assert max(map(len, plan.rows)) > 1
+    step = rescaled(plan.timeline, 1.25e-3, "s")
+    found = drift.compare(step, drift.in_seconds(costs), plan.timeline)
+    assert found.to_text().startswith(f"measured {step.cost:.4g}, planned ")
+    assert "+25.0%" in found.to_text()
+    assert drift.compare(step, drift.in_seconds(costs)).planned.cost > 1.02 * found.planned.cost  # a pack as a sequence
+    with pytest.raises(ValueError, match="planned must be the timeline of the last step's plan"):
+        drift.compare(step, drift.in_seconds(costs), simulate(schedules.zb_v(2, 4)))
 
 
 def test_an_idle_share_is_that_of_the_ranks_that_are_known() -> None:

@@ -341,12 +341,13 @@ class Pipeline:
             self._transport.fail(str(error) if known else f"rank {self.rank}: {described(error)}")
         self.close()
 
-    def drift(self, costs: Costs | None = None) -> Drift:
+    def drift(self, costs: Costs | None = None, planned: Timeline | None = None) -> Drift:
         """The last step of all ranks next to its plan: where the time went; collective.
 
         costs: what was planned with, in milliseconds, as `profile` gives them; the step's own medians when None.
+        planned: for a step of packs, its plan's timeline; a simulation would take a pack for one sequence.
         """
-        return compare(self.gather_timeline(), None if costs is None else in_seconds(costs))
+        return compare(self.gather_timeline(), None if costs is None else in_seconds(costs), planned)
 
     # ---- a call, from its checks to its end
 

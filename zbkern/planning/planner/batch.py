@@ -35,10 +35,11 @@ class BatchPlan:
     """A schedule of one batch, and what its microbatches are.
 
     rows: of each microbatch, the numbers of the sequences in it: one, whole or in slices (`schedule.slices_of`), or a
-    pack of whole ones, in this order. ends: of each microbatch, where its sequences end, 0 first. makespan: from the
-    first pass to the last, by the costs. lower_bound: of any schedule of this batch, what the busiest rank's passes
-    take alone. peak_memory: of each rank. published: the name and the makespan of the best published schedule of whole
-    packs that fits, None for none.
+    pack of whole ones, in this order. ends: of each microbatch, where its sequences end, 0 first.
+
+    costs: those of the plan. makespan: from the first pass to the last. lower_bound: of any schedule of this batch,
+    what the busiest rank's passes take alone. peak_memory: of each rank. published: the name and the makespan of the
+    best published schedule of whole packs that fits, None for none.
     """
 
     schedule: Schedule
@@ -48,6 +49,7 @@ class BatchPlan:
     lower_bound: float
     peak_memory: tuple[float, ...]
     published: tuple[str, float] | None
+    costs: Costs = field(repr=False)
     _times: tuple[list[tuple[float, float]], ...] = field(repr=False)
 
     def __repr__(self) -> str:
@@ -65,7 +67,7 @@ class BatchPlan:
             tuple(Event(rank, action, *time) for action, time in zip(actions, times, strict=True))
             for rank, (actions, times) in enumerate(zip(self.schedule.actions, self._times, strict=True))
         )
-        return Timeline(self.schedule, events, self.peak_memory)
+        return Timeline(self.schedule, events, self.peak_memory, self.costs.time_unit or "")
 
 
 def plan_batch(
@@ -118,7 +120,7 @@ def plan_batch(
             f"plan_batch: memory_limit must let the largest unit run; got {memory_limit:g}, and the least that any "
             f"order found needs is {least:.4g}; raise the limit, or use more chunks or stages"
         )
-    return _plan_of(problem, numbers, best, published)
+    return _plan_of(problem, numbers, best, published, costs)
 
 
 def sequence_work(costs: Costs, length: int) -> float:
@@ -273,7 +275,7 @@ def _published(placement: tuple[int, ...], microbatches: int) -> list[tuple[str,
 
 
 def _plan_of(
-    problem: _Problem, lengths: Sequence[int], best: _Found, published: tuple[str, _Found] | None
+    problem: _Problem, lengths: Sequence[int], best: _Found, published: tuple[str, _Found] | None, costs: Costs
 ) -> BatchPlan:
     rows = tuple(tuple(Action(_KINDS[kind], chunk, unit) for kind, chunk, unit, _, _ in row) for row in best.events)
     cuts = tuple(map(tuple, best.cuts))
@@ -286,5 +288,6 @@ def _plan_of(
         lower_bound=problem.lower_bound,
         peak_memory=tuple(own + peak * memory for own, peak in zip(problem.static, best.peaks, strict=True)),
         published=None if published is None else (published[0], published[1].makespan * time),
+        costs=costs,
         _times=tuple([(start * time, end * time) for *_, start, end in row] for row in best.events),
     )

@@ -13,7 +13,7 @@ from typing import Any
 from zbkern.planning import draw
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.simulator import simulate
-from zbkern.planning.simulation.timeline import Timeline, arrival, ends_of
+from zbkern.planning.simulation.timeline import Timeline, arrival, ends_of, rescaled
 from zbkern.schedules.actions import Action
 from zbkern.schedules.dependencies import result
 from zbkern.schedules.units import TIME_UNITS, duration
@@ -153,8 +153,13 @@ def in_seconds(given: Costs) -> Costs:
     return replace(given, time_unit="s", **seconds, **rates)
 
 
-def compare(measured: Timeline, given: Costs | None = None) -> Drift:
-    """A measured step next to the simulation of its schedule, with these costs or with its own medians."""
+def compare(measured: Timeline, given: Costs | None = None, planned: Timeline | None = None) -> Drift:
+    """A measured step next to the simulation of its schedule, with these costs or with its own medians.
+
+    planned: in place of the simulation, that of the plan, in milliseconds where it has no unit.
+    """
+    if planned is not None and planned.schedule.checksum != measured.schedule.checksum:
+        raise ValueError("compare: planned must be the timeline of the last step's plan; got one of another schedule")
     if given is not None and not isinstance(given, Costs):
         raise TypeError(f"compare: costs must be a zbkern.pipeline.Costs or None; got {type(given).__name__} {given!r}")
     for rank, row in enumerate(measured.events):
@@ -164,8 +169,11 @@ def compare(measured: Timeline, given: Costs | None = None) -> Drift:
                 "Pipeline.step first, and take Pipeline.gather_timeline() or Pipeline.drift()"
             )
     planned_with = given or costs([measured])
-    planned = simulate(measured.schedule, planned_with)
-    return Drift(replace(planned, unit=measured.unit), measured, planned_with, given is not None)
+    if planned is None:
+        planned = replace(simulate(measured.schedule, planned_with), unit=measured.unit)
+    else:
+        planned = rescaled(planned, 1 / TIME_UNITS[planned.unit or "ms"], measured.unit)
+    return Drift(planned, measured, planned_with, given is not None)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,6 +100,12 @@ class Timeline:
     def save(self, path: str | Path) -> Path:
         """Writes the picture or trace that the suffix names: .svg, .html, or .json (Perfetto)."""
         return draw.save([self], path)
+
+
+def rescaled(timeline: Timeline, factor: float, unit: str) -> Timeline:
+    """The same with all times of its events multiplied, in another unit."""
+    rows = [[e._replace(start=e.start * factor, end=e.end * factor) for e in row] for row in timeline.events]
+    return replace(timeline, events=tuple(map(tuple, rows)), unit=unit)
 
 
 def measured(

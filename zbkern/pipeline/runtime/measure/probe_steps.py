@@ -6,7 +6,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, check_sliceable,
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.planning.simulation import drift
-from zbkern.planning.simulation.timeline import Timeline
+from zbkern.planning.simulation.timeline import Timeline, rescaled
 from zbkern.schedules.actions import Action, check_count
 from zbkern.schedules.program import merge_neighbours
 from zbkern.schedules.schedule import Schedule
@@ -152,7 +152,7 @@ class ProbeSteps:
         pipe.queue.merge = kind.merge
         pipe.loop.use_ledger(kind.ledger)
         pipe.step(*self.batch, schedule=kind.schedule)
-        return _in_milliseconds(pipe.gather_timeline())
+        return rescaled(pipe.gather_timeline(), 1e3, "ms")
 
     def _warn_of_noise(self, spread: float) -> None:
         if spread > STEADY:
@@ -314,8 +314,3 @@ def _changed(schedule: Schedule, change: Callable[[Action], Sequence[Action]]) -
 def _fused(action: Action) -> Sequence[Action]:
     """BW in the place of B, and no W."""
     return {"B": [action._replace(kind="BW")], "W": []}.get(action.kind, [action])
-
-
-def _in_milliseconds(timeline: Timeline) -> Timeline:
-    events = [[e._replace(start=e.start * 1e3, end=e.end * 1e3) for e in row] for row in timeline.events]
-    return replace(timeline, events=tuple(tuple(row) for row in events), unit="ms")
