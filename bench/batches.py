@@ -216,11 +216,12 @@ class Runner:
 
 def measured_costs(longest: int) -> Costs:
     """Of one block, by chunks of a V, for a sequence of half of the longest."""
-    placement = (0, 1, 1, 0)
+    placement, microbatches = (0, 1, 1, 0), 2 * RANKS  # both ranks are busy, as in a step
     modules = [zbkern.convert(Blocks([chunk.blocks[0]])) for chunk in own_blocks(placement).values()]
-    x = torch.randn(2, longest // 2, WIDTH)
+    x = torch.randn(microbatches, longest // 2, WIDTH)
     y = torch.cat([x.sin(), torch.ones(*x.shape[:2], 1)], -1)
-    found = profile(modules, placement, loss_fn, x, y, 2, options=ProfileOptions(repeats=4, slices=True))
+    options = ProfileOptions(repeats=2, slices=True)
+    found = profile(modules, placement, loss_fn, x, y, microbatches, options=options)
     flat = found.per_chunk(len(placement))
     names = ("forward", "backward", "weight", "attention_forward", "attention_backward", "overhead")
     names += ("activation", "held", "carried", "carried_gradients")
