@@ -369,7 +369,7 @@ COMMANDS = [
 def test_the_commands_run_as_they_stand(
     page: Path, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After what the page writes into files with echo, in a folder with the configuration of a model; but for
+    """After what the page writes into files with echo, in a folder with the configuration of a model; except
     the effort, and for the sequences of a step, whose layouts take a minute."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "bench" / "configurations" / "llama-3-70b.json", "config.json")
