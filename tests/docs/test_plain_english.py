@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 HABITS = {
     r"(?:^|[.;:!?] |\*\*|^- |\| )Of [\w`]": "begins with its genitive; say what does something, and then with what",
     r"\bbut for\b": "except",
@@ -38,7 +38,7 @@ def test_sentences_are_short(page: Path) -> None:
     assert not found, f"more than {WORDS} words:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+@named
 def test_pages_keep_to_plain_english(page: Path) -> None:
     found = [
         f"{line.strip()[:80]}: {better}"
