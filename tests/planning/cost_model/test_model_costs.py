@@ -15,7 +15,7 @@ import torch
 from bench.split_models import LLAMA
 from tests.support.llama_block import held_and_saved
 from zbkern.pipeline import ModelCosts, layers_of
-from zbkern.planning.cost_model.architecture import KINDS, Architecture, architecture, load_architecture
+from zbkern.planning.cost_model.architecture import FAMILIES, Architecture, architecture, load_architecture
 from zbkern.planning.cost_model.hardware import TABLE, load_hardware
 from zbkern.planning.cost_model.layer_kinds import Experts, attention, mlp
 from zbkern.planning.cost_model.model_costs import Job, flops, model_costs, outside, parameters
@@ -411,7 +411,7 @@ def test_parallelism_that_does_not_divide(job: dict[str, int], message: str) -> 
     ("tensor", "expert", "data"), [(1, 8, 8), (4, 64, 16), (8, 4, 1), (3, 8, 8), (16, 24, 3), (1, 1, 1)]
 )
 def test_as_many_pipelines_as_experts_need(tensor: int, expert: int, data: int) -> None:
-    assert Job(16, tensor_parallel=tensor, expert_parallel=expert).data_parallel == data
+    assert Job(16, tensor_parallel=tensor, expert_parallel=expert).pipelines == data
     with pytest.raises(ValueError, match="tensor_parallel must be at least 1"):
         Job(16, tensor_parallel=0, expert_parallel=expert)
 
@@ -463,7 +463,7 @@ def test_copies_to_the_host_take_the_hosts_link() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if kind != "kimi_k2" and "_vl_" not in kind]
+    "kind", [kind for kind in FAMILIES if kind != "kimi_k2" and "_vl_" not in kind]
 )  # not models of their own
 def test_parameters_are_those_of_the_librarys_models(kind: str) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0", reason="kinds are those of version 5")

@@ -5,6 +5,7 @@ What the file leaves out is read from the library's own configuration of that mo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,18 +67,19 @@ def load_architecture(path: str | Path) -> Architecture:
 def architecture(config: Mapping[str, Any]) -> Architecture:
     """The architecture that the contents of a config.json describe.
 
-    Raises ValueError for a model_type that is not in KINDS, and for a number that is missing or not a whole number.
+    Raises ValueError for a model_type that is not in FAMILIES, and for a number that is missing or not a whole number.
     """
     whole, text = config, config.get("text_config")
     config = text if isinstance(text, Mapping) else config  # the decoder of a model that also takes images
     kind = config.get("model_type")
-    if kind not in KINDS:
+    if kind not in [*FAMILIES]:
         raise ValueError(
             f"architecture: model_type must be that of a decoder that is known; got {kind!r}, known are "
-            f"{', '.join(KINDS)}; for another model, write its layers' costs (ModelCosts.save) and give them as --costs"
+            + ", ".join(FAMILIES)
+            + "; for another model, write its layers' costs (ModelCosts.save) and give them as --costs"
         )
     numbers = _Numbers(config, whole is not config)
-    blocks = tuple(_blocks(numbers, kind))
+    blocks = tuple(_blocks(numbers))
     sizes = numbers["hidden_size"], numbers["vocab_size"]
     left_out = [name for name in whole if name.endswith("_config") and isinstance(whole[name], Mapping)]
     return Architecture(
@@ -86,33 +88,20 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         blocks,
         numbers.get("num_nextn_predict_layers", numbers.get("num_mtp_layers", 0)),
         bool(whole["tie_word_embeddings"] if "tie_word_embeddings" in whole else numbers.known("tie_word_embeddings")),
-        _NAMES.get(kind, Architecture.names),
+        tuple(numbers.family.get("names", Architecture.names)),
         tuple(name for name in left_out if name not in ("text_config", "quantization_config")),
     )
 
 
-_DENSE = (
-    *("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo"),
-    *("olmo2", "olmo3", "smollm3", "ernie4_5", "seed_oss", "glm", "glm4", "exaone4", "stablelm"),
-    *("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_5_text", "gpt2", "falcon", "cohere", "cohere2", "mamba2", "bamba"),
-)
-_UNGATED = ("gpt2", "falcon")
-_SPARSE = (
-    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2", "olmoe", "flex_olmo"),
-    *("glm4_moe", "minimax_m2", "qwen3_vl_moe_text", "qwen3_next", "llama4_text", "jamba", "nemotron_h"),
-)
-KINDS = (*_DENSE, *_SPARSE)
-"""The model types whose layers are known."""
+FAMILIES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "families.json").read_text(encoding="utf-8"))
+"""What is known of models by their model_type, where it is not as in most: names of embedding, blocks and norm; norms
+of a block; parallel, as in `Block`; gated: MLPs are; hidden: the name of their size; experts: in some layers; mixed:
+layers of several kinds, also without a window; alone: a layer is attention or MLP or what is in the place of one;
+latent: attention; output_gate: on attention's output; state_space: names of heads, their size, states, groups, kernel
+and chunk."""
 
-_NORMS = {"gemma2": 4, "gemma3_text": 4, "glm4": 4, "cohere": 1, "cohere2": 1, "mamba2": 1}  # of the others 2
-_NAMES = {
-    "gpt2": ("transformer.wte", "transformer.h", "transformer.ln_f"),
-    "falcon": ("transformer.word_embeddings", "transformer.h", "transformer.ln_f"),
-    "mamba2": ("backbone.embeddings", "backbone.layers", "backbone.norm_f"),
-    "nemotron_h": ("model.embeddings", "model.layers", "model.norm_f"),
-    **dict.fromkeys(("jamba", "bamba"), ("model.embed_tokens", "model.layers", "model.final_layernorm")),
-}
-_MIXED = ("qwen3_next", "qwen3_5_text", "llama4_text", "bamba")  # layers of several kinds, also without a window
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of nemotron_h
+_DELTA_RULE = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 _MOST_COUNTED = 10_000  # layers, heads, experts: each of them is worked on
 _LARGEST = 10**8  # of sizes
 
@@ -124,7 +113,8 @@ class _Numbers:
     """
 
     def __init__(self, config: Mapping[str, Any], partial: bool) -> None:
-        self.config, self.partial = dict(config), partial
+        self.config, self.partial, self.kind = dict(config), partial, config["model_type"]
+        self.family = FAMILIES[self.kind]
         if self.config.get("layer_types", ()) is None:  # which says that the library works them out
             del self.config["layer_types"]
         for name, value in config.items():
@@ -194,21 +184,17 @@ def _of_library(config: Mapping[str, Any]) -> Any:
         raise ValueError(f"architecture: the transformers library does not take it: {error}") from error
 
 
-def _blocks(numbers: _Numbers, kind: str) -> list[Block]:
+def _blocks(numbers: _Numbers) -> list[Block]:
     """A table of positions counts as the first block's."""
-    if kind == "nemotron_h":
-        return [Block(parts, 1, parallel=True) for parts in _nemotron_h(numbers, numbers["hidden_size"])]
-    features, count = numbers["hidden_size"], numbers["num_hidden_layers"]
-    mixers = _mixers(numbers, kind, features, count)
-    if kind == "mamba2":
-        return [Block((mixer,), 1) for mixer in mixers]
-    norms, parallel = _NORMS.get(kind, 2), kind.startswith("cohere")
+    kind, family, features, types = numbers.kind, numbers.family, numbers["hidden_size"], _layer_types(numbers)
+    mixers = {each: _mixer(numbers, each) for each in dict.fromkeys(types)}
+    norms, parallel = family.get("norms", 2), family.get("parallel", False)
     if kind == "falcon":
         norms = 1 if numbers.known("parallel_attn") and not numbers.known("new_decoder_architecture") else 2
         parallel = bool(numbers.known("parallel_attn") or numbers.known("new_decoder_architecture"))
     if kind == "stablelm":
         parallel = bool(numbers.value("use_parallel_residual"))
-    parts = [(mixer, *_mlp(numbers, kind, index, features)) for index, mixer in enumerate(mixers)]
+    parts = [(*mixers[each], *(() if "alone" in family else _mlp(numbers, index))) for index, each in enumerate(types)]
     blocks = [Block(each, norms, parallel) for each in parts]
     if kind == "gpt2" and (positions := numbers.get("n_positions", 0)):
         first, *rest = blocks[0].parts
@@ -216,28 +202,21 @@ def _blocks(numbers: _Numbers, kind: str) -> list[Block]:
     return blocks
 
 
-def _mixers(numbers: _Numbers, kind: str, features: int, count: int) -> list[Part]:
-    """What every layer has in the place of attention."""
+def _layer_types(numbers: _Numbers) -> list[str]:
+    """The kind of every layer, by the library's names."""
+    kind = numbers.kind
+    if kind == "nemotron_h":
+        types = numbers.config.get("hybrid_override_pattern") or numbers.list("layers_block_type")
+        return [_LETTERS.get(each, each) for each in types]
+    count = numbers["num_hidden_layers"]
     if kind == "mamba2":
-        sizes = numbers.each("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel", "chunk_size")
-        return [kinds.state_space(features, *sizes)] * count
+        return ["linear_attention"] * count
     if kind == "jamba":
         period, offset = numbers["attn_layer_period"], numbers.known("attn_layer_offset")
-        inner = numbers["mamba_expand"] * features
-        scan = kinds.selective_scan(features, inner, *numbers.each("mamba_d_state", "mamba_dt_rank", "mamba_d_conv"))
-        attention = _attention(numbers, kind, features, None, False)
-        return [attention if index % period == offset else scan for index in range(count)]
-    types = _layer_types(numbers, kind, count)
-    found = {each: _mixer(numbers, kind, features, each) for each in dict.fromkeys(types)}
-    return [found[each] for each in types]
-
-
-def _layer_types(numbers: _Numbers, kind: str, count: int) -> list[str]:
-    """The kind of every layer, by the library's names."""
+        return ["full_attention" if index % period == offset else "linear_attention" for index in range(count)]
     given = bool(numbers.config.get("layer_types"))
-    windowed = bool(numbers.value("sliding_window") if numbers.partial else numbers.config.get("sliding_window"))
-    windowed = windowed and (given or numbers.value("use_sliding_window") is not False)
-    if not (windowed or kind in _MIXED):
+    windowed = numbers.get("sliding_window", 0) and (given or numbers.value("use_sliding_window") is not False)
+    if not (windowed or "mixed" in numbers.family):
         return ["full_attention"] * count
     types = numbers.list("layer_types") or ["sliding_attention"] * count
     if len(types) != count:
@@ -245,38 +224,53 @@ def _layer_types(numbers: _Numbers, kind: str, count: int) -> list[str]:
     return list(types)
 
 
-def _mixer(numbers: _Numbers, kind: str, features: int, layer_type: str) -> Part:
-    if layer_type == "linear_attention" and kind == "bamba":
-        sizes = ("n_heads", "d_head", "d_state", "n_groups", "d_conv", "chunk_size")
-        return kinds.state_space(features, *(numbers[f"mamba_{name}"] for name in sizes))
+def _mixer(numbers: _Numbers, layer_type: str) -> tuple[Part, ...]:
+    """What a layer of this type has in the place of attention, or all of it."""
+    kind, family, features = numbers.kind, numbers.family, numbers["hidden_size"]
+    if layer_type == "linear_attention" and kind == "jamba":
+        sizes = numbers["mamba_expand"] * features, *numbers.each("mamba_d_state", "mamba_dt_rank", "mamba_d_conv")
+        return (kinds.selective_scan(features, *sizes),)
+    if layer_type in ("linear_attention", "mamba") and "state_space" in family:
+        return (kinds.state_space(features, *numbers.each(*family["state_space"])),)
     if layer_type == "linear_attention":
-        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-        return kinds.delta_rule(features, *(numbers[f"linear_{name}"] for name in names))
+        return (kinds.delta_rule(features, *(numbers[f"linear_{name}"] for name in _DELTA_RULE)),)
+    if kind == "nemotron_h" and layer_type == "mlp":
+        return (kinds.mlp(features, numbers["intermediate_size"], gated=False),)
+    if kind == "nemotron_h" and layer_type == "moe" and not numbers.config.get("moe_latent_size"):
+        return _experts(numbers)
+    if kind == "nemotron_h" and layer_type not in ("full_attention", "attention"):
+        raise ValueError(f"architecture: nemotron_h with layers of {layer_type!r} (or a moe_latent_size) is not known")
     window = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(layer_type)
     size = None if window is None else numbers[window]
-    return _attention(numbers, kind, features, size, layer_type == "chunked_attention")
+    return (_attention(numbers, size, layer_type == "chunked_attention"),)
 
 
-def _attention(numbers: _Numbers, kind: str, features: int, window: int | None, chunked: bool) -> Part:
-    heads = numbers["num_attention_heads"]
-    if kind.startswith(("deepseek", "kimi")):
+def _attention(numbers: _Numbers, window: int | None, chunked: bool) -> Part:
+    features, heads = numbers["hidden_size"], numbers["num_attention_heads"]
+    if "latent" in numbers.family:
         sizes = numbers.each("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         return kinds.latent_attention(features, heads, numbers.get("q_lora_rank", 0), *sizes)
     size = numbers.get("head_dim", features // heads)
     keys = numbers.get("num_key_value_heads", heads)
-    if kind == "falcon":
+    if numbers.kind == "falcon":
         keys = heads if not numbers.known("multi_query") else 1
         keys = numbers["num_kv_heads"] if numbers.known("new_decoder_architecture") else keys
-    gate = heads * size if kind in ("qwen3_next", "qwen3_5_text") else 0
+    gate = heads * size if "output_gate" in numbers.family else 0
     return kinds.attention(features, heads, keys, size, window, chunked, gate)
 
 
-def _mlp(numbers: _Numbers, kind: str, index: int, features: int) -> tuple[Part, ...]:
+def _mlp(numbers: _Numbers, index: int) -> tuple[Part, ...]:
     """Of one layer: an MLP, or experts and the MLP that all tokens take beside them."""
-    if kind in _DENSE or not _has_experts(numbers, kind, index):
-        name = {"falcon": "ffn_hidden_size", "llama4_text": "intermediate_size_mlp"}.get(kind, "intermediate_size")
-        hidden = numbers.get("n_inner", 4 * features) if kind == "gpt2" else numbers[name]
-        return (kinds.mlp(features, hidden, kind not in _UNGATED),)
+    family, features = numbers.family, numbers["hidden_size"]
+    if "experts" in family and _has_experts(numbers, index):
+        return _experts(numbers)
+    name = family.get("hidden", "intermediate_size")
+    hidden = numbers.get("n_inner", 4 * features) if numbers.kind == "gpt2" else numbers[name]
+    return (kinds.mlp(features, hidden, family.get("gated", True)),)
+
+
+def _experts(numbers: _Numbers) -> tuple[Part, ...]:
+    kind, features, gated = numbers.kind, numbers["hidden_size"], numbers.family.get("gated", True)
     hidden = numbers.first("moe_intermediate_size", "intermediate_size")
     count = numbers.first("n_routed_experts", "num_experts", "num_local_experts")
     chosen, groups = numbers["num_experts_per_tok"], numbers.get("n_group", 1)
@@ -284,44 +278,20 @@ def _mlp(numbers: _Numbers, kind: str, index: int, features: int) -> tuple[Part,
         raise ValueError(
             f"architecture: num_experts_per_tok must be at most the number of experts, {count}; got {chosen}"
         )
-    experts = Experts(count, chosen, groups, numbers.get("topk_group", groups))
-    routed = kinds.routed_mlp(features, hidden, experts)
     shared = numbers.get("shared_expert_intermediate_size", numbers.get("n_shared_experts", 0) * hidden)
-    shared = hidden if kind == "llama4_text" else shared
-    return (routed, kinds.mlp(features, shared, beside=True)) if shared else (routed,)
-
-
-def _nemotron_h(numbers: _Numbers, features: int) -> list[tuple[Part, ...]]:
-    """Every layer is Mamba-2, attention, an MLP or experts, by a letter of the pattern or a name."""
-    pattern = numbers.config.get("hybrid_override_pattern")
-    types = [_LETTERS.get(each, each) for each in pattern or numbers.list("layers_block_type")]
-    names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size")
-    found: dict[str, tuple[Part, ...]] = {}
-    for each in dict.fromkeys(types):
-        if each in ("linear_attention", "mamba"):
-            found[each] = (kinds.state_space(features, *numbers.each(*names)),)
-        elif each in ("full_attention", "attention"):
-            found[each] = (_attention(numbers, "nemotron_h", features, None, False),)
-        elif each == "mlp":
-            found[each] = (kinds.mlp(features, numbers["intermediate_size"], gated=False),)
-        elif each == "moe" and not numbers.config.get("moe_latent_size"):
-            count, chosen, groups = numbers.each("n_routed_experts", "num_experts_per_tok", "n_group")
-            experts = Experts(count, chosen, groups, numbers["topk_group"])
-            routed = kinds.routed_mlp(features, numbers["moe_intermediate_size"], experts, gated=False)
-            shared = numbers["moe_shared_expert_intermediate_size"] * numbers.get("n_shared_experts", 1)
-            found[each] = routed, kinds.mlp(features, shared, gated=False, beside=True)
-        else:
-            raise ValueError(f"architecture: nemotron_h with layers of {each!r} (or a moe_latent_size) is not known")
-    return [found[each] for each in types]
-
-
-_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-
-
-def _has_experts(numbers: _Numbers, kind: str, index: int) -> bool:
-    if kind == "jamba":
-        return index % numbers["expert_layer_period"] == numbers.known("expert_layer_offset")
     if kind == "llama4_text":
+        shared = hidden
+    if kind == "nemotron_h":
+        shared = numbers["moe_shared_expert_intermediate_size"] * numbers.get("n_shared_experts", 1)
+    experts = Experts(count, chosen, groups, numbers.get("topk_group", groups))
+    routed = kinds.routed_mlp(features, hidden, experts, gated)
+    return (routed, kinds.mlp(features, shared, gated, beside=True)) if shared else (routed,)
+
+
+def _has_experts(numbers: _Numbers, index: int) -> bool:
+    if numbers.kind == "jamba":
+        return index % numbers["expert_layer_period"] == numbers.known("expert_layer_offset")
+    if numbers.kind == "llama4_text":
         return index in numbers.list("moe_layers")
     listed = numbers.list("mlp_only_layers") if "mlp_only_layers" in numbers.config else ()
     dense = index < numbers.get("first_k_dense_replace", 0) or index in listed
