@@ -10,6 +10,12 @@ from zbkern.schedules.units import TIME_UNITS
 
 _PASSES = ("forward", "backward", "weight")
 _MEMORY = ("activation", "held")
+_CORRECTED = {
+    "forward": ("forward", "attention_forward"),
+    "backward": ("backward", "attention_backward"),
+    "weight": ("weight", "merge_saving"),
+    **{name: (name,) for name in _MEMORY},
+}
 
 
 @dataclass(frozen=True)
@@ -44,22 +50,11 @@ class Calibration:
         )
 
     def _corrected(self, layer: LayerCosts) -> LayerCosts:
-        backward, weight = layer.backward * self.backward, layer.weight * self.weight
+        changed = {name: getattr(layer, name) * getattr(self, by) for by, names in _CORRECTED.items() for name in names}
         both, apart = layer.backward + layer.weight, self.split_overhead
         apart = (layer.split_overhead / both if both else 0.0) if apart is None else apart
-        return replace(
-            layer,
-            forward=layer.forward * self.forward,
-            backward=backward,
-            weight=weight,
-            split_overhead=apart * (backward + weight),
-            merge_saving=layer.merge_saving * self.weight,
-            attention_forward=layer.attention_forward * self.forward,
-            attention_backward=layer.attention_backward * self.backward,
-            overhead=layer.overhead * min(self.forward, self.backward, self.weight),
-            activation=layer.activation * self.activation,
-            held=(layer.held or 0.0) * self.held,
-        )
+        changed["split_overhead"] = apart * (changed["backward"] + changed["weight"])
+        return replace(layer, **changed, overhead=layer.overhead * min(self.forward, self.backward, self.weight))
 
 
 NONE = Calibration()
@@ -80,21 +75,21 @@ def of_blocks(computed: ModelCosts, measured: ModelCosts, ranks: int, source: st
         raise ValueError(
             f"it must have blocks of the model, {next(iter(blocks))} for one; it has {measured.layers[0].name}"
         )
-    for mine, found in pairs:
-        if round(found.output) not in (round(mine.output), round(mine.output * ranks)):
+    for ours, theirs in pairs:
+        whole = ours.output * ranks
+        if round(theirs.output) not in (round(ours.output), round(whole)):
             raise ValueError(
-                f"{found.name} passes on {found.output:,.0f} bytes, and {mine.output * ranks:,.0f} with these sizes in "
+                f"{theirs.name} passes on {theirs.output:,.0f} bytes, and {whole:,.0f} with these sizes in "
                 "bf16: plan with the sequence and the microbatch size that were measured, or measure again"
             )
-    to_ms = 1e3 / TIME_UNITS[measured.time_unit]
-
-    def total(side: int, name: str) -> float:
-        return sum(getattr(pair[side], name) for pair in pairs)
-
-    engine = len(pairs) * computed.pass_overhead
-    times = {name: to_ms * total(1, name) / (total(0, name) + engine) for name in _PASSES}
-    memory = {name: total(1, name) / total(0, name) for name in _MEMORY}
-    apart = total(1, "split_overhead") / (total(1, "backward") + total(1, "weight"))
+    mine, found = (
+        {name: sum(getattr(layer, name) for layer in layers) for name in (*_PASSES, *_MEMORY, "split_overhead")}
+        for layers in zip(*pairs, strict=True)
+    )
+    to_ms, engine = 1e3 / TIME_UNITS[measured.time_unit], len(pairs) * computed.pass_overhead
+    times = {name: to_ms * found[name] / (mine[name] + engine) for name in _PASSES}
+    apart = found["split_overhead"] / (found["backward"] + found["weight"])
+    memory = {name: found[name] / mine[name] for name in _MEMORY}
     return Calibration(**times, **memory, split_overhead=apart, source=source)
 
 
