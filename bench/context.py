@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbkern.pipeline import ScheduleError, Timeline, plan, schedules, simulate
-from zbkern.planning.command.question import Setting
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job
+from zbkern.planning.cost_model.model_costs import Job, Setting
 from zbkern.planning.planner import Plan
 from zbkern.planning.planner.partition import balanced_partitions, even_partitions
 from zbkern.planning.simulation.layers import ModelCosts

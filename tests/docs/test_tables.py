@@ -19,11 +19,10 @@ import zbkern
 from bench import context, layouts, models
 from zbkern.kernels import dispatch, spec
 from zbkern.pipeline import Costs, schedules, simulate
-from zbkern.planning.command.question import Setting
 from zbkern.planning.cost_model import exactness
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job
+from zbkern.planning.cost_model.model_costs import Job, Setting
 from zbkern.planning.planner import native
 
 ROOT = Path(__file__).parents[2]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zbkern.planning.command.question import FLAGS, SIZES, Question, Setting
+from zbkern.planning.command.question import Question
 from zbkern.planning.cost_model.architecture import Architecture, load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job
+from zbkern.planning.cost_model.model_costs import Job, Setting
 
 CONFIGURATIONS = Path(__file__).parents[2] / "bench" / "configurations"
 H100 = load_hardware("h100")
@@ -23,15 +23,12 @@ def model_of(name: str) -> Architecture:
 
 
 def setting_of(name: str, **sizes: Any) -> Setting:
-    """sizes: of a Job; sequences have 4096 tokens."""
-    return Setting(model_of(name), H100, Job(**{"sequence": 4096, **sizes}))
+    """sizes: of a Job."""
+    return Setting(model_of(name), H100, Job(**sizes))
 
 
 def question_of(
     name: str, stages: int, microbatches: int, asked: dict[str, Any] | None = None, **sizes: Any
 ) -> Question:
     """asked: what else is asked; the plan is the quick one."""
-    sizes = {**SIZES, **dict.fromkeys(FLAGS, False), **sizes}
-    return Question(
-        stages, microbatches, setting=setting_of(name, **sizes), sizes=sizes, **{"effort": 0, **(asked or {})}
-    )
+    return Question(stages, microbatches, setting=setting_of(name, **sizes), **{"effort": 0, **(asked or {})})

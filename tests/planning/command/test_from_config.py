@@ -14,10 +14,9 @@ import pytest
 from tests.support.configurations import H100, path_of, setting_of
 from zbkern import __main__
 from zbkern.pipeline import Schedule, layers_of, plan
-from zbkern.planning.command.question import Setting
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import TABLE
-from zbkern.planning.cost_model.model_costs import Job
+from zbkern.planning.cost_model.model_costs import Job, Setting
 
 LLAMA = ["plan", "--config", path_of("llama-3-8b"), "--stages", "4", "--microbatches", "8"]
 QUICK = ["--effort", "0"]

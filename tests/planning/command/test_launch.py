@@ -21,9 +21,9 @@ from zbkern import __main__
 from zbkern.pipeline import Schedule
 from zbkern.planning.command import launch
 from zbkern.planning.command.answer import Answer, answer
-from zbkern.planning.command.question import Question, Setting
+from zbkern.planning.command.question import Question
 from zbkern.planning.cost_model.architecture import load_architecture
-from zbkern.planning.cost_model.model_costs import Job
+from zbkern.planning.cost_model.model_costs import Job, Setting
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
 TINY = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, **SIZES}

@@ -11,8 +11,8 @@ import pytest
 from tests.support.configurations import H100, model_of, path_of
 from zbkern import __main__
 from zbkern.planning.command import layouts
-from zbkern.planning.command.question import LAYOUT_EFFORT, LayoutQuestion, Setting
-from zbkern.planning.cost_model.model_costs import Job, outside
+from zbkern.planning.command.question import LAYOUT_EFFORT, LayoutQuestion
+from zbkern.planning.cost_model.model_costs import Job, Setting, outside
 
 
 @pytest.fixture(autouse=True)

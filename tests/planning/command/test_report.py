@@ -136,7 +136,7 @@ def layers(blocks: int, head: float) -> ModelCosts:
 def advice(found: Plan, costs: ModelCosts, limit: float | None = None, chunks: int | None = None) -> str:
     """chunks: as they were given; None where they were searched for."""
     memory = None if limit is None else (limit, False)
-    return "\n".join(report.idle_lines(Answer(Question(4, 4, costs, memory=memory, chunks=chunks), found), 200))
+    return "\n".join(report.idle_causes(Answer(Question(4, 4, costs, memory=memory, chunks=chunks), found)))
 
 
 @pytest.mark.parametrize("overhead", [0.0, 0.05])

@@ -17,10 +17,9 @@ from zbkern.pipeline import (
     simulate,
 )
 from zbkern.planning.command.published import published_timelines
-from zbkern.planning.command.question import Setting
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job
+from zbkern.planning.cost_model.model_costs import Job, Setting
 from zbkern.planning.planner import native
 
 CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts, draw, schedules, simulate
-from zbkern.planning.command.question import Setting
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job, rising_share
+from zbkern.planning.cost_model.model_costs import Job, Setting, rising_share
 from zbkern.planning.planner.offload import fit
 from zbkern.planning.simulation import drift
 from zbkern.planning.simulation.slice_costs import equal_lengths, equal_times, slice_costs

@@ -44,11 +44,12 @@ def answer(question: Question, progress: Callable[[str], None] = lambda line: No
     """progress: is called with a line about the search. Raises WrongArgument, which says what would fit."""
     found = _searched(question, progress) if question.schedule is None else _named(question)
     waits = found.idle.memory + found.idle.dependencies >= _WORTH_TRYING  # or others may have waited for memory
-    gains = _savings(question) if question.schedule is None and waits else {}
-    gains |= _of_halves(question) if found.idle.load >= _WORTH_TRYING else {}
+    ways = _savings(question) if question.schedule is None and waits else {}
+    if found.idle.load >= _WORTH_TRYING:
+        ways |= _halves(question)
     compare = question.compare or question.setting is not None
     published = _published(question, found) if compare else ()
-    return Answer(question, found, gains, published, _errors(found))
+    return Answer(question, found, _fitting(ways), published, _errors(found))
 
 
 def _errors(found: Plan) -> dict[str, tuple[float, float]]:
@@ -71,7 +72,7 @@ def _searched(question: Question, progress: Callable[[str], None]) -> Plan:
         return search(question, progress)
     except ScheduleError as error:
         reason = why_not(question) or str(error)
-        for saving, other in _savings(question).items():
+        for saving, other in _fitting(_savings(question)).items():
             reason += f"; it fits with {saving}, cost {duration(other.timeline.cost, other.timeline.unit)}"
         raise WrongArgument("--memory", reason) from error
     except ValueError as error:  # everything else has been checked
@@ -89,36 +90,37 @@ def search(question: Question, progress: Callable[[str], None] = lambda line: No
     return plan(question.costs, **given, options=options)
 
 
-def _savings(question: Question) -> dict[str, Plan]:
-    """Plans with --recompute or --offload that fit, where neither was asked for and the costs say what they cost."""
-    costs, limit = question.costs, question.limit
+def _fitting(ways: Mapping[str, Question]) -> dict[str, Plan]:
+    """Quick plans, of those for which there is one."""
+    plans = {}
+    for name, question in ways.items():
+        with contextlib.suppress(ScheduleError):
+            plans[name] = search(replace(question, effort=min(question.effort, _QUICK)))
+    return plans
+
+
+def _savings(question: Question) -> dict[str, Question]:
+    """With --recompute or --offload, where neither was asked for and the costs say what they cost."""
+    costs, limit, ways = question.costs, question.limit, {}
     if limit is None or question.saves_memory:
         return {}
     if isinstance(costs, ModelCosts) and not may_fit_with_saving(costs, question.stages, limit):
         return {}
-    quick, found = replace(question, effort=min(question.effort, _QUICK)), {}
     if isinstance(costs, ModelCosts) or costs.checkpoint is not None:
-        found["--recompute"] = replace(quick, recompute=True)
+        ways["--recompute"] = replace(question, recompute=True)
     if costs.offload_bandwidth is not None and costs.reload_bandwidth is not None:
-        found["--offload"] = replace(quick, offload=0.0)
-    plans = {}
-    for saving, other in found.items():
-        with contextlib.suppress(ScheduleError):
-            plans[saving] = search(other)
-    return plans
+        ways["--offload"] = replace(question, offload=0.0)
+    return ways
 
 
-def _of_halves(question: Question) -> dict[str, Plan]:
-    """A plan with --halves, where the model has some and the question does not."""
-    if question.setting is None:
+def _halves(question: Question) -> dict[str, Question]:
+    """With --halves, where the model has some and the question does not."""
+    setting = question.setting
+    if setting is None:
         return {}
-    setting = question.setting._replace(job=replace(question.setting.job, halves=True))
-    if len(setting.costs.layers) == len(question.setting.costs.layers):
-        return {}
-    finer = replace(question, setting=setting, effort=min(question.effort, _QUICK))
-    with contextlib.suppress(ScheduleError):
-        return {"--halves": search(finer)}
-    return {}
+    finer = setting._replace(job=replace(setting.job, halves=True))
+    same = len(finer.costs.layers) == len(setting.costs.layers)
+    return {} if same else {"--halves": replace(question, setting=finer)}
 
 
 def _named(question: Question) -> Plan:

@@ -17,7 +17,7 @@ from zbkern import schedules
 from zbkern.planning import draw
 from zbkern.planning.command import from_config, launch, layouts, plan_options, report
 from zbkern.planning.command.answer import answer
-from zbkern.planning.command.question import FLAGS, SIZES, LayoutQuestion, Question, WrongArgument, option
+from zbkern.planning.command.question import SIZES, LayoutQuestion, Question, WrongArgument, option
 from zbkern.planning.planner import Plan
 from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.costs import ChunkCosts, Costs
@@ -54,7 +54,12 @@ def run(arguments: Namespace) -> int:
 
 def _of_stages(arguments: Namespace) -> tuple[Question, Plan]:
     """Plans for so many stages and microbatches, prints and compares."""
-    question = _question(arguments)
+    given = _given(arguments, [each.name for each in fields(Question)])
+    if arguments.config is None:
+        question = Question(**given, measured=_costs(arguments.costs))
+    else:
+        question = Question(**given, setting=from_config.setting(vars(arguments)), model=arguments.config.name)
+    _check_question(question, arguments.costs)
     found = answer(question, _show_progress)
     print(report.text(found, _width()))
     return question, found.plan
@@ -73,24 +78,12 @@ def _of_gpus(arguments: Namespace) -> tuple[Question, Plan]:
     return found[0].layout, found[0].plan
 
 
-def _question(arguments: Namespace) -> Question:
-    given = _given(arguments, [each.name for each in fields(Question)])
-    if arguments.config is None:
-        question = Question(**given, measured=_costs(arguments.costs))
-    else:
-        setting, sizes = from_config.setting(vars(arguments))
-        question = Question(**given, setting=setting, sizes=sizes, model=arguments.config.name)
-    _check_chunks(question, arguments.costs)
-    _check_saving(question)
-    return question
-
-
 def _given(arguments: Namespace, names: Iterable[str]) -> dict[str, Any]:
     """The arguments of these names that were given."""
     return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
 
 
-def _costs(path: str | None) -> Costs | ModelCosts:
+def _costs(path: Path | None) -> Costs | ModelCosts:
     if path is None:
         return Costs()
     with from_config.reading("--costs", path):
@@ -98,43 +91,37 @@ def _costs(path: str | None) -> Costs | ModelCosts:
         return (ModelCosts if '"layers"' in text else Costs).from_json(text)
 
 
-def _check_chunks(question: Question, costs: str | None) -> None:
-    """Raises WrongArgument where schedule, placement, chunks and costs do not go together."""
-    name = question.schedule
+def _refuse(wrong: bool, argument: str, why: str) -> None:
+    if wrong:
+        raise WrongArgument(argument, why)
+
+
+def _check_question(question: Question, path: Path | None) -> None:
+    """Raises WrongArgument where arguments do not go together, and where nothing can be saved, or need be."""
+    name, costs, saving = question.schedule, question.costs, "--recompute" if question.offload is None else "--offload"
     if name is not None:
-        if isinstance(question.costs, ModelCosts):
-            why = "--costs has layers, which are cut differently for every schedule; --compare shows them all"
-            raise WrongArgument("--schedule", why)
-        if question.placement is not None:
-            raise WrongArgument("--placement", f"{name} has its own; leave out --placement, or --schedule")
-        if question.slices == "auto":
-            raise WrongArgument("--slices", f"{name} is as it is told: give a number, or lengths")
-        if question.chunks not in (None, question.named.chunks):
-            has = f"{name} has {question.named.chunks} per rank"
-            others = " or ".join(comparison.INTERLEAVED)
-            raise WrongArgument("--chunks", f"{has}; leave --chunks out, or use {others}")
+        cut = "--costs has layers, which are cut differently for every schedule; --compare shows them all"
+        _refuse(isinstance(costs, ModelCosts), "--schedule", cut)
+        own = f"{name} has its own; leave out --placement, or --schedule"
+        _refuse(question.placement is not None, "--placement", own)
+        _refuse(question.slices == "auto", "--slices", f"{name} is as it is told: give a number, or lengths")
+        others = f"leave --chunks out, or use {' or '.join(comparison.INTERLEAVED)}"
+        chunks = question.named.chunks
+        _refuse(question.chunks not in (None, chunks), "--chunks", f"{name} has {chunks} per rank; {others}")
     try:
-        _ = question.parts
+        parts = question.parts
     except ValueError as error:
-        raise WrongArgument("--costs", f"{costs}: {error}; --stages and --chunks say how many") from error
-
-
-def _check_saving(question: Question) -> None:
-    """Raises WrongArgument where nothing can be offloaded or recomputed, or need be."""
-    saving = "--recompute" if question.offload is None else "--offload"
-    if not question.saves_memory:
-        return
-    if question.schedule is not None:
-        raise WrongArgument(saving, f"{question.schedule} is as published; leave --schedule or {saving} out")
-    if question.limit is None:
-        raise WrongArgument(saving, "without a limit nothing needs less memory; give one with --memory")
-    if question.recompute and isinstance(question.parts, ChunkCosts) and question.parts.checkpoint is None:
-        raise WrongArgument(
-            "--recompute", "--costs must have checkpoint, what an F keeps; zbkern's profile measures it"
-        )
-    if question.offload == 0 and (question.setting is None or question.costs.offload_bandwidth is None):
+        raise WrongArgument("--costs", f"{path}: {error}; --stages and --chunks say how many") from error
+    if question.saves_memory:
+        _refuse(name is not None, saving, f"{name} is as published; leave --schedule or {saving} out")
+        why = "without a limit nothing needs less memory; give one with --memory"
+        _refuse(question.limit is None, saving, why)
+        unknown = question.recompute and isinstance(parts, ChunkCosts) and parts.checkpoint is None
+        why = "--costs must have checkpoint, what an F keeps; zbkern's profile measures it"
+        _refuse(unknown, "--recompute", why)
+        unknown = question.setting is None or costs.offload_bandwidth is None
         where = "only --config has a table of hardware, and host_bandwidth must be in it"
-        raise WrongArgument("--offload", f"expected GB/s, such as --offload 50; {where}")
+        _refuse(question.offload == 0 and unknown, "--offload", f"expected GB/s, such as --offload 50; {where}")
 
 
 def _show_progress(line: str) -> None:
@@ -150,12 +137,11 @@ def _width() -> int:
 def _check(arguments: Namespace) -> None:
     """Before the search, so that an error comes at once."""
     for path in arguments.out:
-        if not path.name.endswith(SUFFIXES):
-            raise WrongArgument("--out", f"{path} must end in one of {', '.join(SUFFIXES)}")
-        if not path.parent.is_dir():
-            raise WrongArgument("--out", f"cannot write {path}: there is no folder {path.parent}; create it first")
-        if path.suffix == ".py" and arguments.config is None:
-            raise WrongArgument("--out", f"{path}: a program trains a model; give it with --config")
+        _refuse(not path.name.endswith(SUFFIXES), "--out", f"{path} must end in one of {', '.join(SUFFIXES)}")
+        nowhere = f"cannot write {path}: there is no folder {path.parent}; create it first"
+        _refuse(not path.parent.is_dir(), "--out", nowhere)
+        program = path.suffix == ".py" and arguments.config is None
+        _refuse(program, "--out", f"{path}: a program trains a model; give it with --config")
     _check_whether_given(arguments)
     if arguments.gpus is not None:
         return
@@ -173,9 +159,8 @@ def _check_whether_given(arguments: Namespace) -> None:
     needed = "it is needed; or give --config, --gpus and --batch, and it is searched for"
     needed = "--gpus needs it: layouts are for a model and for so many sequences a step" if layouts else needed
     for name in ("config", "batch") if layouts else ("stages", "microbatches"):
-        if getattr(arguments, name) is None:
-            raise WrongArgument(option(name), needed)
-    of_models = ("gpu", "hardware", "attention", "calibrate", *FLAGS, *SIZES)
+        _refuse(getattr(arguments, name) is None, option(name), needed)
+    of_models = ("gpu", "hardware", "attention", "calibrate", *SIZES)
     for applies, names, why in (
         (not layouts, ("batch",), "it goes with --gpus; without, --microbatches says how much a step has"),
         (layouts, _DECIDED, "--gpus decides about it; leave one of the two out"),
@@ -183,9 +168,7 @@ def _check_whether_given(arguments: Namespace) -> None:
         (not with_model, of_models, "it describes a model's training; give the model with --config, or leave it out"),
     ):
         for name in names if applies else ():
-            value = getattr(arguments, name)
-            if value is not None and value is not False:
-                raise WrongArgument(option(name), why)
+            _refuse(getattr(arguments, name) is not None, option(name), why)
 
 
 def _write(path: Path, question: Question, found: Plan, config: Path) -> None:

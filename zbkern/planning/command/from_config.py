@@ -10,11 +10,11 @@ from typing import Any
 
 from zbkern import schedules
 from zbkern.planning.command.published import step_time
-from zbkern.planning.command.question import FLAGS, SIZES, Question, Setting, WrongArgument, option
+from zbkern.planning.command.question import SIZES, Question, WrongArgument, option
 from zbkern.planning.cost_model import calibration
 from zbkern.planning.cost_model.architecture import Architecture, load_architecture
 from zbkern.planning.cost_model.hardware import Hardware, load_hardware
-from zbkern.planning.cost_model.model_costs import Job, model_costs
+from zbkern.planning.cost_model.model_costs import Job, Setting, model_costs
 from zbkern.planning.simulation.json_file import parse_object, read_text
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.schedules.layout import HALVES
@@ -24,7 +24,7 @@ _STEP = '{"seconds": 12.3, "schedule": "one_f_one_b", "stages": 8, "microbatches
 
 _LONGEST = 1e6  # seconds of a step
 
-CHOSEN = ("stages", "microbatches", *(name for name in SIZES if name != "sequence"), "fully_shard")
+CHOSEN = ("stages", "microbatches", *(name for name in SIZES if name not in ("sequence", "fp8", "halves")))
 
 
 @contextlib.contextmanager
@@ -64,22 +64,20 @@ def read(given: Mapping[str, Any]) -> tuple[Architecture, Hardware]:
     return architecture, hardware
 
 
-def setting(given: Mapping[str, Any]) -> tuple[Setting, dict[str, Any]]:
-    """What costs are computed from, and the sizes of its job. Raises WrongArgument; given: as for `read`."""
+def setting(given: Mapping[str, Any]) -> Setting:
+    """What costs are computed from. Raises WrongArgument; given: as for `read`."""
     model, gpu = read(given)
-    sizes = _sizes(given)
     try:
-        made = Setting(model, gpu, Job(**sizes))
+        made = Setting(model, gpu, _job(given))
         made.beside(given["stages"])
     except ValueError as error:
-        named = [name for name in (*SIZES, *FLAGS) if name in str(error)]
-        raise WrongArgument(", ".join(map(option, named)), str(error)) from error
-    return made, sizes
+        named = [option(name) for name in SIZES if name in str(error)]
+        raise WrongArgument(", ".join(named), str(error)) from error
+    return made
 
 
-def _sizes(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a `Job`: as given, or their defaults."""
-    return {name: given[name] or least for name, least in SIZES.items()} | {name: bool(given[name]) for name in FLAGS}
+def _job(given: Mapping[str, Any]) -> Job:
+    return Job(**{name: given[name] for name in SIZES if given[name] is not None})
 
 
 def _calibration(
@@ -90,7 +88,7 @@ def _calibration(
     if '"layers"' in text:
         measured = ModelCosts.from_json(text)
         halves = any(each.name.endswith(HALVES) for each in measured.layers)
-        job = replace(Job(**_sizes(given)), halves=halves)
+        job = replace(_job(given), halves=halves)
         computed = model_costs(architecture, hardware, job)
         return calibration.of_blocks(computed, measured, job.tensor_parallel, source)
     step = parse_object("a training step", text, _STEP)
@@ -103,7 +101,7 @@ def _calibration(
         raise ValueError(f"it must have the seconds of a step, above 0 and below {_LONGEST:.0e}, as in {_STEP}")
     if None in (stages, microbatches) or name not in schedules.NAMES:
         raise ValueError(f"it must have stages, microbatches and a schedule of {', '.join(schedules.NAMES)}: {_STEP}")
-    setting = Setting(architecture, hardware, Job(**_sizes(run)))
+    setting = Setting(architecture, hardware, _job(run))
     question = Question(stages, microbatches, setting=setting, chunks=chunks, schedule=name)
     if chunks not in (None, question.named.chunks):
         raise ValueError(f"chunks: {name} has {question.named.chunks} per rank; leave chunks out")

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from string import Template
 
-from zbkern.planning.command.question import Setting
+from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.planning.planner import Plan
 from zbkern.schedules.layout import layer_of
 
@@ -192,7 +192,7 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
     per_node = min(gpus, most // tensor * tensor or most)  # whole groups of tensor parallelism, where they fit a node
     nodes, rest = math.ceil(gpus / per_node), gpus % per_node
     replicas = "replicas, fully sharded" if job.fully_shard else "replicas"
-    sizes = {replicas: job.data_parallel, "stages": stages, "GPUs of tensor parallelism": job.tensor_parallel}
+    sizes = {replicas: job.pipelines, "stages": stages, "GPUs of tensor parallelism": job.tensor_parallel}
     if not job.fully_shard:
         schedule.write_text(found.schedule.to_csv(), encoding="utf-8")
     parts = _PROGRAM.safe_substitute(_FULLY_SHARDED if job.fully_shard else _PIPELINE)

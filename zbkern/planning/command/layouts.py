@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from zbkern.planning.command import report
 from zbkern.planning.command.answer import search as plan_of
-from zbkern.planning.command.question import FLAGS, SIZES, LayoutQuestion, Question, Setting, spelt
+from zbkern.planning.command.question import SIZES, LayoutQuestion, Question, spelt
 from zbkern.planning.command.remedies import SAVING_CHUNKS, may_fit_with_saving
 from zbkern.planning.cost_model.exactness import how_exact
-from zbkern.planning.cost_model.model_costs import Job, model_costs
+from zbkern.planning.cost_model.model_costs import Job, Setting
 from zbkern.planning.planner import Plan
 from zbkern.planning.simulation.needs import fits, least_need, least_work
 from zbkern.schedules.actions import ScheduleError
@@ -43,7 +43,7 @@ class Layout(Question):
     @property
     def options(self) -> dict[str, int]:
         """Its sizes by the arguments of `zbkern plan` that give them."""
-        sizes = {name: getattr(self.setting.job, name) for name in (*SIZES, *FLAGS)}
+        sizes = {name: getattr(self.setting.job, name) for name in SIZES}
         return {"stages": self.stages, "microbatches": self.microbatches, **sizes}
 
     def has(self, sizes: Mapping[str, int]) -> bool:
@@ -184,46 +184,40 @@ def planned(layout: Layout) -> Planned | None:
         found = plan_of(layout)
     except ScheduleError:
         return None
-    return Planned(layout, found, _parts(layout, found))
-
-
-def _parts(layout: Layout, found: Plan) -> dict[str, float]:
-    """Seconds of a step, by what takes them."""
     setting, costs, microbatches = layout.setting, layout.setting.costs, layout.microbatches
     gpu = replace(setting.hardware, exposed_share=0.0, hiding_share=1.0, link_bandwidth=1e30, network_bandwidth=1e30)
-    hidden = gpu, replace(setting.job, fully_shard=False)
-    silent = model_costs(setting.architecture, *hidden)
+    silent = setting._replace(hardware=gpu, job=replace(setting.job, fully_shard=False)).costs
     work, computing = (microbatches * least_work(each, layout.stages) / 1e3 for each in (costs, silent))
     busy = max(found.timeline.busy) / 1e3
-    return {
+    parts = {
         "computing": computing,
         "messages of tensor and expert parallelism, and of weights that are sharded": work - computing,
         "uneven stages, passes of more chunks, and recomputation": busy - work,
         "idle time": found.timeline.cost / 1e3 - busy,
         "the optimizer and traffic between pipelines": setting.beside(layout.stages),
     }
+    return Planned(layout, found, parts)
 
 
 def describe(question: LayoutQuestion, answers: list[Planned], width: int) -> str:
     """A table of the answers, why the others are not the first, and the options that plan the first by itself."""
-    rows = [["layout", "schedule", "step", "tokens/s/GPU", "of peak", "memory", "behind"]]
-    best = answers[0]
-    for each in answers:
-        rows.append([name(each.layout), *_figures(each), f"{each.seconds / best.seconds - 1:.1%}"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    lines += [
-        "",
-        report.figure(
-            "exact", f"of the first: {how_exact(*best.layout.setting, split=report.splits(best.plan.schedule))}", width
-        ),
+    rows, best = [["layout", "schedule", "step", "tokens/s/GPU", "of peak", "memory", "behind"]], answers[0]
+    for layout, found, parts in answers:
+        seconds = sum(parts.values())
+        schedule, (tokens, share) = f"{found.schedule.name} x{found.schedule.chunks}", layout.speed(seconds)
+        if _recomputes(found) and "saving" not in schedule:
+            schedule += ", recomputes"
+        memory, behind = amount(max(found.timeline.peak_memory), "bytes"), seconds / best.seconds - 1
+        step = f"{number(seconds)} s", f"{tokens:,.0f}", f"{share:.1%}"
+        rows.append([name(layout), schedule, *step, memory, f"{behind:.1%}"])
+    figures = [
+        ("exact", f"of the first: {how_exact(*best.layout.setting, split=report.splits(best.plan.schedule))}"),
+        *(("behind", why(best, other)) for other in answers[1:]),
+        ("first", f"alone, searched for longer, with its assumptions: {_options(best)}"),
     ]
-    for index, other in enumerate(answers[1:]):
-        lines.append(report.figure("" if index else "behind", why(best, other), width))
-    lines.append(report.figure("first", f"alone, searched for longer, with its assumptions: {_options(best)}", width))
     if question.own and not any(each.layout.has(question.own) for each in answers):
-        lines.append(report.figure("yours", why_not(question), width))
-    return "\n".join(lines)
+        figures.append(("yours", why_not(question)))
+    return f"{report.columns(rows, str.ljust)}\n\n{report.lines(figures, width)}"
 
 
 def name(layout: Layout) -> str:
@@ -247,23 +241,14 @@ def why(best: Planned, other: Planned) -> str:
 def _options(answer: Planned) -> str:
     """Of `zbkern plan` instead of --gpus and --batch."""
     sizes = {**answer.layout.options, "recompute": _recomputes(answer.plan)}
+    del sizes["context_parallel"]
     if sizes["stages"] == 1:
         sizes["chunks"] = answer.plan.schedule.chunks
-    return " ".join(spelt({name: value for name, value in sizes.items() if name != "context_parallel"}))
+    return " ".join(spelt(sizes))
 
 
 def _recomputes(found: Plan) -> bool:
     return any(map(recomputed, found.schedule.actions))
-
-
-def _figures(answer: Planned) -> list[str]:
-    layout, found = answer.layout, answer.plan
-    tokens, share = layout.speed(answer.seconds)
-    schedule = f"{found.schedule.name} x{found.schedule.chunks}"
-    if _recomputes(found) and "saving" not in schedule:
-        schedule += ", recomputes"
-    memory = amount(max(found.timeline.peak_memory), "bytes")
-    return [schedule, f"{number(answer.seconds)} s", f"{tokens:,.0f}", f"{share:.1%}", memory]
 
 
 def _divisors(count: int) -> list[int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zbkern.planning.cost_model.architecture import Architecture
 from zbkern.planning.cost_model.hardware import Hardware
-from zbkern.planning.cost_model.model_costs import Job, flops, model_costs, outside
+from zbkern.planning.cost_model.model_costs import Job, Setting, flops
 from zbkern.planning.planner.arguments import Slices, chunks_per_rank
 from zbkern.planning.planner.plan import EFFORT
 from zbkern.planning.simulation import comparison
@@ -18,18 +18,11 @@ from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.units import TIME_UNITS
 
-SIZES = {
-    "tensor_parallel": 1,
-    "expert_parallel": 1,
-    "context_parallel": 1,
-    "data_parallel": 0,
-    "sequence": 4096,
-    "microbatch_size": 1,
-}
-"""What says how a model is trained, and the defaults."""
-
-FLAGS = ("fp8", "fully_shard", "halves")
-"""What is so or not."""
+SIZES = (
+    *("tensor_parallel", "expert_parallel", "context_parallel", "data_parallel", "sequence", "microbatch_size"),
+    *("fp8", "fully_shard", "halves"),
+)
+"""What says how a model is trained: arguments of a `Job`, and options."""
 
 LAYOUT_EFFORT = 2
 """Rounds of search for each of the best few layouts."""
@@ -56,48 +49,21 @@ def spelt(sizes: Mapping[str, int]) -> list[str]:
     ]
 
 
-class Setting(NamedTuple):
-    """What costs are computed from: a model, a GPU, and how the model is trained."""
-
-    architecture: Architecture
-    hardware: Hardware
-    job: Job
-
-    @property
-    def costs(self) -> ModelCosts:
-        return model_costs(*self)
-
-    def tokens(self, microbatches: int) -> int:
-        """Of a step, of all pipelines."""
-        return microbatches * self.job.tokens * self.job.data_parallel
-
-    def beside(self, stages: int) -> float:
-        """Seconds of a step that no pass has."""
-        return outside(*self, stages)
-
-    @property
-    def limit(self) -> float:
-        """Bytes that a rank may hold: it communicates in the pipeline, and in a group for each other parallelism."""
-        parallel = ("tensor_parallel", "expert_parallel", "context_parallel", "data_parallel")
-        return self.hardware.usable(1 + sum(getattr(self.job, name) > 1 for name in parallel))
-
-
 @dataclass(frozen=True)
 class Question:
     """Which schedule is best for so many stages and microbatches, in what memory, and for which costs.
 
     chunks, placement, recompute, slices, effort, time_limit: as for `plan`. measured: costs; setting: what
-    they are computed from instead, with a limit of memory; sizes: arguments of its job as they
-    were given, of which others follow; model: its name. schedule: a published one, and no search. memory: the most that
-    a rank may hold, and whether that counts what one microbatch holds in the whole model. offload: GB/s, or memory per
-    time of costs without units; 0 for what the costs have, None for none. compare: with published schedules.
+    they are computed from instead, with a limit of memory; model: its name. schedule: a published one, and no search.
+    memory: the most that a rank may hold, and whether that counts what one microbatch holds in the whole model.
+    offload: GB/s, or memory per time of costs without units; 0 for what the costs have, None for none. compare: with
+    published schedules.
     """
 
     stages: int
     microbatches: int
     measured: Costs | ModelCosts = Costs()  # noqa: RUF009  # it is frozen
     setting: Setting | None = None
-    sizes: Mapping[str, Any] = field(default_factory=dict)
     model: str = ""
     chunks: int | None = None
     placement: str | tuple[int, ...] | None = None
@@ -153,12 +119,9 @@ class Question:
         return 0.0 if self._sum("static") else self.whole
 
     def _sum(self, name: str) -> float:
-        parts = self.parts
-        return (
-            sum(getattr(each, name) for each in parts.layers)
-            if isinstance(parts, ModelCosts)
-            else sum(getattr(parts, name))
-        )
+        if isinstance(self.parts, ModelCosts):
+            return sum(getattr(layer, name) for layer in self.parts.layers)
+        return sum(getattr(self.parts, name))
 
     @property
     def limit(self) -> float | None:
@@ -187,7 +150,7 @@ class LayoutQuestion(NamedTuple):
     hardware: Hardware
     gpus: int
     batch: int
-    sequence: int = SIZES["sequence"]
+    sequence: int = Job.sequence
     fp8: bool = False
     halves: bool = False
     own: Mapping[str, int] = {}

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from zbkern.planning.command.question import Question, option
-from zbkern.planning.cost_model.model_costs import Job
 from zbkern.planning.planner.arguments import chunks_per_rank
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.needs import fits, least_need
@@ -57,7 +56,7 @@ def remedies(question: Question) -> list[str]:
 def _to_try(question: Question) -> dict[str, Sequence[int]]:
     """Values of every option, in the order in which they are tried."""
     assert question.setting is not None
-    model, job = question.setting.architecture, Job(**question.sizes)
+    model, _, job = question.setting
     stages, placement = question.stages, question.placement
     chunks = question.chunks or (2 if placement == "v" else chunks_per_rank(placement, stages))
     most = (len(model.blocks) + 2 * (1 + model.predictors)) // chunks
@@ -66,7 +65,7 @@ def _to_try(question: Question) -> dict[str, Sequence[int]]:
         "stages": () if fixed else range(stages + 1, most + 1),
         "tensor_parallel": [value for by in _TIMES if (value := job.tensor_parallel * by) <= _WIDEST],
         "expert_parallel": [job.expert_parallel * by for by in _TIMES],
-        "data_parallel": [job.data_parallel * by for by in _TIMES],
+        "data_parallel": [job.pipelines * by for by in _TIMES],
         "fully_shard": () if job.fully_shard or stages > 1 else (True,),
         "microbatch_size": [value for by in _TIMES if (value := job.microbatch_size // by) >= 1],
         "sequence": [value for by in _TIMES if (value := job.sequence // by) >= _SHORTEST],
@@ -77,7 +76,7 @@ def _fits(question: Question, stages: int | None = None, **sizes: Any) -> bool:
     assert question.setting is not None
     stages = stages or question.stages
     try:
-        setting = question.setting._replace(job=Job(**{**question.sizes, **sizes}))
+        setting = question.setting._replace(job=replace(question.setting.job, **sizes))
         costs, limit = setting.costs, replace(question, setting=setting).limit
     except ValueError:  # heads or experts that cannot be divided so
         return False

@@ -6,17 +6,19 @@ Costs of a known model have a title, the cut and the speed of a step, and what i
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import itemgetter
 
 from zbkern.planning.command.answer import Answer
 from zbkern.planning.command.published import exceeds
-from zbkern.planning.command.question import Question, Setting
+from zbkern.planning.command.question import Question
 from zbkern.planning.cost_model.architecture import Architecture
 from zbkern.planning.cost_model.exactness import how_exact
 from zbkern.planning.cost_model.hardware import Hardware
-from zbkern.planning.cost_model.model_costs import parameters, predictors
+from zbkern.planning.cost_model.model_costs import Setting, parameters, predictors
 from zbkern.planning.planner import Plan
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.memory import static_of_ranks
@@ -38,30 +40,38 @@ _RECHUNKED = (
 
 def text(answer: Answer, width: int) -> str:
     """All of it, in lines of `width`."""
-    question, costs, setting = answer.question, answer.question.costs, answer.question.setting
-    lines = [describe(answer, width), *_gains(answer, width)]
-    if setting is not None:
-        lines += _step(question, answer.plan, setting, width)
-    elif isinstance(costs, ModelCosts):
-        lines.append(cut(answer.plan, costs, width))
-    parts = [] if setting is None else [_title(question, setting)]
-    parts.append("\n".join(lines))
+    setting, parts = answer.question.setting, [describe(answer, width)]
     if answer.published:
         parts.append(_comparison(answer))
     if setting is not None:
-        parts.append(_assumptions(setting.hardware, width))
+        parts = [_title(answer.question, setting), *parts, _assumptions(setting.hardware, width)]
     return "\n\n".join(parts)
 
 
 def describe(answer: Answer, width: int) -> str:
     """Grid and figures."""
-    question, plan = answer.question, answer.plan
-    limit, whole = question.limit, question.measure
-    schedule, timeline = plan.schedule, plan.timeline
+    schedule = answer.plan.schedule
     each = "1 chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
     title = f"{schedule.name}: {schedule.ranks} ranks, {each} each, {schedule.microbatches} microbatches"
     if len(schedule.slices) > 1:
         title += f" in {len(schedule.slices)} slices each"
+    return "\n\n".join([title, grid(schedule, width), lines(_figures(answer), width)])
+
+
+def lines(figures: Iterable[tuple[str, str]], width: int) -> str:
+    """Names, and texts beside them in lines of `width`, in which no word is divided; a name is said once for all."""
+    room, said, before = max(width, 2 * _MARGIN), [], ""
+    for name, text in figures:
+        first = f"{'' if name == before else name:<{_MARGIN - 1}} "
+        wrap = textwrap.TextWrapper(room, first, " " * _MARGIN, break_long_words=False, break_on_hyphens=False)
+        said.append(wrap.fill(text))
+        before = name
+    return "\n".join(said)
+
+
+def _figures(answer: Answer) -> Iterator[tuple[str, str]]:
+    question, plan, timeline = answer.question, answer.plan, answer.plan.timeline
+    limit, schedule, unit = question.limit, plan.schedule, timeline.memory_unit
     which = "these chunks" if limit is None else "these chunks in this memory"
     if plan.optimal:
         bound = f"optimal: no order of {which} has less"
@@ -69,46 +79,41 @@ def describe(answer: Answer, width: int) -> str:
         bound = f"how much less any order of {which} could have is not known"
     else:
         bound = f"any order of {which} has at least {plan.lower_bound:.2%}"
-    capacity = "no limit"
-    if limit is not None:
-        capacity = f"limit {amount(limit, timeline.memory_unit)}" + (f", {number(limit / whole)}x" if whole else "")
-    peaks = [amount(peak, timeline.memory_unit) for peak in timeline.peak_memory]
-    memory = f"{_joined(peaks)} by rank ({capacity})"
-    spans = {name: duration(getattr(timeline, name), timeline.unit) for name in ("cost", "makespan")}
-    figures = {"bubble": f"{timeline.bubble_rate:.2%} ({bound})", **spans, "memory": memory}
-    lines = [figure(name, text, width) for name, text in figures.items()]
+    yield "bubble", f"{timeline.bubble_rate:.2%} ({bound})"
+    yield "cost", duration(timeline.cost, timeline.unit)
+    yield "makespan", duration(timeline.makespan, timeline.unit)
+    capacity = "no limit" if limit is None else f"limit {amount(limit, unit)}"
+    if limit is not None and question.measure:
+        capacity += f", {number(limit / question.measure)}x"
+    yield "memory", f"{_joined([amount(peak, unit) for peak in timeline.peak_memory])} by rank ({capacity})"
     if len(schedule.slices) > 1:
-        unit = "tokens" if plan.costs.tokens == sum(schedule.slices) else f"of {sum(schedule.slices)}"
-        lines.append(figure("slices", f"{' '.join(map(str, schedule.slices))} {unit}, first to last", width))
-    lines += fused_lines(schedule) + idle_lines(answer, width) + _error_lines(answer, width)
-    return "\n\n".join([title, grid(schedule, width), "\n".join(lines)])
+        whole = sum(schedule.slices)
+        tokens = "tokens" if plan.costs.tokens == whole else f"of {whole}"
+        yield "slices", f"{' '.join(map(str, schedule.slices))} {tokens}, first to last"
+    passes = Counter(action.kind for row in schedule.actions for action in row)
+    if passes["BW"]:
+        yield "backward", f"{passes['BW']} of {passes['BW'] + passes['B']} in one pass, BW, the others as B and W"
+    for cause in idle_causes(answer):
+        yield "idle", cause
+    if answer.errors:
+        each = [f"{name} {more:+.1%} ({100 * idle:+.1f})" for name, (more, idle) in answer.errors.items()]
+        yield "errors", f"of 10% in one cost change the cost (points of bubble): {', '.join(each)}"
+    for option, other in answer.gains.items():
+        less = 1 - other.timeline.cost / timeline.cost
+        said = f"cost {duration(other.timeline.cost, other.timeline.unit)}, {less:.2%} less"
+        yield "try", f"{option}: {said if less >= SHOWN else 'no gain'} (a quick search)"
+    if question.setting is not None:
+        yield from _of_model(question, plan, question.setting)
+    elif isinstance(question.costs, ModelCosts):
+        yield from _cut(plan, question.costs)
 
 
-def figure(name: str, text: str, width: int) -> str:
-    """`name`, and `text` beside it, in lines of `width`; no word is divided."""
-    room = max(width, 2 * _MARGIN)
-    indented = " " * _MARGIN
-    first = f"{name:<{_MARGIN - 1}} "
-    return textwrap.fill(
-        text, room, initial_indent=first, subsequent_indent=indented, break_long_words=False, break_on_hyphens=False
-    )
-
-
-def cut(plan: Plan, costs: ModelCosts, width: int, which: str = "") -> str:
+def _cut(plan: Plan, costs: ModelCosts, which: str = "") -> Iterator[tuple[str, str]]:
     """How many layers every chunk has, and what `zbkern.pipeline.cut` takes for it; which: what counts as a layer."""
     starts, last = list(plan.partition or ()), costs.partition_of([-1])[0]
     sizes = [end - start for start, end in pairwise([*starts, int(last) + 1])]
-    text = f"{' '.join(map(number, sizes))} layers by chunk{which}"
-    return figure("cut", text, width) + "\n" + figure("", f"partition={starts}", width)
-
-
-def fused_lines(schedule: Schedule) -> list[str]:
-    """How many backwards are one pass, where some are."""
-    kinds = [action.kind for row in schedule.actions for action in row]
-    fused = kinds.count("BW")
-    if not fused:
-        return []
-    return [f"{'backward':<9} {fused} of {fused + kinds.count('B')} in one pass, BW, the others as B and W"]
+    yield "cut", f"{' '.join(map(number, sizes))} layers by chunk{which}"
+    yield "cut", f"partition={starts}"
 
 
 def splits(schedule: Schedule) -> bool:
@@ -116,7 +121,7 @@ def splits(schedule: Schedule) -> bool:
     return any(action.kind == "W" for row in schedule.actions for action in row)
 
 
-def idle_lines(answer: Answer, width: int) -> list[str]:
+def idle_causes(answer: Answer) -> list[str]:
     """What the idle time comes from and what would remove it besides what was searched for, the largest share first."""
     question, plan = answer.question, answer.plan
     idle, schedule = plan.idle, plan.schedule
@@ -137,16 +142,7 @@ def idle_lines(answer: Answer, width: int) -> list[str]:
         + (f": {', or '.join(ways)}" if ways else ", in every order"): idle.dependencies,
     }
     shown = sorted((-share, cause) for cause, share in causes.items() if share >= SHOWN)
-    return [figure("" if line else "idle", f"{-share:.2%} {cause}", width) for line, (share, cause) in enumerate(shown)]
-
-
-def _error_lines(answer: Answer, width: int) -> list[str]:
-    """What an error of a tenth of each cost changes."""
-    if not answer.errors:
-        return []
-    each = [f"{name} {more:+.1%} ({100 * idle:+.1f})" for name, (more, idle) in answer.errors.items()]
-    text = f"of 10% in one cost change the cost (points of bubble): {', '.join(each)}"
-    return [figure("errors", text, width)]
+    return [f"{-share:.2%} {cause}" for share, cause in shown]
 
 
 def _about_load(plan: Plan, layers: ModelCosts | None) -> str:
@@ -173,16 +169,14 @@ def grid(schedule: Schedule, width: int) -> str:
     """The grid of `Schedule.to_text`; one wider than `width` is cut in the middle, and a line below says so."""
     cells = grids.cells_of(schedule.actions, schedule.placement)
     column, margin = grids.widths(cells)
-    whole, total = grids.lines(cells, column, margin), len(cells[0])
-    if max(map(len, whole)) <= width:
-        return "\n".join(whole)
-    room = max(2, (width - margin) // column - 1)  # less the column of dots
-    first, last = room - room // 2, room // 2
-    shown = grids.lines([[*row[:first], "..", *row[total - last :]] for row in cells], column, margin)
-    note = (
-        f"(columns {first} to {total - last - 1} of {total} left out: a wider terminal shows more, --out plan.txt all)"
-    )
-    return "\n".join([*shown, note])
+    shown, total = grids.lines(cells, column, margin), len(cells[0])
+    if max(map(len, shown)) > width:
+        room = max(2, (width - margin) // column - 1)  # less the column of dots
+        first, last = room - room // 2, total - room // 2
+        shown = grids.lines([[*row[:first], "..", *row[last:]] for row in cells], column, margin)
+        left_out = f"columns {first} to {last - 1} of {total} left out"
+        shown.append(f"({left_out}: a wider terminal shows more, --out plan.txt all)")
+    return "\n".join(shown)
 
 
 def table(
@@ -200,33 +194,31 @@ def table(
     fast the others are, and has no times.
     """
     ends = ["step", "tokens/s", "bubble", "memory"] if tokens else ["bubble", "makespan", "memory", "of 1x"]
-    rows = [["schedule", "chunks", *ends, ""]]
-    for timeline in sorted(timelines, key=lambda each: _order(each, limit if cuts else None, tokens)):
-        peak, seconds = max(timeline.peak_memory), timeline.cost / 1e3 + beside
-        name, chunks = timeline.schedule.name, str(timeline.schedule.chunks)
+    rows = []
+    for timeline in timelines:
+        name, bubble, peak = timeline.schedule.name, timeline.bubble_rate, max(timeline.peak_memory)
         if len(timeline.schedule.slices) > 1:
             name += f", {len(timeline.schedule.slices)} slices"
-        bubble, memory = f"{timeline.bubble_rate:.2%}", amount(peak, timeline.memory_unit)
-        over = "over the limit" if limit is not None and exceeds(peak, limit) else ""
-        if tokens:
-            cells = [f"{number(seconds)} s", f"{tokens / seconds:,.0f}", bubble, memory]
-        else:
+        seconds, memory = timeline.cost / 1e3 + beside, amount(peak, timeline.memory_unit)
+        cells = [f"{number(seconds)} s", f"{tokens / seconds:,.0f}", f"{bubble:.2%}", memory]
+        if not tokens:
             makespan = duration(timeline.makespan, timeline.unit)
-            cells = [bubble, makespan, memory, f"{peak / whole:.2f}x" if whole else ""]
+            cells = [f"{bubble:.2%}", makespan, memory, f"{peak / whole:.2f}x" if whole else ""]
+        over = limit is not None and exceeds(peak, limit)
         if over and cuts:
-            cells, over = ["" if each != memory else memory for each in cells], "at least: does not fit"
-        rows.append([name, chunks, *cells, over])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:-1]), over]).rstrip()
-        for first, *cells, over in rows
-    )
+            cells = [each if each == memory else "" for each in cells]
+        note = ("at least: does not fit" if cuts else "over the limit") if over else ""
+        order = over and cuts, timeline.cost if tokens else round(bubble, 9), peak
+        rows.append((order, [name, str(timeline.schedule.chunks), *cells, note]))
+    rows.sort(key=itemgetter(0))
+    return columns([["schedule", "chunks", *ends, ""], *(row for _, row in rows)])
 
 
-def _order(timeline: Timeline, limit: float | None, tokens: int) -> tuple[bool, float, float]:
-    speed = timeline.cost if tokens else round(timeline.bubble_rate, 9)
-    peak = max(timeline.peak_memory)
-    return limit is not None and exceeds(peak, limit), speed, peak
+def columns(rows: Sequence[Sequence[str]], justify: Callable[[str, int], str] = str.rjust) -> str:
+    """A line per row; justify: of all cells but the first, which are on the left."""
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [[row[0].ljust(first), *map(justify, row[1:], widths)] for row in rows]
+    return "\n".join("  ".join(row).rstrip() for row in cells)
 
 
 def _joined(amounts: Sequence[str]) -> str:
@@ -235,17 +227,6 @@ def _joined(amounts: Sequence[str]) -> str:
     if len(units) == 1 and (unit := units.pop()):
         return " ".join(amount.partition(" ")[0] for amount in amounts) + f" {unit}"
     return (", " if units else " ").join(amounts)
-
-
-def _gains(answer: Answer, width: int) -> list[str]:
-    """What saving memory, and finer cuts, would give."""
-    lines: list[str] = []
-    for option, other in answer.gains.items():
-        less = 1 - other.timeline.cost / answer.plan.timeline.cost
-        said = f"cost {duration(other.timeline.cost, other.timeline.unit)}, {less:.2%} less"
-        said = f"{option}: {said if less >= SHOWN else 'no gain'} (a quick search)"
-        lines.append(figure("" if lines else "try", said, width))
-    return lines
 
 
 def _comparison(answer: Answer) -> str:
@@ -267,7 +248,8 @@ def _title(question: Question, setting: Setting) -> str:
     size = f"{number(total / 1e9)} billion parameters"
     if active < total:
         size += f", {number(active / 1e9)} of them for a token"
-    parallel = {kind: getattr(job, f"{kind}_parallel") for kind in ("tensor", "expert", "context", "data")}
+    parallel = {kind: getattr(job, f"{kind}_parallel") for kind in ("tensor", "expert", "context")}
+    parallel["data"] = job.pipelines
     beside = "".join(f", {kind} parallel {count}" for kind, count in parallel.items() if count > 1)
     model = f"{question.model} ({architecture.kind}): {size}, {len(architecture.blocks)} layers"
     if architecture.left_out:
@@ -278,28 +260,21 @@ def _title(question: Question, setting: Setting) -> str:
     )
 
 
-def _step(question: Question, found: Plan, setting: Setting, width: int) -> list[str]:
+def _of_model(question: Question, found: Plan, setting: Setting) -> Iterator[tuple[str, str]]:
     """The costs of a layer, the cut, and how long a step takes."""
-    chunks = cut(found, setting.costs, width, f": {_counted(setting.architecture)}")
-    beside = setting.beside(question.stages)
+    beside, placement = setting.beside(question.stages), found.schedule.placement
     seconds = found.timeline.cost / 1e3 + beside
-    rate = setting.tokens(question.microbatches) / seconds
-    each, share = question.speed(seconds)
-    placement = found.schedule.placement
-    static = amount(max(static_of_ranks(found.costs.per_chunk(len(placement)), placement)), "bytes")
-    return [
-        figure("layer", _block_costs(setting), width),
-        chunks,
-        figure("static", f"{static} at most by rank: weights, gradients, optimizer states", width),
-        figure(
-            "step",
-            f"{number(seconds)} s, {rate:,.0f} tokens/s, {each:,.0f} per GPU, {share:.1%} of the peak "
-            "flops; "
-            f"{number(beside)} s of it are the optimizer's step and what is not hidden of traffic between pipelines; "
-            f"{how_exact(*setting, split=splits(found.schedule))}",
-            width,
-        ),
-    ]
+    rate, (each, share) = setting.tokens(question.microbatches) / seconds, question.speed(seconds)
+    static = max(static_of_ranks(found.costs.per_chunk(len(placement)), placement))
+    yield "layer", _block_costs(setting)
+    yield from _cut(found, setting.costs, f": {_counted(setting.architecture)}")
+    yield "static", f"{amount(static, 'bytes')} at most by rank: weights, gradients, optimizer states"
+    yield (
+        "step",
+        f"{number(seconds)} s, {rate:,.0f} tokens/s, {each:,.0f} per GPU, {share:.1%} of the peak flops; "
+        f"{number(beside)} s of it are the optimizer's step and what is not hidden of traffic between pipelines; "
+        f"{how_exact(*setting, split=splits(found.schedule))}",
+    )
 
 
 def _counted(architecture: Architecture) -> str:

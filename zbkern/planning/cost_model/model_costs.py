@@ -12,6 +12,7 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import NamedTuple
 
 from zbkern.planning.cost_model.architecture import Architecture, Block
 from zbkern.planning.cost_model.expert_traffic import reached
@@ -45,7 +46,7 @@ class Job:
     sequence: tokens of a sequence; microbatch_size: sequences of a microbatch. Raises TypeError or ValueError.
     """
 
-    sequence: int
+    sequence: int = 4096
     microbatch_size: int = 1
     tensor_parallel: int = 1
     expert_parallel: int = 1
@@ -59,9 +60,6 @@ class Job:
         for name, value in vars(self).items():
             if name not in ("fp8", "fully_shard", "halves"):
                 check_count(f"Job: {name}", value, int(name != "data_parallel"))
-        if not self.data_parallel:
-            shared = self.tensor_parallel * self.context_parallel
-            object.__setattr__(self, "data_parallel", self.expert_parallel // gcd(self.expert_parallel, shared))
         if self.tensor_parallel * self.replicas % self.expert_parallel:
             raise ValueError(
                 f"Job: tensor_parallel * data_parallel must be a multiple of expert_parallel, whose GPUs they are; got "
@@ -83,13 +81,46 @@ class Job:
         return self.tokens / self.context_parallel
 
     @property
+    def pipelines(self) -> int:
+        """Beside each other."""
+        shared = self.tensor_parallel * self.context_parallel
+        return self.data_parallel or self.expert_parallel // gcd(self.expert_parallel, shared)
+
+    @property
     def replicas(self) -> int:
         """GPUs that have the same weights, and share their optimizer's state."""
-        return self.data_parallel * self.context_parallel
+        return self.pipelines * self.context_parallel
 
     def gpus(self, stages: int) -> int:
         """Of all pipelines."""
         return stages * self.tensor_parallel * self.replicas
+
+
+class Setting(NamedTuple):
+    """What costs are computed from: a model, a GPU, and how the model is trained."""
+
+    architecture: Architecture
+    hardware: Hardware
+    job: Job
+
+    @property
+    def costs(self) -> ModelCosts:
+        return model_costs(*self)
+
+    def tokens(self, microbatches: int) -> int:
+        """Of a step, of all pipelines."""
+        return microbatches * self.job.tokens * self.job.pipelines
+
+    def beside(self, stages: int) -> float:
+        """Seconds of a step that no pass has."""
+        return outside(*self, stages)
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a rank may hold: it communicates in the pipeline, and in a group for each other parallelism."""
+        job = self.job
+        parallel = (job.tensor_parallel, job.expert_parallel, job.context_parallel, job.pipelines)
+        return self.hardware.usable(1 + sum(ranks > 1 for ranks in parallel))
 
 
 def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> ModelCosts:
@@ -102,7 +133,7 @@ def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> Mod
 
     See the module for what is assumed. Raises ValueError where heads, experts or features cannot be divided so.
     """
-    layers = tuple(layer.costs() for layer in _layers(architecture, hardware, job))
+    layers = tuple(layer.costs() for layer in _layers(Setting(architecture, hardware, job)))
     bandwidth = hardware.network_bandwidth * hardware.network_share / _MS
     copies = None if hardware.host_bandwidth is None else hardware.host_bandwidth * hardware.network_share / _MS
     computed = ModelCosts(
@@ -129,26 +160,26 @@ def outside(architecture: Architecture, hardware: Hardware, job: Job, stages: in
         raise ValueError(
             "stages hold weights and gradients from pass to pass; leave fully_shard out, or have one stage"
         )
-    layers = _layers(architecture, hardware, job)
+    layers = _layers(Setting(architecture, hardware, job))
     behind = hardware.overlap_share * sum(layer.forward + layer.backward + layer.weight for layer in layers)
     traffic = 0.0 if job.fully_shard else sum(layer.gathered + layer.reduced for layer in layers)
     step = sum(layer.stepped for layer in layers)
     return hardware.calibration.rest * (max(0.0, traffic - behind) + step) / stages
 
 
-def _layers(architecture: Architecture, hardware: Hardware, job: Job) -> list[_Layer]:
+def _layers(setting: Setting) -> list[_Layer]:
     """In model order."""
+    architecture, _, job = setting
     _check(architecture, job)
-    equal = {block: _blocks(block, architecture, hardware, job) for block in set(architecture.blocks)}
-    found = [_embedding(architecture, hardware, job)]
+    equal = {block: _blocks(block, setting) for block in set(architecture.blocks)}
+    found = [_embedding(setting)]
     for number, block in enumerate(architecture.blocks):
         for layer in map(copy, equal[block]):
             layer.name = f"{architecture.names[1]}.{number}{layer.name}"
             found.append(layer)
-    found.append(_head(architecture.names[2], architecture, hardware, job))
+    found.append(_head(architecture.names[2], setting))
     for name in predictors(architecture):
-        found.append(_block(name, architecture.blocks[-1], architecture, hardware, job, joined=True))
-        found.append(_head(f"{name}.shared_head", architecture, hardware, job))
+        found += _block(name, architecture.blocks[-1], setting, joined=True), _head(f"{name}.shared_head", setting)
     if job.fully_shard:
         for layer in found:
             layer.wait_for_shards()
@@ -183,9 +214,9 @@ def flops(architecture: Architecture, sequence: int, masked: bool = True) -> flo
 class _Layer:
     """Adds up the operations of one layer for one microbatch on one GPU: seconds, and bytes."""
 
-    def __init__(self, name: str, features: int, hardware: Hardware, job: Job, tied: str | None = None) -> None:
-        self.name, self.features, self.tied = name, features, tied
-        self.hardware, self.job = hardware, job
+    def __init__(self, name: str, setting: Setting, tied: str | None = None) -> None:
+        self.name, self.tied, self.features = name, tied, setting.architecture.features
+        _, self.hardware, self.job = setting
         self.forward = self.backward = self.weight = self.saving = 0.0
         self.gathered = self.reduced = self.stepped = self.whole = self.messages = 0.0
         self.activation = self.held = self.static = 0.0
@@ -385,10 +416,10 @@ def rising_share(window: float) -> float:
     return window * (3 - 2 * window) / (2 - window)
 
 
-def _embedding(architecture: Architecture, hardware: Hardware, job: Job) -> _Layer:
-    features, ranks = architecture.features, job.tensor_parallel
-    layer = _Layer(architecture.names[0], features, hardware, job, "embedding" if architecture.tied else None)
-    rows = job.rows / ranks
+def _embedding(setting: Setting) -> _Layer:
+    architecture, _, job = setting
+    layer = _Layer(architecture.names[0], setting, "embedding" if architecture.tied else None)
+    features, ranks, rows = layer.features, job.tensor_parallel, job.rows / job.tensor_parallel
     layer.elementwise(rows, 2 * features, 0)
     layer.weight += layer.seconds(rows * features * (_WIDTH + 2 * _WIDE))  # its whole backward is W
     layer.keep(rows, 0, features)
@@ -396,45 +427,36 @@ def _embedding(architecture: Architecture, hardware: Hardware, job: Job) -> _Lay
     return layer
 
 
-def _head(name: str, architecture: Architecture, hardware: Hardware, job: Job) -> _Layer:
+def _head(name: str, setting: Setting) -> _Layer:
     """The last norm, and the head with its loss: F computes the logits and the input's gradient, W the logits again."""
-    features, ranks = architecture.features, job.tensor_parallel
-    layer = _Layer(name, features, hardware, job, "embedding" if architecture.tied else "head")
-    layer.elementwise(job.rows / ranks, 2 * features, 4 * features)
+    architecture, _, job = setting
+    layer = _Layer(name, setting, "embedding" if architecture.tied else "head")
+    features, ranks, rows = layer.features, job.tensor_parallel, job.rows / job.tensor_parallel
+    layer.elementwise(rows, 2 * features, 4 * features)
     layer.linear(job.rows, features, architecture.vocabulary / ranks)
-    twice = layer.backward - layer.seconds(_WIDTH * job.rows / ranks * 4 * features)
+    twice = layer.backward - layer.seconds(_WIDTH * rows * 4 * features)
     layer.forward, layer.backward, layer.weight = layer.forward + twice, layer.backward - twice, layer.weight + twice
     layer.gather_and_scatter()
     layer.wait_for_messages()
-    layer.keep(job.rows / ranks, 3 * features, features)  # input, its norm, and its gradient
+    layer.keep(rows, 3 * features, features)  # input, its norm, and its gradient
     return layer
 
 
-def _blocks(block: Block, architecture: Architecture, hardware: Hardware, job: Job) -> list[_Layer]:
+def _blocks(block: Block, setting: Setting) -> list[_Layer]:
     """One, or two, whose names are how those of halves end."""
-    if not job.halves or len(block.halves) == 1:
-        return [_block("", block, architecture, hardware, job)]
-    first, second = (
-        _block(name, replace(block, parts=half), architecture, hardware, job, share=0.5)
-        for name, half in zip(HALVES, block.halves, strict=True)
-    )
+    if not setting.job.halves or len(block.halves) == 1:
+        return [_block("", block, setting)]
+    halves = zip(HALVES, block.halves, strict=True)
+    first, second = (_block(name, replace(block, parts=parts), setting, share=0.5) for name, parts in halves)
     first.wait_for_messages(second)
     return [first, second]
 
 
-def _block(
-    name: str,
-    block: Block,
-    architecture: Architecture,
-    hardware: Hardware,
-    job: Job,
-    joined: bool = False,
-    share: float = 1.0,
-) -> _Layer:
+def _block(name: str, block: Block, setting: Setting, joined: bool = False, share: float = 1.0) -> _Layer:
     """joined: with the product in front that joins a predictor's two inputs. share: of norms, sums and launches, in
     half a block, which does not wait for its messages here."""
-    features, norms = architecture.features, share * block.norms
-    layer = _Layer(name, features, hardware, job)
+    layer, hardware, job = _Layer(name, setting), setting.hardware, setting.job
+    features, norms = layer.features, share * block.norms
     launches = share * hardware.layer_time + (hardware.expert_time if block.experts else 0.0)
     layer.forward = layer.backward = layer.weight = layer.overhead = launches
     rows = job.rows / job.tensor_parallel  # outside of the layers that are split
