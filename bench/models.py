@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from bench import context, report
 from zbkern.pipeline import plan
-from zbkern.planning.command.published import published_timelines
+from zbkern.planning.command.answer import published_timelines
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
 from zbkern.planning.cost_model.model_costs import Job, Setting

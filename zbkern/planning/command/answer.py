@@ -7,17 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zbkern.planning.command.published import exceeds, published_timelines
+from zbkern import schedules
 from zbkern.planning.command.question import Question, WrongArgument, option
 from zbkern.planning.command.remedies import may_fit_with_saving, why_not
 from zbkern.planning.planner import Plan, PlanOptions, plan
+from zbkern.planning.planner.annealing import measured
+from zbkern.planning.planner.arguments import problem_of
+from zbkern.planning.planner.partition import balanced_partitions, even_partitions
 from zbkern.planning.planner.plan import judged
+from zbkern.planning.planner.problem import ordering_of
 from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.layers import ModelCosts
+from zbkern.planning.simulation.memory import exceeds, static_of_ranks
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError
+from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.units import amount, duration, enough
 
 _WORTH_TRYING = 0.01  # of the cost
@@ -147,3 +153,41 @@ def _published(question: Question, found: Plan) -> list[Timeline]:
         else:
             timelines += comparison.timelines(costs, *sizes, found.schedule.chunks, slices)
     return timelines
+
+
+def published_timelines(
+    costs: ModelCosts, stages: int, microbatches: int, limit: float | None, slices: int | Sequence[int] = 1
+) -> list[Timeline]:
+    """Of every published schedule, on that of the even and balanced partitions on which it is fastest and fits.
+
+    Where it fits on none, on that of some on which it holds least. Schedules with more chunks than the model has layers
+    are left out.
+    """
+    made = [comparison.build(name, stages, microbatches, slices=slices) for name in schedules.NAMES]
+    return [_on_its_best_cut(each, costs, limit) for each in made if len(each.placement) <= len(costs.layers)]
+
+
+def step_time(question: Question) -> float:
+    """Seconds of a step with the schedule that is asked for, on the cut that suits it."""
+    assert question.setting is not None
+    passes = _on_its_best_cut(question.named, question.setting.costs, None).makespan
+    return passes / 1e3 + question.setting.beside(question.stages)
+
+
+def _on_its_best_cut(schedule: Schedule, costs: ModelCosts, limit: float | None) -> Timeline:
+    microbatches, limits = schedule.microbatches, None if limit is None else [limit] * schedule.ranks
+    balanced = balanced_partitions(costs, schedule.placement, microbatches, limits)
+    even = even_partitions(len(costs.layers), len(schedule.placement))
+    cuts = [
+        costs.chunk_costs(costs.partition_of(each), schedule.placement) for each in dict.fromkeys([*balanced, *even])
+    ]
+    orders, tried = ordering_of(schedule), []
+    for cut in cuts:
+        problem = problem_of(cut, schedule.placement, microbatches, None, "cost", schedule.slices)
+        found = measured(problem, orders)
+        assert found is not None  # published schedules pass microbatches in order
+        static = static_of_ranks(cut.per_chunk(problem.chunks), schedule.placement)
+        held = max(peak / problem.memory_scale + always for peak, always in zip(found[1], static, strict=True))
+        fits = not exceeds(held, limit)
+        tried.append((not fits, found[0].cost / problem.time_scale if fits else held, cut))
+    return simulate(schedule, min(tried, key=lambda one: one[:2])[2])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zbkern import schedules
-from zbkern.planning.command.published import step_time
+from zbkern.planning.command.answer import step_time
 from zbkern.planning.command.question import SIZES, Question, WrongArgument, option
 from zbkern.planning.cost_model import calibration
 from zbkern.planning.cost_model.architecture import Architecture, load_architecture

@@ -13,7 +13,6 @@ from itertools import pairwise
 from operator import itemgetter
 
 from zbkern.planning.command.answer import Answer
-from zbkern.planning.command.published import exceeds
 from zbkern.planning.command.question import Question
 from zbkern.planning.cost_model.architecture import Architecture
 from zbkern.planning.cost_model.exactness import how_exact
@@ -21,7 +20,7 @@ from zbkern.planning.cost_model.hardware import Hardware
 from zbkern.planning.cost_model.model_costs import Setting, parameters, predictors
 from zbkern.planning.planner import Plan
 from zbkern.planning.simulation.layers import ModelCosts
-from zbkern.planning.simulation.memory import static_of_ranks
+from zbkern.planning.simulation.memory import exceeds, static_of_ranks
 from zbkern.planning.simulation.needs import least_uneven
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules import grid as grids
@@ -204,7 +203,7 @@ def table(
         if not tokens:
             makespan = duration(timeline.makespan, timeline.unit)
             cells = [f"{bubble:.2%}", makespan, memory, f"{peak / whole:.2f}x" if whole else ""]
-        over = limit is not None and exceeds(peak, limit)
+        over = exceeds(peak, limit)
         if over and cuts:
             cells = [each if each == memory else "" for each in cells]
         note = ("at least: does not fit" if cuts else "over the limit") if over else ""

@@ -10,6 +10,7 @@ from zbkern.schedules.actions import Action
 from zbkern.schedules.program import recomputed, streamed
 from zbkern.schedules.slices import Unit
 
+_ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 Limit = float | Sequence[float] | None  # one number, or one per rank
 
 
@@ -95,6 +96,11 @@ def static_of_ranks(costs: ChunkCosts, placement: Sequence[int]) -> list[float]:
     for chunk, rank in enumerate(placement):
         total[rank] += costs.static[chunk]
     return total
+
+
+def exceeds(peak: float, limit: float | None) -> bool:
+    """Whether a rank holds more than it may, by more than rounding."""
+    return limit is not None and peak > limit * (1 + _ROUNDING)
 
 
 def limits_of(function: str, given: Limit, stages: int) -> list[float] | None:
