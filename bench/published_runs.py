@@ -33,7 +33,7 @@ from zbkern.pipeline import Costs, ModelCosts, plan, schedules
 from zbkern.planning.cost_model import exactness
 from zbkern.planning.cost_model.architecture import Architecture, architecture
 from zbkern.planning.cost_model.hardware import Hardware, load_hardware
-from zbkern.planning.cost_model.model_costs import Job, flops, model_costs, outside
+from zbkern.planning.cost_model.model_costs import Job, Setting, flops
 from zbkern.planning.planner.partition import balanced_partitions, even_partitions
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.reporting import markdown_table
@@ -115,7 +115,7 @@ def predict(run: Mapping[str, Any], models: Mapping[str, Any] = {}, hardware: Ha
     sizes = {name: run.get(name, 1) for name in _ONE}
     job = Job(run["sequence"], **sizes, fully_shard=run.get("fully_shard", False))
     stages = run.get("pipeline_parallel", 1)
-    seconds = _passes(run, model, hardware, job) + outside(model, hardware, job, stages)
+    seconds = _passes(run, model, hardware, job) + Setting(model, hardware, job).beside(stages)
     tokens = run["microbatches"] * job.tokens / (seconds * stages * job.tensor_parallel * job.context_parallel)
     found = tokens * flops(model, job.sequence, masked=False) / 1e12 if "FLOP" in run["unit"] else tokens
     return Result(run, exactness.group(model, hardware, job), found)
@@ -124,7 +124,7 @@ def predict(run: Mapping[str, Any], models: Mapping[str, Any] = {}, hardware: Ha
 def _passes(run: Mapping[str, Any], model: Architecture, hardware: Hardware, job: Job) -> float:
     """Seconds: the makespan, since these optimizers synchronise."""
     said, ran = run.get("recomputation", ""), software(run)
-    costs = logits_once(model_costs(model, hardware, job))
+    costs = logits_once(Setting(model, hardware, job).costs)
     layers = []
     for each in costs.layers:
         core = each.attention_forward
@@ -164,11 +164,11 @@ def gains(shape: Shape, microbatches: int) -> tuple[float, float]:
     hardware, job, stages = load_hardware("a100"), Job(1024, shape.microbatch_size), shape.stages
     if stages <= hardware.gpus_per_node:
         hardware = replace(hardware, network_bandwidth=hardware.link_bandwidth)
-    costs = logits_once(model_costs(model, hardware, job))
+    costs = logits_once(Setting(model, hardware, job).costs)
     ranks = costs.chunk_costs(even_partitions(len(costs.layers), stages)[0])
     inner = [getattr(ranks, name)[1] for name in ("forward", "backward", "weight", "communication")]
     searched = plan(Costs(*inner, activation=1, held=0.4), stages, microbatches, memory_limit=2 * stages, effort=1)
-    rest = 1e3 * outside(model, hardware, job, stages)
+    rest = 1e3 * Setting(model, hardware, job).beside(stages)
     baseline = simulate(schedules.one_f_one_b(stages, microbatches), ranks).makespan + rest
     found = (schedules.zb_h1(stages, microbatches), searched.schedule)
     one, two = (baseline / (simulate(each, ranks).cost + rest) - 1 for each in found)

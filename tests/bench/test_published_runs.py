@@ -121,7 +121,7 @@ def test_a_fit_finds_the_shares_that_runs_were_made_with() -> None:
 def test_frameworks_compute_logits_once() -> None:
     model = published_runs.architecture(LLAMA)
     gpu = replace(published_runs.load_hardware("h100"), split_share=0)
-    costs = published_runs.model_costs(model, gpu, published_runs.Job(8192))
+    costs = published_runs.Setting(model, gpu, published_runs.Job(8192)).costs
     once = published_runs.logits_once(costs)
     assert once.layers[:-1] == costs.layers[:-1]
     head = once.layers[-1]

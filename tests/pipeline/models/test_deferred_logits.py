@@ -31,7 +31,7 @@ from zbkern.pipeline import (
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.planning.cost_model.architecture import architecture
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job, model_costs
+from zbkern.planning.cost_model.model_costs import Job, Setting
 
 
 def test_log_probs_and_entropy_of_logits_that_are_there() -> None:
@@ -199,7 +199,7 @@ def shard(each: bool, reshard: bool, policy: bool) -> None:
 def test_what_it_keeps_is_what_plans_count() -> None:
     """Of norm and head: the input of each and the head's gradient of it until B, and the head's input until W."""
     config = transformers.LlamaConfig(**{**DECODER, "hidden_size": 512, "num_hidden_layers": 1, "vocab_size": 4000})
-    planned = model_costs(architecture(config.to_dict()), load_hardware("h100"), Job(96)).layers[-1]
+    planned = Setting(architecture(config.to_dict()), load_hardware("h100"), Job(96)).costs.layers[-1]
     schedule, tokens = schedules.gpipe(1, 1), torch.randint(4000, (1, 96))
     chunk, saved, queue = zbkern.convert(cut(config, schedule)[0].bfloat16()), {}, zbkern.WGradQueue()
     resident = {each.untyped_storage().data_ptr() for each in (*chunk.parameters(), *chunk.buffers())}
@@ -227,7 +227,7 @@ def test_the_last_rank_holds_what_plans_count() -> None:
     sizes = {"hidden_size": 512, "num_hidden_layers": 2, "vocab_size": vocabulary, "tie_word_embeddings": False}
     config, partition = transformers.LlamaConfig(**{**DECODER, **sizes}), [0, 3]  # norm and head are the last chunk
     schedule, tokens = schedules.zb_h1(2, 4), torch.randint(vocabulary, (4, length))
-    costs = model_costs(architecture(config.to_dict()), load_hardware("h100"), Job(length)).chunk_costs(partition)
+    costs = Setting(architecture(config.to_dict()), load_hardware("h100"), Job(length)).costs.chunk_costs(partition)
 
     def of_rank(transport: LocalTransport) -> Any:
         (chunk,) = cut(config, schedule, partition, rank=transport.rank)

@@ -12,7 +12,7 @@ from tests.support.configurations import H100, model_of, path_of
 from zbkern import __main__
 from zbkern.planning.command import layouts
 from zbkern.planning.command.question import LAYOUT_EFFORT, LayoutQuestion
-from zbkern.planning.cost_model.model_costs import Job, Setting, outside
+from zbkern.planning.cost_model.model_costs import Job, Setting
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_no_layout_is_faster_than_the_first(name: str, gpus: int, batch: int) ->
 def test_the_parts_of_a_step_are_the_step() -> None:
     for answer in layouts.search(LayoutQuestion(model_of("llama-3-8b"), H100, 4, 8, effort=0)):
         setting, stages = answer.layout.setting, answer.layout.stages
-        step = answer.plan.timeline.cost / 1e3 + outside(*setting, stages)
+        step = answer.plan.timeline.cost / 1e3 + setting.beside(stages)
         assert answer.seconds == pytest.approx(step, rel=1e-12)
         assert min(answer.parts.values()) >= -1e-9 * step
     assert "no part differs" in layouts.why(answer, answer)

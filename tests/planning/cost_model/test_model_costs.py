@@ -18,7 +18,7 @@ from zbkern.pipeline import ModelCosts, layers_of
 from zbkern.planning.cost_model.architecture import FAMILIES, Architecture, architecture, load_architecture
 from zbkern.planning.cost_model.hardware import TABLE, load_hardware
 from zbkern.planning.cost_model.layer_kinds import Experts, attention, mlp
-from zbkern.planning.cost_model.model_costs import Job, flops, model_costs, outside, parameters
+from zbkern.planning.cost_model.model_costs import Job, Setting, flops, parameters
 
 CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
 H100 = load_hardware("h100")
@@ -59,7 +59,7 @@ def test_flops_of_a_token_are_six_per_parameter_and_those_of_attention() -> None
 
 def test_memory_is_what_the_layers_keep() -> None:
     tokens = 64
-    costs = model_costs(architecture(SMALL), H100, Job(tokens))
+    costs = Setting(architecture(SMALL), H100, Job(tokens)).costs
     held, saved = held_and_saved()
     assert costs.layers[1].held / 2 / tokens == pytest.approx(held, rel=0.01)
     assert costs.layers[1].activation / 2 / tokens == pytest.approx(saved, rel=0.01)
@@ -67,17 +67,17 @@ def test_memory_is_what_the_layers_keep() -> None:
 
 def test_every_gpu_has_a_head_of_keys() -> None:
     model = {**SMALL, "num_attention_heads": 16, "num_key_value_heads": 2}
-    each = [model_costs(architecture(model), H100, Job(64, tensor_parallel=ranks)).layers[1] for ranks in (2, 16)]
+    each = [Setting(architecture(model), H100, Job(64, tensor_parallel=ranks)).costs.layers[1] for ranks in (2, 16)]
     head = 2 * SMALL["hidden_size"] * SMALL["hidden_size"] // 16  # weights of a head's keys and values
     rest = each[0].static / 18 - head
     assert each[1].static / 18 == pytest.approx(rest / 8 + head)
     with pytest.raises(ValueError, match="must divide the 6 heads of keys, or be a multiple; got 4"):
-        model_costs(architecture({**model, "num_key_value_heads": 6}), H100, Job(64, tensor_parallel=4))
+        _ = Setting(architecture({**model, "num_key_value_heads": 6}), H100, Job(64, tensor_parallel=4)).costs
 
 
 def test_layers_in_model_order_and_what_is_always_there() -> None:
     model = load_architecture(CONFIGURATIONS / "deepseek-v3.json")
-    costs = model_costs(model, H100, Job(4096, tensor_parallel=4, expert_parallel=64, data_parallel=64))
+    costs = Setting(model, H100, Job(4096, tensor_parallel=4, expert_parallel=64, data_parallel=64)).costs
     names = [layer.name for layer in costs.layers]
     assert names[:2] == ["model.embed_tokens", "model.layers.0"]
     assert names[-4:] == ["model.layers.60", "model.norm", "model.layers.61", "model.layers.61.shared_head"]
@@ -88,22 +88,22 @@ def test_layers_in_model_order_and_what_is_always_there() -> None:
     assert sparse.static - dense.static == pytest.approx(experts + (router + mlp / 4 - 9 * mlp / 4) * (6 + 12 / 64))
     assert dense.forward < sparse.forward
     assert ModelCosts.from_json(costs.to_json()) == costs
-    tied = model_costs(load_architecture(CONFIGURATIONS / "gemma-2-9b.json"), H100, Job(4096))
+    tied = Setting(load_architecture(CONFIGURATIONS / "gemma-2-9b.json"), H100, Job(4096)).costs
     assert tied.layers[0].tied == tied.layers[-1].tied == "embedding"
 
 
 def test_time_is_that_of_the_flops_where_they_are_many() -> None:
     model = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
-    block = model_costs(model, IDEAL, Job(8192)).layers[1]
+    block = Setting(model, IDEAL, Job(8192)).costs.layers[1]
     matrices = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
     product = 2 * 8192 * matrices / (H100.matmul_flops * H100.matmul_share) * 1e3
     assert block.weight == pytest.approx(product)
     assert product / H100.forward_backward_share < block.forward < 1.4 * product / H100.forward_backward_share
-    few = model_costs(model, IDEAL, Job(64)).layers[1]
+    few = Setting(model, IDEAL, Job(64)).costs.layers[1]
     read_and_written = 8 * matrices / (H100.memory_bandwidth * H100.memory_share) * 1e3
     assert few.weight == pytest.approx(read_and_written, rel=0.1)
     assert 0.5 < few.merge_saving / few.weight < 1
-    halves = model_costs(model, IDEAL, Job(8192, tensor_parallel=2)).layers[1]
+    halves = Setting(model, IDEAL, Job(8192, tensor_parallel=2)).costs.layers[1]
     assert halves.weight == pytest.approx(block.weight / 2)
     assert halves.activation == pytest.approx(block.activation / 2)
     assert halves.forward > block.forward / 2  # messages
@@ -113,14 +113,14 @@ def test_weights_products_take_the_share_of_a_pass_that_was_measured() -> None:
     """Two blocks of a GPT on an A100: T_F, T_B and T_W of the 28.3B model in arXiv 2401.10241, Table 9."""
     sizes = {"n_layer": 62, "n_head": 48, "n_embd": 6144, "n_inner": 4 * 6144, "vocab_size": 50304}
     model = architecture({"model_type": "gpt2", "n_positions": 1024, **sizes})
-    block = model_costs(model, load_hardware("a100"), Job(1024)).layers[1]
+    block = Setting(model, load_hardware("a100"), Job(1024)).costs.layers[1]
     measured = (10.419 + 10.207) / 7.715
     assert (block.forward + block.backward) / block.weight == pytest.approx(measured, rel=0.1)
 
 
 def test_small_products_and_many_layers_take_longer_than_their_flops() -> None:
     model = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
-    ideal, found = (model_costs(model, each, Job(8192)) for each in (IDEAL, H100))
+    ideal, found = (Setting(model, each, Job(8192)).costs for each in (IDEAL, H100))
     shapes = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]
     peak = H100.matmul_flops * H100.matmul_share
     ramps = [2 * 8192 * a * b / peak * H100.matmul_ramp * (1 / 8192 + 1 / a + 1 / b) for a, b in shapes]
@@ -135,20 +135,20 @@ def test_small_products_and_many_layers_take_longer_than_their_flops() -> None:
 def test_groups_of_few_rows_take_longest() -> None:
     model = load_architecture(CONFIGURATIONS / "qwen3-235b.json")
     jobs = [Job(4096, tensor_parallel=2, expert_parallel=ranks, data_parallel=64) for ranks in (2, 128)]
-    fewer, more = (model_costs(model, H100, job).layers[1] for job in jobs)  # rows for each of a GPU's experts
+    fewer, more = (Setting(model, H100, job).costs.layers[1] for job in jobs)  # rows for each of a GPU's experts
     assert fewer.weight > more.weight
 
 
 def test_what_a_step_has_besides_its_passes() -> None:
     model = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
     bare = dataclasses.replace(H100, overlap_share=0)
-    alone, few, many = (outside(model, bare, Job(4096, data_parallel=ranks), 1) for ranks in (1, 64, 512))
+    alone, few, many = (Setting(model, bare, Job(4096, data_parallel=ranks)).beside(1) for ranks in (1, 64, 512))
     adam = 30 * 8.03e9 / (H100.memory_bandwidth * H100.memory_share)
     assert alone == pytest.approx(adam, rel=1e-3)
     moved = 4 * 8.03e9 / (8 * H100.network_bandwidth * H100.network_share)  # all adapters of a node
     assert few == pytest.approx(moved * 63 / 64 + adam / 64, rel=1e-3)
     assert many == pytest.approx(moved * 511 / 512 + adam / 512, rel=1e-3)
-    hidden = outside(model, H100, Job(8192, data_parallel=64), 1)
+    hidden = Setting(model, H100, Job(8192, data_parallel=64)).beside(1)
     assert hidden == pytest.approx(adam / 64, rel=1e-3)
 
 
@@ -157,12 +157,12 @@ def test_sharded_weights_take_what_their_own_layer_does_not_hide() -> None:
     whole, shared = (Job(4096, data_parallel=16, fully_shard=shard) for shard in (False, True))
     block = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
     head = 4096 * 128256
-    static = [sum(layer.static for layer in model_costs(model, H100, job).layers) for job in (whole, shared)]
+    static = [sum(layer.static for layer in Setting(model, H100, job).costs.layers) for job in (whole, shared)]
     assert static[0] == pytest.approx(8.03e9 * (6 + 12 / 16), rel=1e-3)
     assert static[1] == pytest.approx(8.03e9 * 18 / 16 + 2 * 6 * head, rel=1e-3)  # of two large layers
     for bandwidth in (50e9, 2e9):
         gpu = dataclasses.replace(H100, network_bandwidth=bandwidth, overlap_share=0.8, split_share=0)
-        before, after = (model_costs(model, gpu, job).layers[1] for job in (whole, shared))
+        before, after = (Setting(model, gpu, job).costs.layers[1] for job in (whole, shared))
         gathered = 2e3 * block * 15 / 16 / (8 * bandwidth * gpu.network_share)
         forward, backward = gathered - 0.8 * before.forward, 3 * gathered - 0.8 * (before.backward + before.weight)
         assert (forward > 0) == (backward > 0) == (bandwidth == 2e9)
@@ -170,15 +170,17 @@ def test_sharded_weights_take_what_their_own_layer_does_not_hide() -> None:
         assert after.backward - before.backward == pytest.approx(max(0, backward))
         assert after.weight == before.weight
     slow = dataclasses.replace(H100, network_bandwidth=2e9)
-    assert outside(model, slow, shared, 1) == pytest.approx(outside(model, H100, shared, 1))  # it is in the passes
-    assert outside(model, slow, shared, 1) < outside(model, slow, whole, 1)
+    assert Setting(model, slow, shared).beside(1) == pytest.approx(
+        Setting(model, H100, shared).beside(1)
+    )  # it is in the passes
+    assert Setting(model, slow, shared).beside(1) < Setting(model, slow, whole).beside(1)
 
 
 def test_the_gpus_of_a_sequence_share_its_tokens_and_send_keys() -> None:
     model = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
     free = dataclasses.replace(IDEAL, exposed_share=0.0)
     whole, half, sent = (
-        model_costs(model, gpu, Job(8192, context_parallel=ranks, data_parallel=2)).layers[1]
+        Setting(model, gpu, Job(8192, context_parallel=ranks, data_parallel=2)).costs.layers[1]
         for gpu, ranks in ((free, 1), (free, 2), (IDEAL, 2))
     )
     for name in ("forward", "backward", "weight", "activation", "held", "output"):
@@ -192,7 +194,7 @@ def test_the_gpus_of_a_sequence_share_its_tokens_and_send_keys() -> None:
 
 def test_fp8_halves_products_of_forward_and_input_gradients_alone() -> None:
     model = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
-    wide, narrow = (model_costs(model, IDEAL, Job(8192, fp8=fp8)).layers for fp8 in (False, True))
+    wide, narrow = (Setting(model, IDEAL, Job(8192, fp8=fp8)).costs.layers for fp8 in (False, True))
     assert narrow[0] == wide[0]
     assert narrow[-1] == wide[-1]
     share = H100.matmul_share * H100.forward_backward_share
@@ -205,7 +207,7 @@ def test_fp8_halves_products_of_forward_and_input_gradients_alone() -> None:
     kept = 2 * 4096 * (6144 + 4096 + 3 * 14336)
     assert narrow[1].static - wide[1].static == pytest.approx(kept)
     a100 = load_hardware("a100")
-    assert model_costs(model, a100, Job(64, fp8=True)) == model_costs(model, a100, Job(64))
+    assert Setting(model, a100, Job(64, fp8=True)).costs == Setting(model, a100, Job(64)).costs
 
 
 @pytest.mark.parametrize(
@@ -243,7 +245,7 @@ def test_a_window_leaves_less_to_compute() -> None:
     model = architecture(config)
     assert windows(model)[:3] == [128, None, 128]
     assert model.experts == Experts(128, 4)
-    costs = model_costs(model, H100, Job(8192))
+    costs = Setting(model, H100, Job(8192)).costs
     assert costs.layers[1].backward < costs.layers[2].backward
     listed = architecture({**config, "layer_types": ["full_attention"] * 36})
     assert {*windows(listed)} == {None}
@@ -296,8 +298,8 @@ def test_computing_hides_no_more_of_a_message_than_a_share_of_its_own_time() -> 
     for rate, hidden in ((450e9, 0.4), (45e9, 0.4), (45e9, 0.0)):
         gpu = dataclasses.replace(H100, link_bandwidth=rate, hiding_share=hidden, **sizes)
         job = Job(8192, tensor_parallel=8)
-        free = model_costs(model, dataclasses.replace(gpu, link_bandwidth=1e30, latency=1e-30), job).layers[1]
-        block = model_costs(model, gpu, job).layers[1]
+        free = Setting(model, dataclasses.replace(gpu, link_bandwidth=1e30, latency=1e-30), job).costs.layers[1]
+        block = Setting(model, gpu, job).costs.layers[1]
         message = 2 * 1e3 * (4 * 8192 * 4096 * 7 / 8 / (rate * gpu.network_share) + 2 * gpu.latency)
         assert block.forward - free.forward == pytest.approx(max(message / 4, message - hidden * free.forward))
 
@@ -310,7 +312,7 @@ def test_small_heads_and_fast_gpus_wait_for_exponentials() -> None:
         times = []
         for heads in (64, 32):
             config = {**SMALL, "hidden_size": 4096, "num_attention_heads": heads, "num_key_value_heads": heads}
-            times.append(model_costs(architecture(config), gpu, Job(8192)).layers[1].attention_forward)
+            times.append(Setting(architecture(config), gpu, Job(8192)).costs.layers[1].attention_forward)
         assert times[0] / times[1] == pytest.approx(slower)
 
 
@@ -327,7 +329,7 @@ def sent_bytes(expert_parallel: int, gpus_per_node: int, kind: str = "network", 
     free = dataclasses.replace(H100, gpus_per_node=gpus_per_node, latency=1e-30, **whole)
     job = Job(64, expert_parallel=expert_parallel)
     silent, slow = (
-        model_costs(architecture(config), dataclasses.replace(free, **links), job).layers[-4]
+        Setting(architecture(config), dataclasses.replace(free, **links), job).costs.layers[-4]
         for links in (
             {f"{name}_bandwidth": rate if name == kind else 1e30 for name in ("network", "link")}
             for rate in (1e30, 1e6)
@@ -404,7 +406,7 @@ def test_a_configuration_that_cannot_be_read(change: dict[str, Any], message: st
 )
 def test_parallelism_that_does_not_divide(job: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        model_costs(architecture(SMALL), H100, Job(**{"sequence": 16, **job}))
+        _ = Setting(architecture(SMALL), H100, Job(**{"sequence": 16, **job})).costs
 
 
 @pytest.mark.parametrize(
@@ -419,7 +421,7 @@ def test_as_many_pipelines_as_experts_need(tensor: int, expert: int, data: int) 
 def test_experts_that_do_not_divide() -> None:
     model = load_architecture(CONFIGURATIONS / "gpt-oss-120b.json")
     with pytest.raises(ValueError, match="expert_parallel must divide the 128 experts; got 3"):
-        model_costs(model, H100, Job(16, expert_parallel=3))
+        _ = Setting(model, H100, Job(16, expert_parallel=3)).costs
 
 
 def test_the_table_of_hardware(tmp_path: Path) -> None:
@@ -456,9 +458,9 @@ def test_the_table_of_hardware(tmp_path: Path) -> None:
 
 def test_copies_to_the_host_take_the_hosts_link() -> None:
     model, job = load_architecture(CONFIGURATIONS / "llama-3-8b.json"), Job(4096)
-    costs = model_costs(model, H100, job)
+    costs = Setting(model, H100, job).costs
     assert costs.offload_bandwidth == costs.reload_bandwidth == pytest.approx(64e9 * 0.91 / 1e3)  # bytes per ms
-    unknown = model_costs(model, dataclasses.replace(H100, host_bandwidth=None), job)
+    unknown = Setting(model, dataclasses.replace(H100, host_bandwidth=None), job).costs
     assert unknown.offload_bandwidth is None
 
 
@@ -480,7 +482,7 @@ def test_parameters_are_those_of_the_librarys_models(kind: str) -> None:
     block = model.get_submodule(f"{found.names[1]}.1")
     norms = [name for name, _ in block.named_children() if "norm" in name.lower() or name.startswith("ln_")]
     assert found.blocks[1].norms == len(norms)
-    costs = model_costs(found, H100, Job(4096, halves=True))
+    costs = Setting(found, H100, Job(4096, halves=True)).costs
     names = [layer.name for layer in costs.layers]
     assert names[: names.index(found.names[2])] == [
         layer.name for layer in layers_of(model, halves=True) if layer.kind in ("embedding", "block")
@@ -492,7 +494,7 @@ def test_halves_are_together_what_a_block_is(name: str) -> None:
     model = load_architecture(CONFIGURATIONS / f"{name}.json")
     job = Job(8192, tensor_parallel=2, expert_parallel=1 if model.experts is None else 32)
     whole, parts = (
-        model_costs(model, H100, dataclasses.replace(job, halves=halves)).layers for halves in (False, True)
+        Setting(model, H100, dataclasses.replace(job, halves=halves)).costs.layers for halves in (False, True)
     )
     assert len(parts) == len(whole) + len(model.blocks)
     for number in (1, len(model.blocks)):
@@ -528,7 +530,7 @@ def test_a_switch_for_parallel_blocks_keeps_them_whole(kind: str, more: dict[str
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
     config = transformers.CONFIG_MAPPING[kind](**sizes, **more)
     model = architecture(json.loads(config.to_json_string(use_diff=False)))
-    costs = model_costs(model, H100, Job(4096, halves=True))
+    costs = Setting(model, H100, Job(4096, halves=True)).costs
     names = [layer.name for layer in layers_of(config, halves=True)]
     assert [layer.name for layer in costs.layers[:-1]] == names[: len(costs.layers) - 1]
     assert (len(names) > 5) == ("parallel_attn" in more)
@@ -546,7 +548,7 @@ def test_layers_of_nemotron_h_by_their_letters() -> None:
         [2 * 64 * 96],
     ]
     assert found.names[2] == "model.norm_f"
-    assert model_costs(found, H100, Job(64)).layers[1].name == "model.layers.0"
+    assert Setting(found, H100, Job(64)).costs.layers[1].name == "model.layers.0"
     with pytest.raises(ValueError, match=r"nemotron_h with layers of 'moe' \(or a moe_latent_size\) is not known"):
         architecture({**sizes, "hybrid_override_pattern": "ME", "moe_latent_size": 8})
 

@@ -14,7 +14,7 @@ from zbkern.planning.command.question import SIZES, Question, WrongArgument, opt
 from zbkern.planning.cost_model import calibration
 from zbkern.planning.cost_model.architecture import Architecture, load_architecture
 from zbkern.planning.cost_model.hardware import Hardware, load_hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting, model_costs
+from zbkern.planning.cost_model.model_costs import Job, Setting
 from zbkern.planning.simulation.json_file import parse_object, read_text
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.schedules.layout import HALVES
@@ -89,7 +89,7 @@ def _calibration(
         measured = ModelCosts.from_json(text)
         halves = any(each.name.endswith(HALVES) for each in measured.layers)
         job = replace(_job(given), halves=halves)
-        computed = model_costs(architecture, hardware, job)
+        computed = Setting(architecture, hardware, job).costs
         return calibration.of_blocks(computed, measured, job.tensor_parallel, source)
     step = parse_object("a training step", text, _STEP)
     if unknown := sorted({*step} - {"seconds", "schedule", *CHOSEN, "sequence", "chunks"}):

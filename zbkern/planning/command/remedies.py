@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from zbkern.planning.command.question import Question, option
+from zbkern.planning.command.question import Question, spelt
 from zbkern.planning.planner.arguments import chunks_per_rank
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.needs import fits, least_need
@@ -41,27 +41,17 @@ def may_fit_with_saving(costs: ModelCosts, stages: int, limit: float) -> bool:
 
 
 def remedies(question: Question) -> list[str]:
-    """Options with the least change of their numbers, each of which makes the model fit.
+    """Options with the least change of their numbers, each of which makes the model fit, in the order of the tries.
 
     What follows from the sizes that were given follows from those that are tried.
     """
-    found = []
-    for name, values in _to_try(question).items():
-        value = next((each for each in values if _fits(question, **{name: each})), None)
-        if value is not None:
-            found.append(option(name) + ("" if value is True else f" {value}"))
-    return found
-
-
-def _to_try(question: Question) -> dict[str, Sequence[int]]:
-    """Values of every option, in the order in which they are tried."""
     assert question.setting is not None
     model, _, job = question.setting
     stages, placement = question.stages, question.placement
     chunks = question.chunks or (2 if placement == "v" else chunks_per_rank(placement, stages))
     most = (len(model.blocks) + 2 * (1 + model.predictors)) // chunks
     fixed = job.fully_shard or isinstance(placement, tuple)  # the rank of every chunk of so many stages
-    return {
+    tries: dict[str, Sequence[int]] = {
         "stages": () if fixed else range(stages + 1, most + 1),
         "tensor_parallel": [value for by in _TIMES if (value := job.tensor_parallel * by) <= _WIDEST],
         "expert_parallel": [job.expert_parallel * by for by in _TIMES],
@@ -70,15 +60,19 @@ def _to_try(question: Question) -> dict[str, Sequence[int]]:
         "microbatch_size": [value for by in _TIMES if (value := job.microbatch_size // by) >= 1],
         "sequence": [value for by in _TIMES if (value := job.sequence // by) >= _SHORTEST],
     }
+    found: list[str] = []
+    for name, values in tries.items():
+        value = next((each for each in values if _fits(question, **{name: each})), None)
+        found += [] if value is None else spelt({name: value})
+    return found
 
 
-def _fits(question: Question, stages: int | None = None, **sizes: Any) -> bool:
+def _fits(question: Question, stages: int = 0, **sizes: Any) -> bool:
     assert question.setting is not None
-    stages = stages or question.stages
     try:
         setting = question.setting._replace(job=replace(question.setting.job, **sizes))
         costs, limit = setting.costs, replace(question, setting=setting).limit
     except ValueError:  # heads or experts that cannot be divided so
         return False
     assert limit is not None
-    return fits(costs, stages, limit)
+    return fits(costs, stages or question.stages, limit)

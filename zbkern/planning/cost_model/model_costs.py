@@ -105,15 +105,49 @@ class Setting(NamedTuple):
 
     @property
     def costs(self) -> ModelCosts:
-        return model_costs(*self)
+        """Of every layer for one GPU, in ms and bytes: embedding, blocks, norm with head and loss, then predictors.
+
+        Their names are those that `cut` counts; norm and head are one, named as the norm, and predictors, which the
+        transformers library does not build, are named as in DeepSeek's checkpoints. With job.halves blocks whose MLP
+        follows their attention are two layers, as `layers_of(model, halves=True)` lists them; a chunk adds zeros in the
+        place of the half that another one has, which takes time that is not counted.
+
+        See the module for what is assumed. Raises ValueError where heads, experts or features cannot be divided so.
+        """
+        gpu, share = self.hardware, self.hardware.network_share
+        copies = None if gpu.host_bandwidth is None else gpu.host_bandwidth * share / _MS
+        computed = ModelCosts(
+            tuple([layer.costs() for layer in _layers(self)]),
+            gpu.latency * _MS,
+            gpu.network_bandwidth * share / _MS,
+            "ms",
+            "bytes",
+            copies,
+            copies,
+            copy_size=COPY_SIZE,
+            pass_overhead=gpu.pass_time * _MS,
+            tokens=self.job.sequence,
+        )
+        return gpu.calibration.applied(computed) if gpu.calibration.source else computed
+
+    def beside(self, stages: int) -> float:
+        """Seconds of a step that no pass has, on a rank with its share of the layers: what is not hidden of the traffic
+        between pipelines, weights gathered and gradients reduced behind one microbatch's passes, and the optimizer's
+        step. Raises ValueError as `costs`, and for several stages that are fully sharded.
+        """
+        if self.job.fully_shard and stages > 1:
+            raise ValueError(
+                "stages hold weights and gradients from pass to pass; leave fully_shard out, or have one stage"
+            )
+        layers, gpu = _layers(self), self.hardware
+        behind = gpu.overlap_share * sum(layer.forward + layer.backward + layer.weight for layer in layers)
+        traffic = 0.0 if self.job.fully_shard else sum(layer.gathered + layer.reduced for layer in layers)
+        step = sum(layer.stepped for layer in layers)
+        return gpu.calibration.rest * (max(0.0, traffic - behind) + step) / stages
 
     def tokens(self, microbatches: int) -> int:
         """Of a step, of all pipelines."""
         return microbatches * self.job.tokens * self.job.pipelines
-
-    def beside(self, stages: int) -> float:
-        """Seconds of a step that no pass has."""
-        return outside(*self, stages)
 
     @property
     def limit(self) -> float:
@@ -121,50 +155,6 @@ class Setting(NamedTuple):
         job = self.job
         parallel = (job.tensor_parallel, job.expert_parallel, job.context_parallel, job.pipelines)
         return self.hardware.usable(1 + sum(ranks > 1 for ranks in parallel))
-
-
-def model_costs(architecture: Architecture, hardware: Hardware, job: Job) -> ModelCosts:
-    """Costs of every layer for one GPU, in ms and bytes: embedding, blocks, norm with head and loss, then predictors.
-
-    Their names are those that `cut` counts; norm and head are one, named as the norm, and predictors, which the
-    transformers library does not build, are named as in DeepSeek's checkpoints. With job.halves blocks whose MLP
-    follows their attention are two layers, as `layers_of(model, halves=True)` lists them; a chunk adds zeros in the
-    place of the half that another one has, which takes time that is not counted.
-
-    See the module for what is assumed. Raises ValueError where heads, experts or features cannot be divided so.
-    """
-    layers = tuple(layer.costs() for layer in _layers(Setting(architecture, hardware, job)))
-    bandwidth = hardware.network_bandwidth * hardware.network_share / _MS
-    copies = None if hardware.host_bandwidth is None else hardware.host_bandwidth * hardware.network_share / _MS
-    computed = ModelCosts(
-        layers,
-        hardware.latency * _MS,
-        bandwidth,
-        "ms",
-        "bytes",
-        copies,
-        copies,
-        copy_size=COPY_SIZE,
-        pass_overhead=hardware.pass_time * _MS,
-        tokens=job.sequence,
-    )
-    return hardware.calibration.applied(computed) if hardware.calibration.source else computed
-
-
-def outside(architecture: Architecture, hardware: Hardware, job: Job, stages: int) -> float:
-    """Seconds of a step that no pass has, on a rank with its share of the layers: what is not hidden of the traffic
-    between pipelines, weights gathered and gradients reduced behind one microbatch's passes, and the optimizer's step.
-    Raises ValueError as `model_costs`, and for several stages that are fully sharded.
-    """
-    if job.fully_shard and stages > 1:
-        raise ValueError(
-            "stages hold weights and gradients from pass to pass; leave fully_shard out, or have one stage"
-        )
-    layers = _layers(Setting(architecture, hardware, job))
-    behind = hardware.overlap_share * sum(layer.forward + layer.backward + layer.weight for layer in layers)
-    traffic = 0.0 if job.fully_shard else sum(layer.gathered + layer.reduced for layer in layers)
-    step = sum(layer.stepped for layer in layers)
-    return hardware.calibration.rest * (max(0.0, traffic - behind) + step) / stages
 
 
 def _layers(setting: Setting) -> list[_Layer]:
@@ -473,20 +463,18 @@ def _block(name: str, block: Block, setting: Setting, joined: bool = False, shar
 
 
 def _check(architecture: Architecture, job: Job) -> None:
-    ranks = job.tensor_parallel
+    ranks, among = job.tensor_parallel, job.expert_parallel
     for part in (part for block in architecture.blocks for part in block.parts):
-        if part.heads % ranks:
-            raise ValueError(f"model_costs: tensor_parallel must divide the {part.heads} heads; got {ranks}")
-        keys = part.key_heads
-        if part.keys and keys % ranks and ranks % keys:
-            raise ValueError(
-                f"model_costs: tensor_parallel must divide the {keys} heads of keys, or be a multiple; got {ranks}"
-            )
-        if part.experts and part.experts.count % job.expert_parallel:
-            raise ValueError(
-                f"model_costs: expert_parallel must divide the {part.experts.count} experts; got {job.expert_parallel}"
-            )
-    if job.expert_parallel > 1 and architecture.experts is None:
-        raise ValueError(
-            f"model_costs: expert_parallel must be 1 for a model without experts; got {job.expert_parallel}"
-        )
+        keys, experts = part.key_heads, 0 if part.experts is None else part.experts.count
+        for wrong, must in (
+            (part.heads % ranks, f"tensor_parallel must divide the {part.heads} heads; got {ranks}"),
+            (
+                part.keys and keys % ranks and ranks % keys,
+                f"tensor_parallel must divide the {keys} heads of keys, or be a multiple; got {ranks}",
+            ),
+            (experts % among, f"expert_parallel must divide the {experts} experts; got {among}"),
+        ):
+            if wrong:
+                raise ValueError(f"model_costs: {must}")
+    if among > 1 and architecture.experts is None:
+        raise ValueError(f"model_costs: expert_parallel must be 1 for a model without experts; got {among}")
