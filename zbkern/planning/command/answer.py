@@ -62,13 +62,11 @@ def _errors(found: Plan) -> dict[str, tuple[float, float]]:
     """Of the schedule as it is; none where simulating it four times takes a second."""
     if sum(map(len, found.schedule.actions)) > _MOST_ACTIONS:
         return {}
-    reached, idle = found.timeline.cost, found.bubble_rate
-    errors = {}
+    reached, idle, errors = found.timeline.cost, found.bubble_rate, {}
     for name, cost in _COSTS.items():
         given = getattr(found.costs, cost)
         more: Any = [_TENTH * each for each in given] if isinstance(given, Sequence) else _TENTH * given
-        changed: dict[str, Any] = {cost: more}
-        timeline = simulate(found.schedule, replace(found.costs, **changed))
+        timeline = simulate(found.schedule, replace(found.costs, **{cost: more}))
         errors[name] = timeline.cost / reached - 1 if reached else 0.0, timeline.bubble_rate - idle
     return errors
 
@@ -91,9 +89,9 @@ def search(question: Question, progress: Callable[[str], None] = lambda line: No
     """Raises ScheduleError where nothing fits."""
     names = ("stages", "microbatches", "chunks", "placement", "effort", "recompute", "slices")
     given: dict[str, Any] = {name: getattr(question, name) for name in names}
-    given |= {"memory_limit": question.limit, "offload": question.offload is not None}
     options = PlanOptions(time_limit=question.time_limit, progress=progress)
-    return plan(question.costs, **given, options=options)
+    offload = question.offload is not None
+    return plan(question.costs, **given, memory_limit=question.limit, offload=offload, options=options)
 
 
 def _fitting(ways: Mapping[str, Question]) -> dict[str, Plan]:

@@ -97,7 +97,7 @@ def _calibration(
     run = {**given, "schedule": "one_f_one_b", "chunks": None, **step}
     name, stages, microbatches, chunks = (run[each] for each in ("schedule", "stages", "microbatches", "chunks"))
     seconds = step.get("seconds")
-    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds < _LONGEST:
+    if type(seconds) not in (int, float) or not 0 < seconds < _LONGEST:
         raise ValueError(f"it must have the seconds of a step, above 0 and below {_LONGEST:.0e}, as in {_STEP}")
     if None in (stages, microbatches) or name not in schedules.NAMES:
         raise ValueError(f"it must have stages, microbatches and a schedule of {', '.join(schedules.NAMES)}: {_STEP}")
@@ -107,8 +107,6 @@ def _calibration(
         raise ValueError(f"chunks: {name} has {question.named.chunks} per rank; leave chunks out")
     _, used = question.speed(seconds)
     if used > ((hardware.fp8_flops or 0.0) / hardware.matmul_flops if run["fp8"] else 1.0):
-        raise ValueError(
-            f"a step of {number(seconds)} s would use {used:.0%} of the peak flops: give all sizes of the run, as in "
-            + _STEP
-        )
+        much = f"a step of {number(seconds)} s would use {used:.0%} of the peak flops"
+        raise ValueError(f"{much}: give all sizes of the run, as in {_STEP}")
     return calibration.of_step(step_time(question), seconds, source)

@@ -24,7 +24,7 @@ from zbkern import schedules
 from zbkern.planning import draw
 from zbkern.planning.command import report
 from zbkern.planning.command.answer import search
-from zbkern.planning.command.question import Question
+from zbkern.planning.command.question import Question, spelt
 from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.memory import exceeds
@@ -71,9 +71,7 @@ def drawn(given: Mapping[str, str]) -> dict[str, str]:
     sizes = {name: _number(int, given, name, 1, most) for name, most in _MOST.items()}
     numbers = {name: _number(float, given, name, 0, 1e6) for name in _NUMBERS}
     names = {*given.get("schedules", "").split(",")} & {PLAN, *schedules.NAMES}
-    passes = (
-        6 * math.prod(sizes.values()) * (len(names) + 3 * (PLAN in names))
-    )  # of up to two chunks; plans try several
+    passes = 6 * math.prod(sizes.values()) * (len(names) + 3 * (PLAN in names))  # of two chunks; plans try several
     if passes > _MOST_PASSES:
         raise ValueError(f"{passes:,} passes are more than {_MOST_PASSES:,}: choose fewer schedules, stages or slices")
     stages, limit = sizes["stages"], numbers["memory"] * sizes["stages"]
@@ -98,12 +96,9 @@ def drawn(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _command(costs: Costs, sizes: Mapping[str, int], memory: float) -> str:
-    written = {name: value for name, value in json.loads(costs.to_json()).items() if value}
-    options = " ".join(f"--{name} {size}" for name, size in sizes.items())
-    return (
-        f"echo '{json.dumps(written)}' > costs.json\n"
-        f"zbkern plan --costs costs.json {options} --memory {memory:g}x --compare"
-    )
+    written = json.dumps({name: value for name, value in json.loads(costs.to_json()).items() if value})
+    options = f"--costs costs.json {' '.join(spelt(sizes))} --memory {memory:g}x --compare"
+    return f"echo '{written}' > costs.json\nzbkern plan {options}"
 
 
 def _planned(costs: Costs, sizes: Mapping[str, int], limit: float) -> list[Timeline]:

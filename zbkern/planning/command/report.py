@@ -150,18 +150,14 @@ def _about_load(plan: Plan, layers: ModelCosts | None) -> str:
     if layers is None:
         recomputes = recomputed(plan.schedule.actions[plan.idle.busiest])
         return f"{cause}, R included: a higher limit" if recomputes else f"{cause}: divide the model more evenly"
-    better = _more_even_stages(layers, stages)
-    text = f"{cause}; the most even cut into {stages} has about {least_uneven(layers, stages):.0%}"
-    return text if better is None else f"{text}, into {better} {least_uneven(layers, better):.0%}"
-
-
-def _more_even_stages(layers: ModelCosts, stages: int) -> int | None:
-    """The nearest number of stages, half as many to twice, for which the load may be half as uneven and it matters."""
-    others = (other for by in range(1, stages + 1) for other in (stages - by, stages + by) if 2 * other >= stages)
     load = least_uneven(layers, stages)
-    enough = min(load / 2, load - _WORTH_STAGES)
-    even = (each for each in others if 1 < each <= len(layers.layers) and least_uneven(layers, each) <= enough)
-    return next(even, None)
+    cause += f"; the most even cut into {stages} has about {load:.0%}"
+    # The nearest number of stages, half as many to twice, for which the load may be half as uneven and it matters
+    others = (other for by in range(1, stages + 1) for other in (stages - by, stages + by) if 2 * other >= stages)
+    for other in others:
+        if 1 < other <= len(layers.layers) and least_uneven(layers, other) <= min(load / 2, load - _WORTH_STAGES):
+            return f"{cause}, into {other} {least_uneven(layers, other):.0%}"
+    return cause
 
 
 def grid(schedule: Schedule, width: int) -> str:

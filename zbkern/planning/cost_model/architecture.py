@@ -153,8 +153,8 @@ class _Numbers:
 
     def first(self, *names: str) -> int:
         """The first of these names that is there."""
-        given = (name for name in names if self.config.get(name))
-        return self[next(given, None) or next((name for name in names if self.value(name)), names[0])]
+        there = (name for value in (self.config.get, self.value) for name in names if value(name))
+        return self[next(there, names[0])]
 
     def list(self, name: str) -> Sequence[Any]:
         """Empty where it is null, or where neither the file nor the library has it."""
