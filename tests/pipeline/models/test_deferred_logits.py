@@ -18,6 +18,8 @@ from tests.support.chunks import one_rank, results_on_threads
 from tests.support.deferred_losses import of_logits, policy_loss, policy_loss_of_logits, without_logits
 from tests.support.saving import schedule_of
 from tests.support.small_models import DECODER, batch, make, transformers
+from zbkern.kernels.spec import CrossEntropyOptions
+from zbkern.kernels.triton import loss as triton_loss
 from zbkern.pipeline import (
     Optimizer,
     Pipeline,
@@ -222,7 +224,7 @@ def test_what_it_keeps_is_what_plans_count() -> None:
 
 @pytest.mark.slow
 def test_the_last_rank_holds_what_plans_count() -> None:
-    """As `launch.py` trains, with a vocabulary of 131,072; beside it there is one chunk of logits at a time."""
+    """As `launch.py` trains, with a vocabulary of 131,072. A CPU has logits in float32, too, and the chunk before."""
     vocabulary, length = 131072, 96
     sizes = {"hidden_size": 512, "num_hidden_layers": 2, "vocab_size": vocabulary, "tie_word_embeddings": False}
     config, partition = transformers.LlamaConfig(**{**DECODER, **sizes}), [0, 3]  # norm and head are the last chunk
@@ -250,8 +252,31 @@ def test_the_last_rank_holds_what_plans_count() -> None:
     pending = [0]
     for action in schedule.actions[1]:
         pending.append(pending[-1] + {"B": 1, "W": -1}.get(action.kind, 0))
-    chunk_of_logits = length * vocabulary * (2 + 4 + 4)  # as computed, in float32, and those of the chunk before
+    logits = length * vocabulary
     assert waiting == pytest.approx(max(pending) * costs.held[1], rel=0.05)
-    assert resident == pytest.approx(costs.static[1], rel=0.05)
-    assert resident + most - chunk_of_logits == pytest.approx(simulate(schedule, costs).peak_memory[1], rel=0.05)
-    assert most < chunk_of_logits + 0.01 * resident
+    assert resident + 2 * logits == pytest.approx(costs.static[1], rel=0.01)
+    assert resident + most - 8 * logits == pytest.approx(simulate(schedule, costs).peak_memory[1], rel=0.01)
+    assert most < 10 * logits + 0.01 * resident
+
+
+@pytest.mark.parametrize(("rows", "vocabulary"), [(4096, 128256), (96, 4000)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_logits_that_kernels_allocate_are_those_that_plans_count(
+    rows: int, vocabulary: int, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In F and in W, whose launches are left out here: gradients are where the logits were."""
+    for name in ("linear_fwd", "linear_dgrad", "linear_wgrad", "_loss", "_gradient"):
+        monkeypatch.setattr(triton_loss, name, lambda *_, **__: None)
+    x, weight = (torch.empty(size, 64, dtype=torch.bfloat16, device="meta") for size in (rows, vocabulary))
+    target, lse, options = torch.empty(rows, dtype=torch.long, device="meta"), x.new_empty(rows), CrossEntropyOptions()
+    with Allocated() as forward:
+        triton_loss.cross_entropy_fwd(x, weight, None, target, options, lse, lse, x)
+    with Allocated() as w:
+        triton_loss.cross_entropy_wgrad([(x, target, lse, lse)], (weight, None), True, weight, None, options)
+    sizes = {"hidden_size": 64, "vocab_size": vocabulary, "tie_word_embeddings": tied}
+    model = architecture(transformers.LlamaConfig(**{**DECODER, **sizes}).to_dict())
+    embedding, *_, head = Setting(model, load_hardware("h100"), Job(rows)).costs.layers
+    logits = head.static - 18 * weight.numel()
+    assert forward.most == logits == 2 * min(rows, 1024) * vocabulary
+    assert w.most == pytest.approx(logits, rel=0.02)
+    assert embedding.static == (head.static if tied else 18 * weight.numel())

@@ -263,7 +263,7 @@ def _of_model(question: Question, found: Plan, setting: Setting) -> Iterator[tup
     static = max(static_of_ranks(found.costs.per_chunk(len(placement)), placement))
     yield "layer", _block_costs(setting)
     yield from _cut(found, setting.costs, f": {_counted(setting.architecture)}")
-    yield "static", f"{amount(static, 'bytes')} at most by rank: weights, gradients, optimizer states"
+    yield "static", f"{amount(static, 'bytes')} at most by rank: weights, gradients, optimizer states, logits"
     yield (
         "step",
         f"{number(seconds)} s, {rate:,.0f} tokens/s, {each:,.0f} per GPU, {share:.1%} of the peak flops; "

@@ -31,6 +31,7 @@ _REDUCED = 2  # of a gradient that travels between pipelines
 _QUANTISED = 3  # bytes read and written for a number that becomes FP8
 _STEP = 30  # bytes that AdamW reads and writes per parameter: gradient, both moments, fp32 weight, and the bf16 one
 _OPTIMIZER = 12  # bytes per parameter: two moments and the fp32 weight
+_LOGITS = 1024  # rows whose logits a head has at a time: `CrossEntropyOptions.chunk`
 
 
 @dataclass(frozen=True)
@@ -414,6 +415,7 @@ def _embedding(setting: Setting) -> _Layer:
     layer.weight += layer.seconds(rows * features * (_WIDTH + 2 * _WIDE))  # its whole backward is W
     layer.keep(rows, 0, features)
     layer.weights(architecture.vocabulary * features / ranks)
+    layer.static += _logits(setting) if architecture.tied else 0.0  # as the head's, which a rank with both has alone
     return layer
 
 
@@ -429,7 +431,14 @@ def _head(name: str, setting: Setting) -> _Layer:
     layer.gather_and_scatter()
     layer.wait_for_messages()
     layer.keep(rows, 3 * features, features)  # input, its norm, and its gradient
+    layer.static += _logits(setting)
     return layer
+
+
+def _logits(setting: Setting) -> float:
+    """Bytes of those that F or W of a head has at a time: their gradient takes their place."""
+    architecture, _, job = setting
+    return _WIDTH * min(_LOGITS, job.rows) * architecture.vocabulary / job.tensor_parallel
 
 
 def _blocks(block: Block, setting: Setting) -> list[_Layer]:
