@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,29 +22,13 @@ SECOND = ["--effort", "0"]  # the constructive answer
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def command(*arguments: object) -> str:
-        assert __main__.main(["plan", *SIZES, *map(str, arguments)]) == 0
-        return capsys.readouterr().out
-
-    return command
+def run(run_plan: Callable[..., str]) -> Callable[..., str]:
+    return functools.partial(run_plan, *SIZES)
 
 
 @pytest.fixture
-def fails(capsys: pytest.CaptureFixture[str]):
-    def command(*arguments: object) -> str:
-        try:
-            status = __main__.main(["plan", *SIZES, *map(str, arguments)])
-        except SystemExit as stop:
-            status = stop.code
-        captured = capsys.readouterr()
-        assert status == 2
-        assert captured.out == ""
-        return captured.err
-
-    return command
+def fails(run: Callable[..., str]) -> Callable[..., str]:
+    return functools.partial(run, status=2)
 
 
 def figures(text: str) -> dict[str, str]:
@@ -300,15 +286,11 @@ def test_the_readme_shows_what_the_command_prints(capsys, monkeypatch: pytest.Mo
     assert without_memory(lasting(capsys.readouterr().out)) == without_memory(lasting(shown))
 
 
-def test_a_plan_that_offloads_is_printed_and_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_offloads_is_printed_and_drawn(run, fails, tmp_path: Path) -> None:
     costs = Costs(10, 11, 9, activation=1e9, held=1e9, checkpoint=1e7, time_unit="ms", memory_unit="bytes")
     costs.save(tmp_path / "costs.json")
-    command = ["plan", *SIZES, "--costs", str(tmp_path / "costs.json"), "--memory", "0.5x", "--effort", "0"]
-    files = ["--out", str(tmp_path / "plan.csv"), str(tmp_path / "plan.svg")]
-    assert __main__.main([*command, "--offload", "100", *files]) == 0
-    text = capsys.readouterr().out
+    command = ["--costs", tmp_path / "costs.json", "--memory", "0.5x", *SECOND]
+    text = run(*command, "--offload", "100", "--out", tmp_path / "plan.csv", tmp_path / "plan.svg")
     assert "-saving" in text
     assert "0.5x" in text
     assert set("OL") <= {
@@ -316,8 +298,5 @@ def test_a_plan_that_offloads_is_printed_and_drawn(
     }
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
     for wrong, message in ((["--offload"], "expected GB/s"), (["--recompute", "--schedule", "zb_h1"], "as published")):
-        assert __main__.main([*command, *wrong]) == 2
-        assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        __main__.main([*command, "--offload", "0"])
-    assert "above 0" in capsys.readouterr().err
+        assert message in fails(*command, *wrong)
+    assert "above 0" in fails(*command, "--offload", "0")

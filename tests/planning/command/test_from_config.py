@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.configurations import H100, path_of, setting_of
-from zbkern import __main__
 from zbkern.pipeline import Schedule, layers_of, plan
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import TABLE
 from zbkern.planning.cost_model.model_costs import Job, Setting
 
-LLAMA = ["plan", "--config", path_of("llama-3-8b"), "--stages", "4", "--microbatches", "8"]
+LLAMA = ["--config", path_of("llama-3-8b"), "--stages", "4", "--microbatches", "8"]
 QUICK = ["--effort", "0"]
+Run = Callable[..., str]
 
 
 def numbers(text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in re.findall(r"[\d,]*\d\.?\d*", text)]
 
 
-def test_a_model_is_planned_and_compared(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_a_model_is_planned_and_compared(run_plan: Run, tmp_path: Path) -> None:
     out = tmp_path / "plan.csv"
-    assert __main__.main([*LLAMA, "--tensor-parallel", "2", "--out", str(out), *QUICK]) == 0
-    text = capsys.readouterr().out
+    text = run_plan(*LLAMA, "--tensor-parallel", "2", "--out", out, *QUICK)
     assert "llama-3-8b.json (llama): 8.03 billion parameters, 32 layers" in text
     assert "4 stages, tensor parallel 2 on 8 x NVIDIA H100 SXM 80 GB; 8 microbatches of 1 x 4096 tokens" in text
     (step,) = re.findall(r"^step +(.*)$", text, re.MULTILINE)
@@ -59,7 +58,7 @@ def test_a_model_is_planned_and_compared(capsys: pytest.CaptureFixture, tmp_path
 
 
 @pytest.mark.slow
-def test_layers_are_counted_by_the_names_that_cut_has(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_layers_are_counted_by_the_names_that_cut_has(run_plan: Run, tmp_path: Path) -> None:
     """A partition that counts layers which the transformers library does not build is no partition of its model."""
     transformers = pytest.importorskip("transformers", minversion="5.0", reason="names are those of version 5")
     config = json.loads(Path(path_of("deepseek-v3")).read_text())
@@ -68,8 +67,7 @@ def test_layers_are_counted_by_the_names_that_cut_has(capsys: pytest.CaptureFixt
         model = load_architecture(tmp_path)
         names = [layer.name for layer in Setting(model, H100, Job(64)).costs.layers]
         sizes = ["--stages", "16", "--microbatches", "8", "--expert-parallel", "64", "--sequence", "64"]
-        assert __main__.main(["plan", "--config", str(tmp_path), *sizes, *QUICK]) == 0
-        text = " ".join(capsys.readouterr().out.split())
+        text = " ".join(run_plan("--config", tmp_path, *sizes, *QUICK).split())
         assert "layers by chunk: model.embed_tokens, model.layers.0 to 60, model.norm with the head" in text
         assert ("then model.layers.61, each with a head, which models of the transf" in text) == bool(predictors)
         assert plan(Setting(model, H100, Job(64)).costs, 4, 4, effort=0).layers == tuple(names)
@@ -79,45 +77,40 @@ def test_layers_are_counted_by_the_names_that_cut_has(capsys: pytest.CaptureFixt
     assert [layer.name for layer in layers_of(library)] == [*names, "lm_head"]
 
 
-def test_no_line_is_wider_than_the_terminal(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_line_is_wider_than_the_terminal(run_plan: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     wide = ["--stages", "8", "--microbatches", "8", "--chunks", "4", "--placement", "loop"]
-    assert __main__.main([*LLAMA[:3], *wide, *QUICK]) == 0
-    text = capsys.readouterr().out
+    text = run_plan(*LLAMA[:2], *wide, *QUICK)
     assert max(map(len, text.splitlines())) <= 100
     (partition,) = re.findall(r"partition=(\[[\d,\s]*\])", text)
     assert len(json.loads(partition)) == 32  # pasted into a program as it is
 
 
-def test_a_folder_without_the_file_is_named(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    assert __main__.main(["plan", "--config", str(tmp_path), "--stages", "2", "--microbatches", "4"]) == 2
-    assert f"cannot read {tmp_path / 'config.json'}: No such file" in capsys.readouterr().err
+def test_a_folder_without_the_file_is_named(run_plan: Run, tmp_path: Path) -> None:
+    error = run_plan("--config", tmp_path, "--stages", "2", "--microbatches", "4", status=2)
+    assert f"cannot read {tmp_path / 'config.json'}: No such file" in error
 
 
 @pytest.mark.parametrize("number", [10**9, "9" * 400, "9" * 5000])
 @pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size"])
-def test_absurd_numbers_are_refused_at_once(
-    name: str, number: object, capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
-    config = json.loads(Path(LLAMA[2]).read_text())
+def test_absurd_numbers_are_refused_at_once(name: str, number: object, run_plan: Run, tmp_path: Path) -> None:
+    config = json.loads(Path(LLAMA[1]).read_text())
     text = json.dumps({**config, name: 12345}).replace("12345", str(number))
     (tmp_path / "config.json").write_text(text)
     begin = time.monotonic()
-    status = __main__.main(["plan", "--config", str(tmp_path), "--stages", "4", "--microbatches", "8", *QUICK])
+    error = run_plan("--config", tmp_path, "--stages", "4", "--microbatches", "8", *QUICK, status=2)
     assert time.monotonic() - begin < 30
-    error = capsys.readouterr().err
-    assert (status, len(error) < 500) == (2, True)
+    assert len(error) < 500
     assert re.search(f"argument --config: .*({name} must be .* at most|integer string)", error)
 
 
-def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_experts_and_a_table_of_ones_own(run_plan: Run, tmp_path: Path) -> None:
     table = json.loads(TABLE.read_text())
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"mine": {**table["h100"], "title": "My GPU", "memory": 1e12}}))
     model = ["plan", "--config", path_of("gpt-oss-120b"), "--stages", "2", "--microbatches", "4"]
-    more = ["--expert-parallel", "8", "--hardware", str(own), "--gpu", "mine", "--sequence", "1024", *QUICK]
-    assert __main__.main([*model, *more]) == 0
-    text = capsys.readouterr().out
+    more = ["--expert-parallel", "8", "--hardware", own, "--gpu", "mine", "--sequence", "1024", *QUICK]
+    text = run_plan(*model, *more)
     assert "117 billion parameters, 5.7" in text or "116.8 billion parameters, 5.7" in text
     assert "expert parallel 8, data parallel 8 on 16 x My GPU" in text
     assert "(limit 957 GB)" in text  # model states are in it, which no number of microbatches measures
@@ -158,10 +151,8 @@ def test_experts_and_a_table_of_ones_own(capsys: pytest.CaptureFixture, tmp_path
         (["--calibrate", "/dev/zero"], "argument --calibrate: /dev/zero is larger than 16 MiB"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
-    with contextlib.suppress(SystemExit):  # of argparse, for what is no number
-        assert __main__.main([*LLAMA, *arguments, *QUICK]) == 2
-    assert re.search(message, capsys.readouterr().err)
+def test_wrong_arguments(arguments: list[str], message: str, run_plan: Run) -> None:
+    assert re.search(message, run_plan(*LLAMA, *arguments, *QUICK, status=2))
 
 
 @pytest.mark.parametrize(
@@ -175,12 +166,11 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
     ],
 )
 def test_a_table_of_hardware_with_a_wrong_field(
-    change: dict[str, object], message: str, capsys: pytest.CaptureFixture, tmp_path: Path
+    change: dict[str, object], message: str, run_plan: Run, tmp_path: Path
 ) -> None:
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"h100": {**json.loads(TABLE.read_text())["h100"], **change}}))
-    assert __main__.main([*LLAMA, "--hardware", str(own)]) == 2
-    assert re.search(f"argument --hardware: .*{message}", capsys.readouterr().err)
+    assert re.search(f"argument --hardware: .*{message}", run_plan(*LLAMA, "--hardware", own, status=2))
 
 
 def test_weights_in_fp8_are_beside_those_in_bf16() -> None:
@@ -189,41 +179,37 @@ def test_weights_in_fp8_are_beside_those_in_bf16() -> None:
     assert more == pytest.approx([0, *[2 * each.static / 18 for each in wide[1:-1]], 0], rel=1e-3)
 
 
-def test_a_placement_says_how_many_chunks_there_are(capsys: pytest.CaptureFixture) -> None:
-    assert __main__.main([*LLAMA, *QUICK, "--placement", "0,1,2,3,3,2,1,0"]) == 0
-    assert "4 ranks, 2 chunks each" in capsys.readouterr().out
+def test_a_placement_says_how_many_chunks_there_are(run_plan: Run) -> None:
+    assert "4 ranks, 2 chunks each" in run_plan(*LLAMA, *QUICK, "--placement", "0,1,2,3,3,2,1,0")
 
 
-def test_what_describes_a_model_needs_one(capsys: pytest.CaptureFixture) -> None:
-    assert __main__.main(["plan", "--stages", "2", "--microbatches", "4", "--gpu", "h100"]) == 2
-    assert "argument --gpu: it describes a model's training; give the model with --config" in capsys.readouterr().err
+def test_what_describes_a_model_needs_one(run_plan: Run) -> None:
+    error = run_plan("--stages", "2", "--microbatches", "4", "--gpu", "h100", status=2)
+    assert "argument --gpu: it describes a model's training; give the model with --config" in error
 
 
-def test_stages_keep_their_weights(capsys: pytest.CaptureFixture) -> None:
-    assert __main__.main([*LLAMA, *QUICK, "--fully-shard"]) == 2
-    assert "argument --fully-shard: stages hold weights and gradients from pass to pass" in capsys.readouterr().err
+def test_stages_keep_their_weights(run_plan: Run) -> None:
+    error = run_plan(*LLAMA, *QUICK, "--fully-shard", status=2)
+    assert "argument --fully-shard: stages hold weights and gradients from pass to pass" in error
 
 
 @pytest.mark.slow
-def test_the_table_of_hardware_says_how_fast_copies_to_the_host_are(capsys: pytest.CaptureFixture) -> None:
-    assert (
-        __main__.main([*LLAMA, "--tensor-parallel", "2", "--memory", "23e9", "--recompute", "--offload", *QUICK]) == 0
-    )
-    assert re.search("^[a-z_-]+-saving: 4 ranks", capsys.readouterr().out, re.MULTILINE)
+def test_the_table_of_hardware_says_how_fast_copies_to_the_host_are(run_plan: Run) -> None:
+    text = run_plan(*LLAMA, "--tensor-parallel", "2", "--memory", "23e9", "--recompute", "--offload", *QUICK)
+    assert re.search("^[a-z_-]+-saving: 4 ranks", text, re.MULTILINE)
     assert all(entry["host_bandwidth"] > 0 for entry in json.loads(TABLE.read_text()).values())
 
 
 @pytest.mark.parametrize("with_options", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_measured_step_is_what_it_took(with_options: bool, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_a_measured_step_is_what_it_took(with_options: bool, run_plan: Run, tmp_path: Path) -> None:
     """1F1B then takes as long as it was measured to take, with the same options or with those in the file."""
     log = tmp_path / "log.json"
-    options = [*LLAMA, "--tensor-parallel", "2", *QUICK, "--calibrate", str(log)]
+    options = [*LLAMA, "--tensor-parallel", "2", *QUICK, "--calibrate", log]
     run = {"schedule": "one_f_one_b", "stages": 4, "microbatches": 8, "tensor_parallel": 2}
     if with_options:
         options = [*options[:3], "--gpus", "4", "--batch", "4", *options[-2:]]
     log.write_text(json.dumps({"seconds": 2.5, **(run if with_options else {})}))
-    assert __main__.main(options) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(run_plan(*options).split())
     (factor,) = re.findall(r"corrected by log.json: F ([\d.]+), B \1 and W \1 times as long as computed", text)
     assert 3 < float(factor) < 6
     if not with_options:
@@ -232,11 +218,11 @@ def test_a_measured_step_is_what_it_took(with_options: bool, capsys: pytest.Capt
         assert "fitted to published runs, then corrected by log.json, and not measured" in text
 
 
-def test_a_measured_block_is_what_it_took(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_a_measured_block_is_what_it_took(run_plan: Run, tmp_path: Path) -> None:
     costs = setting_of("llama-3-8b").costs
     path = dataclasses.replace(costs, layers=costs.layers[5:6]).save(tmp_path / "block.json")
-    assert __main__.main([*LLAMA, *QUICK, "--calibrate", str(path)]) == 0
-    (factor,) = re.findall(r"corrected\s+by\s+block.json:\s+F\s+([\d.]+)", capsys.readouterr().out)
+    text = run_plan(*LLAMA, *QUICK, "--calibrate", path)
+    (factor,) = re.findall(r"corrected\s+by\s+block.json:\s+F\s+([\d.]+)", text)
     share = costs.layers[5].forward / (costs.layers[5].forward + costs.pass_overhead)  # of a chunk of one layer
     assert float(factor) == pytest.approx(share, abs=0.01)
 
@@ -258,28 +244,23 @@ def test_a_measured_block_is_what_it_took(capsys: pytest.CaptureFixture, tmp_pat
         ('{"layers": []}', "layers must be a list of LayerCosts"),
     ],
 )
-def test_what_cannot_calibrate_is_refused(
-    text: str | None, message: str, capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
+def test_what_cannot_calibrate_is_refused(text: str | None, message: str, run_plan: Run, tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     if text is not None:
         path.write_text(text)
-    assert __main__.main([*LLAMA, *QUICK, "--calibrate", str(path)]) == 2
-    error = capsys.readouterr().err
+    error = run_plan(*LLAMA, *QUICK, "--calibrate", path, status=2)
     assert "argument --calibrate: " in error
     assert message in error
 
 
 @pytest.mark.slow
-def test_half_blocks_fill_what_whole_ones_leave_idle(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_half_blocks_fill_what_whole_ones_leave_idle(run_plan: Run, tmp_path: Path) -> None:
     """The answer without them says what they would give; the partition is one that cut takes."""
-    eight = [*LLAMA[:3], "--stages", "8", "--microbatches", "16", *QUICK]
-    assert __main__.main(eight) == 0
-    whole = capsys.readouterr().out
+    eight = [*LLAMA[:2], "--stages", "8", "--microbatches", "16", *QUICK]
+    whole = run_plan(*eight)
     (gain,) = re.findall(r"--halves: cost ([\d.]+) ms, [\d.]+% less", whole)
     out = tmp_path / "plan.csv"
-    assert __main__.main([*eight, "--halves", "--out", str(out)]) == 0
-    text = capsys.readouterr().out
+    text = run_plan(*eight, "--halves", "--out", out)
     assert "--halves" not in text
     cost, before = (float(re.search(r"^cost +([\d.]+) ms", each, re.MULTILINE)[1]) for each in (text, whole))
     assert cost == float(gain) < before
@@ -288,5 +269,4 @@ def test_half_blocks_fill_what_whole_ones_leave_idle(capsys: pytest.CaptureFixtu
     sizes = numbers(re.search(r"^cut +([\d. ]+) layers by chunk", text, re.MULTILINE)[1])
     assert sum(sizes) == 34  # embedding, blocks, and norm with head
     assert out.read_text().startswith(f"# partition: {' '.join(map(str, partition))}\n")
-    assert __main__.main(["plan", "--stages", "2", "--microbatches", "4", "--halves"]) == 2
-    assert "argument --halves: " in capsys.readouterr().err
+    assert "argument --halves: " in run_plan("--stages", "2", "--microbatches", "4", "--halves", status=2)

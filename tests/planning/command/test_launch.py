@@ -148,11 +148,10 @@ def test_replicas_of_a_model_in_bfloat16_share_masters_in_float32(
         ["--stages", "2", "--data-parallel", "8", "--microbatches", "8"],
     ],
 )
-def test_the_program_says_how_it_is_started(options: list[str], capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_the_program_says_how_it_is_started(options: list[str], run_plan: Any, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    more = ["--sequence", "2048", "--effort", "0", "--out", str(path)]
-    assert __main__.main(["plan", "--config", path_of("llama-3-8b"), *options, *more]) == 0
-    assert f"wrote {path}" in capsys.readouterr().out
+    more = ["--sequence", "2048", "--effort", "0", "--out", path]
+    assert f"wrote {path}" in run_plan("--config", path_of("llama-3-8b"), *options, *more)
     text = path.read_text()
     compile(text, str(path), "exec")
     assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 train.py" in text
@@ -191,13 +190,10 @@ def test_layers_that_one_microbatch_recomputes_are_recomputed(tmp_path: Path) ->
     assert f"RECOMPUTED = {expected}" in written("llama-3-8b", tmp_path, found)
 
 
-def test_the_plan_of_a_program_has_no_layer_that_it_does_not_train(
-    capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
+def test_the_plan_of_a_program_has_no_layer_that_it_does_not_train(run_plan: Any, tmp_path: Path) -> None:
     path = tmp_path / "launch.py"
     sizes = ["--stages", "4", "--microbatches", "4", "--sequence", "64", "--memory", "1e14", "--effort", "0"]
-    assert __main__.main(["plan", "--config", path_of("deepseek-v3"), *sizes, "--out", str(path)]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(run_plan("--config", path_of("deepseek-v3"), *sizes, "--out", path).split())
     assert "left out: what num_nextn_predict_layers describes" in text
     assert "model.layers.61" not in text
     assert max(runpy.run_path(str(path))["PARTITION"]) <= 62  # embedding and 61 blocks, then the norm
@@ -221,13 +217,13 @@ def test_what_it_cannot_write(options: list[str], message: str, capsys: pytest.C
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such names")
-def test_no_name_of_a_file_ends_the_docstring(tmp_path: Path) -> None:
+def test_no_name_of_a_file_ends_the_docstring(run_plan: Any, tmp_path: Path) -> None:
     folder = tmp_path / '"""\nraise SystemExit("ran")\n"""'
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(TINY))
     path = tmp_path / 'a"""b\\.py'
     sizes = ["--stages", "2", "--microbatches", "4", "--sequence", "16", "--effort", "0"]
-    assert __main__.main(["plan", "--config", str(folder), *sizes, "--out", str(path)]) == 0
+    run_plan("--config", folder, *sizes, "--out", path)
     names = runpy.run_path(str(path))
     assert "Trains '''\nraise" in names["__doc__"]
     assert names["CONFIG"] == str(folder.resolve() if Path(names["CONFIG"]).is_dir() else folder / "config.json")

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from tests.support.configurations import H100, model_of, path_of
-from zbkern import __main__
 from zbkern.planning.command import layouts
 from zbkern.planning.command.question import LAYOUT_EFFORT, LayoutQuestion
 from zbkern.planning.cost_model.model_costs import Job, Setting
@@ -191,16 +190,3 @@ def test_a_layout_to_compare_with_says_why_it_loses(run_plan) -> None:
 def test_errors_name_the_argument_and_the_remedy(run_plan, arguments: list[str], message: str) -> None:
     path = path_of("llama-3-405b")
     assert message in run_plan(*(path if each == "C" else each for each in arguments), status=2)
-
-
-@pytest.fixture
-def run_plan(capsys, monkeypatch):
-    """Runs `zbkern plan` in a wide terminal and returns what it prints."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str, status: int = 0) -> str:
-        assert __main__.main(["plan", *arguments]) == status
-        printed = capsys.readouterr()
-        return printed.err if status else printed.out
-
-    return run

@@ -501,7 +501,7 @@ def test_halves_are_together_what_a_block_is(name: str) -> None:
     for number in (1, len(model.blocks)):
         block, (first, second) = whole[number], parts[2 * number - 1 : 2 * number + 1]
         assert (first.name, second.name) == (f"{block.name}:attention", f"{block.name}:mlp")
-        for field in (
+        summed = (
             "forward",
             "backward",
             "weight",
@@ -511,7 +511,8 @@ def test_halves_are_together_what_a_block_is(name: str) -> None:
             "merge_saving",
             "overhead",
             "carried",
-        ):
+        )
+        for field in summed:
             assert getattr(first, field) + getattr(second, field) == pytest.approx(getattr(block, field)), field
         assert first.attention_forward == block.attention_forward
         assert second.attention_backward == second.carried == 0
