@@ -108,7 +108,7 @@ def test_experts_and_a_table_of_ones_own(run_plan: Run, tmp_path: Path) -> None:
     table = json.loads(TABLE.read_text())
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"mine": {**table["h100"], "title": "My GPU", "memory": 1e12}}))
-    model = ["plan", "--config", path_of("gpt-oss-120b"), "--stages", "2", "--microbatches", "4"]
+    model = ["--config", path_of("gpt-oss-120b"), "--stages", "2", "--microbatches", "4"]
     more = ["--expert-parallel", "8", "--hardware", own, "--gpu", "mine", "--sequence", "1024", *QUICK]
     text = run_plan(*model, *more)
     assert "117 billion parameters, 5.7" in text or "116.8 billion parameters, 5.7" in text
