@@ -255,26 +255,13 @@ def _width() -> int:
 
 
 def _check(arguments: Namespace) -> None:
-    """Before the search, so that an error comes at once."""
+    """Raises WrongArgument for what is missing or does not go together: before the search, so that it comes at once."""
     for path in arguments.out:
         _refuse(not path.name.endswith(SUFFIXES), "--out", f"{path} must end in one of {', '.join(SUFFIXES)}")
         nowhere = f"cannot write {path}: there is no folder {path.parent}; create it first"
         _refuse(not path.parent.is_dir(), "--out", nowhere)
         program = path.suffix == ".py" and arguments.config is None
         _refuse(program, "--out", f"{path}: a program trains a model; give it with --config")
-    _check_whether_given(arguments)
-    if arguments.gpus is not None:
-        return
-    try:
-        given = arguments.slices
-        slices = 1 if given in (None, "auto") else given if isinstance(given, int) else len(given)
-        schedules.check_counts("plan", arguments.stages, arguments.microbatches, arguments.chunks or 1, slices)
-    except ScheduleError as error:
-        raise WrongArgument("--stages", str(error)) from error
-
-
-def _check_whether_given(arguments: Namespace) -> None:
-    """Raises WrongArgument for the first argument that is missing, or does not go with another one."""
     layouts, with_model = arguments.gpus is not None, arguments.config is not None
     needed = "it is needed; or give --config, --gpus and --batch, and it is searched for"
     needed = "--gpus needs it: layouts are for a model and for so many sequences a step" if layouts else needed
@@ -289,6 +276,14 @@ def _check_whether_given(arguments: Namespace) -> None:
     ):
         for name in names if applies else ():
             _refuse(getattr(arguments, name) is not None, option(name), why)
+    if layouts:
+        return
+    try:
+        given = arguments.slices
+        slices = 1 if given in (None, "auto") else given if isinstance(given, int) else len(given)
+        schedules.check_counts("plan", arguments.stages, arguments.microbatches, arguments.chunks or 1, slices)
+    except ScheduleError as error:
+        raise WrongArgument("--stages", str(error)) from error
 
 
 def _write(path: Path, question: Question, found: Plan, config: Path) -> None:

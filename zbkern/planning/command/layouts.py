@@ -205,7 +205,7 @@ def describe(question: LayoutQuestion, answers: list[Planned], width: int) -> st
     for layout, found, parts in answers:
         seconds = sum(parts.values())
         schedule, (tokens, share) = f"{found.schedule.name} x{found.schedule.chunks}", layout.speed(seconds)
-        if _recomputes(found) and "saving" not in schedule:
+        if any(map(recomputed, found.schedule.actions)) and "saving" not in schedule:
             schedule += ", recomputes"
         memory, behind = amount(max(found.timeline.peak_memory), "bytes"), seconds / best.seconds - 1
         step = f"{number(seconds)} s", f"{tokens:,.0f}", f"{share:.1%}"
@@ -240,15 +240,11 @@ def why(best: Planned, other: Planned) -> str:
 
 def _options(answer: Planned) -> str:
     """Of `zbkern plan` instead of --gpus and --batch."""
-    sizes = {**answer.layout.options, "recompute": _recomputes(answer.plan)}
+    sizes = {**answer.layout.options, "recompute": any(map(recomputed, answer.plan.schedule.actions))}
     del sizes["context_parallel"]
     if sizes["stages"] == 1:
         sizes["chunks"] = answer.plan.schedule.chunks
     return " ".join(spelt(sizes))
-
-
-def _recomputes(found: Plan) -> bool:
-    return any(map(recomputed, found.schedule.actions))
 
 
 def _divisors(count: int) -> list[int]:

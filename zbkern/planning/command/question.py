@@ -53,11 +53,11 @@ def spelt(sizes: Mapping[str, int]) -> list[str]:
 class Question:
     """Which schedule is best for so many stages and microbatches, in what memory, and for which costs.
 
-    chunks, placement, recompute, slices, effort, time_limit: as for `plan`. measured: costs; setting: what
-    they are computed from instead, with a limit of memory; model: its name. schedule: a published one, and no search.
-    memory: the most that a rank may hold, and whether that counts what one microbatch holds in the whole model.
-    offload: GB/s, or memory per time of costs without units; 0 for what the costs have, None for none. compare: with
-    published schedules.
+    chunks, placement, recompute, slices, effort, time_limit: as for `plan`. measured: costs; setting: what they are
+    computed from instead, with a limit of memory; model: its name. schedule: a published one, and no search. memory:
+    the most that a rank may hold, and whether that counts what one microbatch holds in the whole model. offload: GB/s,
+    or memory per time of costs without units; 0 for what the costs have, None for none. compare: with published
+    schedules.
     """
 
     stages: int
@@ -109,14 +109,9 @@ class Question:
         return self.recompute or self.offload is not None
 
     @property
-    def whole(self) -> float:
-        """What one microbatch holds in the whole model."""
-        return self._sum("activation")
-
-    @property
     def measure(self) -> float:
-        """The same as a measure of memory; 0 where memory has model states in it."""
-        return 0.0 if self._sum("static") else self.whole
+        """What one microbatch holds in the whole model; 0 where memory has model states in it."""
+        return 0.0 if self._sum("static") else self._sum("activation")
 
     def _sum(self, name: str) -> float:
         if isinstance(self.parts, ModelCosts):
@@ -129,7 +124,7 @@ class Question:
         if self.memory is None:
             return None if self.setting is None else self.setting.limit
         value, relative = self.memory
-        return value * self.whole if relative else value
+        return value * self._sum("activation") if relative else value
 
     def speed(self, seconds: float) -> tuple[float, float]:
         """Tokens per second on each GPU in steps that take so long, and the share of its peak flops, in bf16."""

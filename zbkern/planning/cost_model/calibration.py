@@ -57,10 +57,6 @@ class Calibration:
         return replace(layer, **changed, overhead=layer.overhead * min(self.forward, self.backward, self.weight))
 
 
-NONE = Calibration()
-"""Nothing was measured."""
-
-
 def of_blocks(computed: ModelCosts, measured: ModelCosts, ranks: int, source: str) -> Calibration:
     """From the blocks that are in both by name, measured by `profile_layers` with these sizes, one layer a chunk.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from zbkern.planning.cost_model.calibration import NONE, Calibration
+from zbkern.planning.cost_model.calibration import Calibration
 from zbkern.planning.simulation.costs import checked_number
 from zbkern.planning.simulation.json_file import check_fields, parse_object, read_text
 
@@ -95,7 +95,7 @@ class Hardware:
     context_memory: float = 1.5e9
     group_memory: float = 0.5e9
     fragmented_share: float = 0.04
-    calibration: Calibration = NONE
+    calibration: Calibration = Calibration()  # noqa: RUF009  # it is frozen
 
     def usable(self, groups: int) -> float:
         """Bytes for what a rank holds, where it is in so many groups of ranks."""
