@@ -96,7 +96,7 @@ def _calibration(
         raise ValueError(f"unknown fields {unknown}; expected the seconds of a step, and how it ran: {_STEP}")
     run = {**given, "schedule": "one_f_one_b", "chunks": None, **step}
     name, stages, microbatches, chunks = (run[each] for each in ("schedule", "stages", "microbatches", "chunks"))
-    seconds = step.get("seconds")
+    seconds: Any = step.get("seconds")
     if type(seconds) not in (int, float) or not 0 < seconds < _LONGEST:
         raise ValueError(f"it must have the seconds of a step, above 0 and below {_LONGEST:.0e}, as in {_STEP}")
     if None in (stages, microbatches) or name not in schedules.NAMES:
