@@ -7,9 +7,8 @@
     torchrun --nproc-per-node 2 examples/train_transformers.py --slices 4 --length 256    # sequences in slices
 
 The task is made up: a sequence of random length counts upwards from a random number, so that rows have padding and
-microbatches have different numbers of tokens. How the model is cut and which schedule it runs is planned from the
-measured costs of its layers. At the end the model is exported, and what `from_pretrained` reads
-continues a sequence.
+microbatches have different numbers of tokens. The cut of the model and its schedule are planned from the measured costs
+of its layers. At the end the model is exported, and `from_pretrained` reads it and continues a sequence.
 """
 
 from __future__ import annotations
