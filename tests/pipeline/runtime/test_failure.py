@@ -150,28 +150,31 @@ def test_a_second_mistake_in_a_row_is_named_as_the_first_was() -> None:
         assert all(error.endswith("Pipeline.step: targets must be given on this rank; got None") for error in errors)
 
 
-def constructing_late() -> list[Any]:
-    """The error of a rank that waits a second for one that comes later, and of that one; what both gather after it."""
+def constructing_apart(wrong: bool) -> list[Any]:
+    """The error of a rank that waits for one that comes too late, or whose arguments are wrong, and of that one; what
+    both gather after it."""
     rank = torch.distributed.get_rank()
     store = torch.distributed.distributed_c10d._get_default_store()
     usual = store.timeout
-    arguments = [zbkern.convert(make_model(2)[rank])], schedules.zb_h1(2, 2), nn.functional.mse_loss
+    module, *arguments = zbkern.convert(make_model(2)[rank]), schedules.zb_h1(2, 2), nn.functional.mse_loss
     try:
-        store.set_timeout(timedelta(seconds=1))
-        if rank == 1:
+        store.set_timeout(usual if wrong else timedelta(seconds=1))
+        if rank == 1 and not wrong:
             time.sleep(2.5)
-        with pytest.raises(PipelineError) as caught:
-            Pipeline(*arguments)
+        with pytest.raises(ValueError if wrong and rank == 1 else PipelineError) as caught:
+            Pipeline([module] * (1 + rank * wrong), *arguments)
     finally:
         store.set_timeout(usual)
-    with Pipeline(*arguments) as pipe:
+    with Pipeline(module, *arguments) as pipe:
         return [str(caught.value), pipe.gather({"rank": rank})]
 
 
 @pytest.mark.dist
-def test_a_rank_that_does_not_construct_its_pipeline_is_named(two_ranks: Any) -> None:
-    for message, gathered in two_ranks.run(constructing_late, timeout=30):
-        assert message.startswith("Pipeline: rank 1 did not come to 'connect' in 1 s"), message
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_rank_that_does_not_construct_its_pipeline_is_named(two_ranks: Any, wrong: bool) -> None:
+    said = "rank 1 holds chunks [1]" if wrong else "Pipeline: rank 1 did not come to 'connect' in 1 s"
+    for message, gathered in two_ranks.run(constructing_apart, wrong, timeout=30):
+        assert said in message, message
         assert gathered == [{"rank": 0}, {"rank": 1}]
 
 

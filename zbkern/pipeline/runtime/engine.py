@@ -37,7 +37,13 @@ from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.runtime.step_boundary import StepBoundary, boundary_of
 from zbkern.pipeline.runtime.step_schedules import StepSchedules
 from zbkern.pipeline.transport.base import PipelineError, Transport, total_tag
-from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place
+from zbkern.pipeline.transport.connect import (
+    check_same_plan,
+    closing_on_error,
+    connect,
+    place,
+    telling_on_error,
+)
 from zbkern.pipeline.transport.mailbox import described
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.drift import Drift, compare, in_seconds
@@ -86,31 +92,32 @@ class Pipeline:
         timeout: float = 1800.0,
         options: StepOptions | None = None,
     ) -> None:
-        modules = module_list("Pipeline", modules)
-        options = StepOptions() if options is None else options
-        check(fill, tied, timeout)
-        rank, size = place(group)
-        self._schedules = StepSchedules(schedule, size, fill, options)
-        schedule = self._schedules.first
-        check_place(schedule, rank, size, modules, loss_fn)
-        self.fill = fill
-        self.timeout = timeout
-        self._checked_steps = math.inf if options.check_values else 2  # to come
-        self.device = device_of(device, modules)
-        self.queue = WGradQueue(max_bytes=options.max_wgrad_bytes)
-        by_chunk = dict(zip(schedule.chunks_of(rank), modules, strict=True))
-        check_apart(by_chunk, group)
-        self._replicas = Replicas(by_chunk, self.queue)
-        self._loss_fn = loss_fn
-        self.recorder = Recorder(rank, self.device, self.queue, options.record)
-        losses = {len(schedule.placement) - 1: loss_fn}
-        parts = self._replicas.modules.items()
-        self.stages = {chunk: Stage(part, chunk, self.queue, losses.get(chunk)) for chunk, part in parts}
-        self.loop = Loop(self.stages, self._replicas, self.recorder, options, fill, timeout)
-        self.loop.use(schedule)
-        self.rank = rank
-        copies = all_ties(modules, tied)
-        self.tied = {name: parameters[0] for name, parameters in copies.items()}
+        with telling_on_error(group):
+            modules = module_list("Pipeline", modules)
+            options = StepOptions() if options is None else options
+            check(fill, tied, timeout)
+            rank, size = place(group)
+            self._schedules = StepSchedules(schedule, size, fill, options)
+            schedule = self._schedules.first
+            check_place(schedule, rank, size, modules, loss_fn)
+            self.fill = fill
+            self.timeout = timeout
+            self._checked_steps = math.inf if options.check_values else 2  # to come
+            self.device = device_of(device, modules)
+            self.queue = WGradQueue(max_bytes=options.max_wgrad_bytes)
+            by_chunk = dict(zip(schedule.chunks_of(rank), modules, strict=True))
+            check_apart(by_chunk, group)
+            self._replicas = Replicas(by_chunk, self.queue)
+            self._loss_fn = loss_fn
+            self.recorder = Recorder(rank, self.device, self.queue, options.record)
+            losses = {len(schedule.placement) - 1: loss_fn}
+            parts = self._replicas.modules.items()
+            self.stages = {chunk: Stage(part, chunk, self.queue, losses.get(chunk)) for chunk, part in parts}
+            self.loop = Loop(self.stages, self._replicas, self.recorder, options, fill, timeout)
+            self.loop.use(schedule)
+            self.rank = rank
+            copies = all_ties(modules, tied)
+            self.tied = {name: parameters[0] for name, parameters in copies.items()}
         self._transport = self.loop.transport = connect(group, schedule, self.device, self.tied)
         with closing_on_error(self._transport, self._transport is not group, "its Pipeline"):
             check_same_plan(schedule, self._transport)

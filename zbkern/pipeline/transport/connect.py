@@ -16,7 +16,8 @@ from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.distributed import DistributedTransport, meet
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.pipeline.transport.mailbox import PipelineError, described
-from zbkern.pipeline.transport.process_groups import place_in
+from zbkern.pipeline.transport.process_groups import place_in, rendezvous_timeout
+from zbkern.pipeline.transport.rank_exchange import RankExchange
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.warmup import rank_order
@@ -45,6 +46,20 @@ def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable
         first, *others = (holder for holder, row in enumerate(names) if name in row)
         edges |= {(first, other) for other in others}
     return DistributedTransport(group, {b for edge in edges for a, b in (edge, edge[::-1]) if a == rank}, device)
+
+
+@contextlib.contextmanager
+def telling_on_error(group: Any) -> Iterator[None]:
+    """Inside, before ranks are connected, an error of a constructor reaches the others, which wait for this rank."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(group, Transport):
+            group.fail(f"rank {group.rank}, constructing its Pipeline: {described(error)}")
+        elif place_in(group) is not None:
+            with RankExchange("Pipeline", group, rendezvous_timeout()):
+                raise
+        raise
 
 
 @contextlib.contextmanager

@@ -78,8 +78,17 @@ class DistributedTransport(Transport):
         self._open()
 
     def _open(self) -> None:
+        with _meeting(self._group) as ranks:
+            ranks.exchange("connect")  # gloo would not say who has not come
+            self._open_connections()
+            try:
+                ranks.exchange("connected")  # else what a rank says next, and ends, some might not hear
+            except BaseException:
+                self.close()
+                raise
+
+    def _open_connections(self) -> None:
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        meet(self._group)  # gloo would not say who has not come
         self._headers_up, self._headers_down = (new_communicator(ranks, "gloo") for _ in range(2))
         self._up, self._down = self._headers_up, self._headers_down
         if not self._on_cpu:
@@ -362,9 +371,13 @@ def meet(group: dist.ProcessGroup | None, value: Any = None) -> list[Any]:
 
     Raises PipelineError on all ranks where one has not come within the time-out of init_process_group.
     """
-    hint = ", the time-out of init_process_group; all ranks construct a pipeline, or go on after a failure, together"
-    with RankExchange("Pipeline", group, rendezvous_timeout(), hint) as ranks:
+    with _meeting(group) as ranks:
         return ranks.exchange("connect", value, lambda values: [values] * ranks.size)
+
+
+def _meeting(group: dist.ProcessGroup | None) -> RankExchange:
+    hint = ", the time-out of init_process_group; all ranks construct a pipeline, or go on after a failure, together"
+    return RankExchange("Pipeline", group, rendezvous_timeout(), hint)
 
 
 _Threads = dict[int, threading.Thread]  # by peer
