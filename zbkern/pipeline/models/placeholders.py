@@ -36,6 +36,9 @@ class Placeholder(Tensor):
     """origins: the layers, and what stands beside them, of which the values would be."""
 
     origins: frozenset[str]
+    may_be_tuple = (
+        False  # of the output of a layer that no other shows: as a tensor it has one row for each of the batch
+    )
 
     @classmethod
     def __torch_function__(
@@ -59,7 +62,7 @@ class Placeholder(Tensor):
         return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, origins), result)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.dim() == 0:
+        if self.dim() == 0 or self.may_be_tuple:
             raise PlaceholderUsed(self.origins)
         return super().__iter__()
 

@@ -139,8 +139,11 @@ class Before(_Absent):
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         if "embedding_dim" in vars(self):
             return self._like(inputs, keywords)
-        same = self._kind is self._flow.kind
-        return self._flow.like_received(self._name) if same else self._flow.tensor_like_received(self._name)
+        if self._kind is self._flow.kind:
+            return self._flow.like_received(self._name)
+        output = self._flow.tensor_like_received(self._name)
+        output.may_be_tuple = True
+        return output
 
 
 class Entry(_Absent):
