@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zbkern
 from tests.support.meshes import named_mesh
@@ -21,6 +23,8 @@ from tests.support.parallel_stages import (
     values,
 )
 from zbkern.pipeline import ProfileOptions, profile
+from zbkern.pipeline.runtime.memory.host_copies import Lanes
+from zbkern.pipeline.runtime.memory.storages import Storages
 
 pytestmark = pytest.mark.dist
 
@@ -90,3 +94,27 @@ def test_w_during_collectives_and_inputs_that_are_gathered_again(four_ranks: Any
                 assert max(far.values()) < 1e-10, far
             assert (covered > 0) == (options[0] > 0)
             assert held < held_before or options == (2, False)
+
+
+def offloaded_on_arrival() -> list[float]:
+    """What comes back of a DTensor that was offloaded while its collective waited for another rank."""
+    rank = torch.distributed.get_rank()
+    part = DTensor.from_local(torch.full((8,), 1.0 + rank), named_mesh(stage=2, other=2)["other"], [Shard(0)])
+    torch.distributed.barrier()
+    time.sleep(0.3 * rank)
+    gathered = part.redistribute(placements=[Replicate()], async_op=True)
+    copies = Lanes(torch.device("cpu"), time.monotonic, copy_size=1)
+    storages = Storages(copies, (), began=lambda copy: None)
+    saved = storages.save(gathered)
+    storages.begin_offload()
+    gathered + gathered
+    del gathered
+    storages.end_offload()
+    storages.begin_load(lambda copy: None)
+    found: Any = saved.get()
+    copies.close()
+    return found.to_local().unique().tolist()  # type: ignore[no-any-return]
+
+
+def test_what_is_offloaded_has_arrived(four_ranks: Any) -> None:
+    assert four_ranks.run(offloaded_on_arrival) == [[1.0, 2.0]] * 2 + [[3.0, 4.0]] * 2

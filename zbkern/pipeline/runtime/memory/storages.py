@@ -141,7 +141,7 @@ class Storages:
     def add(self, tensor: Tensor) -> list[Storage]:
         """The storages that a tensor is in, without those that stay."""
         storages = []
-        for part in parts(wait_for(tensor)):
+        for part in parts(tensor):
             if (
                 part.layout is torch.strided
                 and part.device == self.lanes.device
@@ -261,7 +261,11 @@ class Resident:
 
 
 def parts(tensor: Any) -> Iterator[Tensor]:
-    """The tensors that have this rank's memory of a tensor: itself, or those that it wraps, as a DTensor does."""
+    """The tensors that have this rank's memory of a tensor: itself, or those that it wraps, as a DTensor does.
+
+    Waits for a collective that fills them: a DTensor may wrap what is still to arrive.
+    """
+    tensor = wait_for(tensor)
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
