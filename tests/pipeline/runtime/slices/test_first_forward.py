@@ -243,7 +243,7 @@ def test_a_forward_that_takes_no_few_tokens_is_let_alone(caplog: pytest.LogCaptu
 
 
 class Padded(nn.Module):
-    """Attention to what is no padding; forgets: the mask of slices before."""
+    """Attention to what is no padding, for which it gives NaN; forgets: the mask of slices before."""
 
     def __init__(self, forgets: bool) -> None:
         super().__init__()
@@ -251,12 +251,14 @@ class Padded(nn.Module):
 
     def forward(self, x: Tensor, attention_mask: Tensor, carry: Carry | None = None) -> Tensor:
         q, k, v = self.inner(x).chunk(3, -1)
+        padding = attention_mask.unsqueeze(-1) == 0
         if carry is not None:
             k, v, seen = (carry.append(name, each, 1) for name, each in zip("kvm", (k, v, attention_mask), strict=True))
             attention_mask = F.pad(attention_mask, (carry.start, 0), value=1) if self.forgets else seen
         own = torch.eye(k.shape[1], dtype=torch.bool)[carry.start if carry else 0 :]  # or padding would see nothing
         causal = torch.ones_like(own).tril(k.shape[1] - q.shape[1])
-        return F.scaled_dot_product_attention(q, k, v, causal & attention_mask.bool()[:, None] | own)
+        y = F.scaled_dot_product_attention(q, k, v, causal & attention_mask.bool()[:, None] | own)
+        return y.masked_fill(padding, torch.nan)
 
 
 @pytest.mark.parametrize("forgets", [False, True])

@@ -8,6 +8,7 @@ from part to part, and the part that needs whole sequences is named.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -220,7 +221,8 @@ class _Comparison:
                 before = any(other[:2] == key[:2] and other.is_input for other, _ in wrong)
                 name = key.part.rpartition(".")[0] if before else key.part
                 kind = type(self._module.get_submodule(name)).__name__
-                return f"{name or 'it'} ({kind}) computes something else, by {error:.1%},"
+                how = "NaN" if math.isnan(error) else f"by {error:.1%}"
+                return f"{name or 'it'} ({kind}) computes something else, {how},"
         return None
 
     def _exact(self) -> float:
@@ -266,7 +268,7 @@ class _Comparison:
                 return leaf
             off = off.masked_fill(~self.counted[:, place] & ~off.isnan(), 0)  # a gradient of zero times NaN is NaN
         error = off / sizes[:, place].clamp_min(sizes.nanmedian()).clamp_min(torch.finfo(sizes.dtype).tiny)
-        self._errors.append((key, error.max()))
+        self._errors.append((key, torch.where(off == 0, 0, error).max()))  # also where both are NaN
         return torch.empty_like(tensor).copy_(whole[:, place]) if type(leaf) is Tensor else leaf
 
 
