@@ -36,7 +36,7 @@ class Late(torch.optim.Optimizer):
             state = self.state[parameter]
             norms = state.setdefault("norms", [])
             norms.append(float(parameter.grad.norm()))
-            direction = parameter.grad / sum(norms) / self.param_groups[0]["steps"]
+            direction = parameter.grad / (1 + sum(norms)) / self.param_groups[0]["steps"]
             if len(norms) > 1:
                 direction += state.setdefault("second", parameter.grad.clone())
             parameter -= self.param_groups[0]["lr"] * direction
