@@ -49,7 +49,8 @@ def quantised(tensor: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     by, 0 times infinity, is NaN.
     """
     m, k = tensor.shape
-    padded = torch.nn.functional.pad(tensor.float(), (0, -k % BLOCK, 0, -m % rows))
+    padded = tensor.new_zeros(m + -m % rows, k + -k % BLOCK, dtype=torch.float32)
+    padded[:m, :k] = tensor  # torch 2.8 pads nothing that is empty
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, rows))  # [M / rows, rows, K / 128, 128]
     largest = blocks.abs().nan_to_num(0.0, torch.inf).amax((1, 3), keepdim=True)
     some, top = largest > SMALLEST, torch.full_like(largest, LARGEST)  # torch divides by a number as it multiplies
