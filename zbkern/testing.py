@@ -84,7 +84,7 @@ def assert_same_gradients(
     """Holds the gradient of every parameter of one model against that of the same-named one of another.
 
     Errors count against the largest value of that gradient, or a thousandth of the largest in the model: some gradients
-    (the bias of an attention's keys) are zero but for rounding. attribute: where `got` keeps its gradients; a parameter
+    (the bias of an attention's keys) are zero up to rounding. attribute: where `got` keeps its gradients; a parameter
     without it has none.
     """
     others = dict(expected.named_parameters(remove_duplicate=False))

@@ -76,7 +76,7 @@ def partition_to_layout(partition: Sequence[float], layers: str) -> str:
 
 
 def check_partition(caller: str, partition: Sequence[float], layers: int) -> list[float]:
-    """A partition of this many layers, as ints but for halves. Raises TypeError or ValueError for what is none."""
+    """A partition of this many layers: ints, and floats for halves. Raises TypeError or ValueError for what is none."""
     listed = not isinstance(partition, str) and isinstance(partition, Sequence)
     if not listed or not all(type(each) in (int, float) and 2 * each % 1 == 0 for each in partition):
         raise TypeError(

@@ -60,5 +60,7 @@ def enough(memory: float, unit: str | None) -> str:
     >>> enough(4 / 3, None), enough(24.561e9, "bytes"), enough(24.5e9, "bytes")
     ('1.334', '24.57 GB', '24.5 GB')
     """
-    digits = Context(prec=4, rounding=ROUND_CEILING).create_decimal(f"{memory:.10g}")  # but for rounding errors
+    digits = Context(prec=4, rounding=ROUND_CEILING).create_decimal(
+        f"{memory:.10g}"
+    )  # of 10 digits: without rounding errors
     return amount(float(digits), unit)

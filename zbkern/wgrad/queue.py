@@ -28,8 +28,8 @@ class WGradQueue:
     """Holds the W of every backward that ran inside `defer`, and runs it when asked, in any order.
 
     Args:
-        max_bytes: held bytes above which the oldest W run at once instead of waiting, but for those of parameters with
-            hooks, which see all of a backward; None for no limit.
+        max_bytes: held bytes above which the oldest W run at once instead of waiting; None for no limit. W of
+            parameters with hooks wait nevertheless, because hooks see all of a backward.
         merge: True runs the pending tasks of one weight as one kernel (equal to separate kernels up to rounding); False
             runs each by itself.
         stream: a CUDA stream on which W runs beside other work (`side_stream.py` explains how, and priorities); None

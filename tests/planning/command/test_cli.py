@@ -173,7 +173,7 @@ def test_a_named_schedule_in_slices(run) -> None:
 def test_compare_says_what_it_did_not_cut(run, tmp_path: Path) -> None:
     costs = Costs(forward=[4, 4, 7], activation=2).save(tmp_path / "costs.json")
     text = run("--compare", "--costs", costs, *SECOND)
-    assert "the same model cut evenly; what its first or last chunk has beyond others stays whole" in text
+    assert "the same model cut evenly; more work of its first or last chunk is not divided" in text
 
 
 def test_every_kind_of_file_is_written(run, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The attention core: all of its backward is B but for sinks, whose gradient is a number per head that waits for W."""
+"""The attention core: its backward is B, except the gradient of sinks, a number per head, which is W."""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ def arguments_of_slice(model: Any, side: dict[str, Any], carry: Any) -> dict[str
 
 
 def needs_masks_of_packs(model: Any) -> bool:
-    """Whether sequences packed into a row would see each other but for masks that it is given: gpt-oss makes none of
-    positions that begin anew."""
+    """Whether sequences packed into a row see each other unless it is given masks: gpt-oss makes none of positions
+    that begin anew."""
     return _is_attention_alone(model) and not _heeds_packing(model)
 
 

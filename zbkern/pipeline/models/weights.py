@@ -127,7 +127,7 @@ def _first_holder(model: nn.Module, layers: Sequence[str], parameter: nn.Paramet
 
 def _draw_from_outside(model: Any, chunk: Chunk, names: Sequence[str]) -> None:
     """Values for buffers that the library sets in `_init_weights` of a model around them: Falcon-H1's multipliers."""
-    twin = copy.deepcopy(model)  # on the meta device, but for these
+    twin = copy.deepcopy(model)  # on the meta device, except these
     found: dict[str, Tensor] = {}
     for name in names:
         prefix, _, key = name.rpartition(".")

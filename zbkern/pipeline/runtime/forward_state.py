@@ -26,7 +26,7 @@ class ForwardState:
         self._copies = [each for each in self._copies if each[0]._version != each[2]]
 
     def restore(self) -> None:
-        """Everything as it was when this was made, but for buffers that were given up."""
+        """Everything as it was when this was made, except buffers that were given up."""
         for present, entries in self._entries:
             present.update(entries)
         with torch.no_grad():

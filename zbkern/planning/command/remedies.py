@@ -19,7 +19,7 @@ _LEAST_LIMIT = 1e6  # bytes: a limit below is taken for one in GB
 
 
 def why_not(question: Question) -> str | None:
-    """What does not fit, and what would; None where it does fit, but for a placement or chunks that were given."""
+    """What does not fit, and what would; None where only a placement or chunks that were given may be in the way."""
     setting, stages, limit = question.setting, question.stages, question.limit
     if setting is None or limit is None:
         return None

@@ -32,9 +32,7 @@ _MARGIN = 10  # columns of the names of figures
 _WORTH_STAGES = 0.01  # of the cost: for less nobody changes the number of stages
 SHOWN = 0.001  # of the cost: less idle time than that is not worth a line
 _LEAST_BOUND = 5e-5  # printed as 0.00%, which says nothing
-_RECHUNKED = (
-    "other numbers of chunks: the same model cut evenly; what its first or last chunk has beyond others stays whole"
-)
+_RECHUNKED = "other numbers of chunks: the same model cut evenly; more work of its first or last chunk is not divided"
 
 
 def text(answer: Answer, width: int) -> str:

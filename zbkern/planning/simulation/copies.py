@@ -51,7 +51,7 @@ class Copies:
         self._running: list[Event] = []  # copies that may run beside the next pass
 
     def start(self, action: Action, earliest: float) -> float:
-        """When a pass starts that could start at `earliest` but for the copies."""
+        """When a pass starts that could start at `earliest` if there were no copies."""
         first, last = self._back.get((action.chunk, action.microbatch), (0.0, 0.0))
         loaded = (first if action.part is None else last) if action.kind in _ENDS_LOAD else 0.0
         return max(earliest, self._held_up, loaded)

@@ -103,7 +103,7 @@ class Recorder:
             self._clock.wait(self._marks[-1][1])
 
     def label(self, action: Action) -> AbstractContextManager[Any]:
-        """A range with the action's name, as in CSV, where torch's profiler (or its NVTX form) is on."""
+        """A range with the action's name, such as 2B5, where torch's profiler (or its NVTX form) is on."""
         if torch.autograd._profiler_enabled():
             return torch.profiler.record_function(str(action))
         return contextlib.nullcontext()

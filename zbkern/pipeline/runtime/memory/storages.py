@@ -183,7 +183,7 @@ class Storages:
             self.began(self._leaving[-1][1])
 
     def end_offload(self, but: int = 0) -> None:
-        """Waits for all transfers to the host, but for the newest so many, and gives the device's memory back."""
+        """Waits for all transfers to the host except the newest so many, and gives the device's memory back."""
         while len(self._leaving) > but:
             group, copy = self._leaving.pop(0)
             copy.wait()
