@@ -1,12 +1,10 @@
-"""Whatever reads weights between steps, and whichever Pipeline of the same chunks runs next, sees final ones."""
+"""Between steps, beside what test_differential.py draws: who waits for whom, and what is said of other Pipelines."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -58,149 +56,12 @@ class Plain:
         self.optimizer = sgd(self.chunks)
         self.model = nn.Sequential(*self.chunks)
 
-    def loss(self, step: int) -> Tensor:
-        inputs, targets = batch(step)
-        return nn.functional.mse_loss(self.model(inputs), targets)
-
     def train(self, step: int) -> None:
         self.optimizer.zero_grad()
-        self.loss(step).backward()
+        inputs, targets = batch(step)
+        nn.functional.mse_loss(self.model(inputs), targets).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()
-
-
-def saved(chunk: nn.Module) -> list[Tensor]:
-    file = io.BytesIO()
-    torch.save([*chunk.parameters()], file)
-    file.seek(0)
-    return torch.load(file)
-
-
-RAW: dict[str, Callable[[nn.Module], list[Tensor]]] = {  # functions that know nothing of an Optimizer
-    "state_dict": lambda chunk: [*copy.deepcopy(chunk.state_dict()).values()],
-    "torch.save": saved,
-    "deepcopy": lambda chunk: [*copy.deepcopy(chunk).parameters()],
-    "clone": lambda chunk: [p.clone() for p in chunk.parameters()],
-    ".data": lambda chunk: [p.data.clone() for p in chunk.parameters()],
-    "NumPy": lambda chunk: [torch.tensor(p.numpy(force=True)) for p in chunk.parameters()],
-    "a list of them": lambda chunk: torch._foreach_mul([*chunk.parameters()], 1.0),
-    "one vector": lambda chunk: [nn.utils.parameters_to_vector(chunk.parameters())],
-}
-READS = (
-    "nothing",
-    "weights",
-    "evaluate",
-    "other evaluates",
-    "other steps",
-    "new pipeline",
-    "state",
-    "load state",
-    *RAW,
-)
-
-
-@pytest.mark.parametrize("optimizer_first", [False, True])
-@pytest.mark.parametrize("seed", range(8))
-def test_whoever_reads_weights_between_steps_sees_final_ones(seed: int, optimizer_first: bool) -> None:
-    """Every read after a step is compared with that of one process; most steps are taken back on the first rank."""
-    drawn = random.Random(seed)
-    plan = [drawn.choice(READS) for _ in range(10)]
-    plain, chunks = Plain(), make_chunks()
-    expected: list[list[Any]] = []
-    state = copy.deepcopy(plain.optimizer.state_dict())
-    for step, read in enumerate(plan):
-        plain.train(step)
-        if read == "other steps":
-            plain.train(100 + step)
-        if read == "load state":
-            plain.optimizer.load_state_dict(copy.deepcopy(state))
-        state = copy.deepcopy(plain.optimizer.state_dict())
-        loss = plain.loss(50).item() if "evaluate" in read else None
-        expected.append([values([chunk]) if read in ("weights", *RAW) else loss for chunk in plain.chunks])
-
-    def rank_loop(transport: LocalTransport) -> tuple[list[Any], int]:
-        rank, chunk = transport.rank, zbkern.convert(chunks[transport.rank])
-        pipes = [Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, transport, timeout=20)]
-        make = lambda: Optimizer(sgd([chunk]), pipes[0], max_norm=MAX_NORM, adaptive=False)  # noqa: E731
-        optimizer = make() if optimizer_first else None
-        pipes.append(Pipeline(chunk, schedules.zb_h2(2, 2), nn.functional.mse_loss, others[rank], timeout=20))
-        optimizer, found = optimizer or make(), []
-        state = copy.deepcopy(optimizer.state_dict())
-        for step, read in enumerate(plan):
-            optimizer.zero_grad()
-            pipes[step % 2].step(*batch(step))
-            optimizer.step()
-            seen: Any = None
-            if read == "weights":
-                seen = [weight.detach().clone() for weight in optimizer.weights()]
-            if read in RAW:
-                seen = [weight.detach().clone() for weight in RAW[read](chunk)]
-            if read == "evaluate":
-                seen = pipes[step % 2].evaluate(*batch(50))
-            if read == "other evaluates":
-                seen = pipes[1 - step % 2].evaluate(*batch(50))
-            if read == "other steps":
-                optimizer.zero_grad()
-                pipes[1 - step % 2].step(*batch(100 + step))
-                optimizer.step()
-            if read == "new pipeline":
-                schedule = schedules.zb_h1(2, 8)
-                pipes[1].close()
-                pipes[1] = Pipeline(chunk, schedule, nn.functional.mse_loss, spare[rank].pop(), timeout=20)
-            if read == "load state":
-                optimizer.load_state_dict(copy.deepcopy(state))
-            if read in ("state", "load state") or "load state" in plan[step + 1 : step + 2]:
-                state = copy.deepcopy(optimizer.state_dict())
-            found.append(seen.item() if isinstance(seen, Tensor) else seen)
-        optimizer.validate()
-        undone = optimizer.undone
-        for pipe in pipes:
-            pipe.close()
-        return found, undone
-
-    others = LocalTransport.ring(2)
-    spare = [[*each] for each in zip(*(LocalTransport.ring(2) for _ in plan), strict=True)]
-    (first, undone), (last, _) = results_on_threads(2, rank_loop)
-    assert undone > 0
-    for read, theirs, ours in zip(plan, expected, zip(first, last, strict=True), strict=True):
-        if read in ("weights", *RAW):
-            flat = [[torch.cat([*map(torch.flatten, each)]) for each in both] for both in (ours, theirs)]
-            torch.testing.assert_close(*flat, rtol=1e-5, atol=1e-8)
-        elif theirs[1] is not None:
-            torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-8)
-    torch.testing.assert_close(values(chunks), values(plain.chunks), rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.parametrize("reader", [0, 1, 2])
-def test_one_rank_alone_may_read_weights(reader: int) -> None:
-    """Others pass the norm on, whatever they do meanwhile: here they wait for the reader."""
-    torch.manual_seed(0)
-    chunks = [nn.Linear(WIDTH, WIDTH).double() for _ in range(3)]
-    plain = nn.Sequential(*copy.deepcopy(chunks))
-    trained = sgd([plain])
-    expected = []
-    for step in range(3):
-        trained.zero_grad()
-        nn.functional.mse_loss(plain(batch(step)[0]), batch(step)[1]).backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        trained.step()
-        expected.append(values([plain[reader]]))
-
-    def rank_loop(transport: LocalTransport) -> list[list[Tensor]]:
-        chunk, seen = zbkern.convert(chunks[transport.rank]), []
-        with Pipeline(chunk, schedules.zb_h1(3, 4), nn.functional.mse_loss, transport, timeout=20) as pipe:
-            optimizer = Optimizer(sgd([chunk]), pipe, max_norm=0.1, adaptive=False)
-            for step in range(3):
-                optimizer.zero_grad()
-                pipe.step(*batch(step))
-                optimizer.step()
-                if transport.rank == reader:
-                    seen.append(values([chunk]))
-                read.wait(20)
-        return seen
-
-    read = threading.Barrier(3)
-    torch.testing.assert_close(results_on_threads(3, rank_loop)[reader], expected, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("late", range(3))
