@@ -171,7 +171,7 @@ SCHEDULES = ["ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3_moe"])  # the others: under FSDP2, below
 def test_models_and_schedules(fresh_ranks: Any, package: str, name: str, schedule: str) -> None:
     assert min(fresh_ranks.run(step, package, name, schedule, 1, 1, False, False)) > 0
 

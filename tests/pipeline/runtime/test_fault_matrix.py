@@ -247,8 +247,9 @@ def check(case: Case) -> None:
 
 
 def fits(place: str, fault: str) -> bool:
-    """Before connecting and at the end, a rank that raises is gone for the others, without a message of its own."""
-    return not (place == "before connecting" and fault not in ("kill", "stop"))
+    """Before connecting a rank that raises is gone for the others, without a message of its own; a lack of memory is an
+    exception as others but within an action, where it has a hint."""
+    return fault in ("kill", "stop") or (place != "before connecting" and (fault != "memory" or place in ACTIONS))
 
 
 # Every fault at every place; and every place, and every fault, with two, three and four ranks
