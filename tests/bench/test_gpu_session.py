@@ -235,7 +235,8 @@ ROWS = (*ROWS[:5], Row("crashes", "us", "rate", crashes), *ROWS[5:])
 @pytest.mark.slow
 def test_the_whole_session_is_rehearsed_on_a_cold_machine_with_a_row_that_crashes(tmp_path: Path) -> None:
     """From copies of this checkout in other folders, as a lent machine has one: what was prepared in the first is
-    taken in the second, in which every program of the session starts 12 seconds late."""
+    taken in the second, in which every program of the first minutes starts 12 seconds late. One dtype: the emulator's
+    tests make the launches of the others."""
     made, moved, out = tmp_path / "made", tmp_path / "moved", tmp_path / "out"
     for name in ("bench", "build_tools", "tests", "zbkern", "pyproject.toml"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, made / name)
@@ -247,6 +248,10 @@ def test_the_whole_session_is_rehearsed_on_a_cold_machine_with_a_row_that_crashe
         done = subprocess.run(command, cwd=made, env=variables, capture_output=True, text=True, timeout=1200)
         return done.stdout + done.stderr
 
+    launches = made / "bench" / "gpu_prepare.py"
+    text = launches.read_text().replace("(torch.bfloat16, torch.float16, torch.float32)", "(torch.bfloat16,)")
+    assert text != launches.read_text()
+    launches.write_text(text)
     prepared = made / ".cache" / "prepared"
     assert re.search(r"^\d+ kernels and ", call(sys.executable, "-m", "bench.gpu_prepare", str(prepared)), re.MULTILINE)
     assert sum(path.stat().st_size for path in prepared.rglob("*") if path.is_file()) < 40 * 2**20
@@ -267,7 +272,7 @@ def test_the_whole_session_is_rehearsed_on_a_cold_machine_with_a_row_that_crashe
     assert [figure for figure in figures if "rate" not in figure] == [
         {"row": "crashes", "wrong": "the process ended in it"}
     ]
-    call("bench/gpu_minutes.sh", "2", COLD="yes")
+    call("bench/gpu_minutes.sh", "2")
     assert {job["status"] for job in result(out).values()} == {"cannot run"}
     assert all(re.search(r"^cannot run: no CUDA|\d skipped", job["said"]) for job in result(out).values())
     assert {path.name for path in out.iterdir()} == {"session.json", "session.md", "log.txt"}
