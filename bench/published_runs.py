@@ -33,7 +33,7 @@ from zbkern.pipeline import Costs, ModelCosts, plan, schedules
 from zbkern.planning.cost_model import exactness
 from zbkern.planning.cost_model.architecture import Architecture, architecture
 from zbkern.planning.cost_model.hardware import Hardware, load_hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting, flops
+from zbkern.planning.cost_model.model_costs import Job, Setting
 from zbkern.planning.planner.partition import balanced_partitions, even_partitions
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.reporting import markdown_table
@@ -117,7 +117,7 @@ def predict(run: Mapping[str, Any], models: Mapping[str, Any] = {}, hardware: Ha
     stages = run.get("pipeline_parallel", 1)
     seconds = _passes(run, model, hardware, job) + Setting(model, hardware, job).beside(stages)
     tokens = run["microbatches"] * job.tokens / (seconds * stages * job.tensor_parallel * job.context_parallel)
-    found = tokens * flops(model, job.sequence, masked=False) / 1e12 if "FLOP" in run["unit"] else tokens
+    found = tokens * model.flops(job.sequence, masked=False) / 1e12 if "FLOP" in run["unit"] else tokens
     return Result(run, exactness.group(model, hardware, job), found)
 
 

@@ -18,7 +18,7 @@ from zbkern.pipeline import ModelCosts, layers_of
 from zbkern.planning.cost_model.architecture import FAMILIES, Architecture, architecture, load_architecture
 from zbkern.planning.cost_model.hardware import TABLE, load_hardware
 from zbkern.planning.cost_model.layer_kinds import Experts, attention, mlp
-from zbkern.planning.cost_model.model_costs import Job, Setting, flops, parameters
+from zbkern.planning.cost_model.model_costs import Job, Setting
 
 CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
 H100 = load_hardware("h100")
@@ -48,13 +48,16 @@ SMALL = {
     ],
 )
 def test_parameters_are_those_that_are_published(name: str, total: float, active: float) -> None:
-    found = parameters(load_architecture(CONFIGURATIONS / f"{name}.json"))
-    assert found == (pytest.approx(total * 1e9, rel=0.005), pytest.approx(active * 1e9, rel=0.02))
+    model = load_architecture(CONFIGURATIONS / f"{name}.json")
+    assert (model.parameters(), model.parameters(active=True)) == (
+        pytest.approx(total * 1e9, rel=0.005),
+        pytest.approx(active * 1e9, rel=0.02),
+    )
 
 
 def test_flops_of_a_token_are_six_per_parameter_and_those_of_attention() -> None:
     model = load_architecture(CONFIGURATIONS / "llama-3-405b.json")
-    assert flops(model, 8192) * 15.6e12 == pytest.approx(3.8e25, rel=0.05)  # arXiv 2407.21783, section 3
+    assert model.flops(8192) * 15.6e12 == pytest.approx(3.8e25, rel=0.05)  # arXiv 2407.21783, section 3
 
 
 def test_memory_is_what_the_layers_keep() -> None:
@@ -234,7 +237,7 @@ def test_gpt2_has_other_names_and_two_products() -> None:
     assert found.blocks[0].parts == (attention(1600, 25, 25, 64), mlp(1600, 6400, gated=False))
     assert found.names[1] == "transformer.h"
     assert found.tied
-    assert parameters(found)[0] == pytest.approx(1.558e9, rel=2e-3)  # less biases and positions
+    assert found.parameters() == pytest.approx(1.558e9, rel=2e-3)  # less biases and positions
 
 
 def windows(model: Architecture) -> list[int | None]:
@@ -477,7 +480,7 @@ def test_parameters_are_those_of_the_librarys_models(kind: str) -> None:
         model = (made[0] if isinstance(made, tuple) else made)(config)
     found = architecture(json.loads(config.to_json_string(use_diff=False)))
     expected = sum(p.numel() for p in model.parameters())
-    assert parameters(found)[0] == pytest.approx(expected, rel=2e-3 if kind == "gpt2" else 1e-3)  # biases
+    assert found.parameters() == pytest.approx(expected, rel=2e-3 if kind == "gpt2" else 1e-3)  # biases
     for place, name in enumerate(found.names):
         assert model.get_submodule(f"{name}.1" if place == 1 else name) is not None
     block = model.get_submodule(f"{found.names[1]}.1")

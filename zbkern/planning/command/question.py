@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from zbkern.planning.cost_model.architecture import Architecture
 from zbkern.planning.cost_model.hardware import Hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting, flops
+from zbkern.planning.cost_model.model_costs import Job, Setting
 from zbkern.planning.planner.arguments import Slices, chunks_per_rank
 from zbkern.planning.planner.plan import EFFORT
 from zbkern.planning.simulation import comparison
@@ -131,7 +131,7 @@ class Question:
         assert self.setting is not None
         model, gpu, job = self.setting
         rate = self.setting.tokens(self.microbatches) / seconds / job.gpus(self.stages)
-        return rate, rate * flops(model, job.sequence) / gpu.matmul_flops
+        return rate, rate * model.flops(job.sequence) / gpu.matmul_flops
 
 
 class LayoutQuestion(NamedTuple):

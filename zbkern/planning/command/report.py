@@ -17,7 +17,7 @@ from zbkern.planning.command.question import Question
 from zbkern.planning.cost_model.architecture import Architecture
 from zbkern.planning.cost_model.exactness import how_exact
 from zbkern.planning.cost_model.hardware import Hardware
-from zbkern.planning.cost_model.model_costs import Setting, parameters, predictors
+from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.planning.planner import Plan
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.memory import exceeds, static_of_ranks
@@ -237,7 +237,7 @@ def _comparison(answer: Answer) -> str:
 def _title(question: Question, setting: Setting) -> str:
     """The model, and on what it is trained."""
     architecture, hardware, job = setting
-    total, active = parameters(architecture)
+    total, active = (architecture.parameters(each) for each in (False, True))
     size = f"{number(total / 1e9)} billion parameters"
     if active < total:
         size += f", {number(active / 1e9)} of them for a token"
@@ -274,7 +274,7 @@ def _counted(architecture: Architecture) -> str:
     """Which layers a partition counts, by the names that `cut` has for them."""
     embedding, blocks, norm = architecture.names
     found = f"{embedding}, {blocks}.0 to {len(architecture.blocks) - 1}, {norm} with the head"
-    further = predictors(architecture)
+    further = architecture.predictor_names
     if not further:
         return found
     return (

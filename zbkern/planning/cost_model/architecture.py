@@ -55,6 +55,30 @@ class Architecture:
         """Of the first layer that has some."""
         return next((block.experts for block in self.blocks if block.experts), None)
 
+    @property
+    def parts(self) -> list[Part]:
+        """Of all blocks."""
+        return [part for block in self.blocks for part in block.parts]
+
+    @property
+    def predictor_names(self) -> list[str]:
+        """Of the layers that predict further tokens."""
+        blocks = len(self.blocks)
+        return [f"{self.names[1]}.{number}" for number in range(blocks, blocks + self.predictors)]
+
+    def parameters(self, active: bool = False) -> int:
+        """All without those of predictors, or those that a token is computed with."""
+        tables = (1 if self.tied else 2) * self.vocabulary * self.features
+        return tables + sum(part.parameters(active) for part in self.parts)
+
+    def flops(self, sequence: int, masked: bool = True) -> float:
+        """Of a training step per token: forward and twice that backward, nothing twice; attention as its mask leaves
+        it, or of a full square, as Megatron-LM counts."""
+        cores = [part.core for part in self.parts if part.core]
+        core = sum(each.flops(sequence) if masked else each.square(sequence) for each in cores)
+        lookup = 0 if self.tied else self.vocabulary * self.features
+        return 3 * (2 * (self.parameters(active=True) - lookup) + core)
+
 
 def load_architecture(path: str | Path) -> Architecture:
     """What a config.json describes, or that in a folder. Raises OSError, or ValueError as `architecture` does."""

@@ -169,7 +169,7 @@ def _layers(setting: Setting) -> list[_Layer]:
             layer.name = f"{architecture.names[1]}.{number}{layer.name}"
             found.append(layer)
     found.append(_head(architecture.names[2], setting))
-    for name in predictors(architecture):
+    for name in architecture.predictor_names:
         found += _block(name, architecture.blocks[-1], setting, joined=True), _head(f"{name}.shared_head", setting)
     if job.fully_shard:
         for layer in found:
@@ -177,29 +177,6 @@ def _layers(setting: Setting) -> list[_Layer]:
         largest = max(found, key=lambda layer: layer.whole)
         largest.static += 2 * (_WIDTH + _WIDE) * largest.whole  # its own, and those of the layer before or after it
     return found
-
-
-def predictors(architecture: Architecture) -> list[str]:
-    """The names of the layers that predict further tokens."""
-    blocks = len(architecture.blocks)
-    return [f"{architecture.names[1]}.{number}" for number in range(blocks, blocks + architecture.predictors)]
-
-
-def parameters(architecture: Architecture) -> tuple[int, int]:
-    """All parameters of a model without its predictors, and those that a token is computed with."""
-    table = (1 if architecture.tied else 2) * architecture.vocabulary * architecture.features
-    parts = [part for block in architecture.blocks for part in block.parts]
-    return table + sum(part.parameters() for part in parts), table + sum(part.parameters(active=True) for part in parts)
-
-
-def flops(architecture: Architecture, sequence: int, masked: bool = True) -> float:
-    """Of a training step per token: forward and twice that backward, nothing twice; attention as its mask leaves it, or
-    of a full square, as Megatron-LM counts."""
-    _, active = parameters(architecture)
-    cores = [part.core for block in architecture.blocks for part in block.parts if part.core]
-    core = sum(each.flops(sequence) if masked else each.square(sequence) for each in cores)
-    lookup = 0 if architecture.tied else architecture.vocabulary * architecture.features
-    return 3 * (2 * (active - lookup) + core)
 
 
 class _Layer:
@@ -473,7 +450,7 @@ def _block(name: str, block: Block, setting: Setting, joined: bool = False, shar
 
 def _check(architecture: Architecture, job: Job) -> None:
     ranks, among = job.tensor_parallel, job.expert_parallel
-    for part in (part for block in architecture.blocks for part in block.parts):
+    for part in architecture.parts:
         keys, experts = part.key_heads, 0 if part.experts is None else part.experts.count
         for wrong, must in (
             (part.heads % ranks, f"tensor_parallel must divide the {part.heads} heads; got {ranks}"),
