@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 import zbkern
 from tests.support.chunks import on_threads, results_on_threads
-from zbkern.pipeline import Optimizer, Pipeline, PipelineError, schedules
+from zbkern.pipeline import Optimizer, Pipeline, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 
 WIDTH, MAX_NORM = 6, 0.5
@@ -46,22 +46,6 @@ def sgd(modules: list[nn.Module]) -> torch.optim.Optimizer:
 
 def values(modules: Any) -> list[Tensor]:
     return [p.detach().clone() for module in modules for p in module.parameters()]
-
-
-class Plain:
-    """One process with plain torch."""
-
-    def __init__(self) -> None:
-        self.chunks = make_chunks()
-        self.optimizer = sgd(self.chunks)
-        self.model = nn.Sequential(*self.chunks)
-
-    def train(self, step: int) -> None:
-        self.optimizer.zero_grad()
-        inputs, targets = batch(step)
-        nn.functional.mse_loss(self.model(inputs), targets).backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        self.optimizer.step()
 
 
 @pytest.mark.parametrize("late", range(3))
@@ -138,37 +122,6 @@ def test_what_reads_no_weight_does_not_wait(around: Callable[[], Any]) -> None:
             assert _get_current_function_mode() is before
 
     results_on_threads(2, rank_loop)
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_another_pipeline_goes_on_after_one_has_failed(failing: int) -> None:
-    """Whichever of them the optimizer was made with, and whichever connection has its last step."""
-    plain, chunks, others = Plain(), make_chunks(), LocalTransport.ring(2)
-    for step in (0, 1, 3, 4):
-        plain.train(step)
-
-    def rank_loop(transport: LocalTransport) -> None:
-        rank, chunk = transport.rank, zbkern.convert(chunks[transport.rank])
-        made = ((4, transport), (2, others[rank]))
-        pipes = [
-            Pipeline(chunk, schedules.zb_h1(2, count), nn.functional.mse_loss, each, timeout=20) for count, each in made
-        ]
-        optimizer = Optimizer(sgd([chunk]), pipes[0], max_norm=MAX_NORM, adaptive=False)
-        for step, index in ((0, 0), (1, 1), (2, failing), (3, 1 - failing), (4, failing)):
-            inputs, targets = batch(step)
-            optimizer.zero_grad()
-            if step == 2:
-                with pytest.raises(PipelineError, match="rank 0, action 0F0"):
-                    pipes[index].step(inputs[:, :3], targets)
-            else:
-                pipes[index].step(inputs, targets)
-                optimizer.step()
-        optimizer.validate()
-        for pipe in pipes:
-            pipe.close()
-
-    results_on_threads(2, rank_loop)
-    torch.testing.assert_close(values(chunks), values(plain.chunks), rtol=1e-5, atol=1e-8)
 
 
 def test_a_new_pipeline_compares_ties_when_their_weights_are_final(caplog: pytest.LogCaptureFixture) -> None:
