@@ -95,6 +95,8 @@ def test_memory_in_bytes_is_printed_for_people() -> None:
 def test_times_have_their_unit_where_it_is_known() -> None:
     timeline = simulate(schedules.one_f_one_b(2, 4), Costs(time_unit="ms"))
     assert "15 ms" in report.table([timeline], None, 1)
+    nothing = simulate(schedules.one_f_one_b(2, 4), Costs(0, 0, 0, time_unit="ms"))
+    assert re.search(r"0\.00% +0 ms", report.table([nothing], None, 1))
     assert "makespan 15 ms" in style.note(timeline)
     assert "cost 15 ms" in repr(timeline)
 

@@ -192,11 +192,11 @@ def table(
         name, bubble, peak = timeline.schedule.name, timeline.bubble_rate, max(timeline.peak_memory)
         if len(timeline.schedule.slices) > 1:
             name += f", {len(timeline.schedule.slices)} slices"
-        seconds, memory = timeline.cost / 1e3 + beside, amount(peak, timeline.memory_unit)
-        cells = [f"{number(seconds)} s", f"{tokens / seconds:,.0f}", f"{bubble:.2%}", memory]
-        if not tokens:
-            makespan = duration(timeline.makespan, timeline.unit)
-            cells = [f"{bubble:.2%}", makespan, memory, f"{peak / whole:.2f}x" if whole else ""]
+        memory, makespan = amount(peak, timeline.memory_unit), duration(timeline.makespan, timeline.unit)
+        cells = [f"{bubble:.2%}", makespan, memory, f"{peak / whole:.2f}x" if whole else ""]
+        if tokens:
+            seconds = timeline.cost / 1e3 + beside
+            cells = [f"{number(seconds)} s", f"{tokens / seconds:,.0f}", f"{bubble:.2%}", memory]
         over = exceeds(peak, limit)
         if over and cuts:
             cells = [each if each == memory else "" for each in cells]
