@@ -41,7 +41,7 @@ class per_sequence:
     """`loss_fn` of a Pipeline that takes packs of sequences: loss_fn(output, value) of each, with `sequence_targets`.
 
     loss_fn gets what the last chunk gives for one sequence, [1, tokens, ...], and its value. A sequence in slices is
-    whole for it. Where it takes `DeferredLogits`, it gets these in schedules without slices, and logits in others.
+    whole for it. Where it takes `DeferredLogits`, it gets these (with slices not of a chunk under `fully_shard`).
     """
 
     takes_packs = True

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.auxiliary_losses import AuxiliaryLosses, Share
 from zbkern.pipeline.runtime.memory.ledger import Ledger
+from zbkern.pipeline.runtime.replicas.data_parallel import sharded_roots
 from zbkern.pipeline.runtime.slices.carry import Carries
 from zbkern.pipeline.runtime.slices.first_forward import compare_in_packs, compare_in_slices
 from zbkern.pipeline.runtime.slices.sequence_loss import SequenceLosses, loss_of
@@ -58,6 +59,10 @@ class Stage:
         self._sequence_losses: SequenceLosses | None = None  # in its place, where it does not add up over slices
         if self.loss_fn is not None and schedule.is_sliced and not adds_up(self.loss_fn):
             self._unit_loss, self._sequence_losses = None, SequenceLosses(self.loss_fn, schedule.units)
+        takes_deferred = getattr(self.loss_fn, "takes_deferred_logits", False)
+        # FSDP2 would take a backward of the loss of a sequence, which is one of its own, for that of the chunk
+        is_apart = self._sequence_losses is not None and any(True for _ in sharded_roots(self.module))
+        self._takes_deferred_logits = takes_deferred and not is_apart
 
     @property
     def nbytes(self) -> int:
@@ -212,7 +217,7 @@ class Stage:
 
     def _outputs(self, inputs: Any, target: Target | None, side: Mapping[str, Any]) -> Any:
         records = torch.is_grad_enabled()
-        takes = target is not None and getattr(self._unit_loss, "takes_deferred_logits", False)
+        takes = target is not None and self._takes_deferred_logits
         defers = getattr(self.module, "deferred_logits", None) if takes else None  # a chunk of `cut`
         with _NOTHING if defers is None else defers():
             outputs = self._call(inputs, side)
