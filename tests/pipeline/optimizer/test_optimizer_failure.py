@@ -167,6 +167,25 @@ def test_a_step_that_only_some_ranks_have_done_needs_a_checkpoint(within: bool) 
     assert_trained(model)
 
 
+def test_a_step_after_all_pipelines_were_closed_says_how_to_go_on() -> None:
+    again = LocalTransport.ring(2)
+
+    def rank_loop(transport: LocalTransport) -> None:
+        module = zbkern.convert(nn.Linear(3, 3))
+        rest: Any = schedules.zb_h1(2, 2), nn.functional.mse_loss
+        with Pipeline(module, *rest, transport, timeout=20) as pipe:
+            optimizer = Optimizer(torch.optim.SGD(module.parameters(), lr=0.1), pipe)
+        with Pipeline(module, *rest, again[transport.rank], timeout=20) as pipe:
+            pipe.step(torch.ones(2, 3), torch.ones(2, 3))
+            with pytest.raises(RuntimeError, match=r"all Pipelines of this Optimizer were closed; call pipe.attach"):
+                optimizer.step()
+            pipe.attach(optimizer)
+            pipe.step(torch.ones(2, 3), torch.ones(2, 3))
+            optimizer.step()
+
+    results_on_threads(2, rank_loop)
+
+
 def test_a_max_norm_that_is_not_that_of_all_ranks_is_refused() -> None:
     def make(transport: LocalTransport) -> None:
         weight = nn.Parameter(torch.ones(1))

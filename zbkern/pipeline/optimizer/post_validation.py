@@ -208,6 +208,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         if closure is not None and not callable(closure):
             raise TypeError(f"Optimizer.step: closure must be callable, or None; got {closure!r}")
+        self.boundary.check_open()
         self.validate()
         self.reload_states()
         loss = None

@@ -93,6 +93,14 @@ class StepBoundary:
         self.optimizer = self.chain = self.pending = None
         self.steps = self._concluded = 0
 
+    def check_open(self) -> None:
+        """Raises RuntimeError where a step of the optimizer would have no connection to take."""
+        if self.joint and not self.open_pipes and self.chain is not None and self.chain.transport.size > 1:
+            raise RuntimeError(
+                "Optimizer.step: all Pipelines of this Optimizer were closed; call pipe.attach(optimizer) of another "
+                "Pipeline of these chunks, on every rank, or make an Optimizer with that one"
+            )
+
     def begin(self) -> int:
         """Begins the optimizer's next step, and returns its number. Ranks in another call then hear of this one."""
         assert self.chain is not None
