@@ -308,6 +308,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("open_pipe('step', [t(2, 2)], t(4, 2))", ValueError, "Pipeline.step: inputs is a list of 1 microbatches and the"),
     ("open_pipe('step', 'a', t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
     ("open_pipe('step', t(), t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
+    ("open_pipe('step', torch.nested.nested_tensor([t(2)] * 4), t(4, 2))", TypeError, "Pipeline.step: inputs must"),
     ("open_pipe('step', t(4, 3), t(4, 2))", PipelineError, "rank 0, action 0F0: RuntimeError: mat1 and mat2 shapes"),
     # Optimizer and norms
     ("Optimizer(3)", TypeError, "Optimizer: optimizer must be a torch.optim.Optimizer, not one within an Optimizer"),

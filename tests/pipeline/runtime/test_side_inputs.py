@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import zbkern
 from tests.support.chunks import needed, one_rank, run_pipelines
 from zbkern.pipeline import Pipeline, PipelineError, profile, schedules
+from zbkern.pipeline.runtime.arguments import identity
 from zbkern.pipeline.transport.local import LocalTransport
 
 
@@ -130,6 +131,13 @@ def test_ranks_with_other_batches_are_told_once(caplog: pytest.LogCaptureFixture
         run_pipelines(schedules.zb_h1(2, 4), layers, lambda pipe, given=given: steps(pipe, given))
     (said,) = [record.getMessage() for record in caplog.records if "differ" in record.getMessage()]
     assert said.startswith("Pipeline.step: the inputs of ranks [0, 1] differ")
+
+
+def test_conjugates_and_nested_tensors_are_compared_or_left_out() -> None:
+    """In any batch: an error of one rank here would be none of the others."""
+    numbers = torch.randn(4, 2, dtype=torch.complex128)
+    assert identity(numbers.conj()) == identity(numbers.conj().resolve_conj()) != identity(numbers)
+    assert identity([torch.nested.nested_tensor([torch.ones(2)])]) == b""
 
 
 def test_costs_do_not_count_side_inputs() -> None:

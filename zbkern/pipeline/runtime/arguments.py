@@ -216,7 +216,7 @@ def share_inputs(
 def identity(value: Any) -> bytes:
     """A number for what a rank was given, equal for equal tensors; empty where there is nothing to compare."""
     tensors = tensors_in(_as_dict(value))
-    return b"".join(digest_of(leaf) or b"" for leaf in tensors if leaf.layout is torch.strided)
+    return b"".join(digest_of(leaf) or b"" for leaf in tensors if leaf.layout is torch.strided and not leaf.is_nested)
 
 
 def check_same_batch(identities: Sequence[Sequence[bytes]]) -> None:
@@ -252,7 +252,7 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
         return value
     leaves, spec = pytree.tree_flatten(value)
     tensors = [leaf for leaf in leaves if leaf is not None]
-    others = [leaf for leaf in tensors if not isinstance(leaf, Tensor) or leaf.dim() == 0]
+    others = [leaf for leaf in tensors if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.is_nested]
     if not leaves or others:
         raise TypeError(
             f"Pipeline.{call}: {name} must hold tensors with a batch dimension, as a tokenizer's return_tensors='pt' "

@@ -216,7 +216,7 @@ def digest_of(parameter: Tensor) -> bytes | None:
     local = local_part(parameter)
     if local.is_meta or not local.numel():
         return None
-    values = local.detach().flatten()[:: max(1, local.numel() // SAMPLE)][:SAMPLE].cpu().contiguous()
+    values = local.detach().resolve_conj().flatten()[:: max(1, local.numel() // SAMPLE)][:SAMPLE].cpu().contiguous()
     raw = bytes(values.view(torch.uint8).tolist())
     if raw == raw[: values.element_size()] * len(values):
         return None
