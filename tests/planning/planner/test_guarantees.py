@@ -1,9 +1,10 @@
-"""What more effort can never make worse, and what more memory makes worse only by chance and by little."""
+"""What more effort can never make worse, nor more memory than 1F1B's; other memory only by chance and by little."""
 
 from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -11,10 +12,16 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts, PlanOptions, plan, schedules, simulate
+from zbkern.planning.command.answer import published_timelines
+from zbkern.planning.command.question import Setting
+from zbkern.planning.cost_model.architecture import load_architecture
+from zbkern.planning.cost_model.hardware import load_hardware
+from zbkern.planning.cost_model.model_costs import Job
 from zbkern.planning.planner import native
 
 pytestmark = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 
+CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
 SAME = 1 + 1e-8  # costs that differ by less are the same
 times = st.floats(0.2, 3.0)
 
@@ -86,6 +93,44 @@ def test_more_memory_is_worse_by_less_than_three_per_mille(
     ]
     for index, cost in enumerate(reached):
         assert cost <= min(reached[: index + 1]) * 1.003, reached
+
+
+@pytest.mark.parametrize(
+    ("costs", "microbatches", "chunks", "placement"),
+    [
+        (Costs(18.5, 18.1, 9.3, 4 * 0.6, 1.0, 1.15), 24, 4, "zigzag"),
+        (Costs(1.0, 1.2, 0.9, 4 * 0.05, 1.0, 1.3), 24, 4, "zigzag"),
+        (Costs(1.0, 1.2, 0.9, 2 * 0.05, 1.0, 1.3), 32, 2, "v"),
+        (Costs(1.0, 1.2, 0.9, 2 * 0.05, 1.0, 1.3), 32, 2, "loop"),
+    ],
+)
+def test_what_is_constructed_in_1f1bs_memory_is_a_candidate_in_more(
+    costs: Costs, microbatches: int, chunks: int, placement: str
+) -> None:
+    """And what is in 1.5 times that; at effort 0, where rules alone decide, and they are as many in every limit."""
+    names = ("forward", "backward", "weight", "communication", "activation", "held")
+    costs = Costs(*(getattr(costs, name) / chunks for name in names))
+    options = PlanOptions(steady=False)
+    reached = [
+        plan(costs, 8, microbatches, chunks, placement, share and 8 * share, effort=0, options=options).timeline.cost
+        for share in (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 3.0, None)
+    ]
+    assert max(reached) <= reached[0] * SAME, reached
+    assert max(reached[3:]) <= reached[3] * SAME, reached
+
+
+def test_cuts_for_1f1bs_memory_are_candidates_in_more() -> None:
+    """Llama 3 8B with as many microbatches as stages: light first chunks, as little memory asks for, are better."""
+    model = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
+    layers = Setting(model, load_hardware("h100"), Job(8192)).costs
+    unlimited = {each.schedule.name: each for each in published_timelines(layers, 8, 8, None)}
+    unit = max(unlimited["one_f_one_b"].peak_memory)
+    options = PlanOptions(steady=False)
+    reached = [
+        plan(layers, 8, 8, memory_limit=share and share * unit, effort=0, options=options).timeline.cost
+        for share in (1.0, 1.1, 1.5, None)
+    ]
+    assert max(reached) <= reached[0] * SAME, reached
 
 
 def test_in_a_line_there_is_one_chunk_per_rank_unless_more_are_asked_for() -> None:

@@ -84,7 +84,7 @@ def timeline_of(orders: Ordering, problem: Problem, name: str) -> Timeline:
     schedule = Schedule(actions, problem.placement, problem.microbatches, name).proven()
     costs, times = problem.costs, native.core.timed(problem, rows, orders.fused)
     events = tuple(
-        tuple(map(Event, repeat(rank), row, starts, ends))
+        tuple(map(tuple.__new__, repeat(Event), zip(repeat(rank), row, starts, ends)))
         for rank, (row, (starts, ends)) in enumerate(zip(actions, times, strict=True))
     )
     static = static_of_ranks(costs.per_chunk(problem.chunks), problem.placement)

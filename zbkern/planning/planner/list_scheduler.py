@@ -15,9 +15,9 @@ It runs in C++ (csrc/planner_lists.cpp).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import islice, pairwise, product
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from itertools import pairwise, product
+from typing import NamedTuple
 
 from zbkern.planning.planner import native
 from zbkern.planning.planner.native import Effort
@@ -26,6 +26,7 @@ from zbkern.planning.planner.problem import Ordering, Problem
 _FREE = 2**30  # a cap that is none
 _SLOPES = (0, 50, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160, 180)
 Each = tuple[int, ...]  # one per rank or per chunk
+Choices = tuple[int, int, int, int, int, bool, bool]  # those of `all_choices`
 
 
 class Rule(NamedTuple):
@@ -48,24 +49,23 @@ class Rule(NamedTuple):
     follow: bool
 
 
-def rules_to_try(problem: Problem, stride: int = 1) -> Iterator[Rule]:
-    """Every `stride`-th of the rules that are tried, the same for all ranks."""
+def rules_to_try(problem: Problem, choices: Sequence[Choices] | None = None) -> list[Rule]:
+    """Those of these choices, or of all, the same for all ranks."""
     caps = _forward_caps(problem)
-    choices = islice(product(*_choices(problem)), 0, None, stride)
-    for priority, patience, slope, forward, backward, fuse, follow in choices:
-        yield Rule(priority, patience, forward, backward, caps[slope], fuse, follow)
+    every, rules = problem.ranks, list[Rule]()
+    for priority, patience, slope, forward, backward, fuse, follow in (
+        all_choices(problem) if choices is None else choices
+    ):
+        of_ranks = (priority,) * every, (patience,) * every, (forward,) * every, (backward,) * every
+        rules.append(Rule(*of_ranks, caps[slope], fuse, follow))
+    return rules
 
 
-def count_rules(problem: Problem) -> int:
-    """How many `rules_to_try` there are."""
-    return math.prod(map(len, _choices(problem)))
-
-
-def _choices(problem: Problem) -> tuple[Sequence[Any], ...]:
-    priority, patience = ([(choice,) * problem.ranks for choice in range(count)] for count in (3, 5))
-    late = [(choice,) * problem.ranks for choice in ((1, 0) if problem.chunks > problem.ranks else (1,))]
+def all_choices(problem: Problem) -> list[Choices]:
+    """Of every rule that is tried: priority, patience, slope of caps, late forward and backward, fuse, follow."""
+    late = (1, 0) if problem.chunks > problem.ranks else (1,)
     fuse, follow = (False, True)[: 1 + problem.may_fuse], (False, True)[: 1 + _may_follow(problem)]
-    return priority, patience, range(len(_SLOPES)), late, late, fuse, follow
+    return list(product(range(3), range(5), range(len(_SLOPES)), late, late, fuse, follow))
 
 
 def _may_follow(problem: Problem) -> bool:

@@ -70,7 +70,7 @@ class ModelSearch:
                     here.append(Search(problem, self._budget, seed, published, name, partition))
                     here[-1].construct(SETTINGS.partition_passes)
                     here = sorted(here, key=lambda each: each.reached)[: 3 * SETTINGS.partitions]
-            candidates += most_promising(here, SETTINGS.partitions)
+            candidates += dict.fromkeys([*here[:1], *most_promising(here, SETTINGS.partitions)])
         return candidates
 
     def _fitting(
@@ -126,10 +126,19 @@ class ModelSearch:
             self._model.chunk_costs(given)  # which refuses what is none
             return [tuple(map(self._model.partition_of(range(len(self._model.layers))).index, given))]
         if owners not in self._balanced:
-            balanced = balanced_partitions(self._model, owners, self._request.microbatches, self._limits)
-            even = even_partitions(len(self._model.layers), len(owners))
-            self._balanced[owners] = list(dict.fromkeys([*even, *balanced]))
+            found = even_partitions(len(self._model.layers), len(owners))
+            for limits in self._limits_to_try():
+                found += balanced_partitions(self._model, owners, self._request.microbatches, limits)
+            self._balanced[owners] = list(dict.fromkeys(found))
         return self._balanced[owners]
+
+    def _limits_to_try(self) -> list[list[float] | None]:
+        """The limit of every rank, and where there is more these shares of what 1F1B holds."""
+        layers, stages = self._model.layers, self._request.stages
+        static, held = (sum(getattr(layer, name) for layer in layers) for name in ("static", "activation"))
+        given = self._limits or [math.inf] * stages
+        tighter = [[min(limit, static / stages + share * held) for limit in given] for share in SETTINGS.shares]
+        return [self._limits, *(limits for limits in tighter if limits != given)]
 
     def _nothing_fits(self, of_one_partition: ScheduleError) -> ScheduleError:
         """Names what the best of all partitions needs, where that is the reason."""

@@ -94,8 +94,9 @@ def plan(
             all the time: one number, one per rank, or None for none.
         effort: rounds of search, each of twice the work of the one before (0: the constructive answer alone, about a
             second or less). Work is counted, and not time, so that the plan is the same on every machine, however busy.
-            More effort is never worse, but by 0.3% for a plan that slow ranks delay less (`PlanOptions.steady`); more
-            memory is now and then, by chance: each limit is searched by itself.
+            More effort is never worse, but by 0.3% for a plan that slow ranks delay less (`PlanOptions.steady`). Of up
+            to 100,000 passes, orders and cuts for 1F1B's memory and for 1.5 times as much are candidates where there is
+            more; beside these two, more memory can be worse by chance.
         offload, recompute: where that is faster than an order that fits as it is, the schedule has actions that offload
             activations (and what W needs) to the host and load them back, or that recompute activations; for costs that
             say what these cost.

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product, takewhile
 
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import anneal, search_blocks
 from zbkern.planning.planner.bounds import cost_bound, warm_up_forwards
 from zbkern.planning.planner.incumbents import Incumbent
-from zbkern.planning.planner.list_scheduler import Rule, best_rules, count_rules, list_schedule, refine, rules_to_try
+from zbkern.planning.planner.list_scheduler import (
+    Choices,
+    Rule,
+    all_choices,
+    best_rules,
+    list_schedule,
+    refine,
+    rules_to_try,
+)
 from zbkern.planning.planner.native import Effort
 from zbkern.planning.planner.pattern_search import Pattern, is_v, search_patterns, zb_v_patterns
-from zbkern.planning.planner.problem import Ordering, Problem, serial_ordering
+from zbkern.planning.planner.problem import Ordering, Problem, fewer_ranks, serial_ordering, tighter
+from zbkern.planning.planner.published import MANY
 from zbkern.planning.planner.settings import SearchSettings
 
 SETTINGS = SearchSettings()
@@ -29,26 +39,49 @@ def add_serial(best: Incumbent) -> None:
             best.offer(search_blocks(problem, fuse, Effort(seconds=best.budget.left)))
 
 
-def _trial(problem: Problem, tries: int, passes: int) -> tuple[Problem, int]:
-    """On what to try so many things: fewer microbatches where it would take more passes; and each how many of them."""
-    trial, slices = problem, len(problem.slices)
-    if problem.passes * tries > passes:
+_Find = Callable[[Problem, Sequence[int], int], list[tuple[int, int]]]
+
+
+def _best_of(problem: Problem, count: int, most: int, find: _Find) -> list[tuple[int, int]]:
+    """Costs and numbers of the best of so many things to try, the best first.
+
+    Where all would take more than `most` passes they are tried on fewer microbatches, and first, to see which are worth
+    it, on fewer ranks. find: the best of some of these numbers, and how many of these, for a problem.
+    """
+    small = trial = problem
+    if problem.passes * count > most:
+        slices = len(problem.slices)
         few = -(-2 * (problem.ranks + 1) // slices) * slices
-        trial = replace(problem, units=min(problem.units, few))
-    return trial, trial.passes * tries // passes | 1  # odd, so that both of every choice are among them
+        small = trial = replace(problem, units=min(problem.units, few))
+    while small.passes * count > most and small.ranks >= 2 * SETTINGS.least_ranks:
+        small = fewer_ranks(trial, small.ranks // 2)
+    numbers: Sequence[int] = range(0, count, small.passes * count // most | 1)  # odd, so that both of every choice are
+    if small is not trial:
+        numbers = [number for _, number in find(small, numbers, max(2, most // trial.passes))]
+    return find(trial, numbers, SETTINGS.refined_rules)
 
 
 def best_tried_rules(best: Incumbent, most: int) -> list[tuple[int, Rule]]:
-    """The numbers and the best of all rules, of which the best one's orders are offered.
+    """The numbers and the best of all rules, of which the best one's orders are offered; and of those in less memory.
 
-    most: passes that the rules are tried on. With more, some of the rules are tried on fewer microbatches.
+    most: passes that the rules of each limit are tried on. Orders of many passes take long, and there is one limit.
     """
-    trial, stride = _trial(best.problem, count_rules(best.problem), most)
-    tried = list(rules_to_try(trial, stride))
-    found = best_rules(trial, tried, SETTINGS.refined_rules, best.budget.left)
-    for _, index in found[:1]:
-        best.offer(list_schedule(best.problem, tried[index]))
-    return [(index, tried[index]) for _, index in found]
+    known: list[tuple[int, Rule]] = []
+    for problem in [best.problem, *(tighter(best.problem, SETTINGS.shares) if best.problem.passes <= MANY else ())]:
+        choices = all_choices(problem)
+        found = _best_of(problem, len(choices), most, partial(_find_rules, choices, best.budget.left))
+        rules = rules_to_try(problem, [choices[number] for _, number in found])
+        for rule in rules[:1]:
+            best.offer(list_schedule(problem, rule))
+        known = known or [(number, rule) for (_, number), rule in zip(found, rules, strict=True)]
+    return known
+
+
+def _find_rules(
+    choices: Sequence[Choices], seconds: float, problem: Problem, numbers: Sequence[int], kept: int
+) -> list[tuple[int, int]]:
+    tried = rules_to_try(problem, [choices[number] for number in numbers])
+    return [(cost, numbers[index]) for cost, index in best_rules(problem, tried, kept, seconds)]
 
 
 def warm_start(best: Incumbent) -> Ordering | None:
@@ -71,10 +104,15 @@ def first_pattern(best: Incumbent, passes: int) -> Pattern | None:
     if not is_v(best.problem):
         return None
     patterns = list(zb_v_patterns(best.problem))
-    trial, stride = _trial(best.problem, len(patterns), passes)
-    tried = takewhile(lambda pattern: best.budget.left > 0, patterns[::stride])
-    costs = [(found[0].cost, each) for each in tried if (found := search_patterns(trial, each)) is not None]
-    return min(costs)[1] if costs else None
+    found = _best_of(best.problem, len(patterns), passes, partial(_find_patterns, best))
+    return patterns[found[0][1]] if found else None
+
+
+def _find_patterns(best: Incumbent, problem: Problem, numbers: Sequence[int], kept: int) -> list[tuple[int, int]]:
+    patterns = list(zb_v_patterns(problem))
+    tried = takewhile(lambda number: best.budget.left > 0, numbers)
+    costs = [(found[0].cost, each) for each in tried if (found := search_patterns(problem, patterns[each]))]
+    return sorted(costs)[:kept]
 
 
 class Population:

@@ -38,6 +38,8 @@ class SearchSettings:
     rule_share: int = 60  # in every round more rules are tried, on one pass in so many: with four chunks and 16 stages
     # the rule that a search starts from matters more than its length
     rule_pass: int = 10  # a pass in the list scheduler takes as long as this many in annealing
+    shares: tuple[float, ...] = (1.0, 1.5)  # of 1F1B's memory, in which rules are tried where there is more
+    least_ranks: int = 8  # to try all rules, or patterns, on fewer ranks first: with less they differ too much
     refined_rules: int = 2  # the number of rules near which better ones are searched
     rule_tries: int = 1500  # changed rules in one attempt; after that a new attempt finds more than going on
 
