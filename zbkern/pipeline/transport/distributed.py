@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import multiprocessing.util
 import os
 import queue
 import threading
@@ -115,6 +116,7 @@ class DistributedTransport(Transport):
         self._end_threads = functools.partial(_end_threads, self._receivers, self._sender, communicators)
         atexit.register(self._end_threads)  # runs after what is registered later
         atexit.register(self.close)
+        self._at_exit_of_child = multiprocessing.util.Finalize(None, self.close, exitpriority=0)  # has no atexit
 
     @property
     def peers(self) -> list[int]:
@@ -169,6 +171,7 @@ class DistributedTransport(Transport):
 
     def close(self) -> None:
         atexit.unregister(self.close)
+        self._at_exit_of_child.cancel()
         if os.getpid() != self._process:
             return
         self._end(FinalMessage("closed", ""))
