@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import gc
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.ranks import PRELOAD
 from zbkern.pipeline import Optimizer, Pipeline, PipelineError, ScheduleError, schedules
 from zbkern.pipeline.transport.base import Tag
 from zbkern.pipeline.transport.distributed import DistributedTransport
@@ -108,6 +111,17 @@ def construct_optimizer() -> None:
         Optimizer(torch.optim.SGD(torch.nn.Linear(2, 2).parameters()), tied=tied)
 
 
+def construct_another_optimizer() -> None:
+    """With a Pipeline, whose ranks hear why one of them has none."""
+    wrong = dist.get_rank() == 1
+    module = torch.nn.Linear(2, 2)
+    pipe = Pipeline(module, schedules.zb_h1(2, 4), torch.nn.functional.mse_loss)
+    with pytest.raises(TypeError if wrong else PipelineError, match=r"must be a torch.optim.Optimizer.*got int"):
+        Optimizer(3 if wrong else torch.optim.SGD(module.parameters()), pipe)  # type: ignore[arg-type]
+    with contextlib.suppress(PipelineError):
+        pipe.close()
+
+
 def construct_in_vain(construct: Callable[[], None]) -> list[tuple[int, int]]:
     """File descriptors and threads of this process after two constructors that fail, and after six."""
     counts = []
@@ -120,10 +134,40 @@ def construct_in_vain(construct: Callable[[], None]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="file descriptors are counted in /proc")
-@pytest.mark.parametrize("construct", [construct_pipeline, construct_optimizer])
+@pytest.mark.parametrize("construct", [construct_pipeline, construct_optimizer, construct_another_optimizer])
 def test_a_constructor_that_fails_leaves_no_connection_and_no_thread(two_ranks: Any, construct: Any) -> None:
     for first, last in two_ranks.run(construct_in_vain, construct):
         assert max(last[0] - first[0], last[1] - first[1]) <= 0
+
+
+def end_with_an_error(rank: int, port: int, end: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    pipe = Pipeline(torch.nn.Linear(2, 2), schedules.zb_h1(3, 4), torch.nn.functional.mse_loss)
+    try:
+        if rank == 1:
+            pipe.transport.fail("the cause")
+            return
+        pipe.gather(rank)
+    except PipelineError as error:
+        end.send(str(error))
+
+
+@pytest.mark.slow
+def test_a_process_of_multiprocessing_says_why_before_it_ends() -> None:
+    """It has no atexit."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ends = [context.Pipe() for _ in range(3)]
+    ranks = [context.Process(target=end_with_an_error, args=(rank, store.port, ends[rank][1])) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in (0, 2):
+        assert ends[rank][0].poll(60)
+        assert ends[rank][0].recv() == "the cause"
+    for rank in ranks:
+        rank.join(20)
 
 
 LEAVES_FIRST = """

@@ -33,7 +33,13 @@ from zbkern.pipeline.optimizer.pending_step import PendingStep
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.step_boundary import StepBoundary
 from zbkern.pipeline.transport.base import Transport, check_timeout
-from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect_neighbours, tied_names
+from zbkern.pipeline.transport.connect import (
+    check_tied,
+    closing_on_error,
+    connect_neighbours,
+    telling_on_error,
+    tied_names,
+)
 from zbkern.pipeline.transport.norm_chain import NormChain
 from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.schedules.warmup import rank_order
@@ -111,25 +117,26 @@ class Optimizer(torch.optim.Optimizer):
                 "Optimizer: this Pipeline has an Optimizer already, and gradients have one norm: give it all "
                 "torch optimizers in a list; call pipe.detach() on every rank to replace it"
             )
-        check_tied("Optimizer", tied)
-        if timeout is not None:
-            check_timeout("Optimizer", timeout)
-        self._parts, self._limits = parts_of(optimizer, max_norm, master_weights, undo)
-        self.optimizers = [part.optimizer for part in self._parts]
-        if len(self.optimizers) == 1:
-            self.optimizer = self.optimizers[0]
-        for name in _REGISTER:
-            setattr(self, name, getattr(self.optimizers[0 if "_pre_" in name else -1], name))
-        self.adaptive = adaptive
-        self.timeout = timeout if timeout is not None else 1800.0 if pipeline is None else pipeline.timeout
-        self.last_norm: float | None = None
-        self.last_norms: list[float] = []
-        self._away: list[tuple[Tensor, torch.device]] = []  # with the device where each belongs
-        self.undone = self.clipped = self.skipped = 0
-        self.device = next((p.device for p in parameters(self)), torch.device("cpu"))
-        candidates = [*self._model_parameters(), *(() if pipeline is None else pipeline.tied.values())]
-        shared = tied_names(candidates, tied)
-        self._has_masters, self._undo = master_weights, undo
+        with telling_on_error(pipe if pipeline is None else pipeline.transport):
+            check_tied("Optimizer", tied)
+            if timeout is not None:
+                check_timeout("Optimizer", timeout)
+            self._parts, self._limits = parts_of(optimizer, max_norm, master_weights, undo)
+            self.optimizers = [part.optimizer for part in self._parts]
+            if len(self.optimizers) == 1:
+                self.optimizer = self.optimizers[0]
+            for name in _REGISTER:
+                setattr(self, name, getattr(self.optimizers[0 if "_pre_" in name else -1], name))
+            self.adaptive = adaptive
+            self.timeout = timeout if timeout is not None else 1800.0 if pipeline is None else pipeline.timeout
+            self.last_norm: float | None = None
+            self.last_norms: list[float] = []
+            self._away: list[tuple[Tensor, torch.device]] = []  # with the device where each belongs
+            self.undone = self.clipped = self.skipped = 0
+            self.device = next((p.device for p in parameters(self)), torch.device("cpu"))
+            candidates = [*self._model_parameters(), *(() if pipeline is None else pipeline.tied.values())]
+            shared = tied_names(candidates, tied)
+            self._has_masters, self._undo = master_weights, undo
         transport = connect_neighbours(pipe, self.device) if pipeline is None else pipeline.transport
         self._owned = transport if pipeline is None and transport is not pipe else None
         self._cautious = False

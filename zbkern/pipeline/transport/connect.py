@@ -50,12 +50,13 @@ def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable
 
 @contextlib.contextmanager
 def telling_on_error(group: Any) -> Iterator[None]:
-    """Inside, before ranks are connected, an error of a constructor reaches the others, which wait for this rank."""
+    """Inside, before a constructor connects ranks, or uses what connects them, its error reaches the others."""
     try:
         yield
     except BaseException as error:
         if isinstance(group, Transport):
-            group.fail(f"rank {group.rank}, constructing its Pipeline: {described(error)}")
+            if group.size > 1:
+                group.fail(f"rank {group.rank}: {described(error)}")
         elif place_in(group) is not None:
             with RankExchange("Pipeline", group, rendezvous_timeout()):
                 raise
