@@ -198,3 +198,23 @@ def test_a_process_that_ends_long_before_its_peer_does_not_abort(tmp_path: Path)
     command = [sys.executable, "-c", LEAVES_FIRST]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)]) for rank in range(2)]
     assert [rank.wait(60) for rank in ranks] == [0, 0]
+
+
+RAISES = """
+import sys
+import torch, torch.distributed as dist
+from zbkern.pipeline import Pipeline, schedules
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
+pipe = Pipeline(torch.nn.Linear(2, 2), schedules.zb_h1(2, 4), torch.nn.functional.mse_loss)
+pipe.gather(1 if rank == 0 else 1 / 0)
+"""
+
+
+@pytest.mark.slow
+def test_an_error_that_a_script_ends_with_reaches_the_others(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RAISES]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], stderr=subprocess.PIPE) for rank in range(2)]
+    said = [rank.communicate(timeout=60)[1].decode() for rank in ranks]
+    assert "PipelineError: rank 1: ZeroDivisionError: division by zero" in said[0]

@@ -16,6 +16,7 @@ import logging
 import multiprocessing.util
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +38,7 @@ from zbkern.pipeline.transport.framing import (
     frame,
     receive_message,
 )
-from zbkern.pipeline.transport.mailbox import Call, Mailbox, Note, PipelineError, Tag
+from zbkern.pipeline.transport.mailbox import Call, Mailbox, Note, PipelineError, Tag, described
 from zbkern.pipeline.transport.process_groups import (
     FOREVER,
     backend_of,
@@ -115,7 +116,7 @@ class DistributedTransport(Transport):
         communicators = self._headers_up, self._headers_down
         self._end_threads = functools.partial(_end_threads, self._receivers, self._sender, communicators)
         atexit.register(self._end_threads)  # runs after what is registered later
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
         self._at_exit_of_child = multiprocessing.util.Finalize(None, self.close, exitpriority=0)  # has no atexit
 
     @property
@@ -169,8 +170,14 @@ class DistributedTransport(Transport):
         self.close()
         self._open()
 
+    def _close_at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)  # what nobody has caught, and the interpreter has printed
+        if error is not None and not isinstance(error, PipelineError):
+            self.fail(f"rank {self.rank}: {described(error)}")
+        self.close()
+
     def close(self) -> None:
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         self._at_exit_of_child.cancel()
         if os.getpid() != self._process:
             return
