@@ -213,7 +213,8 @@ def plain_loop(case: Case, clip: Callable[..., Any]) -> tuple[list[list[Tensor]]
 
 def clip_in_float64(parameters: list[Tensor], max_norm: float) -> Tensor:
     """torch's clip_grad_norm_ but for the norms of single gradients being added up in fp64."""
-    total = torch.stack([p.grad.norm().double() for p in parameters if p.grad is not None]).norm().float()
+    norms = [p.grad.norm().double() for p in parameters if p.grad is not None]
+    total = torch.stack(norms or [torch.zeros((), dtype=torch.float64)]).norm().float()
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
 

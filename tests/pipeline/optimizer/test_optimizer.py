@@ -199,21 +199,6 @@ def test_a_closure_is_called_once_with_gradients_and_its_loss_returned() -> None
         optimizer.step(3)
 
 
-def test_ranks_without_gradients_take_part() -> None:
-    def rank_loop(transport: LocalTransport) -> list[float | None]:
-        weight = nn.Parameter(torch.ones(2))
-        optimizer = Optimizer(torch.optim.AdamW([weight]), transport, max_norm=1.0, timeout=20)
-        norms = []
-        for gradient in (torch.tensor([3.0, 4.0]), None):
-            weight.grad = gradient if transport.rank == 1 else None
-            optimizer.step()
-            optimizer.validate()
-            norms.append(optimizer.last_norm)
-        return norms
-
-    assert results_on_threads(3, rank_loop) == [[5.0, 0.0]] * 3
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -27,18 +27,20 @@ from zbkern.pipeline.optimizer import Optimizer
 
 NAMES = [name for name in OPTIMIZERS if name != "muon" or hasattr(torch.optim, "Muon")]
 INVERTIBLE = ("sgd", "sgd momentum", "sgd nesterov", "adamw", "adamw foreach")
-KINDS = ("plain", "clip", "clip on all", "inf", "-inf", "nan", "beyond fp32", "zero", "tiny")
+KINDS = ("plain", "clip", "clip on all", "inf", "-inf", "nan", "beyond fp32", "zero", "tiny", "absent")
 
 
 class Pattern(Case):
-    """Gradients of every rank and step as its kind says."""
+    """Gradients of every rank and step as its kind says; some: whether they may be absent."""
 
-    def __init__(self, kinds: list[list[str]], **options: Any) -> None:
+    def __init__(self, kinds: list[list[str]], some: bool, **options: Any) -> None:
         super().__init__(len(kinds[0]), len(kinds), {}, **options)
-        self.kinds = kinds
+        self.kinds, self.some = kinds, some
 
     def gradients(self, rank: int, step: int) -> list[Tensor | None]:
         found, kind = super().gradients(rank, step), self.kinds[step][rank]
+        if kind == "absent" and self.some:
+            return [None] * len(found)
         factor = {"clip": 30.0, "clip on all": 2.0, "zero": 0.0, "tiny": 1e-30}.get(kind, 1.0)
         made = [None if gradient is None else gradient * factor for gradient in found]
         element = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan, "beyond fp32": 3e38}.get(kind)
@@ -76,13 +78,14 @@ def equal_to_a_step_that_waits(
     stop: the step before which all is made anew from states.
     """
     masters = masters and name != "attributes"  # it knows its parameters
-    turns = by_turns and not flat and name not in ("late", "attributes")  # which read all gradients, there or not
+    some = not flat and name not in ("late", "attributes")  # which read all gradients, there or not
     case = Pattern(
         kinds,
+        some,
         make=OPTIMIZERS[name],
         dtype=torch.bfloat16 if masters else torch.float32,
         shapes=MATRICES if name == "muon" else SHAPES,
-        by_turns=turns,
+        by_turns=by_turns and some,
         flat=flat,
         schedule=SCHEDULES.get(schedule or ""),
     )
