@@ -252,7 +252,7 @@ def train_rank(
             optimizer.load_state_dict(states[0])
             if schedule is not None:
                 schedule.load_state_dict(states[1])
-            torch.testing.assert_close(weights, before, rtol=0, atol=0, equal_nan=True, msg="not the masters")
+            assert all(map(torch.equal, weights, before)), "not what the masters say"
         if schedule is None:
             optimizer.param_groups[0]["lr"] = case.learning_rate(step, base)
         case.backward(weights, rank, step)
