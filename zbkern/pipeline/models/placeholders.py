@@ -36,9 +36,7 @@ class Placeholder(Tensor):
     """origins: the layers, and what stands beside them, of which the values would be."""
 
     origins: frozenset[str]
-    may_be_tuple = (
-        False  # of the output of a layer that no other shows: as a tensor it has one row for each of the batch
-    )
+    may_be_tuple = False  # where no other layer shows whether the model has a tensor here or a tuple
 
     @classmethod
     def __torch_function__(
