@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc"),
 ]
 
-STEPS, WARM_UP, SEQUENCES, LONGEST = 150, 50, 6, 120
+STEPS, WARM_UP, SEQUENCES, LONGEST = 300, 100, 6, 120
 
 
 class Held(NamedTuple):
