@@ -90,9 +90,9 @@ demo: $(READY_FOR_DEMO) ## compare schedules on this machine, then train with th
 test: $(READY) ## the tests that need no GPU, without the slow ones
 	$(PYTHON) $(PYTEST)
 
-test-all: $(READY) ## these and the slow ones, and properties on more examples
+test-all: test ## and the slow ones, and properties on more examples
 	-$(PIP) install --quiet trl # whose losses docs/trainer.md compares; without it that test is skipped
-	$(PYTHON) $(PYTEST) --slow --hypothesis-profile thorough
+	$(PYTHON) $(PYTEST) --slow -m "slow or more_examples" --hypothesis-profile thorough
 
 emulate: $(READY) ## compiled kernels on an emulator: every launch, layout, dtype and seed; half an hour and more
 	$(PYTHON) -m tests.emulator --jobs $(SHARDS)
