@@ -14,6 +14,7 @@ It runs in C++ (csrc/planner_lists.cpp).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from itertools import pairwise, product
@@ -63,8 +64,13 @@ def rules_to_try(problem: Problem, choices: Sequence[Choices] | None = None) -> 
 
 def all_choices(problem: Problem) -> list[Choices]:
     """Of every rule that is tried: priority, patience, slope of caps, late forward and backward, fuse, follow."""
-    late = (1, 0) if problem.chunks > problem.ranks else (1,)
-    fuse, follow = (False, True)[: 1 + problem.may_fuse], (False, True)[: 1 + _may_follow(problem)]
+    return _product(problem.chunks > problem.ranks, problem.may_fuse, _may_follow(problem))
+
+
+@functools.cache
+def _product(several: bool, may_fuse: bool, may_follow: bool) -> list[Choices]:
+    late = (1, 0) if several else (1,)
+    fuse, follow = (False, True)[: 1 + may_fuse], (False, True)[: 1 + may_follow]
     return list(product(range(3), range(5), range(len(_SLOPES)), late, late, fuse, follow))
 
 

@@ -68,7 +68,7 @@ class ModelSearch:
                 if all(each.problem != problem for each in here):  # equal layers divided in another order
                     seed = self._request.options.seed
                     here.append(Search(problem, self._budget, seed, published, name, partition))
-                    here[-1].construct(SETTINGS.partition_passes)
+                    here[-1].construct(SETTINGS.partition_passes, shares=())
                     here = sorted(here, key=lambda each: each.reached)[: 3 * SETTINGS.partitions]
             candidates += dict.fromkeys([*here[:1], *most_promising(here, SETTINGS.partitions)])
         return candidates

@@ -61,13 +61,14 @@ def _best_of(problem: Problem, count: int, most: int, find: _Find) -> list[tuple
     return find(trial, numbers, SETTINGS.refined_rules)
 
 
-def best_tried_rules(best: Incumbent, most: int) -> list[tuple[int, Rule]]:
+def best_tried_rules(best: Incumbent, most: int, shares: Sequence[float]) -> list[tuple[int, Rule]]:
     """The numbers and the best of all rules, of which the best one's orders are offered; and of those in less memory.
 
-    most: passes that the rules of each limit are tried on. Orders of many passes take long, and there is one limit.
+    most: passes that the rules of each limit are tried on. shares: as for `tighter`. Orders of many passes take long,
+    and there is one limit.
     """
     known: list[tuple[int, Rule]] = []
-    for problem in [best.problem, *(tighter(best.problem, SETTINGS.shares) if best.problem.passes <= MANY else ())]:
+    for problem in [best.problem, *(tighter(best.problem, shares) if best.problem.passes <= MANY else ())]:
         choices = all_choices(problem)
         found = _best_of(problem, len(choices), most, partial(_find_rules, choices, best.budget.left))
         rules = rules_to_try(problem, [choices[number] for _, number in found])

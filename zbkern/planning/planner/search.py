@@ -79,11 +79,11 @@ class Search:
         bound = self.bound if bound is None else bound
         return bound + missed * (self.reached - bound)
 
-    def construct(self, passes: int) -> None:
+    def construct(self, passes: int, shares: Sequence[float] = SETTINGS.shares) -> None:
         """The constructive answer: the best of some rules, tried on at most so many passes. Again with more, or not."""
         if native.core is not None and passes > self._tried:
             self._tried = passes
-            found = best_tried_rules(self.best, passes)
+            found = best_tried_rules(self.best, passes, shares)
             self._rules = [*found, *self._rules][: 2 * SETTINGS.refined_rules]
         if self.best.orders is None:
             add_serial(self.best)
