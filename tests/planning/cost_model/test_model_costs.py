@@ -93,6 +93,9 @@ def test_layers_in_model_order_and_what_is_always_there() -> None:
     assert ModelCosts.from_json(costs.to_json()) == costs
     tied = Setting(load_architecture(CONFIGURATIONS / "gemma-2-9b.json"), H100, Job(4096)).costs
     assert tied.layers[0].tied == tied.layers[-1].tied == "embedding"
+    table, logits = 18 * 3584 * 256000, 2 * 1024 * 256000
+    assert tied.chunk_costs([0, 1, 43]).static[::2] == (table, table + logits)  # logits where the head is alone
+    assert tied.chunk_costs([0, 1, 43], [0, 1, 0]).static[::2] == (table, logits)
 
 
 def test_time_is_that_of_the_flops_where_they_are_many() -> None:

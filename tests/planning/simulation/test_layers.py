@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts, PlanOptions, plan, schedules, simulate
+from zbkern.planning.simulation.needs import least_need
 from zbkern.schedules.actions import ScheduleError
 
 
@@ -48,6 +50,10 @@ def test_half_blocks_are_numbered_as_cut_numbers_them() -> None:
 def test_what_tied_layers_share_is_held_once_by_a_rank() -> None:
     costs = model().chunk_costs([0, 1, 4, 5], placement=[0, 1, 1, 0])
     assert costs.static == (10.0, 30.0, 10.0, 0.0)
+    *others, head = model().layers
+    with_logits = ModelCosts((*others, replace(head, static=13.0)))
+    assert with_logits.chunk_costs([0, 1, 4, 5], placement=[0, 1, 1, 0]).static == (10.0, 30.0, 10.0, 3.0)
+    assert [least_need(with_logits, stages).static for stages in (1, 3)] == [5 * 10.0 + 3.0, 10.0 + 13.0]
 
 
 def test_static_memory_counts_in_a_simulation_and_towards_the_limit_of_a_plan() -> None:

@@ -174,7 +174,7 @@ def _layers(setting: Setting) -> list[_Layer]:
     if job.fully_shard:
         for layer in found:
             layer.wait_for_shards()
-        largest = max(found, key=lambda layer: layer.whole)
+        largest = max(reversed(found), key=lambda layer: layer.whole)  # the head, where it is tied to the embedding
         largest.static += 2 * (_WIDTH + _WIDE) * largest.whole  # its own, and those of the layer before or after it
     return found
 
@@ -392,7 +392,6 @@ def _embedding(setting: Setting) -> _Layer:
     layer.weight += layer.seconds(rows * features * (_WIDTH + 2 * _WIDE))  # its whole backward is W
     layer.keep(rows, 0, features)
     layer.weights(architecture.vocabulary * features / ranks)
-    layer.static += _logits(setting) if architecture.tied else 0.0  # as the head's, which a rank with both has alone
     return layer
 
 
@@ -408,14 +407,9 @@ def _head(name: str, setting: Setting) -> _Layer:
     layer.gather_and_scatter()
     layer.wait_for_messages()
     layer.keep(rows, 3 * features, features)  # input, its norm, and its gradient
-    layer.static += _logits(setting)
+    # the logits that F or W has at a time, whose gradient takes their place
+    layer.static += _WIDTH * min(_LOGITS, job.rows) * architecture.vocabulary / ranks
     return layer
-
-
-def _logits(setting: Setting) -> float:
-    """Bytes of those that F or W of a head has at a time: their gradient takes their place."""
-    architecture, _, job = setting
-    return _WIDTH * min(_LOGITS, job.rows) * architecture.vocabulary / job.tensor_parallel
 
 
 def _blocks(block: Block, setting: Setting) -> list[_Layer]:

@@ -160,7 +160,9 @@ class _Annealing:
         self, model: ModelCosts, placement: tuple[int, ...], microbatches: int, limits: Sequence[float] | None
     ) -> None:
         layers, ranks, chunks = model.layers, max(placement) + 1, len(placement)
-        work, static = list(map(work_of, layers)), [layer.static for layer in layers]
+        work = list(map(work_of, layers))
+        shared = {layer.tied: layer.static for layer in sorted(layers, key=lambda layer: layer.static)}  # the largest
+        static = [layer.static if layer.tied is None else shared[layer.tied] for layer in layers]
         held = [max(layer.activation, layer.held) for layer in layers]
         memory = _MEAN * ranks / (sum(held) + sum(static) or 1.0)
         tied = {name: number for number, name in enumerate({layer.tied for layer in layers if layer.tied is not None})}

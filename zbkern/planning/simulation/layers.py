@@ -30,8 +30,8 @@ class LayerCosts:
         held: as much as the activation where it is not given.
         output: memory of what it passes to the next layer (its gradient is as large).
         static: memory of its model states: weights, gradients and optimizer states.
-        tied: layers of the same name here share one `static`, an embedding and the head that is its transpose: a rank
-            with several of them holds it once.
+        tied: layers of the same name here share weights, an embedding and the head that is its transpose: a rank with
+            several of them holds the largest `static` of theirs, and no other.
         recompute, checkpoint: of an R that runs named parts of a chunk again: its time in this layer, and what an F
             with such an R keeps of the layer, the layer's input among it. Both or none, for all layers of a model;
             where they are not given, an R runs the whole chunk, which keeps its input.
@@ -166,18 +166,14 @@ class ModelCosts(JsonFile):
         return {"recompute": summed["recompute"], "checkpoint": kept}
 
     def _static(self, chunks: Sequence[Sequence[LayerCosts]], ranks: Sequence[int]) -> list[float]:
-        seen: set[tuple[int, str]] = set()
-        found = []
-        for chunk, rank in zip(chunks, ranks, strict=True):
-            total = 0.0
+        shared: dict[tuple[int, str | None], float] = {}  # what a rank already holds of tied layers
+        static = [0.0] * len(chunks)
+        for number, (chunk, rank) in enumerate(zip(chunks, ranks, strict=True)):
             for layer in chunk:
-                if layer.tied is not None:
-                    if (rank, layer.tied) in seen:
-                        continue
-                    seen.add((rank, layer.tied))
-                total += layer.static
-            found.append(total)
-        return found
+                before = 0.0 if layer.tied is None else shared.get((rank, layer.tied), 0.0)
+                shared[rank, layer.tied] = max(before, layer.static)
+                static[number] += max(0.0, layer.static - before)
+        return static
 
     def to_json(self) -> str:
         """The JSON object with the fields' names; an unlimited bandwidth is null."""

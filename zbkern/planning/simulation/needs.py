@@ -81,13 +81,14 @@ def _largest(costs: ModelCosts) -> float:
 def _packed(costs: ModelCosts, most: float) -> list[Need]:
     """Needs of chunks that are filled up to `most`, at least the need of the largest layer, one after another."""
     found = [Need(0.0, 0.0)]
-    tied: set[str | None] = set()
+    shared: dict[str | None, float] = {}  # what the chunk already holds of tied layers
     for layer in costs.layers:
-        static = 0.0 if layer.tied in tied else layer.static
+        before = 0.0 if layer.tied is None else shared.get(layer.tied, 0.0)
+        static = max(0.0, layer.static - before)
         grown = Need(found[-1].static + static, found[-1].activation + layer.activation)
         if grown.total > most and found[-1].total:
-            grown, tied = Need(layer.static, layer.activation), set()
+            grown, before, shared = Need(layer.static, layer.activation), 0.0, {}
             found.append(grown)
         found[-1] = grown
-        tied |= {layer.tied} - {None}
+        shared[layer.tied] = max(before, layer.static)
     return found
