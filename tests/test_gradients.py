@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zbkern
+from tests.support.needs import OLD_TORCH
 from tests.support.seeds import seed
 from tests.support.tied import Block, Energy, Tied, microbatch, pair
-from tests.support.versions import OLD_TORCH
 from zbkern import testing
 
 

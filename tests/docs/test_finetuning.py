@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import zbkern
-from tests.support.pages import block, blocks, run_program
-from tests.support.small_llama import save_model, write_lines
+from tests.support.programs import block, blocks, run_program, save_model, write_lines
 from zbkern.pipeline import check_slices
 from zbkern.planning.planner import native
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zbkern
-from tests.support.meshes import cpu_mesh, named_mesh
-from tests.support.pages import block, blocks
+from tests.support.programs import block, blocks
+from tests.support.ranks import cpu_mesh, named_mesh
 from zbkern import testing
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"

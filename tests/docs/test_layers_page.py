@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import zbkern
 from tests.support.chunks import on_threads
-from tests.support.pages import blocks
+from tests.support.programs import blocks
 from zbkern import testing
 from zbkern.pipeline import Pipeline, schedules
 from zbkern.pipeline.transport.local import LocalTransport

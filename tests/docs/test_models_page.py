@@ -17,7 +17,7 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import gradients_of, results_on_threads
-from tests.support.pages import block, blocks
+from tests.support.programs import block, blocks
 from zbkern import __main__
 from zbkern.pipeline import checkpoint, layers_of, schedules
 

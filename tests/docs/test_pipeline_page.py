@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 import zbkern
-from tests.support import pages
+from tests.support import programs
 from tests.support.chunks import one_rank, results_on_threads
 from zbkern.pipeline import Optimizer, Pipeline, StepOptions, cut, schedules, token_loss, token_targets
 
@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
 
 
 def blocks() -> list[str]:
-    return pages.blocks(PAGE)
+    return programs.blocks(PAGE)
 
 
 def make_chunk(number: int) -> nn.Module:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.pages import block, blocks
+from tests.support.programs import block, blocks
 from tests.support.simulated_streams import Device
 from zbkern.pipeline import Costs, Pipeline, ProfileOptions, StepOptions, plan, profile
 from zbkern.pipeline.transport.local import LocalTransport

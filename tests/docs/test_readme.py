@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.pages import block
+from tests.support.programs import block
 from zbkern.pipeline import schedules, simulate
 
 PAGE = Path(__file__).parents[2] / "README.md"

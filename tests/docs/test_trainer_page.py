@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.pages import block, blocks
-from tests.support.small_llama import save_model, write_lines
+from tests.support.programs import block, blocks, save_model, write_lines
 from zbkern.pipeline import Pipeline, schedules, token_loss, token_targets
 
 transformers = pytest.importorskip("transformers", reason="needs the transformers library: pip install zbkern[test]")

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import zbkern
-from tests.support.pages import block
-from tests.support.small_llama import WORDS, save_model
+from tests.support.programs import WORDS, block, save_model
 from zbkern.pipeline import Optimizer, Pipeline, cut, schedules, token_loss, token_targets
 
 transformers = pytest.importorskip("transformers", reason="needs the transformers library: pip install zbkern[test]")

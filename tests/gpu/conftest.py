@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support import needs_gpu
+from tests.support import needs
 
 
 @pytest.fixture(autouse=True, scope="session")
 def kernels_have_the_names_that_others_compiled_them_under() -> None:
     """Of bench.gpu_prepare, or of another process: else each would be compiled again."""
-    if needs_gpu.why_not() is None:
+    if needs.why_no_gpu() is None:
         from bench import ahead
 
         ahead.name_kernels()

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.support.cuda_run import SMALL_RUN
+from tests.support.cuda_extension import SMALL_RUN
 from zbkern.kernels.cuda import wgrad as cuda_wgrad
 
 SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")

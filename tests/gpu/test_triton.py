@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.emulator.cases import DTYPES, cases
-from tests.support import attention_checks, needs_gpu, row_checks
+from tests.support import attention_checks, needs, row_checks
 from tests.support import launch_checks as checks
 from zbkern.kernels import dispatch, spec
 
-pytestmark = needs_gpu.MARKS
+pytestmark = needs.GPU
 
 FAMILIES = sorted({case.name.split()[0] for case in cases(90, torch.bfloat16)} - {"repeats"})  # a file of its own
 

@@ -7,11 +7,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.support import every_launch, needs_gpu
+from tests.support import every_launch, needs
 from tests.support.launch_checks import Random
 from zbkern.kernels import dispatch, spec
 
-pytestmark = needs_gpu.MARKS
+pytestmark = needs.GPU
 
 NAMES = sorted({name for op, names in spec.OPS.items() for name in names} - {"norm_partials"})
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

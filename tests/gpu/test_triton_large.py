@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.support import launch_checks as checks
-from tests.support import needs_gpu
+from tests.support import needs
 from zbkern.kernels import dispatch
 
 ROWS, COLUMNS, FEATURES = 2**17 + 3, 2**14 + 8, 64
 NEEDED = 24 * 2**30
 
-pytestmark = [*needs_gpu.MARKS, pytest.mark.alone]
+pytestmark = [*needs.GPU, pytest.mark.alone]
 
 
 @pytest.fixture(autouse=True)

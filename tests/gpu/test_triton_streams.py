@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import zbkern
-from tests.support import needs_gpu
+from tests.support import needs
 from zbkern import functional, testing, wgrad
 from zbkern.kernels import dispatch
 from zbkern.ops.functions import linear as linear_functions
 from zbkern.wgrad import side_stream
 
-pytestmark = [*needs_gpu.MARKS, pytest.mark.alone]
+pytestmark = [*needs.GPU, pytest.mark.alone]
 
 LONG = 200_000_000  # cycles, about a tenth of a second: longer than the host needs for what it does meanwhile
 BF16 = torch.bfloat16

@@ -14,8 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import zbkern
-from tests.support.frameworks import installed
-from tests.support.pages import block
+from tests.support.needs import installed
+from tests.support.programs import block
 from tests.support.transformer_engine import Linear
 from zbkern.pipeline import StepOptions, schedules
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.frameworks import installed
-from tests.support.pages import block
+from tests.support.needs import installed
+from tests.support.programs import block
 from zbkern import testing
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"

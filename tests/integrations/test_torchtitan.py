@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.frameworks import installed
-from tests.support.pages import block
+from tests.support.needs import installed
+from tests.support.programs import block
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 MICROBATCHES, LENGTH, VOCABULARY, LAYERS, EXPERTS = 4, 16, 2048, 4, 16

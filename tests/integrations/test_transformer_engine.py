@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
-from tests.support.pages import block
+from tests.support.programs import block
 from tests.support.transformer_engine import GroupedLinear, LayerNormMLP, Linear
 from zbkern import testing
 from zbkern.integrations.transformer_engine import use_queue

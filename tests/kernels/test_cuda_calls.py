@@ -1,4 +1,4 @@
-"""kernels/cuda/wgrad.py on CPU tensors, over a stand-in for the extension (host_extension.py)."""
+"""kernels/cuda/wgrad.py on CPU tensors, over a stand-in for the extension (support/cuda_extension.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.support import launch_checks
-from tests.support.cuda_run import SMALL_RUN
-from tests.support.host_extension import HostExtension
+from tests.support.cuda_extension import SMALL_RUN, HostExtension
 from zbkern import testing
 from zbkern.kernels.cuda import wgrad as cuda_wgrad
 from zbkern.ops.functions import linear as linear_functions

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import zbkern
 from tests.support.expert_parallel import block
-from tests.support.meshes import cpu_mesh
-from tests.support.versions import OLD_TORCH
+from tests.support.needs import OLD_TORCH
+from tests.support.ranks import cpu_mesh
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 8, 12, 4, 2
 TOKENS = {"even": [6] * 4, "uneven": [5, 9, 1, 3], "none on rank 0": [0, 7, 4, 2], "none at all": [0] * 4}

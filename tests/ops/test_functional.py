@@ -24,9 +24,9 @@ from torch import Tensor
 
 import zbkern
 from tests.support import op_cases
+from tests.support.needs import OLD_TORCH
 from tests.support.op_cases import Call
 from tests.support.seeds import seed
-from tests.support.versions import OLD_TORCH
 from zbkern import functional as Z
 from zbkern import testing
 from zbkern.kernels import reference

@@ -18,11 +18,9 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import results_on_threads
-from tests.support.in_float64 import InFloat64
-from tests.support.saving import saved_in_turn, with_actions
+from tests.support.schedules import saved_in_turn, with_actions
 from tests.support.seeds import seed
-from tests.support.sequences import one_process
-from tests.support.small_models import DECODERS, config_of, transformers
+from tests.support.small_models import DECODERS, InFloat64, config_of, one_process, transformers
 from zbkern.pipeline import (
     Costs,
     Optimizer,

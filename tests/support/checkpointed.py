@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zbkern
-from tests.support.saving import saved_in_turn, with_actions
+from tests.support.schedules import saved_in_turn, with_actions
 from zbkern.pipeline import Optimizer, Pipeline, schedules
 
 WIDTH, LAYERS, MICROBATCHES = 6, 4, 4

@@ -155,3 +155,9 @@ def needed(pipe: Pipeline, inputs: Any, targets: Any) -> tuple[Any, Any]:
     """The inputs where this rank has the first chunk, the targets where it has the last one; else None."""
     first, last = (pipe.schedule.placement[end] == pipe.rank for end in (0, -1))
     return inputs if first else None, targets if last else None
+
+
+def assert_same(*found: Any) -> None:
+    """All are the same trees of tensors and numbers, to the bit."""
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0)

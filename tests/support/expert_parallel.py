@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zbkern
 from tests.support import parallel_stages
-from tests.support.meshes import named_mesh
 from tests.support.parallel_stages import Trained, make_optimizer
+from tests.support.ranks import named_mesh
 from zbkern.pipeline import Optimizer, Pipeline, schedules
 
 WIDTH, HIDDEN, EXPERTS, TOP_K, LAYERS, TOKENS = 8, 12, 4, 2, 4, 3

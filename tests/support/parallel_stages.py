@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zbkern
-from tests.support.meshes import named_mesh
+from tests.support.ranks import named_mesh
 from zbkern.pipeline import Optimizer, Pipeline, Schedule, add_loss, schedules
 from zbkern.pipeline.transport.mailbox import Note
 

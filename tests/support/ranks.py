@@ -1,8 +1,10 @@
-"""Several gloo ranks for tests: started once, they run any module-level function of the tests on every rank."""
+"""Several gloo ranks for tests: started once, they run any module-level function of the tests on every rank; and the
+device meshes that these make."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import time
 import traceback
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 GRACE = 15  # seconds that ranks get to end after another one has failed
 ENDED = "its process ended"
@@ -113,3 +116,18 @@ def _serve(rank: int, size: int, port: int, end: Any) -> None:
         except Exception:  # an answer that cannot be pickled
             end.send((False, traceback.format_exc(), begun))
     dist.destroy_process_group()
+
+
+# ---- each mesh is made once: torch keeps its groups, and their threads wake up all the time
+
+
+@functools.cache
+def named_mesh(**sizes: int) -> DeviceMesh:
+    """Of all ranks: `named_mesh(stage=2, tensor=2)`."""
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+@functools.cache
+def cpu_mesh() -> DeviceMesh:
+    """Of all ranks, in one dimension without a name."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
-from tests.support.meshes import cpu_mesh
+from tests.support.ranks import cpu_mesh
 
 WIDTH, VOCABULARY, TOKENS = 16, 8, 4
 MICROBATCHES = 2

@@ -1,12 +1,15 @@
-"""Small models of the transformers library by name: decoders of text, and other kinds with their heads."""
+"""Small models of the transformers library by name: decoders of text, and other kinds with their heads; what they are
+trained with, and what they compute in one process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="cut is for transformers 5")
 
@@ -187,3 +190,30 @@ def rows_of(kind: str) -> tuple[dict[str, Tensor], Tensor]:
         mask = mask.flip(1)
         counted = mask * mask.roll(1, 1)  # what padding predicts is of no account
     return {"input_ids": tokens, "attention_mask": mask}, tokens.masked_fill(counted == 0, -100)
+
+
+def one_process(model: nn.Module, sequences: list[dict[str, list[int]]]) -> float:
+    """The mean loss over all labelled tokens, sequence by sequence; leaves the gradients."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for sequence in sequences:
+        tokens, labels = (torch.tensor(sequence[name])[None] for name in ("input_ids", "labels"))
+        logits = model(input_ids=tokens).logits[0, :-1]
+        total = total + nn.functional.cross_entropy(logits, labels[0, 1:], ignore_index=-100, reduction="sum")
+        count += int((labels[0, 1:] != -100).sum())
+    (total / max(count, 1)).backward()
+    return (total / max(count, 1)).item()
+
+
+class InFloat64(TorchFunctionMode):
+    """Inside, on this thread, whatever asks a function of torch for float32 gets float64."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        function = Tensor.double if function is Tensor.float else function
+        args = tuple(map(_wide, args))
+        return function(*args, **{name: _wide(value) for name, value in (kwargs or {}).items()})
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value

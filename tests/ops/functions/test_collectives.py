@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import zbkern
 from bench.tensor_parallel import sequence_styles
-from tests.support.meshes import cpu_mesh
+from tests.support.needs import OLD_TORCH
+from tests.support.ranks import cpu_mesh
 from tests.support.sharded_model import TOKENS, WIDTH, whole
-from tests.support.versions import OLD_TORCH
 
 NEW_NAMES = hasattr(torch.distributed._functional_collectives, "all_gather_single")
 GATHER, REDUCE = (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
-from tests.support.meshes import cpu_mesh
+from tests.support.ranks import cpu_mesh
 from tests.support.sharded_model import (
     MICROBATCHES,
     TOKENS,

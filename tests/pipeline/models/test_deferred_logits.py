@@ -16,7 +16,7 @@ import zbkern
 from bench.slices import Allocated
 from tests.support.chunks import one_rank, results_on_threads
 from tests.support.deferred_losses import of_logits, policy_loss, policy_loss_of_logits, without_logits
-from tests.support.saving import schedule_of
+from tests.support.schedules import schedule_of
 from tests.support.small_models import DECODER, batch, make, transformers
 from zbkern.kernels.spec import CrossEntropyOptions
 from zbkern.kernels.triton import loss as triton_loss

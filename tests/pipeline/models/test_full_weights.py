@@ -15,7 +15,7 @@ from torch import nn
 import zbkern
 from tests.support.chunks import on_threads, results_on_threads
 from tests.support.cut_models import assert_equal, written
-from tests.support.meshes import named_mesh
+from tests.support.ranks import named_mesh
 from tests.support.small_models import batch, make
 from zbkern import schedules
 from zbkern.pipeline import Optimizer, Pipeline, cut, export, full_weights, token_loss, token_targets

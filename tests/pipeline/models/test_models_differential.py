@@ -22,10 +22,9 @@ import zbkern
 from tests.support.chunks import gradients_of, results_on_threads
 from tests.support.cut_models import assert_equal, check_files_and_names, state_of, written
 from tests.support.deferred_losses import policy_loss, policy_loss_of_logits, without_logits
-from tests.support.in_float64 import InFloat64
-from tests.support.saving import saved_in_turn, with_actions
+from tests.support.schedules import saved_in_turn, with_actions
 from tests.support.seeds import seed
-from tests.support.small_models import DECODER, DECODERS, PACKED, config_of, make, rows_of, transformers
+from tests.support.small_models import DECODER, DECODERS, PACKED, InFloat64, config_of, make, rows_of, transformers
 from zbkern.pipeline import (
     Optimizer,
     Pipeline,

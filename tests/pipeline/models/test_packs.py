@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 import zbkern
 from tests.support.chunks import gradients_of, on_threads, one_rank, results_on_threads
-from tests.support.in_float64 import InFloat64
-from tests.support.sequences import one_process
-from tests.support.small_models import make, transformers
+from tests.support.small_models import InFloat64, make, one_process, transformers
 from zbkern import functional
 from zbkern.pipeline import (
     Costs,

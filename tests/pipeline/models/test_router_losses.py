@@ -13,7 +13,7 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import one_rank
-from tests.support.meshes import cpu_mesh
+from tests.support.ranks import cpu_mesh
 from tests.support.small_models import batch, config_of, make, transformers
 from zbkern.pipeline import Pipeline, cut, layers_of, schedules, token_loss, token_targets
 

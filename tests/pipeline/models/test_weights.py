@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import zbkern
+from tests.support.chunks import assert_same
 from tests.support.resident import Resident
-from tests.support.same import assert_same
 from tests.support.small_models import BERT, KINDS, TEXT, config_of, make, transformers
 from zbkern.pipeline import Optimizer, Pipeline, PipelineError, cut, export, schedules, token_loss, token_targets
 from zbkern.pipeline.models import weights as loading

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.chunks import results_on_threads
-from tests.support.meshes import cpu_mesh, named_mesh
+from tests.support.ranks import cpu_mesh, named_mesh
 from zbkern.pipeline.optimizer import Optimizer, clipping
 from zbkern.pipeline.transport.local import LocalTransport
 

@@ -23,8 +23,7 @@ from tests.support.ahead import (
     make_model,
     make_optimizer,
 )
-from tests.support.chunks import results_on_threads
-from tests.support.same import assert_same
+from tests.support.chunks import assert_same, results_on_threads
 from zbkern.pipeline import Optimizer, Pipeline, schedules
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.chunks import results_on_threads
-from tests.support.same import assert_same
+from tests.support.chunks import assert_same, results_on_threads
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.local import LocalTransport
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.same import assert_same
+from tests.support.chunks import assert_same
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.local import LocalTransport
 

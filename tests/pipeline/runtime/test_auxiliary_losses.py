@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import mse_loss
 
 from tests.support.chunks import one_rank
-from tests.support.same import assert_gradients
+from zbkern import testing
 from zbkern.pipeline import add_loss, check_slices, schedules
 from zbkern.pipeline.auxiliary_losses import _running
 
@@ -64,7 +64,7 @@ def test_a_loss_function_can_add_one_too(slices: int) -> None:
     with one_rank([block], schedules.zb_h1(1, 4, slices=slices), loss_fn) as pipe:
         pipe.step(inputs, targets)
         assert pipe.auxiliary_losses() == pytest.approx({"auxiliary": output.abs().mean().item()}, rel=1e-12)
-    assert_gradients([block], [plain])
+    testing.assert_same_gradients(block, plain, 1e-12)
 
 
 def test_compiled_modules_weigh_every_step_anew() -> None:
@@ -77,7 +77,7 @@ def test_compiled_modules_weigh_every_step_anew() -> None:
             plain.zero_grad()
             pipe.step([*inputs.chunk(count)], [*targets.chunk(count)])
             backward(plain, inputs.chunk(count), targets.chunk(count))
-            assert_gradients([block], [plain])
+            testing.assert_same_gradients(block, plain, 1e-12)
 
 
 def test_outside_of_a_pipeline_it_counts_once() -> None:
@@ -85,7 +85,7 @@ def test_outside_of_a_pipeline_it_counts_once() -> None:
     x, y = torch.randn(2, 3, TOKENS, WIDTH).double()
     mse_loss(block(x), y).backward()
     backward(plain, [x], [y])
-    assert_gradients([block], [plain])
+    testing.assert_same_gradients(block, plain, 1e-12)
     assert _running.losses is None
 
 

@@ -28,12 +28,13 @@ from torch.utils import _pytree as pytree
 
 import zbkern
 from tests.support.chunks import results_on_threads
-from tests.support.own_slices import all_forwards_first
+from tests.support.needs import OLD_TORCH
 from tests.support.random_chunks import (
     ALONE,
     BY_TOKEN,
     IN_SLICES,
     OTHERS,
+    READS,
     TOKENS,
     WIDTH,
     Chunk,
@@ -44,11 +45,8 @@ from tests.support.random_chunks import (
     Penalised,
     randn,
 )
-from tests.support.random_schedules import is_valid, random_rows
-from tests.support.saving import with_actions
+from tests.support.schedules import all_forwards_first, is_valid, random_rows, with_actions
 from tests.support.seeds import seed
-from tests.support.versions import OLD_TORCH
-from tests.support.weight_reads import READS
 from zbkern.pipeline import Optimizer, Pipeline, PipelineError, Schedule, StepOptions, checkpoint, schedules
 from zbkern.pipeline.runtime.memory import host_copies
 from zbkern.pipeline.transport.local import LocalTransport

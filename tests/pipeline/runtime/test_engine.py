@@ -15,7 +15,7 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import make_data, make_model, needed, on_threads, one_rank, plain, run_pipelines
-from tests.support.same import assert_gradients
+from zbkern import testing
 from zbkern.pipeline import Costs, Pipeline, PipelineError, ScheduleError, StepOptions, plan, schedules
 from zbkern.pipeline.runtime.loop import Loop
 from zbkern.pipeline.runtime.measure.clock import EventClock
@@ -32,7 +32,7 @@ def test_many_virtual_ranks() -> None:
     expected = copy.deepcopy(model)
     plain(expected, *data)
     run_pipelines(schedule, [*map(zbkern.convert, model)], lambda pipe: pipe.step(*needed(pipe, *data)))
-    assert_gradients(model, expected)
+    testing.assert_same_gradients(nn.ModuleList(model), nn.ModuleList(expected), 1e-12)
 
 
 def test_a_fused_backward_holds_nothing_for_w() -> None:
@@ -44,7 +44,7 @@ def test_a_fused_backward_holds_nothing_for_w() -> None:
         pipe.step(inputs, targets)
     assert pipe.queue.peak_bytes == 0
     assert len(seen) == 4  # hooks run once per backward
-    assert_gradients([model], [expected])
+    testing.assert_same_gradients(model, expected, 1e-12)
 
 
 def test_an_evaluation_leaves_every_module_in_its_mode() -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.chunks import make_data, make_model
-from tests.support.same import assert_same
+from tests.support.chunks import assert_same, make_data, make_model
 from zbkern.pipeline import Pipeline, schedules
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zbkern
 from tests.support.chunks import one_rank, results_on_threads
-from tests.support.saving import schedule_of
+from tests.support.schedules import schedule_of
 from zbkern.pipeline import Pipeline, PipelineError, StepOptions, schedules
 
 ROWS = torch.arange(8.0).repeat_interleave(2)[:, None].expand(16, 4).contiguous()  # a number for each microbatch

@@ -31,7 +31,7 @@ from tests.support.parallel_stages import (
     loss_fn,
     values,
 )
-from tests.support.saving import saved_in_turn, with_actions
+from tests.support.schedules import saved_in_turn, with_actions
 from tests.support.seeds import seed
 from zbkern.pipeline import ProfileOptions, Schedule, StepOptions, checkpoint, profile, simulate
 

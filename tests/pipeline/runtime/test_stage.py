@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zbkern
 from tests.support.chunks import needed, one_rank, results_on_threads, run_pipelines
-from tests.support.saving import saved_in_turn, with_actions
+from tests.support.schedules import saved_in_turn, with_actions
 from zbkern.pipeline import Pipeline, PipelineError, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 

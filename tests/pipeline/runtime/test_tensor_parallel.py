@@ -10,7 +10,6 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zbkern
-from tests.support.meshes import named_mesh
 from tests.support.parallel_stages import (
     MICROBATCHES,
     OneProcess,
@@ -22,6 +21,7 @@ from tests.support.parallel_stages import (
     parallelize,
     values,
 )
+from tests.support.ranks import named_mesh
 from zbkern.pipeline import ProfileOptions, profile
 from zbkern.pipeline.runtime.memory.host_copies import Lanes
 from zbkern.pipeline.runtime.memory.storages import Storages

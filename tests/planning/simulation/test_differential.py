@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.support.random_schedules import is_valid, needed, random_rows
+from tests.support.schedules import is_valid, needed, random_rows
 from tests.support.seeds import seed
 from tests.support.ticks import Ticks, assert_equal
 from zbkern.pipeline import Costs, Schedule, ScheduleError, simulate

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.chunks import one_rank, run_pipelines
-from tests.support.same import assert_same
-from tests.support.saving import schedule_of
+from tests.support.chunks import assert_same, one_rank, run_pipelines
+from tests.support.schedules import schedule_of
 from zbkern.pipeline import (
     Pipeline,
     PipelineError,

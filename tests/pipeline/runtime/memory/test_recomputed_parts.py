@@ -15,9 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zbkern
-from tests.support.chunks import one_rank, results_on_threads, run_pipelines
-from tests.support.same import assert_same
-from tests.support.saving import schedule_of
+from tests.support.chunks import assert_same, one_rank, results_on_threads, run_pipelines
+from tests.support.schedules import schedule_of
 from zbkern.pipeline import (
     ModelCosts,
     Pipeline,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import zbkern
-from tests.support.meshes import named_mesh
+from tests.support.ranks import named_mesh
 from zbkern.pipeline import Optimizer, Pipeline, PipelineError, schedules
 
 pytestmark = pytest.mark.dist

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import zbkern
-from tests.support.meshes import named_mesh
-from tests.support.pages import blocks
 from tests.support.parallel_stages import (
     MICROBATCHES,
     WIDTH,
@@ -29,6 +27,8 @@ from tests.support.parallel_stages import (
     values,
     whole,
 )
+from tests.support.programs import blocks
+from tests.support.ranks import named_mesh
 from zbkern.pipeline import Pipeline, PipelineError, schedules
 from zbkern.pipeline.runtime.replicas import data_parallel
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.own_slices import all_forwards_first
+from tests.support.schedules import all_forwards_first
 from zbkern.pipeline import Costs, Schedule, ScheduleError, simulate
 
 

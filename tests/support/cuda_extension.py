@@ -1,6 +1,7 @@
-"""A stand-in for zbkern._cuda that computes on CPU memory what the extension computes on the GPU's, address by address.
+"""A program that runs every CUDA kernel once; and a stand-in for zbkern._cuda, which computes on CPU memory what the
+extension computes on the GPU's, address by address.
 
-With it the tensor side of kernels/cuda runs without a GPU: which addresses, strides and flags go into a
+With the stand-in the tensor side of kernels/cuda runs without a GPU: which addresses, strides and flags go into a
 launch, how segments are split over launches, and what is copied first.
 """
 
@@ -11,6 +12,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+SMALL_RUN = """
+import torch
+from zbkern.kernels.cuda import wgrad
+
+def random(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+for dtype in (torch.bfloat16, torch.float16):
+    for out in (torch.float32, dtype):
+        for n, k in ((136, 264), (264, 72), (1024, 1024)):  # ragged tiles, the narrow tile, the wide one
+            segments = [(random(m, k, dtype=dtype), random(m, n, dtype=dtype)) for m in (65, 128, 1)]
+            dweight, dbias = random(n, k, dtype=out), random(n, dtype=out)
+            for places, options in ((2, {}), (132, {}), (132, {"max_tiles": 1})):
+                wgrad._processors = lambda device: places
+                for outputs in ((dweight, dbias), (dweight, None)):
+                    wgrad.linear_wgrads([(segments, outputs)], True, **options)
+                    wgrad.linear_wgrads([(segments, outputs)], False, **options)
+products = [([(random(m, k), random(m, n))], (random(n, k, dtype=torch.float32), random(n, dtype=torch.float32)))
+            for m, n, k in ((64, 136, 264), (100, 512, 256), (1, 8, 8), (70, 256, 128), (64, 128, 128))]
+wgrad.linear_wgrads(products, True)
+torch.cuda.synchronize()
+"""
+"""A program, on small sizes."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

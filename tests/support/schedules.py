@@ -1,14 +1,69 @@
-"""Random schedules with parts of W, R, O and L, every other one disturbed; and rules of their own of what is valid."""
+"""Schedules for tests: of rows of text, with offload and recomputation, with slices of each sequence's own; and random
+ones with parts of W, R, O and L, every other one disturbed, with rules of their own of what is valid."""
 
 from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable, Sequence
 
 from zbkern.pipeline import Action, Schedule, schedules
 
 ORDER = re.compile(r"F(R|OL)?(BW|B(OL)?(W|P+))")  # of a microbatch in a chunk; P is a part of a W
 Rows = list[list[Action]]
+
+
+def schedule_of(*rows: str, microbatches: int, placement: Sequence[int] | None = None) -> Schedule:
+    """Of one row of actions per rank, as text; a chunk on every rank unless placement says otherwise."""
+    actions = [[Action.parse(text) for text in row.split()] for row in rows]
+    return Schedule.build(actions, [*range(len(rows))] if placement is None else [*placement], microbatches)
+
+
+def with_actions(schedule: Schedule, choose: Callable[[Action], str | None]) -> Schedule:
+    """The schedule with what `choose` says of an F or B saved: "copied" right after it until right before the next
+    pass of its microbatch, or (of an F) "recomputed" right before it."""
+    rows = []
+    for row in schedule.actions:
+        found: list[Action] = []
+        saved: dict[tuple[int, int], str] = {}
+        for action in row:
+            key = action.chunk, action.microbatch
+            how = saved.pop(key, None)
+            if how is not None:
+                found.append(Action("L" if how == "copied" else "R", *key))
+            found.append(action)
+            how = choose(action) if action.kind in ("F", "B") else None
+            if how is not None:
+                saved[key] = how
+                if how == "copied":
+                    found.append(Action("O", *key))
+        rows.append(found)
+    cut = {"slices": schedule.slices, "own_slices": schedule.own_slices}
+    return Schedule.build(rows, schedule.placement, schedule.microbatches, **cut)
+
+
+def saved_in_turn(*how: str | None) -> Callable[[Action], str | None]:
+    return lambda action: how[action.microbatch % len(how)] if action.kind == "F" else None
+
+
+def all_forwards_first(own_slices: list[tuple[int, ...]], placement: tuple[int, ...], split: bool) -> Schedule:
+    """Sequences forward in order, and backward in order, each from its last slice."""
+    units, forward, backward = 0, [], []
+    for lengths in own_slices:
+        own = range(units, units + len(lengths))
+        units += len(lengths)
+        forward += own
+        backward += reversed(own)
+    rows = []
+    for rank in range(max(placement) + 1):
+        chunks = [chunk for chunk, owner in enumerate(placement) if owner == rank]
+        row = [Action("F", chunk, unit) for chunk in chunks for unit in forward]
+        for chunk in reversed(chunks):
+            row += [Action("B" if split else "BW", chunk, unit) for unit in backward]
+        if split:
+            row += [Action("W", chunk, unit) for chunk in chunks for unit in backward]
+        rows.append(row)
+    return Schedule.build(rows, placement, len(own_slices), "all forwards first", own_slices=own_slices)
 
 
 def random_rows(rng: random.Random, published: Schedule | None = None) -> tuple[Rows, tuple[int, ...], int]:

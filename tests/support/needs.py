@@ -1,0 +1,44 @@
+"""What a test needs that is not everywhere: a GPU, a newer torch, a framework from PyPI."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from zbkern.kernels import dispatch
+
+OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
+
+
+def why_no_gpu() -> str | None:
+    """Why the tests of Triton kernels on a GPU cannot run here."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    reason = dispatch.why_not("linear", "triton", "cuda", torch.bfloat16)
+    if reason is None:
+        from zbkern.kernels.triton.common import INTERPRETED
+
+        if INTERPRETED:
+            reason = "this process interprets Triton kernels; `make test-gpu` compiles them"
+    return reason
+
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(why_no_gpu() is not None, reason=str(why_no_gpu()))]
+"""The marks of such tests."""
+
+
+def installed(factory: pytest.TempPathFactory, module: str, *requirements: str) -> str:
+    """The folder of a framework, to append to sys.path: "" where the module is here already. It uses the torch that is
+    here. Skips where it cannot be had."""
+    if importlib.util.find_spec(module) is not None:
+        return ""
+    folder = str(factory.mktemp(module))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    done = subprocess.run([*pip, "--target", folder, *requirements], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"{requirements[0]} could not be installed: {done.stderr[-200:]}")
+    return folder
