@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -50,7 +49,7 @@ def exchange() -> tuple[Any, list[str]]:
     rank, tag = dist.get_rank(), Tag(0, "F", 1, 0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        transport = DistributedTransport(None, [0, 1], torch.device("cpu"))
+        transport = DistributedTransport(None, torch.device("cpu"))
         if rank == 0:
             transport.send(1, tag, message())
         received = transport.receive(0, tag, 30) if rank == 1 else None
@@ -75,7 +74,7 @@ def open_and_close() -> list[tuple[int, int]]:
     """File descriptors and threads of this process after each of several transports."""
     counts = []
     for number in range(4):
-        transport = DistributedTransport(None, [0, 1], torch.device("cpu"))
+        transport = DistributedTransport(None, torch.device("cpu"))
         other = 1 - transport.rank
         transport.send(other, Tag(0, "F", number, 0), torch.full((2,), float(number)))
         assert transport.receive(other, Tag(0, "F", number, 0), 30).tolist() == [number] * 2
@@ -140,34 +139,36 @@ def test_a_constructor_that_fails_leaves_no_connection_and_no_thread(two_ranks: 
         assert max(last[0] - first[0], last[1] - first[1]) <= 0
 
 
-def end_with_an_error(rank: int, port: int, end: Any) -> None:
+def end_with_an_error(rank: int, port: int, folder: Path) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     pipe = Pipeline(torch.nn.Linear(2, 2), schedules.zb_h1(3, 4), torch.nn.functional.mse_loss)
     try:
-        if rank == 1:
-            pipe.transport.fail("the cause")
-            return
-        pipe.gather(rank)
+        pipe.gather(rank if rank != 1 else 1 / 0)
     except PipelineError as error:
-        end.send(str(error))
+        (folder / str(rank)).write_text(str(error))
 
 
 @pytest.mark.slow
-def test_a_process_of_multiprocessing_says_why_before_it_ends() -> None:
-    """It has no atexit."""
-    context = multiprocessing.get_context("forkserver")
+@pytest.mark.parametrize("of_torch", [False, True])
+def test_a_process_of_multiprocessing_says_why_before_it_ends(of_torch: bool, tmp_path: Path) -> None:
+    """It has no atexit, and torch's ends by SystemExit."""
+    context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ends = [context.Pipe() for _ in range(3)]
-    ranks = [context.Process(target=end_with_an_error, args=(rank, store.port, ends[rank][1])) for rank in range(3)]
-    for rank in ranks:
-        rank.start()
+    arguments = store.port, tmp_path
+    if of_torch:
+        ranks = torch.multiprocessing.start_processes(
+            end_with_an_error, arguments, 3, join=False, start_method="forkserver"
+        ).processes
+    else:
+        ranks = [context.Process(target=end_with_an_error, args=(rank, *arguments)) for rank in range(3)]
+        for process in ranks:
+            process.start()
+    for process in ranks:
+        process.join(60)
     for rank in (0, 2):
-        assert ends[rank][0].poll(60)
-        assert ends[rank][0].recv() == "the cause"
-    for rank in ranks:
-        rank.join(20)
+        assert (tmp_path / str(rank)).read_text() == "rank 1: ZeroDivisionError: division by zero"
 
 
 LEAVES_FIRST = """
@@ -183,7 +184,7 @@ class Last:
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
 distributed._TOGETHER = 0.1
-transport = distributed.DistributedTransport(None, [1 - rank], torch.device("cpu"))
+transport = distributed.DistributedTransport(None, torch.device("cpu"))
 if rank == 0:
     builtins.last = Last()
 else:

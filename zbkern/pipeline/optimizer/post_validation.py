@@ -33,13 +33,7 @@ from zbkern.pipeline.optimizer.pending_step import PendingStep
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.step_boundary import StepBoundary
 from zbkern.pipeline.transport.base import Transport, check_timeout
-from zbkern.pipeline.transport.connect import (
-    check_tied,
-    closing_on_error,
-    connect_neighbours,
-    telling_on_error,
-    tied_names,
-)
+from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect, telling_on_error, tied_names
 from zbkern.pipeline.transport.norm_chain import NormChain
 from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.schedules.warmup import rank_order
@@ -137,7 +131,7 @@ class Optimizer(torch.optim.Optimizer):
             candidates = [*self._model_parameters(), *(() if pipeline is None else pipeline.tied.values())]
             shared = tied_names(candidates, tied)
             self._has_masters, self._undo = master_weights, undo
-        transport = connect_neighbours(pipe, self.device) if pipeline is None else pipeline.transport
+        transport = connect(pipe, self.device) if pipeline is None else pipeline.transport
         self._owned = transport if pipeline is None and transport is not pipe else None
         self._cautious = False
         with closing_on_error(transport, self._owned is not None, "its Optimizer"):

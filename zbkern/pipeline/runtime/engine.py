@@ -118,7 +118,7 @@ class Pipeline:
             self.rank = rank
             copies = all_ties(modules, tied)
             self.tied = {name: parameters[0] for name, parameters in copies.items()}
-        self._transport = self.loop.transport = connect(group, schedule, self.device, self.tied)
+        self._transport = self.loop.transport = connect(group, self.device)
         with closing_on_error(self._transport, self._transport is not group, "its Pipeline"):
             check_same_plan(schedule, self._transport)
             self.boundary = boundary_of(self.modules.values())

@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zbkern.pipeline.transport.base import Transport
-from zbkern.pipeline.transport.distributed import DistributedTransport, meet
+from zbkern.pipeline.transport.distributed import DistributedTransport
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.pipeline.transport.mailbox import PipelineError, described
 from zbkern.pipeline.transport.process_groups import place_in, rendezvous_timeout
 from zbkern.pipeline.transport.rank_exchange import RankExchange
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.schedule import Schedule
-from zbkern.schedules.warmup import rank_order
 
 
 def place(group: Any) -> tuple[int, int]:
@@ -35,17 +32,13 @@ def place(group: Any) -> tuple[int, int]:
     return rank_and_size
 
 
-def connect(group: Any, schedule: Schedule, device: torch.device, tied: Iterable[str] = ()) -> Transport:
-    """Connects this rank to those it exchanges activations, norms of gradients, or gradients of tied weights with."""
+def connect(group: Any, device: torch.device) -> Transport:
+    """Connects this rank to the others of a group; without torch.distributed a process that is alone."""
+    group = or_alone(group)
     if isinstance(group, Transport):
         return group
-    rank = dist.get_rank(group)
-    names = meet(group, sorted(tied))
-    edges = {*pairwise(schedule.placement), *pairwise(rank_order(schedule))}
-    for name in {name for row in names for name in row}:
-        first, *others = (holder for holder, row in enumerate(names) if name in row)
-        edges |= {(first, other) for other in others}
-    return DistributedTransport(group, {b for edge in edges for a, b in (edge, edge[::-1]) if a == rank}, device)
+    place(group)
+    return DistributedTransport(group, device)
 
 
 @contextlib.contextmanager
@@ -95,15 +88,6 @@ def or_alone(group: Any) -> Any:
     """The group; of one process without torch.distributed a Transport of its own."""
     alone = group is None and place_in(None) is None and os.environ.get("WORLD_SIZE", "1") == "1"
     return LocalTransport.ring(1)[0] if alone else group
-
-
-def connect_neighbours(group: Any, device: torch.device) -> Transport:
-    """Connects this rank to those before and after it; a process without torch.distributed to none."""
-    group = or_alone(group)
-    if isinstance(group, Transport):
-        return group
-    place(group)
-    return DistributedTransport(group, (), device)
 
 
 def check_tied(caller: str, tied: Any) -> None:

@@ -9,18 +9,16 @@ is never taken for its origin.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import logging
-import multiprocessing.util
 import os
 import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -64,19 +62,17 @@ _TOLD = 10.0  # seconds in which a rank whose connection broke is told why, howe
 class DistributedTransport(Transport):
     """Point to point over torch.distributed: gloo between CPUs, NCCL between GPUs with headers over gloo.
 
-    group: the ranks of this pipeline, None for all. peers: the ranks this one exchanges messages with, besides those
-    before and after it. Each direction (to higher ranks, to lower ranks) has a communicator of its own: no order of
-    NCCL calls can deadlock, and gloo's thread, which spins while somebody sends on the connection that it wants to
-    read, seldom does. A header with tag, shapes and dtypes precedes each message, always through gloo.
+    group: the ranks of this pipeline, None for all. Each direction (to higher ranks, to lower ranks) has a communicator
+    of its own: no order of NCCL calls can deadlock, and gloo's thread, which spins while somebody sends on the
+    connection that it wants to read, seldom does. A header with tag, shapes and dtypes precedes each message, always
+    through gloo.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, peers: Iterable[int], device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
         self.device = device
         self._on_cpu = device.type == "cpu"
-        neighbours = {self.rank - 1, self.rank + 1} & set(range(self.size))
-        self._peers = sorted(({*peers} | neighbours) - {self.rank})
         self._open()
 
     def _open(self) -> None:
@@ -100,28 +96,24 @@ class DistributedTransport(Transport):
         self._usual_to: dict[int, Sizes] = {}  # what each peer has posted a receive for, once something was sent to it
         self._ending = threading.Lock()
         self._final_message: FinalMessage | None = None
-        self._uninformed = list(self._peers)  # peers that it was not sent to
+        self._uninformed = list(self.peers)  # peers that it was not sent to
         self._header_lock = threading.Lock()
         self._sends: queue.SimpleQueue[tuple[int, _Works] | None] = queue.SimpleQueue()
         self._unreachable: set[int] = set()  # peers whose connection has ended
         self._receivers = {
             peer: threading.Thread(target=self._receive_from, args=(peer,), name=f"zbkern-from-{peer}", daemon=True)
-            for peer in self._peers
+            for peer in self.peers
         }
         self._process = os.getpid()  # a child that it forks inherits the connections, and must say nothing on them
         arguments = self._sends, self._receivers, self._unreachable
         self._sender = threading.Thread(target=self._finish_sends, args=arguments, name="zbkern-send", daemon=True)
         for thread in (self._sender, *self._receivers.values()):
             thread.start()
+        # multiprocessing's: it also runs where a child process ends, which has no atexit; the last one runs first
         communicators = self._headers_up, self._headers_down
-        self._end_threads = functools.partial(_end_threads, self._receivers, self._sender, communicators)
-        atexit.register(self._end_threads)  # runs after what is registered later
-        atexit.register(self._close_at_exit)
-        self._at_exit_of_child = multiprocessing.util.Finalize(None, self.close, exitpriority=0)  # has no atexit
-
-    @property
-    def peers(self) -> list[int]:
-        return self._peers
+        arguments = self._receivers, self._sender, communicators
+        self._end_threads = Finalize(None, _end_threads, arguments, exitpriority=0)
+        self._close_at_exit = Finalize(None, self._end_with_process, exitpriority=0)
 
     def send(self, peer: int, tag: Tag | Note, message: Any) -> None:
         if peer == self.rank:
@@ -170,21 +162,24 @@ class DistributedTransport(Transport):
         self.close()
         self._open()
 
-    def _close_at_exit(self) -> None:
-        error = getattr(sys, "last_value", None)  # what nobody has caught, and the interpreter has printed
+    def _end_with_process(self) -> None:
+        """At the exit of this process, which waits for peers that are gone, or frozen, at most _TOGETHER and _LAST."""
+        # what ends a child process is on its way through here; of others what nobody caught has been printed
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if isinstance(error, SystemExit):  # by which torch.multiprocessing ends a child whose error it has written down
+            error = error.__context__
         if error is not None and not isinstance(error, PipelineError):
             self.fail(f"rank {self.rank}: {described(error)}")
         self.close()
 
     def close(self) -> None:
-        atexit.unregister(self._close_at_exit)
-        self._at_exit_of_child.cancel()
+        self._close_at_exit.cancel()
         if os.getpid() != self._process:
             return
         self._end(FinalMessage("closed", ""))
         wait = _TOGETHER if self._mailbox.failure is None else 2  # a frozen rank never answers
         if _ended((*self._receivers.values(), self._sender), wait):
-            atexit.unregister(self._end_threads)
+            self._end_threads.cancel()
         self._receivers = {}  # those that did not end in time have no say in connections opened later
         close_groups([self._up, self._down])
         self._headers_up = self._headers_down = self._up = self._down = None

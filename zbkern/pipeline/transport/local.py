@@ -28,10 +28,6 @@ class LocalTransport(Transport):
         ring = _Ring(size)
         return [cls(rank, ring) for rank in range(size)]
 
-    @property
-    def peers(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank != self.rank]
-
     def send(self, peer: int, tag: Any, message: Any) -> None:
         self.arrival(peer, tag, message)()
 
