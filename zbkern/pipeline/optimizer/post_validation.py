@@ -3,7 +3,7 @@
 The norm of all gradients and the check for non-finite values need every stage, and an all-reduce before the step would
 make every stage wait for the slowest. Instead each rank receives the sum of squares of the ranks before it, adds its
 own and sends it on (norm_chain.py); if the sum so far requires neither clipping nor skipping, the rank steps at once.
-The last rank knows the total and sends it back while the forwards of the next step begin. If the total requires
+The last rank knows the total and sends it to all while the forwards of the next step begin. If the total requires
 clipping or skipping, the ranks that have stepped roll the step back, and step again with scaled gradients, or not at
 all. The result is that of a synchronous step.
 
@@ -226,7 +226,7 @@ class Optimizer(torch.optim.Optimizer):
             step = PendingStep([*itertools.chain(*gradients)], hyperparameters(self))
             if chain.ends_here:
                 boundary.pending = step
-                chain.pass_back(number, total)
+                chain.send_total(number, total)
                 boundary.conclude(total)
                 return loss
             if self._may_step(total):

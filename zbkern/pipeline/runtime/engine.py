@@ -24,7 +24,7 @@ from zbkern.pipeline.runtime.arguments import (
     name_with_side,
     split_batch,
 )
-from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
+from zbkern.pipeline.runtime.failure import check_same_step, failing_together, input_of, oom_hint
 from zbkern.pipeline.runtime.forward_state import ForwardState, evaluation_mode
 from zbkern.pipeline.runtime.loop import Loop
 from zbkern.pipeline.runtime.measure.recorder import Recorded, Recorder, timeline_of
@@ -468,25 +468,17 @@ class Pipeline:
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """What raises inside is a PipelineError on all ranks; Ctrl-C and sys.exit stay what they are on this one."""
         transport, outer, self._running = self._transport, self._running, True
+
+        def where(error: BaseException) -> tuple[str, str]:
+            hint = oom_hint(error, self.loop.max_in_flight, self.loop.in_flight, self.queue, self.device)
+            hint = hint or input_of(error, transport.action, self.schedule.placement, self.loop.forward_input)
+            return f"action {transport.action}", hint
+
         try:
-            yield
-            transport.begin_action("none")
-        except PipelineError as error:
-            self.abandon()
-            self._transport.fail(str(error))  # no-op where the transport raised it
-            raise
-        except BaseException as error:
-            more = oom_hint(error, self.loop.max_in_flight, self.loop.in_flight, self.queue, self.device)
-            more = more or input_of(error, transport.action, self.schedule.placement, self.loop.forward_input)
-            reason = f"rank {self.rank}, action {transport.action}: {described(error)}{more}"
-            self.abandon()
-            self._transport.fail(reason)
-            if not isinstance(error, Exception):
-                raise
-            # a StopIteration as its cause would be taken for the end of this generator
-            raise PipelineError(reason) from (None if isinstance(error, StopIteration) else error)
+            with failing_together(transport, self.abandon, where):
+                yield
+                transport.begin_action("none")
         finally:
             self._running = outer
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zbkern.pipeline.runtime import weight_reads
+from zbkern.pipeline.runtime.failure import failing_together
 from zbkern.pipeline.transport.base import Transport
-from zbkern.pipeline.transport.mailbox import PipelineError, described
+from zbkern.pipeline.transport.mailbox import PipelineError
 from zbkern.pipeline.transport.norm_chain import NormChain
 
 logger = logging.getLogger("zbkern")
@@ -105,7 +106,7 @@ class StepBoundary:
         """Begins the optimizer's next step, and returns its number. Ranks in another call then hear of this one."""
         assert self.chain is not None
         if self.pipe is not None:
-            self.chain.use(self.pipe.transport)
+            self.chain.transport = self.pipe.transport
         self._check_recovered()
         self.steps += 1
         self.chain.transport.begin(f"optimizer step {self.steps}")
@@ -171,7 +172,7 @@ class StepBoundary:
         Raises PipelineError on all ranks if that is impossible: some have stepped, and others did not get that far.
         """
         if self.chain is not None:
-            self.chain.use(transport)
+            self.chain.transport = transport
             state = None if self._concluded == self.steps else "pending" if self.pending is not None else "broken"
             total = None if self._total is None else self._total.tolist()
             ranks = transport.gather((self.steps, state, total), timeout)
@@ -187,24 +188,15 @@ class StepBoundary:
             self.steps = self._concluded = newest
         self.broken = False
 
-    @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """What raises inside is a PipelineError on all ranks; Ctrl-C and sys.exit stay what they are on this one."""
-        try:
-            yield
-        except BaseException as error:
-            assert self.chain is not None
-            self.broken = True
-            if self.pipe is not None:
-                self.pipe.abandon()
-            if isinstance(error, PipelineError):
-                raise
-            transport = self.chain.transport
-            reason = f"rank {transport.rank}, optimizer step {self.steps}: {described(error)}"
-            transport.fail(reason)
-            if not isinstance(error, Exception):
-                raise
-            raise PipelineError(reason) from error
+    def failing_together(self) -> AbstractContextManager[None]:
+        """What raises inside is a PipelineError on all ranks."""
+        assert self.chain is not None
+        return failing_together(self.chain.transport, self._abandon, lambda _: (f"optimizer step {self.steps}", ""))
+
+    def _abandon(self) -> None:
+        self.broken = True
+        if self.pipe is not None:
+            self.pipe.abandon()
 
     def check_others(self, call: str) -> None:
         """Raises RuntimeError where a step is pending that this boundary cannot conclude."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from zbkern.pipeline.transport.framing import CallNotice, NormTotal, Notice, StallAnswer, StallQuery, decode, encode
+from zbkern.pipeline.transport.framing import CallNotice, Notice, StallAnswer, StallQuery, decode, encode
 from zbkern.pipeline.transport.mailbox import Call, Mailbox, Note, Values
 from zbkern.pipeline.transport.mailbox import PipelineError as PipelineError
 from zbkern.pipeline.transport.mailbox import Tag as Tag
@@ -23,7 +22,6 @@ class Transport(ABC):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.awaits: int | None = None  # the rank a message of which is waited for
-        self.passes_totals_to: Sequence[int] = ()  # of an optimizer's norm, whatever this rank does meanwhile
         self.begin_action("none")
         self._join(Mailbox(rank))
 
@@ -31,7 +29,6 @@ class Transport(ABC):
         """Begins anew, with nothing under way."""
         self._mailbox = mailbox
         self._gathers = 0
-        self._waiting: set[int] = set()  # ranks that have answered that they wait themselves
 
     @property
     def failure(self) -> str | None:
@@ -89,12 +86,10 @@ class Transport(ABC):
         self.awaits = peer
         try:
             self._mailbox.wait_for(peer, tag, timeout, instead)
-        except TimeoutError:
-            self._ask(peer, str(tag), timeout or 0)
+        except (TimeoutError, PipelineError) as error:  # of a peer that closed, perhaps: the others hear that it did
+            is_late = isinstance(error, TimeoutError)
+            self.fail(self._why_nothing_comes(peer, f"{tag} was awaited for {timeout:g} s") if is_late else str(error))
             raise PipelineError(self._mailbox.failure) from None
-        except PipelineError as error:  # of a peer that closed, perhaps: the others hear that it did
-            self.fail(str(error))
-            raise
         finally:
             self.awaits = None
 
@@ -106,44 +101,35 @@ class Transport(ABC):
         for message, works in self._mailbox.forget(step):
             self._settle(message, works)
 
-    def send_total(self, total: NormTotal) -> None:
-        """Sends it to the ranks that have sent their sums to this one, which do the same as soon as it arrives."""
-        for rank in self.passes_totals_to:
-            self._tell(rank, total)
-
     def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
         """One value of every rank, by rank: numbers, strings, and containers and NamedTuples of them; collective.
 
         Raises TypeError for other values, PipelineError as `receive` does. timeout: None for as long as ranks wait for
         each other to start.
         """
-        # from rank to rank and back, because a collective would wait for a frozen rank and never name it
-        self.begin("gather")
+        self.begin("gather")  # of messages: a collective would wait for a frozen rank, and never name it
         self._gathers += 1
-        n = self._gathers
-        earlier, everything = (Values(n, f"what {which} ranks give to gather {n}") for which in ("earlier", "all"))
-        values = [encode(value)]
-        decode(values[0])  # what others could not read is an error here
-        if self.rank > 0:
-            values = self.receive(self.rank - 1, earlier, timeout) + values
-        if self.rank < self.size - 1:
-            self.send(self.rank + 1, earlier, values)
-            values = self.receive(self.rank + 1, everything, timeout)
-        if self.rank > 0:
-            self.send(self.rank - 1, everything, values)
-        return [decode(data) for data in values]
+        ours = encode(value)
+        decode(ours)  # what others could not read is an error here
+        for peer in self.peers:
+            self.send(peer, self._given_by(self.rank), ours)
+        return [
+            decode(ours if rank == self.rank else self.receive(rank, self._given_by(rank), timeout))
+            for rank in range(self.size)
+        ]
 
     def broadcast(self, source: int, message: Any, timeout: float | None) -> Any:
         """A pytree of tensors of rank `source`, on every rank; collective. Raises PipelineError as `receive` does."""
         self.begin("broadcast")
         self._gathers += 1
-        tag = Values(self._gathers, f"what rank {source} gives to broadcast {self._gathers}")
         if self.rank != source:
-            message = self.receive(self.rank + (1 if source > self.rank else -1), tag, timeout)
-        for peer in (self.rank - 1, self.rank + 1):  # away from the source
-            if 0 <= peer < self.size and abs(peer - source) > abs(self.rank - source):
-                self.send(peer, tag, message)
+            return self.receive(source, self._given_by(source), timeout)
+        for peer in self.peers:
+            self.send(peer, self._given_by(source), message)
         return message
+
+    def _given_by(self, rank: int) -> Values:
+        return Values(self._gathers, f"what rank {rank} gives to gather or broadcast {self._gathers}")
 
     @abstractmethod
     def fail(self, reason: str) -> None:
@@ -162,46 +148,36 @@ class Transport(ABC):
 
     # ---- who is stuck
 
-    def _ask(self, peer: int, tag: str, waited: float) -> None:
-        """Asks `peer` why it sends nothing; returns once a failure is known that explains it.
+    def _why_nothing_comes(self, peer: int, awaited: str) -> str:
+        """Asks `peer` what it does; where it waits for another rank, that one, to the rank that does not wait.
 
-        A rank that waits itself asks on; one that does not says that it is stuck, from another thread than the one
-        that is. Where it is frozen and says nothing, the rank that asked it names it.
+        Ranks answer from another thread than the one that is stuck. A rank that is frozen gives no answer.
         """
-        self._tell(peer, StallQuery(tag, waited))
-        if self._mailbox.wait_for_failure(_GRACE) is not None:
-            return
-        waits = peer in self._waiting
-        if not waits or self._mailbox.wait_for_failure(_GRACE * self.size) is None:
-            both = "waits, too: all ranks must make the same calls, optimizer.step() also"
-            self._stop(
-                f"rank {self.rank}, action {self.action}: waits for rank {peer}, which "
-                f"{both if waits else 'does not answer'}; {tag} was awaited for {waited:g} s"
-            )
+        asked, ours = [self.rank], f"rank {self.rank}, action {self.action}: waits for rank"
+        while peer not in asked:
+            asked.append(peer)
+            self._tell(peer, StallQuery())
+            try:
+                self._mailbox.wait_for(peer, _answer_of(peer), _GRACE)
+            except TimeoutError:
+                return f"{ours} {peer}, which does not answer; {awaited}"
+            except PipelineError as error:
+                return str(error)
+            awaits, action, seconds = self._mailbox.take(_answer_of(peer))[0]
+            if awaits is None:
+                return f"rank {peer}, action {action}: stuck for {seconds:.1f} s; {awaited}"
+            peer = awaits
+        both = "waits, too: all ranks must make the same calls, optimizer.step() also"
+        return f"{ours} {asked[-1]}, which {both}; {awaited}"
 
     def _hear(self, sender: int, message: Notice) -> None:
-        """A question why this rank sends nothing, the answer to one, the call that the sender is in, or a norm."""
-        if isinstance(message, NormTotal):
-            self._mailbox.put(total_tag(message.step), (message.sums, ()), sender, self._mailbox.call)
-            self.send_total(message)
-            return
-        if isinstance(message, CallNotice):
-            difference = self._mailbox.compare(sender, Call(*message))
-            if difference is not None:
-                self._stop(difference)
-            return
-        if isinstance(message, StallAnswer):
-            self._waiting.add(sender)
-            return
-        peer, tag, waited = self.awaits, message.tag, message.waited
-        if peer is not None:
-            self._tell(sender, StallAnswer())
-            threading.Thread(target=self._ask, args=(peer, tag, waited), name="zbkern-stall", daemon=True).start()
-            return
-        seconds = time.monotonic() - self._action_start
-        self._stop(
-            f"rank {self.rank}, action {self.action}: stuck for {seconds:.1f} s; {tag} was awaited for {waited:g} s"
-        )
+        """The call that the sender is in, a question what this rank does, or the answer to one."""
+        if isinstance(message, StallQuery):
+            self._tell(sender, StallAnswer(self.awaits, str(self.action), time.monotonic() - self._action_start))
+        elif isinstance(message, StallAnswer):
+            self._mailbox.put(_answer_of(sender), (message, ()), sender, self._mailbox.call)
+        elif (difference := self._mailbox.compare(sender, Call(*message))) is not None:
+            self._stop(difference)
 
     @abstractmethod
     def _tell(self, peer: int, message: Notice) -> None:
@@ -212,8 +188,12 @@ class Transport(ABC):
         self.fail(reason)
 
 
+def _answer_of(rank: int) -> Note:
+    return Note(rank, f"an answer of rank {rank}")
+
+
 def total_tag(step: int) -> Note:
-    """Of the NormTotal of the n-th optimizer step."""
+    """Of the message with the sums of squares of all ranks in the n-th optimizer step."""
     return Note(step, f"the squared gradient norm of all stages, optimizer step {step}")
 
 

@@ -24,7 +24,7 @@ Sizes = list[tuple[str, tuple[int, ...]]]  # the name of a dtype, which is faste
 
 
 class TensorHeader(NamedTuple):
-    """A pytree of tensors, bytes and None. The tensors follow on the communicator of tensors.
+    """A pytree of tensors, bytes, floats and None. The tensors follow on the communicator of tensors.
 
     shapes: (dtype, shape, requires_grad) of every tensor. usual: they are of the first message's sizes, for which the
     receiver has posted a receive. skeleton: the tree with 0 for every tensor. turn, name: the Call that it is sent in.
@@ -43,14 +43,15 @@ class TensorHeader(NamedTuple):
 
 
 class StallQuery(NamedTuple):
-    """Somebody has waited `waited` seconds for `tag`, and the receiver sends nothing: why?"""
-
-    tag: str
-    waited: float
+    """The receiver sends nothing: what does it do?"""
 
 
 class StallAnswer(NamedTuple):
-    """The sender waits for another rank itself, and asks that one."""
+    """The sender waits for this rank, or, where None, has been in this action for so many seconds."""
+
+    awaits: int | None
+    action: str
+    seconds: float
 
 
 class CallNotice(NamedTuple):
@@ -60,13 +61,6 @@ class CallNotice(NamedTuple):
     name: str
 
 
-class NormTotal(NamedTuple):
-    """The sums of squares of all ranks' gradients in the n-th optimizer step; the receiver passes it on."""
-
-    step: int
-    sums: list[float]
-
-
 class FinalMessage(NamedTuple):
     """Nothing follows. ending: "closed", "failed" with the `reason`, or "lost" when a process has gone."""
 
@@ -74,9 +68,9 @@ class FinalMessage(NamedTuple):
     reason: str
 
 
-Notice = StallQuery | StallAnswer | CallNotice | NormTotal
+Notice = StallQuery | StallAnswer | CallNotice
 Message = TensorHeader | Notice | FinalMessage
-_KINDS: tuple[Any, ...] = (TensorHeader, StallQuery, StallAnswer, CallNotice, NormTotal, FinalMessage)
+_KINDS: tuple[Any, ...] = (TensorHeader, StallQuery, StallAnswer, CallNotice, FinalMessage)
 
 
 def frame(message: Message) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The chain of ranks along which squares of gradients are added up to the norm over all stages, and its way back."""
+"""The chain of ranks along which squares of gradients are added up to the norm over all stages."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from zbkern.pipeline.transport.base import Transport, total_tag
-from zbkern.pipeline.transport.framing import NormTotal
 from zbkern.pipeline.transport.mailbox import Note
 
 
 class NormChain:
-    """This rank's place in the chain: whose sums it receives, who gets its own. The total comes back the same way.
+    """This rank's place in the chain: whose sums it receives, who gets its own. Its end sends the total to all.
 
     Where some ranks have shards (DTensor) and the last has none, the sum ends at the last rank that has: all pipelines
-    of its mesh then skip the same steps. The ranks after it send their sums back to it, and wait for the total.
+    of its mesh then skip the same steps. The ranks after it send it their own sums, and wait for the total.
 
     ranks: in the order in which the model uses them. has_shards: whether this rank has any. shared: {name: number of
     its torch optimizer, or None} of its parameters that other ranks have copies of. max_norm: what
@@ -48,20 +47,15 @@ class NormChain:
                 )
         place = ranks.index(transport.rank)
         end = max((at for at, rank in enumerate(ranks) if with_shards[rank]), default=len(ranks) - 1)
-        before, after = ranks[:place][-1:], ranks[place + 1 :][:1]
-        self._timeout = timeout
-        self._next = None if place == end else after[0] if place < end else before[0]
-        self._sources = [(rank, "previous") for rank in before if place <= end]
-        self._sources += [(rank, "later") for rank in after if place >= end]
-        self.use(transport)
+        self.transport, self._timeout, self._end = transport, timeout, ranks[end]
+        self._next = None if place == end else ranks[place + 1] if place < end else self._end
+        self._sources = [
+            *(ranks[place - 1 : place] if place <= end else ()),
+            *(ranks[end + 1 :] if place == end else ()),
+        ]
         self.is_after_end = place > end
         self.counted = {name for rank in ranks[:place] for name in names[rank]}
         """The names of shared parameters that a rank before this one counts."""
-
-    def use(self, transport: Transport) -> None:
-        """From now on this one, of the same ranks."""
-        self.transport = transport
-        transport.passes_totals_to = [rank for rank, _ in self._sources]
 
     @property
     def ends_here(self) -> bool:
@@ -70,27 +64,27 @@ class NormChain:
 
     def receive_sums(self, step: int) -> list[Tensor]:
         """The sums of the ranks that send theirs to this one, of the optimizer's n-th step."""
-        return [self.transport.receive(rank, _tag(what, step), self._timeout) for rank, what in self._sources]
+        return [self.transport.receive(rank, _tag(rank, step), self._timeout) for rank in self._sources]
 
     def send_sum(self, step: int, total: Tensor) -> None:
         """Sends the sum of this rank and those before it to the next; no-op where the chain ends."""
         if self._next is not None:
-            self.transport.send(self._next, _tag("later" if self.is_after_end else "previous", step), total)
+            self.transport.send(self._next, _tag(self.transport.rank, step), total)
 
     def total_is_here(self, step: int) -> bool:
         """Whether `receive_total` would return at once."""
         return self.transport.ready(total_tag(step))
 
     def receive_total(self, step: int) -> Tensor:
-        """The sum of all ranks, from the next one; not where the chain ends. fp64 [norms]."""
-        assert self._next is not None
-        return torch.tensor(self.transport.receive(self._next, total_tag(step), self._timeout), dtype=torch.float64)
+        """The sum of all ranks, on all but the one where the chain ends. fp64 [norms]."""
+        return torch.tensor(self.transport.receive(self._end, total_tag(step), self._timeout), dtype=torch.float64)
 
-    def pass_back(self, step: int, total: Tensor) -> None:
-        """Where the chain ends: sends the sum of all ranks, which every rank passes on as soon as it arrives."""
-        self.transport.send_total(NormTotal(step, total.tolist()))
+    def send_total(self, step: int, total: Tensor) -> None:
+        """Where the chain ends: sends the sum of all ranks to the others."""
+        for peer in self.transport.peers:
+            self.transport.send(peer, total_tag(step), total.tolist())
 
 
-def _tag(what: str, step: int) -> Note:
-    """Of a message with the sum of squares of the previous or later ranks."""
-    return Note(step, f"the squared gradient norm of {what} stages, optimizer step {step}")
+def _tag(rank: int, step: int) -> Note:
+    """Of the message with the sum of squares of a rank and those before it."""
+    return Note(step, f"the squared gradient norm of stages up to rank {rank}, optimizer step {step}")

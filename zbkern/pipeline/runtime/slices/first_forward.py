@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,9 @@ _OF_8_BITS = {"torchao", "transformer_engine"}
 _LONGEST = {"max_length_q", "max_length_k"}
 _stance = threading.Lock()  # torch has one for all threads
 
+# side inputs of all tokens, of which the first that a module takes count, and of both parts
+_Sides = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
+
 logger = logging.getLogger("zbkern")
 
 
@@ -43,22 +46,19 @@ def compare_in_slices(
     naming the first part whose outputs differ. Returns what slices raised, where whole sequences did not. Where nothing
     can be compared, a warning says why.
     """
-    carry = side["carry"]
-    tokens = carry.end - carry.start
-    count = max(2, min(_TOKENS, tokens))
-    few = _few((inputs, {**side, "carry": None}), tokens, count)
-    middle = (count + 1) // 2
-    failure, raised = None, None
+    few, count = _few((inputs, {**side, "carry": None}), side["carry"].end - side["carry"].start)
+    lengths = _halves(count)
 
-    def forwards() -> _Forwards:
+    def sides() -> _Sides:
         # because of what is beside it for all tokens, a module may take a few as the first slice of a sequence alone
-        whole: list[dict[str, Any]] = [{"carry": None}, {"carry": carries_of([count])[0]}]
-        return _Forwards(whole, middle, [{"carry": each} for each in carries_of([middle, count - middle])])
+        wholes: list[dict[str, Any]] = [{"carry": None}, {"carry": carries_of([count])[0]}]
+        return wholes, [{"carry": each} for each in carries_of(lengths)]
 
-    comparison = _Comparison(module, call, few, count)
+    comparison = _Comparison(module, call, few, lengths)
+    raised = failure = None
     with comparison.running():
-        for what, arguments, comparison.counted in _batches(few, count):
-            failure = comparison.failure(arguments, forwards)
+        for what, others, counted in _batches(few, count):
+            failure = comparison.failure(sides, others, counted)
             if failure is not None and comparison.in_parts:
                 raised = raised or f"a slice{what} raises {failure}"
             if wrong := comparison.first_that_differs():
@@ -76,20 +76,15 @@ def compare_in_packs(
     chunk: int, module: nn.Module, call: Callable[..., Any], inputs: Any, side: Mapping[str, Any]
 ) -> None:
     """The same of two sequences in one row, as side inputs tell by the ends of its sequences, and each by itself."""
-    tokens = length_of(inputs, side) or 0
-    count = min(_TOKENS, tokens)
+    few, count = _few((inputs, dict(side)), length_of(inputs, side) or 0)
     if count < 2:
         return
-    middle = (count + 1) // 2
-    few = _few((inputs, dict(side)), tokens, count)
-
-    def forwards() -> _Forwards:
-        alone = [_of_sequences(few, [0, length]) for length in (middle, count - middle)]
-        return _Forwards([_of_sequences(few, [0, middle, count])], middle, alone)
-
-    comparison = _Comparison(module, call, few, count)
+    lengths = _halves(count)
+    comparison = _Comparison(module, call, few, lengths)
     with comparison.running():
-        failure = comparison.failure(few, forwards)
+        failure = comparison.failure(
+            lambda: ([_of_sequences(few, lengths)], [_of_sequences(few, [length]) for length in lengths])
+        )
         if wrong := comparison.first_that_differs():
             raise ValueError(
                 f"Pipeline: chunk {chunk} cannot take sequences packed into a row: {wrong} than for each by itself. It "
@@ -100,27 +95,62 @@ def compare_in_packs(
         logger.warning("chunk %d: packed sequences could not be compared with each by itself: %s", chunk, failure)
 
 
-def _of_sequences(arguments: Any, ends: list[int]) -> dict[str, Any]:
-    """Of inputs and side inputs those that tell of sequences, for some that end there; of packs alone not for one."""
-    sides: dict[str, Any] = {}
+def _few(arguments: Any, tokens: int) -> tuple[Any, int]:
+    """At most so many tokens of a slice or row, which has `tokens`, and their number; a single one twice."""
+    count = min(_TOKENS, tokens)
+
+    def few(leaf: Tensor) -> Tensor:
+        leaf = leaf.detach()
+        if leaf.dim() < 2 or leaf.shape[1] != tokens:
+            return leaf
+        return leaf.repeat_interleave(2, 1) if tokens == 1 else leaf[:, :count]
+
+    return pytree.tree_map_only(Tensor, few, arguments), max(2, count) if tokens else 0
+
+
+def _halves(count: int) -> list[int]:
+    return [(count + 1) // 2, count // 2]
+
+
+def _by_name(arguments: Any) -> dict[str, Any]:
     inputs, side = arguments
-    for name, value in {**(inputs if isinstance(inputs, dict) else {}), **side}.items():
+    return {**(inputs if isinstance(inputs, dict) else {}), **side}
+
+
+def _of_sequences(arguments: Any, lengths: Sequence[int]) -> dict[str, Any]:
+    """Of inputs and side inputs those that tell of sequences, for some of these lengths; of packs alone not for one."""
+    sides: dict[str, Any] = {}
+    for name, value in _by_name(arguments).items():
         if name == "position_ids" and isinstance(value, Tensor):
-            positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])
-            sides[name] = positions.to(value).expand(*value.shape[:-1], ends[-1])
-        elif name == OWN_ENDS or (name in ENDS and len(ends) > 2):
-            sides[name] = torch.as_tensor(value).new_tensor(ends)
-        elif name in _LONGEST and len(ends) > 2:
-            sides[name] = max(b - a for a, b in pairwise(ends))
+            positions = torch.cat([torch.arange(length) for length in lengths])
+            sides[name] = positions.to(value).expand(*value.shape[:-1], len(positions))
+        elif name == OWN_ENDS or (name in ENDS and len(lengths) > 1):
+            sides[name] = torch.as_tensor(value).new_tensor([*accumulate(lengths, initial=0)])
+        elif name in _LONGEST and len(lengths) > 1:
+            sides[name] = max(lengths)
     return sides
 
 
-class _Forwards(NamedTuple):
-    """What is compared: side inputs of all tokens, of which the first that a module takes count, and of both parts."""
+def _batches(few: Any, count: int) -> Iterator[tuple[str, dict[str, Tensor], Tensor | None]]:
+    """What is compared: how it is to be called, what some arguments are in it, and which tokens count.
 
-    whole: Sequence[Mapping[str, Any]]
-    middle: int
-    parts: Sequence[Mapping[str, Any]]
+    Padding and packed rows may come in any batch where they can, so that they are put in here. What is computed for
+    padding need not be the same.
+    """
+    integers = {
+        name: leaf for name, leaf in _by_name(few).items() if isinstance(leaf, Tensor) and not leaf.is_floating_point()
+    }
+    mask, positions = (integers.get(name) for name in ("attention_mask", "position_ids"))
+    if mask is not None and mask.shape[1:] == (count,):
+        for first, last in (2, count - 2), (count // 2 + 1, count):
+            padded = torch.zeros_like(mask)
+            padded[:, first:last] = 1
+            yield " with padding (attention_mask)", {"attention_mask": padded}, padded.bool()
+    elif positions is not None and positions.shape[1:] == (count,):
+        begin = torch.arange(count, device=positions.device)
+        packed = torch.where(begin > count // 4, begin - count // 4 - 1, begin).expand_as(positions)
+        yield " of packed rows (position_ids)", {"position_ids": packed}, None
+    yield "", {} if mask is None else {"attention_mask": torch.ones_like(mask)}, None
 
 
 class _Key(NamedTuple):
@@ -133,20 +163,20 @@ class _Key(NamedTuple):
 
 
 class _Comparison:
-    """What the parts of a module return for so many tokens, and how far from it they are for slices of these.
+    """What the parts of a module return for a few tokens, and how far from it they are for two parts of these.
 
-    call: of the module, with inputs and side inputs such as `few`. counted: [rows, tokens], those that are no padding;
-    None for all.
+    call: of the module, with inputs and side inputs such as `few`. lengths: of the parts, in tokens.
     """
 
-    def __init__(self, module: nn.Module, call: Callable[..., Any], few: Any, tokens: int) -> None:
-        self.counted: Tensor | None = None
+    def __init__(self, module: nn.Module, call: Callable[..., Any], few: Any, lengths: Sequence[int]) -> None:
         self.in_parts = False
-        self.tokens = tokens
-        self._module, self._call = module, call
+        self._module, self._call, self._few = module, call, few
+        self._tokens = sum(lengths)
+        self._places = [*pairwise(accumulate(lengths, initial=0))]
         device = next(tensor.device for tensor in [*tensors_in(few), *module.parameters()])
         self._before = ForwardState([module], device)
-        self._place = (0, tokens)
+        self._place = (0, self._tokens)
+        self._counted: Tensor | None = None  # [rows, tokens], those that are no padding; None for all
         self._whole: dict[_Key, Tensor] = {}
         self._calls: Counter[str] = Counter()
         self._errors: list[tuple[_Key, Tensor]] = []
@@ -166,50 +196,56 @@ class _Comparison:
             self._before.restore()
             torch.clear_autocast_cache()  # of casts without a graph
 
-    def failure(self, arguments: Any, forwards: Callable[[], _Forwards]) -> str | None:
-        """Runs the forwards; why they cannot be compared, or None."""
+    def failure(
+        self, sides: Callable[[], _Sides], others: Mapping[str, Tensor] | None = None, counted: Tensor | None = None
+    ) -> str | None:
+        """Runs the forwards; why they cannot be compared, or None. others: in the place of arguments of these names."""
+        self._counted = counted
         try:
-            if not self._run(arguments, forwards()):  # dropout, say
+            if not self._run(sides(), others or {}):  # dropout, say
                 with evaluation_mode([self._module]):
-                    if not self._run(arguments, forwards()):
+                    if not self._run(sides(), others or {}):
                         return "its forward draws random numbers"
         except Exception as error:  # the forward itself will raise it, or takes no few tokens
             return f"{type(error).__name__}: {error}"
         return None
 
-    def _run(self, arguments: Any, forwards: _Forwards) -> bool:
+    def _run(self, sides: _Sides, others: Mapping[str, Tensor]) -> bool:
         """Whether they drew no random numbers."""
         self._before.restore()
         drawn = random_state(self._before.device)
-        for number, more in enumerate(forwards.whole):
+        wholes, parts = sides
+        self.in_parts = False
+        for number, side in enumerate(wholes):
+            self._whole.clear()
+            self._errors.clear()
             try:
-                self._forward(arguments, (0, self.tokens), more)
+                self._forward((0, self._tokens), {**others, **side})
                 break
             except Exception:
-                if number + 1 == len(forwards.whole):
+                if number + 1 == len(wholes):
                     raise
                 self._before.restore()
         if not _are_same(drawn, random_state(self._before.device)):
             return False
         self._before.restore()
-        places = (0, forwards.middle), (forwards.middle, self.tokens)
-        for place, more in zip(places, forwards.parts, strict=True):
-            self._forward(arguments, place, more)
+        self.in_parts = True
+        for place, side in zip(self._places, parts, strict=True):
+            self._forward(place, {**others, **side})
         return True
 
-    def _forward(self, arguments: Any, place: tuple[int, int], more: Mapping[str, Any]) -> None:
-        """That of the tokens from the first to before the last of a place; more: side inputs in the place of others."""
-        self._place, self.in_parts = place, place != (0, self.tokens)
+    def _forward(self, place: tuple[int, int], others: Mapping[str, Any]) -> None:
+        """That of the tokens from the first to before the last of a place."""
+        self._place = place
         self._calls.clear()
-        if not self.in_parts:
-            self._whole.clear()
-            self._errors.clear()
-        inputs, side = cut(arguments, self.tokens, place)
-        others = {name: value for name, value in side.items() if name not in {*ENDS, *_LONGEST}}
+        (inputs, side), others = cut((self._few, dict(others)), self._tokens, place)
+        side = {name: value for name, value in side.items() if name not in {*ENDS, *_LONGEST}}
         if isinstance(inputs, dict):
-            inputs = {name: more.get(name, value) for name, value in inputs.items()}
-            more = {name: value for name, value in more.items() if name not in inputs}
-        self._call(inputs, {**others, **more})
+            inputs, others = (
+                {n: others.get(n, v) for n, v in inputs.items()},
+                {n: v for n, v in others.items() if n not in inputs},
+            )
+        self._call(inputs, {**side, **others})
 
     def first_that_differs(self) -> str | None:
         """The part that first computed something else, and by how much."""
@@ -255,7 +291,7 @@ class _Comparison:
             return leaf
         self._bytes = min(self._bytes, tensor.element_size())
         if not self.in_parts:
-            if tensor.shape[1] == self.tokens:
+            if tensor.shape[1] == self._tokens:
                 self._whole[key] = tensor.clone()
             return leaf
         whole, place = self._whole.get(key), slice(*self._place)
@@ -263,10 +299,10 @@ class _Comparison:
             return leaf
         sizes, off = _sizes(whole), _sizes(torch.where(whole[:, place] == tensor, 0, whole[:, place] - tensor))
         off = off.masked_fill(whole[:, place].isnan().unsqueeze(-1).flatten(2).any(2), 0)
-        if self.counted is not None:
-            if sizes.shape != self.counted.shape:
+        if self._counted is not None:
+            if sizes.shape != self._counted.shape:
                 return leaf
-            off = off.masked_fill(~self.counted[:, place] & ~off.isnan(), 0)  # a gradient of zero times NaN is NaN
+            off = off.masked_fill(~self._counted[:, place] & ~off.isnan(), 0)  # a gradient of zero times NaN is NaN
         error = off / sizes[:, place].clamp_min(sizes.nanmedian()).clamp_min(torch.finfo(sizes.dtype).tiny)
         self._errors.append((key, torch.where(off == 0, 0, error).max()))  # also where both are NaN
         return torch.empty_like(tensor).copy_(whole[:, place]) if type(leaf) is Tensor else leaf
@@ -276,45 +312,6 @@ def _sizes(tensor: Tensor) -> Tensor:
     """The largest absolute value of each row and token."""
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     return wide.abs().unsqueeze(-1).flatten(2).amax(2)
-
-
-def _few(arguments: Any, tokens: int, count: int) -> Any:
-    """So many tokens of a slice, which has `tokens`; a single one twice."""
-
-    def few(leaf: Tensor) -> Tensor:
-        leaf = leaf.detach()
-        if leaf.dim() < 2 or leaf.shape[1] != tokens:
-            return leaf
-        return leaf.repeat_interleave(2, 1) if tokens < count else leaf[:, :count]
-
-    return pytree.tree_map_only(Tensor, few, arguments)
-
-
-def _batches(few: Any, count: int) -> Iterator[tuple[str, Any, Tensor | None]]:
-    """What is compared: how it is to be called, the arguments, and which tokens count.
-
-    Padding and packed rows may come in any batch where they can, so that they are put in here. What is computed for
-    padding is for nobody, and need not be the same.
-    """
-    names = {pytree.keystr(path[-1:]).strip("[']"): leaf for path, leaf in pytree.tree_leaves_with_path(few) if path}
-    integers = {name: leaf for name, leaf in names.items() if isinstance(leaf, Tensor) and not leaf.is_floating_point()}
-    mask, positions = (integers.get(name) for name in ("attention_mask", "position_ids"))
-    if mask is not None and mask.shape[1:] == (count,):
-        for first, last in (2, count - 2), (count // 2 + 1, count):
-            padded = torch.zeros_like(mask)
-            padded[:, first:last] = 1
-            yield " with padding (attention_mask)", _replaced(few, "attention_mask", padded), padded.bool()
-    elif positions is not None and positions.shape[1:] == (count,):
-        begin = torch.arange(count, device=positions.device)
-        packed = torch.where(begin > count // 4, begin - count // 4 - 1, begin).expand_as(positions)
-        yield " of packed rows (position_ids)", _replaced(few, "position_ids", packed), None
-    yield "", few if mask is None else _replaced(few, "attention_mask", torch.ones_like(mask)), None
-
-
-def _replaced(tree: Any, name: str, value: Tensor) -> Any:
-    return pytree.tree_map_with_path(
-        lambda path, leaf: value if pytree.keystr(path[-1:]) == f"['{name}']" else leaf, tree
-    )
 
 
 def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
