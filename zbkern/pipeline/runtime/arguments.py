@@ -117,14 +117,10 @@ def split_batch(
     Raises TypeError or ValueError as `split` does, and for sequences that cannot be cut into slices.
     """
     count, last = schedule.microbatches, len(schedule.placement) - 1
-    inputs, sides = share_inputs(call, arguments[0], arguments[2], count, modules.values())
+    firsts, sides = _inputs(call, _as_dict(arguments[0]), arguments[2], count, modules)
     if call == "step" and schedule.ranks > 1:
         _check_no_gradients(sides)
-    if any(sides) and inputs is None:
-        firsts: list[Any] = [()] * count
-    else:
-        firsts = split(call, "inputs", inputs, count) if 0 in modules else [None] * count
-    if not isinstance(inputs, list) and not isinstance(arguments[2], list):
+    if not isinstance(arguments[0], list) and not isinstance(arguments[2], list):
         _check_rows(call, firsts, sides)
     takes_targets = last in modules and not (call == "forward" and arguments[1] is None)
     targets = split(call, "targets", arguments[1], count) if takes_targets else [None] * count
@@ -189,28 +185,31 @@ def _versions(side: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
     return [(tensor, tensor._version) for tensor in tensors_in(dict(side)) if not tensor.is_inference()]
 
 
-def share_inputs(
-    call: str, inputs: Any, side: Any, count: int, modules: Iterable[Any]
-) -> tuple[Any, list[dict[str, Any]]]:
-    """Inputs, and each microbatch's side inputs, to which goes what every chunk needs of inputs that have names.
+def _inputs(
+    call: str, inputs: Any, side: Any, count: int, modules: Mapping[int, Any]
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Each microbatch's inputs of the first chunk, and side inputs, to which goes what every chunk needs of inputs that
+    have names.
 
-    Which that is, modules tell in `split_batch`, as those of `cut` do; without it inputs stay as they are. Raises as
-    `split` does.
+    Which that is, modules tell in `split_batch`, as those of `cut` do. Raises as `split` does.
     """
-    sides = split_side(call, side, count)
+    sides = [{}] * count if side is None else split(call, "side", side, count)
+    if not all(isinstance(part, Mapping) for part in sides):
+        raise TypeError(
+            f"Pipeline.{call}: side must be {{name: tensor}}, or a list with one such dict per microbatch, which "
+            f"chunks get as keyword arguments; got {type(side).__name__}"
+        )
+    sides = [*map(dict, sides)]
+    splitter = next((module.split_batch for module in modules.values() if hasattr(module, "split_batch")), None)
     parts = inputs if isinstance(inputs, list) else [inputs]
-    splitter = next((module.split_batch for module in modules if hasattr(module, "split_batch")), None)
-    if not parts or not all(isinstance(part, Mapping) for part in parts):
-        return inputs, sides
-    if splitter is None:
-        return _as_dict(inputs), sides
-    firsts, shared_names = (list(each) for each in zip(*(splitter(part) for part in parts), strict=True))
-    whole = shared_names if isinstance(inputs, list) else shared_names[0]
-    shared = split(call, "inputs", whole, count) if whole else [{}] * count
-    if twice := sorted({name for one, other in zip(sides, shared, strict=True) for name in one.keys() & other.keys()}):
-        raise TypeError(f"Pipeline.{call}: {twice} must be in inputs or in side; got both")
-    sides = [{**one, **other} for one, other in zip(sides, shared, strict=True)]
-    return firsts if isinstance(inputs, list) else firsts[0] or None, sides
+    if splitter is not None and parts and all(isinstance(part, dict) for part in parts):
+        firsts, shared = zip(*map(splitter, split(call, "inputs", inputs, count)), strict=True)
+        if twice := sorted({name for one, other in zip(sides, shared, strict=True) for name in one if name in other}):
+            raise TypeError(f"Pipeline.{call}: {twice} must be in inputs or in side; got both")
+        return [*firsts], [{**one, **other} for one, other in zip(sides, shared, strict=True)]
+    if inputs is None and any(sides):
+        return [()] * count, sides
+    return split(call, "inputs", inputs, count) if 0 in modules else [None] * count, sides
 
 
 def identity(value: Any) -> bytes:
@@ -266,20 +265,6 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
             )
     parts = [[None] * count if leaf is None else leaf.tensor_split(count) for leaf in leaves]
     return [pytree.tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
-
-
-def split_side(call: str, side: Any, count: int) -> list[dict[str, Any]]:
-    """The side inputs of each of `count` microbatches; empty where there are none. Raises as `split` does."""
-    if side is None:
-        return [{}] * count
-    parts = split(call, "side", side, count)
-    for part in parts:
-        if not isinstance(part, Mapping) or not all(isinstance(name, str) for name in part):
-            raise TypeError(
-                f"Pipeline.{call}: side must be {{name: tensor}}, or a list with one such dict per microbatch, which "
-                f"chunks get as keyword arguments; got {type(part).__name__}"
-            )
-    return [dict(part) for part in parts]
 
 
 def name_with_side(call: str, side: Any, count: str = "rows") -> str:

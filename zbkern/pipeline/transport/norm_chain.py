@@ -49,10 +49,8 @@ class NormChain:
         end = max((at for at, rank in enumerate(ranks) if with_shards[rank]), default=len(ranks) - 1)
         self.transport, self._timeout, self._end = transport, timeout, ranks[end]
         self._next = None if place == end else ranks[place + 1] if place < end else self._end
-        self._sources = [
-            *(ranks[place - 1 : place] if place <= end else ()),
-            *(ranks[end + 1 :] if place == end else ()),
-        ]
+        self._sources = [*ranks[max(0, place - 1) : place]] if place <= end else []
+        self._sources += ranks[end + 1 :] if place == end else []
         self.is_after_end = place > end
         self.counted = {name for rank in ranks[:place] for name in names[rank]}
         """The names of shared parameters that a rank before this one counts."""
