@@ -383,8 +383,8 @@ class Pipeline:
 
     def _begin(self, call: str, arguments: tuple[Any, Any, Any], schedule: Schedule | None) -> None:
         self._check_idle(call)
-        inputs, targets, side = arguments
-        wrong = None
+        inputs, targets, _ = arguments
+        announced, wrong = call, None
         self.boundary.release_reads()
         try:
             chosen = self._schedules.choose(call, schedule, arguments)
@@ -397,24 +397,24 @@ class Pipeline:
             self.loop.use(chosen)
             self.boundary.check_others(call)
         except Exception as error:  # the other ranks will have begun: they are told why this one has not
-            wrong, announced = error, name_with_side(call, side)
+            wrong = error
         if self._failed:
-            self._recover(None if wrong else announced)
+            self._recover(announced if wrong is None else None)
         elif self.boundary.broken:  # since another Pipeline of these chunks has failed
             self.boundary.recover(self._transport, self.timeout)
         if call == "step" and self._calls == 0 and self.schedule.ranks > 1:
             batches = self.gather((identity(inputs), identity(targets)))
             if self.rank == 0:
                 check_same_batch(batches)
+        if wrong is not None:
+            self.abandon()
+            self._transport.fail(f"rank {self.rank}: {described(wrong)}")
+            raise wrong
         try:
             self._transport.begin(announced)
         except PipelineError:  # a rank has failed that this one's last call needed nothing from
             self.abandon()
             raise
-        if wrong is not None:
-            self.abandon()
-            self._transport.fail(f"rank {self.rank}: {described(wrong)}")
-            raise wrong
         if call == "step":
             self.recorder.clear()
         self._calls += 1

@@ -110,9 +110,8 @@ class DistributedTransport(Transport):
         for thread in (self._sender, *self._receivers.values()):
             thread.start()
         # multiprocessing's: it also runs where a child process ends, which has no atexit; the last one runs first
-        communicators = self._headers_up, self._headers_down
-        arguments = self._receivers, self._sender, communicators
-        self._end_threads = Finalize(None, _end_threads, arguments, exitpriority=0)
+        connections = self._receivers, self._sender, (self._headers_up, self._headers_down)
+        self._end_threads = Finalize(None, _end_threads, connections, exitpriority=0)
         self._close_at_exit = Finalize(None, self._end_with_process, exitpriority=0)
 
     def send(self, peer: int, tag: Tag | Note, message: Any) -> None:
