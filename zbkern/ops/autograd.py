@@ -7,7 +7,6 @@ through hooks.
 
 from __future__ import annotations
 
-import enum
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,32 +20,23 @@ from zbkern.wgrad import accumulation, queue
 Params = tuple["Tensor | None", ...]
 
 
-class Attachment(enum.Enum):
-    """How the weight gradients of one call reach their parameters."""
-
-    ATTACHED = "the graph has edges to the weights; W may wait"
-    DETACHED = "the graph has none; W may wait, and runs hooks itself"
-    IMMEDIATE = "the graph has edges to the weights; W never waits"
-
-
-_DETACHED = Attachment.DETACHED  # looked up once: in its class a member takes 60 ns to find
-
-
 class OpCall:
     """What a function needs besides tensors: whose gradients it computes, by which backend, for which layer.
 
-    backend: a module of kernels (kernels/spec.py), or a SeparableFunction.
+    backend: a module of kernels (kernels/spec.py), or a SeparableFunction. detached: the graph has no edges to the
+    weights, and W runs their hooks itself. may_defer: W may wait. ddp_managed: DistributedDataParallel waits for the
+    gradients.
     """
 
-    __slots__ = ("attachment", "backend", "ddp_managed", "may_defer", "name", "params", "params_requiring_grad")
+    __slots__ = ("backend", "ddp_managed", "detached", "may_defer", "name", "params", "params_requiring_grad")
 
     def __init__(self, params: Params, backend: Any, name: str) -> None:
         self.params: tuple[Any, ...] = params  # which may be None, the function knows
-        self.params_requiring_grad = params  # None for the others; meant for DETACHED, elsewhere the edges tell
+        self.params_requiring_grad = params  # None for the others; where not detached, the edges tell
         self.backend = backend
         self.name = name
-        self.attachment = Attachment.ATTACHED
-        self.ddp_managed = False  # DistributedDataParallel waits for these gradients
+        self.detached = False
+        self.ddp_managed = False
         self.may_defer = True
 
 
@@ -62,8 +52,8 @@ def apply(function: type[torch.autograd.Function], call: OpCall, x: Tensor, *arg
     if not torch.is_grad_enabled():
         return function.forward(_NoGradContext(2 + len(arguments) + len(call.params)), call, x.detach(), *arguments)
     if queue.possible:
-        _choose_attachment(call)
-    if call.attachment is _DETACHED:
+        _decide(call)
+    if call.detached:
         return function.apply(call, x, *arguments, _anchor)
     return function.apply(call, x, *arguments, *call.params)
 
@@ -84,8 +74,8 @@ ANCHOR = torch.autograd.graph.get_gradient_edge(_anchor).node
 """The edge of functions without edges to their weights."""
 
 
-def _choose_attachment(call: OpCall) -> None:
-    """Detaches within `defer`, and where hooks or a framework wait for the gradient at its accumulation."""
+def _decide(call: OpCall) -> None:
+    """Whether W may wait. Detaches within `defer`, and where hooks or a framework wait for a gradient's accumulation."""
     call.may_defer = queue.may_defer()
     detach = wgrad.current() is not None
     params_requiring_grad = call.params
@@ -103,11 +93,11 @@ def _choose_attachment(call: OpCall) -> None:
     if ddp is not None:
         call.ddp_managed = True
         if ddp.find_unused_parameters or ddp.static_graph:  # both read the graph from the outputs to the parameters
-            call.attachment = Attachment.IMMEDIATE
+            call.may_defer = False
             return
         detach = True
     if detach and any(p is not None for p in params_requiring_grad):
-        call.attachment = Attachment.DETACHED
+        call.detached = True
         call.params_requiring_grad = params_requiring_grad
 
 
@@ -128,7 +118,7 @@ def weight_gradients(
     """
     params = call.params_requiring_grad if part is None else call.params_requiring_grad[part]
     scope = wgrad.current() if call.may_defer else None
-    if call.attachment is _DETACHED:
+    if call.detached:
         if torch._C._will_engine_execute_node(ANCHOR) and (part is None or any(p is not None for p in params)):
             for parameter in params:
                 if parameter is not None and accumulation.has_main_grad_flags(parameter):
@@ -148,7 +138,7 @@ def weight_gradients(
         return params
     # Hooks that came after the forward run in this backward, so their gradient must be there now; autograd.grad returns
     # what it was asked for and accumulates nothing.
-    if scope is not None and call.attachment is Attachment.ATTACHED and all(_may_wait(p) for p in needed_params):
+    if scope is not None and all(_may_wait(p) for p in needed_params):
         scope[0].add(wgrad.WGradTask(kernel, tensors, params, arithmetic, call.name, False, reads), scope[1])
         return (None,) * len(params)
     if kernel.allocate is not None and all(p.dtype == tensors[0].dtype for p in needed_params):
@@ -189,7 +179,7 @@ def differentiable_backward(
 
     Recomputes the op with torch's operations, forward(*params, *inputs); inputs: the arguments of `apply` after call.
     """
-    detached = call.attachment is _DETACHED
+    detached = call.detached
     with torch.enable_grad():
         # Views: what comes before x in the graph may depend on the same weights, and that is not this op's share.
         params = [_second_order(call, p) if detached else _view(p) for p in call.params]
@@ -215,7 +205,7 @@ def _second_order(call: OpCall, parameter: Tensor | None) -> Tensor | None:
     if parameter is None or not parameter.requires_grad:
         return parameter
     second = OpCall((parameter,), call.backend, call.name)
-    second.attachment, second.ddp_managed, second.may_defer = call.attachment, call.ddp_managed, call.may_defer
+    second.detached, second.ddp_managed, second.may_defer = True, call.ddp_managed, call.may_defer
     return _WithoutEdge.apply(second, parameter.detach(), _anchor)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zbkern.kernels.reference.loss import LEAST_LOG
 from zbkern.kernels.spec import CrossEntropyOptions as Options
-from zbkern.ops.autograd import Attachment, OpCall, differentiable_backward, weight_gradients
+from zbkern.ops.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.ops.functions.linear import linear_with_torch
 from zbkern.wgrad import WGradKernel, accumulation, queue
 
@@ -112,8 +112,7 @@ def _gradients_of_head(
 
 def _may_wait(call: OpCall) -> bool:
     """Whether a queue may take the W of this call, or hooks need it by itself."""
-    how = call.attachment
-    return queue.possible and (how is Attachment.DETACHED or (call.may_defer and how is Attachment.ATTACHED))
+    return queue.possible and (call.detached or call.may_defer)
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
