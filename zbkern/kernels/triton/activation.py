@@ -9,6 +9,9 @@ from zbkern.kernels.triton.common import Kernel, activate, activation_gradient, 
 from zbkern.kernels.triton.gate_tile import gate_backward, gate_constants, gate_forward
 from zbkern.kernels.triton.replay import replayed
 
+Pair = tuple[Tensor, Tensor | None]
+"""Gate and up, or where they are interleaved both in one matrix, and None."""
+
 _BLOCK = 1024
 """Elements of 4 warps: 8 per thread, which is one 16-byte access for half precision."""
 
@@ -102,14 +105,14 @@ def gated_bwd(dh: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tens
     _launch((gate, up, dh, h, dgate, dup), h, True, GateOptions(activation))
 
 
-def gate_of(z: Tensor, dh: Tensor | None, h: Tensor, dz: Tensor | None, options: GateOptions) -> None:
-    """h [M, H] = gate(z) of z [M, 2 H], and where dh is given dz, the gradient of z."""
-    _launch((*halves(z, options), dh, h, *halves(dz, options)), h, True, options)
+def gate_of(inputs: Pair, dh: Tensor | None, h: Tensor, outputs: Pair, options: GateOptions) -> None:
+    """h [M, H] of gate and up, and where dh is given the outputs, their gradients."""
+    _launch((*inputs, dh, h, *outputs), h, True, options)
 
 
-def halves(both: Tensor | None, options: GateOptions) -> tuple[Tensor | None, ...]:
-    """(gate, up) of both; where they are interleaved, and where there are none, (both, None)."""
-    return (both, None) if both is None or options.interleaved else both.chunk(2, 1)
+def halves(z: Tensor, options: GateOptions) -> Pair:
+    """(gate, up) of z [M, 2 H], or (z, None) where they are interleaved."""
+    return (z, None) if options.interleaved else z.chunk(2, 1)
 
 
 def _launch(tensors: tuple[Tensor | None, ...], like: Tensor, gated: bool, options: GateOptions) -> None:

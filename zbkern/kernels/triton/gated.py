@@ -1,5 +1,6 @@
-"""Gated MLPs as Triton kernels: both halves in one product with the gate in its epilogue, and the backward of the gate
-in the epilogue of the down projection's dgrad. Each tensor that stays in registers saves passes over [M, H].
+"""Gated MLPs, dense and of experts, as Triton kernels: gate and up of a dense one are one product with the gate in its
+epilogue, and the backward of the gate is in the epilogue of the down projection's dgrad. Each tensor that stays in
+registers saves passes over [M, H].
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from zbkern.kernels import tiles
 from zbkern.kernels.spec import GateOptions
-from zbkern.kernels.triton.activation import gated_bwd, gated_fwd
+from zbkern.kernels.triton.activation import Pair, gate_of, gated_fwd, halves
 from zbkern.kernels.triton.common import Kernel, activate, dot, widen
 from zbkern.kernels.triton.gate_tile import (
     gate_constants,
@@ -21,7 +22,17 @@ from zbkern.kernels.triton.gate_tile import (
     store_gate,
     write_gate_gradients,
 )
-from zbkern.kernels.triton.grouped_tile import find_rows, group_end, load_rows, matrix_of, row_tiles
+from zbkern.kernels.triton.grouped import grouped_linear_dgrad, grouped_linear_fwd
+from zbkern.kernels.triton.grouped_tile import (
+    as_rows,
+    find_rows,
+    group_end,
+    load_rows,
+    matrix_of,
+    padded,
+    ragged_argument,
+    row_tiles,
+)
 from zbkern.kernels.triton.linear import linear_dgrad, linear_fwd
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
@@ -80,7 +91,7 @@ def _gated_fwd(
 
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
-def gated_dgrad(
+def _gated_dgrad(
     dy, down, gate, up, dgate, dup, h, ends, rows, groups, H, R,
     y_stride, w_group, w_stride, i_stride, o_stride, h_stride,
     Y_T: tl.constexpr, W_T: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
@@ -145,7 +156,7 @@ def gated_linear_fwd(
         return
     a, b, c = as_operand(x), as_operand(weight_gate.t()), as_operand(weight_up.t())
     outputs = (gate, up, h)
-    if b.layout != c.layout or not _regular(outputs):
+    if b.layout != c.layout or not _regular(outputs, q):
         linear_fwd(x, weight_gate, bias_gate, gate)
         linear_fwd(x, weight_up, bias_up, up)
         gated_fwd(gate, up, activation, h)
@@ -170,25 +181,49 @@ def gated_linear_dgrad(
     dy: Tensor, down: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor, h: Tensor
 ) -> None:
     """dh = dy down, then dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up."""
-    (p, r), q = dy.shape, down.shape[1]
-    if p == 0 or q == 0:
+    _run_dgrad(dy, down, None, (gate, up), GateOptions(activation), (dgate, dup), h)
+
+
+def grouped_gated_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, options: GateOptions, z: Tensor, h: Tensor
+) -> None:
+    """z = x weight[e]^T + bias[e] in rows of group e, h = gate(z); 0 in rows of no group."""
+    grouped_linear_fwd(x, weight, bias, ends, z)
+    gate_of(halves(z, options), None, h, (None, None), options)
+
+
+def grouped_gated_dgrad(
+    dy: Tensor, weight: Tensor, ends: Tensor, z: Tensor, options: GateOptions, dz: Tensor, h: Tensor
+) -> None:
+    """dh = dy weight[e] in rows of group e, then dz, its gradient with respect to z, and h = gate(z) once more."""
+    _run_dgrad(dy, weight, ends, halves(z, options), options, halves(dz, options), h)
+
+
+def _run_dgrad(
+    dy: Tensor, weight: Tensor, ends: Tensor | None, inputs: Pair, options: GateOptions, outputs: Pair, h: Tensor
+) -> None:
+    """inputs: gate and up, outputs: their gradients, as `halves` gives them. Without ends all rows are one group's."""
+    (rows, r), hidden = dy.shape, h.shape[1]
+    groups = 1 if ends is None else weight.shape[0]
+    if h.numel() == 0:
         return
-    a, b = as_operand(dy), as_operand(down)
-    inputs, outputs = (gate, up), (dgate, dup, h)
-    if not _regular(inputs) or not _regular(outputs):
-        dh = torch.empty_like(gate)
-        linear_dgrad(dy, down, dh)
-        gated_bwd(dh, gate, up, activation, dgate, dup, h)
+    if groups == 0 or not all(_regular(tensors, hidden) for tensors in (inputs, outputs, (h,))):
+        dh = torch.empty_like(h, memory_format=torch.contiguous_format)
+        linear_dgrad(dy, weight, dh) if ends is None else grouped_linear_dgrad(dy, weight, ends, dh)
+        gate_of(inputs, dh, h, outputs, options)
         return
-    reads = has_bulk_copies(dy.device) and a.describable and b.describable
-    tile, programs = plan("dgrad", p, q, r, dy.dtype, dy.device, reads)
-    (left, y_stride), (right, w_stride) = a.argument(tile.m, tile.k, reads), b.argument(tile.k, tile.n, reads)
-    strides = (y_stride, 0, w_stride, gate.stride(0), h.stride(0), h.stride(0))
-    gate_of = gate_constants(GateOptions(activation))
-    flags = (a.transposed, b.transposed, reads, precision(dy.dtype), *gate_of, 1)
-    arguments = (left, right, gate, up, *outputs, None, p, 1, q, r, *strides)
-    constants = (*flags, tile.m, tile.n, tile.k, tile.group, gate_parts(tile.n, dy.dtype))
-    gated_dgrad(programs, arguments, constants, tile.warps, tile.stages)
+    left, right = as_operand(dy) if ends is None else as_rows(dy), as_operand(weight)
+    reads = has_bulk_copies(dy.device) and left.describable and right.describable
+    wide = reads and not options.interleaved  # a tile of 256 columns beside an interleaved z spills on sm_90
+    tile, programs = plan("dgrad", -(-rows // groups), hidden, r, dy.dtype, dy.device, wide, groups=groups)
+    of_rows = (tile.m, tile.k, reads)
+    x, y_stride = left.argument(*of_rows) if ends is None else ragged_argument(left, *of_rows)
+    matrices, w_stride = right.argument(tile.k, tile.n, reads)
+    strides = (right.group_stride, w_stride, *(tensor.stride(0) for tensor in (inputs[0], outputs[0], h)))
+    flags = (left.transposed, right.transposed, reads, precision(dy.dtype), *gate_constants(options), padded(groups))
+    arguments = (x, matrices, *inputs, *outputs, h, ends, rows, groups, hidden, r, y_stride, *strides)
+    sizes = (tile.m, tile.n, tile.k, tile.group, gate_parts(tile.n, dy.dtype, options.interleaved))
+    _gated_dgrad(programs, arguments, (*flags, *sizes), tile.warps, tile.stages)
 
 
 def _flatten(capability: int) -> bool:
@@ -197,7 +232,7 @@ def _flatten(capability: int) -> bool:
     return tiles.unit(capability) != "wgmma"
 
 
-def _regular(tensors: Sequence[Tensor]) -> bool:
+def _regular(tensors: Sequence[Tensor | None], columns: int) -> bool:
     """Whether epilogues take them: one stride for all."""
-    columns = tensors[0].shape[1]
-    return all(tensor.stride() == tensors[0].stride() and regular(tensor, columns) for tensor in tensors)
+    there = [tensor for tensor in tensors if tensor is not None]
+    return all(tensor.stride() == there[0].stride() and regular(tensor, columns) for tensor in there)

@@ -8,9 +8,13 @@ from zbkern.kernels.triton.attention_backward import attention_dgrad
 from zbkern.kernels.triton.attention_forward import attention_fwd
 from zbkern.kernels.triton.embedding import embedding_fwd, embedding_wgrad
 from zbkern.kernels.triton.fp8 import fp8_linear_dgrad, fp8_linear_fwd, fp8_linear_wgrad
-from zbkern.kernels.triton.gated import gated_linear_dgrad, gated_linear_fwd
+from zbkern.kernels.triton.gated import (
+    gated_linear_dgrad,
+    gated_linear_fwd,
+    grouped_gated_dgrad,
+    grouped_gated_fwd,
+)
 from zbkern.kernels.triton.grouped import grouped_linear_dgrad, grouped_linear_fwd
-from zbkern.kernels.triton.grouped_gated import grouped_gated_dgrad, grouped_gated_fwd
 from zbkern.kernels.triton.grouped_wgrad import grouped_linear_wgrad
 from zbkern.kernels.triton.linear import linear_dgrad, linear_fwd
 from zbkern.kernels.triton.loss import cross_entropy_fwd, cross_entropy_wgrad
