@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.kernels import dispatch, spec
+from zbkern.kernels import dispatch, reference, spec
 from zbkern.kernels.spec import CrossEntropyOptions, GateOptions
 from zbkern.ops import checks, table
 from zbkern.ops.functions import attention as attention_functions
@@ -87,7 +87,7 @@ def linear(
     op = table.LINEAR
     options: tuple[Any, ...] = activation, transposed
     if recipe is not None:
-        checks.check_recipe("linear", recipe)
+        checks.check_choice("linear", "recipe", recipe, checks.RECIPES)
         if activation is not None or transposed:
             raise ValueError(
                 f"linear: recipe={recipe!r} needs activation=None and transposed=False; "
@@ -164,7 +164,9 @@ def grouped_mlp(
     becomes of gate and up, and which of gate_up's outputs are which; gpt-oss's experts have
     GateOptions(interleaved=True, limit=7, alpha=1.702, offset=1). Raises as `linear` does.
     """
-    checks.check_gate(gate)
+    checks.check_choice("grouped_mlp", "activation", gate.activation, spec.ACTIVATIONS)
+    if not gate.alpha > 0 or (gate.limit is not None and not gate.limit > 0):
+        raise ValueError(f"grouped_mlp: alpha and limit must be above 0; got {gate.alpha} and {gate.limit}")
     params = (gate_up, down, *biases)
     wanted = checks.GROUPED_MLP_TRANSPOSED if transposed else checks.GROUPED_MLP
     return _grouped(table.GROUPED_MLP, wanted, x, params, counts, offsets, gate, transposed, impl=impl, name=name)
@@ -196,7 +198,10 @@ def embedding(
     that gets no gradient (may be negative, from the end). Raises TypeError or ValueError for arguments that do not fit.
     """
     checks.check("embedding", checks.EMBEDDING, indices, weight)
-    row = checks.padding_row(padding_idx, weight.shape[0])
+    rows = weight.shape[0]
+    if padding_idx is not None and not -rows <= padding_idx < rows:
+        raise ValueError(f"embedding: padding_idx must be within the {rows} rows; got {padding_idx}")
+    row = None if padding_idx is None else padding_idx % rows
     return table.run(table.EMBEDDING, indices, (weight,), row, impl=impl, name=name)
 
 
@@ -328,9 +333,13 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, impl:
     cos and sin get no gradient. Source: Su et al., RoFormer (arXiv 2104.09864). Raises TypeError or ValueError for
     arguments that do not fit.
     """
-    checks.check_rotary(x, cos, sin)
+    checks.check("rotary", checks.ROTARY, x, cos, sin)
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(f"rotary: cos must be [T, R/2] with R <= {x.shape[-1]} like x; got {list(cos.shape)}")
+    if cos.requires_grad or sin.requires_grad:
+        raise TypeError("rotary: cos and sin must be numbers without a gradient; detach them")
     if route(x, cos) is not PLAIN:
-        return rotary_functions.rotary_with_torch(x, cos, sin, interleaved)
+        return reference.rotated(x, cos, sin, interleaved)
     backend = dispatch.resolve("rotary", impl, x.device, x.dtype)
     return rotary_functions.RotaryFunction.apply(backend, x, cos, sin, interleaved, False)
 
@@ -387,17 +396,11 @@ def linear_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """(log_probs, entropy) of softmax(x weight^T + bias) without ever holding all logits, as policies are trained by.
 
-    Args:
-        x: [..., K].
-        weight: [V, K].
-        target: [...] integers in 0..V-1 or options.ignore_index.
-        bias: [V] or None.
-        options: label_smoothing and z_loss must be 0; chunk as in `linear_cross_entropy`.
-
-    log_probs [...] are the logarithms of the probabilities of the targets, entropy [...] is -sum(p log p), both 0 where
-    ignored, in float32 (float64 for float64 x), and both have a gradient. B and W compute the logits again: five
-    matmuls, where log_probs alone, -linear_cross_entropy(reduction="none"), take four. Plain torch on every device.
-    Raises TypeError or ValueError for arguments that do not fit.
+    Arguments as in `linear_cross_entropy`; label_smoothing and z_loss must be 0. log_probs [...] are the logarithms of
+    the probabilities of the targets, entropy [...] is -sum(p log p), both 0 where ignored, in float32 (float64 for
+    float64 x), and both have a gradient. B and W compute the logits again: five matmuls, where log_probs alone,
+    -linear_cross_entropy(reduction="none"), take four. Plain torch on every device. Raises TypeError or ValueError for
+    arguments that do not fit.
     """
     checks.check("linear_log_probs", checks.LINEAR_CROSS_ENTROPY, x, weight, target, bias)
     checks.check_cross_entropy(options, "none", "linear_log_probs")

@@ -43,7 +43,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self, *args: Any, impl: str = "auto", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.zbkern_impl = checks.check_impl(type(self).__name__, impl)
+        self.zbkern_impl = checks.check_choice(type(self).__name__, "impl", impl, checks.IMPLEMENTATIONS)
 
     def extra_repr(self) -> str:
         own = [] if self.zbkern_impl == "auto" else [f"impl={self.zbkern_impl!r}"]
@@ -59,7 +59,7 @@ class Linear(Layer, torch.nn.Linear):
 
     def __init__(self, *args: Any, recipe: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.zbkern_recipe = checks.check_recipe("Linear", recipe)
+        self.zbkern_recipe = checks.check_choice("Linear", "recipe", recipe, checks.RECIPES)
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.linear(

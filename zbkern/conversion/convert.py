@@ -69,9 +69,9 @@ def convert(
 
     `unconverted` tells what stayed, `restore` undoes it. Raises ValueError for an impl or a recipe that does not exist.
     """
-    checks.check_recipe("convert", recipe)
+    checks.check_choice("convert", "recipe", recipe, checks.RECIPES)
     if impl is not None:
-        checks.check_impl("convert", impl)
+        checks.check_choice("convert", "impl", impl, checks.IMPLEMENTATIONS)
     for name, module in model.named_modules():
         if not isinstance(module, nn.Layer):
             twin = _twin(module)

@@ -159,28 +159,15 @@ def fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
     )
 
 
-def check_choice(op: str, argument: str, value: Any, choices: Sequence[Any]) -> None:
+IMPLEMENTATIONS = ("auto", *spec.IMPLEMENTATIONS)
+RECIPES = (None, *spec.RECIPES)
+
+
+def check_choice(op: str, argument: str, value: Any, choices: Sequence[Any]) -> Any:
+    """The value. Raises ValueError where it is none of the choices."""
     if value not in choices:
         raise ValueError(f"{op}: {argument} must be one of {tuple(choices)}; got {value!r}")
-
-
-def check_impl(caller: str, impl: str) -> str:
-    """impl. Raises ValueError where no backend has this name; whether it can run shows at its first call."""
-    check_choice(caller, "impl", impl, ("auto", *spec.IMPLEMENTATIONS))
-    return impl
-
-
-def check_recipe(caller: str, recipe: str | None) -> str | None:
-    """recipe. Raises ValueError where there is none of this name."""
-    check_choice(caller, "recipe", recipe, (None, *spec.RECIPES))
-    return recipe
-
-
-def check_gate(options: spec.GateOptions) -> None:
-    op = "grouped_mlp"
-    check_choice(op, "activation", options.activation, spec.ACTIVATIONS)
-    if not options.alpha > 0 or (options.limit is not None and not options.limit > 0):
-        raise ValueError(f"{op}: alpha and limit must be above 0; got {options.alpha} and {options.limit}")
+    return value
 
 
 def group_ends(
@@ -188,23 +175,22 @@ def group_ends(
 ) -> Tensor:
     """Where the rows of every group end, int32 on x's device. Numbers that are on a GPU already are not read, nor those
     that a compiler traces."""
-    compiling = torch.compiler.is_compiling()
     if (counts is None) == (offsets is None):
         raise ValueError(f"{op}: counts and offsets both say where groups end; pass one of them")
-    if offsets is None:
-        numbers = _integers(op, "counts", counts)
-        known = numbers.is_cpu and not compiling
-        wanted = f"{groups} numbers >= 0 that add up to {x.shape[0]} rows"
-        fits = known and bool((numbers >= 0).all()) and int(numbers.sum()) == x.shape[0]
-    else:
-        numbers = _integers(op, "offsets", offsets)
-        known = numbers.is_cpu and not compiling
-        wanted = f"{groups} numbers that rise from 0 or more to {x.shape[0]} rows or less"
-        fits = known and numbers.tolist() == sorted(numbers.clamp(0, x.shape[0]).tolist())
-    if list(numbers.shape) != [groups] or (known and not fits):
-        values = numbers.tolist() if known else f"{list(numbers.shape)} of them"
-        raise ValueError(f"{op}: {'counts' if offsets is None else 'offsets'} must be {wanted}; got {values}")
-    ends = numbers.cumsum(0) if offsets is None else numbers
+    argument, values = ("counts", counts) if offsets is None else ("offsets", offsets)
+    numbers, rows = _integers(op, argument, values), x.shape[0]
+    known = numbers.is_cpu and not torch.compiler.is_compiling()
+    fits = list(numbers.shape) == [groups]
+    ends = numbers.cumsum(0) if fits and offsets is None else numbers
+    if fits and known:
+        places = [0, *ends.tolist(), rows]
+        fits = places == sorted(places) and (offsets is not None or places[-2] == rows)
+    if not fits:
+        wanted = f"that rise from 0 or more to {rows} rows or less"
+        if offsets is None:
+            wanted = f">= 0 that add up to {rows} rows"
+        found = numbers.tolist() if known else f"{list(numbers.shape)} of them"
+        raise ValueError(f"{op}: {argument} must be {groups} numbers {wanted}; got {found}")
     return ends.to(device=x.device, dtype=torch.int32, non_blocking=True)
 
 
@@ -215,15 +201,6 @@ def _integers(op: str, argument: str, values: Sequence[int] | Tensor | None) -> 
         numbers = tensor.tolist() if tensor.is_cpu else tensor.dtype
         raise TypeError(f"{op}: {argument} must be integers; got {numbers}")
     return tensor.detach()
-
-
-def padding_row(padding_idx: int | None, rows: int) -> int | None:
-    """padding_idx, counted from the start."""
-    if padding_idx is None:
-        return None
-    if not -rows <= padding_idx < rows:
-        raise ValueError(f"embedding: padding_idx must be within the {rows} rows; got {padding_idx}")
-    return padding_idx % rows
 
 
 def check_attention(
@@ -298,14 +275,6 @@ def _check_ends(argument: str, ends: Sequence[int] | Tensor, tokens: Tensor) -> 
     if not places or places[0] != 0 or places != sorted(places) or places[-1] != tokens.shape[0]:
         raise ValueError(f"attention: {argument} must rise from 0 to the {tokens.shape[0]} tokens; got {places}")
     return tuple(places)
-
-
-def check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    check("rotary", ROTARY, x, cos, sin)
-    if 2 * cos.shape[1] > x.shape[-1]:
-        raise ValueError(f"rotary: cos must be [T, R/2] with R <= {x.shape[-1]} like x; got {list(cos.shape)}")
-    if cos.requires_grad or sin.requires_grad:
-        raise TypeError("rotary: cos and sin must be numbers without a gradient; detach them")
 
 
 def check_cross_entropy(options: spec.CrossEntropyOptions, reduction: str, op: str = "linear_cross_entropy") -> None:

@@ -6,17 +6,9 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-_FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-}
-
-_INTO: dict[str, Callable[..., Tensor]] = {
+_FORWARD: dict[str, Callable[..., Tensor]] = {
     "gelu": torch.ops.aten.gelu,
     "gelu_tanh": functools.partial(torch.ops.aten.gelu, approximate="tanh"),
     "relu": torch.ops.aten.relu,
@@ -38,7 +30,7 @@ def activation_function(activation: str) -> Callable[[Tensor], Tensor]:
 
 def activation_fwd(z: Tensor, activation: str, y: Tensor) -> None:
     """y = activation(z)."""
-    _INTO[activation](z, out=y)
+    _FORWARD[activation](z, out=y)
 
 
 def activation_bwd(dy: Tensor, z: Tensor, activation: str, dz: Tensor) -> None:
@@ -48,12 +40,12 @@ def activation_bwd(dy: Tensor, z: Tensor, activation: str, dz: Tensor) -> None:
 
 def gated_fwd(gate: Tensor, up: Tensor, activation: str, h: Tensor) -> None:
     """h = activation(gate) * up."""
-    _INTO[activation](gate, out=h).mul_(up)
+    _FORWARD[activation](gate, out=h).mul_(up)
 
 
 def gated_bwd(dh: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor, h: Tensor) -> None:
     """dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up once more."""
-    _INTO[activation](gate, out=h)
+    _FORWARD[activation](gate, out=h)
     torch.mul(dh, h, out=dup)
     h.mul_(up)
     _BACKWARD[activation](dh * up, gate, grad_input=dgate)

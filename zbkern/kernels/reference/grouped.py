@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zbkern.kernels.reference.activation import activation_bwd, activation_function, activation_fwd
-from zbkern.kernels.reference.linear import linear_dgrad, linear_fwd, linear_wgrad
+from zbkern.kernels.reference.linear import linear_fwd, linear_wgrad
 from zbkern.kernels.spec import GateOptions, Outputs, Segments
 
 
@@ -31,12 +31,7 @@ def grouped_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Ten
 
 def grouped_linear_dgrad(dy: Tensor, weight: Tensor, ends: Tensor, dx: Tensor) -> None:
     """Rows of group e: dx = dy weight[e]; 0 in rows of no group."""
-    if readable(ends):
-        for (rows, out), part in zip(split(ends, dy, dx), weight.unbind(), strict=True):
-            linear_dgrad(rows, part, out)
-        rest(ends, dx).zero_()
-    else:
-        grouped_linear_fwd(dy, weight.mT, None, ends, dx)
+    grouped_linear_fwd(dy, weight.mT, None, ends, dx)
 
 
 def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:

@@ -96,7 +96,8 @@ def _joins_products(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
 
 def _one_shape(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     if sinks is not None or options.softcap is not None:
-        return _written_out(sinks, q, k, v, options)
+        with _without_autocast(q.device.type):
+            return _written_out(sinks, q, k, v, options)
     same = options.causal and options.window is None and q.shape[1] == k.shape[1]
     same = same and options.scale > 0  # else torch's kernel for CPUs multiplies the -inf of its mask: nan
     mask = None if same else attention_mask(q.shape[1], k.shape[1], options, q.device)
@@ -112,12 +113,6 @@ def _one_shape(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: A
     return y.transpose(1, 2)
 
 
-def _written_out(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """With all scores in memory, for what torch's own attention does not know; in float32 or wider."""
-    with _without_autocast(q.device.type):
-        return _in_wide_numbers(sinks, q, k, v, options)
-
-
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """Inside, products are of the dtypes that they are given."""
     known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)  # which torch 2.8 does not compile
@@ -126,7 +121,8 @@ def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def _in_wide_numbers(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+def _written_out(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+    """With all scores in memory, for what torch's own attention does not know; in float32 or wider."""
     wide = statistics_dtype(q.dtype)
     by_group = q.transpose(1, 2).unflatten(1, (k.shape[2], -1)).to(wide)  # [batch, Hk, Hq / Hk, queries, D]
     keys, values = (t.transpose(1, 2).unsqueeze(2).to(wide) for t in (k, v))

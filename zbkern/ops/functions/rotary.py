@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.kernels import reference
-
 
 class RotaryFunction(torch.autograd.Function):
     """x [..., T, H, D] rotated by cos, sin [T, R/2], or back. The gradient of one is the other, any number of times."""
@@ -30,11 +28,6 @@ class RotaryFunction(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         dx = RotaryFunction.apply(ctx.backend, dy, cos, sin, ctx.interleaved, not ctx.back)
         return None, dx, None, None, None, None
-
-
-def rotary_with_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotary in torch's own operations, differentiable any number of times."""
-    return reference.rotated(x, cos, sin, interleaved)
 
 
 def _batched(x: Tensor) -> Tensor:
