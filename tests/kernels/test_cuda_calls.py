@@ -83,10 +83,6 @@ def test_multiprocessors_that_a_launch_may_take(extension: HostExtension) -> Non
     assert extension.grids == [(132, 0), (132, 3)]
 
 
-def test_what_the_sanitizer_is_given_can_be_imported() -> None:
-    exec("\n".join(line for line in SMALL_RUN.splitlines() if line.startswith(("import", "from"))), {})
-
-
 def test_a_launch_takes_neighbours_of_the_same_dtypes(extension: HostExtension) -> None:
     kinds = [(BF16, FP32), (BF16, FP32), (BF16, BF16), (FP16, FP32)]
     rows = [[8] * 9, [8] * 8, [8], [8] * 20]  # 17 segments are too many for a launch, 20 are two on their own

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import launch_checks
 from zbkern import testing
 from zbkern.kernels import reference, spec
 
@@ -66,13 +65,3 @@ def test_a_half_product_accumulates_in_the_outputs_dtype(low: torch.dtype, accum
     expected = sum(dy.double().t() @ x.double() for x, dy in segments) + accumulate
     testing.assert_close(outputs[0], expected, tolerance=1e-6)
     testing.assert_close(outputs[1], sum(dy.double().sum(0) for _, dy in segments) + accumulate, tolerance=1e-6)
-
-
-def test_the_reference_has_every_launch() -> None:
-    assert [name for name in spec.KERNELS if not hasattr(reference, name)] == []
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_weights_of_several_layers(accumulate: bool) -> None:
-    random = launch_checks.Random(torch.float32, "cpu")
-    launch_checks.linear_wgrads(reference, random, [(4, 5, [3, 0, 2]), (6, 1, [0]), (2, 5, [7])], accumulate=accumulate)

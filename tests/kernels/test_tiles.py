@@ -94,8 +94,3 @@ def test_a_later_compiler_has_tiles_of_its_own() -> None:
     assert [tiles.attention(*case, compiler=version).warps for version in ((3, 6), (3, 8), (3, 9))] == [8, 8, 4]
     others = ("dkdv", 128, "bfloat16", 90, True), ("dkdv", 256, "bfloat16", 90), ("dkdv", 256, "bfloat16", 100, True)
     assert all(tiles.attention(*case, compiler=(3, 9)) == tiles.attention(*case) for case in others)
-
-
-def test_a_soft_cap_leaves_fewer_registers() -> None:
-    assert tiles.attention("dq", 256, "bfloat16", 90, capped=True).keys == 32
-    assert tiles.attention("dq", 256, "bfloat16", 90).keys == 64

@@ -75,7 +75,7 @@ ANCHOR = torch.autograd.graph.get_gradient_edge(_anchor).node
 
 
 def _decide(call: OpCall) -> None:
-    """Whether W may wait. Detaches within `defer`, and where hooks or a framework wait for a gradient's accumulation."""
+    """Whether W may wait. Detaches within `defer`, and where hooks or a framework wait for an accumulation."""
     call.may_defer = queue.may_defer()
     detach = wgrad.current() is not None
     params_requiring_grad = call.params
