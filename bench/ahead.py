@@ -86,9 +86,9 @@ def name_kernels() -> None:
     """Asks Triton for the key of every kernel's source, in one order in every process: it depends on which kernels were
     asked for before (3.6: a function that calls one that is being asked for takes a placeholder for it), and what one
     process has compiled another would not find."""
-    from zbkern.kernels.triton.common import INTERPRETED, Kernel
+    from zbkern.kernels.triton.common import Kernel
 
-    for module in () if INTERPRETED else sorted(kernel_modules()):
+    for module in sorted(kernel_modules()):
         for _, value in sorted(vars(importlib.import_module(module)).items()):
             if isinstance(value, Kernel):
                 _ = value.function.cache_key

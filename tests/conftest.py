@@ -9,9 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-# A process either interprets Triton kernels or compiles them, from the first import of triton on. These tests compile;
-# tests/kernels/test_interpreted.py starts one that interprets.
-os.environ.setdefault("TRITON_INTERPRET", "0")
+os.environ["TRITON_INTERPRET"] = "0"  # kernels are compiled, for the emulator too
 # One thread for torch in each process: more processes than cores run tests, and threads that wait for others spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -68,12 +68,7 @@ def recorded(target: Any = None) -> Iterator[list[CompileJob]]:
 
 
 def jobs(runs: Iterable[Callable[[], object]]) -> list[CompileJob]:
-    """What the runs would compile here; none where kernels are interpreted. What goes wrong is left for the run itself
-    to say."""
-    from zbkern.kernels.triton.common import INTERPRETED
-
-    if INTERPRETED:
-        return []
+    """What the runs would compile here. What goes wrong is left for the run itself to say."""
     with recorded() as found:
         for run in runs:
             with contextlib.suppress(Exception):

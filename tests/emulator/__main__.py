@@ -13,8 +13,6 @@ import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
-os.environ["TRITON_INTERPRET"] = "0"
-
 from tests.emulator.cases import DTYPES, cases, faults_at
 
 

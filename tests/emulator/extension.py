@@ -11,14 +11,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-
-os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 

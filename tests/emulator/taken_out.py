@@ -11,15 +11,12 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
-
-os.environ.setdefault("TRITON_INTERPRET", "0")
 
 from tests.emulator import gpu
 from tests.emulator.cases import BF16, FP32, PLAIN, Case, faults

@@ -215,7 +215,7 @@ def test_a_frozen_weight_and_rows_without_features_launch_no_kernel(monkeypatch:
 
 
 def test_tiles_are_powers_of_two() -> None:
-    """Which the compiler insists on, and the interpreter does not."""
+    """Which the compiler insists on."""
     for heads in (1, 5, 32, 40):
         for size in (1, 2, 80, 96, 256):
             for half in range(size // 2 + 1):

@@ -42,9 +42,10 @@ def test_triton_says_why_not(fresh: None, monkeypatch: pytest.MonkeyPatch) -> No
         dispatch.why_not.cache_clear()
         return dispatch.why_not("linear", "triton", device, dtype)
 
-    importlib.import_module("zbkern.kernels.triton.kernels")  # kernels stay as they were when imported: interpreted
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "need a CUDA device" in reason("cpu")
+    with monkeypatch.context() as interpreted:
+        interpreted.setenv("TRITON_INTERPRET", "1")
+        assert "unset TRITON_INTERPRET" in reason("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "compute capability 8.0 or later; this GPU has 7.5" in reason("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

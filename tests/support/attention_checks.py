@@ -1,4 +1,4 @@
-"""The attention launches of any implementation on any device against the reference in float64, for the interpreter's
+"""The attention launches of any implementation on any device against the reference in float64, for the emulator's
 tests and the GPU's. Outputs start as nan inside larger buffers: every element is written, and none beside them."""
 
 from __future__ import annotations

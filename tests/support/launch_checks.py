@@ -1,4 +1,4 @@
-"""Raw launches of any implementation on any device against the reference in float64: what the interpreter's tests and
+"""Raw launches of any implementation on any device against the reference in float64: what the emulator's tests and
 the GPU's tests share. Outputs start as nan inside larger buffers: every element is written, and none beside them."""
 
 from __future__ import annotations

@@ -78,8 +78,7 @@ def resolve(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
 def candidates(device: torch.device | str) -> tuple[str, ...]:
     """What "auto" chooses from, in order.
 
-    On a CPU Triton is an interpreter, for tests; it runs where it is named. Where "auto" takes Triton, some matmuls are
-    cuBLAS's (`_auto_backend`).
+    Where "auto" takes Triton, some matmuls are cuBLAS's (`_auto_backend`).
     """
     return ("triton", "torch") if torch.device(device).type == "cuda" else ("torch",)
 
@@ -152,10 +151,10 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype | None, needed: tup
         return "triton is not installed; it comes with CUDA builds of torch on Linux"
     if dtype is not None and dtype not in _TRITON_DTYPES:
         return f"its kernels take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
-    if device.type in ("cpu", "cuda") and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on"):
-        return None
     if device.type != "cuda":
-        return "its kernels need a CUDA device (TRITON_INTERPRET=1 runs them on a CPU, slowly, for tests)"
+        return f"its kernels need a CUDA device, not {device}"
+    if os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on"):
+        return "its kernels are compiled; unset TRITON_INTERPRET"
     if torch.version.hip is not None:
         return "its kernels are written for NVIDIA GPUs"
     version = importlib.import_module("triton").__version__

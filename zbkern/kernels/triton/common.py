@@ -1,4 +1,4 @@
-"""What all Triton kernels share: launching a variant cheaply, arithmetic that the interpreter gets right, activations.
+"""What all Triton kernels share: launching a variant cheaply, arithmetic, activations.
 
 A kernel is a jitted function inside a `Kernel`. Its arguments come first, its compile-time constants last; one set of
 constants, with the warps and stages, is a variant. build_tools/kernels compiles the same variants without a GPU.
@@ -16,11 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Kernels run in Triton's interpreter (TRITON_INTERPRET=1 when this module was imported), on tensors of any device."""
-
-_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 class Kernel:
@@ -42,14 +37,10 @@ class Kernel:
         arguments, constants: in the order of the function's parameters. grid: programs, along up to three axes.
         """
         grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
-        compiled = None
-        if INTERPRETED:
-            self.function[grid](*arguments, *constants)
-        else:
-            device = _device(arguments)
-            elsewhere = device != torch.cuda.current_device()
-            with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
-                compiled = self._launch(device, grid, arguments, constants, warps, stages)
+        device = _device(arguments)
+        elsewhere = device != torch.cuda.current_device()
+        with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
+            compiled = self._launch(device, grid, arguments, constants, warps, stages)
         if _recorder.launches is not None:
             _recorder.launches.append(Launch(self, grid, arguments, constants, warps, stages, compiled))
 
@@ -185,7 +176,7 @@ def _device(arguments: Sequence[Any]) -> int:
 
 @triton.jit
 def widen(value):
-    """To float32: every kernel computes in it, and the interpreter cannot compute in bfloat16 at all."""
+    """To float32: every kernel computes in it."""
     return value.to(tl.float32)
 
 
@@ -203,32 +194,21 @@ def offset(index, stride):
 
 @triton.jit
 def dot(a, b, accumulator, PRECISION: tl.constexpr):
-    """accumulator + a b. In the interpreter through float32, where a product of bfloat16 would be silently wrong.
-
-    `compiling` adds barriers: what Triton cached without them has another key, thanks to these words.
-    """
-    if _INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), accumulator, input_precision="ieee")
-    else:
-        return tl.dot(a, b, accumulator, input_precision=PRECISION)
+    """accumulator + a b. `compiling` adds barriers: what Triton cached without them has another key, thanks to these
+    words."""
+    return tl.dot(a, b, accumulator, input_precision=PRECISION)
 
 
 @triton.jit
 def _exp2(x):
     """2^x, 0 instead of numbers below 2^-126: what tl.exp2 does about those takes four more instructions."""
-    if _INTERPRETED:
-        return tl.exp2(x)
-    else:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 
 @triton.jit
 def _reciprocal(x):
     """1 / x for x of 1 and above, of which a division would first ask whether it is too large or too small."""
-    if _INTERPRETED:
-        return 1.0 / x
-    else:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zbkern.kernels import tiles
 from zbkern.kernels.spec import Outputs, Segments
-from zbkern.kernels.triton.common import _INTERPRETED, INTERPRETED, Kernel, dot, offset, rows_dense, widen
+from zbkern.kernels.triton.common import Kernel, dot, offset, rows_dense, widen
 from zbkern.kernels.triton.matmul_tile import Matrix, capability_of, processors, tile_index
 from zbkern.kernels.triton.multi_matmul import store_tile
 from zbkern.kernels.triton.wgrad import sum_rows
@@ -82,21 +82,6 @@ def _quantised(tensor: Tensor, whole: bool = False, transpose: bool = False) -> 
     return values, scales
 
 
-@triton.jit
-def _to_fp8(value, DTYPE: tl.constexpr):
-    """Rounded to the nearest, ties to even. The interpreter's own conversion cuts off below e4m3's normal numbers and
-    forgets a carry into the exponent, so there the value is rounded before: to 4 bits, below 2^-6 to multiples of 2^-9,
-    the steps that float32 has around 24576. It has no NaN either."""
-    if _INTERPRETED:
-        bits = value.to(tl.int32, bitcast=True)
-        near = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)
-        value = tl.where(tl.abs(value) < 0.015625, (value + 24576.0) - 24576.0, near)
-        rounded = value.to(DTYPE).to(tl.uint8, bitcast=True)
-        return tl.where(value != value, 0x7F, rounded).to(tl.uint8).to(DTYPE, bitcast=True)
-    else:
-        return value.to(DTYPE)
-
-
 @Kernel
 @triton.jit
 def _quantise(
@@ -128,7 +113,7 @@ def _quantise(
     else:
         tl.store(scales + (block.to(tl.int64) * M + i), scale, i < M)
         value = value * factor[:, None]
-    result = _to_fp8(value, values.dtype.element_ty)
+    result = value.to(values.dtype.element_ty)
     if TRANSPOSE:
         there = (j < K)[:, None] & (i < values_row)[None, :]
         tl.store(values + (offset(j, values_row)[:, None] + i[None, :]), result.T, there)
@@ -153,7 +138,7 @@ def _multiply(
     bias = None if bias is None else bias.contiguous()
     programs = min(triton.cdiv(p, height) * triton.cdiv(q, _N), processors(out.device))
     arguments = (*operands, left_scales, right_scales, result, bias, p, q, r, 1 if writes else rows.stride(0))
-    reduces = add and writes and out.dtype == torch.float32 and not INTERPRETED
+    reduces = add and writes and out.dtype == torch.float32
     constants = (right_scales.shape[1] == q, add, reduces, writes, height, _N, _GROUP)
     _product(programs, arguments, constants, warps, stages)
     if rows is not out:

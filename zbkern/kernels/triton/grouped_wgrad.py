@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels.spec import Outputs, Segments
-from zbkern.kernels.triton.common import INTERPRETED, Kernel, dot, offset, rows_dense, widen
+from zbkern.kernels.triton.common import Kernel, dot, offset, rows_dense, widen
 from zbkern.kernels.triton.grouped_tile import (
     as_rows,
     group_end,
@@ -147,7 +147,7 @@ def _run_sums(pairs: Sequence[tuple[Matrix, Matrix, Tensor]], out: Tensor, accum
     slots += slots[:1] * (segments - used)
     result, o_stride = target.argument(tile.m, tile.n // parts, writes)
     strides = (*((1, 1) if reads else (left.stride, right.stride)), target.group_stride, o_stride)
-    reduces = writes and accumulate and out.dtype == torch.float32 and not INTERPRETED
+    reduces = writes and accumulate and out.dtype == torch.float32
     flags = (segments, reads, writes, accumulate, reduces, precision(dtype), padded(groups))
     arguments = (*columns(slots), result, used, groups, p, q, *strides)
     constants = (*flags, tile.m, tile.n, tile.k, tile.group, parts)

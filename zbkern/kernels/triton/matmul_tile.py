@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zbkern.kernels import tiles
-from zbkern.kernels.triton.common import _INTERPRETED, INTERPRETED, dot, offset
+from zbkern.kernels.triton.common import dot, offset
 
 
 @triton.jit
@@ -57,13 +57,12 @@ def prefetch_to_l2(
 
     The SMs reach their epilogues together, and all would wait for memory there.
     """
-    if not _INTERPRETED:  # which has no L2
-        if step == max(steps - _AHEAD // K, 0):
-            LINE: tl.constexpr = 1024 // source.dtype.element_ty.primitive_bitwidth  # 128 bytes
-            i = tl.minimum(row + tl.arange(0, ROWS), rows - 1)[:, None]
-            j = tl.minimum(column + tl.arange(0, COLUMNS // LINE) * LINE, columns - 1)[None, :]
-            place = source + (offset(i, stride) + j)
-            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], tl.int32, False, 1)
+    if step == max(steps - _AHEAD // K, 0):
+        LINE: tl.constexpr = 1024 // source.dtype.element_ty.primitive_bitwidth  # 128 bytes
+        i = tl.minimum(row + tl.arange(0, ROWS), rows - 1)[:, None]
+        j = tl.minimum(column + tl.arange(0, COLUMNS // LINE) * LINE, columns - 1)[None, :]
+        place = source + (offset(i, stride) + j)
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], tl.int32, False, 1)
 
 
 @triton.jit
@@ -196,12 +195,12 @@ def as_operand(tensor: Tensor) -> Matrix:
 
 
 def has_bulk_copies(device: torch.device) -> bool:
-    """Tensor copies by the GPU itself (TMA): compute capability 9.0 and later, and in the interpreter."""
+    """Tensor copies by the GPU itself (TMA): compute capability 9.0 and later."""
     return capability_of(device) >= 90
 
 
 def capability_of(device: torch.device) -> int:
-    """90 for 9.0, and in the interpreter."""
+    """90 for 9.0."""
     return _machine(device)[0]
 
 
@@ -212,9 +211,7 @@ def processors(device: torch.device) -> int:
 
 @functools.cache
 def _machine(device: torch.device) -> tuple[int, int]:
-    """(compute capability: 90 for 9.0, SMs). The interpreter plays an H100 that has 4 of them."""
-    if INTERPRETED:
-        return 90, 4
+    """(compute capability: 90 for 9.0, SMs)."""
     properties = torch.cuda.get_device_properties(device)
     return 10 * properties.major + properties.minor, properties.multi_processor_count
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels import tiles
-from zbkern.kernels.triton.common import INTERPRETED, Kernel, rows_dense, widen
+from zbkern.kernels.triton.common import Kernel, rows_dense, widen
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
     as_operand,
@@ -250,7 +250,7 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], max_tiles: int) -> Non
     slots += [(*slots[0][:2], 0)] * (segments * count - len(slots))
 
     strides = (1, 1, kind.result) if reads else (left.stride, right.stride, kind.result)
-    reduces = writes and add and dtypes[1] == torch.float32 and not INTERPRETED
+    reduces = writes and add and dtypes[1] == torch.float32
     whole = parts[0].result
     added = (whole.tensor, whole.stride) if add and count == 1 else (None, 1)
     flags = (count, segments, left.transposed, right.transposed, reads, writes, add, reduces)

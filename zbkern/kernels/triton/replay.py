@@ -3,8 +3,8 @@
 What a W's Python works out (layouts, the tile, the grid, what is a descriptor), and Triton's Python for each launch,
 follows from the shapes, strides and dtypes of its operands and from where they begin modulo 16 bytes. It is worked out
 once; from then on a call is a lookup, and csrc/launcher_bindings.cpp puts the addresses into the parameters and
-launches. No tensor is kept. Where that extension is not built, where a profiler listens to Triton's launches, where
-kernels are interpreted, and with ZBKERN_REPLAY=0 in the environment, every call is worked out anew.
+launches. No tensor is kept. Where that extension is not built, where a profiler listens to Triton's launches, and with
+ZBKERN_REPLAY=0 in the environment, every call is worked out anew.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from zbkern.kernels.triton.common import INTERPRETED, Launch, recorded, recording
+from zbkern.kernels.triton.common import Launch, recorded, recording
 from zbkern.kernels.triton.matmul_tile import precision
 
 try:
     from zbkern import _launcher
 except ImportError:
     _launcher = None
-if INTERPRETED or os.environ.get("ZBKERN_REPLAY") == "0":
+if os.environ.get("ZBKERN_REPLAY") == "0":
     _launcher = None
 
 _PACKED = {"i1": "<?", "u1": "<?", "i32": "<i", "i64": "<q", "fp32": "<f"}
