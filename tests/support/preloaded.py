@@ -3,6 +3,7 @@
 import gc
 import importlib
 
+gc.disable()
 for name in (
     "pytest",
     "torch._dynamo",  # torch's optimizers import it
@@ -16,3 +17,5 @@ for name in (
 # A collection in a rank would visit every object of these modules, and so copy it: a third of a second of each rank.
 gc.collect()
 gc.freeze()
+gc.enable()
+gc.set_threshold(50_000, 20, 20)  # as in conftest.py

@@ -104,6 +104,7 @@ def _serve(rank: int, size: int, port: int, end: Any) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     while (task := end.recv()) is not None:
         gc.collect()  # communicators of an earlier pipeline, whose threads wake up all the time
+        gc.freeze()  # the next collection need not visit the modules that there are now
         function, arguments = task
         try:
             good, answer = True, function(*arguments)
