@@ -16,9 +16,7 @@ from tests.support.programs import block, blocks, run_program, save_model, write
 from zbkern.pipeline import check_slices
 from zbkern.planning.planner import native
 
-transformers = pytest.importorskip("transformers", reason="needs the transformers library: pip install zbkern[test]")
-if int(transformers.__version__.split(".")[0]) < 5:
-    pytest.skip("cut is for transformers 5", allow_module_level=True)
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="cut is for transformers 5")
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

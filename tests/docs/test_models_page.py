@@ -27,9 +27,7 @@ WIDTH = 8
 
 
 def save_llama(folder: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install zbkern[test]")
-    if int(transformers.__version__.split(".")[0]) < 5:
-        pytest.skip("the page is about transformers 5")
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason="the page is about transformers 5")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 61, "num_attention_heads": 4}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=28, num_key_value_heads=2)
     config.tie_word_embeddings = True

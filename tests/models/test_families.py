@@ -15,10 +15,8 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.families import CODERS, at_most, families, loss_of, models_of
+from tests.support.families import CODERS, at_most, families, loss_of, models_of, transformers
 from zbkern import testing
-
-transformers = pytest.importorskip("transformers", minversion="5.0", reason="families are those of version 5 and later")
 
 USUAL = ["gemma", "gpt_oss", "jetmoe", "mixtral", "qwen3_moe", "whisper"]
 EXPERTS = ("eager", "batched_mm", "grouped_mm")

@@ -13,31 +13,12 @@ import torch
 from torch import Tensor
 
 from tests.support import launch_checks
+from tests.support.launch_checks import place
 from zbkern import testing
 from zbkern.kernels import reference
 from zbkern.kernels.spec import AttentionOptions
 
-LAYOUTS = ("plain", "joined", "heads first", "odd", "step")
-
-
-def place(values: Tensor, layout: str) -> Tensor:
-    """The same [T, H, D], laid out in a larger buffer of nan.
-
-    joined: beside others in one projection's output. heads first: [H, T, D] in memory. odd: nothing is aligned. step:
-    every second element.
-    """
-    tokens, heads, size = values.shape
-    if layout == "joined":
-        view = values.new_full((tokens, 3 * heads, size), float("nan"))[:, heads : 2 * heads]
-    elif layout == "heads first":
-        view = values.new_full((heads, tokens + 1, size), float("nan"))[:, :tokens].transpose(0, 1)
-    elif layout == "odd":
-        view = values.new_full((tokens, heads, size + 3), float("nan"))[:, :, 1 : size + 1]
-    elif layout == "step":
-        view = values.new_full((tokens, heads, 2 * size), float("nan"))[:, :, ::2]
-    else:
-        view = torch.empty_like(values)
-    return view.copy_(values)
+LAYOUTS = ("plain", "joined", "transposed", "odd", "step")
 
 
 def check(name: str, got: Tensor, expected: Tensor, tolerance: float | None = None) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from tests.support.chunks import gradients_of, step_and_evaluate
 from tests.support.small_families import OWN
-
-transformers = pytest.importorskip("transformers", minversion="5.0", reason="families are those of version 5 and later")
+from tests.support.small_models import batch, transformers
+from zbkern.pipeline import schedules, token_loss, token_targets
 
 # Whatever of these a configuration has becomes small
 SMALL: dict[str, Any] = {
@@ -39,6 +40,9 @@ SMALL: dict[str, Any] = {
 }
 HEADS = ("head_dim", "qk_head_dim", "v_head_dim", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
 CODERS = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+FOUR_BLOCKS: dict[str, Any] = dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4)
+FOUR_BLOCKS |= dict.fromkeys(("resid_dropout", "residual_dropout", "router_jitter_noise", "input_jitter_noise"), 0.0)
+FOUR_BLOCKS |= {"embedding_size": 32}
 # Attempts, the first that gives a model counts: what a family does not bear, and what it needs
 ATTEMPTS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     ((), {}),
@@ -105,18 +109,43 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def models_of(name: str) -> tuple[nn.Module, nn.Module]:
-    """Two equal small models of the family that compute a loss; skips where none of the attempts gives one."""
+def first_that_computes_a_loss(attempts: Iterable[Callable[[], nn.Module]]) -> Callable[[], nn.Module]:
+    """The first attempt that gives a model; skips where none does."""
     reasons = []
-    attempts = [functools.partial(small, name, *attempt) for attempt in ATTEMPTS]
-    for make in [functools.partial(configured, name, OWN[name])] if name in OWN else attempts:
+    for make in attempts:
         torch.manual_seed(0)
         try:
             loss_of(make().float())
         except Exception as error:  # whatever a configuration that does not fit raises
             reasons.append(f"{type(error).__name__}: {error}")
             continue
-        model, twin = (make().float().train() for _ in range(2))
-        twin.load_state_dict(model.state_dict())
-        return model, twin
+        return make
     pytest.skip(f"no small configuration: {reasons[0]}")
+
+
+def models_of(name: str) -> tuple[nn.Module, nn.Module]:
+    """Two equal small models of the family."""
+    attempts = [functools.partial(small, name, *attempt) for attempt in ATTEMPTS]
+    make = first_that_computes_a_loss([functools.partial(configured, name, OWN[name])] if name in OWN else attempts)
+    model, twin = (make().float().train() for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    return model, twin
+
+
+def of_four_blocks(name: str) -> nn.Module:
+    """A small model of the family of which each of four ranks can have a block."""
+    make = first_that_computes_a_loss(
+        functools.partial(small, name, without, {**other, **FOUR_BLOCKS, "num_key_value_heads": heads})
+        for heads in (4, 2)
+        for without, other in ATTEMPTS
+    )
+    return make().float().train()
+
+
+def through_ranks(model: nn.Module, partition: Sequence[float]) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Loss and gradients by name, of a step on as many ranks with the batch of small_models.py."""
+    tokens, mask, labels = batch()
+    schedule, targets = schedules.one_f_one_b(len(partition), 1), token_targets(labels, 1)
+    given = {"input_ids": tokens, "attention_mask": mask}
+    losses, chunks = step_and_evaluate(model, schedule, partition, token_loss, given, targets)
+    return losses[0], gradients_of(chunks)

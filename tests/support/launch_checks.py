@@ -21,22 +21,29 @@ PLAIN = ("plain",) * 3
 
 
 def place(values: Tensor, layout: str) -> Tensor:
-    """The same matrix, laid out in a larger buffer of nan.
+    """The same matrix, or [T, H, D] of heads, laid out in a larger buffer of nan.
 
-    padded: longer rows, aligned. transposed: columns are contiguous. odd: longer rows, nothing aligned. step: every
-    second column. expanded: the first row for all, as the gradient of a sum over rows.
+    padded: longer rows, aligned. transposed: the first two dimensions are the other way round in memory. joined: heads
+    are beside others in one projection's output. odd: longer rows, nothing aligned. step: every second column.
+    expanded: the first row for all, as the gradient of a sum over rows.
     """
-    rows, columns = values.shape
+    count, columns = len(values), values.shape[-1]
+
+    def room(*shape: int) -> Tensor:
+        return values.new_full(shape, float("nan"))
+
     if layout == "expanded":
         return values[:1].expand(values.shape)
     if layout == "transposed":
-        view = values.new_full((columns, rows + 8), float("nan"))[:, :rows].t()
+        view = room(values.shape[1], count + 8, *values.shape[2:])[:, :count].transpose(0, 1)
     elif layout == "padded":
-        view = values.new_full((rows, columns + 16), float("nan"))[:, :columns]
+        view = room(count, columns + 16)[:, :columns]
+    elif layout == "joined":
+        view = room(count, 3 * values.shape[1], columns)[:, values.shape[1] : 2 * values.shape[1]]
     elif layout == "odd":
-        view = values.new_full((rows, columns + 3), float("nan"))[:, 1 : columns + 1]
+        view = room(*values.shape[:-1], columns + 3)[..., 1 : columns + 1]
     elif layout == "step":
-        view = values.new_full((rows, 2 * columns), float("nan"))[:, ::2]
+        view = room(*values.shape[:-1], 2 * columns)[..., ::2]
     else:
         view = torch.empty_like(values)
     return view.copy_(values)
