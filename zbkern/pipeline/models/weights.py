@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,32 +36,52 @@ def fill(
             "cut: weights must be None for a model that has its weights; build it on the meta device, "
             'in `with torch.device("meta")`'
         )
-    made: dict[int, nn.Parameter] = {}  # by parameter of the model: a rank that has two chunks shares it between them
+    made: dict[int, Tensor] = {}  # by tensor on the meta device, which all chunks of a rank share
     with ExitStack() as files:
         stored = None if folder is None else _with_tied_names(model, _stored(Path(folder), files))
         for chunk in chunks:
-            originals = dict(chunk.named_parameters(remove_duplicate=False))
-            if not any(tensor.is_meta for tensor in (*originals.values(), *chunk.buffers())):
+            if not (empty := _empty(chunk)):
                 continue
             if stored is not None:
                 _load(chunk, stored, f"weights in {folder}", device)
-            for name, original in originals.items():  # those that were read
-                loaded = chunk.get_parameter(name)
-                if not loaded.is_meta:
+            for name, original in empty.items():
+                loaded = _get(chunk, name)
+                if isinstance(original, nn.Parameter) and not loaded.is_meta:
                     loaded.requires_grad_(original.requires_grad)  # itself: the library has marked it as read
                     _set(chunk, name, made.setdefault(id(original), loaded))
-            drawn = _materialise(chunk, made, device)
-            if stored is not None and (unread := [name for name in drawn if name in originals]):
+            unread = {name: tensor for name, tensor in _empty(chunk).items() if id(tensor) not in made}
+            missing = [name for name, tensor in unread.items() if isinstance(tensor, nn.Parameter)]
+            if stored is not None and missing:
                 raise ValueError(
-                    f"cut: weights in {folder} must have all of the model; {unread[0]!r} is not there; names "
+                    f"cut: weights in {folder} must have all of the model; {missing[0]!r} is not there; names "
                     f"there are such as {min(stored, default='')!r}"
                 )
-            if stored is None or is_transformer(model):  # where others draw a buffer, they draw the weights with it
-                _draw(model, chunk, drawn, init, seed)
-            unset = [name for name in drawn if not _has_value(chunk, name)]
+            made.update(_drawn(model, chunk, unread, init, seed, device))
+            for name, tensor in _empty(chunk).items():
+                _set(chunk, name, made[id(tensor)])
+            unset = [name for name in unread if not _has_value(chunk, name)]
             if unset and is_transformer(model):
                 _draw_from_outside(model, chunk, unset)
-            _check_values(chunk, drawn)
+            for name in unset:
+                if not _has_value(chunk, name):
+                    module = chunk.get_submodule(name.rpartition(".")[0])
+                    raise ValueError(
+                        f"cut: {name!r} must get its values from weights=, from init=, or from reset_parameters of "
+                        f"{type(module).__name__}; it has none. "
+                        "Or cut a model that was made with its weights, and not on the meta device"
+                    )
+
+
+def _empty(chunk: Chunk) -> dict[str, Tensor]:
+    """What is on the meta device, by name; a tied parameter by each."""
+    tensors = [*chunk.named_parameters(remove_duplicate=False), *chunk.named_buffers()]
+    return {name: tensor for name, tensor in tensors if tensor.is_meta}
+
+
+def _get(module: nn.Module, name: str) -> Any:
+    """A parameter or a buffer."""
+    prefix, _, key = name.rpartition(".")
+    return getattr(module.get_submodule(prefix), key)
 
 
 def _set(chunk: Chunk, name: str, tensor: Tensor) -> None:
@@ -70,59 +90,56 @@ def _set(chunk: Chunk, name: str, tensor: Tensor) -> None:
     (module._parameters if key in module._parameters else module._buffers)[key] = tensor  # type: ignore[assignment]
 
 
-def _materialise(chunk: Chunk, made: dict[int, nn.Parameter], device: torch.device) -> list[str]:
-    """Gives memory to what is still on the meta device; the names of what has no values yet, but NaN."""
-    empty = []
-    for name, tensor in [*chunk.named_parameters(remove_duplicate=False), *chunk.named_buffers()]:
-        if not tensor.is_meta:
-            continue
-        if id(tensor) in made:
-            _set(chunk, name, made[id(tensor)])
-            continue
-        filled = torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, device=device)
-        if isinstance(tensor, nn.Parameter):
-            filled = made[id(tensor)] = nn.Parameter(filled, tensor.requires_grad)
-        _set(chunk, name, filled)
-        empty.append(name)
-    return empty
-
-
 # ---- random
 
 
-def _draw(model: nn.Module, chunk: Chunk, empty: Sequence[str], init: Initialiser | None, seed: int) -> None:
-    """Values for `empty`, layer by layer: those of a module depend on the seed and its name, not on the partition."""
-    parts = {name.rpartition(".")[0] for name in empty}
-    inside = {part: next((layer for layer in chunk.layer_names if is_within(part, layer)), part) for part in parts}
-    held = dict(chunk.named_parameters(remove_duplicate=False))  # by each name of a tied one
-    drawn = {id(held[name]) for name in (*empty, *chunk.shared_names.values()) if name in held}
-    # those of an earlier chunk of this rank, which the layer that has them here, too, would draw again
-    kept = {key: held[key].clone() for label, key in chunk.shared_names.items() if not {key, label} & {*empty}}
-    for owner in sorted(set(inside.values())):
-        layer, initialise = chunk.whole.get_submodule(owner), _initialiser(chunk, owner, init)
-        with _seeded(chunk, seed, layer, owner, initialise) as initialise:
-            if all(id(parameter) in drawn for parameter in layer.parameters()):
-                layer.apply(initialise)
-            else:  # others have their values
-                for part in (p for p, _ in chunk.named_modules() if p in parts and inside[p] == owner):
-                    initialise(chunk.whole.get_submodule(part))
-    # every chunk that has a shared one draws it as the layer does that has it first
-    for label, key in chunk.shared_names.items():
-        if {key, label} & {*empty}:
-            first, name = _first_holder(model, chunk.all_layers, model.get_parameter(label))
-            twin = copy.deepcopy(model.get_submodule(first)).to_empty(device=chunk.get_parameter(key).device)
-            twin.get_parameter(name).fill_(torch.nan)  # an initialiser may leave it out
-            with _seeded(chunk, seed, twin, first, _initialiser(chunk, first, init)) as initialise:
-                twin.apply(initialise)
-            chunk.get_parameter(key).copy_(twin.get_parameter(name))
-        else:
-            chunk.get_parameter(key).copy_(kept[key])
+def _drawn(
+    model: nn.Module,
+    chunk: Chunk,
+    empty: Mapping[str, Tensor],
+    init: Initialiser | None,
+    seed: int,
+    device: torch.device,
+) -> dict[int, Tensor]:
+    """Values for `empty` by tensor, drawn layer by layer in a copy of the layer.
+
+    Those of a module depend on the seed and its name, not on the partition: what layers share is drawn in the first.
+    """
+    shared = {id(empty.get(name)) for name in chunk.shared_names.values()}
+    homes: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in empty.items():
+        home, key = name.rpartition(".")[::2]
+        if (layer := next((layer for layer in chunk.layer_names if is_within(name, layer)), None)) is not None:
+            home, key = layer, name.removeprefix(f"{layer}.")
+        if id(tensor) in shared:
+            home, key = _first_holder(model, chunk.all_layers, tensor)
+        homes.setdefault(home, {})[key] = tensor
+    values: dict[int, Tensor] = {}
+    for home, tensors in homes.items():
+        layer, initialise = _with_memory(model.get_submodule(home), device), _initialiser(model, home, init)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for name, module in reversed([*layer.named_modules(prefix=home)]):
+                torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # of a seed torch uses 32 bits
+                initialise(module)
+        values.update({id(tensor): _get(layer, key) for key, tensor in tensors.items()})
+    return values
 
 
-def _first_holder(model: nn.Module, layers: Sequence[str], parameter: nn.Parameter) -> tuple[str, str]:
+def _first_holder(model: nn.Module, layers: Sequence[str], parameter: Tensor) -> tuple[str, str]:
     """The first of some layers that has a parameter, and the parameter's name in it."""
     named = ((layer, *pair) for layer in layers for pair in model.get_submodule(layer).named_parameters())
     return next((layer, name) for layer, name, each in named if each is parameter)
+
+
+def _with_memory(module: nn.Module, device: torch.device) -> nn.Module:
+    """A copy with memory for what is on the meta device, and NaN for values: an initialiser may leave some out."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_meta:
+            value = torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, device=device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+    return copy.deepcopy(module, memo)
 
 
 def _draw_from_outside(model: Any, chunk: Chunk, names: Sequence[str]) -> None:
@@ -143,50 +160,24 @@ def _draw_from_outside(model: Any, chunk: Chunk, names: Sequence[str]) -> None:
 
 
 def _has_value(chunk: Chunk, name: str) -> bool:
-    prefix, _, key = name.rpartition(".")
-    tensor = getattr(chunk.get_submodule(prefix), key)
+    tensor = _get(chunk, name)
     as_made = not (tensor.is_floating_point() or tensor._version or tensor.any())
     return not (tensor.numel() and (as_made or tensor.flatten()[0].isnan()))
 
 
-def _check_values(chunk: Chunk, names: Sequence[str]) -> None:
-    for name in names:
-        if not _has_value(chunk, name):
-            module = chunk.get_submodule(name.rpartition(".")[0])
-            raise ValueError(
-                f"cut: {name!r} must get its values from weights=, from init=, or from reset_parameters of "
-                f"{type(module).__name__}; it has none. "
-                "Or cut a model that was made with its weights, and not on the meta device"
-            )
-
-
-def _initialiser(chunk: Chunk, name: str, init: Initialiser | None) -> Initialiser:
+def _initialiser(model: nn.Module, name: str, init: Initialiser | None) -> Initialiser:
     """What sets the parameters of modules in a layer: of the library, the innermost model that has it, such as a vision
     tower, since no other knows its modules."""
     outer = [name.rsplit(".", count)[0] for count in range(name.count(".") + 1)]
-    whole = next(filter(is_transformer, map(chunk.whole.get_submodule, outer)), chunk.whole)
-    if init is None and is_transformer(whole):
-        return whole._init_weights
+    nearest: Any = next(filter(is_transformer, map(model.get_submodule, outer)), model)
+    if init is None and is_transformer(nearest):
+        return nearest._init_weights
     return init or _reset
 
 
 def _reset(part: nn.Module) -> None:
     if callable(reset := getattr(part, "reset_parameters", None)):
         reset()
-
-
-@contextmanager
-def _seeded(chunk: Chunk, seed: int, layer: nn.Module, name: str, initialise: Initialiser) -> Iterator[Initialiser]:
-    """The same for modules of this layer, with a seed for each, so that half a block draws what the whole one does."""
-    gpus = {parameter.device.index for parameter in chunk.parameters() if parameter.is_cuda}
-    names = {module: key for key, module in layer.named_modules(prefix=name)}
-
-    def seeded(module: nn.Module) -> None:
-        torch.manual_seed(zlib.crc32(f"{seed} {names[module]}".encode()))  # of a seed torch uses 32 bits
-        initialise(module)
-
-    with torch.random.fork_rng([*gpus]):
-        yield seeded
 
 
 # ---- from files
