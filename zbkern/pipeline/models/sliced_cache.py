@@ -114,9 +114,8 @@ def arguments_of_slice(model: Any, side: dict[str, Any], carry: Any) -> dict[str
         found["attention_mask"] = carry.append("attention_mask", mask, 1)
     elif positions is not None and positions.dim() == 2 and (_heeds_packing(model) or _is_attention_alone(model)):
         so_far = carry.append("position_ids", positions, 1)
-        packed = masking_utils.find_packed_sequence_indices(so_far)
-        if packed is not None:
-            found["attention_mask"] = _packed_masks(model, packed, so_far, cache)
+        if (masks := _packed_masks(model, so_far, cache)) is not None:
+            found["attention_mask"] = masks
     if positions is None and "position_ids" in inspect.signature(model.forward).parameters and not _counts(model):
         found["position_ids"] = torch.arange(carry.start, carry.end, device=_first(model).device)[None]
     return found
@@ -133,14 +132,8 @@ def masks_of_pack(model: Any, side: dict[str, Any]) -> dict[str, Any]:
     positions = side["position_ids"]
     if positions.dim() != 2 or side.get("attention_mask") is not None or "flash" in model.config._attn_implementation:
         return side
-    if masking_utils.find_packed_sequence_indices(positions) is None:
-        return side
-    like = torch.empty((*positions.shape, 1), dtype=_first(model).dtype, device=positions.device)
-    how = model.config, like, None, None
-    masks = masking_utils.create_masks_for_generate(*how, position_ids=positions)
-    if masks is None:  # there are kinds of layers that it has no masks for
-        masks = masking_utils.create_causal_mask(*how, position_ids=positions)
-    return {**side, "attention_mask": masks}
+    masks = _packed_masks(model, positions, None)
+    return side if masks is None else {**side, "attention_mask": masks}
 
 
 def _is_attention_alone(model: Any) -> bool:
@@ -150,12 +143,17 @@ def _is_attention_alone(model: Any) -> bool:
     return takes and bool(layers) and all(isinstance(layer, cache_utils.DynamicLayer) for layer in layers)
 
 
-def _packed_masks(model: Any, packed: Tensor, so_far: Tensor, cache: SlicedCache) -> Any:
-    """Masks in which each token sees those of its own sequence among those packed into its row, as numbered. so_far:
-    positions, in these sequences, of all tokens up to the end of the slice."""
+def _packed_masks(model: Any, so_far: Tensor, cache: SlicedCache | None) -> Any:
+    """Masks in which each token sees those of its own sequence among those packed into its row; None for no packs.
+
+    so_far: positions in these sequences, of all tokens up to the end of the slice. cache: None for whole rows.
+    """
+    packed: Any = masking_utils.find_packed_sequence_indices(so_far)
+    if packed is None:
+        return None
     kind: str = model.config._attn_implementation
     chunk: Any = getattr(model.config, "attention_chunk_size", None)
-    if kind not in ("eager", "sdpa"):
+    if cache is not None and kind not in ("eager", "sdpa"):
         raise ValueError(
             "cut: packed rows in slices need attn_implementation 'sdpa' or 'eager', whose masks say what a token sees; "
             f"got {kind!r}"
@@ -167,7 +165,7 @@ def _packed_masks(model: Any, packed: Tensor, so_far: Tensor, cache: SlicedCache
     def same_chunk(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return same(batch, head, query, key) & (so_far[batch, query] // chunk == so_far[batch, key] // chunk)
 
-    positions = so_far[:, cache.get_seq_length() :]
+    positions = so_far if cache is None else so_far[:, cache.get_seq_length() :]
     like = torch.empty((*positions.shape, 1), dtype=_first(model).dtype, device=positions.device)
     how = model.config, like, None, cache
     masks = masking_utils.create_masks_for_generate(*how, and_mask_function=same)
