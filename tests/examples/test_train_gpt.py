@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.programs import EXAMPLES, example
 from zbkern.pipeline import checkpoint, schedules
@@ -104,40 +103,8 @@ def test_another_loss_is_seen(two_ranks: Any, tmp_path: Path, program: str, said
     assert not (tmp_path / "table.md").exists()
 
 
-def trained(out: Path, steps: list[int]) -> None:
-    train_gpt, text = example("train_gpt"), example("text")
-    source = text.Text(str(EXAMPLES))
-    for index, until in enumerate(steps):
-        asked = arguments(out, steps=until, checkpoint_every=2, resume=index > 0)
-        train_gpt.train(asked, source, schedules.zb_h1(2, 4))
-
-
-def final_state(out: Path) -> dict[str, torch.Tensor]:
-    """Everything in the last checkpoint, read by one process that knows the whole model."""
-    gpt, trainer = example("gpt"), example("trainer")
-    model = gpt.chunk(trainer.model_config(arguments(out)), 0, 1)
-    gpt.tie(trainer.model_config(arguments(out)), {0: model}, 1)
-    optimizer = trainer.make_optimizer(arguments(out), model)
-    assert checkpoint.load(out / "checkpoint", model, optimizer).step == 6
-    moments = {f"{i}.{k}": v for i, entry in optimizer.state_dict()["state"].items() for k, v in entry.items()}
-    return {**model.state_dict(), **moments}
-
-
 def losses(out: Path) -> list[tuple[str, str]]:
     return [tuple(line.split()[1:4:2]) for line in (out / "train.log").read_text().splitlines()]
-
-
-@pytest.mark.slow
-def test_a_resumed_run_equals_an_uninterrupted_one(two_ranks: Any, tmp_path: Path) -> None:
-    two_ranks.run(trained, tmp_path / "whole", [6])
-    two_ranks.run(trained, tmp_path / "parts", [4, 6])
-    whole, parts = final_state(tmp_path / "whole"), final_state(tmp_path / "parts")
-    assert whole.keys() == parts.keys()
-    for key in whole:
-        assert torch.equal(whole[key], parts[key]), key
-    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
-    left = ["checkpoint", "timeline.svg", "trace.json", "train.log"]
-    assert sorted(p.name for p in (tmp_path / "whole").iterdir()) == left
 
 
 def train_as_commanded(command: list[str]) -> None:

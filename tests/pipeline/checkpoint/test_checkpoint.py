@@ -22,33 +22,10 @@ from tests.support.checkpointed import (
     layers,
     make_optimizer,
     plain_run,
-    state_by_name,
 )
 from zbkern.pipeline import Pipeline, checkpoint, schedules
 
 # ---- one process
-
-
-def test_a_torch_optimizer_in_one_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    torch.manual_seed(7)
-    module = layers(0, LAYERS)
-    optimizer = make_optimizer([module])
-    plain_run(module, optimizer, range(3))
-    path = checkpoint.save(tmp_path, 3, module, optimizer, {"position": [3, "file", torch.arange(2)]})
-    assert path == tmp_path / "step-00000003" == checkpoint.latest(tmp_path)
-    saved = copy.deepcopy(state_by_name([module], optimizer))
-    expected = plain_run(module, optimizer, range(3, 6))
-    again = layers(0, LAYERS)
-    for parameter in again.parameters():
-        nn.init.zeros_(parameter)
-    other = make_optimizer([again])
-    other.param_groups[0]["lr"] = 5.0
-    step, extra = checkpoint.load(tmp_path, again, other)
-    assert step == 3
-    assert extra["position"][:2] == [3, "file"]
-    assert torch.equal(extra["position"][2], torch.arange(2))
-    assert_same(saved, state_by_name([again], other))
-    assert plain_run(again, other, range(3, 6)) == expected  # dropout, too
 
 
 def test_keys_are_the_names_of_the_whole_model(tmp_path: Path) -> None:

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from zbkern.pipeline import checkpoint
+from tests.support.checkpointed import LAYERS, MICROBATCHES, assert_same, chunks, layers, state_by_name
+from tests.support.checkpointed import train as train_in
+from zbkern.pipeline import Optimizer, Pipeline, checkpoint, schedules
 
 
 class Homemade(torch.optim.Optimizer):
@@ -88,18 +91,21 @@ KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "amsgrad": lambda p: T.AdamW(p, lr=0.01, amsgrad=True, foreach=True),
     "tensor lr": lambda p: T.AdamW(p, lr=torch.tensor(0.01)),
     "groups": lambda p: T.AdamW([{"params": p[:1], "lr": 0.1}, {"params": p[1:], "betas": (0.5, 0.9)}]),
+    "masters": lambda p: Optimizer(T.SGD(p, lr=0.01, momentum=0.9), max_norm=0.1, master_weights=True),
+    "masters, fused": lambda p: Optimizer(T.AdamW(p, lr=0.01, fused=True), max_norm=0.1, master_weights=True),
 }
 
 
-def model() -> nn.Sequential:
+def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """With buffers, and random numbers."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    random = nn.BatchNorm1d(4, affine=False), nn.Dropout(0.1)
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), *random), nn.Linear(4, 2)).to(dtype)
 
 
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> dict[str, Tensor]:
     for step in steps:
-        torch.manual_seed(step)
-        data = torch.randn(8, 4)
+        data = torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).to(module[0].weight.dtype)
 
         def closure(data: Tensor = data) -> Tensor:
             optimizer.zero_grad()
@@ -112,15 +118,24 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> 
     return copy.deepcopy(module.state_dict())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
-    module = model()
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (kind, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+        for kind in KINDS
+        if dtype.itemsize > 2 or "masters" in kind
+    ],
+)
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    module = model(dtype)
     optimizer = KINDS[kind](list(module.parameters()))
     train(module, optimizer, range(3))
     checkpoint.save(tmp_path, 3, module, optimizer)
     expected = train(module, optimizer, range(3, 7))
-    again = model()
+    again = model(dtype)
     other = KINDS[kind](list(again.parameters()))
+    other.param_groups[0]["lr"] *= 2
     checkpoint.load(tmp_path, again, other)
     torch.testing.assert_close(train(again, other, range(3, 7)), expected, rtol=0, atol=0)
 
@@ -206,3 +221,40 @@ def test_state_of_no_parameter_comes_back_to_its_rank_or_to_all(two_ranks: Any, 
     else:
         with pytest.raises(ValueError, match=r"each of the 2 ranks that saved it has its own state .*; got 1"):
             checkpoint.load(tmp_path, whole, optimizer)
+
+
+# ---- fp32 masters, with other stages
+
+
+def build_small(name: str) -> tuple[dict[int, nn.Sequential], Pipeline, Optimizer]:
+    schedule = getattr(schedules, name)(2, MICROBATCHES)
+    mine = {chunk: module.bfloat16() for chunk, module in chunks(schedule.placement, dist.get_rank()).items()}
+    pipe = Pipeline(list(mine.values()), schedule, lambda y, target: (y.float() - target).square().mean(), timeout=30)
+    parameters = [p for module in mine.values() for p in module.parameters()]
+    return mine, pipe, Optimizer(torch.optim.AdamW(parameters, lr=0.01), pipe, max_norm=0.15, master_weights=True)
+
+
+def small_on_two(folder: Path, name: str, save: bool) -> dict[str, Any]:
+    modules, pipe, optimizer = build_small(name)
+    with pipe:
+        train_in(pipe, optimizer, range(3) if save else range(20, 21), torch.bfloat16)
+        checkpoint.save(folder, 3, pipe, optimizer) if save else checkpoint.load(folder, pipe, optimizer)
+        return state_by_name(list(modules.values()), optimizer)
+
+
+@pytest.mark.dist
+def test_masters_load_with_other_stages(two_ranks: Any, tmp_path: Path) -> None:
+    saved = two_ranks.run(small_on_two, tmp_path, "zb_h1", True)
+    expected = {**saved[0], **saved[1]}
+    assert expected["layer0.0.weight/master"].dtype == torch.float32
+    assert torch.equal(expected["layer0.0.weight/master"].bfloat16(), expected["layer0.0.weight"])
+    keys = dcp.FileSystemReader(checkpoint.latest(tmp_path)).read_metadata().state_dict_metadata
+    assert {key for key in keys if "master" in key} == {
+        f"master.{name}" for name, _ in layers(0, LAYERS).named_parameters()
+    }
+    loaded = two_ranks.run(small_on_two, tmp_path, "zb_v", False)
+    assert_same({**loaded[0], **loaded[1]}, expected)
+    whole = layers(0, LAYERS).bfloat16()
+    optimizer = Optimizer(torch.optim.AdamW(whole.parameters()), master_weights=True)
+    checkpoint.load(tmp_path, whole, optimizer)
+    assert_same(state_by_name([whole], optimizer), expected)
