@@ -11,6 +11,8 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.transport.tensors import local_part
 
+MASTERS = "masters_of_pipeline"  # an attribute of the torch optimizer: its parameters below fp32, with fp32 masters
+
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """All parameters of an optimizer, in its order."""

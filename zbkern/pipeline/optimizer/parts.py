@@ -12,18 +12,13 @@ import torch
 from torch import Tensor
 
 from zbkern.pipeline.optimizer.clipping import check_max_norm
-from zbkern.pipeline.optimizer.master_weights import (
-    Pairs,
-    copy_masters_to_params,
-    install_masters,
-    masters_of,
-    take_changes_,
-)
-from zbkern.pipeline.optimizer.params import check_whole, kinds_of, parameters, same_kind
+from zbkern.pipeline.optimizer.params import MASTERS, check_whole, copy_, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.undo import UNDO
 from zbkern.wgrad.accumulation import gradient_of
 
 logger = logging.getLogger("zbkern")
+
+Pairs = list[tuple[Tensor, Tensor]]  # a parameter below fp32, its fp32 master
 
 _NEEDED = {"optimizer", "kinds", "masters"}
 
@@ -44,7 +39,8 @@ class Part:
 
     @property
     def masters(self) -> Pairs:
-        return masters_of(self.optimizer)
+        """The torch optimizer keeps the list itself: whoever drives it next has to know whose they are."""
+        return vars(self.optimizer).setdefault(MASTERS, [])
 
     @property
     def has_hooks(self) -> bool:
@@ -54,10 +50,23 @@ class Part:
         models = {id(master): parameter for parameter, master in self.masters}
         return (models.get(id(parameter), parameter) for parameter in parameters(self.optimizer))
 
+    def install_masters(self) -> None:
+        """Puts fp32 copies in the place of the optimizer's parameters below fp32, with their state, in fp32."""
+        for group in self.optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if not parameter.is_floating_point() or parameter.dtype.itemsize >= 4:
+                    continue
+                master = parameter.detach().float()
+                group["params"][index] = master
+                if parameter in self.optimizer.state:
+                    state = self.optimizer.state.pop(parameter)
+                    self.optimizer.state[master] = {name: _widened(value, parameter) for name, value in state.items()}
+                self.masters.append((parameter, master))
+
     def collect(self) -> list[tuple[Tensor, Tensor]]:
         """(parameter, gradient) of what the torch optimizer is to see: fp32 for master weights."""
         for parameter, master in self.masters:
-            take_changes_(parameter, master)
+            _take_changes_(parameter, master)
         pairs = zip(parameters(self.optimizer), self.model_parameters(), strict=True)
         return [(p, gradient.to(p.dtype)) for p, model_p in pairs if (gradient := gradient_of(model_p)) is not None]
 
@@ -68,15 +77,21 @@ class Part:
             self.optimizer.step()
         finally:
             self._hooked._optimizer_step_post_hooks = hooks
-        copy_masters_to_params(self.masters)
+        self._round_masters()
         for hook in list(hooks.values()):
             hook(self._hooked, (self._hooked,), {})
-            copy_masters_to_params(self.masters)
+            self._round_masters()
+
+    def _round_masters(self) -> None:
+        """Into the model's parameters."""
+        copy_([parameter for parameter, _ in self.masters], [master for _, master in self.masters])
+        for parameter, master in self.masters:
+            master.rounded_into = parameter._version  # type: ignore[attr-defined]
 
     def restore(self) -> None:
         """Takes its last `update` back, before which `undo` has saved what it needs."""
         self.undo.restore(self.optimizer)
-        copy_masters_to_params(self.masters)
+        self._round_masters()
 
     def forget_undo(self) -> None:
         """Frees what its last update could be taken back with."""
@@ -112,7 +127,7 @@ class Part:
         with torch.no_grad():
             for (_, master), value in zip(self.masters, state["masters"], strict=True):
                 master.copy_(value)
-        copy_masters_to_params(self.masters)
+        self._round_masters()
 
 
 def parts_of(
@@ -137,7 +152,7 @@ def parts_of(
     parts = [Part(optimizer, number % len(norms)) for number, optimizer in enumerate(optimizers)]
     check_unique(parts)
     for part in parts if master_weights else ():
-        install_masters(part.optimizer)
+        part.install_masters()
     prepare_undo(parts, undo)
     return parts, [None if norm is None else float(norm) for norm in norms]
 
@@ -188,8 +203,19 @@ def _check(optimizer: Any, master_weights: bool) -> None:
             f"Optimizer: {type(optimizer).__name__}.step() computes losses by a closure, and one rank's is not "
             "the model's; use an optimizer that steps with the gradients that are there"
         )
-    if not master_weights and masters_of(optimizer):
+    if not master_weights and getattr(optimizer, MASTERS, None):
         raise ValueError(
             f"Optimizer: {type(optimizer).__name__} has the fp32 masters of an Optimizer before this one, and "
             "without them the model's parameters would stay as they are; give master_weights=True"
         )
+
+
+def _widened(value: Any, parameter: Tensor) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype == parameter.dtype else value
+
+
+@torch.no_grad()
+def _take_changes_(parameter: Tensor, master: Tensor) -> None:
+    """A master takes what somebody else has written into its parameter; elsewhere it keeps what rounding hides."""
+    if getattr(master, "rounded_into", None) != parameter._version:
+        master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.to(master.dtype)))

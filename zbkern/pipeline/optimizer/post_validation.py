@@ -26,9 +26,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zbkern.pipeline.optimizer.clipping import clip_coefficient, scale_gradients_, sum_of_squares
-from zbkern.pipeline.optimizer.master_weights import Pairs, install_masters
 from zbkern.pipeline.optimizer.params import hyperparameters, is_view, move_, parameters
-from zbkern.pipeline.optimizer.parts import check_unique, parts_of, prepare_undo
+from zbkern.pipeline.optimizer.parts import Pairs, check_unique, parts_of, prepare_undo
 from zbkern.pipeline.optimizer.pending_step import PendingStep
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.step_boundary import StepBoundary
@@ -314,7 +313,7 @@ class Optimizer(torch.optim.Optimizer):
             optimizer.param_groups.pop()
             raise
         if self._has_masters:
-            install_masters(optimizer)
+            self._parts[place or 0].install_masters()
             self._uncounted |= {id(master) for parameter, master in self.masters if id(parameter) in self._uncounted}
         prepare_undo(self._parts, self._undo)
 

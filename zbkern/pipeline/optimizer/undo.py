@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.pipeline.optimizer.master_weights import MASTERS
-from zbkern.pipeline.optimizer.params import copy_, parameters
+from zbkern.pipeline.optimizer.params import MASTERS, copy_, parameters
 from zbkern.wgrad.accumulation import gradient_of
 
 
