@@ -224,17 +224,20 @@ class Sums(nn.Module):
         return sums / TOKENS
 
 
-BY_TOKEN: list[Callable[[], nn.Module]] = [  # which slices of sequences may cut
+OF_W: list[Callable[[], nn.Module]] = [  # whose gradients all are of zbkern's W
     lambda: nn.Sequential(nn.Linear(WIDTH, 7), nn.GELU(), nn.Linear(7, WIDTH, bias=False)),
-    lambda: nn.Sequential(nn.LayerNorm(WIDTH), parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
     lambda: nn.RMSNorm(WIDTH),
-    Products,
     lambda: Twice(False),
     lambda: Twice(True),
     *(functools.partial(Penalised, reentrant) for reentrant in (None, False, True)),
     Frozen,
     Routed,
     nn.Identity,
+]
+BY_TOKEN: list[Callable[[], nn.Module]] = [  # which slices of sequences may cut
+    *OF_W,
+    lambda: nn.Sequential(nn.LayerNorm(WIDTH), parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
+    Products,
 ]
 IN_SLICES: list[Callable[[], nn.Module]] = [*BY_TOKEN, Context, Sums, lambda: Attending(None), lambda: Attending(2)]
 OTHERS: list[Callable[[], nn.Module]] = [Hooked, Counts, Normed, Recurrent, SelfAttention]

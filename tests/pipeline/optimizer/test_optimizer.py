@@ -241,3 +241,40 @@ def test_settings_that_lose_information_cannot_be_inverted(settings: dict[str, A
     optimizer = Optimizer(torch.optim.AdamW([weight], **settings), first, undo="inverse")
     with pytest.raises(PipelineError, match=f"{what} cannot be inverted; use undo='snapshot'"):
         optimizer.step()
+
+
+def test_nothing_is_copied_that_no_step_needs() -> None:
+    """Without clipping a step stays or is taken back for good, which a snapshot does without its gradients."""
+
+    def rank_loop(transport: LocalTransport) -> tuple[int, ...]:
+        weight = nn.Parameter(torch.zeros(3))
+        weight.main_grad = torch.ones(3)
+        held = []
+        for max_norm in (None, 100.0):
+            sgd = torch.optim.SGD([weight], lr=0.1)
+            optimizer = Optimizer(sgd, transport, max_norm=max_norm, timeout=20)
+            optimizer.step()
+            held.append(len(optimizer.boundary.pending.gradients) if optimizer.pending else 0)
+            optimizer.validate()
+        return tuple(held)
+
+    assert results_on_threads(2, rank_loop) == [(0, 1), (0, 0)]
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_gradients_that_are_views_stay_views(set_to_none: bool) -> None:
+    def rank_loop(transport: LocalTransport) -> float:
+        flat, weight = torch.zeros(1), nn.Parameter(torch.zeros(1))
+        weight.grad = flat.view(1)
+        flat.fill_(4.0 if transport.rank else 0.6)
+        optimizer = Optimizer(torch.optim.SGD([weight], lr=1.0), transport, max_norm=1.0, timeout=20)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none)
+        optimizer.validate()
+        if not set_to_none:
+            assert weight.grad.data_ptr() == flat.data_ptr()
+            assert not flat.any()
+        return weight.item()
+
+    norm = math.hypot(0.6, 4.0)
+    assert results_on_threads(2, rank_loop) == [pytest.approx(-g / norm) for g in (0.6, 4.0)]

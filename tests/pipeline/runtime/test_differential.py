@@ -33,6 +33,7 @@ from tests.support.random_chunks import (
     ALONE,
     BY_TOKEN,
     IN_SLICES,
+    OF_W,
     OTHERS,
     READS,
     TOKENS,
@@ -140,8 +141,9 @@ class Case:
         self.saves = any(offloads_or_recomputes(row) for part in drawn for each in part for row in each.actions)
         holders = rng.choice([(), (), (0, count - 1), range(count)])
         self.tied = holders if count > 1 else ()
-        kinds = IN_SLICES if self.sliced else BY_TOKEN + OTHERS
-        if not self.sliced and all(max(placement) == 0 for placement in placements):
+        self.flat = rng.random() < 0.2  # gradients of a rank are in one buffer of a framework's
+        kinds = OF_W if self.flat else IN_SLICES if self.sliced else BY_TOKEN + OTHERS
+        if not self.flat and not self.sliced and all(max(placement) == 0 for placement in placements):
             kinds = kinds + ALONE
         if OLD_TORCH and self.saves:  # it loses hooks of weights that are saved for an R, or offloaded
             kinds = [kind for kind in kinds if kind is not Hooked]
@@ -241,8 +243,9 @@ class Case:
         number = int(place * len(chunks))
         parameters = [*chunks[number].pieces.parameters()]
         chosen = parameters[int(place * 1000) % len(parameters)] if parameters and number in mine else None
-        if chosen is not None and chosen.grad is not None and chosen.grad.any():
-            chosen.grad[(0,) * chosen.dim()] = value
+        gradient = None if chosen is None else grad_of(chosen)
+        if gradient is not None and gradient.any():
+            gradient[(0,) * gradient.dim()] = value
 
     def optimizers(self, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
         return [] if self.optimizer is None else OPTIMIZERS[self.optimizer](parameters)
@@ -253,6 +256,20 @@ class Case:
         steps = [{**vars(step), "batch": len(step.batch), "schedule": ""} for part in self.parts for step in part]
         texts = [step.schedule.to_csv() for part in self.parts for step in part]
         return "\n".join([str(pieces), str(told), *map(str, steps), *texts])
+
+
+def grad_of(parameter: nn.Parameter) -> Tensor | None:
+    """Wherever it is."""
+    return getattr(parameter, "main_grad", parameter.grad)
+
+
+def flat_gradients(chunks: list[Chunk]) -> Tensor:
+    """A buffer for them, in which each has a view."""
+    parameters = [p for p in nn.ModuleList(chunks).parameters() if p.requires_grad]
+    buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+    for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+        parameter.main_grad = part.view(parameter.shape)
+    return buffer
 
 
 def counted(target: Tensor) -> Tensor:
@@ -433,7 +450,7 @@ def state_of(case: Case, chunks: list[Chunk]) -> list[Tensor | None]:
     """Gradients of all parameters, or their values where an optimizer has stepped; and buffers."""
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     # a gradient of zeros may be None: a chunk that nothing depends on
-    gradients = [None if p.grad is None or not p.grad.any() else p.grad.clone() for p in parameters]
+    gradients = [None if (g := grad_of(p)) is None or not g.any() else g.clone() for p in parameters]
     values = [p.detach().clone() for p in parameters]
     return [*(values if case.optimizer else gradients), *(b.clone() for chunk in chunks for b in chunk.buffers())]
 
@@ -482,6 +499,7 @@ def of_part(case: Case, chunks: list[Chunk], part: int, folder: str) -> list[Any
         numbers = first.chunks_of(transport.rank)
         mine = [chunks[chunk] for chunk in numbers]
         found: list[Any] = []
+        buffer = flat_gradients(mine) if case.flat else torch.zeros(0)
         make = functools.partial(
             Pipeline, mine, rule or first, LOSSES[case.loss], fill=case.fill, timeout=30, options=case.options
         )
@@ -501,6 +519,7 @@ def of_part(case: Case, chunks: list[Chunk], part: int, folder: str) -> list[Any
                     fail(pipes[step.pipes[1]], step.fails, *batch_for(case, step, first, transport.rank), schedule)
                 if step.zeroes:
                     nn.ModuleList(mine).zero_grad()
+                    buffer.zero_()
                 batch = batch_for(case, step, first, transport.rank)
                 running = pipes[step.pipes[0]]
                 loss = running.step(*batch, schedule=schedule)
@@ -522,6 +541,8 @@ def of_part(case: Case, chunks: list[Chunk], part: int, folder: str) -> list[Any
                     state = state_of(case, chunks) if is_final else []
                     found.append([*map(torch.tensor, losses), of_inputs, *read, *state])
                 meeting.wait(30)
+            views = [p for p in nn.ModuleList(mine).parameters() if hasattr(p, "main_grad")]
+            assert all(p.grad is None and p.main_grad._base is buffer for p in views)
             if part + 1 < len(case.parts):
                 checkpoint.save(folder, part + 1, pipe, optimizer, {"part": part + 1}, rename=rename)
         return found
