@@ -274,20 +274,3 @@ def ours(case: Case, **options: Any) -> tuple[list[list[Tensor]], list[list[floa
     rows = results_on_threads(case.ranks, lambda transport: train_rank(case, transport, **options))
     history = [[weight for row, _, _ in rows for weight in row[step]] for step in range(case.steps)]
     return history, [found for _, found, _ in rows], [optimizer for _, _, optimizer in rows]
-
-
-def check(case: Case, exact: bool = True, **options: Any) -> list[Optimizer]:
-    """Ours equals the plain loop: to rounding with torch's norm, bit for bit with the same norm added up in fp64."""
-    history, found, optimizers = ours(case, **options)
-    for clip, same in ((torch.nn.utils.clip_grad_norm_, False), (clip_in_float64, exact)):
-        expected, norms_expected = plain_loop(case, clip)
-        for rank_norms in found:
-            torch.testing.assert_close(rank_norms, norms_expected, rtol=1e-6, atol=0, equal_nan=True)
-        for step, (weights, theirs) in enumerate(zip(history, expected, strict=True)):
-            for index, (a, b) in enumerate(zip(weights, theirs, strict=True)):
-                rank = index // len(case.shapes)
-                if same:
-                    assert torch.equal(a, b), f"step {step}, rank {rank}: {(a - b).abs().max()}"
-                else:
-                    torch.testing.assert_close(a, b, msg=lambda m, s=step, r=rank: f"step {s}, rank {r}: {m}")
-    return optimizers

@@ -121,21 +121,6 @@ def test_every_kind(kind: str, number: int, tmp_path: Path) -> None:
     check(kind, *random_cut(random.Random(f"{seed(0)} {number} {kind}"), kind), tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["t5", "bart"])
-@pytest.mark.parametrize(
-    "partition",
-    [
-        [0, 3, 6, 9],  # in the encoder, at the decoder's embedding, in the decoder
-        [0, 1, 5, 11],  # an embedding alone; what the encoder does last; the head
-    ],
-    ids=str,
-)
-def test_an_encoders_output_reaches_every_layer_of_its_decoder(
-    kind: str, partition: list[float], tmp_path: Path
-) -> None:
-    check(kind, schedules.zb_h1(4, 4), partition, tmp_path)
-
-
 def test_what_cannot_be_in_a_pipeline_is_refused() -> None:
     config = transformers.M2M100Config(**BART, encoder_layerdrop=0.1)
     with pytest.raises(ValueError, match=r"config.encoder_layerdrop must be 0 when the model is made"):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.chunks import one_rank, results_on_threads
-from tests.support.optimizer_cases import MAX_NORM, OPTIMIZERS, Case, check
+from tests.support.optimizer_cases import MAX_NORM, OPTIMIZERS, Case, ours
 from zbkern.pipeline import schedules
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.base import PipelineError
@@ -23,7 +23,7 @@ from zbkern.pipeline.transport.local import LocalTransport
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_steps_that_are_taken_back_are_counted(name: str, adaptive: bool) -> None:
     forced = {(3, 0): 3.0, (2, 1): math.nan, (3, 2): 9.0, (3, 4): math.inf, (1, 4): 2.0, (0, 5): 5.0, (2, 7): 4.0}
-    optimizers = check(Case(4, 9, forced, OPTIMIZERS[name]), adaptive=adaptive)
+    *_, optimizers = ours(Case(4, 9, forced, OPTIMIZERS[name]), adaptive=adaptive)
     # steps 0, 1, 2, 4, 7 deceive the ranks before 3, 2, 3, 1 (which declines step 4 for its norm) and 2
     assert [o.undone for o in optimizers] == ([3, 2, 1, 0] if adaptive else [5, 4, 2, 0])
     assert {(o.clipped, o.skipped) for o in optimizers} == {(4, 2)}
