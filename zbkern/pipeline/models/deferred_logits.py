@@ -7,7 +7,7 @@ with numbers and the softcap that follow (Gemma, Cohere, Granite); for any other
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -84,15 +84,11 @@ def token_log_probs(logits: Tensor | DeferredLogits, tokens: Tensor, ignore_inde
     return torch.where(counts, chosen, 0), torch.where(counts, entropy, 0)
 
 
-def _unflatten(leaves: Iterable[Any], context: Any) -> DeferredLogits:
-    return DeferredLogits(*leaves, *context)
-
-
-def _flatten(logits: DeferredLogits) -> tuple[list[Any], tuple[Any, ...]]:
-    return [logits.hidden], (logits.head, logits.autocast, logits.scale, logits.softcap)
-
-
-pytree.register_pytree_node(DeferredLogits, _flatten, _unflatten)
+pytree.register_pytree_node(
+    DeferredLogits,
+    lambda logits: ([logits.hidden], (logits.head, logits.autocast, logits.scale, logits.softcap)),
+    lambda leaves, context: DeferredLogits(*leaves, *context),
+)
 
 
 @contextmanager
