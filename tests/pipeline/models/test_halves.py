@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -168,15 +169,27 @@ def test_measured_halves_plan_a_cut_within_a_block() -> None:
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
-def test_reentrant_checkpointing_of_a_half_block_is_refused() -> None:
-    """It would get no gradient. The other kind: test_models_differential.py."""
-    model, x = nn.Sequential(*(PreNorm() for _ in range(3))), torch.randn(2, 3, 4, requires_grad=True)
-    first, second = (cut(model, schedules.zb_h1(2, 1), [0, 1.5], rank=rank)[0] for rank in range(2))
-    reentrant = partial(wrappers.checkpoint_wrapper, checkpoint_impl=wrappers.CheckpointImpl.REENTRANT)
-    wrapped = [*map(second.get_submodule, second.layer_names)].__contains__
-    wrappers.apply_activation_checkpointing(second, reentrant, wrapped)
-    with pytest.raises(ValueError, match="set use_reentrant=False"):
-        second(first(x)).square().sum().backward()
+@pytest.mark.parametrize("kind", ["NO_REENTRANT", "REENTRANT"])
+def test_activation_checkpointing_calls_a_half_block_again(kind: str) -> None:
+    model = nn.Sequential(*(PreNorm() for _ in range(3))).double().eval()
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    model(x).square().sum().backward()
+    chunks = [cut(copy.deepcopy(model), schedules.zb_h1(2, 1), [0, 1.5], rank=rank)[0] for rank in range(2)]
+    for chunk in chunks:
+        impl = wrappers.CheckpointImpl[kind]
+        wrapped = [*map(chunk.get_submodule, chunk.layer_names)].__contains__
+        wrappers.apply_activation_checkpointing(
+            chunk, partial(wrappers.checkpoint_wrapper, checkpoint_impl=impl), wrapped
+        )
+    if kind == "REENTRANT":
+        with pytest.raises(ValueError, match="set use_reentrant=False"):
+            chunks[1](chunks[0](x)).square().sum().backward()
+        return
+    chunks[1](chunks[0](x)).square().sum().backward()
+    for name, gradient in gradients_of(chunks).items():
+        expected = model.get_parameter(name.replace("_checkpoint_wrapped_module.", "")).grad
+        assert gradient is not None
+        assert torch.equal(gradient, expected), name
 
 
 def test_what_a_model_does_between_blocks_is_done_once() -> None:

@@ -77,7 +77,7 @@ class Chunk(nn.Module):
             flow.kind, flow.argument = type(block), next(iter(inspect.signature(block.forward).parameters))
             self._entering = block.register_forward_pre_hook(flow.enter_inside, with_kwargs=True)
         for name in self.layer_names:
-            whole.get_submodule(name).register_forward_pre_hook(partial(_refuse_others, name), with_kwargs=True)
+            whole.get_submodule(name).register_forward_pre_hook(_refusal_of(name), with_kwargs=True)
         encoder = encoder_of(whole)
         self._encoder_layers = sum(name.startswith(f"{encoder}.") for name in names) if encoder else 0
         if last < len(names):
@@ -367,7 +367,11 @@ def sliced_cache() -> Any:
     return sliced_cache
 
 
-def _refuse_others(name: str, layer: nn.Module, inputs: Any, keywords: Any) -> None:
+def _refusal_of(name: str) -> Any:
     """A hook before the forward of a layer, which may not get anything of another chunk but the output before it."""
-    if not torch.compiler.is_compiling():
-        refuse_placeholders((inputs, keywords), name)
+
+    def check(module: nn.Module, inputs: Any, keywords: Any) -> None:
+        if not torch.compiler.is_compiling():
+            refuse_placeholders((inputs, keywords), name)
+
+    return check

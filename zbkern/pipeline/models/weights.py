@@ -56,7 +56,8 @@ def fill(
                     f"cut: weights in {folder} must have all of the model; {missing[0]!r} is not there; names "
                     f"there are such as {min(stored, default='')!r}"
                 )
-            made.update(_drawn(model, chunk, unread, init, seed, device))
+            layers = chunk.layer_names if stored is None else []  # else buffers alone are drawn, each in its module
+            made.update(_drawn(model, chunk, unread, layers, init, seed, device))
             for name, tensor in _empty(chunk).items():
                 _set(chunk, name, made[id(tensor)])
             unset = [name for name in unread if not _has_value(chunk, name)]
@@ -97,11 +98,12 @@ def _drawn(
     model: nn.Module,
     chunk: Chunk,
     empty: Mapping[str, Tensor],
+    layers: Sequence[str],
     init: Initialiser | None,
     seed: int,
     device: torch.device,
 ) -> dict[int, Tensor]:
-    """Values for `empty` by tensor, drawn layer by layer in a copy of the layer.
+    """Values for `empty` by tensor, drawn in copies of these layers, or of the modules that hold what is in none.
 
     Those of a module depend on the seed and its name, not on the partition: what layers share is drawn in the first.
     """
@@ -109,19 +111,19 @@ def _drawn(
     homes: dict[str, dict[str, Tensor]] = {}
     for name, tensor in empty.items():
         home, key = name.rpartition(".")[::2]
-        if (layer := next((layer for layer in chunk.layer_names if is_within(name, layer)), None)) is not None:
+        if (layer := next((layer for layer in layers if is_within(name, layer)), None)) is not None:
             home, key = layer, name.removeprefix(f"{layer}.")
         if id(tensor) in shared:
             home, key = _first_holder(model, chunk.all_layers, tensor)
         homes.setdefault(home, {})[key] = tensor
     values: dict[int, Tensor] = {}
     for home, tensors in homes.items():
-        layer, initialise = _with_memory(model.get_submodule(home), device), _initialiser(model, home, init)
+        copied, initialise = _with_memory(model.get_submodule(home), device), _initialiser(model, home, init)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            for name, module in reversed([*layer.named_modules(prefix=home)]):
+            for name, module in reversed([*copied.named_modules(prefix=home)]):
                 torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # of a seed torch uses 32 bits
                 initialise(module)
-        values.update({id(tensor): _get(layer, key) for key, tensor in tensors.items()})
+        values.update({id(tensor): _get(copied, key) for key, tensor in tensors.items()})
     return values
 
 
