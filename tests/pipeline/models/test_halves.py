@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 
-from tests.support.chunks import step_and_evaluate
+from tests.support.chunks import gradients_of, step_and_evaluate
 from tests.support.small_models import DECODERS, batch, config_of, make, make_kind
 from zbkern.pipeline import (
     ProfileOptions,
