@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.chunks import assert_same, make_data, make_model
+from tests.support.chunks import assert_same, make_data, make_model, run_pipelines
 from zbkern.pipeline import Pipeline, schedules
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
@@ -51,24 +51,18 @@ def test_a_broadcast_brings_tensors_of_one_rank_to_all(four_ranks: Any) -> None:
             assert_same({"a": torch.full((source + 1, 2), source), "b": (half, b"c")}, tree)
 
 
-def gathering_what_cannot_be_sent() -> list[Any]:
-    rank = torch.distributed.get_rank()
-    module = zbkern.convert(make_model(2)[rank])
-    with Pipeline(module, schedules.zb_h1(2, 4), nn.functional.mse_loss, timeout=20) as pipe:
+def test_a_value_that_cannot_be_sent_is_known_to_all_at_once() -> None:
+    def steps(pipe: Pipeline) -> Pipeline:
         start = time.monotonic()
-        with pytest.raises(PipelineError) as caught:
-            pipe.gather(rank if rank == 0 else threading.Lock())
-        waited = time.monotonic() - start
+        with pytest.raises(PipelineError, match="rank 1, action none: TypeError: cannot pickle"):
+            pipe.gather(pipe.rank if pipe.rank == 0 else threading.Lock())
+        assert time.monotonic() - start < 10
         pipe.step(*make_data(4))
-    with pytest.raises(RuntimeError, match=r"Pipeline\.gather: this pipeline was closed"):
-        pipe.gather(rank)
-    return [str(caught.value), waited]
+        return pipe
 
-
-def test_a_value_that_cannot_be_sent_is_known_to_all_at_once(two_ranks: Any) -> None:
-    for message, seconds in two_ranks.run(gathering_what_cannot_be_sent):
-        assert message.startswith("rank 1, action none: TypeError: cannot pickle")
-        assert seconds < 10
+    for pipe in run_pipelines(schedules.zb_h1(2, 4), [*map(zbkern.convert, make_model(2))], steps, timeout=20):
+        with pytest.raises(RuntimeError, match=r"Pipeline\.gather: this pipeline was closed"):
+            pipe.gather(pipe.rank)
 
 
 def test_what_is_no_data_is_a_type_error() -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
-from tests.support.chunks import one_rank, results_on_threads
+from tests.support.chunks import one_rank, run_pipelines
 from tests.support.schedules import schedule_of
-from zbkern.pipeline import Pipeline, PipelineError, StepOptions, schedules
+from zbkern.pipeline import PipelineError, StepOptions, schedules
 
 ROWS = torch.arange(8.0).repeat_interleave(2)[:, None].expand(16, 4).contiguous()  # a number for each microbatch
 
@@ -20,13 +20,10 @@ ROWS = torch.arange(8.0).repeat_interleave(2)[:, None].expand(16, 4).contiguous(
 class First(nn.Module):
     """Returns a tensor that its next forward overwrites, a buffer or an attribute."""
 
-    def __init__(self, buffer: bool, size: int) -> None:
+    def __init__(self, buffer: bool) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-        if buffer:
-            self.register_buffer("mark", torch.zeros(size))
-        else:
-            self.mark = torch.zeros(size)
+        self.linear, mark = nn.Linear(4, 4), torch.zeros(8)
+        self.register_buffer("mark", mark) if buffer else setattr(self, "mark", mark)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.mark.fill_(float(x[0, 0]))
@@ -44,28 +41,11 @@ class Last(nn.Module):
         return self.linear(x)
 
 
-def marks_of_last(transport: Any, buffer: bool, size: int) -> list[tuple[float, float]]:
-    last = Last()
-    rank = torch.distributed.get_rank() if transport is None else transport.rank
-    module = zbkern.convert(last if rank else First(buffer, size))
-    with Pipeline(module, schedules.gpipe(2, 8), nn.functional.mse_loss, transport, timeout=20) as pipe:
-        for _ in range(3):
-            pipe.step(ROWS, ROWS)
-    return last.seen
-
-
-EXPECTED = [(float(i % 8), float(i % 8)) for i in range(24)]
-
-
 @pytest.mark.parametrize("buffer", [True, False])
-def test_what_a_chunk_returns_may_be_overwritten_on_threads(buffer: bool) -> None:
-    assert results_on_threads(2, lambda transport: marks_of_last(transport, buffer, 8))[1] == EXPECTED
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("buffer", [True, False])
-def test_what_a_chunk_returns_may_be_overwritten_over_gloo(two_ranks: Any, buffer: bool) -> None:
-    assert two_ranks.run(marks_of_last, None, buffer, 200_000)[1] == EXPECTED
+def test_what_a_chunk_returns_may_be_overwritten(buffer: bool) -> None:
+    chunks = [zbkern.convert(First(buffer)), zbkern.convert(Last())]
+    run_pipelines(schedules.gpipe(2, 8), chunks, lambda pipe: [pipe.step(ROWS, ROWS) for _ in range(3)], timeout=20)
+    assert chunks[1].seen == [(float(i % 8), float(i % 8)) for i in range(24)]
 
 
 class Changes(nn.Module):

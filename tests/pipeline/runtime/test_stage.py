@@ -48,52 +48,35 @@ def step(*modules: nn.Module, loss_fn: Any = nn.functional.mse_loss, inputs: Any
         return pipe.step(inputs, ONES)
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (
-            lambda y: (y, y),
-            r"2 positional .* 3 were given; its input, of chunk 0 on rank 0, was float32 \[2, 2\], float",
-        ),
-        (lambda y: None, "chunk 0 must return at least one tensor; got none: is there a return"),
-        (lambda y: (), "chunk 0 must return at least one tensor"),
-        (lambda y: (y, 1), r"chunk 0 must return tensors \(or None\) for the next chunk.*got 1 among"),
-        (lambda y: y.to_sparse(), r"chunk 0 must return dense tensors .*got torch.sparse_coo: call .to_dense"),
-    ],
-)
-def test_what_the_next_chunk_does_not_take_is_told(returned: Any, message: str) -> None:
-    with pytest.raises(PipelineError, match=message):
-        step(Calls(lambda layer, x: returned(layer(x))), Takes())
-
-
-@pytest.mark.parametrize(
-    ("last", "message"),
-    [
-        (lambda layer, x: _raise(TypeError("mine")), "action 1F0: TypeError: mine"),
-        (lambda layer, x: None, "chunk 1 must return what loss_fn takes; got None: is there a return"),
-    ],
-)
-def test_what_the_last_chunk_raises_or_does_not_return_is_told(last: Any, message: str) -> None:
-    with pytest.raises(PipelineError, match=message):
-        step(Takes(), Calls(last))
-
-
 def _raise(error: Exception) -> Any:
     raise error
 
 
+CALLED = r"2 positional .* 3 were given; its input, of chunk 0 on rank 0, was float32 \[2, 2\], float"
+
+
 @pytest.mark.parametrize(
-    ("loss_fn", "message"),
+    ("first", "last", "loss_fn", "message"),
     [
-        (lambda output, target: {"loss": output.mean()}, "must return the loss alone, .*; got dict"),
-        (lambda output, target: output.mean().item(), r"a tensor of one number without .item\(\); got float"),
-        (lambda output, target: output - target, r"a tensor of one number .*; got shape \[2, 2\]"),
-        (lambda output, target: output.mean().detach(), "got one that is detached"),
+        (lambda y: (y, y), None, None, CALLED),
+        (lambda y: None, None, None, "chunk 0 must return at least one tensor; got none: is there a return"),
+        (lambda y: (), None, None, "chunk 0 must return at least one tensor"),
+        (lambda y: (y, 1), None, None, r"chunk 0 must return tensors \(or None\) for the next chunk.*got 1 among"),
+        (lambda y: y.to_sparse(), None, None, r"chunk 0 must return dense tensors .*got torch.sparse_coo: call .to_de"),
+        (None, lambda y: _raise(TypeError("mine")), None, "action 1F0: TypeError: mine"),
+        (None, lambda y: None, None, "chunk 1 must return what loss_fn takes; got None: is there a return"),
+        (None, None, lambda y, target: {"loss": y.mean()}, "must return the loss alone, .*; got dict"),
+        (None, None, lambda y, target: y.mean().item(), r"a tensor of one number without .item\(\); got float"),
+        (None, None, lambda y, target: y - target, r"a tensor of one number .*; got shape \[2, 2\]"),
+        (None, None, lambda y, target: y.mean().detach(), "got one that is detached"),
     ],
 )
-def test_a_loss_that_is_none_says_what_to_do(loss_fn: Any, message: str) -> None:
+def test_what_chunks_and_losses_must_not_return_is_told(first: Any, last: Any, loss_fn: Any, message: str) -> None:
+    chunks = [
+        Takes() if returned is None else Calls(lambda layer, x, r=returned: r(layer(x))) for returned in (first, last)
+    ]
     with pytest.raises(PipelineError, match=message):
-        step(Takes(), Takes(), loss_fn=loss_fn)
+        step(*chunks, loss_fn=loss_fn or nn.functional.mse_loss)
 
 
 def test_arguments_may_be_left_out_of_a_batch() -> None:

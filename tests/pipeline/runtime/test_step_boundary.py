@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 import zbkern
-from tests.support.chunks import on_threads, results_on_threads
+from tests.support.chunks import results_on_threads, run_pipelines
 from zbkern.pipeline import Optimizer, Pipeline, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -63,24 +63,22 @@ def test_forwards_ahead_are_given_up_wherever_a_rank_is(hooks: int | None, late:
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         trained.step()
 
-    def rank_loop(transport: LocalTransport) -> tuple[int, int]:
-        chunk = zbkern.convert(chunks[transport.rank])
-        inner = sgd([chunk])
-        if transport.rank == hooks:
+    def train(pipe: Pipeline) -> Optimizer:
+        inner = sgd([*pipe.modules.values()])
+        if pipe.rank == hooks:
             inner.register_step_post_hook(lambda *_: None)
-        with Pipeline(chunk, schedules.zb_h2(3, 8), nn.functional.mse_loss, transport, timeout=10) as pipe:
-            optimizer = Optimizer(inner, pipe, max_norm=1.0, adaptive=False)
-            for inputs, targets in batches:
-                optimizer.zero_grad()
-                pipe.step(inputs, targets)
-                if transport.rank == late:
-                    time.sleep(0.02)
-                optimizer.step()
-        return optimizer.undone, optimizer.clipped
+        optimizer = Optimizer(inner, pipe, max_norm=1.0, adaptive=False)
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            pipe.step(inputs, targets)
+            if pipe.rank == late:
+                time.sleep(0.02)
+            optimizer.step()
+        return optimizer
 
-    (undone, clipped), *_ = results_on_threads(3, rank_loop)
-    assert (undone > 0) is (hooks != 0)
-    assert 0 < clipped < len(batches)
+    first, *_ = run_pipelines(schedules.zb_h2(3, 8), [*map(zbkern.convert, chunks)], train, timeout=10)
+    assert (first.undone > 0) is (hooks != 0)
+    assert 0 < first.clipped < len(batches)
     torch.testing.assert_close(values(chunks), values([plain]), rtol=1e-5, atol=1e-8)
 
 
@@ -96,19 +94,18 @@ def test_what_reads_no_weight_does_not_wait(around: Callable[[], Any]) -> None:
     """Gradients are cleared while the norm is under way; where somebody's mode is on, which the own one's end could be
     taken for, the step itself waits. Modes are left as they were.
     """
-    chunks, goes_on = make_chunks(), threading.Event()
-    waits = around is Mode
+    goes_on, waits = threading.Event(), around is Mode
 
-    def rank_loop(transport: LocalTransport) -> None:
-        chunk = zbkern.convert(chunks[transport.rank])
-        with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, transport, timeout=20) as pipe, around():
+    def steps(pipe: Pipeline) -> None:
+        chunk = pipe.modules[pipe.rank]
+        with around():
             before = _get_current_function_mode()
             optimizer = Optimizer(sgd([chunk]), pipe, max_norm=100.0)
             pipe.step(*batch(0))
-            if transport.rank == 1 and not waits:
+            if pipe.rank == 1 and not waits:
                 assert goes_on.wait(20)  # the norm is known on this rank, and comes when the other is through
             optimizer.step()
-            if transport.rank == 0:
+            if pipe.rank == 0:
                 assert optimizer.pending is not waits
                 optimizer.zero_grad()
                 chunk.zero_grad()
@@ -121,21 +118,20 @@ def test_what_reads_no_weight_does_not_wait(around: Callable[[], Any]) -> None:
             pipe.evaluate(*batch(0))
             assert _get_current_function_mode() is before
 
-    results_on_threads(2, rank_loop)
+    run_pipelines(schedules.zb_h1(2, 4), [*map(zbkern.convert, make_chunks())], steps, timeout=20)
 
 
 def test_a_new_pipeline_compares_ties_when_their_weights_are_final(caplog: pytest.LogCaptureFixture) -> None:
-    chunks, others = make_chunks(tied=True), LocalTransport.ring(2)
+    others = LocalTransport.ring(2)
 
-    def rank_loop(transport: LocalTransport) -> None:
-        rank, chunk = transport.rank, zbkern.convert(chunks[transport.rank])
-        with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, transport, timeout=20) as pipe:
-            optimizer = Optimizer(sgd([chunk]), pipe, max_norm=1e-3, adaptive=False)
-            pipe.step(*batch(0))
-            optimizer.step()
-            Pipeline(chunk, schedules.zb_h1(2, 2), nn.functional.mse_loss, others[rank], timeout=20).close()
+    def steps(pipe: Pipeline) -> None:
+        modules = [*pipe.modules.values()]
+        optimizer = Optimizer(sgd(modules), pipe, max_norm=1e-3, adaptive=False)
+        pipe.step(*batch(0))
+        optimizer.step()
+        Pipeline(modules, schedules.zb_h1(2, 2), nn.functional.mse_loss, others[pipe.rank], timeout=20).close()
 
-    results_on_threads(2, rank_loop)
+    run_pipelines(schedules.zb_h1(2, 4), [*map(zbkern.convert, make_chunks(tied=True))], steps, timeout=20)
     assert caplog.records == []
 
 
@@ -189,18 +185,15 @@ def test_a_pipeline_of_the_chunks_of_two_is_refused() -> None:
 
 
 def test_a_close_with_a_step_that_some_ranks_may_have_done_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    chunks = make_chunks()
+    def steps(pipe: Pipeline) -> None:
+        optimizer = Optimizer(sgd([*pipe.modules.values()]), pipe, max_norm=MAX_NORM, adaptive=False)
+        pipe.step(*batch(0))
+        optimizer.step()
+        if pipe.rank == 0:
+            raise ArithmeticError
+        pipe.step(*batch(0))
 
-    def rank_loop(transport: LocalTransport) -> None:
-        chunk = zbkern.convert(chunks[transport.rank])
-        with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, transport, timeout=20) as pipe:
-            optimizer = Optimizer(sgd([chunk]), pipe, max_norm=MAX_NORM, adaptive=False)
-            pipe.step(*batch(0))
-            optimizer.step()
-            if transport.rank == 0:
-                raise ArithmeticError
-            pipe.step(*batch(0))
-
-    on_threads(2, rank_loop)
+    chunks = [*map(zbkern.convert, make_chunks())]
+    run_pipelines(schedules.zb_h1(2, 4), chunks, steps, keep_errors=True, timeout=20)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert any("optimizer step 1 was not validated: some ranks may have done it" in said for said in warnings)

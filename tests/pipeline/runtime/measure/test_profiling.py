@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zbkern
@@ -192,33 +191,20 @@ def test_layers_are_measured_one_by_one_on_any_cut() -> None:
     assert plan(whole, 2, 4, memory_limit=1e6, effort=0).partition is not None
 
 
-def layer_of_rank(rank: int, group: Any = None) -> ModelCosts:
-    layer, data = zbkern.convert(nn.Linear(8, 8)), torch.randn(4, 8)
-    arguments = {"microbatches": 1, "options": ProfileOptions(1), "group": group}
-    return profile_layers({f"layer {rank}": layer}, nn.functional.mse_loss, data, data, **arguments)
-
-
 def test_messages_take_what_they_take_on_the_slowest_link() -> None:
     milliseconds = {(0, 1): 4.0, (1, 2): 8.0}
 
     def delay(sender: int, receiver: int, tag: Any) -> float:
         return milliseconds.get((min(sender, receiver), max(sender, receiver)), 0) / 1e3
 
-    found = results_on_threads(3, lambda transport: layer_of_rank(transport.rank, transport), delay)
+    def measured(transport: LocalTransport) -> ModelCosts:
+        layer, data = zbkern.convert(nn.Linear(8, 8)), torch.randn(4, 8)
+        options = {"microbatches": 1, "options": ProfileOptions(1), "group": transport}
+        return profile_layers({f"layer {transport.rank}": layer}, nn.functional.mse_loss, data, data, **options)
+
+    found = results_on_threads(3, measured, delay)
     assert found[0] == found[1] == found[2]
     assert 8 <= found[0].latency < 50
-
-
-def layer_of_this_process() -> ModelCosts:
-    return layer_of_rank(dist.get_rank())
-
-
-@pytest.mark.dist
-def test_processes_measure_the_slowest_link(four_ranks: Any) -> None:
-    found = four_ranks.run(layer_of_this_process)
-    assert all(each == found[0] for each in found)
-    assert 0 < found[0].latency < math.inf
-    assert 0 < found[0].bandwidth < math.inf
 
 
 def steps_where_one_replica_is_noisy(kind: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from typing import Any
@@ -12,29 +11,9 @@ import torch
 from torch import nn
 
 import zbkern
-from tests.support.chunks import WIDTH, on_threads, results_on_threads
+from tests.support.chunks import WIDTH, on_threads, results_on_threads, run_pipelines
 from zbkern.pipeline import Pipeline, PipelineError, schedules
-
-
-def tied_and_different() -> list[str]:
-    """What the log says of copies that are equal, that differ, and of one without memory."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zbkern").addHandler(handler)
-    rank = torch.distributed.get_rank()
-    for values in (torch.ones(3), torch.ones(3) + rank, torch.ones(3, device="meta" if rank else "cpu")):
-        schedule = schedules.zb_h1(2, 2)
-        Pipeline(nn.Linear(2, 2), schedule, nn.functional.mse_loss, tied={"table": nn.Parameter(values)}).close()
-    logging.getLogger("zbkern").removeHandler(handler)
-    return said
-
-
-@pytest.mark.dist
-def test_tied_copies_that_differ_are_told(two_ranks: Any) -> None:
-    (warning,), nothing = two_ranks.run(tied_and_different)
-    assert warning.startswith("Pipeline: the copies of tied 'table' differ between ranks [0, 1]")
-    assert nothing == []
+from zbkern.pipeline.transport.local import LocalTransport
 
 
 class Table(nn.Module):
@@ -63,6 +42,15 @@ def warnings_of(caplog: Any, modules: list[list[nn.Module]], tied: Any = lambda 
 
     results_on_threads(len(modules), construct)
     return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("other", "told"), [(torch.ones(3), False), (torch.zeros(3), True), (torch.ones(3, device="meta"), False)]
+)
+def test_tied_copies_that_differ_are_told(caplog: pytest.LogCaptureFixture, other: torch.Tensor, told: bool) -> None:
+    copies, modules = [torch.ones(3), other], [[nn.Linear(2, 2)], [nn.Linear(2, 2)]]
+    said = warnings_of(caplog, modules, lambda rank, modules: {"table": nn.Parameter(copies[rank])})
+    assert ["copies of tied 'table' differ between ranks [0, 1]" in text for text in said] == [True] * told
 
 
 def test_a_forgotten_tie_is_told_with_what_to_write(caplog: pytest.LogCaptureFixture) -> None:
@@ -107,15 +95,10 @@ def test_what_is_not_tied_is_not_told(caplog: pytest.LogCaptureFixture, kind: st
     assert warnings_of(caplog, [[first], [last]]) == []
 
 
-def frozen_on_one_rank() -> None:
-    weight = nn.Parameter(torch.ones(3), requires_grad=torch.distributed.get_rank() == 1)
+def test_a_tied_weight_that_one_rank_alone_freezes_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    copies = [nn.Parameter(torch.ones(3), requires_grad=rank == 1) for rank in range(2)]
     with pytest.raises(ValueError, match=r"tied 'table' must be .* it is frozen on \[0\] of \[0, 1\]"):
-        Pipeline(nn.Linear(2, 2), schedules.zb_h1(2, 2), nn.functional.mse_loss, tied={"table": weight})
-
-
-@pytest.mark.dist
-def test_a_tied_weight_that_one_rank_alone_freezes_is_refused(two_ranks: Any) -> None:
-    two_ranks.run(frozen_on_one_rank)
+        warnings_of(caplog, [[nn.Linear(2, 2)], [nn.Linear(2, 2)]], lambda rank, modules: {"table": copies[rank]})
 
 
 @pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1)])
@@ -128,21 +111,19 @@ def test_a_tied_weight_that_is_frozen_later_is_frozen_on_all_ranks(frozen: tuple
     for chunk in chunks:
         chunk.tied_parameters = {"weight": chunk.weight}
 
-    def train(transport: Any) -> None:
-        schedule = schedules.zb_v(2, 4)
-        mine = [chunks[number] for number in schedule.chunks_of(transport.rank)]
-        optimizer = torch.optim.SGD(nn.ModuleList(mine).parameters(), lr=0.5)
-        with Pipeline(mine, schedule, nn.functional.mse_loss, transport, timeout=20) as pipe:
-            for step in range(3):
-                for number in frozen if step == 1 else ():
-                    for chunk in mine if len(frozen) == 2 else [chunks[number]]:
-                        chunk.weight.requires_grad_(False)
-                torch.manual_seed(step)
-                optimizer.zero_grad()
-                pipe.step(*torch.randn(2, 8, WIDTH))
-                optimizer.step()
+    def train(pipe: Pipeline) -> None:
+        mine = nn.ModuleList(pipe.modules.values())
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.5)
+        for step in range(3):
+            for number in frozen if step == 1 else ():
+                for chunk in mine if len(frozen) == 2 else [chunks[number]]:
+                    chunk.weight.requires_grad_(False)
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            pipe.step(*torch.randn(2, 8, WIDTH))
+            optimizer.step()
 
-    results = on_threads(2, train)
+    results = run_pipelines(schedules.zb_v(2, 4), chunks, train, keep_errors=True, timeout=20)
     if len(frozen) == 2:
         assert results == [None, None]
         assert all(torch.equal(chunk.weight, chunks[0].weight) for chunk in chunks)
@@ -209,31 +190,22 @@ def test_a_holder_that_fails_while_the_other_waits_for_its_gradient() -> None:
         torch.testing.assert_close(torch.tensor(gradient), torch.tensor(expected))
 
 
-def hanging_holder() -> str:
-    rank = torch.distributed.get_rank()
-    layer = zbkern.convert(nn.Linear(WIDTH, WIDTH, bias=False))
-    tied = {"weight": layer.weight} if rank in (0, 3) else None
-    x = torch.ones(4, WIDTH)
-    left = [8]
-
-    def hang(_: Any) -> None:
-        left[0] -= 1
-        if rank == 3 and not left[0]:  # in the last W of the second step: its own messages have left
-            time.sleep(5)
-
-    layer.weight.register_post_accumulate_grad_hook(hang)
-    try:
-        with Pipeline(layer, schedules.zb_h1(4, 4), nn.functional.mse_loss, tied=tied, timeout=2) as pipe:
-            for _ in range(3):
-                pipe.step(x if rank == 0 else None, x if rank == 3 else None)
-    except PipelineError as error:
-        return str(error)
-    return "nothing"
-
-
 @pytest.mark.slow
-@pytest.mark.dist
-def test_a_holder_that_hangs_is_named_though_it_is_no_neighbour(four_ranks: Any) -> None:
-    messages = four_ranks.run(hanging_holder, timeout=30)
-    assert len(set(messages)) == 1
-    assert messages[0].startswith("rank 3, action 3W"), messages[0]
+def test_a_holder_that_hangs_is_named_though_it_is_no_neighbour() -> None:
+    def steps(transport: LocalTransport) -> None:
+        rank, layer, left = transport.rank, zbkern.convert(nn.Linear(WIDTH, WIDTH, bias=False)), [8]
+        tied = {"weight": layer.weight} if rank in (0, 3) else None
+
+        def hang(_: Any) -> None:
+            left[0] -= 1
+            if rank == 3 and not left[0]:  # in the last W of the second step: its own messages have left
+                time.sleep(5)
+
+        layer.weight.register_post_accumulate_grad_hook(hang)
+        schedule, loss_fn = schedules.zb_h1(4, 4), nn.functional.mse_loss
+        with Pipeline(layer, schedule, loss_fn, transport, tied=tied, timeout=2) as pipe:
+            for _ in range(3):
+                pipe.step(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+
+    (message,) = {str(error) for error in on_threads(4, steps)}
+    assert message.startswith("rank 3, action 3W"), message
