@@ -45,8 +45,7 @@ class Stage:
         self.loss_fn = loss_fn
         self.ledger: Ledger | None = None  # which holds what a microbatch needs, where R, O and L change that
         self.losses = AuxiliaryLosses()
-        self._compared: set[bool] = set()  # in which modes, training or evaluation, slices were compared with the whole
-        self._compared_packs = False  # with their sequences
+        self._compared: set[object] = set()  # modes, training or not, in which slices have been compared; and "packs"
         self._fails: str | None = None  # what slices raised in that comparison, where whole sequences did not
         self.splits: bool | None = None  # whether its first B left any W behind
         self._followed = False  # whether a first F has shown where gradients enter
@@ -77,21 +76,15 @@ class Stage:
 
         side: keyword arguments besides the inputs.
         """
-        in_slice = side is not None and "carry" in side
-        if in_slice and self.module.training not in self._compared:
-            self._compared.add(self.module.training)
-            self._fails = compare_in_slices(self.chunk, self.module, self._call, inputs, side or {})
-        if side and not self._compared_packs and tells_ends(side):
-            self._compared_packs = True
-            compare_in_packs(self.chunk, self.module, self._call, inputs, side)
+        side = side or {}
+        carry = side.get("carry")
+        self._compare_first(inputs, side)
         key = self.chunk, microbatch
         run = self._outputs if self.ledger is None else partial(self.ledger.forward, key, self._outputs)
-        carry = side["carry"] if side is not None and in_slice else None
         share = Share(self._shares[microbatch], *(() if carry is None else carry.place))
-        # layers then know that their W will wait
-        with self.queue.defer(key), self.losses.during(microbatch, share):
-            self.queue.in_slice = in_slice
-            outputs = run(inputs, target, side or {})
+        with self.queue.defer(key), self.losses.during(microbatch, share):  # layers then know that their W will wait
+            self.queue.in_slice = carry is not None
+            outputs = run(inputs, target, side)
             self.queue.in_slice = False
         leaves, structure = pytree.tree_flatten(outputs)
         self._check_outputs(leaves)
@@ -100,12 +93,22 @@ class Stage:
             self._saved[microbatch] = (inputs, roots)
             if not self._followed:
                 self._warn_of_lost_graph(roots)
-        self.carries.end_forward(microbatch, side or {})
+        self.carries.end_forward(microbatch, side)
         outputs = pytree.tree_unflatten([None if leaf is None else _to_send(leaf) for leaf in leaves], structure)
         if self._sequence_losses is None or target is None:
             return outputs
         with self.queue.defer(key), self.losses.during(None, Share(target.weight)):
             return self._sequence_losses.forward(microbatch, outputs, carry, target)
+
+    def _compare_first(self, inputs: Any, side: Mapping[str, Any]) -> None:
+        """Compares the first forwards in slices, and of packs, with those of whole sequences."""
+        mode = self.module.training
+        if "carry" in side and mode not in self._compared:
+            self._compared.add(mode)
+            self._fails = compare_in_slices(self.chunk, self.module, self._call, inputs, side)
+        if "packs" not in self._compared and tells_ends(side):
+            self._compared.add("packs")
+            compare_in_packs(self.chunk, self.module, self._call, inputs, side)
 
     def prepare(self, *microbatches: int) -> None:
         """Waits for what a B or W of these microbatches needs first, where that is being loaded."""

@@ -133,7 +133,7 @@ class DistributedTransport(Transport):
             works = self._start_send(peer, header)
             works += self._start_tensors(peer, tensors, _USUAL if header.usual else _OTHER)
         except RuntimeError as error:  # the peer is gone: why, this rank's threads know or are about to
-            reason = self._mailbox.wait_for_failure(_TOLD, peer) or f"rank {peer} cannot be reached: {error}"
+            reason = self._mailbox.why_unreachable(peer, _TOLD) or f"rank {peer} cannot be reached: {error}"
             self.fail(reason)
             raise PipelineError(reason) from error
         self._sends.put((peer, works))

@@ -152,8 +152,8 @@ class Mailbox:
                 raise PipelineError(f"rank {peer} closed its pipeline while rank {self._rank} awaited {tag} from it")
             raise TimeoutError
 
-    def wait_for_failure(self, timeout: float, peer: int | None = None) -> str | None:
-        """The reason why everything ends, or why `peer` can no longer be reached, waiting up to `timeout` seconds."""
+    def why_unreachable(self, peer: int, timeout: float) -> str | None:
+        """Why `peer` cannot be reached, or why everything ends; None where that is not known in `timeout` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or peer in self._closed, timeout)
             if self.failure is None and peer in self._closed:

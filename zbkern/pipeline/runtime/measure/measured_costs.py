@@ -57,11 +57,6 @@ class Measurements(NamedTuple):
     sliced: list[Timeline] | None = None  # with every sequence in slices; None where not asked for
 
 
-def largest_message(chunks: Sequence[MeasuredChunk]) -> int:
-    """Bytes that one of these chunks sends to the next."""
-    return max((chunk.output for chunk in chunks[:-1]), default=0)
-
-
 def chunk_costs(steps: Measurements) -> Costs:
     """What `profile` returns."""
     chunks, count = steps.chunks, len(steps.chunks)

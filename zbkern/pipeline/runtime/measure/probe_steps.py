@@ -19,7 +19,7 @@ from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.forward_state import left_as_they_were
 from zbkern.pipeline.runtime.measure.clock import EventClock
 from zbkern.pipeline.runtime.measure.links import slowest_link
-from zbkern.pipeline.runtime.measure.measured_costs import SLICES, MeasuredChunk, Measurements, largest_message
+from zbkern.pipeline.runtime.measure.measured_costs import SLICES, MeasuredChunk, Measurements
 from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.memory.recomputation import Parts, parts_of
 from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions
@@ -126,7 +126,8 @@ class ProbeSteps:
                 )
             everywhere = {chunk: one for of_rank in pipe.gather(known) for chunk, one in of_rank.items()}
             chunks = [everywhere[chunk] for chunk in range(len(placement))]
-            link = slowest_link(pipe.transport, device, pipe.timeout, largest_message(chunks)) if layers else None
+            largest = max((chunk.output for chunk in chunks[:-1]), default=0)
+            link = slowest_link(pipe.transport, device, pipe.timeout, largest) if layers else None
         return Measurements(chunks, link, **timelines)
 
     def _in_turn(self, pipe: Pipeline, kinds: Mapping[str, _Kind]) -> dict[str, list[Timeline]]:

@@ -38,10 +38,12 @@ class Agreement:
         parameters = [parameter for module in modules for parameter in module.parameters()]
         for mesh in dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)):
             groups.update((group.group_name, group) for group in mesh.get_all_groups())
-        for part in (part for module in modules for part in module.modules()):
-            if getattr(part, "collective_forward", False):
-                group: Any = getattr(part, "group", None) or dist.group.WORLD
-                groups[group.group_name] = group
+        parts = (part for module in modules for part in module.modules())
+        exchanging = [part for part in parts if getattr(part, "collective_forward", False)]
+        self.exchanges = bool(exchanging)  # whether the forward and B of a part are collective, as of ExpertParallel
+        for part in exchanging:
+            group: Any = getattr(part, "group", None) or dist.group.WORLD
+            groups[group.group_name] = group
         self._groups = {name: group for name, group in groups.items() if group.size() > 1}
         groups.update((m.process_group.group_name, m.process_group) for m in modules if isinstance(m, _DDP))
         self._with_ddp = {name: group for name, group in groups.items() if group.size() > 1}

@@ -40,7 +40,6 @@ class Replicas:
             if isinstance(reducer, DDPReducer):
                 reducer.claim(taken)
         self._queue = queue
-        self._exchanges = any(map(_exchanges, modules.values()))
         roots = [root for reducer in self._reducers.values() for root in reducer.roots]
         self.agreement = Agreement(modules.values(), roots)
         self._backwards_left: dict[int, int] = {}
@@ -97,11 +96,13 @@ class Replicas:
 
     def _launch_ready(self) -> None:
         """Starts what is ready, in the one order that all replicas keep."""
+        passes_come = any(self._backwards_left.values())
         for chunk, reducer in self._reducers.items():
             # W run as time has it, and what another chunk's B gathers or exchanges must not come before them here and
             # after there
-            collectives_come = (reducer.gathers_in_backward or self._exchanges) and any(self._backwards_left.values())
-            if self._backwards_left[chunk] or collectives_come or not reducer.launch_ready(self._pending_wgrads):
+            if passes_come and (self.agreement.exchanges or reducer.gathers_in_backward):
+                return
+            if self._backwards_left[chunk] or not reducer.launch_ready(self._pending_wgrads):
                 return
 
 
@@ -127,11 +128,6 @@ def _ranks_that_share(module: nn.Module) -> Iterator[Sequence[int]]:
         yield dist.get_process_group_ranks(module.process_group)
     for mesh in {parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)}:
         yield mesh.mesh.flatten().tolist()
-
-
-def _exchanges(module: nn.Module) -> bool:
-    """Whether a part of it says that its forward and B are collective, as ExpertParallel does."""
-    return any(getattr(part, "collective_forward", False) for part in module.modules())
 
 
 class DDPReducer:

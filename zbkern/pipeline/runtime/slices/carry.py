@@ -186,11 +186,11 @@ def carries_of(slices: Sequence[int]) -> list[Carry]:
 class Carries:
     """The carries of a chunk's sequences, each from the F of its first slice to the B of that slice.
 
-    schedule: what says which slice a microbatch is; None where all are whole sequences, which need no carry.
+    schedule: what says which slice a microbatch is. One that is a whole sequence needs no carry.
     """
 
-    def __init__(self, schedule: Schedule | None) -> None:
-        self._schedule = schedule if schedule is not None and schedule.is_sliced else None
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._units = schedule, schedule.units
         self._sequences: dict[int, _Sequence] = {}
         self.nbytes_of_one = 0  # of a sequence in forwards, as the last slice began
         self.gradient_nbytes_of_one = 0  # and of its gradients, as its last B ended
@@ -203,9 +203,9 @@ class Carries:
     def begin(self, microbatch: int, tokens: int | None, inputs: Any) -> Mapping[str, Carry]:
         """The argument of the forward of a slice, which has so many tokens, or, where None, as many as its inputs; no
         argument where sequences are whole. Raises TypeError for inputs without a sequence."""
-        if self._schedule is None or self._schedule.units[microbatch].slices == 1:
+        number, index, slices = self._units[microbatch]
+        if slices == 1:
             return {}
-        number, index, _ = self._schedule.units[microbatch]
         tokens = tokens or length_of(inputs)
         if tokens is None:
             raise TypeError(
@@ -220,17 +220,15 @@ class Carries:
         return {"carry": Carry(sequence, index)}
 
     def end_forward(self, microbatch: int, side: Mapping[str, Any]) -> None:
-        """After the forward of a slice; without a B, what the last one of a sequence leaves is for nobody."""
+        """After the forward of a slice. Without gradients to come the sequence is over with its last one."""
         if "carry" in side:
             side["carry"].end_forward()
-        if self._schedule is not None and not torch.is_grad_enabled():
-            unit = self._schedule.units[microbatch]
-            if unit.is_last:
-                self._sequences.pop(unit.microbatch, None)
+        if not torch.is_grad_enabled() and self._units[microbatch].is_last:
+            self._sequences.pop(self._units[microbatch].microbatch, None)
 
     def gradients(self, microbatch: int) -> list[tuple[Tensor, Tensor]]:
         """What a slice has kept for the next one, with the gradients that came back for it."""
-        number, index = self._place(microbatch)
+        number, index, _ = self._units[microbatch]
         if number not in self._sequences:
             return []
         states = self._sequences[number].states
@@ -240,7 +238,7 @@ class Carries:
     def end_backward(self, microbatch: int) -> None:
         """After the B of a slice. Raises RuntimeError where gradients of later slices have not arrived, and where what
         was kept for it took no part in it."""
-        number, index = self._place(microbatch)
+        number, index, _ = self._units[microbatch]
         if number not in self._sequences:
             return
         sequence = self._sequences[number]
@@ -261,10 +259,6 @@ class Carries:
         if index == 0:
             self.gradient_nbytes_of_one = sum(gradient.nbytes for gradient in sequence.gradients.values())
             del self._sequences[number]
-
-    def _place(self, microbatch: int) -> tuple[int, int]:
-        """Its sequence and slice."""
-        return (microbatch, 0) if self._schedule is None else self._schedule.units[microbatch][:2]
 
     def reset(self) -> None:
         self._sequences.clear()
