@@ -25,11 +25,13 @@ from zbkern.pipeline import (
     Optimizer,
     Pipeline,
     PipelineError,
+    PlannedBatches,
     PlanOptions,
     ProfileOptions,
     Schedule,
     ScheduleError,
     StepOptions,
+    add_loss,
     checkpoint,
     draw,
     layout_to_partition,
@@ -89,6 +91,10 @@ def pipe(modules: Any = None, schedule: Any = None, loss_fn: Any = mse, **option
 def open_pipe(method: str, *arguments: Any) -> Any:
     with pipe() as opened:
         return getattr(opened, method)(*arguments)
+
+
+def first_batch(dataset: Any, sequences: int = 1, **options: Any) -> Any:
+    return next(iter(PlannedBatches(dataset, C, 2, sequences=sequences, **options)))
 
 
 class Twice(zbkern.SeparableFunction):
@@ -299,6 +305,25 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("pipe(tied={1: layer().weight})", TypeError, 'Pipeline: tied must be {name: parameter}, as in {"embedding":'),
     ("pipe(timeout=0)", ValueError, "Pipeline: timeout must be a number of seconds above 0 and at most 31536000 ("),
     ("pipe(timeout=float('nan'))", ValueError, "Pipeline: timeout must be a number of seconds above 0 and at most"),
+    ("pipe(timeout=1e300)", ValueError, "Pipeline: timeout must be a number of seconds above 0 and at most 31536000 ("),
+    ("pipe(modules=layer().forward)", TypeError, "Pipeline: modules must be a torch.nn.Module or several in model or"),
+    ("pipe(modules=[torch.tanh])", TypeError, "Pipeline: modules must be a torch.nn.Module or several in model order"),
+    ("pipe(schedule='zb_v')", TypeError, "Pipeline: schedule must be a Schedule, such as schedules.zb_v(stages, mic"),
+    ("pipe(schedule=plan(C, 1, 2, effort=0))", TypeError, "Pipeline: schedule must be a Schedule, such as schedules."),
+    ("pipe(schedule=RECOMPUTES, fill='eager')", ValueError, "with a schedule that offloads or recomputes (R, O, L)"),
+    ("pipe(schedule=OFFLOADS, options=StepOptions(max_wgrad_bytes=5))", ValueError, "counted in its own order; got "),
+    ("StepOptions(recompute='*norm*')", TypeError, "StepOptions: recompute must be a list of names of parts, such as"),
+    ("add_loss((t(3),), t())", TypeError, "add_loss: activation must be a tensor of floating-point numbers; got tuple"),
+    ("add_loss(t(3), 0.0)", TypeError, "add_loss: value must be a floating-point tensor with its graph; got float"),
+    ("add_loss(t(3), t(3))", ValueError, "add_loss: value must be one number, such as .mean() gives; got shape [3]"),
+    ("PlannedBatches([[1]], C, 2)", ValueError, "PlannedBatches: one of sequences and tokens must be at least 1; got"),
+    ("PlannedBatches([[1]], C, 2, sequences=2, tokens=3)", ValueError, "PlannedBatches: one of sequences and tokens"),
+    ("PlannedBatches([[1]], C, 2, sequences=2, replica=2, replicas=2)", ValueError, "replica must be from 0 to 1; go"),
+    ("first_batch([[1, 2]], sequences=2, replicas=2)", ValueError, "a sequence for each of the 2 replicas; got 1"),
+    ("first_batch([[]])", ValueError, "PlannedBatches: sequence 0 must be a list of at least one token, and labels as"),
+    ("first_batch([[[1, 2]]])", ValueError, "PlannedBatches: sequence 0 must be a list of at least one token, and la"),
+    ("first_batch([[1.5, 2.0]])", ValueError, "PlannedBatches: sequence 0 must be a list of at least one token, and "),
+    ("first_batch([{'input_ids': [1, 2], 'labels': [1]}])", ValueError, "PlannedBatches: sequence 0 must be a list of"),
     ("open_pipe('attach', 3)", TypeError, "Pipeline.attach: optimizer must be a zbkern.pipeline.Optimizer; got int"),
     ("open_pipe('drift', 3)", TypeError, "in_seconds: costs must be a zbkern.pipeline.Costs in milliseconds, as"),
     ("open_pipe('step')", ValueError, "Pipeline.step: inputs must be given on this rank; got None"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 
@@ -79,27 +78,3 @@ def test_replicas_share_every_step_by_work_and_one_mean_over_tokens() -> None:
             assert weight.item() == pytest.approx(2 / counted)
         tokens = [sum(len(dataset[number]["input_ids"]) for number in batch.sequences) for batch in both]
         assert max(tokens) < 1.6 * min(tokens)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({}, "one of sequences and tokens"),
-        ({"sequences": 2, "tokens": 3}, "one of sequences and tokens"),
-        ({"sequences": 2, "replica": 2, "replicas": 2}, "replica must be from 0 to 1"),
-    ],
-)
-def test_wrong_arguments(arguments: Any, expected: str) -> None:
-    with pytest.raises(ValueError, match=expected):
-        PlannedBatches([[1, 2]], COSTS, 2, **arguments)
-
-
-@pytest.mark.parametrize("wrong", [[], [[1, 2]], [1.5, 2.0], {"input_ids": [1, 2], "labels": [1]}])
-def test_a_sequence_that_is_none_is_named(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="sequence 0 must be a list of at least one token"):
-        list(PlannedBatches([wrong], COSTS, 2, sequences=1))
-
-
-def test_fewer_sequences_than_replicas() -> None:
-    with pytest.raises(ValueError, match="a sequence for each of the 2 replicas; got 1"):
-        list(PlannedBatches([[1, 2]], COSTS, 2, sequences=2, replicas=2))

@@ -309,15 +309,3 @@ def test_a_step_that_fails_leaves_no_copies_behind() -> None:
     pipe.step(batch(2), batch(2))
     assert_same([p.grad for p in module.parameters()], expected)
     pipe.close()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"fill": "eager"}, "fill must be \"planned\" .* with a schedule that offloads or recomputes .*; got 'eager'"),
-        ({"options": StepOptions(max_wgrad_bytes=5)}, "max_wgrad_bytes None with a schedule .*; got 'planned' and 5"),
-    ],
-)
-def test_what_would_change_the_order_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        step([Watched()], "0F0 0R0 0BW0", microbatches=1, **arguments)
