@@ -267,7 +267,7 @@ class Pipeline:
             return self._transport.gather(value, self.timeout)
 
     def on_any_replica(self, flag: bool) -> bool:
-        """Whether it is true in this pipeline, whose ranks all say the same, or in a replica of it; collective."""
+        """Whether the flag is true in this pipeline, on all its ranks, or in a replica of it; collective."""
         with self._failing_together():
             return self._replicas.agreement.any(flag, self._transport, self.timeout)
 

@@ -52,7 +52,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def left_as_they_were(modules: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
-    """After what runs inside: gradients, buffers and random numbers."""
+    """Puts gradients, buffers and random numbers back at the end."""
     gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
     before = ForwardState(modules, device)
     try:

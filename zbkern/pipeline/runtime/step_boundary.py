@@ -1,4 +1,4 @@
-"""StepBoundary: whether the last optimizer step of a rank's parameters is over, for all who read or write them.
+"""StepBoundary: whether the last optimizer step of some chunks is over, for all who read or write their weights.
 
 A step is "validated" when its weights are final; "open" while it waits for the norm over all ranks; "early" when this
 rank has done it before it knew that norm, and may have to take it back.
@@ -24,35 +24,34 @@ from zbkern.pipeline.transport.norm_chain import NormChain
 
 logger = logging.getLogger("zbkern")
 
-_BOUNDARIES = WeakIdKeyDictionary()  # of a module or a parameter: its boundaries, which are alive elsewhere
+_BOUNDARIES = WeakIdKeyDictionary()  # by module or parameter; Pipelines and Optimizers keep the boundaries alive
 
 
 class StepBoundary:
-    """That of some chunks: all Pipelines of theirs have it, and so has their Optimizer, which concludes steps.
+    """What the Pipelines of some chunks and the Optimizer of their parameters share.
 
-    joint: whether Pipelines have it; else an Optimizer alone, which Pipelines of its parameters only read.
+    joint: False for that of an Optimizer that was made without a Pipeline: Pipelines of its parameters only look
+    whether a step is pending.
     """
 
     def __init__(self, joint: bool = True) -> None:
         self.joint = joint
         self.optimizer: Any = None  # the zbkern.pipeline.Optimizer
-        self.chain: NormChain | None = None  # of that
+        self.chain: NormChain | None = None  # along which that optimizer's norms are added up
         self.pipe: Any = None  # the Pipeline that ran last, whose connection the optimizer's messages take
         self.open_pipes = 0
-        self.order: list[int] = []
-        self.others: weakref.WeakSet[StepBoundary] = (
-            weakref.WeakSet()
-        )  # of Optimizers that were made without a Pipeline
-        self.steps = 0  # that were called, as many on all ranks
+        self.order: list[int] = []  # the ranks in the order of the model
+        self.others: weakref.WeakSet[StepBoundary] = weakref.WeakSet()  # not joint, of some of the same parameters
+        self.steps = 0  # optimizer steps that were called, as many on all ranks
         self.pending: Any = None  # a PendingStep
-        self.changed = False  # whether the last one was clipped or skipped, and forwards that ran before are void
-        self.broken = False  # whether a failure may have left the last one unfinished
-        self._concluded = 0
-        self._total: Tensor | None = None  # of squares, over all ranks
-        self._waits = False  # whether it was said that steps wait for the norm
+        self.changed = False  # whether the last step was clipped or skipped, and forwards that ran before are void
+        self.broken = False  # whether a failure may have left the last step unfinished
+        self._concluded = 0  # the last step that was
+        self._total: Tensor | None = None  # its sum of squares over all ranks
+        self._has_told = False  # the log that steps wait for the norm
 
     def mark(self, things: Iterable[Any]) -> None:
-        """These modules and parameters have it from now on."""
+        """Makes this a boundary of these modules and parameters."""
         for thing in things:
             boundaries = _BOUNDARIES.setdefault(thing, weakref.WeakSet())
             for other in boundaries:
@@ -68,9 +67,9 @@ class StepBoundary:
         return "early" if self.pending.has_stepped else "open"
 
     def join(self, pipe: Any, order: list[int]) -> None:
-        """One more Pipeline has it, and will `leave` it. order: its ranks in the order of the model.
+        """Adds a Pipeline, which will `leave`. order: its ranks in the order of the model.
 
-        Raises ValueError where the others have another order: the partial norms travel along it.
+        Raises ValueError where open Pipelines have another order: the partial norms travel along it.
         """
         if self.open_pipes and self.order != order:
             raise ValueError(
@@ -82,12 +81,12 @@ class StepBoundary:
         self.pipe = self.pipe or pipe
 
     def take(self, optimizer: Any, chain: NormChain, parameters: Iterable[Tensor]) -> None:
-        """From now on this optimizer concludes the steps of these parameters."""
+        """Has this optimizer conclude the steps of these parameters from now on."""
         self.optimizer, self.chain = optimizer, chain
         self.mark(parameters)
 
     def free(self) -> None:
-        """Its optimizer, if any, goes on alone."""
+        """Parts from the optimizer, if there is one, which goes on without a Pipeline."""
         if self.optimizer is not None:
             self.optimizer.boundary = StepBoundary(joint=False)
             self.optimizer.boundary.take(self.optimizer, self.chain, self.optimizer.weights())
@@ -125,16 +124,16 @@ class StepBoundary:
     def watch_reads(self) -> None:
         """Until a Pipeline's next call, torch functions of this thread that take weights of the step validate it."""
         if self.pending is not None and not weight_reads.watch(self):
-            if not self._waits:
+            if not self._has_told:
                 logger.info(
                     "Optimizer.step waits for the norm over all ranks, because a torch function mode is on: what reads "
                     "weights after it would read ones that may be taken back"
                 )
-            self._waits = True
+            self._has_told = True
             self.validate()
 
     def release_reads(self) -> None:
-        """A call of a Pipeline has begun, which knows that weights may not be final."""
+        """Ends `watch_reads`: a call of a Pipeline has begun, which knows that weights may not be final."""
         weight_reads.release(self)
 
     def validate(self) -> None:
@@ -161,7 +160,7 @@ class StepBoundary:
         self._concluded = self.steps
 
     def abandon(self) -> None:
-        """Forgets the pending step, because everything is about to be loaded; on all ranks."""
+        """Forgets the pending step, on all ranks, because weights and states are about to be loaded."""
         weight_reads.release(self)
         self.pending, self._concluded = None, self.steps
         self.changed = self.broken = False
@@ -207,13 +206,13 @@ class StepBoundary:
             )
 
     def reload_states(self) -> None:
-        """Has what `Optimizer.offload_states` has moved come back, before gradients are added to it."""
+        """Brings back what `Optimizer.offload_states` has moved, before gradients are added to it."""
         for boundary in (self, *self.others):
             if boundary.optimizer is not None:
                 boundary.optimizer.reload_states()
 
     def leave(self, pipe: Any) -> None:
-        """A Pipeline of it has ended."""
+        """Removes a Pipeline that has ended."""
         weight_reads.release(self)
         self.open_pipes -= 1
         if self.pipe is pipe:
@@ -227,9 +226,9 @@ class StepBoundary:
 
 
 def boundary_of(modules: Iterable[nn.Module]) -> StepBoundary:
-    """That of the open Pipelines that have these chunks already, or a new one.
+    """The boundary of open Pipelines that have these chunks already, or a new one.
 
-    Raises ValueError where two of them have some of these chunks each, and one norm of gradients each.
+    Raises ValueError where several boundaries have some of these chunks each: gradients have one norm.
     """
     modules = [*modules]
     used = [boundary for boundary in boundaries_of(modules) if boundary.open_pipes]
@@ -244,8 +243,8 @@ def boundary_of(modules: Iterable[nn.Module]) -> StepBoundary:
 
 
 def boundaries_of(modules: Iterable[nn.Module]) -> list[StepBoundary]:
-    """All that these modules and their parameters have, also of Optimizers that were made without a Pipeline."""
-    return [*{each: None for thing in _things_of(modules) for each in _BOUNDARIES.get(thing, ())}]
+    """All boundaries of these modules and their parameters, also those that are not joint."""
+    return [*{boundary: None for thing in _things_of(modules) for boundary in _BOUNDARIES.get(thing, ())}]
 
 
 def _things_of(modules: Iterable[nn.Module]) -> list[Any]:

@@ -35,7 +35,7 @@ class Tag(NamedTuple):
 
 
 class Note(NamedTuple):
-    """A tag: the message of the n-th step of its kind that the words tell."""
+    """The tag of any other message: words that tell what it is, and a number that differs each time."""
 
     number: int
     what: str
@@ -45,7 +45,7 @@ class Note(NamedTuple):
 
 
 class Values(Note):
-    """A tag: what ranks have given to the n-th gather."""
+    """The tag of what a rank gives to a gather or broadcast."""
 
 
 class Call(NamedTuple):
@@ -58,7 +58,10 @@ class Call(NamedTuple):
 
 
 class Mailbox:
-    """Messages that have arrived and were not asked for yet, and the calls that they were sent in. Thread-safe."""
+    """A rank's messages that have arrived and were not asked for yet, and what it knows of other ranks' calls.
+
+    Thread-safe.
+    """
 
     def __init__(self, rank: int) -> None:
         self.call = Call(0, "connecting")  # this rank's

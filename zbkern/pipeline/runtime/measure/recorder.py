@@ -67,11 +67,11 @@ class Recorder:
             self._samples.append((end, self.queue.pending(), self.queue.bytes, allocated))
 
     def watch(self, holders: Sequence[Any]) -> None:
-        """From now on asks them after every action for `nbytes`, which they hold for microbatches, for `peak_bytes`."""
+        """Sets what holds microbatches' memory: `peak_bytes` is the most that the sum of its `nbytes` has been."""
         self._holders = holders
 
     def held(self) -> None:
-        """An action has taken or freed memory."""
+        """Updates `peak_bytes`, when memory has been taken or freed."""
         if self._holders:
             self.peak_bytes = max(self.peak_bytes, sum(holder.nbytes for holder in self._holders))
 

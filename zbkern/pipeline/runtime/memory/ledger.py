@@ -167,7 +167,7 @@ class Ledger:
         self._lanes.close()
 
     def _storages(self, kind: str, key: Key, batch: Sequence[Tensor] = (), carried: Any = ()) -> Storages:
-        """For what this pass leaves."""
+        """Those for what this pass leaves."""
         began = self._recorder.copying(Action("O", *key)) if (kind, *key) in self._offloaded else None
         return Storages(self._lanes, Resident(self._modules[key[0]], batch, carried), began)
 

@@ -42,7 +42,7 @@ class Storage:
         return self._memory.nbytes() < self.nbytes
 
     def known_tensors(self) -> int:
-        """How many of `tensors` there still are."""
+        """How many of `tensors` are still alive."""
         return len({id(tensor) for reference in self.tensors if (tensor := reference()) is not None})
 
     def covers(self, tensor: Tensor) -> bool:
@@ -275,7 +275,7 @@ def parts(tensor: Any) -> Iterator[Tensor]:
 
 
 def keys(tensors: Iterable[Tensor]) -> set[int]:
-    """The same of several, for all their parts that have a storage."""
+    """The keys of the storages that tensors are in, wrapped ones included."""
     return {storage_key(part) for tensor in tensors for part in parts(tensor) if part.layout is torch.strided}
 
 
