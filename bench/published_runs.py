@@ -260,6 +260,10 @@ def fitted(runs: Sequence[Mapping[str, Any]], models: Mapping[str, Any]) -> str:
     return "\n\n".join(tables)
 
 
+def _a_row_a_line(rows: Mapping[str, Mapping[str, float]]) -> str:
+    return "{\n  " + ",\n  ".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()) + "\n }"
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?", default=RUNS, help='{"models": {...}, "runs": [...]}')
@@ -288,7 +292,9 @@ def main(arguments: list[str] | None = None) -> int:
     errors = f"dense rms {rms(dense):.1%}, experts rms {rms(experts):.1%}"
     print(f"\n{errors}, {right} of {pairs} pairs of layouts ranked as measured")
     if options.write:
-        exactness.TABLE.write_text(json.dumps({"speeds": kinds, "gains": {"a100": gains_table()[1]}}, indent=1) + "\n")
+        gains = {"a100": gains_table()[1]}
+        text = f'{{\n "speeds": {_a_row_a_line(kinds)},\n "gains": {_a_row_a_line(gains)}\n}}\n'
+        exactness.TABLE.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -447,6 +447,11 @@ def test_the_table_of_hardware(tmp_path: Path) -> None:
         load_hardware("a100", attention="cudnn")
     assert load_hardware("a100").host_bandwidth == 32e9  # PCIe 4.0 x16
     assert dataclasses.replace(H100, host_bandwidth=None).host_bandwidth is None
+    own.write_text(json.dumps({"mine": {"like": "h200", "title": "mine"}, "other": {"like": "mine"}}))
+    like, h200 = load_hardware("mine", own), load_hardware("h200")
+    assert dataclasses.replace(h200, title="mine", name="") == like
+    with pytest.raises(ValueError, match=r"like of other must be one of a100, .*; got 'mine'"):
+        load_hardware("other", own)
     with pytest.raises(ValueError, match=r"has no 'h100'; it has mine"):
         load_hardware("h100", own)
     own.write_text(json.dumps({"mine": {"memory": 1}}))

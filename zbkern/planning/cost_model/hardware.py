@@ -130,17 +130,23 @@ class Hardware:
 def load_hardware(name: str, path: str | Path | None = None, attention: str | None = None) -> Hardware:
     """The GPU of that name in a table of hardware, the one that comes with zbkern where path is None.
 
-    attention: the kernel that computes it, by default the first, the fastest, of those that the table has.
+    attention: the kernel that computes it, by default the first, the fastest, of those that the table has. A row with
+    "like": "h100" has everything else as that GPU of the table that comes with zbkern.
     Raises OSError, or ValueError for a file that is no such table and for a name that it does not have.
     """
+    shipped = parse_object("load_hardware", read_text(TABLE), TABLE.name)
+    table = shipped if path is None else parse_object(f"load_hardware: {path}", read_text(path), TABLE.name)
     own, path = path is None, TABLE if path is None else Path(path)
-    table = parse_object(f"load_hardware: {path}", read_text(path), TABLE.name)
     name = next((each for each in table if each.lower() == name.lower()), name)
     if name not in table:
         raise ValueError(
             f"load_hardware: {path} has no {name!r}; it has {', '.join(table)}: name one of them, or add it to a table"
         )
     row = table[name]
+    while isinstance(row, dict) and "like" in row:
+        if row["like"] not in shipped:
+            raise ValueError(f"load_hardware: like of {name} must be one of {', '.join(shipped)}; got {row['like']!r}")
+        row = {**shipped[row["like"]], **{field: value for field, value in row.items() if field != "like"}}
     kernels = (row.get("attention") if isinstance(row, dict) else None) or {}
     if kernels or attention is not None:
         attention = attention or next(iter(kernels))
