@@ -35,7 +35,6 @@ PLAN = "plan"
 _SECONDS = 0.3  # of a search: a slider should not have to wait
 _MOST = {"stages": 32, "microbatches": 64, "slices": 16}
 _MOST_PASSES = 60_000  # of all that is drawn: two seconds
-_CONNECTIONS = 16  # at a time
 _NUMBERS = ("forward", "backward", "weight", "communication", "attention", "memory")
 
 
@@ -129,19 +128,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._free, self._computing, self._newest = threading.Semaphore(_CONNECTIONS), threading.Lock(), object()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
+        self._computing, self._newest = threading.Lock(), object()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Of a browser that has gone nothing is said."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -141,23 +142,31 @@ class _Numbers:
         self.family = FAMILIES[self.kind]
         if self.config.get("layer_types", ()) is None:  # which says that the library works them out
             del self.config["layer_types"]
-        for name, value in config.items():
+
+    @cached_property
+    def library(self) -> Any:
+        """The library's configuration with the file's contents; None where it is not installed."""
+        try:
+            from transformers import CONFIG_MAPPING
+        except ImportError:
+            return None
+        for name, value in self.config.items():  # before the library makes as many layers
             if type(value) is int and name.startswith(("num_", "n_", "hidden_size")):
                 self._check(name, value, 0)
-        self.library: Any = None
+        plain = {name: value for name, value in self.config.items() if "{" not in str(value)}  # not its infinities
+        try:
+            return CONFIG_MAPPING[self.kind].from_dict(plain)
+        except Exception as error:  # of its own kinds, for what it does not take
+            raise ValueError(f"architecture: the transformers library does not take it: {error}") from error
 
     def value(self, name: str) -> Any:
         """What the file says, or what the library has for it; None where neither does, or the library is missing."""
-        if name in self.config:
-            return self.config[name]
-        if self.library is None:
-            self.library = _of_library(self.config)
-        return getattr(self.library, name, None)
+        return self.config[name] if name in self.config else getattr(self.library, name, None)
 
     def known(self, name: str) -> Any:
         """The same, of what may not be taken for false or empty where neither says it."""
         value = self.value(name)
-        if value is None and self.library is False:
+        if value is None and self.library is None:
             raise ValueError(
                 f"architecture: {name} is not in the file, which leaves out defaults: write it, or install "
                 "transformers, whose configuration knows"
@@ -193,19 +202,6 @@ class _Numbers:
             got = repr(value)[:60]
             raise ValueError(f"architecture: {name} must be a whole number, at least 1 and at most {most:,}; got {got}")
         return value
-
-
-def _of_library(config: Mapping[str, Any]) -> Any:
-    """The configuration that the transformers library makes of these contents; False where it is not installed."""
-    try:
-        from transformers import CONFIG_MAPPING
-    except ImportError:
-        return False
-    plain = {name: value for name, value in config.items() if "{" not in str(value)}  # it does not read its infinities
-    try:
-        return CONFIG_MAPPING[config["model_type"]].from_dict(plain)
-    except Exception as error:  # of its own kinds, for what it does not take
-        raise ValueError(f"architecture: the transformers library does not take it: {error}") from error
 
 
 def _blocks(numbers: _Numbers) -> list[Block]:

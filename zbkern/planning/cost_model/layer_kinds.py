@@ -84,7 +84,14 @@ class Part:
     other: int = 0
 
     def of(self, ranks: int) -> Part:
-        """With a head of keys for every GPU that shares the part."""
+        """With a head of keys for every GPU that shares the part. Raises ValueError for heads that do not divide."""
+        must = None
+        if self.heads % ranks:
+            must = f"divide the {self.heads} heads"
+        elif self.keys and self.key_heads % ranks and ranks % self.key_heads:
+            must = f"divide the {self.key_heads} heads of keys, or be a multiple"
+        if must is not None:
+            raise ValueError(f"model_costs: tensor_parallel must {must}; got {ranks}")
         more = self.keys * max(0, ranks // self.key_heads - 1)
         if not more:
             return self

@@ -161,8 +161,11 @@ class Setting(NamedTuple):
 def _layers(setting: Setting) -> list[_Layer]:
     """In model order."""
     architecture, _, job = setting
-    _check(architecture, job)
-    equal = {block: _blocks(block, setting) for block in set(architecture.blocks)}
+    if job.expert_parallel > 1 and architecture.experts is None:
+        raise ValueError(
+            f"model_costs: expert_parallel must be 1 for a model without experts; got {job.expert_parallel}"
+        )
+    equal = {block: _blocks(block, setting) for block in dict.fromkeys(architecture.blocks)}
     found = [_embedding(setting)]
     for number, block in enumerate(architecture.blocks):
         for layer in map(copy, equal[block]):
@@ -249,7 +252,8 @@ class _Layer:
             self.product(product, part.experts)
         if part.core is not None:
             self.core(part.core)
-            self.around(rows * part.keys)
+            ranks = job.context_parallel  # keys and values go around the GPUs of a sequence
+            self.exchange(rows * part.keys, ranks, ranks * job.tensor_parallel)
         self.elementwise(rows, *part.moved)
         self.keep(rows, part.kept, part.held)
         self.weights(part.other / job.tensor_parallel)
@@ -307,14 +311,14 @@ class _Layer:
     def gather_and_scatter(self) -> None:
         """Tensor parallelism around attention or an MLP: an all-gather and a reduce-scatter, forward and backward."""
         ranks = self.job.tensor_parallel
-        if ranks > 1:
-            self._message(2 * _WIDTH * self.job.rows * self.features * (ranks - 1) / ranks / self._bandwidth(ranks))
+        self.exchange(2 * self.job.rows * self.features / ranks, ranks, ranks)
 
-    def around(self, keys: float) -> None:
-        """Context parallelism: so many numbers of keys and values go to the other GPUs of the sequence."""
-        ranks = self.job.context_parallel
+    def exchange(self, numbers: float, ranks: int, neighbours: int) -> None:
+        """Each of `ranks`, among so many neighbours, sends so many numbers to every other one."""
+        gpu = self.hardware
+        bandwidth = gpu.link_bandwidth if neighbours <= gpu.gpus_per_node else gpu.network_bandwidth
         if ranks > 1:
-            self._message(_WIDTH * keys * (ranks - 1) / self._bandwidth(ranks * self.job.tensor_parallel))
+            self._message(_WIDTH * numbers * (ranks - 1) / bandwidth)
 
     def dispatch_and_combine(self, tokens: float, experts: Experts) -> None:
         """Expert parallelism: tokens go to the GPUs of their experts and return, forward and backward.
@@ -324,6 +328,8 @@ class _Layer:
         goes to its own node or GPU takes no time.
         """
         ranks, size = self.job.expert_parallel, _WIDTH * tokens * self.features
+        if experts.count % ranks:
+            raise ValueError(f"model_costs: expert_parallel must divide the {experts.count} experts; got {ranks}")
         inside, here = min(ranks, self.hardware.gpus_per_node), experts.count // ranks
         gpus = sum(reached(experts, (here,) * ranks))
         places = [here * min(inside, ranks - first) for first in range(0, ranks, inside)]
@@ -351,11 +357,6 @@ class _Layer:
         rest = {name: getattr(self, name) for name in ("activation", "held", "static", "carried")}
         rest["carried_gradients"] = _WIDE / _WIDTH * self.carried
         return LayerCosts(self.name, **times, **rest, merge_saving=_MS * self.saving, output=output, tied=self.tied)
-
-    def _bandwidth(self, ranks: int) -> float:
-        """Among so many neighbours."""
-        inside = ranks <= self.hardware.gpus_per_node
-        return self.hardware.link_bandwidth if inside else self.hardware.network_bandwidth
 
     def _message(self, time: float) -> None:
         """Two messages that take so long together at the peak bandwidth, forward and again backward."""
@@ -440,21 +441,3 @@ def _block(name: str, block: Block, setting: Setting, joined: bool = False, shar
     if share == 1.0:
         layer.wait_for_messages()
     return layer
-
-
-def _check(architecture: Architecture, job: Job) -> None:
-    ranks, among = job.tensor_parallel, job.expert_parallel
-    for part in architecture.parts:
-        keys, experts = part.key_heads, 0 if part.experts is None else part.experts.count
-        for wrong, must in (
-            (part.heads % ranks, f"tensor_parallel must divide the {part.heads} heads; got {ranks}"),
-            (
-                part.keys and keys % ranks and ranks % keys,
-                f"tensor_parallel must divide the {keys} heads of keys, or be a multiple; got {ranks}",
-            ),
-            (experts % among, f"expert_parallel must divide the {experts} experts; got {among}"),
-        ):
-            if wrong:
-                raise ValueError(f"model_costs: {must}")
-    if among > 1 and architecture.experts is None:
-        raise ValueError(f"model_costs: expert_parallel must be 1 for a model without experts; got {among}")
