@@ -42,7 +42,6 @@ from zbkern.pipeline import (
 )
 from zbkern.pipeline import schedules as S
 from zbkern.pipeline.transport.local import LocalTransport
-from zbkern.planning.simulation import drift
 
 INDICES = torch.tensor([[0, 3, 3], [2, 0, 6]])
 TARGET = torch.tensor([1, 4, -100, 0, 4, 8, 2])
@@ -277,7 +276,6 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("simulate(OFFLOADS, Costs(offload_bandwidth=1))", ValueError, "offload_bandwidth and reload_bandwidth must be"),
     ("simulate(RECOMPUTES)", ValueError, "checkpoint must be given for a schedule that recomputes"),
     ("simulate(RECOMPUTES, Costs(checkpoint=0), fill='eager')", ValueError, 'fill="eager" moves W'),
-    ("drift.compare(simulate(S.zb_h1(2, 2)), 3)", TypeError, "costs must be a zbkern.pipeline.Costs"),
     ("Schedule.build([[Action('F', 0, 0)]], [0], 1.0)", TypeError, "microbatches must be an int; got float"),
     ("S.zb_h1(2, 2, slices=[2, 0])", ScheduleError, "zb_h1: slices must be"),
     ("S.zb_h1(2, 2, slices=1.5)", TypeError, "zb_h1: slices must be"),

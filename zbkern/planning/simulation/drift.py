@@ -12,7 +12,9 @@ from typing import Any
 
 from zbkern.planning import draw
 from zbkern.planning.simulation.costs import Costs
+from zbkern.planning.simulation.memory import Memory
 from zbkern.planning.simulation.simulator import simulate
+from zbkern.planning.simulation.slice_costs import slice_costs
 from zbkern.planning.simulation.timeline import Timeline, arrival, ends_of, rescaled
 from zbkern.schedules.actions import Action
 from zbkern.schedules.dependencies import result
@@ -20,7 +22,7 @@ from zbkern.schedules.units import TIME_UNITS, duration
 
 _TIMES = (
     *("forward", "backward", "weight", "communication", "split_overhead", "merge_saving", "recompute"),
-    *("attention_forward", "attention_backward", "overhead"),
+    *("attention_forward", "attention_backward", "overhead", "latency"),
 )  # of `Costs`
 
 
@@ -65,6 +67,7 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
         overhead=0.0,
         split_overhead=0.0,
         merge_saving=0.0,
+        latency=0.0,
         time_unit=timelines[0].unit or None,
     )
 
@@ -126,13 +129,16 @@ def hops(timelines: Sequence[Timeline]) -> dict[int, float]:
 
 
 def _bandwidth(timelines: Sequence[Timeline], kind: str, memory: Costs) -> float | None:
-    """Activations per time of all copies in one direction; that of `memory` where there are none."""
+    """Memory per time of all copies in one direction; that of `memory` where there are none."""
     copies = [event for each in timelines for row in each.copies for event in row if event.action.kind == kind]
-    activation = memory.per_chunk(len(timelines[0].schedule.placement)).activation
-    spent = sum(copy.end - copy.start for copy in copies)
-    moved = sum(activation[copy.action.chunk] for copy in copies) / len(timelines[0].schedule.slices)
+    spent, moved, schedule = sum(copy.end - copy.start for copy in copies), 0.0, timelines[0].schedule
+    for row in schedule.actions if copies else ():
+        held = Memory(slice_costs(memory.per_chunk(len(schedule.placement)), schedule.slices))
+        for action in row:
+            moved += held.copied(action.chunk, action.microbatch) if action.kind == kind else 0.0
+            held.account(action)
     given = memory.offload_bandwidth if kind == "O" else memory.reload_bandwidth
-    return moved / spent if moved > 0 and spent > 0 else given
+    return moved * len(timelines) / spent if moved > 0 and spent > 0 else given
 
 
 def in_seconds(given: Costs) -> Costs:
@@ -160,8 +166,6 @@ def compare(measured: Timeline, given: Costs | None = None, planned: Timeline | 
     """
     if planned is not None and planned.schedule.checksum != measured.schedule.checksum:
         raise ValueError("compare: planned must be the timeline of the last step's plan; got one of another schedule")
-    if given is not None and not isinstance(given, Costs):
-        raise TypeError(f"compare: costs must be a zbkern.pipeline.Costs or None; got {type(given).__name__} {given!r}")
     for rank, row in enumerate(measured.events):
         if not row:
             raise ValueError(

@@ -44,20 +44,24 @@ class Memory:
 
     def account(self, action: Action) -> None:
         kind, chunk, microbatch, part = action
-        costs = self._costs[microbatch % len(self._costs)]
-        activation, held = costs.activation[chunk], costs.held[chunk]
+        key, costs = (chunk, microbatch), self._costs[microbatch % len(self._costs)]
+        activation, held, kept = costs.activation[chunk], costs.held[chunk], costs.activation[chunk]
+        if key in self._recomputed and costs.checkpoint is not None:
+            kept = min(activation, costs.checkpoint[chunk])
         unit = self._units[microbatch] if self._units else Unit(0, microbatch % len(self._costs), len(self._costs))
         self.now += carried_change(costs, kind, chunk, unit)
-        if kind in ("F", "R"):
-            self.now += self._taken(kind, chunk, microbatch)
+        if kind == "F":
+            self.now += costs.streamed[chunk] if key in self._streamed else kept
+        elif kind == "R":
+            self.now += activation - kept
         elif kind == "O":
-            leaves = (chunk, microbatch) in self._streamed and (chunk, microbatch) not in self._waiting
-            self.now -= costs.streamed[chunk] if leaves else self.copied(chunk, microbatch)
+            leaves = key in self._streamed and key not in self._waiting
+            self.now -= costs.streamed[chunk] if leaves else self.copied(*key)
         elif kind == "L":
-            self.now += self.copied(chunk, microbatch)
+            self.now += self.copied(*key)
         elif kind == "B":
             self.now += held - activation  # may be more: W needs output gradients, which came after F
-            self._waiting.add((chunk, microbatch))
+            self._waiting.add(key)
         elif kind == "BW":
             self.now -= activation
         else:
@@ -68,16 +72,6 @@ class Memory:
         """What an O or L of this microbatch moves now: its activations, or after B what its W needs."""
         costs = self._costs[microbatch % len(self._costs)]
         return costs.held[chunk] if (chunk, microbatch) in self._waiting else costs.activation[chunk]
-
-    def _taken(self, kind: str, chunk: int, microbatch: int) -> float:
-        costs = self._costs[microbatch % len(self._costs)]
-        activation = costs.activation[chunk]
-        if (chunk, microbatch) in self._streamed:
-            return costs.streamed[chunk]
-        if (chunk, microbatch) not in self._recomputed or costs.checkpoint is None:
-            return activation
-        kept = min(activation, costs.checkpoint[chunk])
-        return kept if kind == "F" else activation - kept
 
 
 def carried_change(costs: ChunkCosts, kind: str, chunk: int, unit: Unit) -> float:
