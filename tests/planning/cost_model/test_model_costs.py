@@ -452,6 +452,11 @@ def test_the_table_of_hardware(tmp_path: Path) -> None:
     assert dataclasses.replace(h200, title="mine", name="") == like
     with pytest.raises(ValueError, match=r"like of other must be one of a100, .*; got 'mine'"):
         load_hardware("other", own)
+    for kernels in ("cudnn", {"cudnn": 0.5}, {"cudnn": [0.5]}):
+        own.write_text(json.dumps({"mine": {"like": "h200", "attention": kernels}}))
+        with pytest.raises(ValueError, match=r"attention of mine must have the shares of each kernel, forward and"):
+            load_hardware("mine", own)
+    own.write_text(json.dumps({"mine": {**table["h100"], "matmul_share": 0.8, "exposed_share": 0}}))
     with pytest.raises(ValueError, match=r"has no 'h100'; it has mine"):
         load_hardware("h100", own)
     own.write_text(json.dumps({"mine": {"memory": 1}}))

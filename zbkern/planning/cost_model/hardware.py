@@ -12,8 +12,7 @@ from zbkern.planning.simulation.json_file import check_fields, parse_object, rea
 TABLE = Path(__file__).parent / "hardware.json"
 _BANDWIDTH = "in bytes per second, such as 50e9 for 50 GB/s"
 _UNITS = {
-    "matmul_flops": "in flops per second, such as 989e12 for 989 TFLOPS",
-    "fp8_flops": "in flops per second, such as 1979e12 for 1979 TFLOPS",
+    **dict.fromkeys(("matmul_flops", "fp8_flops"), "in flops per second, such as 989e12 for 989 TFLOPS"),
     "memory": "in bytes, such as 80e9 for 80 GB",
     **{f"{name}_bandwidth": _BANDWIDTH for name in ("memory", "link", "network", "host")},
 }
@@ -144,10 +143,16 @@ def load_hardware(name: str, path: str | Path | None = None, attention: str | No
         )
     row = table[name]
     while isinstance(row, dict) and "like" in row:
-        if row["like"] not in shipped:
+        if row["like"] not in [*shipped]:
             raise ValueError(f"load_hardware: like of {name} must be one of {', '.join(shipped)}; got {row['like']!r}")
         row = {**shipped[row["like"]], **{field: value for field, value in row.items() if field != "like"}}
     kernels = (row.get("attention") if isinstance(row, dict) else None) or {}
+    if not isinstance(kernels, dict) or not all(isinstance(pair, list) and len(pair) == 2 for pair in kernels.values()):
+        example = '{"cudnn": [0.57, 0.475]}'
+        raise ValueError(
+            f"load_hardware: attention of {name} must have the shares of each kernel, forward and backward, such as "
+            f"{example}; got {kernels!r:.80}"
+        )
     if kernels or attention is not None:
         attention = attention or next(iter(kernels))
         if attention not in kernels:
