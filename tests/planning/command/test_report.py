@@ -9,7 +9,7 @@ from zbkern.pipeline import Costs, LayerCosts, ModelCosts, PlanOptions, draw, pl
 from zbkern.planning.command import report
 from zbkern.planning.command.answer import Answer, answer
 from zbkern.planning.command.question import Question
-from zbkern.planning.draw import style
+from zbkern.planning.draw.svg import note
 from zbkern.planning.planner import Plan
 
 
@@ -97,7 +97,7 @@ def test_times_have_their_unit_where_it_is_known() -> None:
     assert "15 ms" in report.table([timeline], None, 1)
     nothing = simulate(schedules.one_f_one_b(2, 4), Costs(0, 0, 0, time_unit="ms"))
     assert re.search(r"0\.00% +0 ms", report.table([nothing], None, 1))
-    assert "makespan 15 ms" in style.note(timeline)
+    assert "makespan 15 ms" in note(timeline)
     assert "cost 15 ms" in repr(timeline)
 
 
@@ -106,7 +106,7 @@ def test_without_units_there_are_plain_numbers_however_large(size: float) -> Non
     costs = Costs(size, size, size, activation=size)
     found, text = told(costs, 2, 4, 2 * size)
     texts = [text, report.table([found.timeline], None, 1)]
-    for text in (*texts, style.note(found.timeline), repr(found.timeline), draw.svg([found.timeline], costs=[costs])):
+    for text in (*texts, note(found.timeline), repr(found.timeline), draw.svg([found.timeline], costs=[costs])):
         assert not re.search(r"\d ([kMGT]?B|bytes|m?s)\b", text), text
 
 

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from zbkern.planning.draw import trace
-from zbkern.planning.draw.style import Drawable
 from zbkern.planning.draw.svg import html as html
 from zbkern.planning.draw.svg import svg as svg
 
 
 def save(
-    timelines: Sequence[Drawable],
+    timelines: Sequence[Any],
     path: str | Path,
     titles: Sequence[str] | None = None,
     costs: Sequence[Any] | None = None,

@@ -16,11 +16,20 @@ from html import escape
 from importlib import resources
 from typing import Any, NamedTuple
 
-from zbkern.planning.draw import style
-from zbkern.planning.draw.style import Drawable
 from zbkern.schedules.actions import Event
 from zbkern.schedules.units import amount, duration, number
 
+_KINDS = {
+    "F": ("#3f83c9", "forward"),
+    "B": ("#2e9e86", "input gradient"),
+    "W": ("#dfa23a", "weight gradient"),
+    "BW": ("#8d74c4", "both gradients"),
+    "R": ("#c2668f", "recompute"),
+    "O": ("#7a8793", "offload"),
+    "L": ("#a58a6b", "load"),
+}
+_LANES = {"O": "out", "L": "back"}  # the copies of a rank: below its passes, a lane for each direction
+_IDLE, _OUTSIDE, _HOLDS, _STATIC, _LIMIT = "#f7c5c1", "#eef0f3", "#a9b3bf", "#6e7781", "#cf222e"
 _LEFT, _RIGHT, _TITLE, _ROW, _GAP, _AXIS = 64, 16, 28, 24, 20, 30
 _LANE = 16  # of the copies in one direction
 _HELD = 19  # of the memory, of which the most that any rank holds takes all
@@ -29,18 +38,43 @@ _STYLE = f"""
 text {{ font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57606a; }}
 .title {{ font-size: 14px; font-weight: 600; fill: {_DARK}; }} .end {{ text-anchor: end; }}
 .tick {{ text-anchor: middle; }} .number {{ font-size: 11px; fill: #fff; text-anchor: middle; }}
-.dark {{ fill: {_DARK}; }} .action {{ stroke: #fff; }} .held {{ fill: {style.HELD}; }}
-.static {{ fill: {style.STATIC}; }} .limit {{ stroke: {style.LIMIT}; stroke-dasharray: 4 2; }}
-.track {{ fill: #f6f8fa; }} .outside {{ fill: {style.OUTSIDE}; }} .idle {{ fill: {style.IDLE}; }}
+.dark {{ fill: {_DARK}; }} .action {{ stroke: #fff; }} .held {{ fill: {_HOLDS}; }}
+.static {{ fill: {_STATIC}; }} .limit {{ stroke: {_LIMIT}; stroke-dasharray: 4 2; }}
+.track {{ fill: #f6f8fa; }} .outside {{ fill: {_OUTSIDE}; }} .idle {{ fill: {_IDLE}; }}
 """
 
 Track = list[tuple[float, float]]  # of one rank: (time, memory from then on, static memory among it)
 
 
+def checked(
+    function: str, timelines: Sequence[Any], titles: Sequence[str] | None, costs: Sequence[Any] | None = None
+) -> Sequence[str]:
+    """The title of every timeline: as given, or the name of its schedule. Raises TypeError or ValueError."""
+    for what, given, attribute, wanted in (
+        ("timelines", timelines, "events", "a list of Timelines, such as [simulate(schedule)]"),
+        ("costs", () if costs is None else costs, "per_chunk", "a list with the Costs of every timeline, or None"),
+    ):
+        if not isinstance(given, Sequence) or not all(hasattr(each, attribute) for each in given):
+            raise TypeError(f"{function}: {what} must be {wanted}; got {type(given).__name__} {given!r}")
+    if not timelines:
+        raise ValueError(f"{function}: timelines is empty; give at least one")
+    for what, some in (("titles", titles), ("costs", costs)):
+        if some is not None and len(some) != len(timelines):
+            raise ValueError(f"{function}: {what} must be one for each of {len(timelines)} timelines; got {len(some)}")
+    return titles or [timeline.schedule.name for timeline in timelines]
+
+
+def lanes(timeline: Any, rank: int) -> dict[str, list[Event]]:
+    """The copies of a rank by their lane, for every rank of a timeline that has any; else no lanes."""
+    if not any(timeline.copies):
+        return {}
+    return {lane: [e for e in timeline.copies[rank] if e.action.kind == kind] for kind, lane in _LANES.items()}
+
+
 class _Axis(NamedTuple):
     """How times of one timeline become pixels, and how many pixels memory has at most."""
 
-    timeline: Drawable
+    timeline: Any
     static: Sequence[float]
     tracks: Sequence[Track]
     first: float
@@ -58,7 +92,7 @@ class _Axis(NamedTuple):
 
 
 def html(
-    timelines: Sequence[Drawable],
+    timelines: Sequence[Any],
     titles: Sequence[str] | None = None,
     costs: Sequence[Any] | None = None,
     limit: float | None = None,
@@ -71,11 +105,11 @@ def html(
     picture = svg(timelines, titles, 1400, costs, limit, crowded=True)
     page = resources.files("zbkern.planning.draw").joinpath("viewer.html").read_text(encoding="utf-8")
     head, script = page.split("@SVG@")
-    return head.replace("@TITLE@", escape(", ".join(style.checked("draw", timelines, titles)))) + picture + script
+    return head.replace("@TITLE@", escape(", ".join(checked("draw", timelines, titles)))) + picture + script
 
 
 def svg(
-    timelines: Sequence[Drawable],
+    timelines: Sequence[Any],
     titles: Sequence[str] | None = None,
     width: int = 1000,
     costs: Sequence[Any] | None = None,
@@ -87,22 +121,22 @@ def svg(
 
     crowded: the numbers of microbatches stand also where there is no room for them, for a page that zooms.
     """
-    titles = style.checked("draw", timelines, titles, costs)
+    titles = checked("draw", timelines, titles, costs)
     memory = [_memory(*both) for both in zip(timelines, costs or [None] * len(timelines), strict=True)]
     most = max((now for _, tracks in memory for track in tracks for _, now in track), default=0.0)
     room, span = width - _LEFT - _RIGHT, max(timeline.makespan for timeline in timelines) or 1.0
-    entries = style.legend(timelines)
+    entries = _kinds(timelines)
     if most:
-        entries.append(("memory held", style.HELD))
-        entries += [("static memory", style.STATIC)] if any(any(static) for static, _ in memory) else []
-        entries += [("memory limit", style.LIMIT)] if limit is not None else []
+        entries.append(("memory held", _HOLDS))
+        entries += [("static memory", _STATIC)] if any(any(static) for static, _ in memory) else []
+        entries += [("memory limit", _LIMIT)] if limit is not None else []
         most = max(most, limit or 0.0)
     head, top = _legend(entries, width)
     parts, labels = [head], []
     for timeline, title, (static, tracks) in zip(timelines, titles, memory, strict=True):
         parts.append(
             f'<text x="{_LEFT}" y="{top + 17:g}"><tspan class="title">{escape(title)}</tspan>'
-            f'<tspan dx="10">{escape(style.note(timeline, limit))}</tspan></text>'
+            f'<tspan dx="10">{escape(note(timeline, limit))}</tspan></text>'
         )
         top += _TITLE
         first = min((row[0].start for row in timeline.events if row), default=0.0)
@@ -123,7 +157,7 @@ def svg(
     )
 
 
-def _memory(timeline: Drawable, costs: Any) -> tuple[Sequence[float], Sequence[Track]]:
+def _memory(timeline: Any, costs: Any) -> tuple[Sequence[float], Sequence[Track]]:
     """The static memory of every rank, and what it holds over time; nothing without costs."""
     if costs is None:
         return [0.0] * len(timeline.events), [[]] * len(timeline.events)
@@ -143,7 +177,7 @@ def _bands(axis: _Axis) -> Iterator[tuple[str, int, str]]:
             left, length = axis.x(row[0].start), (row[-1].end - row[0].start) * axis.scale
             idle = f'<rect class="idle" x="{left:.7g}" width="{length:.7g}" height="{_ROW - 2}"/>'
         yield f"rank {rank}", _ROW, _band("outside", axis, _ROW, idle + _boxes(axis, rank, row, _ROW))
-        for lane, copies in style.lanes(timeline, rank).items():
+        for lane, copies in lanes(timeline, rank).items():
             yield lane, _LANE, _band("track", axis, _LANE, _boxes(axis, rank, copies, _LANE))
         if axis.most:
             yield "", _HELD + 7, _held(axis, rank)
@@ -161,7 +195,8 @@ def _boxes(axis: _Axis, rank: int, row: Sequence[Event], height: int) -> str:
     chunks, base = timeline.schedule.chunks_of(rank), (height + 6) // 2
     for event in row:
         kind, chunk, microbatch, _ = event.action
-        fill, label = style.shade(kind, chunks.index(chunk), len(chunks)), style.label(timeline.schedule, microbatch)
+        (fill, dark), unit = _shade(kind, chunks.index(chunk), len(chunks)), timeline.schedule.units[microbatch]
+        label = f"{unit.microbatch}.{unit.slice}" if unit.slices > 1 else str(unit.microbatch)
         x, length = axis.x(event.start), (event.end - event.start) * axis.scale
         border = f' stroke-width="{length / 8:.2f}"' if length < 8 else ""  # a border must not hide a narrow box
         held = bisect_right(track, (event.start, math.inf)) - 1
@@ -172,8 +207,7 @@ def _boxes(axis: _Axis, rank: int, row: Sequence[Event], height: int) -> str:
             f"{duration(event.end, timeline.unit)}{memory}</title></rect>"
         )
         if axis.crowded or length >= 7 * len(label) + 2:
-            dark = " dark" if style.is_light(fill) else ""
-            parts.append(f'<text class="number{dark}" x="{x + length / 2:.7g}" y="{base}">{label}</text>')
+            parts.append(f'<text class="number{" dark" * dark}" x="{x + length / 2:.7g}" y="{base}">{label}</text>')
     return "".join(parts)
 
 
@@ -202,6 +236,35 @@ def _legend(entries: Sequence[tuple[str, str]], width: int) -> tuple[str, float]
         parts.append(f'<text x="{x + 17:g}" y="{y + 10}">{text}</text>')
         x += length
     return "".join(parts), y + 20.0
+
+
+def note(timeline: Any, limit: float | None = None) -> str:
+    """The figures beside a title; limit: of the memory of a rank."""
+    text = f"{timeline.bubble_rate:.1%} bubble, makespan {duration(timeline.makespan, timeline.unit)}"
+    if timeline.peak_memory:
+        text += f", peak memory {amount(max(timeline.peak_memory), timeline.memory_unit)}"
+        text += "" if limit is None else f" of {amount(limit, timeline.memory_unit)}"
+    return text
+
+
+def _kinds(timelines: Sequence[Any]) -> list[tuple[str, str]]:
+    """The entries of the legend but for memory: text and colour."""
+    rows = [row for timeline in timelines for row in (*timeline.events, *timeline.copies)]
+    present = {event.action.kind for row in rows for event in row}
+    entries = [(f"{kind} {meaning}", colour) for kind, (colour, meaning) in _KINDS.items() if kind in present]
+    if any(timeline.schedule.chunks > 1 for timeline in timelines):
+        entries.append(("later chunk of a rank", _shade("F", 1, 2)[0]))
+    return [*entries, ("idle", _IDLE), ("not yet started, or done", _OUTSIDE)]
+
+
+def _shade(kind: str, index: int, count: int) -> tuple[str, bool]:
+    """The colour of a kind for chunk `index` of a rank's `count`: later ones are lighter.
+
+    And whether a number on it must be dark to be read: by the luminance that sRGB's weights give.
+    """
+    channels = (int(_KINDS[kind][0][i : i + 2], 16) for i in (1, 3, 5))
+    red, green, blue = (round(c + (255 - c) * 0.75 * index / count) for c in channels)
+    return f"#{red:02x}{green:02x}{blue:02x}", 0.2126 * red + 0.7152 * green + 0.0722 * blue > 150
 
 
 def _ticks(span: float, width: float, y: float, unit: str) -> str:

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zbkern.planning.draw.style import Drawable, checked, lanes
+from zbkern.planning.draw.svg import checked, lanes
 from zbkern.schedules.actions import Event
 from zbkern.schedules.units import TIME_UNITS
 
 _COUNTERS = ("pending W", "held bytes", "bytes allocated")
 
 
-def events(timelines: Sequence[Drawable], titles: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def events(timelines: Sequence[Any], titles: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """The trace's events; where the timeline's unit is not known, one counts as a millisecond.
 
     Raises TypeError for what is no list of timelines, ValueError for an empty one or another number of titles.
