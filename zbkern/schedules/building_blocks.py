@@ -8,19 +8,21 @@ reordered: every pass moves to the earliest free slot that its inputs and the pe
 
 from __future__ import annotations
 
+import sys
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 _PERIOD = 6  # two chunks with F, B and W of one slot each
 _F0, _F1, _B1, _B0, _W = range(5)  # the phases of one microbatch, in the order in which a rank runs them
 _KIND, _CHUNK = "FFBB", (0, 1, 1, 0)  # of the first four, the local chunk
+_FROM = (-1, 1, -1, 1, 0)  # the rank before or behind that a phase has its input from
 _IDLE, _BUSY = -1, -2  # of slots; busy is the first of a pass of two
 
 Times = list[list[list[int]]]  # slot of each pass, by rank, phase and microbatch; W in the order of the B they follow
 
 
-def split_order(block: Sequence[Sequence[int]], microbatches: int) -> list[list[tuple[str, int, int]]]:
+def split_order(block: Iterable[Sequence[int]], microbatches: int) -> list[list[tuple[str, int, int]]]:
     """Each rank's (kind, local chunk, microbatch) in order, for a block that gives the slots of F0, F1, B1, B0 by rank.
 
     W takes the next free slot, first of chunk 1, then of chunk 0.
@@ -32,10 +34,10 @@ def split_order(block: Sequence[Sequence[int]], microbatches: int) -> list[list[
     _, end = _steady_state(times)
     times = _reorder(times, [1] * 4, (0, 0), end)
     times = [row[:_W] for row in _compact(_with_weights(times))]
-    return [list(_row_order(row)) for row in times]
+    return [[each[1:] for each in _filled(row)] for row in times]
 
 
-def fused_order(block: Sequence[Sequence[int]], microbatches: int) -> list[list[tuple[str, int, int]]]:
+def fused_order(block: Iterable[Sequence[int]], microbatches: int) -> list[list[tuple[str, int, int]]]:
     """The same for a block in which B and W are one pass BW of two slots."""
     times = _repeat(block, microbatches)
     times = _reorder(times, [1, 1, 2, 2], (0, 0), (0, 0))
@@ -45,7 +47,7 @@ def fused_order(block: Sequence[Sequence[int]], microbatches: int) -> list[list[
     ]
 
 
-def _repeat(block: Sequence[Sequence[int]], microbatches: int) -> Times:
+def _repeat(block: Iterable[Sequence[int]], microbatches: int) -> Times:
     return [[[first + _PERIOD * count for count in range(microbatches)] for first in row] for row in block]
 
 
@@ -56,12 +58,7 @@ def _passes(row: list[list[int]]) -> list[tuple[int, int, int]]:
 
 def _all_passes(times: Times) -> list[tuple[int, int, int, int]]:
     """(slot, rank, phase, microbatch) of every pass of all ranks, by slot."""
-    return sorted(
-        (slot, rank, phase, index)
-        for rank, row in enumerate(times)
-        for phase, slots in enumerate(row)
-        for index, slot in enumerate(slots)
-    )
+    return sorted((slot, rank, phase, index) for rank, row in enumerate(times) for slot, phase, index in _passes(row))
 
 
 def _steady_state(times: Times) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -73,36 +70,23 @@ def _steady_state(times: Times) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _with_weights(times: Times) -> Times:
-    """A W in each free slot, for the oldest B that has none yet."""
-    filled = []
-    for row in times:
-        weights: list[int] = []
-        waiting = clock = 0
-        for slot, phase, _ in _passes(row):
-            run = min(slot - clock, waiting)
-            weights += range(clock, clock + run)
-            waiting += (phase in (_B1, _B0)) - run
-            clock = slot + 1
-        filled.append([*row, [*weights, *range(clock, clock + waiting)]])
-    return filled
+    return [[*row, [slot for slot, kind, _, _ in _filled(row) if kind == "W"]] for row in times]
 
 
-def _row_order(row: list[list[int]]) -> Iterator[tuple[str, int, int]]:
-    """One rank's passes, with a W in every gap: of chunk 1 when one is pending, else of chunk 0."""
+def _filled(row: list[list[int]]) -> Iterator[tuple[int, str, int, int]]:
+    """(slot, kind, chunk, microbatch) of one rank's passes, with a W in each free slot: of chunk 1, if one waits."""
     waiting: tuple[deque[int], deque[int]] = (deque(), deque())
     clock = 0
-    for slot, phase, microbatch in _passes(row):
-        for _ in range(min(slot - clock, len(waiting[0]) + len(waiting[1]))):
+    for slot, phase, microbatch in [*_passes(row), (sys.maxsize, _W, 0)]:
+        while clock < slot and any(waiting):
             chunk = 1 if waiting[1] else 0
-            yield "W", chunk, waiting[chunk].popleft()
-        clock = slot + 1
-        chunk = _CHUNK[phase]
+            yield clock, "W", chunk, waiting[chunk].popleft()
+            clock += 1
+        if phase != _W:
+            yield slot, _KIND[phase], _CHUNK[phase], microbatch
+            clock = slot + 1
         if phase in (_B1, _B0):
-            waiting[chunk].append(microbatch)
-        yield _KIND[phase], chunk, microbatch
-    for chunk in (1, 0):
-        for microbatch in waiting[chunk]:
-            yield "W", chunk, microbatch
+            waiting[_CHUNK[phase]].append(microbatch)
 
 
 def _reorder(times: Times, lengths: Sequence[int], start: tuple[int, int], stop: tuple[int, int]) -> Times:
@@ -115,12 +99,9 @@ def _reorder(times: Times, lengths: Sequence[int], start: tuple[int, int], stop:
     backwards: list[list[int]] = [[] for _ in times]  # slots of the B placed so far, in order
     for slot, rank, phase, index in _all_passes(times):
         if not start <= (slot, rank) < stop:
-            row = times[rank]
-            first = 0
-            if phase in (_F0, _B1) and rank > 0:
-                first = times[rank - 1][phase][index] + lengths[phase]
-            if phase in (_F1, _B0) and rank + 1 < len(times):
-                first = times[rank + 1][phase][index] + lengths[phase]
+            row, source, first = times[rank], rank + _FROM[phase], 0
+            if source != rank and 0 <= source < len(times):
+                first = times[source][phase][index] + lengths[phase]
             if phase in (_F1, _B1, _B0):
                 first = max(first, row[phase - 1][index] + lengths[phase - 1])
             if phase == _W:
@@ -200,14 +181,10 @@ class _Slots:
 def _compact(times: Times) -> Times:
     """The slots when every rank keeps its order and starts each pass as soon as it can."""
     compacted: Times = [[[0] * len(slots) for slots in row] for row in times]
-    free, last = [0] * len(times), len(times) - 1
+    free = [0] * len(times)
     for _, rank, phase, index in _all_passes(times):
-        start, source = free[rank], rank
-        if phase in (_F0, _B1):
-            source = max(rank - 1, 0)
-        elif phase in (_F1, _B0):
-            source = min(rank + 1, last)
-        if source != rank:
+        start, source = free[rank], rank + _FROM[phase]
+        if source != rank and 0 <= source < len(times):
             start = max(start, compacted[source][phase][index] + 1)
         compacted[rank][phase][index] = start
         free[rank] = start + 1

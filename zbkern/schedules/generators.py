@@ -15,13 +15,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from zbkern.schedules import building_blocks
 from zbkern.schedules.actions import Action, ScheduleError, check_count
+from zbkern.schedules.building_blocks import fused_order, split_order
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.slices import late_backwards, slice_lengths
 
 Slices = int | Sequence[int]
 _Rows = Sequence[Sequence[Action]]  # the actions of every rank
+_Orders = Sequence[Sequence[tuple[str, int, int]]]  # the same as (kind, 0 or 1 of a rank's chunks, microbatch)
 
 NAMES = (
     "gpipe",
@@ -53,12 +54,12 @@ def gpipe(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
 
 def one_f_one_b(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """1F1B: a backward as soon as one can run (arXiv 2006.09503). Memory p; bubble (p-1)(F+B+W)."""
-    return _made("one_f_one_b", stages, microbatches, slices, lambda m: _loop(stages, m, per_hop=1))
+    return _looped("one_f_one_b", stages, microbatches, slices, per_hop=1)
 
 
 def zb_h1(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """ZB-H1 (arXiv 2401.10241, section 2): 1F1B, W `rank` microbatches after B. Memory p; bubble (p-1)(F+B-W)."""
-    return _made("zb_h1", stages, microbatches, slices, lambda m: _loop(stages, m, per_hop=1, late=1))
+    return _looped("zb_h1", stages, microbatches, slices, per_hop=1, late=1)
 
 
 def zb_h2(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
@@ -66,7 +67,7 @@ def zb_h2(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
 
     With fewer than 2p-1 microbatches all forwards are warm-up, and there are more bubbles than the formula says.
     """
-    return _made("zb_h2", stages, microbatches, slices, lambda m: _loop(stages, m, per_hop=2, late=2))
+    return _looped("zb_h2", stages, microbatches, slices, per_hop=2, late=2)
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2, *, slices: Slices = 1) -> Schedule:
@@ -75,9 +76,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2, *, slices: Slic
     Microbatches go through in groups of p, all of a group through one chunk before the next chunk; when m is not a
     multiple of p, in m // p groups of nearly equal size. Memory (1 + (p-1)/(p chunks)) p for groups of p.
     """
-    return _made(
-        "interleaved", stages, microbatches, slices, lambda m: _loop(stages, m, per_hop=2, chunks=chunks), chunks
-    )
+    return _looped("interleaved", stages, microbatches, slices, per_hop=2, chunks=chunks)
 
 
 def interleaved_zero_bubble(stages: int, microbatches: int, chunks: int = 2, *, slices: Slices = 1) -> Schedule:
@@ -85,11 +84,7 @@ def interleaved_zero_bubble(stages: int, microbatches: int, chunks: int = 2, *, 
 
     Memory p; bubble (p-1)(F+B-W)/chunks when m is a multiple of p.
     """
-
-    def rows(m: int) -> _Rows:
-        return _loop(stages, m, per_hop=1, late=1, chunks=chunks)
-
-    return _made("interleaved_zero_bubble", stages, microbatches, slices, rows, chunks)
+    return _looped("interleaved_zero_bubble", stages, microbatches, slices, per_hop=1, late=1, chunks=chunks)
 
 
 def zb_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
@@ -97,7 +92,7 @@ def zb_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
 
     With fewer than 2p-1 microbatches it is the schedule for 2p-1 without the missing microbatches.
     """
-    return _made("zb_v", stages, microbatches, slices, lambda m: _v(stages, m, 2 * stages - 1, _fill_zb_v), v=True)
+    return _in_a_v("zb_v", stages, microbatches, slices, lambda m: _filled(stages, m, 2 * stages - 1, _fill_zb_v))
 
 
 def dualpipe_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
@@ -106,8 +101,8 @@ def dualpipe_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedul
     Each such pair stands as F then BW; an engine may overlap them. Memory p + 1/2; bubble (p-1)/2 if they are not
     overlapped. With fewer than 2p microbatches it is the schedule for 2p without the missing microbatches.
     """
-    return _made(
-        "dualpipe_v", stages, microbatches, slices, lambda m: _v(stages, m, 2 * stages, _fill_dualpipe_v), v=True
+    return _in_a_v(
+        "dualpipe_v", stages, microbatches, slices, lambda m: _filled(stages, m, 2 * stages, _fill_dualpipe_v)
     )
 
 
@@ -117,15 +112,11 @@ def v_half(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     Made for F = B = W; with other costs there is some idle time in every microbatch.
     """
 
-    def rows(m: int) -> _Rows:
+    def block(rank: int) -> tuple[int, ...]:
         shift = 3 if stages % 2 == 0 else 0
-        block = [
-            (2 * rank, 3 * stages - rank - 2, 3 * stages + shift + 2 * rank - 1, 6 * stages + shift - rank - 2)
-            for rank in range(stages)
-        ]
-        return _chunks_in_a_v(building_blocks.split_order(block, m))
+        return 2 * rank, 3 * stages - rank - 2, 3 * stages + shift + 2 * rank - 1, 6 * stages + shift - rank - 2
 
-    return _made("v_half", stages, microbatches, slices, rows, v=True)
+    return _in_a_v("v_half", stages, microbatches, slices, lambda m: split_order(map(block, range(stages)), m))
 
 
 def v_min(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
@@ -134,30 +125,30 @@ def v_min(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     Made for F = B = W; with other costs there is some idle time in every microbatch.
     """
 
-    def rows(m: int) -> _Rows:
+    def block(rank: int) -> tuple[int, ...]:
         shift = 2 if stages % 3 == 0 else 0
-        block = [
-            (rank, 2 * stages - rank - 1, 2 * stages + shift + rank, 4 * stages + shift - rank - 1)
-            for rank in range(stages)
-        ]
-        return _chunks_in_a_v(building_blocks.split_order(block, m))
+        return rank, 2 * stages - rank - 1, 2 * stages + shift + rank, 4 * stages + shift - rank - 1
 
-    return _made("v_min", stages, microbatches, slices, rows, v=True)
+    return _in_a_v("v_min", stages, microbatches, slices, lambda m: split_order(map(block, range(stages)), m))
 
 
 def one_f_one_b_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """1F1B-V (arXiv 2405.15362): fused backward, two chunks per rank in a V. Memory about 2p/3, bubble about 2.5p."""
 
-    def rows(m: int) -> _Rows:
+    def rows(m: int) -> _Orders:
         block = [[rank, 2 * stages - rank - 1, 0, 0] for rank in range(stages)]
         slot = 2 * stages + (3 if stages % 3 == 0 else 0)
         steps = [(rank, 2) for rank in range(stages)] + [(rank, 3) for rank in reversed(range(stages))]
         for count, (rank, each) in enumerate(steps, start=-(stages + 2) % 3 + 1):
             block[rank][each] = slot
             slot += 5 if count % 3 == 0 else 2
-        return _chunks_in_a_v(building_blocks.fused_order(block, m))
+        return fused_order(block, m)
 
-    return _made("one_f_one_b_v", stages, microbatches, slices, rows, v=True)
+    return _in_a_v("one_f_one_b_v", stages, microbatches, slices, rows)
+
+
+def _looped(name: str, stages: int, microbatches: int, slices: Slices, chunks: int = 1, **how: int) -> Schedule:
+    return _made(name, stages, microbatches, slices, lambda m: _loop(stages, m, chunks=chunks, **how), chunks)
 
 
 def _loop(stages: int, microbatches: int, per_hop: int, late: int | None = None, chunks: int = 1) -> _Rows:
@@ -207,24 +198,22 @@ class _RowBuilder:
     """One rank's actions, written in the shorthand of the papers: "F0" is the next F of its first chunk, "BW1" the next
     BW of its second, and "W" the oldest pending W."""
 
-    def __init__(self, chunks: Sequence[int]) -> None:
-        self.actions: list[Action] = []
-        self._chunks = chunks
+    def __init__(self) -> None:
+        self.passes: list[tuple[str, int, int]] = []
         self._done: Counter[str] = Counter()
-        self._weights: deque[Action] = deque()
+        self._weights: deque[tuple[str, int, int]] = deque()
 
     def add(self, *steps: str) -> None:
         for step in steps:
             if step == "W":
                 if self._weights:
-                    self.actions.append(self._weights.popleft())
+                    self.passes.append(self._weights.popleft())
                 continue
-            kind, chunk = step[:-1], self._chunks[int(step[-1])]
-            counter = step.replace("BW", "B")
-            self.actions.append(Action(kind, chunk, self._done[counter]))
-            self._done[counter] += 1
+            kind, second, counter = step[:-1], int(step[-1]), step.replace("BW", "B")
+            self.passes.append((kind, second, self._done[counter]))
             if kind == "B":
-                self._weights.append(self.actions[-1]._replace(kind="W"))
+                self._weights.append(("W", second, self._done[counter]))
+            self._done[counter] += 1
 
     def repeat(self, times: int, *steps: str) -> None:
         for _ in range(times):
@@ -260,23 +249,24 @@ def _fill_dualpipe_v(row: _RowBuilder, rank: int, stages: int, microbatches: int
     row.repeat(rank + 1, "W")
 
 
-def _v(stages: int, microbatches: int, least: int, fill: Callable[[_RowBuilder, int, int, int], None]) -> _Rows:
-    """Rank r holds chunks r and 2p-1-r; `fill` writes its row for `least` microbatches, of which the first m stay."""
-    rows = []
-    for rank in range(stages):
-        row = _RowBuilder((rank, 2 * stages - 1 - rank))
+def _filled(stages: int, microbatches: int, least: int, fill: Callable[[_RowBuilder, int, int, int], None]) -> _Orders:
+    """`fill` writes each rank's row for `least` microbatches, of which the first m stay."""
+    rows = [_RowBuilder() for _ in range(stages)]
+    for rank, row in enumerate(rows):
         fill(row, rank, stages, max(microbatches, least))
-        rows.append([action for action in row.actions if action.microbatch < microbatches])
-    return rows
+    return [[each for each in row.passes if each[2] < microbatches] for row in rows]
 
 
-def _chunks_in_a_v(orders: Sequence[Sequence[tuple[str, int, int]]]) -> _Rows:
-    """From (kind, 0 or 1 of a rank's chunks, microbatch)."""
-    last = 2 * len(orders) - 1
-    return [
-        [Action(kind, last - rank if second else rank, microbatch) for kind, second, microbatch in order]
-        for rank, order in enumerate(orders)
-    ]
+def _in_a_v(name: str, stages: int, microbatches: int, slices: Slices, orders: Callable[[int], _Orders]) -> Schedule:
+    """Rank r holds chunks r and 2p-1-r."""
+
+    def rows(m: int) -> _Rows:
+        return [
+            [Action(kind, 2 * stages - 1 - rank if second else rank, i) for kind, second, i in order]
+            for rank, order in enumerate(orders(m))
+        ]
+
+    return _made(name, stages, microbatches, slices, rows, v=True)
 
 
 def _made(

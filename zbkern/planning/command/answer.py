@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zbkern import schedules
-from zbkern.planning.command.question import Question, WrongArgument, option
-from zbkern.planning.command.remedies import may_fit_with_saving, why_not
+from zbkern.planning.command.question import Question, WrongArgument, option, spelt
 from zbkern.planning.planner import Plan, PlanOptions, plan
 from zbkern.planning.planner.annealing import measured
-from zbkern.planning.planner.arguments import problem_of
+from zbkern.planning.planner.arguments import chunks_per_rank, problem_of
 from zbkern.planning.planner.partition import balanced_partitions, even_partitions
 from zbkern.planning.planner.plan import judged
 from zbkern.planning.planner.problem import ordering_of
@@ -20,17 +19,21 @@ from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.memory import exceeds, static_of_ranks
+from zbkern.planning.simulation.needs import fits, least_need
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.schedule import Schedule
-from zbkern.schedules.units import amount, duration, enough
+from zbkern.schedules.units import amount, duration, enough, number
 
 _WORTH_TRYING = 0.01  # of the cost
 _COSTS = {"F": "forward", "B": "backward", "W": "weight", "messages": "communication"}
 _TENTH = 1.1
 _MOST_ACTIONS = 10_000
 _QUICK = 2  # rounds of the searches that only tell what an option would give
+_TIMES = [2**power for power in range(1, 10)]  # as many, or as few
+_WIDEST, _SHORTEST = 64, 256  # tensor parallelism, and tokens, that are worth naming
+_LEAST_LIMIT = 1e6  # bytes: a limit below is taken for one in GB
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,62 @@ def _searched(question: Question, progress: Callable[[str], None]) -> Plan:
         raise WrongArgument(", ".join([*named, "--stages"]), str(error)) from error
 
 
+def why_not(question: Question) -> str | None:
+    """What does not fit, and what would; None where only a placement or chunks that were given may be in the way."""
+    setting, stages, limit = question.setting, question.stages, question.limit
+    if setting is None or limit is None:
+        return None
+    need = least_need(setting.costs, stages)
+    if need.total <= limit or (question.saves_memory and fits(setting.costs, stages, limit, saves=True)):
+        return None
+    options = remedies(question)
+    what = f"it fits with {' or '.join(options)}" if options else "no one of the options for sizes makes it fit"
+    if 0 < limit < _LEAST_LIMIT and not (question.memory and question.memory[1]):
+        what = f"a limit is in bytes: --memory {number(limit)}e9 for as many GB"
+    return f"nothing fits in {amount(limit, 'bytes')}: {need.describe(stages, 'bytes')}; {what}"
+
+
+def remedies(question: Question) -> list[str]:
+    """Options for sizes, each of which alone makes the model fit, with the least change of its number.
+
+    What follows from the sizes that were given follows from those that are tried.
+    """
+    assert question.setting is not None
+    model, _, job = question.setting
+    stages, placement = question.stages, question.placement
+    chunks = question.chunks or (2 if placement == "v" else chunks_per_rank(placement, stages))
+    most = (len(model.blocks) + 2 * (1 + model.predictors)) // chunks
+    fixed = job.fully_shard or isinstance(placement, tuple)  # the rank of every chunk of so many stages
+    tries: dict[str, Sequence[int]] = {
+        "stages": () if fixed else range(stages + 1, most + 1),
+        "tensor_parallel": [value for by in _TIMES if (value := job.tensor_parallel * by) <= _WIDEST],
+        "expert_parallel": [job.expert_parallel * by for by in _TIMES],
+        "data_parallel": [job.pipelines * by for by in _TIMES],
+        "fully_shard": () if job.fully_shard or stages > 1 else (True,),
+        "microbatch_size": [value for by in _TIMES if (value := job.microbatch_size // by) >= 1],
+        "sequence": [value for by in _TIMES if (value := job.sequence // by) >= _SHORTEST],
+    }
+    smallest = {
+        name: next((value for value in values if _fits(question, name, value)), 0) for name, values in tries.items()
+    }
+    return spelt({name: value for name, value in smallest.items() if value})
+
+
+def _fits(question: Question, name: str, value: int) -> bool:
+    """Whether the model would fit with this number instead."""
+    assert question.setting is not None
+    try:
+        if name == "stages":
+            question = replace(question, stages=value)
+        else:
+            job = replace(question.setting.job, **{name: value})
+            question = replace(question, setting=question.setting._replace(job=job))
+        assert question.limit is not None
+        return fits(question.costs, question.stages, question.limit)  # type: ignore[arg-type]  # of layers
+    except ValueError:  # heads or experts that cannot be divided so
+        return False
+
+
 def search(question: Question, progress: Callable[[str], None] = lambda line: None) -> Plan:
     """Raises ScheduleError where nothing fits."""
     names = ("stages", "microbatches", "chunks", "placement", "effort", "recompute", "slices")
@@ -108,7 +167,7 @@ def _savings(question: Question) -> dict[str, Question]:
     costs, limit, ways = question.costs, question.limit, {}
     if limit is None or question.saves_memory:
         return {}
-    if isinstance(costs, ModelCosts) and not may_fit_with_saving(costs, question.stages, limit):
+    if isinstance(costs, ModelCosts) and not fits(costs, question.stages, limit, saves=True):
         return {}
     if isinstance(costs, ModelCosts) or costs.checkpoint is not None:
         ways["--recompute"] = replace(question, recompute=True)

@@ -15,11 +15,10 @@ from typing import NamedTuple
 from zbkern.planning.command import report
 from zbkern.planning.command.answer import search as plan_of
 from zbkern.planning.command.question import SIZES, LayoutQuestion, Question, spelt
-from zbkern.planning.command.remedies import SAVING_CHUNKS, may_fit_with_saving
 from zbkern.planning.cost_model.exactness import how_exact
 from zbkern.planning.cost_model.model_costs import Job, Setting
 from zbkern.planning.planner import Plan
-from zbkern.planning.simulation.needs import fits, least_need, least_work
+from zbkern.planning.simulation.needs import SAVING_CHUNKS, fits, least_need, least_work
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.program import recomputed
 from zbkern.schedules.units import amount, number
@@ -162,7 +161,7 @@ def estimate(layout: Layout) -> tuple[float, Layout] | None:
     except ValueError:  # heads that cannot be divided so
         return None
     whole = fits(costs, stages, setting.limit)
-    if not whole and not may_fit_with_saving(costs, stages, setting.limit):
+    if not whole and not fits(costs, stages, setting.limit, saves=True):
         return None
     room = setting.limit - least_need(costs, stages).static
     needed = sum(layer.activation for layer in costs.layers) * min(1.0, microbatches / stages)

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from operator import itemgetter
 
 from zbkern.planning.command.answer import Answer
 from zbkern.planning.command.question import Question
@@ -120,8 +119,7 @@ def splits(schedule: Schedule) -> bool:
 
 def idle_causes(answer: Answer) -> list[str]:
     """What the idle time comes from and what would remove it besides what was searched for, the largest share first."""
-    question, plan = answer.question, answer.plan
-    idle, schedule = plan.idle, plan.schedule
+    question, plan, idle, schedule = answer.question, answer.plan, answer.plan.idle, answer.plan.schedule
     layers = question.costs if isinstance(question.costs, ModelCosts) else None
     chunks = layers is not None and question.chunks is None and question.placement is None  # were searched for
     saving = question.saves_memory or any(offloads_or_recomputes(row) for row in schedule.actions)
@@ -138,8 +136,8 @@ def idle_causes(answer: Answer) -> list[str]:
         "passes wait for other ranks in between"
         + (f": {', or '.join(ways)}" if ways else ", in every order"): idle.dependencies,
     }
-    shown = sorted((-share, cause) for cause, share in causes.items() if share >= SHOWN)
-    return [f"{-share:.2%} {cause}" for share, cause in shown]
+    shown = [(-share, cause) for cause, share in causes.items() if share >= SHOWN]
+    return [f"{-share:.2%} {cause}" for share, cause in sorted(shown)]
 
 
 def _about_load(plan: Plan, layers: ModelCosts | None) -> str:
@@ -203,7 +201,7 @@ def table(
         note = ("at least: does not fit" if cuts else "over the limit") if over else ""
         order = over and cuts, timeline.cost if tokens else round(bubble, 9), peak
         rows.append((order, [name, str(timeline.schedule.chunks), *cells, note]))
-    rows.sort(key=itemgetter(0))
+    rows.sort(key=lambda row: row[0])
     return columns([["schedule", "chunks", *ends, ""], *(row for _, row in rows)])
 
 
@@ -237,16 +235,15 @@ def _comparison(answer: Answer) -> str:
 def _title(question: Question, setting: Setting) -> str:
     """The model, and on what it is trained."""
     architecture, hardware, job = setting
-    total, active = (architecture.parameters(each) for each in (False, True))
+    total, active = architecture.parameters(), architecture.parameters(active=True)
     size = f"{number(total / 1e9)} billion parameters"
-    if active < total:
-        size += f", {number(active / 1e9)} of them for a token"
-    parallel = {kind: getattr(job, f"{kind}_parallel") for kind in ("tensor", "expert", "context")}
-    parallel["data"] = job.pipelines
-    beside = "".join(f", {kind} parallel {count}" for kind, count in parallel.items() if count > 1)
+    size += f", {number(active / 1e9)} of them for a token" if active < total else ""
     model = f"{question.model} ({architecture.kind}): {size}, {len(architecture.blocks)} layers"
     if architecture.left_out:
         model += f"; left out: what {', '.join(architecture.left_out)} describes"
+    parallel = {"tensor": job.tensor_parallel, "expert": job.expert_parallel, "context": job.context_parallel}
+    parallel["data"] = job.pipelines
+    beside = "".join(f", {kind} parallel {count}" for kind, count in parallel.items() if count > 1)
     return (
         f"{model}\n{question.stages} stages{beside} on {job.gpus(question.stages)} x {hardware.title}; "
         f"{question.microbatches} microbatches of {job.microbatch_size} x {job.sequence} tokens"
@@ -273,25 +270,22 @@ def _of_model(question: Question, found: Plan, setting: Setting) -> Iterator[tup
 def _counted(architecture: Architecture) -> str:
     """Which layers a partition counts, by the names that `cut` has for them."""
     embedding, blocks, norm = architecture.names
-    found = f"{embedding}, {blocks}.0 to {len(architecture.blocks) - 1}, {norm} with the head"
-    further = architecture.predictor_names
-    if not further:
-        return found
-    return (
-        f"{found}, then {', '.join(further)}, each with a head, which models of the transformers library do not have: "
-        "docs/models.md adds one; num_nextn_predict_layers 0 in config.json, or --out launch.py, plans without"
-    )
+    counted = f"{embedding}, {blocks}.0 to {len(architecture.blocks) - 1}, {norm} with the head"
+    if further := architecture.predictor_names:
+        counted += (
+            f", then {', '.join(further)}, each with a head, which models of the transformers library do not have: "
+            "docs/models.md adds one; num_nextn_predict_layers 0 in config.json, or --out launch.py, plans without"
+        )
+    return counted
 
 
 def _block_costs(setting: Setting) -> str:
     """The costs of one block, by which the ratios can be judged."""
     whole = setting._replace(job=replace(setting.job, halves=False))
     block = whole.costs.layers[1 + len(setting.architecture.blocks) // 2]
-    times = ", ".join(
-        f"{name} {number(each)}" for name, each in (("F", block.forward), ("B", block.backward), ("W", block.weight))
-    )
+    times = f"F {number(block.forward)}, B {number(block.backward)}, W {number(block.weight)} ms"
     held = f", {block.held / block.activation:.2f} times that from B to W" if block.activation else ""
-    return f"{block.name}: {times} ms; {amount(block.activation, 'bytes')} from F to B{held}"
+    return f"{block.name}: {times}; {amount(block.activation, 'bytes')} from F to B{held}"
 
 
 def _assumptions(gpu: Hardware, width: int) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
 from zbkern.schedules.units import amount, enough
 
+SAVING_CHUNKS = 8  # per rank, at most, in a search that saves memory
 _ROUNDS = 50  # of bisection: the least need is found to rounding
 
 
@@ -69,8 +71,15 @@ def shortest(layer: LayerCosts) -> float:
     return layer.forward + layer.backward + layer.weight - saved
 
 
-def fits(costs: ModelCosts, stages: int, limit: float) -> bool:
-    """Whether `limit` is enough for the least need."""
+def fits(costs: ModelCosts, stages: int, limit: float, saves: bool = False) -> bool:
+    """Whether `limit` is enough for the least need.
+
+    saves: where offloading or recomputation may help. A rank then holds a microbatch in one of its chunks only.
+    """
+    if saves:
+        chunks = max(1, min(SAVING_CHUNKS, len(costs.layers) // stages))
+        thinner = [replace(layer, activation=layer.activation / chunks) for layer in costs.layers]
+        costs = replace(costs, layers=tuple(thinner))
     return _largest(costs) <= limit and len(_packed(costs, limit)) <= stages
 
 

@@ -52,31 +52,29 @@ def unit_costs(costs: ChunkCosts, schedule: Schedule, tokens: int | None) -> tup
 def _of_slice(costs: ChunkCosts, length: float, context: float) -> ChunkCosts:
     """length, context: of the whole sequence, what it has of a cost that grows with its length, and of attention's."""
 
-    def times(wholes: Sequence[float], attention: Sequence[float]) -> tuple[float, ...]:
-        found = []
-        for whole, rising, overhead in zip(wholes, attention, costs.overhead, strict=True):
-            overhead = min(overhead, whole)
-            rising = min(rising, whole - overhead)
-            found.append(overhead + rising * context + (whole - rising - overhead) * length)
-        return tuple(found)
+    def time(whole: float, rising: float, fixed: float) -> float:
+        fixed = min(fixed, whole)
+        rising = min(rising, whole - fixed)
+        return fixed + rising * context + (whole - rising - fixed) * length
 
     def scaled(values: Sequence[float]) -> tuple[float, ...]:
         return tuple(value * length for value in values)
 
-    forward, none = times(costs.forward, costs.attention_forward), (0.0,) * len(costs.forward)
-    backward, weight = times(costs.backward, costs.attention_backward), times(costs.weight, none)
+    none = (0.0,) * len(costs.forward)
+    forward = tuple(map(time, costs.forward, costs.attention_forward, costs.overhead))
+    backward = tuple(map(time, costs.backward, costs.attention_backward, costs.overhead))
+    weight = tuple(map(time, costs.weight, none, costs.overhead))
     activation = scaled([max(0.0, all_ - kept) for all_, kept in zip(costs.activation, costs.carried, strict=True)])
     parts = zip(costs.recompute, forward, costs.forward, strict=True)
     # what B and W apart take longer than a BW: up to the overhead that is one of the two
     apart = [b + w - both for b, w, both in zip(costs.backward, costs.weight, costs.fused, strict=True)]
-    both = zip(backward, weight, times(apart, none), strict=True)
-    links = zip(costs.communication, costs.latency, strict=True)
+    both = zip(backward, weight, map(time, apart, none, costs.overhead), strict=True)
     return costs._replace(
         forward=forward,
         backward=backward,
         weight=weight,
         fused=tuple(max(0.0, b + w - split) for b, w, split in both),
-        communication=tuple(fixed + (each - fixed) * length for each, fixed in links),
+        communication=tuple(map(time, costs.communication, (0.0,) * len(costs.latency), costs.latency)),
         activation=activation,
         held=scaled(costs.held),
         merge_saving=tuple(map(min, costs.merge_saving, weight)),
@@ -91,9 +89,8 @@ def equal_lengths(slices: int, tokens: int | None = None, unit: int = SLICE_UNIT
 
     tokens: of a sequence; None where they are not known: then as equal as can be.
     """
-    if tokens is None:
-        return (1,) * slices
-    return _rounded([number / slices for number in range(slices + 1)], tokens, unit)
+    ends = [number / slices for number in range(slices + 1)]
+    return (1,) * slices if tokens is None else _rounded(ends, tokens, unit)
 
 
 def equal_times(costs: ChunkCosts, slices: int, tokens: int | None = None, unit: int = SLICE_UNIT) -> tuple[int, ...]:

@@ -102,10 +102,14 @@ class Timeline:
         return draw.save([self], path)
 
 
-def rescaled(timeline: Timeline, factor: float, unit: str) -> Timeline:
-    """The same with all times of its events multiplied, in another unit."""
-    rows = [[e._replace(start=e.start * factor, end=e.end * factor) for e in row] for row in timeline.events]
-    return replace(timeline, events=tuple(map(tuple, rows)), unit=unit)
+def rescaled(timeline: Timeline, factor: float, unit: str, first: float = 0.0) -> Timeline:
+    """The same with all times of its events and copies counted from `first`, and multiplied, in another unit."""
+
+    def moved(rows: Sequence[Sequence[Event]]) -> tuple[tuple[Event, ...], ...]:
+        times = [[(e, (e.start - first) * factor, (e.end - first) * factor) for e in row] for row in rows]
+        return tuple(tuple(e._replace(start=start, end=end) for e, start, end in row) for row in times)
+
+    return replace(timeline, events=moved(timeline.events), copies=moved(timeline.copies), unit=unit)
 
 
 def measured(
@@ -120,20 +124,10 @@ def measured(
     peak_bytes: of each rank, where they were counted: what microbatches held at most, as `Memory` counts it.
     """
     first = min((row[0].start for row in rows if row), default=0.0)
-    shifted = (tuple(s._replace(seconds=s.seconds - first) for s in row) for row in samples)
-    return Timeline(
-        schedule,
-        _shifted(rows, first),
-        tuple(peak_bytes),
-        unit="s",
-        samples=tuple(shifted),
-        memory_unit="bytes" if peak_bytes else "",
-        copies=_shifted(copies, first),
-    )
-
-
-def _shifted(rows: Sequence[Sequence[Event]], first: float) -> tuple[tuple[Event, ...], ...]:
-    return tuple(tuple(e._replace(start=e.start - first, end=e.end - first) for e in row) for row in rows)
+    shifted = tuple(tuple(s._replace(seconds=s.seconds - first) for s in row) for row in samples)
+    unit, peaks = "bytes" if peak_bytes else "", tuple(peak_bytes)
+    found = Timeline(schedule, tuple(map(tuple, rows)), peaks, "s", shifted, unit, tuple(map(tuple, copies)))
+    return rescaled(found, 1.0, "s", first)
 
 
 def ends_of(timeline: Timeline, ranks: Iterable[int] | None = None) -> dict[Result | None, float]:
