@@ -25,7 +25,7 @@ def llama(blocks: int, head: float = 2.0, latency: float = 0.02) -> ModelCosts:
     ]
     ends = {"static": 3.0, "tied": "embedding"}
     first = LayerCosts("embedding", 0.05, 0.0, 0.1, 0.1, 0.1, output=0.1, **ends)
-    return ModelCosts((first, *block, LayerCosts("head", head, head, head, 0.4, 0.5, **ends)), latency, 20.0)
+    return ModelCosts((first, *block, LayerCosts("head", head, head, head, 0.4, 0.5, **ends)), 20.0, latency=latency)
 
 
 def published_on_every_split(model: ModelCosts, stages: int, microbatches: int, limit: float | None) -> float:

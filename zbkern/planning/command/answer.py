@@ -131,17 +131,17 @@ def remedies(question: Question) -> list[str]:
 
 def _fits(question: Question, name: str, value: int) -> bool:
     """Whether the model would fit with this number instead."""
-    assert question.setting is not None
+    setting, stages = question.setting, value if name == "stages" else question.stages
+    assert setting is not None
     try:
-        if name == "stages":
-            question = replace(question, stages=value)
-        else:
-            job = replace(question.setting.job, **{name: value})
-            question = replace(question, setting=question.setting._replace(job=job))
-        assert question.limit is not None
-        return fits(question.costs, question.stages, question.limit)  # type: ignore[arg-type]  # of layers
+        if name != "stages":
+            changed: dict[str, Any] = {name: value}
+            setting = setting._replace(job=replace(setting.job, **changed))
+        costs, limit = setting.costs, replace(question, setting=setting).limit
     except ValueError:  # heads or experts that cannot be divided so
         return False
+    assert limit is not None
+    return fits(costs, stages, limit)
 
 
 def search(question: Question, progress: Callable[[str], None] = lambda line: None) -> Plan:

@@ -119,15 +119,15 @@ class Setting(NamedTuple):
         copies = None if gpu.host_bandwidth is None else gpu.host_bandwidth * share / _MS
         computed = ModelCosts(
             tuple([layer.costs() for layer in _layers(self)]),
-            gpu.latency * _MS,
             gpu.network_bandwidth * share / _MS,
-            "ms",
-            "bytes",
-            copies,
-            copies,
-            copy_size=COPY_SIZE,
             pass_overhead=gpu.pass_time * _MS,
+            latency=gpu.latency * _MS,
+            offload_bandwidth=copies,
+            reload_bandwidth=copies,
+            copy_size=COPY_SIZE,
             tokens=self.job.sequence,
+            time_unit="ms",
+            memory_unit="bytes",
         )
         return gpu.calibration.applied(computed) if gpu.calibration.source else computed
 

@@ -41,8 +41,40 @@ class ChunkCosts(NamedTuple):
     latency: tuple[float, ...]  # of the communication over each edge
 
 
+@dataclass(frozen=True, repr=False, kw_only=True)
+class CommonCosts(JsonFile):
+    """What costs of chunks and of layers share: messages and copies, the length of sequences, and units."""
+
+    latency: float = 0.0
+    offload_bandwidth: float | None = None
+    reload_bandwidth: float | None = None
+    copy_slowdown: float = 0.0
+    copy_size: float | None = None
+    tokens: int | None = None
+    time_unit: str | None = None
+    memory_unit: str | None = None
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        for name in ("latency", "offload_bandwidth", "reload_bandwidth", "copy_slowdown", "copy_size"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, checked_number(owner, name, getattr(self, name)))
+        if 0.0 in (self.offload_bandwidth, self.reload_bandwidth, self.copy_size):
+            raise ValueError(
+                f"{owner}: offload_bandwidth, reload_bandwidth and copy_size must be above 0, or None; got 0"
+            )
+        for name, known in (("time_unit", tuple(TIME_UNITS)), ("memory_unit", MEMORY_UNITS)):
+            unit = getattr(self, name)
+            if unit is not None and unit not in known:
+                raise ValueError(f"{owner}: {name} must be {' or '.join(map(repr, known))}, or None; got {unit!r}")
+        if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
+            raise ValueError(
+                f"{owner}: tokens must be those of a sequence, a whole number, or None; got {self.tokens!r}"
+            )
+
+
 @dataclass(frozen=True, repr=False)
-class Costs(JsonFile):
+class Costs(CommonCosts):
     """Times and memory of one microbatch, of whole sequences, in one chunk: a number, or one per chunk in model order.
 
     Args:
@@ -92,28 +124,19 @@ class Costs(JsonFile):
     static: PerChunk = 0.0
     recompute: PerChunk | None = None
     checkpoint: PerChunk | None = None
-    offload_bandwidth: float | None = None
-    reload_bandwidth: float | None = None
-    copy_slowdown: float = 0.0
-    copy_size: float | None = None
-    time_unit: str | None = None
-    memory_unit: str | None = None
     attention_forward: PerChunk = 0.0
     attention_backward: PerChunk = 0.0
     overhead: PerChunk = 0.0
     carried: PerChunk = 0.0
     carried_gradients: PerChunk | None = None
-    tokens: int | None = None
-    latency: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "latency", checked_number("Costs", "latency", self.latency))
+        super().__post_init__()
         if self.held is None:
             object.__setattr__(self, "held", self.activation)
         for name in number_fields():
             if name not in _OPTIONAL or getattr(self, name) is not None:
                 object.__setattr__(self, name, checked("Costs", name, getattr(self, name)))
-        check_copies_and_units(self)
 
     def per_chunk(self, chunks: int) -> ChunkCosts:
         """Every cost as a tuple with one number for each of `chunks` chunks in model order, and `fused` worked out.
@@ -153,29 +176,11 @@ PARTS = {
 }
 """What each of these costs is a part of, and no more than."""
 _OPTIONAL = ("recompute", "checkpoint", "carried_gradients")  # of the fields with a number per chunk: they may be None
-COPY_FIELDS = ("offload_bandwidth", "reload_bandwidth", "copy_slowdown", "copy_size")  # the same for all chunks
 
 
-def number_fields() -> tuple[str, ...]:
+def number_fields() -> list[str]:
     """The names of those fields of `Costs` that have a number per chunk or edge."""
-    names = (field.name for field in fields(Costs) if not field.name.endswith("_unit"))
-    return tuple(name for name in names if name not in (*COPY_FIELDS, "tokens", "latency"))
-
-
-def check_copies_and_units(costs: Any) -> None:
-    """Of `Costs`, or of others with the same fields."""
-    owner = type(costs).__name__
-    for name in COPY_FIELDS:
-        if getattr(costs, name) is not None:
-            object.__setattr__(costs, name, checked_number(owner, name, getattr(costs, name)))
-    if 0.0 in (costs.offload_bandwidth, costs.reload_bandwidth, costs.copy_size):
-        raise ValueError(f"{owner}: offload_bandwidth, reload_bandwidth and copy_size must be above 0, or None; got 0")
-    for name, known in (("time_unit", tuple(TIME_UNITS)), ("memory_unit", MEMORY_UNITS)):
-        unit = getattr(costs, name)
-        if unit is not None and unit not in known:
-            raise ValueError(f"{owner}: {name} must be {' or '.join(map(repr, known))}, or None; got {unit!r}")
-    if costs.tokens is not None and (type(costs.tokens) is not int or costs.tokens < 1):
-        raise ValueError(f"{owner}: tokens must be those of a sequence, a whole number, or None; got {costs.tokens!r}")
+    return [field.name for field in fields(Costs) if not field.kw_only]
 
 
 def checked(owner: str, name: str, value: Any) -> float | tuple[float, ...]:

@@ -21,7 +21,8 @@ class JsonFile:
     """A dataclass that is saved as a JSON object, and shown with four digits, without what is as by default."""
 
     def __repr__(self) -> str:
-        values = [(each, getattr(self, each.name)) for each in fields(self)]  # type: ignore[arg-type]
+        ordered = sorted(fields(self), key=lambda field: bool(field.kw_only))  # type: ignore[arg-type]
+        values = [(each, getattr(self, each.name)) for each in ordered]
         shown = [f"{each.name}={_shown(value)}" for each, value in values if value != each.default]
         return f"{type(self).__name__}({', '.join(shown)})"
 

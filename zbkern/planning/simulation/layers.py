@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
-from zbkern.planning.simulation.costs import COPY_FIELDS, LARGEST, Costs, check_copies_and_units, checked_number
-from zbkern.planning.simulation.json_file import JsonFile, check_fields, parse_object
+from zbkern.planning.simulation.costs import LARGEST, CommonCosts, Costs, checked_number
+from zbkern.planning.simulation.json_file import check_fields, parse_object
 from zbkern.schedules.layout import numbers_of
 
 _SUMMED = (
@@ -19,7 +19,6 @@ _SUMMED = (
     *("carried", "carried_gradients"),
 )
 _OF_PARTS = ("recompute", "checkpoint")
-_AS_IN_COSTS = (*COPY_FIELDS, "time_unit", "memory_unit", "tokens", "latency")
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class LayerCosts:
 
 
 @dataclass(frozen=True, repr=False)
-class ModelCosts(JsonFile):
+class ModelCosts(CommonCosts):
     """Layers in model order, and the links between ranks: a message takes latency + its size / bandwidth.
 
     latency is in the unit of the layers' times, bandwidth in their memory per their time: those of the slowest link.
@@ -89,19 +88,12 @@ class ModelCosts(JsonFile):
     """
 
     layers: tuple[LayerCosts, ...]
-    latency: float = 0.0
     bandwidth: float = math.inf
-    time_unit: str | None = None
-    memory_unit: str | None = None
-    offload_bandwidth: float | None = None
-    reload_bandwidth: float | None = None
-    copy_slowdown: float = 0.0
-    copy_size: float | None = None
     forward_overhead: float = 0.0
     pass_overhead: float = 0.0
-    tokens: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers or not all(isinstance(layer, LayerCosts) for layer in self.layers):
             raise TypeError(f"ModelCosts: layers must be a list of LayerCosts, one at least; got {self.layers!r}")
@@ -112,12 +104,11 @@ class ModelCosts(JsonFile):
                 "ModelCosts: recompute and checkpoint must both be given for all layers, or for none; got them for "
                 f"some and not for {without!r}: a layer without named parts has 0 and its activation"
             )
-        for name in ("latency", "bandwidth", "forward_overhead", "pass_overhead"):
+        for name in ("bandwidth", "forward_overhead", "pass_overhead"):
             most = math.inf if name == "bandwidth" else LARGEST
             object.__setattr__(self, name, checked_number("ModelCosts", name, getattr(self, name), most))
         if self.bandwidth == 0:
             raise ValueError("ModelCosts: bandwidth must be above 0, inf for no limit; got 0")
-        check_copies_and_units(self)
 
     def partition_of(self, firsts: Sequence[int]) -> tuple[float, ...]:
         """What `cut` takes for chunks that begin with layers at these places in `layers`: 4.5 is the second half of a
@@ -154,7 +145,7 @@ class ModelCosts(JsonFile):
             **self._of_recomputation(chunks),
             communication=[self.latency + chunk[-1].output / self.bandwidth for chunk in chunks[:-1]],
             static=self._static(chunks, ranks),
-            **{name: getattr(self, name) for name in _AS_IN_COSTS},
+            **{field.name: getattr(self, field.name) for field in fields(CommonCosts)},
         )
 
     def _of_recomputation(self, chunks: Sequence[Sequence[LayerCosts]]) -> dict[str, Any]:

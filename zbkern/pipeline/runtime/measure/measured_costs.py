@@ -162,14 +162,16 @@ def layer_costs(steps: Measurements) -> ModelCosts:
         for at, chunk in enumerate(steps.chunks)
     ]
     overhead = median(chunk.besides for chunk in steps.chunks)
+    latency, bandwidth = steps.link
     return ModelCosts(
         tuple(layers),
-        *steps.link,
-        "ms",
-        "bytes",
+        bandwidth,
+        overhead,
+        latency=latency,
         copy_size=costs.copy_size,
-        forward_overhead=overhead,
         tokens=costs.tokens,
+        time_unit="ms",
+        memory_unit="bytes",
     )
 
 
