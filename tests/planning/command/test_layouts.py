@@ -13,6 +13,8 @@ from zbkern.planning.command import layouts
 from zbkern.planning.command.question import LAYOUT_EFFORT, LayoutQuestion
 from zbkern.planning.cost_model.model_costs import Job, Setting
 
+EIGHT = ["--config", path_of("llama-3-405b"), "--gpus", "8", "--batch"]
+
 
 @pytest.fixture(autouse=True)
 def no_time_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,15 +24,8 @@ def no_time_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sizes_of(layout: layouts.Layout) -> tuple[int, int, int, int, int, int, bool]:
     job = layout.setting.job
-    return (
-        job.tensor_parallel,
-        layout.stages,
-        job.data_parallel,
-        job.expert_parallel,
-        layout.microbatches,
-        job.microbatch_size,
-        job.fully_shard,
-    )
+    ways = job.tensor_parallel, layout.stages, job.data_parallel, job.expert_parallel
+    return *ways, layout.microbatches, job.microbatch_size, job.fully_shard
 
 
 def test_all_layouts_that_divide_are_there_once() -> None:
@@ -177,16 +172,13 @@ def test_a_layout_to_compare_with_says_why_it_loses(run_plan) -> None:
         (["--stages", "4"], "argument --microbatches: it is needed"),
         (["--gpus", "8"], "argument --config: --gpus needs it"),
         (["--stages", "4", "--microbatches", "4", "--batch", "8"], "argument --batch: it goes with --gpus"),
-        (
-            ["--gpus", "8", "--batch", "8", "--config", "C", "--context-parallel", "2"],
-            "argument --context-parallel: --gpus",
-        ),
-        (["--gpus", "8", "--batch", "8", "--config", "C", "--memory", "2x"], "argument --memory: --gpus decides"),
-        (["--gpus", "8", "--batch", "8", "--config", "C", "--slices", "2"], "argument --slices: --gpus decides"),
-        (["--gpus", "8", "--batch", "8", "--config", "C", "--offload"], "argument --offload: --gpus decides"),
-        (["--gpus", "8", "--batch", "7", "--config", "C"], "argument --gpus: no layout of 8 GPUs fits 7 sequences of"),
+        ([*EIGHT, "8", "--context-parallel", "2"], "argument --context-parallel: --gpus"),
+        ([*EIGHT, "8", "--memory", "2x"], "argument --memory: --gpus decides"),
+        ([*EIGHT, "8", "--slices", "2"], "argument --slices: --gpus decides"),
+        ([*EIGHT, "8", "--offload"], "argument --offload: --gpus decides"),
+        ([*EIGHT, "7"], "argument --gpus: no layout of 8 GPUs fits 7 sequences of"),
+        (["--stages", "4", "--microbatches", "4", "--gpu", "h100"], "argument --gpu: it describes a model's training"),
     ],
 )
 def test_errors_name_the_argument_and_the_remedy(run_plan, arguments: list[str], message: str) -> None:
-    path = path_of("llama-3-405b")
-    assert message in run_plan(*(path if each == "C" else each for each in arguments), status=2)
+    assert message in run_plan(*arguments, status=2)

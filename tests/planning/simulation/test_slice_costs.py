@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.configurations import H100, setting_of
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts, draw, schedules, simulate
-from zbkern.planning.cost_model.architecture import load_architecture
-from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting, rising_share
+from zbkern.planning.cost_model.model_costs import rising_share
 from zbkern.planning.planner.offload import fit
 from zbkern.planning.simulation import drift
 from zbkern.planning.simulation.slice_costs import equal_lengths, equal_times, slice_costs
 
-CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
 SOME = Costs(
     *(8.0, 12.0, 4.0),
     communication=1.0,
@@ -69,13 +66,11 @@ def test_memory_counts_keys_and_values_until_the_last_backward() -> None:
 
 
 def test_a_layer_with_a_window_is_between_a_constant_and_a_rising_context() -> None:
-    def layer(window: float) -> LayerCosts:
-        return LayerCosts("one", 8.0, 8.0, 1.0, attention_forward=6.0 * rising_share(window))
-
     assert rising_share(1.0) == 1.0
     assert rising_share(1e-6) < 1e-5
     for window, slices in ((1 / 16, 4), (1 / 2, 4), (1 / 64, 8)):
-        costs = ModelCosts((layer(window),)).chunk_costs([0])
+        attention = 6.0 * rising_share(window)
+        costs = ModelCosts([LayerCosts("one", 8.0, 8.0, 1.0, attention_forward=attention)]).chunk_costs([0])
         found = [each.forward[0] - 2 / slices for each in slice_costs(costs.per_chunk(1), (1,) * slices)]
 
         def seen(x: float, window: float = window) -> float:
@@ -83,12 +78,6 @@ def test_a_layer_with_a_window_is_between_a_constant_and_a_rising_context() -> N
 
         exact = [6 * (seen((i + 1) / slices) - seen(i / slices)) / seen(1.0) for i in range(slices)]
         assert found == pytest.approx(exact, abs=0.3)  # a twentieth of the attention
-
-
-def test_costs_of_slices_come_back_from_their_file() -> None:
-    assert Costs.from_json(SOME.to_json()) == SOME
-    model = ModelCosts((LayerCosts("one", 8.0, 8.0, 1.0, 2.0, attention_forward=6.0, carried=1.0),), tokens=9)
-    assert ModelCosts.from_json(model.to_json()) == model
 
 
 def test_slices_of_equal_times_and_lengths() -> None:
@@ -115,16 +104,15 @@ def test_what_sizes_cannot_be_are_still_slices() -> None:
 
 
 def test_a_model_from_its_configuration_has_costs_of_slices() -> None:
-    hardware = load_hardware("h100")
-    setting = Setting(load_architecture(CONFIGURATIONS / "llama-3-8b.json"), hardware, Job(131072, tensor_parallel=8))
+    setting = setting_of("llama-3-8b", sequence=131072, tensor_parallel=8)
     block = setting.costs.layers[1]
     assert setting.costs.tokens == 131072
     # keys and values of 8 heads in bf16, of which every GPU has one
     assert block.carried == 131072 * 2 * 128 * 2
     # two products of 32 heads of 128 with half of the keys, on 8 GPUs that reach 0.67 of their 989 TFLOPS
     flops = 2 * 2 * 32 * 128 * 131073 / 2 * 131072 / 8
-    assert block.attention_forward == pytest.approx(1e3 * flops / (0.67 * hardware.matmul_flops))
-    short = Setting(setting.architecture, hardware, Job(16384, tensor_parallel=8)).costs.layers[1]
+    assert block.attention_forward == pytest.approx(1e3 * flops / (0.67 * H100.matmul_flops))
+    short = setting_of("llama-3-8b", sequence=16384, tensor_parallel=8).costs.layers[1]
     as_slice = slice_costs(ModelCosts((block,)).chunk_costs([0]).per_chunk(1), (16384, 131072 - 16384))[0]
     # the first slice is a short sequence
     assert as_slice.forward[0] == pytest.approx(short.forward, rel=0.02)
@@ -143,7 +131,7 @@ def test_a_slice_waits_for_the_whole_latency_of_its_messages() -> None:
 
 
 def test_windows_of_a_configuration() -> None:
-    setting = Setting(load_architecture(CONFIGURATIONS / "gpt-oss-120b.json"), load_hardware("h100"), Job(131072, 1, 8))
+    setting = setting_of("gpt-oss-120b", sequence=131072, tensor_parallel=8)
     windowed, whole = setting.costs.layers[1:3]
     flops = [block.parts[0].core.flops(131072) for block in setting.architecture.blocks[:2]]
     rising = rising_share(128 / 131072) * flops[0] / flops[1]
