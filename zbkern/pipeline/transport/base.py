@@ -120,12 +120,13 @@ class Transport(ABC):
 
     def broadcast(self, source: int, message: Any, timeout: float | None) -> Any:
         """A pytree of tensors of rank `source`, on every rank; collective. Raises PipelineError as `receive` does."""
-        self.begin("broadcast")
+        self.begin("broadcast")  # from rank to rank, between which NCCL has connections already
         self._gathers += 1
         if self.rank != source:
-            return self.receive(source, self._given_by(source), timeout)
-        for peer in self.peers:
-            self.send(peer, self._given_by(source), message)
+            message = self.receive(self.rank + (1 if source > self.rank else -1), self._given_by(source), timeout)
+        for peer in (self.rank - 1, self.rank + 1):  # away from the source
+            if 0 <= peer < self.size and abs(peer - source) > abs(self.rank - source):
+                self.send(peer, self._given_by(source), message)
         return message
 
     def _given_by(self, rank: int) -> Values:
