@@ -150,33 +150,34 @@ class Transport(ABC):
     # ---- who is stuck
 
     def _why_nothing_comes(self, peer: int, awaited: str) -> str:
-        """Asks `peer` what it does; where it waits for another rank, that one, to the rank that does not wait.
+        """Asks `peer`; where it waits for another rank itself, that one, and so on. Who does not wait says so to all.
 
         Ranks answer from another thread than the one that is stuck. A rank that is frozen gives no answer.
         """
         asked, ours = [self.rank], f"rank {self.rank}, action {self.action}: waits for rank"
         while peer not in asked:
             asked.append(peer)
-            self._tell(peer, StallQuery())
+            self._tell(peer, StallQuery(awaited))
             try:
                 self._mailbox.wait_for(peer, _answer_of(peer), _GRACE)
             except TimeoutError:
                 return f"{ours} {peer}, which does not answer; {awaited}"
             except PipelineError as error:
                 return str(error)
-            awaits, action, seconds = self._mailbox.take(_answer_of(peer))[0]
-            if awaits is None:
-                return f"rank {peer}, action {action}: stuck for {seconds:.1f} s; {awaited}"
-            peer = awaits
+            peer = self._mailbox.take(_answer_of(peer))[0]
         both = "waits, too: all ranks must make the same calls, optimizer.step() also"
         return f"{ours} {asked[-1]}, which {both}; {awaited}"
 
     def _hear(self, sender: int, message: Notice) -> None:
-        """The call that the sender is in, a question what this rank does, or the answer to one."""
+        """The call that the sender is in, a question why this rank sends nothing, or the answer to one."""
         if isinstance(message, StallQuery):
-            self._tell(sender, StallAnswer(self.awaits, str(self.action), time.monotonic() - self._action_start))
+            if (awaits := self.awaits) is not None:
+                self._tell(sender, StallAnswer(awaits))
+                return
+            seconds = time.monotonic() - self._action_start
+            self._stop(f"rank {self.rank}, action {self.action}: stuck for {seconds:.1f} s; {message.awaited}")
         elif isinstance(message, StallAnswer):
-            self._mailbox.put(_answer_of(sender), (message, ()), sender, self._mailbox.call)
+            self._mailbox.put(_answer_of(sender), (message.awaits, ()), sender, self._mailbox.call)
         elif (difference := self._mailbox.compare(sender, Call(*message))) is not None:
             self._stop(difference)
 

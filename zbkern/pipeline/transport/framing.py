@@ -43,15 +43,15 @@ class TensorHeader(NamedTuple):
 
 
 class StallQuery(NamedTuple):
-    """The receiver sends nothing: what does it do?"""
+    """The receiver sends nothing, and was awaited as the text says: why?"""
+
+    awaited: str
 
 
 class StallAnswer(NamedTuple):
-    """The sender waits for this rank, or, where None, has been in this action for so many seconds."""
+    """The sender waits for this rank itself."""
 
-    awaits: int | None
-    action: str
-    seconds: float
+    awaits: int
 
 
 class CallNotice(NamedTuple):
