@@ -205,7 +205,7 @@ class Pipeline:
 
     @property
     def schedule(self) -> Schedule:
-        """Of the last step."""
+        """The schedule of the last step."""
         return self.loop.schedule
 
     @property

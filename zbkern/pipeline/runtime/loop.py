@@ -31,9 +31,9 @@ Program = Sequence[tuple[Action, ...]]
 
 
 class Loop:
-    """Of a rank's stages, by chunk; options, fill and timeout are those of its Pipeline.
+    """Runs the actions of a rank on its stages, by chunk. options, fill and timeout are those of its Pipeline.
 
-    `use` says in which order actions run, `begin` on what.
+    `use` sets the schedule, `begin` the batch; then come `run`, and `end` or `reset`.
     """
 
     schedule: Schedule

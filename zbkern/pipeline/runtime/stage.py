@@ -255,7 +255,7 @@ class Stage:
 
 
 def _shares(schedule: Schedule) -> list[float]:
-    """What the microbatch of each unit counts for: as much as any other, or by its tokens where these are known."""
+    """The weight of each unit's microbatch in the step's loss: equal for all, or by tokens where these are known."""
     tokens = [sum(lengths) for lengths in schedule.own_slices] or [1] * schedule.microbatches
     return [tokens[number] / sum(tokens) for number, _, _ in schedule.units]
 
@@ -271,8 +271,10 @@ def _to_send(tensor: Tensor) -> Tensor:
 
 
 def _resolved(tensor: Tensor) -> Tensor:
-    """What travels is memory: a collective must have filled it, and a conjugate or negative that torch has only noted
-    on the tensor would be lost."""
+    """A tensor whose memory can be sent.
+
+    A collective must have filled it. A conjugate or negative that torch has only noted on the tensor would be lost.
+    """
     return wait_for(tensor).resolve_conj().resolve_neg()
 
 

@@ -1,4 +1,4 @@
-"""What torch functions read right after an optimizer step is final.
+"""Makes final what torch functions read right after an optimizer step.
 
 A step may be done before the norm over all ranks is known, and taken back. Until it is validated a mode is on in the
 thread that called it: a torch function that takes one of its weights, also inside of state_dict(), torch.save() or an
@@ -65,7 +65,7 @@ def watch(boundary: Any) -> bool:
 
 
 def release(boundary: Any) -> None:
-    """Its weights are final, or read by what knows that they are not. No-op without `watch` in this thread."""
+    """Ends `watch`: weights are final, or their reader knows that they are not. No-op without `watch` in this thread."""
     reads = _THREAD.__dict__.get("reads")
     if reads is not None:
         reads.steps.pop(boundary, None)

@@ -56,7 +56,7 @@ class Transport(ABC):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def begin_action(self, action: object) -> None:
-        """What this rank does from now on, for messages."""
+        """Sets what this rank does from now on, for messages of errors."""
         self.action = action
         self._action_start = time.monotonic()
 
@@ -195,7 +195,7 @@ def _answer_of(rank: int) -> Note:
 
 
 def total_tag(step: int) -> Note:
-    """Of the message with the sums of squares of all ranks in the n-th optimizer step."""
+    """The tag of the sums of squares of all ranks in the n-th optimizer step."""
     return Note(step, f"the squared gradient norm of all stages, optimizer step {step}")
 
 

@@ -32,7 +32,7 @@ class LocalTransport(Transport):
         self.arrival(peer, tag, message)()
 
     def arrival(self, peer: int, tag: Any, message: Any) -> Callable[[], None]:
-        """What files a message that is sent now, whenever it is called."""
+        """A function that files a message that is sent now, whenever it is called."""
         mailboxes, call = self._mailboxes, self._mailbox.call
 
         def arrive() -> None:

@@ -13,7 +13,7 @@ class PipelineError(RuntimeError):
 
 
 def described(error: BaseException) -> str:
-    """Its kind and the text that it has, if any; short, and in UTF-8, so that it can be sent."""
+    """The kind and text of an error, short and in UTF-8, so that it can be sent."""
     try:
         text = f"{error}"[:_LONGEST_TEXT].encode(errors="backslashreplace").decode()
     except Exception:
@@ -22,7 +22,7 @@ def described(error: BaseException) -> str:
 
 
 class Tag(NamedTuple):
-    """What a message is: the input of `chunk` (kind F) or the gradient of its output (kind B), of one microbatch."""
+    """The tag of an input of `chunk` (kind F), or of a gradient of its output (kind B), of one microbatch."""
 
     step: int
     kind: str

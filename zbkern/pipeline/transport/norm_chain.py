@@ -84,5 +84,5 @@ class NormChain:
 
 
 def _tag(rank: int, step: int) -> Note:
-    """Of the message with the sum of squares of a rank and those before it."""
+    """The tag of the sum of squares of a rank and those before it."""
     return Note(step, f"the squared gradient norm of stages up to rank {rank}, optimizer step {step}")

@@ -9,12 +9,12 @@ from torch.utils import _pytree as pytree
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Those among the leaves of nested tuples, lists and dicts, in their order."""
+    """The tensors among the leaves of nested tuples, lists and dicts, in their order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def local_part(tensor: Any) -> Any:
-    """What this rank holds of a DTensor; of other tensors all."""
+    """This rank's part of a DTensor; another tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

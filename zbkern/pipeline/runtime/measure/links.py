@@ -16,7 +16,7 @@ _AFTER_ALL_STEPS = 2**31  # in the tags of messages
 
 
 class Link(NamedTuple):
-    """Of messages between two ranks: latency in ms, bandwidth in bytes per ms."""
+    """How fast messages between two ranks are: latency in ms, bandwidth in bytes per ms."""
 
     latency: float
     bandwidth: float

@@ -90,7 +90,7 @@ def chunk_costs(steps: Measurements) -> Costs:
 
 
 def _with_slices(costs: Costs, sliced: Sequence[Timeline], chunks: Sequence[MeasuredChunk]) -> Costs:
-    """The same with what matters to slices."""
+    """The costs, with what matters to slices besides."""
     tokens, flat, times = chunks[0].tokens, costs.per_chunk(len(chunks)), drift.medians(sliced)
     assert tokens is not None
     lengths = sliced[0].schedule.slices
@@ -183,7 +183,7 @@ def _alike(chunks: Sequence[MeasuredChunk]) -> list[Hashable]:
 
 
 def _medians(values: Sequence[float], alike: Sequence[Hashable]) -> tuple[float, ...]:
-    """For each value the median of those alike."""
+    """In the place of each value the median of those alike."""
     together: dict[Hashable, list[float]] = {}
     for key, value in zip(alike, values, strict=True):
         together.setdefault(key, []).append(value)

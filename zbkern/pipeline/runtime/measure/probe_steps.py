@@ -41,7 +41,7 @@ _WHICH_LAYER = {"idx", "index", "layer_id", "layer_idx", "number", "zbkern_name"
 
 
 class _Kind(NamedTuple):
-    """Of steps: what runs, whether all W of a chunk do at once, and what counts memory."""
+    """A kind of steps: their schedule, whether all W of a chunk run at once, and what counts memory."""
 
     schedule: Schedule
     merge: bool = False
@@ -131,7 +131,7 @@ class ProbeSteps:
         return Measurements(chunks, link, **timelines)
 
     def _in_turn(self, pipe: Pipeline, kinds: Mapping[str, _Kind]) -> dict[str, list[Timeline]]:
-        """Those of so many steps of each kind, after one to warm up; of more while their times differ.
+        """The timelines of `repeats` steps of each kind, after one to warm up; of more while their times differ.
 
         Kinds take turns, so that what slows the machine for a while does not look like a difference between them.
         """
@@ -238,8 +238,11 @@ class _ForwardWatch:
 
 
 def _kind(module: torch.nn.Module) -> int:
-    """The same for layers that do the same work: a checksum, equal in all processes, of the classes of their parts and
-    their settings and parameters. Of a chunk of a model, which has placeholders besides, that of its layers."""
+    """A checksum that is the same for layers that do the same work, in all processes.
+
+    It is of the classes of their parts, with their settings and parameters. Placeholders in a chunk of a model do not
+    count.
+    """
     layers = []
     for name in getattr(module, "layer_names", [""]):
         for part in module.get_submodule(name).modules():
@@ -251,7 +254,7 @@ def _kind(module: torch.nn.Module) -> int:
 
 
 def _static_bytes(module: torch.nn.Module, bytes_per_parameter: float | None) -> float:
-    """What stays: of every parameter so much, by default for weight, gradient and two moments; and the buffers."""
+    """Bytes that stay: so many for every parameter, by default weight, gradient and two moments; and the buffers."""
     each = bytes_per_parameter
     weights = sum(p.numel() * (4 * p.element_size() if each is None else each) for p in module.parameters())
     return weights + sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
@@ -307,7 +310,7 @@ def _all_forwards_first(placement: tuple[int, ...], microbatches: int, slices: t
 
 
 def _changed(schedule: Schedule, change: Callable[[Action], Sequence[Action]]) -> Schedule:
-    """The same with other actions in the place of each."""
+    """A schedule with other actions in the place of each."""
     actions = [[changed for action in row for changed in change(action)] for row in schedule.actions]
     return Schedule.build(actions, schedule.placement, schedule.microbatches, "profile")
 

@@ -76,7 +76,7 @@ class Recorder:
             self.peak_bytes = max(self.peak_bytes, sum(holder.nbytes for holder in self._holders))
 
     def copying(self, action: Action) -> Callable[[Copy], None]:
-        """What to call with the copies that an O or L consists of, as they begin."""
+        """A function to call with each copy of an O or L, as it begins."""
         self._copies.append((action, []))
         return partial(self._copy_begins, self._copies[-1][1])
 

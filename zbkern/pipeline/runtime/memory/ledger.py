@@ -31,7 +31,7 @@ Key = tuple[int, int]  # chunk, microbatch
 
 
 class Ledger:
-    """Of a rank with these modules, by chunk; what they do to memory is noted in `recorder`.
+    """The ledger of a rank with these modules, by chunk. It notes in `recorder` what actions do to memory.
 
     parts: what an R runs again, by chunk (`parts_of`), the whole chunk where there are none; by default what the
     options name. `use` comes before the first pass.
@@ -167,7 +167,7 @@ class Ledger:
         self._lanes.close()
 
     def _storages(self, kind: str, key: Key, batch: Sequence[Tensor] = (), carried: Any = ()) -> Storages:
-        """Those for what this pass leaves."""
+        """New storages for what a pass leaves."""
         began = self._recorder.copying(Action("O", *key)) if (kind, *key) in self._offloaded else None
         return Storages(self._lanes, Resident(self._modules[key[0]], batch, carried), began)
 

@@ -148,14 +148,14 @@ class Recomputation:
                 self._storages.add(later.fill(outputs))
 
     def _begin(self, module: nn.Module, call: Callable[..., Any], arguments: Any, keywords: Any) -> None:
-        """What comes, until `_end`, is call(*arguments, **keywords), in which `module` runs: all of it again."""
+        """Begins what an R runs again: call(*arguments, **keywords), in which `module` runs, until `_end`."""
         self._inputs = [(tensor, tensor._version) for tensor in tensors_in((arguments, keywords))]
         inputs = pytree.tree_map_only(Tensor, lambda t: _Input(self._pack(t), t.requires_grad), (arguments, keywords))
         self._runs.append(_Run(call, inputs, module, self._storages.lanes.device))
         self._within = module
 
     def _end(self, outputs: Any) -> None:
-        """What `_begin` began has given these outputs."""
+        """Ends what `_begin` began, which has given these outputs."""
         self._runs[-1].before.keep_written()
         self._runs[-1].sums = _sums(outputs) if self._compares else None
         self._within = None
@@ -234,5 +234,5 @@ def _check_repeated(run: _Run, saved: int, outputs: Sequence[Any]) -> None:
 
 
 def _sums(outputs: Any) -> list[Tensor]:
-    """Those of every tensor."""
+    """The sums by which outputs are compared, of every tensor."""
     return sums_of(part for tensor in tensors_in(outputs) for part in parts(tensor.detach()))

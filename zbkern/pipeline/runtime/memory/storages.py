@@ -117,7 +117,7 @@ class Saved:
 
 
 class Storages:
-    """Those of one microbatch on a device, without the `resident` ones (by their keys), which always stay.
+    """The storages of one microbatch on a device, without the `resident` ones (by their keys), which always stay.
 
     began: called with every copy to the host; None where nothing goes there. nbytes: of those that are on the device
     now. loads: the copies back.

@@ -24,11 +24,11 @@ _PAUSE = 0.0001  # seconds between looks at what has come
 
 
 class Agreement:
-    """Of the ranks with which these chunks communicate in their passes.
+    """The ranks with which these chunks communicate in their passes, and whether they do the same.
 
-    Those are the ranks that FSDP2 shards a chunk over, those of tensor parallelism (DTensor), and those of modules that
-    say so, as ExpertParallel. roots: what `fully_shard` was applied to. Not DistributedDataParallel: replicas of it
-    meet when they reduce.
+    They are the ranks that FSDP2 shards a chunk over, those of tensor parallelism (DTensor), and those of modules that
+    say so, as ExpertParallel. roots: what `fully_shard` was applied to. Replicas of DistributedDataParallel are none of
+    them: they meet when they reduce.
     """
 
     def __init__(self, modules: Iterable[nn.Module], roots: Iterable[Any]) -> None:
@@ -104,7 +104,7 @@ class Agreement:
 
 
 def number_of(value: object) -> int:
-    """The same for the same text, on every rank."""
+    """A checksum of a value's text, the same on every rank."""
     return zlib.crc32(repr(value).encode())
 
 

@@ -239,8 +239,10 @@ def _announce(parameters: Sequence[Tensor]) -> None:
 
 
 class FSDPReducer:
-    """The same of a stage that is, or holds, modules of FSDP2. After a backward weights stay gathered for the next
-    microbatch. With reshard_after_forward=False they are gathered once a step.
+    """A stage that is, or holds, modules of FSDP2; with the methods of a DDPReducer.
+
+    After a backward weights stay gathered for the next microbatch. With reshard_after_forward=False they are gathered
+    once a step.
     """
 
     gathers = True

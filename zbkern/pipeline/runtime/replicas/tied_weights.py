@@ -23,7 +23,7 @@ SAMPLE = 64  # values of a parameter that are compared: random numbers that agre
 
 
 class TiedWeights:
-    """Those of `tied` that have several copies, on other ranks (`connect` has them among the peers) or here.
+    """The weights of `tied` that have several copies, on other ranks or here.
 
     tied: {name: this rank's copies}; modules: this rank's chunks by number. Marks the copies (`tied_names` reads it).
     Warns of copies that differ: they get equal gradients, and would differ for ever. No error, since a checkpoint that
@@ -90,7 +90,7 @@ class TiedWeights:
 
 
 def _tag(step: int, name: str, rank: int) -> Note:
-    """Of the gradient of a tied weight that a rank has, or on the way from the first holder back, of their sum."""
+    """The tag of a rank's gradient of a tied weight; of the first holder's, when it sends the sum back."""
     return Note(step, f"the gradient of tied {name!r} from rank {rank}")
 
 
@@ -148,7 +148,7 @@ class TrainedMatrix(NamedTuple):
 
 
 def _matrices(modules: Mapping[int, torch.nn.Module], tied: Mapping[str, Sequence[Tensor]]) -> list[TrainedMatrix]:
-    """All of these modules, each parameter once; without those of no memory, or of one value, as zeros at the start."""
+    """The trained matrices of these modules, each parameter once; none that has no memory, or one value everywhere."""
     names = {id(parameter): name for name, copies in tied.items() for parameter in copies}
     matrices: dict[int, TrainedMatrix] = {}
     for chunk, module in modules.items():
@@ -163,9 +163,9 @@ def _matrices(modules: Mapping[int, torch.nn.Module], tied: Mapping[str, Sequenc
 
 
 def unmatched_names(named: Sequence[Mapping[str, object]]) -> list[str]:
-    """What to say of names in `tied` that one rank alone gives, where another rank, too, gives one that only it has.
+    """A warning of names in `tied` that one rank alone gives, where several ranks give such names.
 
-    named: by rank. A single one is in order: where one rank holds both modules, as in a V.
+    named: the names by rank. One rank with such a name is in order: it holds both modules, as in a V.
     """
     times = Counter(name for names in named for name in names)
     alone = {rank: sorted(name for name in names if times[name] == 1) for rank, names in enumerate(named)}
@@ -179,7 +179,7 @@ def unmatched_names(named: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def untied_copies(matrices: Sequence[Sequence[TrainedMatrix]]) -> list[str]:
-    """What to say of weights that look tied and are not: of embeddings whose values another parameter has, too.
+    """Warnings of weights that look tied and are not: embeddings whose values another parameter has, too.
 
     matrices: by rank. Embeddings only: ranks that start from one seed have more that is equal by chance.
     """

@@ -73,7 +73,7 @@ class Carry:
 
     @property
     def keys(self) -> set[Hashable]:
-        """Of all that slices of the sequence have appended and kept so far."""
+        """The keys of all that slices of the sequence have appended and kept so far."""
         return {*self._sequence.ends, *(key for key, _ in self._sequence.states)}
 
     def __contains__(self, storage: object) -> bool:
@@ -119,7 +119,7 @@ class Carry:
             self._sequence.states[key, self._index] = tensor, leaf
 
     def end_forward(self) -> None:
-        """From now on calls are those of a forward that runs again."""
+        """Marks the end of the slice's forward: later calls are those of a forward that runs again."""
         self._calls = None
 
     def _note_call(self, call: str, key: Hashable) -> None:
@@ -177,7 +177,7 @@ class _Append(torch.autograd.Function):
 
 
 def carries_of(slices: Sequence[int]) -> list[Carry]:
-    """Those of one sequence's slices, by their numbers of tokens."""
+    """The carries of one sequence's slices, which have so many tokens each."""
     sequence = _Sequence(slices)
     sequence.starts = [*accumulate(slices, initial=0)]
     return [Carry(sequence, index) for index in range(len(slices))]
@@ -201,8 +201,10 @@ class Carries:
         return sum(sequence.nbytes for sequence in self._sequences.values())
 
     def begin(self, microbatch: int, tokens: int | None, inputs: Any) -> Mapping[str, Carry]:
-        """The argument of the forward of a slice, which has so many tokens, or, where None, as many as its inputs; no
-        argument where sequences are whole. Raises TypeError for inputs without a sequence."""
+        """The keyword argument of a slice's forward; none for a whole sequence.
+
+        tokens: of the slice, None where its inputs tell. Raises TypeError for inputs without a sequence.
+        """
         number, index, slices = self._units[microbatch]
         if slices == 1:
             return {}

@@ -75,7 +75,7 @@ def compare_in_slices(
 def compare_in_packs(
     chunk: int, module: nn.Module, call: Callable[..., Any], inputs: Any, side: Mapping[str, Any]
 ) -> None:
-    """The same of two sequences in one row, as side inputs tell by the ends of its sequences, and each by itself."""
+    """Compares two sequences packed into one row with each by itself. Side inputs tell where sequences end."""
     few, count = _few((inputs, dict(side)), length_of(inputs, side) or 0)
     if count < 2:
         return
@@ -118,7 +118,10 @@ def _by_name(arguments: Any) -> dict[str, Any]:
 
 
 def _of_sequences(arguments: Any, lengths: Sequence[int]) -> dict[str, Any]:
-    """Of inputs and side inputs those that tell of sequences, for some of these lengths; of packs alone not for one."""
+    """The inputs and side inputs that tell of sequences, for sequences of these lengths in a row.
+
+    Those of the transformers library that tell of packs are left out for a single sequence.
+    """
     sides: dict[str, Any] = {}
     for name, value in _by_name(arguments).items():
         if name == "position_ids" and isinstance(value, Tensor):
@@ -132,7 +135,7 @@ def _of_sequences(arguments: Any, lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def _batches(few: Any, count: int) -> Iterator[tuple[str, dict[str, Tensor], Tensor | None]]:
-    """What is compared: how it is to be called, what some arguments are in it, and which tokens count.
+    """The batches that are compared: what each is called, arguments to replace, and which tokens count.
 
     Padding and packed rows may come in any batch where they can, so that they are put in here. What is computed for
     padding need not be the same.
@@ -154,7 +157,7 @@ def _batches(few: Any, count: int) -> Iterator[tuple[str, dict[str, Tensor], Ten
 
 
 class _Key(NamedTuple):
-    """A tensor that a part is given, or returns: in which of its calls, and where among the others."""
+    """Names a tensor that a part is given, or returns: by the part's call, and its place among the leaves."""
 
     part: str
     call: int
@@ -235,7 +238,7 @@ class _Comparison:
         return True
 
     def _forward(self, place: tuple[int, int], others: Mapping[str, Any]) -> None:
-        """That of the tokens from the first to before the last of a place."""
+        """Runs the tokens of a place: its first one, and the one after its last."""
         self._place = place
         self._calls.clear()
         (inputs, side), others = cut((self._few, dict(others)), self._tokens, place)

@@ -20,7 +20,7 @@ from zbkern.schedules.slices import Unit
 
 
 def loss_of(loss_fn: LossFn, outputs: Any, target: Target) -> Tensor:
-    """Its share of the step's loss. Raises TypeError for what is not a loss of these outputs."""
+    """The share of the step's loss that a microbatch has. Raises TypeError for what is not a loss of these outputs."""
     loss = loss_fn(outputs, target.value)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -70,7 +70,7 @@ class SequenceLosses:
         return loss.detach()
 
     def gradients(self, microbatch: int) -> Any:
-        """Those of the outputs of a slice, in their tree; of the last slice begins the backward of the loss."""
+        """The gradients of a slice's outputs, in their tree. The last slice, which is first, runs the loss's backward."""
         number, index, count = self._units[microbatch]
         loss, leaves, places, structure = self._begun[number]
         if index + 1 == count:
@@ -102,7 +102,7 @@ def put_together(slices: Sequence[tuple[int, Any]]) -> tuple[list[tuple[Tensor |
 
 
 def _together(parts: Sequence[Any], lengths: Sequence[int]) -> tuple[Tensor | None, bool]:
-    """What slices have returned in one place of their outputs, as one tensor of the sequence; and whether by tokens."""
+    """One tensor of the sequence from a leaf of each slice's outputs; and whether the leaves were of tokens."""
     last = parts[-1]
     if all(part is None for part in parts):
         return None, False
