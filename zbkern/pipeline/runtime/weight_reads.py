@@ -65,7 +65,7 @@ def watch(boundary: Any) -> bool:
 
 
 def release(boundary: Any) -> None:
-    """Ends `watch`: weights are final, or their reader knows that they are not. No-op without `watch` in this thread."""
+    """Ends `watch`: weights are final, or their reader knows that they are not. No-op without it in this thread."""
     reads = _THREAD.__dict__.get("reads")
     if reads is not None:
         reads.steps.pop(boundary, None)

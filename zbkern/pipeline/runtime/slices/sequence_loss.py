@@ -70,7 +70,7 @@ class SequenceLosses:
         return loss.detach()
 
     def gradients(self, microbatch: int) -> Any:
-        """The gradients of a slice's outputs, in their tree. The last slice, which is first, runs the loss's backward."""
+        """The gradients of a slice's outputs, in their tree. The last slice, which comes first, runs the backward."""
         number, index, count = self._units[microbatch]
         loss, leaves, places, structure = self._begun[number]
         if index + 1 == count:
