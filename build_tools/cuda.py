@@ -30,6 +30,9 @@ FLAGS = "-std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr -gencode arch=compute_
 HOST_FLAGS = "-std=c++17 -O2"
 LIBRARY_FLAGS = ("-Xcompiler", "-fPIC,-fvisibility=hidden")
 
+SUFFIX: str = sysconfig.get_config_var("EXT_SUFFIX")
+"""Of an extension module's file, for this Python."""
+
 HOW_TO_SKIP = "to install without the CUDA kernels: ZBKERN_BUILD=cpu"
 
 
@@ -41,18 +44,6 @@ class Toolkit:
     version: str
     cutlass: Path
     cutlass_version: str
-
-
-@dataclass(frozen=True)
-class Interpreter:
-    """A Python that an extension module is for. include: where Python.h is. suffix: of the module's file."""
-
-    include: str
-    suffix: str
-
-
-def this_interpreter() -> Interpreter:
-    return Interpreter(sysconfig.get_paths()["include"], sysconfig.get_config_var("EXT_SUFFIX"))
 
 
 def build(target: Path, machine: Machine) -> None:
@@ -74,10 +65,10 @@ def cache_folder(machine: Machine) -> Path:
 def compile_objects(toolkit: Toolkit, jobs: int, cache: Path) -> list[Path]:
     """The objects of every source, compiled where the cache lacks them, so many at a time."""
     cache.mkdir(parents=True, exist_ok=True)
-    commands, interpreter = {}, this_interpreter()
+    commands = {}
     for source in sources():
-        command = [toolkit.nvcc, *flags(source, toolkit, interpreter), "-c", str(source)]
-        commands[cache / f"{source.stem}-{content_hash(source, command, toolkit, interpreter)}.o"] = command
+        command = [toolkit.nvcc, *flags(source, toolkit), "-c", str(source)]
+        commands[cache / f"{source.stem}-{content_hash(source, command, toolkit)}.o"] = command
     missing = {path: command for path, command in commands.items() if not path.exists()}
     if missing:
         tell(f"zbkern: compiling {len(missing)} CUDA sources, which takes minutes; {HOW_TO_SKIP}")
@@ -115,17 +106,17 @@ def sources_hash() -> str:
     return hash_of(*(path.read_bytes() for path in files))
 
 
-def content_hash(source: Path, command: list[str], toolkit: Toolkit, interpreter: Interpreter) -> str:
+def content_hash(source: Path, command: list[str], toolkit: Toolkit) -> str:
     """Of everything that an object depends on; paths of this machine are left out."""
     words = [word for word in command if not word.startswith(("-I", "/"))]
     texts = [path.read_bytes() for path in with_headers(source)]
     versions = [toolkit.version, toolkit.cutlass_version]
     if source.suffix == ".cpp":  # kernels are the same for every Python
-        versions.append(interpreter.suffix)
+        versions.append(SUFFIX)
     return hash_of(*texts, " ".join(words).encode(), " ".join(map(str, versions)).encode())
 
 
-def flags(source: Path, toolkit: Toolkit, interpreter: Interpreter) -> list[str]:
+def flags(source: Path, toolkit: Toolkit) -> list[str]:
     """Of the compiler for one source. Only bindings see Python; only kernels see CUTLASS."""
     if source.suffix == ".cpp":
         import pybind11
@@ -137,8 +128,8 @@ def flags(source: Path, toolkit: Toolkit, interpreter: Interpreter) -> list[str]
         return [
             *HOST_FLAGS.split(),
             *LIBRARY_FLAGS,
-            *(f"-D{name}={_quoted(value)}" for name, value in built.items()),
-            *(f"-I{path}" for path in (SOURCES, pybind11.get_include(), interpreter.include)),
+            *(f'-D{name}="{value}"' for name, value in built.items()),
+            *(f"-I{path}" for path in (SOURCES, pybind11.get_include(), sysconfig.get_paths()["include"])),
         ]
     return [*FLAGS.split(), *LIBRARY_FLAGS, f"-I{SOURCES}", f"-I{toolkit.cutlass}"]
 
@@ -178,7 +169,3 @@ def _run(command: list[str], doing: str) -> str:
 
 def hash_of(*parts: bytes) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def _quoted(value: str) -> str:
-    return f'"{value}"'

@@ -32,15 +32,13 @@ def build() -> tuple[Path, list[Path]]:
     if reason := decision.why_no_cuda(machine):
         raise ValueError(reason)
     assert machine.nvcc is not None
-    toolkit, interpreter = cuda.find_toolkit(machine.nvcc, machine.cuda), cuda.this_interpreter()
-    folder = kept_in() / "emulator" / f"extension-{cuda.sources_hash()}-{interpreter.suffix.strip('.')}"
-    made = folder / f"_cuda{interpreter.suffix}"
+    toolkit = cuda.find_toolkit(machine.nvcc, machine.cuda)
+    folder = kept_in() / "emulator" / f"extension-{cuda.sources_hash()}-{cuda.SUFFIX.strip('.')}"
+    made = folder / f"_cuda{cuda.SUFFIX}"
     if not made.exists():
         folder.mkdir(parents=True, exist_ok=True)
         for source in cuda.sources():
-            flags = [
-                flag.replace("code=sm_90a", "code=compute_90a") for flag in cuda.flags(source, toolkit, interpreter)
-            ]
+            flags = [flag.replace("code=sm_90a", "code=compute_90a") for flag in cuda.flags(source, toolkit)]
             keep = ["--keep", "--keep-dir", str(folder)] if source.suffix == ".cu" else []
             part = folder / f"{source.stem}.o"
             if not part.exists():

@@ -70,7 +70,7 @@ def linear_wgrads(layers: Sequence[tuple[Segments, Outputs]], accumulate: bool, 
     """
     batch: list[tuple] = []  # of one launch, as the extension takes it
     like: tuple = ()  # what they have in common
-    left = 0  # segments that it still takes
+    used = 0  # segments that they have
     copies: list[Tensor] = []  # kept alive until the launch: their memory would be reused
     for segments, (dweight, dbias) in layers:
         (n, k), (step, unit) = ((0, 0), (0, 1)) if dweight is None else (dweight.shape, dweight.stride())
@@ -91,26 +91,22 @@ def linear_wgrads(layers: Sequence[tuple[Segments, Outputs]], accumulate: bool, 
             if not accumulate:
                 dweight.zero_()
             continue
-        same = _kinds(dtype, dweight.dtype, None if dbias is None else dbias.dtype), device
+        kinds = _kinds(dtype, dweight.dtype, None if dbias is None else dbias.dtype)
         target = dweight.data_ptr(), 0 if dbias is None else dbias.data_ptr(), n, k, step
-        if len(parts) > _cuda.MAX_SEGMENTS:
-            for first in range(0, len(parts), _cuda.MAX_SEGMENTS):
-                some = parts[first : first + _cuda.MAX_SEGMENTS]
-                _launch([(*target, some)], same, accumulate or first > 0, max_tiles)
-            continue
-        if batch and (same != like or len(parts) > left or len(batch) == _cuda.MAX_PRODUCTS):
-            _launch(batch, like, accumulate, max_tiles)
-            batch = []
-        if not batch:
-            like, left = same, _cuda.MAX_SEGMENTS
-        batch.append((*target, parts))
-        left -= len(parts)
+        for first in range(0, len(parts), _cuda.MAX_SEGMENTS):
+            some, same = parts[first : first + _cuda.MAX_SEGMENTS], (kinds, device, accumulate or first > 0)
+            fits = used + len(some) <= _cuda.MAX_SEGMENTS and len(batch) < _cuda.MAX_PRODUCTS
+            if batch and (same != like or not fits):
+                _launch(batch, like, max_tiles)
+                batch, used = [], 0
+            batch.append((*target, some))
+            like, used = same, used + len(some)
     if batch:
-        _launch(batch, like, accumulate, max_tiles)
+        _launch(batch, like, max_tiles)
 
 
-def _launch(layers: list[tuple], like: tuple, accumulate: bool, max_tiles: int) -> None:
-    kinds, device = like
+def _launch(layers: list[tuple], like: tuple, max_tiles: int) -> None:
+    kinds, device, accumulate = like
     _cuda.wgrad(layers, *kinds, accumulate, _processors(device), max_tiles, device, raw_stream(device))
 
 

@@ -11,7 +11,6 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from itertools import pairwise
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,16 +41,7 @@ class Case(NamedTuple):
     v: Tensor
     options: AttentionOptions
     sinks: Tensor | None = None
-    backend: ModuleType | None = None
-
-    @property
-    def square(self) -> bool:
-        """Whether all sequences have as many queries as keys, as far as the host knows."""
-        return not isinstance(self.options.queries, Tensor) and self.options.queries == self.options.keys
-
-    @property
-    def packed(self) -> bool:
-        return self.q.dim() == 3
+    backend: Any = None
 
 
 def fastest(case: Case, name: str = "") -> Tensor:
@@ -91,8 +81,9 @@ def _is_plain(case: Case) -> bool:
 
 
 def _is_masked(case: Case) -> bool:
-    """Whether torch would read the mask from memory, or run sequences of different lengths one by one."""
-    return case.packed or case.options.window is not None or (case.options.causal and not case.square)
+    """Of a plain case, whether torch would read the mask from memory, or run packed sequences one by one."""
+    uneven = case.options.queries != case.options.keys
+    return case.q.dim() == 3 or case.options.window is not None or (case.options.causal and uneven)
 
 
 class _Core(NamedTuple):
@@ -136,7 +127,7 @@ def _of_package(core: str) -> _Core:
             "window_size": (-1, -1) if options.window is None else (options.window - 1, 0),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
-        if not case.packed:
+        if case.q.dim() == 4:
             y = functions.flash_attn_func(q, k, v, **arguments)
         else:
             both = ends_on_host(options.queries), ends_on_host(options.keys)
@@ -147,20 +138,14 @@ def _of_package(core: str) -> _Core:
     return _Core(takes, run)
 
 
-def _ours_takes(case: Case) -> bool:
-    return case.backend is not None and max(case.q.shape[-1], case.v.shape[-1]) <= largest_head(case.q.dtype)
-
-
-def _ours(case: Case, name: str) -> Tensor:
-    assert case.backend is not None
-    return attention(case.backend, *case[:5], name)
-
-
 _CORES = {
     "torch": _Core(lambda case: True, lambda case, name: attention(reference, *case[:5], name)),
     "torch cudnn": _of_torch(SDPBackend.CUDNN_ATTENTION, "can_use_cudnn_attention", deterministic=False),
     "torch flash": _of_torch(SDPBackend.FLASH_ATTENTION, "can_use_flash_attention", deterministic=True),
-    "triton": _Core(_ours_takes, _ours),
+    "triton": _Core(
+        lambda case: case.backend and max(case.q.shape[-1], case.v.shape[-1]) <= largest_head(case.q.dtype),
+        lambda case, name: attention(case.backend, *case[:5], name),
+    ),
     **{core: _of_package(core) for core in _PACKAGES},
 }
 
