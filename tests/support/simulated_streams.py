@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from zbkern.wgrad import side_stream
-
 
 class Event:
     def __init__(self) -> None:
@@ -57,9 +55,9 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.main, self.side = Stream("main"), Stream("side")
         self._current = [self.main]
-        monkeypatch.setattr(side_stream, "current", lambda device: self._current[-1])
-        monkeypatch.setattr(side_stream, "on", self.on)
-        monkeypatch.setattr(side_stream, "capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self._current[-1])
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     @property
     def current(self) -> Stream:

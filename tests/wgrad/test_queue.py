@@ -1,14 +1,15 @@
-"""The queue: order, scopes, failures, threads. Gradients are held against torch's own in float64."""
+"""The queue: order, scopes, failures, threads, bytes. Gradients are held against torch's own in float64."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import warnings
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zbkern
 from tests.support.chunks import results_on_threads
@@ -279,3 +280,56 @@ def test_w_during_a_collective() -> None:
     queue.run()
     testing.assert_same_gradients(twin, model)
     assert zbkern.WGradQueue().run_during_collective() == 0
+
+
+def test_inputs_and_output_gradients_are_held_and_nothing_else() -> None:
+    """Every tensor that B leaves alive is found through the garbage collector, not through the queue."""
+    _, twin = make_pair()
+    queue = zbkern.WGradQueue()
+    with queue.defer():
+        twin(torch.randn(16, 5, dtype=torch.float64)).sum().backward()  # warm up: what torch allocates once
+    queue.run()
+
+    def tensors() -> dict[int, int]:
+        gc.collect()
+        found = [t for t in gc.get_objects() if type(t) in (Tensor, torch.nn.Parameter)]
+        return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}
+
+    x = torch.randn(16, 5, dtype=torch.float64)
+    before = tensors()
+    with queue.defer():
+        twin(x).square().sum().backward()
+    held = {storage: size for storage, size in tensors().items() if storage not in before}
+    assert queue.bytes == 8 * 16 * (5 + 7 + 7 + 3)  # x, gelu(first), and the two output gradients
+    assert sum(held.values()) + x.nbytes == queue.bytes
+    assert all(tensor.grad_fn is None and not tensor.requires_grad for t in queue.tasks() for tensor in t.tensors)
+    queue.run()
+    assert queue.bytes == 0
+
+
+def test_nothing_of_what_does_not_wait_is_held() -> None:
+    """Gradients are in tests/test_gradients.py."""
+    held = []
+    for kinds in ((), zbkern.nn.MLP, (zbkern.nn.MLP, zbkern.nn.Linear), nn.Module):
+        model = nn.Sequential(zbkern.nn.Attention(8, 2), zbkern.nn.MLP(8, 12), zbkern.nn.RMSNorm(8))
+        zbkern.convert(model, defer=lambda name, module, kinds=kinds: not isinstance(module, kinds))
+        queue = zbkern.WGradQueue()
+        with queue.defer():
+            model(torch.randn(2, 5, 8)).square().sum().backward()
+        held.append((queue.bytes, queue.pending()))
+        queue.discard()
+    assert held == sorted(held, reverse=True)
+    assert len({*held}) == 4
+    assert held[-1] == (0, 0)
+
+
+def test_an_error_in_a_forward_leaves_the_scope() -> None:
+    linear = zbkern.convert(nn.Linear(3, 2), defer=lambda name, module: False)
+    queue = zbkern.WGradQueue()
+    with pytest.raises(ValueError, match="K"):
+        linear(torch.randn(2, 5))
+    other = zbkern.nn.Linear(3, 2)
+    with queue.defer():
+        other(torch.randn(2, 3)).sum().backward()
+    assert queue.pending() == 1
+    queue.discard()

@@ -304,7 +304,9 @@ class WGradQueue:
         if gradients:  # the tasks are gone by now: if a hook raises, the gradient is not added twice
             accumulation.accumulate_via_autograd(gradients)
         if self.listeners:
-            with nullcontext() if side is None else side_stream.on(side.stream):  # after W, whichever stream it is on
+            with (
+                nullcontext() if side is None else torch.cuda.stream(side.stream)
+            ):  # after W, whichever stream it is on
                 for listener in self.listeners:
                     listener(tasks)
 

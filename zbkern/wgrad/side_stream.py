@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,19 +25,20 @@ class SideStream:
 
     def record_event(self) -> Any:
         """An event after everything that the current stream has been given so far."""
-        return current(self.stream.device).record_event()
+        return torch.cuda.current_stream(self.stream.device).record_event()
 
     def launch(self, function: Callable[[], None], ready_events: Iterable[Any], held: Sequence[Any]) -> None:
         """function(), after these events. held: is kept alive until `take_finished` or `join` returns it."""
         for event in ready_events:
             self.stream.wait_event(event)
-        with on(self.stream):
+        with torch.cuda.stream(self.stream):
             function()
         self._in_flight.append((self.stream.record_event(), held))
 
     def take_finished(self) -> list[Any]:
         """What was held for kernels that are done by now."""
-        if not self._in_flight or capturing():  # events of a graph that is being captured have no state yet
+        # Events of a graph that is being captured have no state yet
+        if not self._in_flight or torch.cuda.is_current_stream_capturing():
             return []
         ended: list[Any] = []
         while self._in_flight and self._in_flight[0][0].query():
@@ -49,22 +49,7 @@ class SideStream:
         """Makes the current stream wait for all kernels. Returns what was held, whose memory that stream may reuse."""
         if not self._in_flight:
             return []
-        current(self.stream.device).wait_event(self._in_flight[-1][0])
+        torch.cuda.current_stream(self.stream.device).wait_event(self._in_flight[-1][0])
         held = [each for _, what in self._in_flight for each in what]
         self._in_flight.clear()
         return held
-
-
-def current(device: torch.device) -> torch.cuda.Stream:
-    """The stream that work for this device goes to."""
-    return torch.cuda.current_stream(device)
-
-
-def on(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-    """Inside, work goes to `stream`."""
-    return torch.cuda.stream(stream)
-
-
-def capturing() -> bool:
-    """True while the current stream is recorded into a graph."""
-    return torch.cuda.is_current_stream_capturing()
