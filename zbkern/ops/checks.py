@@ -18,10 +18,10 @@ from zbkern.kernels import spec
 
 
 class Argument(NamedTuple):
-    """A tensor that an op takes. sizes: (its place from the end, its letter) of every dimension that has a letter.
+    """A tensor that an op takes. places: of every letter in its shape, which dimension it is, counted from the end.
 
-    leading: whether any dimensions may stand before these; shared: whether another argument has the same. allows: of
-    which dtypes, None for all real ones.
+    leading: whether any dimensions may stand before these; shared: whether another argument has the same. numbers: what
+    it holds, in words; allows: the same of a dtype, None for all real ones.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Argument(NamedTuple):
     optional: bool
     leading: bool
     shared: bool
-    sizes: tuple[tuple[int, str], ...]
+    places: dict[str, int]
     numbers: str
     allows: Callable[[torch.dtype], bool] | None
 
@@ -51,9 +51,11 @@ def arguments(text: str) -> tuple[Argument, ...]:
         name, optional, inside, numbers = match.groups(default="")
         letters = inside.split(", ")
         leading = letters[0] == "..."
-        sizes = tuple((place - len(letters), letter) for place, letter in enumerate(letters) if letter != "...")
+        places = {letter: place - len(letters) for place, letter in enumerate(letters) if letter != "..."}
         shared = leading and text.count("[...") > 1
-        parsed.append(Argument(name, f"[{inside}]", bool(optional), leading, shared, sizes, numbers, _NUMBERS[numbers]))
+        parsed.append(
+            Argument(name, f"[{inside}]", bool(optional), leading, shared, places, numbers, _NUMBERS[numbers])
+        )
     return tuple(parsed)
 
 
@@ -95,12 +97,12 @@ def check(op: str, wanted: Sequence[Argument], *values: Any) -> None:
 
 def _fits(argument: Argument, value: Tensor, sizes: dict[str, Any]) -> bool:
     """Whether a tensor has the sizes that the letters have by now; those that had none get them."""
-    _, _, _, leading, shared, named, _, allows = argument
+    _, _, _, leading, shared, places, _, allows = argument
     shape = value.shape
-    further = len(shape) - len(named)
+    further = len(shape) - len(places)
     if further and (not leading or further < 0):
         return False
-    for place, letter in named:
+    for letter, place in places.items():
         size = shape[place]
         if sizes.setdefault(letter, size) != size:
             return False
@@ -128,19 +130,16 @@ def _error(op: str, wanted: Sequence[Argument], values: Sequence[Any], argument:
 
 
 def _known_sizes(argument: Argument, wanted: Sequence[Argument], values: Sequence[Any]) -> str:
-    """ " with K=5 like x [2, 5]" for the letters of an argument that stand before it, too."""
-    known = []
-    letters = [letter for _, letter in argument.sizes] + ["..."] * argument.shared
-    before = [(a, v) for a, v in zip(wanted, values, strict=True) if v is not None][: wanted.index(argument)]
-    for letter in letters:
-        for other, value in before:
-            place = next((place for place, its in other.sizes if its == letter), None)
-            size = None if place is None else value.shape[place]
-            if letter == "..." and other.shared:
-                size = list(value.shape[: value.dim() - len(other.sizes)])
-            if size is not None and other is not argument:
-                known.append(f"{letter}={size} like {other.name} {list(value.shape)}")
-                break
+    """The sizes that earlier arguments give to an argument's letters, such as " with K=5 like x [2, 5]"."""
+    texts: dict[str, str] = {}
+    for other, value in zip(wanted[: wanted.index(argument)], values, strict=False):
+        if value is not None:
+            sizes: dict[str, Any] = {letter: value.shape[place] for letter, place in other.places.items()}
+            if other.shared:
+                sizes["..."] = list(value.shape[: value.dim() - len(other.places)])
+            for letter, size in sizes.items():
+                texts.setdefault(letter, f"{letter}={size} like {other.name} {list(value.shape)}")
+    known = [texts[letter] for letter in (*argument.places, *["..."] * argument.shared) if letter in texts]
     return f" with {', '.join(known)}" if known else ""
 
 
