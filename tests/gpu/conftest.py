@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
 
 from tests.support import needs
+from zbkern.kernels import dispatch
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -16,6 +18,12 @@ def kernels_have_the_names_that_others_compiled_them_under() -> None:
         from bench import ahead
 
         ahead.name_kernels()
+
+
+@pytest.fixture(scope="session")
+def launches() -> ModuleType:
+    """Triton's."""
+    return dispatch.resolve("linear", "triton", "cuda", torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)

@@ -11,16 +11,11 @@ import torch
 from tests.emulator.cases import DTYPES, cases
 from tests.support import attention_checks, needs, row_checks
 from tests.support import launch_checks as checks
-from zbkern.kernels import dispatch, spec
+from zbkern.kernels import spec
 
 pytestmark = needs.GPU
 
 FAMILIES = sorted({case.name.split()[0] for case in cases(90, torch.bfloat16)} - {"repeats"})  # a file of its own
-
-
-@pytest.fixture(scope="module")
-def launches() -> ModuleType:
-    return dispatch.resolve("linear", "triton", "cuda", torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)

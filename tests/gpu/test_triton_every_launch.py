@@ -9,17 +9,12 @@ import torch
 
 from tests.support import every_launch, needs
 from tests.support.launch_checks import Random
-from zbkern.kernels import dispatch, spec
+from zbkern.kernels import spec
 
 pytestmark = needs.GPU
 
 NAMES = sorted({name for op, names in spec.OPS.items() for name in names} - {"norm_partials"})
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-@pytest.fixture(scope="module")
-def launches() -> ModuleType:
-    return dispatch.resolve("linear", "triton", "cuda", torch.bfloat16)
 
 
 def case_of(launches: ModuleType, name: str, dtype: torch.dtype) -> every_launch.Case:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tests.support import launch_checks as checks
 from tests.support import needs
-from zbkern.kernels import dispatch
 
 ROWS, COLUMNS, FEATURES = 2**17 + 3, 2**14 + 8, 64
 NEEDED = 24 * 2**30
@@ -24,11 +23,6 @@ def room() -> None:
     free, _ = torch.cuda.mem_get_info()
     if free < NEEDED:
         pytest.skip(f"takes up to {NEEDED / 2**30:.0f} GiB of the GPU's memory; {free / 2**30:.0f} GiB are free")
-
-
-@pytest.fixture(scope="module")
-def launches() -> ModuleType:
-    return dispatch.resolve("linear", "triton", "cuda", torch.bfloat16)
 
 
 def random(*shape: int) -> Tensor:
@@ -62,8 +56,7 @@ def test_activation(launches: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("features", [4096, COLUMNS])  # rows in registers, and in pieces
-def test_rms_norm(features: int) -> None:
-    launches = dispatch.resolve("rms_norm", "triton", "cuda", torch.bfloat16)
+def test_rms_norm(launches: ModuleType, features: int) -> None:
     rows = ROWS * COLUMNS // features
     x = torch.empty(rows, features, device="cuda", dtype=torch.bfloat16).normal_()
     y, rstd = torch.full_like(x, float("nan")), torch.empty(rows, device="cuda")
@@ -77,8 +70,7 @@ def test_rms_norm(features: int) -> None:
     checks.check("dx", y[-300:].clone(), expected)
 
 
-def test_rotary_of_heads_that_lie_far_apart() -> None:
-    launches = dispatch.resolve("rotary", "triton", "cuda", torch.bfloat16)
+def test_rotary_of_heads_that_lie_far_apart(launches: ModuleType) -> None:
     heads, size = 2**31 // (ROWS * 128) + 2, 128
     x = torch.empty(1, heads, ROWS, size, device="cuda", dtype=torch.bfloat16).normal_().transpose(1, 2)
     y = torch.full_like(x, float("nan"))

@@ -14,7 +14,6 @@ from torch import Tensor
 import zbkern
 from tests.support import needs
 from zbkern import functional, testing, wgrad
-from zbkern.kernels import dispatch
 from zbkern.ops.functions import linear as linear_functions
 from zbkern.wgrad import side_stream
 
@@ -22,11 +21,6 @@ pytestmark = [*needs.GPU, pytest.mark.alone]
 
 LONG = 200_000_000  # cycles, about a tenth of a second: longer than the host needs for what it does meanwhile
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(scope="module")
-def launches() -> ModuleType:
-    return dispatch.resolve("linear", "triton", "cuda", BF16)
 
 
 def random(*shape: int) -> Tensor:
