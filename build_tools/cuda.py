@@ -93,11 +93,11 @@ def sources() -> list[Path]:
 
 def with_headers(source: Path) -> list[Path]:
     """A source and what it includes of ours, itself or through another."""
-    found = [source]
-    for path in found:
+    files = [source]
+    for path in files:
         names = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
-        found += [SOURCES / name for name in names if SOURCES / name not in found]
-    return found
+        files += [SOURCES / name for name in names if SOURCES / name not in files]
+    return files
 
 
 def sources_hash() -> str:
@@ -136,13 +136,13 @@ def flags(source: Path, toolkit: Toolkit) -> list[str]:
 
 def find_toolkit(nvcc: str, cuda: tuple[int, int]) -> Toolkit:
     """What compiles. Raises RuntimeError when the CUTLASS headers are not there."""
-    found = importlib.util.find_spec("cutlass_library")
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec("cutlass_library")
+    if package is None or package.origin is None:
         raise RuntimeError(
             "the CUDA kernels need the CUTLASS headers at build time: pip install 'nvidia-cutlass==4.2.*' "
             f"(pip does so itself without --no-build-isolation); {HOW_TO_SKIP}"
         )
-    folder = Path(found.origin).parent / "source" / "include"
+    folder = Path(package.origin).parent / "source" / "include"
     version = (folder / "cutlass" / "version.h").read_text()
     numbers = re.findall(r"#define CUTLASS_(?:MAJOR|MINOR|PATCH) (\d+)", version)
     return Toolkit(nvcc, f"{cuda[0]}.{cuda[1]}", folder, ".".join(numbers))

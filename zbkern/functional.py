@@ -183,10 +183,10 @@ def _grouped(
     impl: str,
     name: str,
 ) -> Tensor:
-    own = sharded.parts_by_group(op.name, params)
-    checks.check(op.name, wanted, x, *own)
-    ends = checks.group_ends(op.name, x, own[0].shape[0], counts, offsets)
-    return table.run(op, x, params, ends, *options, impl=impl, name=name, own=own[0])
+    local = sharded.parts_by_group(op.name, params)
+    checks.check(op.name, wanted, x, *local)
+    ends = checks.group_ends(op.name, x, local[0].shape[0], counts, offsets)
+    return table.run(op, x, params, ends, *options, impl=impl, name=name, local=local[0])
 
 
 def embedding(

@@ -46,9 +46,9 @@ class Layer(torch.nn.Module):
         self.zbkern_impl = checks.check_choice(type(self).__name__, "impl", impl, checks.IMPLEMENTATIONS)
 
     def extra_repr(self) -> str:
-        own = [] if self.zbkern_impl == "auto" else [f"impl={self.zbkern_impl!r}"]
-        own += [] if self.zbkern_recipe is None else [f"recipe={self.zbkern_recipe!r}"]
-        return ", ".join([*filter(None, [super().extra_repr()]), *own])
+        options = [] if self.zbkern_impl == "auto" else [f"impl={self.zbkern_impl!r}"]
+        options += [] if self.zbkern_recipe is None else [f"recipe={self.zbkern_recipe!r}"]
+        return ", ".join([*filter(None, [super().extra_repr()]), *options])
 
 
 class Linear(Layer, torch.nn.Linear):

@@ -244,11 +244,11 @@ def norms() -> Iterator[Run]:
     for features, centered, added in NORMS:
         name = f"{'added ' if added else ''}{'layer' if centered else 'rms'} {features}"
         x, weight, rows = empty(ROWS, features), empty(features), empty(ROWS, dtype=SINGLE)
-        more = (x, x) if added else ()
+        residual = (x, x) if added else ()
         partials = empty(1 + centered, backend().norm_partials(ROWS, features, x.device), features, dtype=SINGLE)
         last = (x, partials, x) if added else (x, partials)
         bias, mean = (weight, rows) if centered else (None, None)
-        fwd = functools.partial(backend().norm_fwd, x, weight, bias, 1e-5, x, mean, rows, *more)
+        fwd = functools.partial(backend().norm_fwd, x, weight, bias, 1e-5, x, mean, rows, *residual)
         yield f"norm forward {name}", fwd
         yield f"norm dgrad {name}", functools.partial(backend().norm_dgrad, x, x, weight, mean, rows, *last)
     parts = [(empty(1, 63, SIZE, dtype=SINGLE),)] * 4
@@ -370,8 +370,8 @@ def linear(shape: tuple[int, int], dtype: torch.dtype, layouts: tuple[str, str, 
         dweight, dbias = m(p, q, three, out), empty(p, dtype=out)
         for accumulate, segments in itertools.product((False, True), (1, 4, 8)):
             name = f"wgrad to {str(out)[6:]} of {segments}" + " add" * accumulate
-            some = [(rows, gradient)] * segments
-            yield name, functools.partial(triton.linear_wgrad, some, (dweight, dbias), accumulate)
+            pairs = [(rows, gradient)] * segments
+            yield name, functools.partial(triton.linear_wgrad, pairs, (dweight, dbias), accumulate)
     layers = [([(rows, gradient)], (dweight, dbias))] * 7
     yield "wgrads of 7", lambda: triton.linear_wgrads(layers, True)
     up, gate, h = (m(p, q, three) for _ in range(3))

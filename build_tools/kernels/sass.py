@@ -60,14 +60,14 @@ def disassembler() -> str | None:
     """nvdisasm: the environment variable NVDISASM, Triton's own, that of the CUDA toolkit; None where there is none."""
     if os.environ.get("NVDISASM"):
         return os.environ["NVDISASM"]
-    found = [shutil.which("nvdisasm")]
+    places = [shutil.which("nvdisasm")]
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
-        found.insert(0, str(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"))
+        places.insert(0, str(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"))
     compiler = shutil.which("nvcc")
     if compiler is not None:
-        found.append(str(Path(compiler).resolve().with_name("nvdisasm")))
-    return next((path for path in found if path is not None and os.access(path, os.X_OK)), None)
+        places.append(str(Path(compiler).resolve().with_name("nvdisasm")))
+    return next((path for path in places if path is not None and os.access(path, os.X_OK)), None)
 
 
 def disassemble(cubin: bytes) -> str:
@@ -108,10 +108,10 @@ def parse(listing: str) -> Code:
         if line.startswith(".L_"):
             labels[line.partition(":")[0]] = len(instructions)
             continue
-        found = _LINE.match(line)
-        if found is None:
+        match = _LINE.match(line)
+        if match is None:
             continue
-        guard, opcode, rest = found.groups()
+        guard, opcode, rest = match.groups()
         target = re.search(r"`\((\.L_\w+)\)", rest)
         operands = tuple(operand.strip() for operand in rest.split(",")) if rest else ()
         instructions.append(Instruction(guard or "", opcode, operands, target[1] if target else ""))

@@ -129,8 +129,8 @@ class Coverage(NamedTuple):
         if not self.not_deferred:
             return line
         named = [f"{name} ({100 * share:.1f}%)" for name, share in self.not_deferred.items()]
-        more = f" and {len(named) - 5} more" if len(named) > 5 else ""
-        return f"{line}; computed in B: {', '.join(named[:5])}{more}"
+        rest = f" and {len(named) - 5} more" if len(named) > 5 else ""
+        return f"{line}; computed in B: {', '.join(named[:5])}{rest}"
 
 
 def coverage(model: Module, loss: Callable[[], Tensor]) -> Coverage:
@@ -178,16 +178,16 @@ def _multiplied(root: Any) -> set[int]:
     stack = [] if root is None else [root]
     while stack:
         node = stack.pop()
-        inputs = [each for each, _ in node.next_functions if each not in (None, autograd.ANCHOR)]
-        if waiting := [each for each in inputs if each not in alone]:
+        inputs = [function for function, _ in node.next_functions if function not in (None, autograd.ANCHOR)]
+        if waiting := [function for function in inputs if function not in alone]:
             stack += [node, *waiting]
         elif node.name() == "ViewValueBackward":
             alone[node] = {*map(id, node.call.params)}
         else:
-            made = [alone[each] for each in inputs]
-            alone[node] = set().union(*made) if all(made) else set()
+            parameters = [alone[function] for function in inputs]
+            alone[node] = set().union(*parameters) if all(parameters) else set()
             if _PRODUCTS.search(node.name()):
-                multiplied.update(*made)
+                multiplied.update(*parameters)
     return multiplied
 
 
@@ -265,10 +265,10 @@ def _subclass(behaviour: type[Module], cls: type[Module]) -> type[Module]:
         forward.__signature__ = inspect.signature(cls.forward)  # by which frameworks name positional arguments
         body = {"__module__": "zbkern.nn", "__reduce_ex__": _reduce, "forward": forward}
         bases = (behaviour, cls) if Module in _first_bases(cls) else (cls, behaviour)
-        made = type(cls.__name__, bases, body)
+        joined = type(cls.__name__, bases, body)
         if bases[0] is cls:
-            above.cell_contents = made
-        _SUBCLASSES[behaviour, cls] = made
+            above.cell_contents = joined
+        _SUBCLASSES[behaviour, cls] = joined
     return _SUBCLASSES[behaviour, cls]
 
 
@@ -290,8 +290,8 @@ def _reduce(module: Module, protocol: Any) -> str | tuple[Any, ...]:
 
 
 def _unpickled(behaviour: type[Module], cls: type[Module]) -> Module:
-    made = _subclass(behaviour, cls)
-    return made.__new__(made)
+    joined = _subclass(behaviour, cls)
+    return joined.__new__(joined)
 
 
 def _original(cls: type[Module]) -> type[Module] | None:
@@ -304,4 +304,4 @@ def _original(cls: type[Module]) -> type[Module] | None:
 
 def _made_of(cls: type[Module]) -> tuple[type[Module], type[Module]] | None:
     """The behaviour and the class that were joined to this one; None for classes that were not made here."""
-    return next((parts for parts, made in _SUBCLASSES.items() if made is cls), None)
+    return next((parts for parts, joined in _SUBCLASSES.items() if joined is cls), None)

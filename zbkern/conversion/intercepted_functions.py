@@ -88,8 +88,8 @@ def _embedding(
     sparse: bool = False,
 ) -> Tensor | None:
     view = mode.view(weight)
-    whole = mode.is_sharded(weight) if view is None else view.is_parameter
-    if not whole or max_norm is not None or scale_grad_by_freq or sparse:
+    is_parameter = mode.is_sharded(weight) if view is None else view.is_parameter
+    if not is_parameter or max_norm is not None or scale_grad_by_freq or sparse:
         return None
     return mode.embedding(input, weight, padding_idx)
 

@@ -98,8 +98,8 @@ def choose(
             return replace(fitting, k=fitting.k // 2, stages=4)
         return fitting
 
-    some = _HALF if dtype != "float32" else _SINGLE_MMA if unit(capability) == "mma" else _SINGLE
-    candidates = [(fitting, factor) for tile, factor in some if (fitting := fitted(tile)) is not None]
+    family = _HALF if dtype != "float32" else _SINGLE_MMA if unit(capability) == "mma" else _SINGLE
+    candidates = [(fitting, factor) for tile, factor in family if (fitting := fitted(tile)) is not None]
     return min(candidates, key=cost)[0]
 
 

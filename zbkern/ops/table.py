@@ -102,12 +102,12 @@ LINEAR_LOG_PROBS = Op(
 )
 
 
-def run(op: Op, x: Tensor, params: Params, *options: Any, impl: str, name: str, own: Tensor | None = None) -> Any:
+def run(op: Op, x: Tensor, params: Params, *options: Any, impl: str, name: str, local: Tensor | None = None) -> Any:
     """The op by its route, through the backend that impl says where that is one of kernels; options: the op's.
 
-    own: what this rank has of the first parameter, where x is plain and the parameters are DTensors.
+    local: what this rank has of the first parameter, where x is plain and the parameters are DTensors.
     """
-    first = params[0] if own is None else own
+    first = params[0] if local is None else local
     way = route(x, first, params)
     if way is ARRIVING:
         x = collectives.Arrived.apply(x)

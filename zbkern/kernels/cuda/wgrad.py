@@ -31,9 +31,9 @@ CAPABILITY = (9, 0)
 def why_not(device: torch.device | str | None = None) -> str | None:
     """Why nothing of this module can run on a device, and what would change it; None when it can."""
     visible = torch.cuda.is_available()
-    if visible and (found := torch.cuda.get_device_capability(device)) != CAPABILITY:
+    if visible and (capability := torch.cuda.get_device_capability(device)) != CAPABILITY:
         return "the CUDA kernels are written for compute capability {}.{} and this GPU has {}.{}".format(
-            *CAPABILITY, *found
+            *CAPABILITY, *capability
         )
     if _cuda is None:
         return f"the CUDA kernels are not built, or not for this Python: ZBKERN_BUILD=cuda pip install . ({_problem})"
@@ -69,7 +69,7 @@ def linear_wgrads(layers: Sequence[tuple[Segments, Outputs]], accumulate: bool, 
     multiprocessor idles between two of them.
     """
     batch: list[tuple] = []  # of one launch, as the extension takes it
-    like: tuple = ()  # what they have in common
+    kind_of_batch: tuple = ()  # what they have in common
     used = 0  # segments that they have
     copies: list[Tensor] = []  # kept alive until the launch: their memory would be reused
     for segments, (dweight, dbias) in layers:
@@ -94,15 +94,15 @@ def linear_wgrads(layers: Sequence[tuple[Segments, Outputs]], accumulate: bool, 
         kinds = _kinds(dtype, dweight.dtype, None if dbias is None else dbias.dtype)
         target = dweight.data_ptr(), 0 if dbias is None else dbias.data_ptr(), n, k, step
         for first in range(0, len(parts), _cuda.MAX_SEGMENTS):
-            some, same = parts[first : first + _cuda.MAX_SEGMENTS], (kinds, device, accumulate or first > 0)
-            fits = used + len(some) <= _cuda.MAX_SEGMENTS and len(batch) < _cuda.MAX_PRODUCTS
-            if batch and (same != like or not fits):
-                _launch(batch, like, max_tiles)
+            segments_of_one, kind = parts[first : first + _cuda.MAX_SEGMENTS], (kinds, device, accumulate or first > 0)
+            fits = used + len(segments_of_one) <= _cuda.MAX_SEGMENTS and len(batch) < _cuda.MAX_PRODUCTS
+            if batch and (kind != kind_of_batch or not fits):
+                _launch(batch, kind_of_batch, max_tiles)
                 batch, used = [], 0
-            batch.append((*target, some))
-            like, used = same, used + len(some)
+            batch.append((*target, segments_of_one))
+            kind_of_batch, used = kind, used + len(segments_of_one)
     if batch:
-        _launch(batch, like, max_tiles)
+        _launch(batch, kind_of_batch, max_tiles)
 
 
 def _launch(layers: list[tuple], like: tuple, max_tiles: int) -> None:

@@ -53,9 +53,9 @@ def quantised(tensor: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     padded[:m, :k] = tensor  # torch 2.8 pads nothing that is empty
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, rows))  # [M / rows, rows, K / 128, 128]
     largest = blocks.abs().nan_to_num(0.0, torch.inf).amax((1, 3), keepdim=True)
-    some, top = largest > SMALLEST, torch.full_like(largest, LARGEST)  # torch divides by a number as it multiplies
-    factors = torch.where(some, top / largest, 0)
-    scales = torch.where(some, largest / top, 0)
+    nonzero, limit = largest > SMALLEST, torch.full_like(largest, LARGEST)  # torch divides by a number as it multiplies
+    factors = torch.where(nonzero, limit / largest, 0)
+    scales = torch.where(nonzero, largest / limit, 0)
     values = (blocks * factors).to(torch.float8_e4m3fn).flatten(2, 3).flatten(0, 1)
     return values[:m, :k], scales[:, 0, :, 0]
 
@@ -70,5 +70,5 @@ def _rounded_weight(weight: Tensor, kept: dict[object, Tensor] | None) -> Tensor
 def _rounded(tensor: Tensor, rows: int) -> Tensor:
     """The tensor as its quantised form has it."""
     values, scales = quantised(tensor, rows)
-    each = scales.repeat_interleave(rows, 0).repeat_interleave(BLOCK, 1)
-    return values.float() * each[: tensor.shape[0], : tensor.shape[1]]
+    factors = scales.repeat_interleave(rows, 0).repeat_interleave(BLOCK, 1)
+    return values.float() * factors[: tensor.shape[0], : tensor.shape[1]]

@@ -36,9 +36,9 @@ def grouped_linear_dgrad(dy: Tensor, weight: Tensor, ends: Tensor, dx: Tensor) -
 
 def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
     """dweight[e] (+)= sum of dy^T x and dbias[e] (+)= sum of dy, over the rows of group e in all segments."""
-    some = next(output for output in outputs if output is not None)
+    gradient = next(output for output in outputs if output is not None)
     parts = [_groups_of(*segment) for segment in segments]
-    for group in range(some.shape[0]):
+    for group in range(gradient.shape[0]):
         pairs = [pair for groups in parts if (pair := next(groups))[0].shape[0]]
         targets = [None if output is None else output[group] for output in outputs]
         if pairs:

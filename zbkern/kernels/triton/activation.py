@@ -105,14 +105,19 @@ def gated_bwd(dh: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tens
     _launch((gate, up, dh, h, dgate, dup), h, True, GateOptions(activation))
 
 
-def gate_of(inputs: Pair, dh: Tensor | None, h: Tensor, outputs: Pair, options: GateOptions) -> None:
+def gate_of(
+    inputs: Pair, h: Tensor, options: GateOptions, dh: Tensor | None = None, outputs: Pair | None = None
+) -> None:
     """h [M, H] of gate and up, and where dh is given the outputs, their gradients."""
-    _launch((*inputs, dh, h, *outputs), h, True, options)
+    _launch((*inputs, dh, h, *(outputs or (None, None))), h, True, options)
 
 
 def halves(z: Tensor, options: GateOptions) -> Pair:
     """(gate, up) of z [M, 2 H], or (z, None) where they are interleaved."""
-    return (z, None) if options.interleaved else z.chunk(2, 1)
+    if options.interleaved:
+        return z, None
+    gate, up = z.chunk(2, 1)
+    return gate, up
 
 
 def _launch(tensors: tuple[Tensor | None, ...], like: Tensor, gated: bool, options: GateOptions) -> None:

@@ -120,13 +120,14 @@ def describe(tensors: tuple[Tensor, ...], sequences: int, rows: int) -> tuple[Te
     """
     if capability_of(tensors[0].device) < 90:
         return tensors
-    made = []
+    descriptors = []
     for tensor in tensors:
         tokens, heads, size = tensor.shape
         row, head, _ = tensor.stride()
         shape = [sequences, tokens // sequences, heads, size]
-        made.append(TensorDescriptor(tensor, shape, [shape[1] * row, row, head, 1], [1, rows, 1, size_block(size)]))
-    return tuple(made)
+        strides = [shape[1] * row, row, head, 1]
+        descriptors.append(TensorDescriptor(tensor, shape, strides, [1, rows, 1, size_block(size)]))
+    return tuple(descriptors)
 
 
 @triton.jit

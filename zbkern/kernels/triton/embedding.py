@@ -34,9 +34,9 @@ def embedding_wgrad(segments: Segments, outputs: Outputs, accumulate: bool, padd
     rest = [(indices, dy) for indices, dy in segments if indices.numel() and dy.shape[1]]
     while rest:
         strides = rest[0][1].stride()
-        some = [segment for segment in rest if segment[1].stride() == strides][:_MERGED]
-        rest = [segment for segment in rest if all(segment is not one for one in some)]
-        _add_rows(some, dweight, accumulate, padding_idx)
+        alike = [segment for segment in rest if segment[1].stride() == strides][:_MERGED]
+        rest = [segment for segment in rest if all(segment is not one for one in alike)]
+        _add_rows(alike, dweight, accumulate, padding_idx)
         accumulate = True
 
 

@@ -189,7 +189,7 @@ def grouped_gated_fwd(
 ) -> None:
     """z = x weight[e]^T + bias[e] in rows of group e, h = gate(z); 0 in rows of no group."""
     grouped_linear_fwd(x, weight, bias, ends, z)
-    gate_of(halves(z, options), None, h, (None, None), options)
+    gate_of(halves(z, options), h, options)
 
 
 def grouped_gated_dgrad(
@@ -210,7 +210,7 @@ def _run_dgrad(
     if groups == 0 or not all(_regular(tensors, hidden) for tensors in (inputs, outputs, (h,))):
         dh = torch.empty_like(h, memory_format=torch.contiguous_format)
         linear_dgrad(dy, weight, dh) if ends is None else grouped_linear_dgrad(dy, weight, ends, dh)
-        gate_of(inputs, dh, h, outputs, options)
+        gate_of(inputs, h, options, dh, outputs)
         return
     left, right = as_operand(dy) if ends is None else as_rows(dy), as_operand(weight)
     reads = has_bulk_copies(dy.device) and left.describable and right.describable
@@ -234,5 +234,5 @@ def _flatten(capability: int) -> bool:
 
 def _regular(tensors: Sequence[Tensor | None], columns: int) -> bool:
     """Whether epilogues take them: one stride for all."""
-    there = [tensor for tensor in tensors if tensor is not None]
-    return all(tensor.stride() == there[0].stride() and regular(tensor, columns) for tensor in there)
+    matrices = [tensor for tensor in tensors if tensor is not None]
+    return all(tensor.stride() == matrices[0].stride() and regular(tensor, columns) for tensor in matrices)

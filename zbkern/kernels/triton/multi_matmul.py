@@ -251,8 +251,8 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], max_tiles: int) -> Non
 
     strides = (1, 1, kind.result) if reads else (left.stride, right.stride, kind.result)
     reduces = writes and add and dtypes[1] == torch.float32
-    whole = parts[0].result
-    added = (whole.tensor, whole.stride) if add and count == 1 else (None, 1)
+    output = parts[0].result
+    added = (output.tensor, output.stride) if add and count == 1 else (None, 1)
     flags = (count, segments, left.transposed, right.transposed, reads, writes, add, reduces)
     arguments = (*columns(slots), *columns(targets), *strides, *added)
     sizes = (tile.m, tile.n, tile.k, tile.group, tile.epilogue_parts(writes))
