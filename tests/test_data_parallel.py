@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,56 +51,58 @@ def data(steps: int, microbatches: int) -> Tensor:
     return torch.randn(steps, microbatches, 2, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def train_alone(model: nn.Module, steps: int, microbatches: int) -> list[dict[str, Tensor]]:
-    """Mean over both ranks' data, gradients of every step, plain SGD."""
-    gradients = []
-    for step in data(steps, microbatches):
-        model.zero_grad()
-        for batch in step:
-            (sum(model(part).square().mean() for part in batch) / 2).backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.1 * p.grad
-    return gradients
+def step_alone(model: nn.Module, microbatches: Tensor) -> None:
+    """The mean over both ranks' data."""
+    for batch in microbatches:
+        (sum(model(part).square().mean() for part in batch) / 2).backward()
+
+
+def train(model: nn.Module, alone: nn.Module, step: Callable[[Tensor], None]) -> None:
+    """Three steps of plain SGD, whose gradients are those of one process."""
+    for microbatches in data(3, 2):
+        for each in (model, alone):
+            each.zero_grad()
+        step(microbatches)
+        step_alone(alone, microbatches)
+        for (name, p), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+            testing.assert_close(getattr(p.grad, "full_tensor", lambda p=p: p.grad)(), other.grad, name)
+        for each in (model, alone):
+            torch.optim.SGD(each.parameters(), 0.1).step()
 
 
 def ddp_steps(kind: str, mode: str, options: dict[str, Any]) -> None:
     rank = dist.get_rank()
-    model = make(kind)
-    expected = train_alone(copy.deepcopy(model), 3, 2)
+    model, alone = make(kind), make(kind)
     zbkern.convert(model)
     if mode == "compiled":
         model.compile(backend="aot_eager")
     bucket = 1 if mode == "compiled" else 0.0005  # the compiler refuses buckets below the first one's 1 MiB
     ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket, **options)
     queue = zbkern.WGradQueue()
-    for step, gradients in zip(data(3, 2), expected, strict=True):
-        ddp.zero_grad()
+
+    def step(microbatches: Tensor) -> None:
+        first, second = microbatches[:, rank]
+        deferred = 0
         if mode in ("one key", "compiled"):  # both microbatches in one forward: one backward, one reduction
-            loss = ddp(torch.stack([batch[rank] for batch in step])).square().mean() * 2
+            loss = ddp(torch.stack([first, second])).square().mean() * 2
             with queue.defer():
                 loss.backward()
             deferred = queue.run()
         elif mode == "no_sync":  # the first accumulates locally; its W runs before the second's forward
             with ddp.no_sync(), queue.defer("local"):
-                ddp(step[0][rank]).square().mean().backward()
+                ddp(first).square().mean().backward()
             deferred = queue.run("local")
-            loss = ddp(step[1][rank]).square().mean()
+            loss = ddp(second).square().mean()
             with queue.defer("reduced"):
                 loss.backward()
             deferred += queue.run()
         else:  # nobody defers, though a queue exists
             with ddp.no_sync():
-                ddp(step[0][rank]).square().mean().backward()
-            ddp(step[1][rank]).square().mean().backward()
-            deferred = 0
+                ddp(first).square().mean().backward()
+            ddp(second).square().mean().backward()
         assert (deferred > 0) == (mode in ("one key", "no_sync") and not options)
-        for name, p in model.named_parameters():
-            testing.assert_close(p.grad, gradients[name], name)
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.1 * p.grad
+
+    train(model, alone, step)
 
 
 @pytest.mark.parametrize(
@@ -153,33 +155,25 @@ def test_ddp_reduces_buckets_while_other_w_still_run(two_ranks: Any) -> None:
 def fsdp_steps(kind: str, order: str, reshard: bool) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    rank = dist.get_rank()
-    model = make(kind)
-    expected = train_alone(copy.deepcopy(model), 3, 2)
-    zbkern.convert(model)
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=reshard)
-    fully_shard(model, reshard_after_forward=reshard)
+    model, alone = make(kind), make(kind)
+    for module in (*zbkern.convert(model).blocks, model):
+        fully_shard(module, reshard_after_forward=reshard)
     queue = zbkern.WGradQueue()
     reduction = ShardedReduction(model, queue)
-    for step, gradients in zip(data(3, 2), expected, strict=True):
-        model.zero_grad()
-        for key, batch in enumerate(step):
-            loss = model(batch[rank]).square().mean()
+
+    def step(microbatches: Tensor) -> None:
+        for key, batch in enumerate(microbatches[:, dist.get_rank()]):
+            loss = model(batch).square().mean()
             with queue.defer(key):
                 loss.backward()
             if order == "at once":
                 queue.run(key)
-        if order == "reversed":
-            queue.run(1)
-            queue.run(0)
+        for key in (1, 0) if order == "reversed" else ():
+            queue.run(key)
         queue.run()
         reduction.finish()
-        for name, p in model.named_parameters():
-            testing.assert_close(p.grad.full_tensor(), gradients[name], name)
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.1 * p.grad
+
+    train(model, alone, step)
     queue.listeners.clear()
 
 

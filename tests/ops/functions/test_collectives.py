@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives
 from torch import Tensor, nn
 
 import zbkern
-from bench.tensor_parallel import sequence_styles
+from bench.tensor_parallel import Block, sequence_styles
 from tests.support.needs import OLD_TORCH
 from tests.support.ranks import cpu_mesh
 from tests.support.sharded_model import TOKENS, WIDTH, whole
@@ -27,19 +27,8 @@ def sequence_linear(mesh: Any) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     from torch.distributed.tensor.parallel import parallelize_module
 
     torch.manual_seed(0)
-    model = zbkern.convert(nn.ModuleDict({"norm": nn.RMSNorm(WIDTH), "mlp": GatedBlock()}).double())
+    model = zbkern.convert(Block(WIDTH).double())
     return parallelize_module(model, mesh, sequence_styles()), lambda x: x.chunk(mesh.size(), 1)[mesh.get_local_rank()]
-
-
-class GatedBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
 def order_rank(batch: int, wgrads_per_collective: int) -> tuple[list[str], int, list[Tensor]]:
@@ -65,7 +54,7 @@ def order_rank(batch: int, wgrads_per_collective: int) -> tuple[list[str], int, 
     names = {GATHER: "gather", REDUCE: "reduce", "wait_tensor": "wait"}
     for key in range(2):
         with queue.defer(key):
-            y = model["mlp"](model["norm"](part(x[key]).requires_grad_()))
+            y = model.mlp(model.norm(part(x[key]).requires_grad_()))
             with pytest.MonkeyPatch.context() as patch:
                 for name, event in names.items():
                     patch.setattr(collectives, name, recorded(name, event))
@@ -108,7 +97,7 @@ def gather_rank(regather_inputs: bool, tokens: int) -> tuple[int, int, list[str]
     for key in range(2):
         with queue.defer(key):
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                y = model["mlp"](model["norm"](own))
+                y = model.mlp(model.norm(own))
             y.backward(part(dy))
         if key == 0:
             from_f_to_b, held = sum(kept.values()), queue.bytes
@@ -118,7 +107,7 @@ def gather_rank(regather_inputs: bool, tokens: int) -> tuple[int, int, list[str]
         queue.run()
     if regather_inputs:
         with queue.defer(), pytest.raises(RuntimeError, match="regather_inputs=False"):
-            torch.autograd.grad(model["mlp"](model["norm"](own)).sum(), own, create_graph=True)
+            torch.autograd.grad(model.mlp(model.norm(own)).sum(), own, create_graph=True)
     return from_f_to_b, held, events, [own.grad, *(whole(p.grad) for p in model.parameters())]
 
 
