@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zbkern.pipeline.runtime.arguments import (
+    Microbatch,
     check,
     check_place,
     check_same_batch,
@@ -381,21 +382,32 @@ class Pipeline:
                 'W communicates; use fill="planned", or set pipe.queue.regather_inputs = False'
             )
 
+    def _prepare(
+        self, call: str, arguments: tuple[Any, Any, Any], schedule: Schedule | None
+    ) -> tuple[Sequence[Microbatch], str]:
+        """The batch of a call, in microbatches, and what ranks compare: the call, its schedule and side inputs.
+
+        From now on the loop has the schedule. Raises for arguments that do not fit.
+        """
+        chosen = self._schedules.choose(call, schedule, arguments)
+        if chosen.is_sliced and not self.schedule.is_sliced:
+            check_sliceable(self.modules.values())
+        batch = split_batch(call, arguments, chosen, self.modules, self._loss_fn)
+        count = "elements" if chosen.is_sliced else "rows"
+        sides = [microbatch.side for microbatch in batch]
+        announced = name_with_side(call + self._schedules.name(chosen), sides, count)
+        self.loop.use(chosen)
+        self.boundary.check_others(call)
+        return batch, announced
+
     def _begin(self, call: str, arguments: tuple[Any, Any, Any], schedule: Schedule | None) -> None:
+        """Begins a call on all ranks, or raises on all: ranks compare what they are about to do."""
         self._check_idle(call)
-        inputs, targets, _ = arguments
-        announced, wrong = call, None
         self.boundary.release_reads()
+        batch: Sequence[Microbatch] = ()
+        announced, wrong = call, None
         try:
-            chosen = self._schedules.choose(call, schedule, arguments)
-            if chosen.is_sliced and not self.schedule.is_sliced:
-                check_sliceable(self.modules.values())
-            batch = split_batch(call, arguments, chosen, self.modules, self._loss_fn)
-            count = "elements" if chosen.is_sliced else "rows"
-            named = call + self._schedules.name(chosen)
-            announced = name_with_side(named, [microbatch.side for microbatch in batch], count)
-            self.loop.use(chosen)
-            self.boundary.check_others(call)
+            batch, announced = self._prepare(call, arguments, schedule)
         except Exception as error:  # the other ranks will have begun: they are told why this one has not
             wrong = error
         if self._failed:
@@ -403,7 +415,7 @@ class Pipeline:
         elif self.boundary.broken:  # since another Pipeline of these chunks has failed
             self.boundary.recover(self._transport, self.timeout)
         if call == "step" and self._calls == 0 and self.schedule.ranks > 1:
-            batches = self.gather((identity(inputs), identity(targets)))
+            batches = self.gather((identity(arguments[0]), identity(arguments[1])))
             if self.rank == 0:
                 check_same_batch(batches)
         if wrong is not None:
