@@ -52,11 +52,12 @@ class RankExchange:
         self._timeout, self._hint = timeout, hint
         self._transport = transport
         self._failed_before = None if transport is None else transport.failure
-        rank_and_size = place_in(group)
-        self.rank, self.size = rank_and_size or (0, 1)
+        self.rank, self.size = 0, 1
+        self._store: dist.Store = dist.HashStore()
         if isinstance(transport, LocalTransport) and transport.size > 1:
             self.rank, self.size, self._store = transport.rank, transport.size, transport.store()
-        elif rank_and_size is not None:
+        elif (place := place_in(group)) is not None:
+            self.rank, self.size = place
             ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
             if self.rank < 0:
                 raise ValueError(f"{call}: group must hold this rank; got ranks {ranks}")
@@ -66,18 +67,13 @@ class RankExchange:
         self._over = threading.Event()
 
     def __enter__(self) -> RankExchange:
-        try:
-            check_timeout(self.call, self._timeout)
-        except (TypeError, ValueError) as error:
-            self.__exit__(type(error), error, None)
-            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        if error is not None and self.size > 1 and not self._known:
+        if error is not None and not self._known:
             reason = f"{self.call}: rank {self.rank}: {described(error)}"
             self._start(lambda: self._store.set(_FAILED, reason)).join(_GRACE)  # else when the store answers again
 
@@ -91,14 +87,14 @@ class RankExchange:
         all ranks where one raises before it comes, or does not come within the time-out, and where ranks are in
         different calls.
         """
+        check_timeout(self.call, self._timeout)
         self._stage += 1
         here = json.dumps((f"{self.call}: {stage}", value))
         if self.rank > 0:
             return self._bounded(lambda: self._give_and_get(here, stage))
-        values = self._bounded(lambda: self._collect(here, stage)) if self.size > 1 else [json.loads(here)[1]]
+        values = self._bounded(lambda: self._collect(here, stage))
         answers = (decide(values) if decide is not None else None) or [None] * self.size
-        if self.size > 1:
-            self._bounded(lambda: self._answer([json.dumps(answer) for answer in answers]))
+        self._bounded(lambda: self._answer([json.dumps(answer) for answer in answers]))
         return answers[0]
 
     # ---- in the store, from a thread
