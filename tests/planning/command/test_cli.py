@@ -207,6 +207,8 @@ def test_every_kind_of_file_is_written(run, tmp_path: Path) -> None:
         (["--schedule", "zb_v", "--placement", "v"], "argument --placement: zb_v has its own"),
         (["--slices", "some"], "argument --slices: expected auto, a number of slices, or lengths such as 3,2,2; got"),
         (["--slices", "2,0"], "argument --slices: expected auto, a number of slices, or lengths such as 3,2,2; got"),
+        (["--slices", "9" * 5000], "argument --slices: expected auto, a number of slices, or lengths such as"),
+        (["--placement", "9" * 5000], "argument --placement: expected linear, loop, v, zigzag or a rank per chunk"),
         (["--slices", "auto", "--schedule", "gpipe"], "argument --slices: gpipe is as it is told: give a number, or"),
         (["--slices", str(10**20)], "argument --stages: plan: 3 x stages x microbatches x chunks x slices must be"),
         (["--placement", "v"], 'argument --placement, --stages: plan: placement "v" needs chunks=2'),

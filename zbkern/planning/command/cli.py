@@ -57,20 +57,22 @@ def _memory(text: str) -> tuple[float, bool]:
     return read(text.removesuffix("x")), text.endswith("x")
 
 
-def _placement(text: str) -> str | tuple[int, ...]:
-    if text in PLACEMENTS:
+def _numbers(text: str, words: Iterable[str], expected: str, least: int = 0) -> str | tuple[int, ...]:
+    """One of the words, or numbers with commas between them."""
+    if text in words:
         return text
-    if re.fullmatch(r"\d+(,\d+)*", text):
-        return tuple(map(int, text.split(",")))
-    raise ArgumentTypeError(f"expected {', '.join(PLACEMENTS)} or a rank per chunk; got {text!r}")
+    if re.fullmatch(r"\d{1,999}(,\d{1,999})*", text) and min(numbers := tuple(map(int, text.split(",")))) >= least:
+        return numbers
+    raise ArgumentTypeError(f"expected {expected}; got {text[:60]!r}")
+
+
+def _placement(text: str) -> str | tuple[int, ...]:
+    return _numbers(text, PLACEMENTS, f"{', '.join(PLACEMENTS)} or a rank per chunk")
 
 
 def _slices(text: str) -> Slices:
-    if text == "auto":
-        return text
-    if re.fullmatch(r"\d+(,\d+)*", text) and all(lengths := [int(each) for each in text.split(",")]):
-        return lengths[0] if len(lengths) == 1 else tuple(lengths)
-    raise ArgumentTypeError(f"expected auto, a number of slices, or lengths such as 3,2,2; got {text[:60]!r}")
+    slices = _numbers(text, ["auto"], "auto, a number of slices, or lengths such as 3,2,2", 1)
+    return slices[0] if isinstance(slices, tuple) and len(slices) == 1 else slices
 
 
 _OPTIONS = {

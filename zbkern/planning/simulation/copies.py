@@ -115,15 +115,11 @@ class Copies:
         if self._slowdown == 0.0:
             return start + length
         self._running = [copy for copy in self._running if copy.end > start]
+        moments = sorted({time for copy in self._running for time in (copy.start, copy.end) if time > start})
         now, left = start, length
-        for moment in sorted({time for copy in self._running for time in (copy.start, copy.end) if time > start}):
-            rate = self._rate(now)
-            if (moment - now) * rate >= left:
-                break
-            left -= (moment - now) * rate
-            now = moment
-        return now + left / self._rate(now)
-
-    def _rate(self, now: float) -> float:
-        beside = sum(copy.start <= now < copy.end for copy in self._running)
-        return 1.0 / (1.0 + self._slowdown * beside)
+        while True:
+            pace = 1.0 + self._slowdown * sum(copy.start <= now < copy.end for copy in self._running)
+            if not moments or now + left * pace <= moments[0]:
+                return now + left * pace
+            left -= (moments[0] - now) / pace
+            now = moments.pop(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -14,7 +15,7 @@ from zbkern.planning import draw
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.memory import Memory
 from zbkern.planning.simulation.simulator import simulate
-from zbkern.planning.simulation.slice_costs import slice_costs
+from zbkern.planning.simulation.slice_costs import slice_costs, unit_costs
 from zbkern.planning.simulation.timeline import Timeline, arrival, ends_of, rescaled
 from zbkern.schedules.actions import Action
 from zbkern.schedules.dependencies import result
@@ -39,9 +40,9 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
     if schedule.own_slices:
         raise ValueError("drift: costs must be given for a schedule whose sequences have slices of their own; got None")
     chunks = range(len(schedule.placement))
-    by_slice: dict[tuple[str, int], dict[int, float]] = {}
+    by_slice: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     for (kind, chunk, slice), length in medians(timelines).items():
-        by_slice.setdefault((kind, chunk), {})[slice] = length
+        by_slice[kind, chunk][slice] = length
     wholes = {key: sum(each.values()) * len(schedule.slices) / len(each) for key, each in by_slice.items()}
     times = [[wholes.get((kind, chunk), 0.0) for chunk in chunks] for kind in ("F", "B", "W")]
     for chunk in chunks:  # a fused pass: both halves in one
@@ -93,10 +94,10 @@ def spread(timelines: Sequence[Timeline]) -> float:
 
 def _lengths(timelines: Sequence[Timeline]) -> dict[tuple[str, int, int], list[float]]:
     """(kind, chunk, slice) -> how long each of these passes took."""
-    found: dict[tuple[str, int, int], list[float]] = {}
+    found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for timeline in timelines:
         for (kind, chunk, microbatch), length in _passes(timeline).items():
-            found.setdefault((kind, chunk, microbatch % len(timeline.schedule.slices)), []).append(length)
+            found[kind, chunk, microbatch % len(timeline.schedule.slices)].append(length)
     return found
 
 
@@ -245,12 +246,12 @@ class Drift:
         mine, plan = self.measured.events[rank], self.planned.events[rank]
         busy = sum(e.end - e.start for e in mine) - sum(e.end - e.start for e in plan)
         late = host = 0.0
-        ends = ends_of(self.measured)
-        whole = self.costs.per_chunk(len(self.measured.schedule.placement)).communication
-        travel = [time / len(self.measured.schedule.slices) for time in whole]
+        ends, schedule = ends_of(self.measured), self.measured.schedule
+        flat = unit_costs(self.costs.per_chunk(len(schedule.placement)), schedule, self.costs.tokens)
         for before, event in pairwise(mine):
             gap = max(0.0, event.start - before.end)
-            _, arrived = arrival(event.action, ends, travel, self.measured.schedule.placement)
+            travel = flat[event.action.microbatch % len(flat)].communication
+            _, arrived = arrival(event.action, ends, travel, schedule.placement)
             waited = min(gap, max(0.0, arrived - before.end))
             late, host = late + waited, host + gap - waited
         idle = sum(max(0.0, after.start - before.end) for before, after in pairwise(plan))
@@ -260,8 +261,7 @@ class Drift:
 
 def _passes(timeline: Timeline) -> dict[tuple[str, int, int], float]:
     """(kind, chunk, microbatch) -> how long its events took together."""
-    found: dict[tuple[str, int, int], float] = {}
+    found: dict[tuple[str, int, int], float] = defaultdict(float)
     for event in (event for row in timeline.events for event in row):
-        key = event.action[:3]
-        found[key] = found.get(key, 0.0) + event.end - event.start
+        found[event.action[:3]] += event.end - event.start
     return found
