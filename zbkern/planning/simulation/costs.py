@@ -175,6 +175,11 @@ PARTS = {
     "carried": ("activation",),
 }
 """What each of these costs is a part of, and no more than."""
+TIMES = (
+    *("forward", "backward", "weight", "split_overhead", "merge_saving"),
+    *("attention_forward", "attention_backward", "overhead"),
+)  # of passes: in a chunk those of its layers together
+MEMORY = ("activation", "held", "carried", "carried_gradients")  # of a microbatch
 _OPTIONAL = ("recompute", "checkpoint", "carried_gradients")  # of the fields with a number per chunk: they may be None
 
 

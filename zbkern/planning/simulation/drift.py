@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zbkern.planning import draw
-from zbkern.planning.simulation.costs import Costs
+from zbkern.planning.simulation.costs import TIMES, Costs
 from zbkern.planning.simulation.memory import Memory
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.slice_costs import slice_costs, unit_costs
@@ -20,11 +20,6 @@ from zbkern.planning.simulation.timeline import Timeline, arrival, ends_of, resc
 from zbkern.schedules.actions import Action
 from zbkern.schedules.dependencies import result
 from zbkern.schedules.units import TIME_UNITS, duration
-
-_TIMES = (
-    *("forward", "backward", "weight", "communication", "split_overhead", "merge_saving", "recompute"),
-    *("attention_forward", "attention_backward", "overhead", "latency"),
-)  # of `Costs`
 
 
 def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
@@ -155,7 +150,7 @@ def in_seconds(given: Costs) -> Costs:
         value = getattr(given, name)
         return tuple(each * factor for each in value) if isinstance(value, tuple) else value and value * factor
 
-    seconds = {name: scaled(name, 1 / per_second) for name in _TIMES}
+    seconds = {name: scaled(name, 1 / per_second) for name in (*TIMES, "communication", "latency", "recompute")}
     rates = {name: scaled(name, per_second) for name in ("offload_bandwidth", "reload_bandwidth")}
     return replace(given, time_unit="s", **seconds, **rates)
 

@@ -9,15 +9,11 @@ from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
-from zbkern.planning.simulation.costs import LARGEST, CommonCosts, Costs, checked_number
+from zbkern.planning.simulation.costs import LARGEST, MEMORY, TIMES, CommonCosts, Costs, checked_number
 from zbkern.planning.simulation.json_file import check_fields, parse_object
 from zbkern.schedules.layout import numbers_of
 
-_SUMMED = (
-    *("forward", "backward", "weight", "activation", "held"),
-    *("split_overhead", "merge_saving", "attention_forward", "attention_backward", "overhead"),
-    *("carried", "carried_gradients"),
-)
+_SUMMED = (*TIMES, *MEMORY)
 _OF_PARTS = ("recompute", "checkpoint")
 
 
