@@ -26,6 +26,7 @@ from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.model_costs import Job, Setting
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
+QUICK = ["--chunks", "1", "--effort", "0"]
 TINY = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, **SIZES}
 
 
@@ -175,7 +176,9 @@ def test_it_is_started_on_as_many_gpus_as_were_planned(
     stages: int, tensor: int, nodes: int, per_node: int, last: int, tmp_path: Path
 ) -> None:
     """Nodes of 8 GPUs are full, but for the last one, and a group of tensor parallelism is within one."""
-    text = written("llama-3-8b", tmp_path, answer(question_of("llama-3-8b", stages, 4, tensor_parallel=tensor)))
+    text = written(
+        "llama-3-8b", tmp_path, answer(question_of("llama-3-8b", stages, 4, {"chunks": 1}, tensor_parallel=tensor))
+    )
     assert f"torchrun --nnodes {nodes} --nproc-per-node {per_node} " in text
     assert re.findall(r"The last node starts it with --nproc-per-node (\d+)", text) == ([str(last)] if last else [])
 
@@ -192,7 +195,7 @@ def test_layers_that_one_microbatch_recomputes_are_recomputed(tmp_path: Path) ->
 
 def test_the_plan_of_a_program_has_no_layer_that_it_does_not_train(run_plan: Any, tmp_path: Path) -> None:
     path = tmp_path / "launch.py"
-    sizes = ["--stages", "4", "--microbatches", "4", "--sequence", "64", "--memory", "1e14", "--effort", "0"]
+    sizes = ["--stages", "4", "--microbatches", "4", "--sequence", "64", "--memory", "1e14", *QUICK]
     text = " ".join(run_plan("--config", path_of("deepseek-v3"), *sizes, "--out", path).split())
     assert "left out: what num_nextn_predict_layers describes" in text
     assert "model.layers.61" not in text
@@ -210,7 +213,7 @@ def test_the_plan_of_a_program_has_no_layer_that_it_does_not_train(run_plan: Any
     ],
 )
 def test_what_it_cannot_write(options: list[str], message: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    sizes = ["--stages", "4", "--microbatches", "4", "--effort", "0", "--out", str(tmp_path / "launch.py")]
+    sizes = ["--stages", "4", "--microbatches", "4", *QUICK, "--out", str(tmp_path / "launch.py")]
     assert __main__.main(["plan", *sizes, *options]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
