@@ -53,6 +53,7 @@ nothing else orders the ranks. `Schedule.validate` proves that such lists can ru
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import NamedTuple
 
 KINDS = ("F", "B", "W", "BW", "R", "O", "L")
@@ -107,6 +108,18 @@ class Action(NamedTuple):
         chunk, kind, microbatch, index, count = match.groups()
         part = None if index is None else (int(index), int(count))
         return cls(kind, int(chunk), int(microbatch), part)
+
+
+@dataclass(frozen=True)
+class ScheduleData:
+    """What a `Schedule` is made of, which says what each is: for those who check, draw and write it."""
+
+    actions: tuple[tuple[Action, ...], ...]
+    placement: tuple[int, ...]
+    microbatches: int
+    name: str = "custom"
+    slices: tuple[int, ...] = (1,)
+    own_slices: tuple[tuple[int, ...], ...] = ()
 
 
 class Event(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from zbkern.schedules.actions import Action, ScheduleError
+from zbkern.schedules.actions import Action, ScheduleData, ScheduleError
 
 Rows = Sequence[Sequence[Action]]
 
@@ -20,34 +20,32 @@ _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # run side by side in torch; here on
 _OTHER = re.compile(r"\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
-def write(rows: Rows, name: str, header: bool, slices: Sequence[int], own_slices: Sequence[Sequence[int]]) -> str:
+def write(schedule: ScheduleData, header: bool) -> str:
     """See `Schedule.to_csv`."""
+    rows, slices, own_slices = schedule.actions, schedule.slices, schedule.own_slices
     if not header:
         _check_torch_has(rows, slices if not own_slices else max(own_slices, key=len))
     cut = ", ".join(" ".join(map(str, each)) for each in own_slices or [slices])
-    above = [f"# name: {name}", *([f"# slices: {cut}"] if own_slices or len(slices) > 1 else [])]
+    above = [f"# name: {schedule.name}", *([f"# slices: {cut}"] if own_slices or len(slices) > 1 else [])]
     lines = [",".join(map(_cell, row)) for row in rows]
     return "\n".join([*(above if header else []), *lines]) + "\n"
 
 
-def read(
-    text: str,
-) -> tuple[list[tuple[Action, ...]], tuple[int, ...], int, str, tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Rows, placement, microbatches, name, slices of all sequences, or of each its own; see `Schedule.from_csv`. They
-    are not validated."""
+def read(text: str) -> ScheduleData:
+    """See `Schedule.from_csv`; not validated."""
     lines = text.strip("\n").split("\n")
     comments = [line.lstrip("# ").partition(":") for line in lines if line.startswith("#")]
     header = {key.strip(): value.strip() for key, _, value in comments}
-    rows = [
+    rows = tuple(
         tuple(action for cell in _FILLED.finditer(line) for action in _actions(cell[0].strip()))
         for line in lines
         if line[:1] != "#"
-    ]
+    )
     units = 1 + max((action.microbatch for row in rows for action in row), default=-1)
     cut = tuple(_slices(part) for part in header.get("slices", "1").split(","))
     same, own_slices = (cut[0], ()) if len(cut) == 1 else ((1,), cut)
     microbatches = len(own_slices) or -(-units // len(same))
-    return rows, _placement(rows), microbatches, header.get("name", "custom"), same, own_slices
+    return ScheduleData(rows, _placement(rows), microbatches, header.get("name", "custom"), same, own_slices)
 
 
 def _slices(text: str) -> tuple[int, ...]:

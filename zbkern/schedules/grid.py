@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbkern.schedules.actions import Action
+from zbkern.schedules.actions import Action, ScheduleData
 from zbkern.schedules.dependencies import Result, order_of_running, producer, result
 
-Rows = Sequence[Sequence[Action]]  # the actions of every rank
 _IDLE = "."
 _EXCERPT_SLOTS = 5  # columns shown on each side of the action that an error marks
 _EXCERPT_RANKS = 3  # rows shown on each side
 
 
-def grid(rows: Rows, placement: Sequence[int]) -> str:
+def grid(schedule: ScheduleData) -> str:
     """See `Schedule.to_text`."""
-    cells = cells_of(rows, placement)
+    cells = cells_of(schedule)
     return "\n".join(lines(cells, *widths(cells)))
 
 
-def excerpt(rows: Rows, placement: Sequence[int], rank: int, index: int) -> str:
+def excerpt(schedule: ScheduleData, rank: int, index: int) -> str:
     """The part of the grid around one action, which stands in brackets. Works for schedules that cannot run."""
-    slots = _slots(rows, placement)
+    slots = _slots(schedule)
     marked = slots[rank][index] if slots[rank] else 0
-    cells = _cells(rows, placement, slots)
+    cells = _cells(schedule, slots)
     if slots[rank]:
         cells[rank][marked] = f"[{cells[rank][marked]}]"
     first, stop = max(0, marked - _EXCERPT_SLOTS), marked + _EXCERPT_SLOTS + 1
@@ -35,9 +34,9 @@ def excerpt(rows: Rows, placement: Sequence[int], rank: int, index: int) -> str:
     return "\n".join(lines(cut_out, column, widths(cells)[1], shown.start))
 
 
-def cells_of(rows: Rows, placement: Sequence[int]) -> list[list[str]]:
+def cells_of(schedule: ScheduleData) -> list[list[str]]:
     """What stands in the grid, by rank and slot."""
-    return _cells(rows, placement, _slots(rows, placement))
+    return _cells(schedule, _slots(schedule))
 
 
 def widths(cells: Sequence[Sequence[str]]) -> tuple[int, int]:
@@ -53,12 +52,12 @@ def lines(cells: Sequence[Sequence[str]], column: int, margin: int, first: int =
     ]
 
 
-def _slots(actions: Rows, placement: Sequence[int]) -> list[list[int]]:
+def _slots(schedule: ScheduleData) -> list[list[int]]:
     """The time slot in which every action starts when each takes one, BW two, and messages none.
 
     Where the ranks can go no further, what is left follows without gaps, so that an excerpt can show it.
     """
-    chunks = len(placement)
+    actions, chunks = schedule.actions, len(schedule.placement)
     ready: dict[Result | None, int] = {None: 0}
     slots: list[list[int]] = [[] for _ in actions]
     free = [0] * len(actions)
@@ -79,11 +78,11 @@ def _slots(actions: Rows, placement: Sequence[int]) -> list[list[int]]:
     return slots
 
 
-def _cells(actions: Rows, placement: Sequence[int], slots: list[list[int]]) -> list[list[str]]:
-    one_chunk_each = len(placement) == len(actions)
+def _cells(schedule: ScheduleData, slots: list[list[int]]) -> list[list[str]]:
+    one_chunk_each = len(schedule.placement) == len(schedule.actions)
     width = max((row[-1] + 2 for row in slots if row), default=0)
     cells = []
-    for row, starts in zip(actions, slots, strict=True):
+    for row, starts in zip(schedule.actions, slots, strict=True):
         line = [_IDLE] * width
         for action, slot in zip(row, starts, strict=True):
             label = str(action)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zbkern.schedules import csv, grid
-from zbkern.schedules.actions import KINDS, Action, ScheduleError
+from zbkern.schedules.actions import KINDS, Action, ScheduleData, ScheduleError
 from zbkern.schedules.slices import Unit, units_of
 from zbkern.schedules.validation import validate
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(ScheduleData):
     """The ordered actions of every rank, and the rank of every chunk in model order.
 
     actions[rank] is what that rank does, in order; placement[chunk] is the rank that holds the chunk; microbatches is
@@ -27,13 +27,6 @@ class Schedule:
     tokens, where they are not the same for all. An action then moves one slice, a unit: `units` says of which
     microbatch. Without slices, units are microbatches.
     """
-
-    actions: tuple[tuple[Action, ...], ...]
-    placement: tuple[int, ...]
-    microbatches: int
-    name: str = "custom"
-    slices: tuple[int, ...] = (1,)
-    own_slices: tuple[tuple[int, ...], ...] = ()
 
     def __repr__(self) -> str:
         chunks = f"{self.chunks} chunk{'s' if self.chunks > 1 else ''} each"
@@ -111,12 +104,12 @@ class Schedule:
         schedule never changes, so that a second call costs nothing.
         """
         if "_valid" not in self.__dict__:
-            validate(self.actions, self.placement, self.microbatches, self.name, self.slices, self.own_slices)
+            validate(self)
             object.__setattr__(self, "_valid", True)
 
     def to_text(self) -> str:
         """A grid for a terminal: a row per rank, a column per unit of time when every action takes one (BW two)."""
-        return grid.grid(self.actions, self.placement)
+        return grid.grid(self)
 
     def to_csv(self, *, header: bool = True) -> str:
         """A line per rank, its actions separated by commas, with torch's letters: I is our B, and B our BW.
@@ -124,7 +117,7 @@ class Schedule:
         header: begins with a comment line that has the name; without it torch.distributed.pipelining loads the text.
         Raises ScheduleError without a header for what torch has no word for: slices, parts of W, R, O and L.
         """
-        return csv.write(self.actions, self.name, header, self.slices, self.own_slices)
+        return csv.write(self, header)
 
     @classmethod
     def from_csv(cls, text: str, name: str | None = None) -> Schedule:
@@ -133,8 +126,8 @@ class Schedule:
         name: instead of the one in the header. Of torch's actions it takes those that compute, and of a pair that torch
         overlaps one after the other. Raises ScheduleError for text that is not a valid schedule.
         """
-        rows, placement, microbatches, written, slices, own_slices = csv.read(text)
-        return cls.build(rows, placement, microbatches, name or written, slices, own_slices)
+        written = vars(csv.read(text))
+        return cls.build(**{**written, "name": name or written["name"]})
 
 
 def _numbers(action: Action) -> tuple[int, int, int, int]:

@@ -10,11 +10,9 @@ from itertools import count
 from typing import NoReturn
 
 from zbkern.schedules import grid
-from zbkern.schedules.actions import KINDS, Action, ScheduleError, check_count
+from zbkern.schedules.actions import KINDS, Action, ScheduleData, ScheduleError, check_count
 from zbkern.schedules.dependencies import Result, order_of_running, producer
 from zbkern.schedules.slices import Unit, slice_lengths, units_of
-
-_Rows = Sequence[Sequence[Action]]
 
 _ONCE = "it has run before; every pass runs once"
 _RULES = (
@@ -39,64 +37,47 @@ What has run is a string with a letter for each kind, in order. X is a BW, w the
 """
 
 
-def validate(
-    rows: _Rows,
-    placement: Sequence[int],
-    microbatches: int,
-    name: str,
-    slices: Sequence[int],
-    own_slices: Sequence[Sequence[int]] = (),
-) -> None:
+def validate(schedule: ScheduleData) -> None:
     """Returns when the schedule can run to its end; raises ScheduleError that marks the first offending action."""
-    _check_frame(len(rows), placement, microbatches, name)
-    for lengths in (slices, *own_slices):
-        slice_lengths(f"Schedule {name}", lengths)
-    if own_slices and (len(slices) > 1 or len(own_slices) != microbatches):
-        raise ScheduleError(
-            f"Schedule {name}: own_slices must be those of the {microbatches} microbatches, and slices be left out; "
-            f"got {len(own_slices)} and slices {slices}"
-        )
-    units = units_of(microbatches, slices, own_slices) if own_slices else len(slices)
-    count = sum(map(len, own_slices)) or microbatches * len(slices)
-    for rank in range(len(rows)):
-        _Row(rows, placement, name, count, units, rank).check()
-    _check_progress(rows, placement, name)
-
-
-def _check_frame(ranks: int, placement: Sequence[int], microbatches: int, name: str) -> None:
+    ranks, microbatches, placement = len(schedule.actions), schedule.microbatches, schedule.placement
+    slices, own_slices, where = schedule.slices, schedule.own_slices, f"Schedule {schedule.name}"
     for what, number in (("ranks", ranks), ("microbatches", microbatches)):
-        check_count(f"Schedule {name}: {what}", number, error=ScheduleError)
+        check_count(f"{where}: {what}", number, error=ScheduleError)
     for rank in placement:
-        check_count(f"Schedule {name}: placement", rank, 0, ScheduleError)
+        check_count(f"{where}: placement", rank, 0, ScheduleError)
     if sorted(set(placement)) != list(range(ranks)):
         raise ScheduleError(
-            f"Schedule {name}: placement must give every one of the {ranks} ranks at least one chunk, and no other "
-            f"rank; got {placement}"
+            f"{where}: placement must give every one of the {ranks} ranks at least one chunk, and no other rank; got "
+            f"{placement}"
         )
+    for lengths in (slices, *own_slices):
+        slice_lengths(where, lengths)
+    if own_slices and (len(slices) > 1 or len(own_slices) != microbatches):
+        raise ScheduleError(
+            f"{where}: own_slices must be those of the {microbatches} microbatches, and slices be left out; got "
+            f"{len(own_slices)} and slices {slices}"
+        )
+    units = units_of(microbatches, slices, own_slices) if own_slices else len(slices)
+    for rank in range(ranks):
+        _Row(schedule, units, rank).check()
+    _check_progress(schedule)
 
 
 class _Row:
     """One rank's row, and everything that can be checked in it alone."""
 
-    def __init__(
-        self,
-        rows: _Rows,
-        placement: Sequence[int],
-        name: str,
-        count: int,  # of units
-        units: Sequence[Unit] | int,  # or the number of slices of every sequence
-        rank: int,
-    ) -> None:
-        self._rows, self._placement, self._name = rows, placement, name
-        self._count, self._units, self._rank = count, units, rank
+    def __init__(self, schedule: ScheduleData, units: Sequence[Unit] | int, rank: int) -> None:
+        """units: or the number of slices of every sequence."""
+        self._schedule, self._placement, self._units, self._rank = schedule, schedule.placement, units, rank
+        self._count = schedule.microbatches * units if isinstance(units, int) else len(units)
         self._ran: dict[tuple[int, int], str] = defaultdict(str)  # by (chunk, microbatch): letters, as in _RULES
         self._parts: dict[tuple[int, int], tuple[int, set[int]]] = {}  # into how many a W is cut, and those that ran
 
     def check(self) -> None:
-        for index, action in enumerate(self._rows[self._rank]):
+        for index, action in enumerate(self._schedule.actions[self._rank]):
             why = self._wrong_place(action) or self._wrong_part(action) or self._wrong_order(action)
             if why is not None:
-                _fail(self._rows, self._placement, self._name, self._rank, index, why)
+                _fail(self._schedule, self._rank, index, why)
         for chunk in (chunk for chunk, owner in enumerate(self._placement) if owner == self._rank):
             for microbatch in range(self._count):
                 ran = self._ran[chunk, microbatch]
@@ -160,9 +141,9 @@ class _Row:
         parts = self._parts.get((action.chunk, action.microbatch))
         if action.kind == "W" and parts is not None:
             action = action._replace(part=(next(number for number in count() if number not in parts[1]), parts[0]))
-        around = grid.excerpt(self._rows, self._placement, self._rank, len(self._rows[self._rank]) - 1)
+        around = grid.excerpt(self._schedule, self._rank, len(self._schedule.actions[self._rank]) - 1)
         raise ScheduleError(
-            f"Schedule {self._name}: rank {self._rank}: {action} is missing; add it to this rank\n{around}"
+            f"Schedule {self._schedule.name}: rank {self._rank}: {action} is missing; add it to this rank\n{around}"
         )
 
 
@@ -172,8 +153,9 @@ def _why_not(letter: str, ran: str) -> str | None:
     return next((why for letters, before, why in _RULES if letter in letters and re.search(before, ran)), None)
 
 
-def _check_progress(rows: _Rows, placement: Sequence[int], name: str) -> None:
+def _check_progress(schedule: ScheduleData) -> None:
     """Runs every rank as far as it gets. A rank that stops waits for a pass that its owner never reaches."""
+    rows, placement = schedule.actions, schedule.placement
     position = [0] * len(rows)
     for rank, _ in order_of_running(rows, len(placement)):
         position[rank] += 1
@@ -199,9 +181,9 @@ def _check_progress(rows: _Rows, placement: Sequence[int], name: str) -> None:
         for rank in ring
     ]
     why = "deadlock: these wait for each other\n  " + "\n  ".join(waits)
-    _fail(rows, placement, name, ring[0], position[ring[0]], why)
+    _fail(schedule, ring[0], position[ring[0]], why)
 
 
-def _fail(rows: _Rows, placement: Sequence[int], name: str, rank: int, index: int, why: str) -> NoReturn:
-    around = grid.excerpt(rows, placement, rank, index)
-    raise ScheduleError(f"Schedule {name}: rank {rank}, action {index}, {rows[rank][index]}: {why}\n{around}")
+def _fail(schedule: ScheduleData, rank: int, index: int, why: str) -> NoReturn:
+    around, action = grid.excerpt(schedule, rank, index), schedule.actions[rank][index]
+    raise ScheduleError(f"Schedule {schedule.name}: rank {rank}, action {index}, {action}: {why}\n{around}")

@@ -158,7 +158,7 @@ def _about_load(plan: Plan, layers: ModelCosts | None) -> str:
 
 def grid(schedule: Schedule, width: int) -> str:
     """The grid of `Schedule.to_text`; one wider than `width` is cut in the middle, and a line below says so."""
-    cells = grids.cells_of(schedule.actions, schedule.placement)
+    cells = grids.cells_of(schedule)
     column, margin = grids.widths(cells)
     shown, total = grids.lines(cells, column, margin), len(cells[0])
     if max(map(len, shown)) > width:
