@@ -87,7 +87,7 @@ def tell(line: str, terminal: str = "/dev/tty") -> None:
 
 
 def sources() -> list[Path]:
-    """What is compiled, in this order: kernels take the longest."""
+    """The files to compile, kernels first: they take the longest."""
     return [*sorted(SOURCES.glob("cuda_*.cu")), *sorted(SOURCES.glob("cuda_*.cpp"))]
 
 
@@ -107,7 +107,7 @@ def sources_hash() -> str:
 
 
 def content_hash(source: Path, command: list[str], toolkit: Toolkit) -> str:
-    """Of everything that an object depends on; paths of this machine are left out."""
+    """A hash of everything that an object depends on, without paths of this machine."""
     words = [word for word in command if not word.startswith(("-I", "/"))]
     texts = [path.read_bytes() for path in with_headers(source)]
     versions = [toolkit.version, toolkit.cutlass_version]
@@ -117,7 +117,7 @@ def content_hash(source: Path, command: list[str], toolkit: Toolkit) -> str:
 
 
 def flags(source: Path, toolkit: Toolkit) -> list[str]:
-    """Of the compiler for one source. Only bindings see Python; only kernels see CUTLASS."""
+    """The compiler's options for one source. Only bindings see Python; only kernels see CUTLASS."""
     if source.suffix == ".cpp":
         import pybind11
 
@@ -135,7 +135,7 @@ def flags(source: Path, toolkit: Toolkit) -> list[str]:
 
 
 def find_toolkit(nvcc: str, cuda: tuple[int, int]) -> Toolkit:
-    """What compiles. Raises RuntimeError when the CUTLASS headers are not there."""
+    """The compiler and the CUTLASS headers. Raises RuntimeError when the headers are not there."""
     package = importlib.util.find_spec("cutlass_library")
     if package is None or package.origin is None:
         raise RuntimeError(
@@ -157,7 +157,7 @@ def _compile(path: Path, command: list[str]) -> None:
 
 
 def _run(command: list[str], doing: str) -> str:
-    """What the command says. Raises RuntimeError with it where the command fails."""
+    """The output of the command. Raises RuntimeError with it where the command fails."""
     process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if process.returncode:
         raise RuntimeError(

@@ -70,14 +70,14 @@ def frees_after_forward(module: Any) -> bool:
 
 
 def state_of(root: Any) -> Any:
-    """What FSDP2 keeps about a module that `fully_shard` was applied to."""
+    """The state that FSDP2 keeps of a module which `fully_shard` was applied to."""
     from torch.distributed.fsdp import fully_shard
 
     return fully_shard.state(root)  # type: ignore[attr-defined]
 
 
 def end_backward(root: Any) -> None:
-    """Once more what FSDP2 does when a backward ends: reduces what is left under this root, and waits for it."""
+    """Runs FSDP2's end of a backward once more: it reduces what is left under this root, and waits for it."""
     state = state_of(root)
     if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
         # torch 2.15 sets it where a backward begins and clears it where one ends, as the one before W has
@@ -86,7 +86,7 @@ def end_backward(root: Any) -> None:
 
 
 def parameter_groups(root: Any) -> list[Any]:
-    """What FSDP2 gathers and reduces together under this root, in the order of the model; none before it has run."""
+    """The groups that FSDP2 gathers and reduces under this root, in the order of the model; none before it has run."""
     return [group for state in state_of(root)._state_ctx.all_states for group in fsdp.groups_of(state)]
 
 

@@ -32,7 +32,7 @@ __all__ = [
 
 
 class Layer(torch.nn.Module):
-    """What all have: the name that errors and the queue call them, and which implementation computes them.
+    """Base of all layers: the name that errors and the queue use, and which implementation computes the layer.
 
     Those of which torch has a twin take its arguments, and impl; the others device and dtype, by name, as torch's do.
     """
@@ -340,7 +340,7 @@ class Experts(Layer):
 
 
 def _reset(weight: Tensor, bias: Tensor | None, inputs: int) -> None:
-    """As torch.nn.Linear starts with so many inputs."""
+    """Fills in the start values of a torch.nn.Linear with so many inputs."""
     bound = inputs**-0.5 if inputs else 0
     torch.nn.init.uniform_(weight, -bound, bound)
     if bias is not None:

@@ -32,7 +32,7 @@ def environment() -> dict[str, Any]:
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:
-    """What `environment` found, in one line."""
+    """The result of `environment` in one line."""
     where = machine["gpu"] or f"{machine['processor']}, {machine['cores']} cores"
     return f"{where}; torch {machine['torch']}, zbkern {machine['zbkern']} ({machine['commit']})"
 

@@ -72,7 +72,7 @@ class Report:
     shallow: Sequence[str] = ()
 
     def faults(self) -> list[str]:
-        """What a production kernel must not have."""
+        """Everything in the report that a production kernel must not have."""
         found = []
         if self.stack > (CALL_FRAME if self.bulk and self.capability >= 120 else 0):
             found.append(f"spills: {self.stack} bytes of stack per thread")
@@ -141,7 +141,7 @@ def _report_of(found: dict[str, Any]) -> Report:
 
 
 def _key(named: Named) -> str:
-    """Of everything that a report depends on: the kernel's source, Triton, what is compiled in, and these files."""
+    """A hash of all that a report depends on: the kernel's source, Triton, its constants, and these files."""
     from triton.compiler import make_backend
     from triton.runtime.cache import triton_key
 
@@ -212,7 +212,7 @@ def _digest_of_scan() -> str:
 
 
 def _ptxas_log(ptx: str, capability: int) -> str:
-    """What ptxas says about a kernel. Triton throws it away, so this is a second run, with Triton's options."""
+    """The log of ptxas for a kernel. Triton throws it away, so this is a second run, with Triton's options."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:

@@ -1,4 +1,4 @@
-"""What calls of the kernels would compile: recorded instead of run, for this machine's GPU or for another."""
+"""Records the variants that calls of the kernels would compile, for this machine's GPU or for another."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def compile_job(job: CompileJob) -> Any:
 
 @contextlib.contextmanager
 def recorded(target: Any = None) -> Iterator[list[CompileJob]]:
-    """What calls inside would compile, each once, in their order; they launch nothing.
+    """Records the variants that calls inside would compile, each once, in their order. The calls launch nothing.
 
     target: a triton.backends.compiler.GPUTarget, None for the GPU of Triton's driver.
     """
@@ -68,7 +68,7 @@ def recorded(target: Any = None) -> Iterator[list[CompileJob]]:
 
 
 def jobs(runs: Iterable[Callable[[], object]]) -> list[CompileJob]:
-    """What the runs would compile here. What goes wrong is left for the run itself to say."""
+    """The variants that the runs would compile here. A run that fails is skipped: it will say why itself."""
     with recorded() as found:
         for run in runs:
             with contextlib.suppress(Exception):
@@ -77,7 +77,7 @@ def jobs(runs: Iterable[Callable[[], object]]) -> list[CompileJob]:
 
 
 def _job(kernel: Any, arguments: Any, constants: Any, options: dict[str, Any], target: Any) -> CompileJob:
-    """As triton.runtime.jit.JITFunction.run finds it out (3.6): another variant there would be compiled again."""
+    """The variant that triton.runtime.jit.JITFunction.run (3.6) would compile for these arguments."""
     from triton import knobs
     from triton.runtime import driver
 

@@ -61,7 +61,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str = "plain") -> Tensor:
-    """Of one of LAYOUTS."""
+    """A matrix with one of LAYOUTS."""
     if layout == "transposed":
         return empty(columns, rows, dtype=dtype).t()
     if layout == "odd":
@@ -197,7 +197,7 @@ def gated_experts(dtype: torch.dtype, options: GateOptions, turned: bool) -> Run
 
 
 def gate(options: GateOptions, backward: bool = False) -> Callable[[], None]:
-    """What is launched beside products, of no groups: the gate of all rows."""
+    """The gate of all rows alone: without groups no product is launched."""
     x, z, h = (empty(8 * SIZE, width) for width in (SIZE, 2 * SIZE, SIZE))
     nothing = empty(0, SIZE, SIZE), empty(0, dtype=torch.int32)
     if backward:

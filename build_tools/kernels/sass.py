@@ -82,7 +82,7 @@ def disassemble(cubin: bytes) -> str:
 
 
 def scan(listing: str) -> Findings:
-    """What there is to find in nvdisasm's listing of one kernel."""
+    """Reads the findings off nvdisasm's listing of one kernel."""
     code = parse(listing)
     memory = [i.opcode for i in code.instructions if re.match(r"(LDG|STG|LDGSTS|ATOMG|RED|REDG)\b", i.opcode)]
     return Findings(

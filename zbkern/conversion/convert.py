@@ -273,8 +273,8 @@ def _subclass(behaviour: type[Module], cls: type[Module]) -> type[Module]:
 
 
 def _first_bases(cls: type) -> Iterator[type]:
-    """Those that decide how its objects lie in memory: not torch's Module for class Own(ABC, Module), whose objects
-    take no other class than one with theirs as its first base."""
+    """The chain of first bases, which decides how objects lie in memory. An object can only be given a class with the
+    same chain; that of class Own(ABC, Module) does not contain Module."""
     while cls is not object:
         yield cls
         cls = cls.__base__ or object

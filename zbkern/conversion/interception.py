@@ -128,7 +128,7 @@ class Interception(TorchFunctionMode):
         return _saved_tensors_hooks() == self._saving and not within_transform()
 
     def results(self, output: Any) -> Any:
-        """What the module returns, with parameters and views of them as values whose gradient waits."""
+        """The module's output, in which parameters and views of them are values whose gradient waits."""
         return self.value(output) if isinstance(output, Tensor) else pytree.tree_map_only(Tensor, self.value, output)
 
     # ---- parameters and their views
@@ -170,7 +170,7 @@ class Interception(TorchFunctionMode):
     def _cast(
         self, view: ParameterView, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What the function returns: it carries the graph, for whoever uses it unseen."""
+        """The function's own result, with its graph: the mode does not see every use of it."""
         result = function(*args, **kwargs)
         followed = isinstance(result, Tensor) and result is not args[0]
         if followed and result.device == args[0].device and result.is_floating_point():
@@ -212,7 +212,7 @@ class Interception(TorchFunctionMode):
         return autograd.OpCall((view.parameter,), dispatch.resolve("linear", self._impl, x.device, x.dtype), self._name)
 
     def _call_on_values(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the function returns for the values of parameters and views."""
+        """The function's result for the values of parameters and views."""
         name = function.__name__
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         written = args[:1] if writes else ()  # what is written into has to be this tensor
@@ -242,7 +242,7 @@ class Interception(TorchFunctionMode):
 
 
 def _saved_tensors_hooks() -> Any:
-    """What packs and unpacks the tensors that autograd saves, such as a checkpoint's; None without any."""
+    """The hooks that pack and unpack the tensors which autograd saves, a checkpoint's for example; None without any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 

@@ -76,7 +76,7 @@ def resolve(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
 
 
 def candidates(device: torch.device | str) -> tuple[str, ...]:
-    """What "auto" chooses from, in order.
+    """The backends that "auto" chooses from, in order.
 
     Where "auto" takes Triton, some matmuls are cuBLAS's (`_auto_backend`).
     """

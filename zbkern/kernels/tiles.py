@@ -104,7 +104,7 @@ def choose(
 
 
 def unit(capability: int) -> str:
-    """What multiplies matrices there: tensor cores that read registers, shared memory, or tensor memory as well."""
+    """The tensor cores there: "mma" reads registers, "wgmma" shared memory, "tcgen05" tensor memory as well."""
     return "wgmma" if capability == 90 else "tcgen05" if 100 <= capability < 120 else "mma"
 
 

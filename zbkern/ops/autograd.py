@@ -149,7 +149,7 @@ def weight_gradients(
 
 
 def _look_for_other_use(parameter: Tensor) -> None:
-    """Of a parameter to which the graph has no edge from here: an edge from elsewhere is autograd's own."""
+    """Notes whether autograd accumulates into this parameter, too: the graph has an edge to it from elsewhere."""
     if will_run(torch.autograd.graph.get_gradient_edge(parameter).node):
         accumulation.note_part_of_autograd(parameter)
 
@@ -175,7 +175,7 @@ def differentiable_backward(
     inputs: Sequence[Any],
     dy: Tensor | Sequence[Tensor],
 ) -> tuple[Any, ...]:
-    """What backward returns under create_graph=True: gradients with a graph of their own.
+    """The result of a backward under create_graph=True: gradients with a graph of their own.
 
     Recomputes the op with torch's operations, forward(*params, *inputs); inputs: the arguments of `apply` after call.
     """

@@ -43,7 +43,7 @@ _NUMBERS: dict[str, Callable[[torch.dtype], bool] | None] = {
 
 
 def arguments(text: str) -> tuple[Argument, ...]:
-    """Of a text such as "x [..., K] of a floating dtype; bias? [K]": behind a question mark None is allowed."""
+    """Parses a text such as "x [..., K] of a floating dtype; bias? [K]". A question mark allows None."""
     parsed = []
     for line in text.split("; "):
         match = re.fullmatch(r"(\w+)(\??) \[(.*)\](?: of (.*))?", line)

@@ -18,7 +18,7 @@ from zbkern.wgrad.task import Segment, WGradKernel, WGradTask
 
 
 class GradientTarget:
-    """What the kernel of a task writes to: the gradients that exist, to be added to, or new ones, to be written.
+    """The outputs of a task's kernel: gradients that exist, to be added to, or new ones, to be written.
 
     outputs, add: arguments of the kernel. fresh: some of them were allocated or zeroed for it, on the current stream.
     replaces: `commit` adds the result to a gradient that the kernel cannot write in place.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def sums_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Of every tensor the sums over its rows and over its columns, which differ where values or their order do."""
+    """The sums over rows and over columns of every tensor, which differ where values or their order do."""
     sums = []
     for tensor in tensors:
         real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def groups_of(state: Any) -> list[Any]:
-    """What FSDP2 gathers and reduces together for a module that `fully_shard` was applied to, by its state."""
+    """The groups of parameters that FSDP2 gathers together for a sharded module, by the module's state."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch before 2.12 keeps one per state under another name
         groups = [getattr(state, "_fsdp_param_group", None)]

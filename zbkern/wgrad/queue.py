@@ -347,7 +347,7 @@ class WGradQueue:
 
 
 class _Scope:
-    """What `WGradQueue.defer` returns: a class, because a generator's context takes three times as long."""
+    """The scope of `WGradQueue.defer`. It is a class because a generator's context takes three times as long."""
 
     __slots__ = ("_where",)
 

@@ -36,7 +36,7 @@ class SideStream:
         self._in_flight.append((self.stream.record_event(), held))
 
     def take_finished(self) -> list[Any]:
-        """What was held for kernels that are done by now."""
+        """The objects that were held for kernels which are done by now."""
         # Events of a graph that is being captured have no state yet
         if not self._in_flight or torch.cuda.is_current_stream_capturing():
             return []

@@ -143,7 +143,7 @@ def _addresses(
 
 @functools.cache
 def _kinds(dtype: torch.dtype, dweight: torch.dtype, dbias: torch.dtype | None) -> tuple[int, int, int]:
-    """As the extension names them."""
+    """The extension's numbers for these dtypes. Raises ValueError for dtypes that it does not take."""
     if dtype not in DTYPES or not {dweight, dbias or dtype} <= {dtype, torch.float32}:
         raise ValueError(
             "linear_wgrad: impl='cuda' takes x and dy in bf16 or fp16, dweight and dbias in float32 or x's dtype; "

@@ -109,7 +109,7 @@ def halves(z: Tensor, options: GateOptions) -> tuple[Tensor, Tensor]:
 
 
 def _clamped(gate: Tensor, up: Tensor, options: GateOptions) -> tuple[Tensor, Tensor]:
-    """What the activation takes, and what it is multiplied by."""
+    """The input of the activation, and the factor of its result."""
     if options.limit is not None:
         gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
     return gate, up + options.offset if options.offset else up

@@ -120,7 +120,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _processor() -> str:
-    """What names the processor's maker: AuthenticAMD, GenuineIntel."""
+    """A text that names the processor's maker: AuthenticAMD, GenuineIntel."""
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:

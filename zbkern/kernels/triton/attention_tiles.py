@@ -19,7 +19,7 @@ _LINE = tl.constexpr(LINE)
 
 
 def place_tiles(options: AttentionOptions, side: str, block: int, q: Tensor, k: Tensor) -> tuple[tuple, int, int]:
-    """What `place` needs to find a program's tile, how many tiles there are, and how many sequences it tells apart.
+    """The arguments with which `place` finds a program's tile, the number of tiles, and of sequences it tells apart.
 
     side: whether tiles are blocks of "queries" or of "keys". q, k: [T, ...] and [T', ...].
     """

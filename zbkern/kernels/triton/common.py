@@ -70,8 +70,8 @@ class Kernel:
 
 
 def compile_options(warps: int, stages: int) -> dict[str, Any]:
-    """Of Triton's compiler. Products and sums become one instruction, as everything was tested and measured: Triton 3.9
-    announces that 3.10 will not do so where it is not asked."""
+    """Options of Triton's compiler. Products and sums become one instruction, as everything was tested and measured.
+    Triton 3.9 announces that 3.10 will not do so where it is not asked."""
     return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
 
 
@@ -84,7 +84,7 @@ _compiling = _Compiling()
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """What this thread compiles inside has a barrier after each access to tensor memory, which GPUs of 10.x have.
+    """Kernels that this thread compiles inside get a barrier after each access to tensor memory, which 10.x has.
 
     Triton 3.6 leaves it out (triton-lang/triton#10263 adds it): one warp starts a product that overwrites what other
     warps still read. The emulator of PTX found that in W and in FP8's products.
@@ -111,7 +111,7 @@ def _patch_compiler() -> None:
 
 
 class Launch(NamedTuple):
-    """What a Kernel was called with. compiled: what Triton made for it, None where it is interpreted."""
+    """The arguments of a Kernel's call. compiled: Triton's kernel for them."""
 
     kernel: Kernel
     grid: tuple[int, ...]
@@ -145,7 +145,7 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def _specialization(argument: Any) -> Any:
-    """What Triton compiles another variant for: dtype and alignment of a pointer, 1 and multiples of 16 as integers."""
+    """The properties that a variant is compiled for: dtype and alignment of a pointer, 1 and multiples of 16."""
     if argument is None:
         return None
     if isinstance(argument, Tensor):

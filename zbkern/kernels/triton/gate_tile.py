@@ -34,7 +34,7 @@ def regular(tensor: Tensor, hidden: int) -> bool:
 
 @triton.jit
 def limited(gate, up, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
-    """What the activation takes, and what it is multiplied by."""
+    """The input of the activation, and the factor of its result."""
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)

@@ -114,7 +114,7 @@ def ragged_descriptor(matrix: Matrix, rows: int, columns: int) -> TensorDescript
 
 
 def ragged_argument(matrix: Matrix, rows: int, columns: int, bulk: bool) -> tuple[Tensor | TensorDescriptor, int]:
-    """What a kernel is given of rows that are found on the device, and as their stride."""
+    """A kernel's argument for rows that are found on the device, and the argument for their stride."""
     return (ragged_descriptor(matrix, rows, columns), 1) if bulk else (matrix.tensor, matrix.stride)
 
 

@@ -166,7 +166,7 @@ class Matrix:
         return described(self.tensor, shape, [self.stride, 1], block)
 
     def argument(self, rows: int, columns: int, bulk: bool) -> tuple[Tensor | TensorDescriptor, int]:
-        """What a kernel is given of it, and as its stride: descriptors carry their own."""
+        """A kernel's argument for it, and the argument for its stride: descriptors carry their own."""
         return (self.descriptor(rows, columns), 1) if bulk else (self.tensor, self.stride)
 
 

@@ -150,7 +150,7 @@ class SumOfProducts(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one launch takes of a matmul."""
+    """The part of a matmul that one launch computes."""
 
     factors: list[tuple[Matrix, Matrix]]
     result: Matrix

@@ -70,7 +70,7 @@ def dense(weight: Tensor | None) -> Tensor | None:
 
 
 def strides_of(matrix: Tensor | None) -> tuple[int | None, int | None]:
-    """Those of a matrix that may be missing."""
+    """The strides of a matrix; None for one that is missing."""
     return (None, None) if matrix is None else (matrix.stride(0), matrix.stride(1))
 
 

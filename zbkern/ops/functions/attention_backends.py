@@ -34,7 +34,7 @@ ORDER: Mapping[int, tuple[str, ...]] = {
 
 
 class Case(NamedTuple):
-    """What is asked for. backend: our kernels, or None where they cannot run."""
+    """A call of attention. backend: our kernels, or None where they cannot run."""
 
     q: Tensor
     k: Tensor
@@ -70,7 +70,7 @@ def _order(device: torch.device | str) -> tuple[str, ...]:
 
 
 def _is_plain(case: Case) -> bool:
-    """What others' cores take as we call them."""
+    """Whether the cores of torch and of packages can compute the case."""
     return (
         case.sinks is None
         and case.options.softcap is None
@@ -81,7 +81,7 @@ def _is_plain(case: Case) -> bool:
 
 
 def _is_masked(case: Case) -> bool:
-    """Of a plain case, whether torch would read the mask from memory, or run packed sequences one by one."""
+    """Whether torch would read a plain case's mask from memory, or run its packed sequences one by one."""
     uneven = case.options.queries != case.options.keys
     return case.q.dim() == 3 or case.options.window is not None or (case.options.causal and uneven)
 

@@ -62,7 +62,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 class LinearLogProbsFunction(torch.autograd.Function):
-    """Of logits x[i] weight^T + bias the logarithm of the probability of target[i], and the entropy: two numbers per
+    """The logarithm of the probability of target[i], and the entropy, of logits x[i] weight^T + bias: two numbers per
     row; B: dx. W: dweight, dbias. Both compute the logits again: five matmuls.
     """
 
@@ -103,7 +103,7 @@ def _gradients_of_head(
     segment: tuple[Tensor, ...],
     needs: Sequence[bool],
 ) -> Sequence[Tensor | None]:
-    """Those of the parameters, as `weight_gradients`, by a kernel that computes the logits again."""
+    """The gradients of weight and bias, as `weight_gradients`, by a kernel that computes the logits again."""
     kernel = WGradKernel(HeadW(call, wgrad, weight.detach(), None if bias is None else bias.detach(), options))
     flops = 4 * segment[0].shape[0] * weight.numel()
     reads = tuple([parameter for parameter in call.params if parameter is not None])

@@ -91,8 +91,8 @@ def _reference_allocates(call: OpCall, x: Tensor) -> bool:
 
 
 def _gradients(ctx: Any, dx: Tensor | None, weights: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """What backward returns. x and residual get one tensor object, as from torch's add: autograd sees that it is shared
-    and does not accumulate into it in place."""
+    """The result of backward. x and residual get one tensor object, as from torch's add: autograd sees that it is
+    shared, and does not accumulate into it in place."""
     return None, dx, None, dx if ctx.added else None, *weights
 
 

@@ -173,7 +173,7 @@ def _convolution(name: str, transposed: bool) -> Kind:
         return torch.convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)
 
     def gradient(of: int, dy: Tensor, x: Tensor, w: Tensor, options: Sequence[Any]) -> Tensor:
-        """Of x, 0, or w, 1."""
+        """The gradient of x (of=0) or of w (of=1)."""
         *places, output_padding, groups = options
         others = transposed, output_padding, groups, [of == 0, of == 1, False]
         return torch.ops.aten.convolution_backward(dy, x, w, None, *places, *others)[of]
