@@ -14,18 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zbkern import functional
+from zbkern.kernels import dispatch
+from zbkern.ops import autograd
 from zbkern.ops.functions import products
+from zbkern.ops.functions.grouped import GroupedLinearFunction
 
 
 def _linear(mode: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     if mode.is_sharded(weight):
-        return mode.linear(input, weight, bias)
+        return functional.linear(input, weight, bias, impl=mode.impl, name=mode.name)
     view = mode.view(weight)
     if view is None or mode.view(input) is not None or view.value.dim() != 2 or input.layout != torch.strided:
         return None
     bias_view = None if bias is None else mode.view(bias)
     if view.is_parameter and (bias is None or (bias_view is not None and bias_view.is_parameter)):
-        return mode.linear(input, weight, bias)
+        return functional.linear(input, weight, bias, impl=mode.impl, name=mode.name)
     y = mode.product(products.LINEAR, input, view)
     return y if bias is None else y + mode.value(bias).to(y.dtype)
 
@@ -74,7 +78,9 @@ def _grouped_mm(
     transposed = (part.size, part.stride, part.offset) == (exchanged.shape, exchanged.stride(), 0)
     if view.value.dtype != x.dtype or view.rows or not (part.is_whole or transposed):
         return mode.product(products.GROUPED, x, view, offs)
-    return mode.grouped_linear(x, view.parameter, offs.to(torch.int32), not transposed)
+    backend = dispatch.resolve("grouped_linear", mode.impl, x.device, x.dtype)
+    call = autograd.OpCall((view.parameter, None), backend, mode.name)
+    return autograd.apply(GroupedLinearFunction, call, x, offs.to(torch.int32), not transposed)
 
 
 def _embedding(
@@ -91,7 +97,7 @@ def _embedding(
     is_parameter = mode.is_sharded(weight) if view is None else view.is_parameter
     if not is_parameter or max_norm is not None or scale_grad_by_freq or sparse:
         return None
-    return mode.embedding(input, weight, padding_idx)
+    return functional.embedding(input, weight, padding_idx, impl=mode.impl, name=mode.name)
 
 
 def _padded(

@@ -22,12 +22,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
 
-from zbkern import functional, nn, wgrad
+from zbkern import nn, wgrad
 from zbkern.conversion.intercepted_functions import HANDLERS, KEYWORDS
 from zbkern.kernels import dispatch
 from zbkern.ops import autograd
 from zbkern.ops.functions import sharded
-from zbkern.ops.functions.grouped import GroupedLinearFunction
 from zbkern.ops.functions.products import Kind, ParameterView, ProductFunction, ViewValue
 from zbkern.ops.route import within_transform
 from zbkern.ops.table import cast_product
@@ -79,8 +78,8 @@ class Interception(TorchFunctionMode):
 
     def __init__(self, name: str = "", impl: str = "auto") -> None:
         super().__init__()
-        self._name = name
-        self._impl = impl
+        self.name = name
+        self.impl = impl
         self._sharded = "torch.distributed.tensor" in sys.modules
         self._saving = _saved_tensors_hooks()
         # By id of a tensor, which is kept, so that no other gets that id meanwhile: its version and what it stands for.
@@ -209,7 +208,7 @@ class Interception(TorchFunctionMode):
         return argument if view is None else autograd.apply(ViewValue, self._call(view, view.value), view.value, view)
 
     def _call(self, view: ParameterView, x: Tensor) -> autograd.OpCall:
-        return autograd.OpCall((view.parameter,), dispatch.resolve("linear", self._impl, x.device, x.dtype), self._name)
+        return autograd.OpCall((view.parameter,), dispatch.resolve("linear", self.impl, x.device, x.dtype), self.name)
 
     def _call_on_values(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The function's result for the values of parameters and views."""
@@ -219,26 +218,12 @@ class Interception(TorchFunctionMode):
         args = (*written, *self.value(args[len(written) :]))
         return function(*args, **{key: self.value(value) for key, value in kwargs.items()})
 
-    # ---- what the handlers call
-
     def product(self, kind: Kind, x: Tensor, view: ParameterView, *options: Any) -> Tensor:
         """kind.forward(x, weight, *options), in autocast's dtype where that is on."""
         x = cast_product(kind.name, x, ())
         if torch.is_autocast_enabled(x.device.type):
             view = view.to(x.dtype)
         return autograd.apply(ProductFunction, self._call(view, x), x, kind, view, options)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return functional.linear(x, weight, bias, impl=self._impl, name=self._name)
-
-    def grouped_linear(self, x: Tensor, parameter: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-        """F.grouped_mm with a parameter: its weight.mT, or as it is where transposed."""
-        backend = dispatch.resolve("grouped_linear", self._impl, x.device, x.dtype)
-        call = autograd.OpCall((parameter, None), backend, self._name)
-        return autograd.apply(GroupedLinearFunction, call, x, ends, transposed)
-
-    def embedding(self, indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
-        return functional.embedding(indices, weight, padding_idx, impl=self._impl, name=self._name)
 
 
 def _saved_tensors_hooks() -> Any:
