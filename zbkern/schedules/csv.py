@@ -22,13 +22,14 @@ _OTHER = re.compile(r"\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|RE
 
 def write(schedule: ScheduleData, header: bool) -> str:
     """See `Schedule.to_csv`."""
-    rows, slices, own_slices = schedule.actions, schedule.slices, schedule.own_slices
+    lines = [",".join(map(_cell, row)) for row in schedule.actions]
     if not header:
-        _check_torch_has(rows, slices if not own_slices else max(own_slices, key=len))
-    cut = ", ".join(" ".join(map(str, each)) for each in own_slices or [slices])
-    above = [f"# name: {schedule.name}", *([f"# slices: {cut}"] if own_slices or len(slices) > 1 else [])]
-    lines = [",".join(map(_cell, row)) for row in rows]
-    return "\n".join([*(above if header else []), *lines]) + "\n"
+        _check_torch_has(schedule)
+        return "\n".join(lines) + "\n"
+    cuts = schedule.own_slices or (schedule.slices,)
+    cut = ", ".join(" ".join(map(str, each)) for each in cuts)
+    above = [f"# name: {schedule.name}", *([] if cuts == ((1,),) else [f"# slices: {cut}"])]
+    return "\n".join([*above, *lines]) + "\n"
 
 
 def read(text: str) -> ScheduleData:
@@ -60,13 +61,13 @@ def _cell(action: Action) -> str:
     return text.replace(action.kind, _TO_TORCH.get(action.kind, action.kind))
 
 
-def _check_torch_has(rows: Rows, slices: Sequence[int]) -> None:
-    if len(slices) > 1:
+def _check_torch_has(schedule: ScheduleData) -> None:
+    if any(len(each) > 1 for each in (schedule.slices, *schedule.own_slices)):
         raise ScheduleError(
             "to_csv: torch has no slices of sequences, and the schedule has; leave header=False out, or use a schedule "
             "without them"
         )
-    for action in (action for row in rows for action in row):
+    for action in (action for row in schedule.actions for action in row):
         if action.part is not None or action.kind not in _TO_TORCH:
             raise ScheduleError(
                 f"to_csv: torch has no parts of W, and no actions that offload, load or recompute, and the schedule "

@@ -22,7 +22,7 @@ def excerpt(schedule: ScheduleData, rank: int, index: int) -> str:
     """The part of the grid around one action, which stands in brackets. Works for schedules that cannot run."""
     slots = _slots(schedule)
     marked = slots[rank][index] if slots[rank] else 0
-    cells = _cells(schedule, slots)
+    cells = cells_of(schedule, slots)
     if slots[rank]:
         cells[rank][marked] = f"[{cells[rank][marked]}]"
     first, stop = max(0, marked - _EXCERPT_SLOTS), marked + _EXCERPT_SLOTS + 1
@@ -32,11 +32,6 @@ def excerpt(schedule: ScheduleData, rank: int, index: int) -> str:
         [*(["..."] if first else []), *row[first:stop], *(["..."] if stop < len(row) else [])] for row in cells[shown]
     ]
     return "\n".join(lines(cut_out, column, widths(cells)[1], shown.start))
-
-
-def cells_of(schedule: ScheduleData) -> list[list[str]]:
-    """What stands in the grid, by rank and slot."""
-    return _cells(schedule, _slots(schedule))
 
 
 def widths(cells: Sequence[Sequence[str]]) -> tuple[int, int]:
@@ -78,7 +73,9 @@ def _slots(schedule: ScheduleData) -> list[list[int]]:
     return slots
 
 
-def _cells(schedule: ScheduleData, slots: list[list[int]]) -> list[list[str]]:
+def cells_of(schedule: ScheduleData, slots: list[list[int]] | None = None) -> list[list[str]]:
+    """What stands in the grid, by rank and slot. slots: in which every action starts, by default as early as it can."""
+    slots = _slots(schedule) if slots is None else slots
     one_chunk_each = len(schedule.placement) == len(schedule.actions)
     width = max((row[-1] + 2 for row in slots if row), default=0)
     cells = []
