@@ -92,17 +92,17 @@ class Part:
             must = f"divide the {self.key_heads} heads of keys, or be a multiple"
         if must is not None:
             raise ValueError(f"model_costs: tensor_parallel must {must}; got {ranks}")
-        more = self.keys * max(0, ranks // self.key_heads - 1)
-        if not more:
+        added = self.keys * max(0, ranks // self.key_heads - 1)
+        if not added:
             return self
         first, *rest = self.products
         forward, backward = self.moved
         return replace(
             self,
-            products=(first._replace(outputs=first.outputs + more), *rest),
-            kept=self.kept + 1.5 * more,
-            moved=(forward + more, backward + more),
-            carried=self.carried + more,
+            products=(first._replace(outputs=first.outputs + added), *rest),
+            kept=self.kept + 1.5 * added,
+            moved=(forward + added, backward + added),
+            carried=self.carried + added,
         )
 
     @property

@@ -166,20 +166,20 @@ def _layers(setting: Setting) -> list[_Layer]:
             f"model_costs: expert_parallel must be 1 for a model without experts; got {job.expert_parallel}"
         )
     equal = {block: _blocks(block, setting) for block in dict.fromkeys(architecture.blocks)}
-    found = [_embedding(setting)]
+    layers = [_embedding(setting)]
     for number, block in enumerate(architecture.blocks):
         for layer in map(copy, equal[block]):
             layer.name = f"{architecture.names[1]}.{number}{layer.name}"
-            found.append(layer)
-    found.append(_head(architecture.names[2], setting))
+            layers.append(layer)
+    layers.append(_head(architecture.names[2], setting))
     for name in architecture.predictor_names:
-        found += _block(name, architecture.blocks[-1], setting, joined=True), _head(f"{name}.shared_head", setting)
+        layers += _block(name, architecture.blocks[-1], setting, joined=True), _head(f"{name}.shared_head", setting)
     if job.fully_shard:
-        for layer in found:
+        for layer in layers:
             layer.wait_for_shards()
-        largest = max(reversed(found), key=lambda layer: layer.whole)  # the head, where it is tied to the embedding
+        largest = max(reversed(layers), key=lambda layer: layer.whole)  # the head, where it is tied to the embedding
         largest.static += 2 * (_WIDTH + _WIDE) * largest.whole  # its own, and those of the layer before or after it
-    return found
+    return layers
 
 
 class _Layer:

@@ -89,15 +89,15 @@ def _largest(costs: ModelCosts) -> float:
 
 def _packed(costs: ModelCosts, most: float) -> list[Need]:
     """Needs of chunks that are filled up to `most`, at least the need of the largest layer, one after another."""
-    found = [Need(0.0, 0.0)]
+    chunks = [Need(0.0, 0.0)]
     shared: dict[str | None, float] = {}  # what the chunk already holds of tied layers
     for layer in costs.layers:
         before = 0.0 if layer.tied is None else shared.get(layer.tied, 0.0)
         static = max(0.0, layer.static - before)
-        grown = Need(found[-1].static + static, found[-1].activation + layer.activation)
-        if grown.total > most and found[-1].total:
+        grown = Need(chunks[-1].static + static, chunks[-1].activation + layer.activation)
+        if grown.total > most and chunks[-1].total:
             grown, before, shared = Need(layer.static, layer.activation), 0.0, {}
-            found.append(grown)
-        found[-1] = grown
+            chunks.append(grown)
+        chunks[-1] = grown
         shared[layer.tied] = max(before, layer.static)
-    return found
+    return chunks
