@@ -202,24 +202,16 @@ def test_a_closure_is_called_once_with_gradients_and_its_loss_returned() -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optimizer": nn.Linear(2, 2)}, "optimizer must be a torch.optim.Optimizer, .*; got Linear"),
-        (
-            {"optimizer": Optimizer(torch.optim.SGD([torch.ones(1)]), LocalTransport.ring(1)[0])},
-            "already; got Optimizer",
-        ),
         ({"optimizer": torch.optim.LBFGS([torch.ones(1)])}, r"LBFGS.step\(\) computes losses by a closure"),
-        ({"max_norm": 0}, "max_norm must be above 0; got 0"),
         ({"max_norm": math.nan}, "max_norm must be above 0; got nan"),
-        ({"max_norm": "1"}, "Optimizer: max_norm must be a number above 0; got '1'"),
         ({"max_norm": True}, "max_norm must be a number above 0; got True"),
         ({"timeout": -1}, "Optimizer: timeout must be a number of seconds above 0"),
         ({"timeout": math.inf}, "Optimizer: timeout must be a number of seconds above 0"),
-        ({"undo": "copy"}, r"undo must be one of \('snapshot', 'inverse', None\); got 'copy'"),
         ({"undo": "inverse", "optimizer": torch.optim.Adagrad([torch.ones(1)])}, "knows AdamW and SGD; got Adagrad"),
         ({"undo": "inverse", "optimizer": torch.optim.SGD([torch.ones(1).half()])}, "needs parameters in fp32"),
     ],
 )
-def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
+def test_arguments_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"optimizer": torch.optim.SGD([torch.ones(1)]), "pipe": LocalTransport.ring(1)[0]}
     with pytest.raises((TypeError, ValueError), match=message):
         Optimizer(**{**arguments, **changes})
