@@ -69,10 +69,10 @@ if TYPE_CHECKING:
     from zbkern.pipeline.models.export import export_adapter as export_adapter
     from zbkern.pipeline.models.export import full_weights as full_weights
     from zbkern.pipeline.models.layers import layers_of as layers_of
-    from zbkern.pipeline.models.per_sequence import per_sequence as per_sequence
-    from zbkern.pipeline.models.per_sequence import sequence_targets as sequence_targets
-    from zbkern.pipeline.models.token_loss import token_loss as token_loss
-    from zbkern.pipeline.models.token_loss import token_targets as token_targets
+    from zbkern.pipeline.models.losses import per_sequence as per_sequence
+    from zbkern.pipeline.models.losses import sequence_targets as sequence_targets
+    from zbkern.pipeline.models.losses import token_loss as token_loss
+    from zbkern.pipeline.models.losses import token_targets as token_targets
     from zbkern.pipeline.optimizer import Optimizer as Optimizer
     from zbkern.pipeline.runtime.engine import Pipeline as Pipeline
     from zbkern.pipeline.runtime.measure.profiling import profile as profile

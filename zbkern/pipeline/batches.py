@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zbkern.pipeline.models.token_loss import IGNORED, TokenTargets, token_targets
+from zbkern.pipeline.models.losses import IGNORED, TokenTargets, token_targets
 from zbkern.planning.planner.batch import BatchPlan, plan_batch, sequence_work
 from zbkern.planning.simulation.costs import Costs
 

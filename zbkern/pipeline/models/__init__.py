@@ -4,8 +4,7 @@ from zbkern.pipeline.models.cutting import cut, layer_chunks
 from zbkern.pipeline.models.deferred_logits import DeferredLogits, token_log_probs
 from zbkern.pipeline.models.export import export, export_adapter, full_weights
 from zbkern.pipeline.models.layers import Layer, layers_of
-from zbkern.pipeline.models.per_sequence import per_sequence, sequence_targets
-from zbkern.pipeline.models.token_loss import token_loss, token_targets
+from zbkern.pipeline.models.losses import per_sequence, sequence_targets, token_loss, token_targets
 
 __all__ = [
     "DeferredLogits",
