@@ -80,7 +80,7 @@ def part_of(tensor: Tensor) -> tuple[list[int], list[int]]:
 
 
 def share_out(ranks: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The keys that each rank writes; of what several ranks hold alike, the one that writes least so far.
+    """The keys that each rank writes. What several ranks hold alike is for the one that writes least so far.
 
     ranks: {key: (size, offset, size of the part)} of every rank. Raises ValueError where parts of a tensor are missing.
     """

@@ -82,7 +82,7 @@ class NamedState:
         return next((p.device for module in self._chunks.values() for p in module.parameters()), torch.device("cpu"))
 
     def boundaries(self) -> list[StepBoundary]:
-        """Those that say whether the last optimizer steps of these modules are over."""
+        """The step boundaries of these modules, which say whether their last optimizer steps are over."""
         return boundaries_of(self._chunks.values())
 
     def tensors(self) -> dict[str, Tensor]:
@@ -174,7 +174,7 @@ class NamedState:
         return targets
 
     def names(self) -> list[tuple[str, int, str]]:
-        """(name, chunk, label) of this rank's part of the model; what is one parameter has one label, others have "".
+        """(name, chunk, label) of this rank's part of the model. Names of one parameter have one label, others have "".
 
         Raises ValueError where two tensors of a chunk have one name.
         """
@@ -284,7 +284,7 @@ class NamedState:
         return unpack(local)
 
     def _name(self, chunk: int, key: str) -> str:
-        """In the whole model."""
+        """The name of a chunk's key in the whole model."""
         name = key if self._rename is None else self._rename(chunk, key)
         if not isinstance(name, str):
             raise TypeError(f"checkpoint: rename must return a string, a name in the whole model; got {name!r}")
@@ -347,7 +347,7 @@ def unpack(packed: Tensor) -> Any:
 
 
 def _set_exactly(present: dict[Any, Any], saved: dict[Any, Any], device: torch.device) -> None:
-    """Gives entries back what torch's load_state_dict has converted: dtypes, and strings."""
+    """Undoes what torch's load_state_dict has converted: dtypes, and strings."""
     for entry, value in saved.items():
         made = present.get(entry)
         if isinstance(value, Tensor) and isinstance(made, Tensor):

@@ -213,7 +213,10 @@ class Chunk(nn.Module):
         return output, encoded
 
     def _put_ending_last(self) -> None:
-        """Behind the hooks of `fully_shard`, say, and on what has wrapped the layer: these are for what is sent."""
+        """Moves the hook that ends the chunk behind all others: those of `fully_shard`, say, are for what is sent.
+
+        A layer may have been wrapped since, and the wrapper gets the hook.
+        """
         end = self.whole.get_submodule(self._end)
         if self._ending.id not in end._forward_hooks:
             self._ending.remove()
@@ -256,7 +259,7 @@ class Chunk(nn.Module):
         return self.whole(inputs_embeds=self._no_embeddings(), **side)
 
     def _encoder_outputs(self) -> Any:
-        """In the place of the encoder's forward, of which no layer is in this chunk."""
+        """What the encoder gave, for a chunk that has none of its layers and does not run its forward."""
         from transformers.modeling_outputs import MoEModelOutput
 
         if self.begins_at == self._encoder_layers:
@@ -264,7 +267,7 @@ class Chunk(nn.Module):
         return MoEModelOutput(last_hidden_state=self._flow.encoded)  # Switch Transformers read its router_logits
 
     def _no_embeddings(self) -> Tensor:
-        """In the shape of embeddings, which what blocks pass on may have one dimension more than."""
+        """A placeholder in the shape of embeddings. What blocks pass on may have one dimension more."""
         given = self._flow.tensor_like_received(self.all_layers[0])
         if given.dim() <= 3:
             return given
@@ -273,7 +276,7 @@ class Chunk(nn.Module):
         return placeholder(like, self.all_layers[0])
 
     def _explained(self, error: Exception, side: dict[str, Any]) -> ValueError | None:
-        """What to say of an error that comes of layers elsewhere; None for the model's own, and for what says it."""
+        """The error to raise in place of one that layers elsewhere cause; None for one that explains itself."""
         if isinstance(error, PlaceholderUsed):
             return self._of_another(error, side)
         if str(error).startswith("cut: "):

@@ -224,9 +224,10 @@ def _chunk(model: nn.Module, names: list[str], start: float, end: float) -> Chun
 
 
 def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
-    """Of modules outside of the layers with parameters or saved buffers of their own: the layer that they belong to.
+    """{module outside of the layers: number of the layer that it belongs to}, of those that have tensors of their own.
 
-    It is the first to run of those defined later: what is added to embeddings is defined after them, before the blocks.
+    That is the first to run of the layers defined later. What is added to embeddings is defined after them, and before
+    the blocks. Tensors are parameters and saved buffers.
     """
     numbers = {name: index for index, name in enumerate(names)}
     owners: dict[str, int] = {}
@@ -242,9 +243,9 @@ def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
 
 
 def _drop_own(module: nn.Module, prefix: str) -> list[str]:
-    """Of a module that holds layers and is therefore on every rank: its own parameters, which another chunk has.
+    """Puts placeholders in the place of the parameters of a module that holds layers, and returns their names.
 
-    Placeholders are in their place; returns their names.
+    Such a module is on every rank, and another chunk has its parameters.
     """
     dropped = []
     for name, parameter in [*module._parameters.items()]:

@@ -269,7 +269,7 @@ def _on_the_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _by_layer(chunk: Chunk) -> Iterator[dict[str, Tensor]]:
-    """Of every layer, and of what belongs to none, its tensors; a tied one under the name that it has first."""
+    """The tensors of each layer, then those that belong to none. A tied one is there once, under its first name."""
     tied = {id(parameter) for parameter in chunk.tied_parameters.values()}
     once = {name for name, _ in chunk.named_parameters()}
     others = {
@@ -321,7 +321,7 @@ def _finish_adapter(folder: Path, shards: list[Shard], config: dict[str, Any]) -
 
 
 def _free_names(count: int, taken: set[str]) -> list[str]:
-    """Of so many files of a model, none of which is taken; one file alone may be replaced."""
+    """Names for so many files of a model, none of which is taken. One file alone may be replaced."""
     if count == 1:
         return [SINGLE]
     for again in range(len(taken) + 1):

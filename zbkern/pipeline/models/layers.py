@@ -102,8 +102,7 @@ def _classes_for(config: Any) -> list[Any]:
 
 
 def shared_parameters(model: nn.Module, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Of each of these modules that shares parameters with another: {the parameter's first name in the model: its name
-    in the module}."""
+    """{module: {first name in the model: name in the module}} of the parameters that several of these modules have."""
     labels = {id(parameter): name for name, parameter in model.named_parameters()}
     holders: dict[int, dict[str, str]] = {}  # by parameter: the module, and the parameter's name in the model
     for module in names:

@@ -104,7 +104,7 @@ class _Absent(nn.Module):
         self.__dict__.update({key: value for key, value in vars(original).items() if isinstance(value, _SETTING)})
         self._name, self._flow = name, flow
         self._kind = type(original)
-        # by name, and not as modules, which would be in all names: such as the dtype of a weight in them
+        # not as submodules, whose names would be in every state dict; a forward may ask for the dtype of their weights
         self.__dict__["_inside"] = {
             **{key: Outside(child, f"{name}.{key}", flow) for key, child in original.named_children()},
             **{key: like_parameter(value, name) for key, value in original.named_parameters(recurse=False)},
@@ -170,8 +170,10 @@ class After(_Absent):
 
 
 class Zeros(_Absent):
-    """A part of a block in two chunks that the other one has: it adds nothing. outputs: 0 for a tensor, else of a tuple
-    that begins with it."""
+    """A part of a block that is in two chunks, in the one that lacks it: it adds nothing.
+
+    outputs: the length of the tuple that it gives, with zeros first; 0 where it gives a tensor.
+    """
 
     def __init__(self, original: nn.Module, name: str, flow: Flow, outputs: int) -> None:
         super().__init__(original, name, flow)
@@ -189,7 +191,7 @@ def first_tensor(inputs: Any, keywords: Any) -> Tensor:
 
 
 class Outside(_Absent):
-    """A module with parameters that belongs to a layer of another chunk, GPT-2's positions, say."""
+    """A module with parameters beside the layers, such as GPT-2's positions, that is in another chunk."""
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         return self._like(inputs, keywords)

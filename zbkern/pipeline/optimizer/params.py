@@ -52,7 +52,7 @@ def _optimizers_in(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple
 
 
 def kinds_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What its state is of: the names of its class and of those that this one inherits from."""
+    """The names of its class and of the optimizers that this one inherits from, by which states are told apart."""
     classes = [kind for kind in type(optimizer).__mro__ if issubclass(kind, torch.optim.Optimizer)]
     return [kind.__name__ for kind in classes if kind is not torch.optim.Optimizer]
 

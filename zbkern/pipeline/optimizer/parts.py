@@ -24,7 +24,7 @@ _NEEDED = {"optimizer", "kinds", "masters"}
 
 
 class Part:
-    """One torch optimizer. norm: the number of that which its gradients count in, and are clipped by."""
+    """One torch optimizer. norm: the number of the norm that its gradients count in, and are clipped by."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, norm: int) -> None:
         self.optimizer, self.norm = optimizer, norm
@@ -83,7 +83,7 @@ class Part:
             self._round_masters()
 
     def _round_masters(self) -> None:
-        """Into the model's parameters."""
+        """Rounds the masters into the model's parameters."""
         copy_([parameter for parameter, _ in self.masters], [master for _, master in self.masters])
         for parameter, master in self.masters:
             master.rounded_into = parameter._version  # type: ignore[attr-defined]
@@ -94,7 +94,7 @@ class Part:
         self._round_masters()
 
     def forget_undo(self) -> None:
-        """Frees what its last update could be taken back with."""
+        """Frees the memory that its last update could be taken back with."""
         if self.undo is not None:
             self.undo = type(self.undo)(self.optimizer)
 
@@ -158,7 +158,7 @@ def parts_of(
 
 
 def prepare_undo(parts: list[Part], undo: str | None) -> None:
-    """Gives every part what takes its steps back; none to any where one has none, as a rank's step is one.
+    """Gives every part what takes its steps back. Where one part has none, none has: a rank steps with all or waits.
 
     Raises ValueError where there is no other part.
     """

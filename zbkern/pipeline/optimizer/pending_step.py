@@ -30,7 +30,7 @@ class PendingStep:
         self.set_gradients(gradients)
 
     def set_gradients(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
-        """These from now on; none of a step that will not be done again."""
+        """Keeps these gradients from now on; none for a step that will not be done again."""
         self.gradients = gradients
         self._versions = [gradient._version for _, gradient in gradients]
 
@@ -51,7 +51,7 @@ class PendingStep:
 
     @property
     def weights(self) -> list[Tensor]:
-        """Those that it is about."""
+        """The weights that `record_weights` was given."""
         return [weight for weight, _ in self._weights]
 
     def check_values(self) -> None:

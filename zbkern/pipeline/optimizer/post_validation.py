@@ -354,7 +354,10 @@ class Optimizer(torch.optim.Optimizer):
     # ---- the protocol
 
     def _warn_of_missing(self, pipeline: Pipeline) -> None:
-        """Of one chunk of two, say, or of parameters from before `fully_shard`, which nothing but a loss shows."""
+        """Warns where the torch optimizer lacks parameters of the chunks, which only a loss would show.
+
+        It may have those of one chunk of two, say, or those from before `fully_shard`.
+        """
         known = set(map(id, self._model_parameters()))
         named = [each for module in pipeline.modules.values() for each in module.named_parameters()]
         missing = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in known]
@@ -366,7 +369,7 @@ class Optimizer(torch.optim.Optimizer):
             )
 
     def _counted_elsewhere(self, shared: Mapping[int, str]) -> set[int]:
-        """By id, the parameters of which another copy is in the norm, and their masters.
+        """The ids of parameters that have another copy in the norm, and of their masters.
 
         shared: {id: name} of parameters that have copies, also of those that come with a later group.
         """
@@ -411,7 +414,7 @@ class Optimizer(torch.optim.Optimizer):
         return all(map(math.isfinite, norms)) and min(factors) == 1
 
     def _norms(self, total: Tensor) -> tuple[list[float], list[float]]:
-        """The norms, given sums of squares, and what they have gradients multiplied by."""
+        """The norms that these sums of squares give, and the factors by which they clip gradients."""
         norms = [math.sqrt(squares) for squares in total.tolist()]
         return norms, [clip_coefficient(norm, limit) for norm, limit in zip(norms, self._limits, strict=True)]
 
