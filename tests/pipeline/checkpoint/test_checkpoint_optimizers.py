@@ -180,6 +180,9 @@ def test_what_could_not_go_on_is_refused_when_it_is_saved(tmp_path: Path, kind: 
         ),
         (KINDS["groups"], T.AdamW, "'0.weight' and '0.bias' are in one parameter group, and were saved with different"),
         (KINDS["LBFGS"], lambda p, lr: T.LBFGS(p[:2]), "LBFGS keeps one vector of all its parameters"),
+        (KINDS["SGD"], T.AdamW, "it holds the state of SGD, and the optimizer is AdamW; load it with that kind"),
+        (T.Adamax, T.AdamW, "it holds the state of Adamax, and the optimizer is AdamW"),
+        (T.AdamW, T.SGD, "it holds the state of AdamW, and the optimizer is SGD"),
     ],
 )
 def test_what_an_optimizer_cannot_take_is_refused(tmp_path: Path, saved: Any, loaded: Any, message: str) -> None:
@@ -192,6 +195,16 @@ def test_what_an_optimizer_cannot_take_is_refused(tmp_path: Path, saved: Any, lo
         checkpoint.load(tmp_path, again, other)
     assert not other.state
     torch.testing.assert_close(again.state_dict(), model().state_dict(), rtol=0, atol=0)  # nothing is loaded
+
+
+def test_a_class_takes_the_state_of_one_that_it_inherits_from(tmp_path: Path) -> None:
+    module, again = model(), model()
+    adam, adamw = T.Adam(module.parameters()), T.AdamW(again.parameters())
+    train(module, adam, range(2))
+    checkpoint.save(tmp_path, 1, module, adam)
+    checkpoint.load(tmp_path, again, adamw)
+    train(again, adamw, range(1))
+    assert adamw.state[again[0].weight]["step"] == 3
 
 
 def saved_on_two(folder: Path, alike: bool) -> dict[str, int]:
