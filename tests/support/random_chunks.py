@@ -52,6 +52,17 @@ class Twice(nn.Module):
         return torch.tanh(self.linear(torch.sin(y)))
 
 
+class Checkpointed(nn.Module):
+    """Products within a checkpoint of torch's, which compares what a forward saves when it runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Products()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 class Penalised(nn.Module):
     """Adds a loss of its own, also within a checkpoint of torch's. added: in one process, the list for what it adds."""
 
@@ -238,6 +249,7 @@ BY_TOKEN: list[Callable[[], nn.Module]] = [  # which slices of sequences may cut
     *OF_W,
     lambda: nn.Sequential(nn.LayerNorm(WIDTH), parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
     Products,
+    Checkpointed,
 ]
 IN_SLICES: list[Callable[[], nn.Module]] = [*BY_TOKEN, Context, Sums, lambda: Attending(None), lambda: Attending(2)]
 OTHERS: list[Callable[[], nn.Module]] = [Hooked, Counts, Normed, Recurrent, SelfAttention]

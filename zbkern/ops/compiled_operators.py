@@ -28,6 +28,7 @@ from zbkern.ops.functions import linear as linear_functions
 from zbkern.ops.functions import sharded
 from zbkern.ops.functions._shapes import as_rows
 from zbkern.wgrad import accumulation
+from zbkern.wgrad.queue import AT_ONCE
 
 
 @torch.library.custom_op("zbkern::grouped_linear", mutates_args=())
@@ -75,7 +76,7 @@ def weight_gradient(
     if params[0] is None and params[1] is None:
         return
     scope = wgrad.current()
-    if copy and scope is not None:
+    if copy and scope is not None and scope[1] is not AT_ONCE:
         segment = [tensor.clone() for tensor in segment]
     task = TASKS[kind.partition(" ")[0]](kind, segment, params, tuple(sums))
     if scope is None:

@@ -23,6 +23,7 @@ from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target, adds_up,
 from zbkern.pipeline.transport.tensors import wait_for
 from zbkern.schedules.schedule import Schedule
 from zbkern.wgrad import WGradQueue
+from zbkern.wgrad.queue import AT_ONCE
 
 logger = logging.getLogger("zbkern")
 
@@ -139,9 +140,7 @@ class Stage:
         pairs += self.carries.gradients(microbatch)
         with _NOTHING if self.ledger is None else self.ledger.backward(key):
             if pairs:
-                # on this thread, also where no W waits
-                scope = torch.autograd.set_multithreading_enabled(False) if fused else self.queue.defer(key)
-                with scope, self.losses.during(microbatch):
+                with self.queue.defer(AT_ONCE if fused else key), self.losses.during(microbatch):
                     ends, arrived = zip(*pairs, strict=True)
                     torch.autograd.backward(ends, arrived)
                 if self.splits is None and not fused:
