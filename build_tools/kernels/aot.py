@@ -105,14 +105,11 @@ class Report:
         return found
 
 
-def reports(found: Sequence[Named], processes: int | None = None) -> Iterator[Report]:
-    """Compiles all, several at a time.
-
-    processes: None for one per core. What was found of a job is kept in `kept_in()`, by all that it depends on: a
-    second run compiles what has changed.
-    """
+def reports(found: Sequence[Named]) -> Iterator[Report]:
+    """Compiles all, one per core at a time. A job's report is kept in `kept_in()`, by all that it depends on: a second
+    run compiles what has changed."""
     files = [kept_in() / "reports" / f"{_key(named)}.json" for named in found]
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         begun = {
             file: pool.submit(_compile, named) for named, file in zip(found, files, strict=True) if not file.exists()
         }

@@ -39,7 +39,7 @@ def jobs(capability: int, everything: bool = False) -> list[Named]:
     from triton.backends.compiler import GPUTarget
 
     found: list[Named] = []
-    with machine(capability), recorded(GPUTarget("cuda", capability, 32)) as made:
+    with tiles_of(capability), recorded(GPUTarget("cuda", capability, 32)) as made:
         for name, run in all_runs() if everything else runs(capability):
             begin = len(made)
             run()
@@ -394,15 +394,6 @@ def all_runs() -> Iterator[Run]:
     for dtype, size, (causal, window), packed in itertools.product((HALF, SINGLE), sizes, masks, (False, True)):
         if size <= 128 or dtype == HALF:
             yield attention(size, dtype, causal, window, packed)
-
-
-@contextlib.contextmanager
-def machine(capability: int) -> Iterator[None]:
-    """Inside, kernels choose tiles as on a GPU of that capability, whatever GPU is here, and each call is made."""
-    from zbkern.kernels.triton.replay import replay
-
-    with replay.paused(), tiles_of(capability):
-        yield
 
 
 @contextlib.contextmanager
