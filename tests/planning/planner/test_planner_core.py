@@ -20,7 +20,6 @@ from zbkern.planning.planner.problem import (
     serial_ordering,
     within,
 )
-from zbkern.planning.planner.steadiness import at_speeds
 
 pytestmark = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 
@@ -125,7 +124,7 @@ def test_annealing_at_several_speeds(seed: int) -> None:
     """The cost is that of the same orders at all of them."""
     given = problem(seed, SLICES[0])
     start = with_cost(given, serial_ordering(given, fuse=given.may_fuse))
-    samples = at_speeds(given, 5, seed)
+    samples = annealing.at_speeds(given, 5, seed)
     found = annealing.anneal(given, start, Effort(seed, temperatures(given), 200_000, spread=1), samples)
     check(given, with_cost(given, found))
     costs = [with_cost(each, found).cost for each in samples]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from zbkern.planning.planner import native
 from zbkern.planning.planner.arguments import chunks_per_rank, placement_of
-from zbkern.planning.simulation import comparison
+from zbkern.planning.planner.published import generators_of
 from zbkern.planning.simulation.costs import Costs, checked_number
 from zbkern.planning.simulation.memory import static_of_ranks
 from zbkern.planning.simulation.timeline import Event, Timeline
@@ -26,7 +26,6 @@ PASSES = 400_000
 """How many passes a search runs where nothing else is said: about 40 ms of one native.core."""
 _SCALE = float(2**44)  # of times and memory, which the search has as whole numbers
 _KINDS = ("F", "B", "W", "BW")
-_PUBLISHED = ("one_f_one_b", "zb_h1", "zb_h2", "interleaved", "interleaved_zero_bubble", "zb_v", "v_half")
 _PACKS = (1, 2, 4)  # per rank
 
 
@@ -262,16 +261,11 @@ def _best_published(problem: _Problem, lengths: list[int]) -> tuple[str, _Found]
 @functools.lru_cache(16)
 def _published(placement: tuple[int, ...], microbatches: int) -> list[tuple[str, list[list[int]]]]:
     """Those for chunks in these places, as the rows that the compiled search reads."""
-    stages, found = max(placement) + 1, []
-    for name in _PUBLISHED:
-        try:
-            schedule = comparison.build(name, stages, microbatches, len(placement) // stages)
-        except ScheduleError:
-            continue
-        if schedule.placement == placement:
-            rows = [[n for a in row for n in (_KINDS.index(a.kind), a.chunk, a.microbatch)] for row in schedule.actions]
-            found.append((name, rows))
-    return found
+    made = [make(max(placement) + 1, microbatches) for make in generators_of(placement)]
+    return [
+        (each.name, [[n for a in row for n in (_KINDS.index(a.kind), a.chunk, a.microbatch)] for row in each.actions])
+        for each in made
+    ]
 
 
 def _plan_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -11,9 +12,6 @@ from zbkern.planning.planner.problem import Ordering, Problem, grouped, within
 
 ROUNDING = 1e-9
 """Relative: a cost this near to another one, or to a lower bound, is the same."""
-
-NEAR = 0.003
-"""Relative: orders that cost so little more than the best may be chosen for other merits."""
 
 
 class Budget:
@@ -41,26 +39,23 @@ class Incumbent:
     def __init__(self, problem: Problem, budget: Budget | None = None) -> None:
         self.problem, self.budget = problem, Budget(0) if budget is None else budget
         self.orders: Ordering | None = None
-        self.near: list[Ordering] = []  # those within 0.3% of the best that were found, the best among them
         self.bound = 0
 
-    def offer(self, orders: Ordering | None) -> None:
-        """Groups their W and computes their cost: some searches count waits that their orders do not have.
+    def offer(self, orders: Ordering | None, most: float | None = None) -> None:
+        """Takes these orders where they fit and cost less than the best, or no more than `most` where that is given.
 
-        Nothing happens where they exceed the memory. Of equals the first stays, which is a published schedule: these
-        are as even as they can be, so that a late pass delays few others.
+        Their W are grouped, and their cost is computed: some searches count waits that their orders do not have. Of
+        equals the first stays, which is a published schedule: a late pass delays few others there.
         """
         if orders is None:
             return
         found = measured(self.problem, grouped(orders) if self.problem.saves else orders)
         if found is None or not within(found[1], self.problem.limit):
             return
-        orders = found[0]
-        if self.orders is None or orders.cost < self.orders.cost * (1 - ROUNDING):
-            self.orders = orders
-        most = self.orders.cost * (1 + NEAR)
-        if orders not in self.near:
-            self.near = [near for near in (*self.near, orders) if near.cost <= most]
+        if most is None:
+            most = math.inf if self.orders is None else self.orders.cost * (1 - ROUNDING)
+        if found[0].cost <= most:
+            self.orders = found[0]
 
     @property
     def over(self) -> bool:

@@ -1,8 +1,9 @@
-"""From layers to a plan: which partition, how many chunks per rank, where they are, and in which order they run.
+"""The candidates of a plan: which partition, how many chunks per rank, where they are, and in which slices.
 
-Every candidate is a partition of the layers on a placement. Of every placement those take part whose constructive
-answer is the best; all that may be better than the best known, by their lower bounds, are searched side by side. The
-answer is never worse than a published schedule that fits, on an even or on a balanced partition: all are measured.
+For costs of chunks there is one for each choice of slices. For costs of layers every candidate is a partition of the
+layers on a placement. Of every placement those take part whose constructive answer is the best; all that may be better
+than the best known, by their lower bounds, are searched side by side. The answer is never worse than a published
+schedule that fits, on an even or on a balanced partition: all are measured.
 """
 
 from __future__ import annotations
@@ -14,45 +15,41 @@ from itertools import islice
 from zbkern import schedules
 from zbkern.planning.planner.arguments import DoesNotFit, Request, placement_of
 from zbkern.planning.planner.incumbents import Budget
-from zbkern.planning.planner.partition import Partition, balanced_partitions, busiest, even_partitions
+from zbkern.planning.planner.partition import balanced_partitions, busiest, even_partitions
 from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import Problem
-from zbkern.planning.planner.published import Published
 from zbkern.planning.planner.search import Search, most_promising
-from zbkern.planning.simulation.layers import ModelCosts
+from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.needs import least_need, shortest
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.units import amount
 
 
-class ModelSearch:
-    """A model on so many ranks: `partition`, `chunks` and `placement` are searched for where they are None."""
+class Candidates:
+    """Of a request; for layers `partition`, `chunks` and `placement` are searched for where they are None."""
 
-    def __init__(self, request: Request, model: ModelCosts, budget: Budget) -> None:
-        self._request, self._model, self._budget = request, model, budget
-        self._slices, self._limits = request.slices_to_try(), request.limits
-        self._published = Published()
-        self._balanced: dict[tuple[int, ...], list[Partition]] = {}  # partitions by placement
+    def __init__(self, request: Request, budget: Budget) -> None:
+        self._request, self._budget = request, budget
+        self._slices = request.slices_to_try()
         self._refused: list[DoesNotFit] = []
 
-    def candidates(self) -> list[Search]:
-        """The best by their constructive answers, fewest chunks first. Raises ScheduleError for none."""
+    def searches(self) -> list[Search]:
+        """Of the best by their constructive answers, fewest chunks first. Raises ScheduleError where none fits."""
         found: list[Search] = []
         for slices in self._slices:
-            found += self._candidates(slices, SETTINGS.partitions_of_slices, bool(found), self._published)
+            found += self._searches(slices, SETTINGS.partitions_of_slices, bool(found))
         if not found:
-            given = self._request.options.partition is not None
-            least = min(self._refused, key=lambda error: error.least)
-            raise least if given else self._nothing_fits(least)
+            raise self._nothing_fits()
         return found
 
     def promise(self) -> float:
         """Of the constructive answer on the most even partition, with slices of equal times; inf where none fits."""
-        return min((each.promise(0) for each in self._candidates(self._slices[0], 1, False, None)), default=math.inf)
+        found = self._searches(self._slices[0], 1, False, published=False)
+        for each in found:
+            each.construct(SETTINGS.partition_passes, shares=())
+        return min((each.promise(0) for each in found), default=math.inf)
 
-    def _candidates(
-        self, slices: tuple[int, ...], most: int, others: bool, published: Published | None
-    ) -> list[Search]:
+    def _searches(self, slices: tuple[int, ...], most: int, others: bool, published: bool = True) -> list[Search]:
         """The best of all placements in these slices; of every placement those of `most` partitions, with slices.
 
         others: there are others, so that the search may end here where its time is over.
@@ -67,32 +64,50 @@ class ModelSearch:
                     break  # nor is any that comes later better
                 if all(each.problem != problem for each in here):  # equal layers divided in another order
                     seed = self._request.options.seed
-                    here.append(Search(problem, self._budget, seed, published, name, partition))
-                    here[-1].construct(SETTINGS.partition_passes, shares=())
+                    here.append(Search(problem, self._budget, seed, name, partition, published))
+                    if partition is not None:
+                        here[-1].construct(SETTINGS.partition_passes, shares=())
                     here = sorted(here, key=lambda each: each.reached)[: 3 * SETTINGS.partitions]
             candidates += dict.fromkeys([*here[:1], *most_promising(here, SETTINGS.partitions)])
         return candidates
 
     def _fitting(
         self, owners: tuple[int, ...], slices: tuple[int, ...]
-    ) -> Iterator[tuple[float, tuple[float, ...], Problem]]:
-        """The partitions of which one microbatch fits, the most even first, each after the least time that it takes."""
-        work, microbatches = [*map(shortest, self._model.layers)], self._request.microbatches
-        with_least = [(microbatches * busiest(work, each, owners), each) for each in self._partitions(owners)]
-        for least, partition in sorted(with_least, key=lambda pair: pair[0]):
-            firsts = self._model.partition_of(partition)
+    ) -> Iterator[tuple[float, tuple[float, ...] | None, Problem]]:
+        """The cuts of which one microbatch fits: the least time that it takes, its partition, and its problem."""
+        for least, partition, costs in self._cuts(owners):
             try:
-                problem = self._request.problem(self._model.chunk_costs(firsts, owners), owners, slices)
-                yield least, firsts, problem
+                yield least, partition, self._request.problem(costs, owners, slices)
             except DoesNotFit as error:
                 self._refused.append(error)
+
+    def _cuts(self, owners: tuple[int, ...]) -> Iterator[tuple[float, tuple[float, ...] | None, Costs]]:
+        """Even partitions and those that are balanced within the limits, the most even first; or what is given.
+
+        The least time of each, the first layer of every chunk, and the costs of the chunks.
+        """
+        model, given = self._request.costs, self._request.options.partition
+        if isinstance(model, Costs):
+            yield 0.0, None, model
+        elif given is not None:
+            yield 0.0, tuple(given), model.chunk_costs(given, owners)
+        else:
+            microbatches, work = self._request.microbatches, [*map(shortest, model.layers)]
+            found = even_partitions(len(work), len(owners))
+            found += balanced_partitions(model, owners, microbatches, self._request.limits)
+            for least, starts in sorted((microbatches * busiest(work, each, owners), each) for each in {*found}):
+                partition = model.partition_of(starts)
+                yield least, partition, model.chunk_costs(partition, owners)
 
     def _placements(self, slices: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every placement that is asked for, or that may be good where it is not given: its name, and the rank of every
         chunk."""
-        stages, placement, layers = self._request.stages, self._request.placement, len(self._model.layers)
+        stages, placement, model = self._request.stages, self._request.placement, self._request.costs
         chunks = self._chunks_given()
-        if (chunks or 1) * stages > layers:
+        if isinstance(model, Costs):
+            yield placement_of(placement, stages, self._request.chunks_per_rank)
+            return
+        if (chunks or 1) * stages > (layers := len(model.layers)):
             raise ValueError(
                 f"plan: {stages} stages with {chunks or 1} chunks each need as many layers, and costs has {layers}: "
                 "lower stages or chunks"
@@ -120,35 +135,19 @@ class ModelSearch:
         # with more chunks in a line, a rank's would follow each other: that is for whoever asks for it
         return {"linear": 1, "v": 2}.get(placement)
 
-    def _partitions(self, owners: tuple[int, ...]) -> list[Partition]:
-        """The one that is given; or even ones, and those that are balanced within the limits."""
-        if (given := self._request.options.partition) is not None:
-            self._model.chunk_costs(given)  # which refuses what is none
-            return [tuple(map(self._model.partition_of(range(len(self._model.layers))).index, given))]
-        if owners not in self._balanced:
-            found = even_partitions(len(self._model.layers), len(owners))
-            for limits in self._limits_to_try():
-                found += balanced_partitions(self._model, owners, self._request.microbatches, limits)
-            self._balanced[owners] = list(dict.fromkeys(found))
-        return self._balanced[owners]
-
-    def _limits_to_try(self) -> list[list[float] | None]:
-        """The limit of every rank, and where there is more these shares of what 1F1B holds."""
-        layers, stages = self._model.layers, self._request.stages
-        static, held = (sum(getattr(layer, name) for layer in layers) for name in ("static", "activation"))
-        given = self._limits or [math.inf] * stages
-        tighter = [[min(limit, static / stages + share * held) for limit in given] for share in SETTINGS.shares]
-        return [self._limits, *(limits for limits in tighter if limits != given)]
-
-    def _nothing_fits(self, of_one_partition: ScheduleError) -> ScheduleError:
-        """Names what the best of all partitions needs, where that is the reason."""
-        need, unit = least_need(self._model, self._request.stages), self._model.memory_unit
-        if self._limits is None or not max(self._limits) < need.total:
-            return of_one_partition
+    def _nothing_fits(self) -> ScheduleError:
+        """Names what the best of all partitions of layers needs, where that is the reason."""
+        model, limits, stages = self._request.costs, self._request.limits, self._request.stages
+        least = min(self._refused, key=lambda error: error.least)
+        if isinstance(model, Costs) or self._request.options.partition is not None or limits is None:
+            return least
+        need, unit = least_need(model, stages), model.memory_unit
+        if max(limits) >= need.total:
+            return least
         return ScheduleError(
-            f"plan: no schedule fits memory_limit={amount(max(self._limits), unit)}: "
-            f"{need.describe(self._request.stages, unit)}, which is the smallest limit for one chunk per rank; raise "
-            "it, take more stages or smaller microbatches, or offload or recompute"
+            f"plan: no schedule fits memory_limit={amount(max(limits), unit)}: {need.describe(stages, unit)}, which is "
+            "the smallest limit for one chunk per rank; raise it, take more stages or smaller microbatches, or offload "
+            "or recompute"
         )
 
 

@@ -91,7 +91,7 @@ def _balanced(
         if len(set(placement)) < len(placement):
             balanced = (annealing.balanced(equal, *each) for each in _VARIANTS)
             found = sorted(balanced, key=lambda each: busiest(annealing.work, each, placement))
-        smaller = (annealing.smaller(found[0], in_flight) for in_flight in (_IN_FLIGHT if limits else ()))
+        smaller = (annealing.smaller(found[0], in_flight) for in_flight in _IN_FLIGHT)
         found += takewhile(bool, smaller)  # what fits does so for fewer microbatches, too
     numbers = model.partition_of(range(len(model.layers)))
     blocks = [layer for layer, number in enumerate(numbers) if number % 1 == 0]
@@ -176,7 +176,9 @@ class _Annealing:
             limit=[],
             even=0.0,
         )
-        self._limits = _scaled([min(limit * (1 + 1e-9), 2**60 / memory) for limit in limits or ()], memory)
+        # where there is more memory than 1F1B holds, the partitions are those for 1F1B's
+        enough = sum(static) / ranks + sum(layer.activation for layer in layers)
+        self._limits = _scaled([min(limit * (1 + 1e-9), enough) for limit in limits or [math.inf] * ranks], memory)
         # a chunk holds a microbatch from its F to its B: 1F1B holds as many as there are ranks in the first chunk
         self._most = [min(microbatches, ranks * (chunks - chunk) / chunks) for chunk in range(chunks)]
 

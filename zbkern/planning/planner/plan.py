@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import timeline_of
-from zbkern.planning.planner.arguments import DoesNotFit, PlanOptions, Request, Slices, placement_of, problem_of
+from zbkern.planning.planner.arguments import PlanOptions, Request, Slices, problem_of
 from zbkern.planning.planner.bounds import cost_bound
 from zbkern.planning.planner.idle_time import IdleTime, idle_time
 from zbkern.planning.planner.incumbents import ROUNDING, Budget
-from zbkern.planning.planner.model_search import ModelSearch
+from zbkern.planning.planner.model_search import Candidates
 from zbkern.planning.planner.offload import MORE_MEMORY, fit, with_fused
 from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import schedule_of
-from zbkern.planning.planner.published import MANY, Published, generators_of
-from zbkern.planning.planner.search import Search, choose, search_all
+from zbkern.planning.planner.published import MANY, generators_of
+from zbkern.planning.planner.search import choose, search_all
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.planning.simulation.memory import Limit, limits_of
@@ -155,15 +155,7 @@ def _best_numbers(request: Request) -> list[int]:
         if number > 2 * min(reached, key=reached.__getitem__, default=number):
             break
         budget = Budget(0, request.options.time_limit or math.inf)
-        try:
-            if isinstance(request.costs, ModelCosts):
-                reached[number] = ModelSearch(quick, request.costs, budget).promise()
-            else:
-                searches = _candidates(quick, request.costs, budget)
-                search_all(searches, budget)
-                reached[number] = min(each.reached for each in searches)
-        except ScheduleError:
-            continue
+        reached[number] = Candidates(quick, budget).promise()
     fitting = [number for number in sorted(reached, key=reached.__getitem__) if reached[number] < math.inf]
     return fitting[: SETTINGS.numbers_searched]
 
@@ -172,11 +164,7 @@ def _searched_slices(request: Request) -> Plan:
     """With slices as they are given."""
     costs, options = request.costs, request.options
     budget = Budget(0 if options.time_limit == 0 else request.effort, options.time_limit or math.inf)
-    if isinstance(costs, ModelCosts):
-        layers = tuple(layer.name for layer in costs.layers)
-        candidates = ModelSearch(request, costs, budget).candidates()
-    else:
-        layers, candidates = None, _candidates(request, costs, budget)
+    candidates = Candidates(request, budget).searches()
     rounds = search_all(candidates, budget, options.progress)
     found = choose(candidates, options.steady, rounds)
     assert found.best.orders is not None
@@ -191,6 +179,7 @@ def _searched_slices(request: Request) -> Plan:
             "plan: the compiled search is not here, so that this is only the best of the published schedules; install "
             "a C++ compiler, then install zbkern again"
         )
+    layers = None if isinstance(costs, Costs) else tuple(layer.name for layer in costs.layers)
     return replace(made, effort=rounds, partition=found.partition, layers=layers)
 
 
@@ -204,24 +193,6 @@ def _bound(schedule: Schedule, costs: Costs, limit: Limit, objective: str) -> fl
     """What no order of the schedule's chunks within the limit is below."""
     problem = problem_of(costs, schedule.placement, schedule.microbatches, limit, objective, schedule.slices)
     return cost_bound(problem) / problem.time_scale
-
-
-def _candidates(request: Request, costs: Costs, budget: Budget) -> list[Search]:
-    """Of the slices to try that fit. Raises ScheduleError where none do."""
-    name, owners = placement_of(request.placement, request.stages, request.chunks_per_rank)
-    found: list[Search] = []
-    refused: list[DoesNotFit] = []
-    published = Published()
-    for slices in request.slices_to_try():
-        try:
-            problem = request.problem(costs, owners, slices)
-        except DoesNotFit as error:
-            refused.append(error)
-            continue
-        found.append(Search(problem, budget, request.options.seed, published, name))
-    if not found:
-        raise min(refused, key=lambda error: error.least)
-    return found
 
 
 def _compared(timeline: Timeline, costs: Costs, limit: Limit, objective: str, bound: float) -> Plan:

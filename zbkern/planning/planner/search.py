@@ -11,17 +11,16 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from zbkern.planning.planner import native
-from zbkern.planning.planner.annealing import anneal
+from zbkern.planning.planner.annealing import anneal, at_speeds
 from zbkern.planning.planner.bounds import cost_bound
-from zbkern.planning.planner.incumbents import NEAR, ROUNDING, Budget, Incumbent
+from zbkern.planning.planner.incumbents import ROUNDING, Budget, Incumbent
 from zbkern.planning.planner.list_scheduler import Rule
 from zbkern.planning.planner.portfolio import SETTINGS, Population, add_serial, best_tried_rules, temperatures
 from zbkern.planning.planner.problem import Ordering, Problem
-from zbkern.planning.planner.published import MANY, Published
-from zbkern.planning.planner.steadiness import at_speeds, delayed
+from zbkern.planning.planner.published import MANY, published_orders
 
 _QUICK = 2  # published schedules of a V, made in no time; the others hold less, and take seconds with many ranks
-_FINALISTS = 32  # at most, so that to choose among them takes little time
+_NEAR = 0.003  # relative: so much more may orders cost that bear delays better than the best do
 
 
 class Search:
@@ -32,11 +31,11 @@ class Search:
         problem: Problem,
         budget: Budget,
         seed: int,
-        published: Published | None,
         name: str = "",
         partition: tuple[float, ...] | None = None,
+        published: bool = True,
     ) -> None:
-        """Begins with every published schedule that fits; None to begin with nothing.
+        """Begins with every published schedule that fits, or with nothing.
 
         name: of the placement. partition: of layers, if it is of any.
         """
@@ -45,7 +44,7 @@ class Search:
         self._population: Population | None = None
         self._rules: list[tuple[int, Rule]] = []
         self._tried = 0  # passes on which rules were tried
-        known = published.orders(problem.placement, problem.microbatches, len(problem.slices)) if published else ()
+        known = published_orders(problem.placement, problem.microbatches, len(problem.slices)) if published else ()
         for made, orders in enumerate(known, 1):
             self.best.offer(orders)
             if self.best.orders is not None and (not budget.left or (made >= _QUICK and problem.passes > MANY)):
@@ -100,29 +99,24 @@ class Search:
 
         Rounds end hot, and with a spread that fills every gap: this takes 0.1 to 0.8% from their cost.
         """
-        self._anneal(SETTINGS.finish_share, rounds)
+        self.best.offer(self._annealed(SETTINGS.finish_share, rounds))
 
-    def make_steady(self, rounds: int) -> None:
-        """The same where ranks are slower or faster, twice as long: it makes gaps where they are of use."""
-        self._anneal(2 * SETTINGS.finish_share, rounds, at_speeds(self.problem, SETTINGS.samples, 2 * self._seed))
+    def make_steady(self, rounds: int, most: float) -> None:
+        """The same where ranks are slower or faster, twice as long: it makes gaps where they are of use.
 
-    def _anneal(self, share: float, rounds: int, samples: Sequence[Problem] = ()) -> None:
+        What it finds is taken where its objective is no more than `most`.
+        """
+        samples = at_speeds(self.problem, SETTINGS.samples, 2 * self._seed)
+        self.best.offer(self._annealed(2 * SETTINGS.finish_share, rounds, samples), most * self.problem.time_scale)
+
+    def _annealed(self, share: float, rounds: int, samples: Sequence[Problem] = ()) -> Ordering | None:
         if self.best.orders is None or not self.best.budget.left:
-            return
+            return None
         passes = min(SETTINGS.first_round, SETTINGS.most_runs * self.problem.passes) * 2**rounds
         effort = self.best.effort(self._seed, temperatures(self.problem, *SETTINGS.finish), int(share * passes), 0)
         if samples:  # orders that cost no less may bear delays better
             effort = effort._replace(target=0)
-        self.best.offer(anneal(self.problem, self.best.orders, effort, samples))
-
-    @cached_property
-    def _samples(self) -> list[Problem]:
-        """Others than `make_steady` takes, which what it finds suits too well."""
-        return at_speeds(self.problem, SETTINGS.samples_to_choose, 2 * self._seed + 1)
-
-    def with_delays(self, orders: Ordering) -> float:
-        """Half of what the orders cost, and half of what they cost on average where ranks are slower or faster."""
-        return (orders.cost / self.problem.time_scale + delayed(self._samples, orders)) / 2
+        return anneal(self.problem, self.best.orders, effort, samples)
 
 
 def most_promising(searches: Sequence[Search], count: int) -> list[Search]:
@@ -174,23 +168,16 @@ def _describe(search: Search, rounds: int) -> str:
 def choose(searches: Sequence[Search], steady: bool, rounds: int) -> Search:
     """The search that has the best orders, of equals the first, after so many rounds.
 
-    steady: of orders within 0.3% of the best, but for those that a published schedule is better than, it is the ones
-    that are best `with_delays`, which become the best of their search. What is proven optimal stays, and a published
-    schedule that nothing is better than.
+    steady: its orders are then annealed with samples of the ranks' speeds, and may become 0.3% worse by it, but not
+    worse than a published schedule. What is proven optimal stays so, and a published schedule that nothing is better
+    than stays as it is.
     """
     reached = min(each.reached for each in searches)
     first = next(each for each in searches if each.reached <= reached * (1 + ROUNDING))
     published = min(each.published for each in searches)
     optimal = first.bound >= reached * (1 - ROUNDING)
-    if native.core is None or not steady or (optimal and reached >= published * (1 - ROUNDING)):
-        return first
-    if rounds:  # what was optimal after few is made to bear delays for as long as all others
-        first.make_steady(first.best.budget.rounds if optimal else rounds)
-    if first.reached >= published * (1 - ROUNDING):
-        return first
-    most = min(first.reached * (1 if optimal else 1 + NEAR), published) * (1 + ROUNDING)
-    found = [(orders.cost / each.problem.time_scale, each, orders) for each in searches for orders in each.best.near]
-    finalists = sorted((one for one in found if one[0] <= most), key=lambda one: one[0])[:_FINALISTS]
-    some = len(finalists) > 1
-    _, search, search.best.orders = min(finalists, key=lambda one: one[1].with_delays(one[2]) if some else 0.0)
-    return search
+    if steady and rounds and not (optimal and reached >= published * (1 - ROUNDING)):
+        # what was optimal after few rounds is made to bear delays for as long as all others
+        most = min(first.reached * (1 if optimal else 1 + _NEAR), published) * (1 + ROUNDING)
+        first.make_steady(first.best.budget.rounds if optimal else rounds, most)
+    return first

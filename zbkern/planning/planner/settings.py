@@ -62,7 +62,6 @@ class SearchSettings:
     finish: tuple[float, float] = (0.01, 0.001)  # the first and the last temperature after every round
     finish_share: float = 0.25  # of the next round; where ranks are slower or faster, twice as long
     samples: int = 16  # of the ranks' speeds, where they are slower or faster: with 8 what is found suits these alone
-    samples_to_choose: int = 32  # of the ranks' speeds, to choose among what is found
 
     chunks_per_rank: tuple[int, ...] = (1, 2, 3, 4, 6, 8)  # of layers: as many of these as there are layers
     partitions: int = 2  # of layers, for each placement: those whose constructive answer is the best
