@@ -105,8 +105,3 @@ def test_orders_that_bear_delays_are_searched_for() -> None:
     samples = at_speeds(problem, 64, 5)
     assert chosen[2].cost <= 1.003 * chosen[1].cost < 0.998 * chosen[0].cost
     assert delayed(samples, chosen[2]) < 0.996 * delayed(samples, chosen[1])
-
-
-def test_whether_to_choose_the_steadiest_is_yes_or_no() -> None:
-    with pytest.raises(TypeError, match="PlanOptions: steady must be True or False; got 1"):
-        PlanOptions(steady=1)

@@ -1,12 +1,12 @@
 """Lower bounds on the cost of any schedule of a problem.
 
-Four arguments, of which the largest number counts. Each is proven where it is written.
+Three arguments, of which the largest number counts. Each is proven where it is written.
 
-- `_chain`: the longest chain of passes that must follow each other.
 - `_work_in_between`: what a rank can do before the first pass of a chunk, and leave for after the last, is little, as
   its memory is. The rest it does in between, and another rank, or the same one, waits: it began before, and the last
   microbatch has yet to come back to it. With one rank in both parts this is idle time in warm-up and cool-down; with
-  two it is the time for which the first rank of a V waits for the last.
+  two it is the time for which the first rank of a V waits for the last. With the passes of one chunk alone it is the
+  longest chain of passes that must follow each other.
 - `_memory_over_time`: every microbatch stays in memory for a round trip at least, and memory times time is limited.
 - `_joint_warm_up_bound`: with one chunk per rank, the ranks' warm-ups are whole numbers of forwards.
 
@@ -35,7 +35,7 @@ def cost_bound(problem: Problem) -> int:
     ranks = range(problem.ranks)
     returns = _returns(problem)
     over_time = (_memory_over_time(problem, rank, returns) for rank in ranks)
-    bound = max(_chain(problem), _work_in_between(problem), *over_time)
+    bound = max(_work_in_between(problem), *over_time)
     if problem.placement == tuple(ranks) and not problem.makespan and len(problem.slices) == 1:
         bound = _joint_warm_up_bound(problem, bound)
     return bound
@@ -88,21 +88,6 @@ def _backwards_and_weights(costs: PassCosts) -> list[int]:
     return [min(backward + weight - saved, fused) for backward, weight, saved, fused in each]
 
 
-def _chain(problem: Problem) -> int:
-    """All F of a chunk, or all B, or both of the last chunk, after the passes on the way there, before those back."""
-    arrivals, forwarded, returns = _arrivals(problem), _forwarded(problem), _returns(problem)
-    falls, last = _falls(problem, -1), _backwards_and_weights(problem.by_chunk[0])[-1]
-    longest = forwards = backwards = down = 0
-    for chunk, each in enumerate(problem.by_chunk):
-        least = _backwards(each)
-        forwards, backwards = problem.microbatches * sum(each.forward), problem.microbatches * sum(least)
-        down = falls[chunk] - least[-1] + last  # from its last backward to the end
-        there_and_back = forwards + returns[chunk] + sum(least)
-        back = forwarded[chunk] + returns[chunk] + backwards
-        longest = max(longest, arrivals[chunk] + there_and_back + down, back + down)
-    return max(longest, arrivals[-1] + forwards + backwards + down)
-
-
 class _Event(NamedTuple):
     """The first F or B of a chunk, or the last one. work: the most that its rank can do before the first, or after."""
 
@@ -117,7 +102,8 @@ def _work_in_between(problem: Problem) -> int:
     The time from the start of rank `waiting` to its end is at least the sum of: the chain of passes from its start to a
     first pass, the first F or B of a chunk on rank `working`; what `working` can do neither before that nor after a
     last pass, the last F or B of a chunk there; and the chain from that to the end of `waiting`. With the makespan, the
-    time begins with chunk 0, and every rank ends within it.
+    time begins with chunk 0, and every rank ends within it. In the place of all that a rank does may be the F of a
+    chunk, its B, or both of the last chunk: none of these is before the first, or after the last.
     """
     chains = _Chains(problem)
     rows = []
@@ -125,6 +111,12 @@ def _work_in_between(problem: Problem) -> int:
         alike = _Rank.of(problem, rank)
         firsts, lasts = (_events(problem, rank, works) for works in (_before_first(alike), _after_last(alike)))
         rows.append((problem.work(rank), firsts, lasts))
+    for chunk, each in enumerate(problem.by_chunk):
+        least = _backwards(each)
+        forwards, backwards = problem.microbatches * sum(each.forward), problem.microbatches * sum(least)
+        first, last = _Event(FORWARD, chunk, 0), _Event(BACKWARD, chunk, least[-1])
+        rows += [(forwards, [first], [first]), (backwards, [_Event(BACKWARD, chunk, 0)], [last])]
+    rows.append((forwards + backwards, [first], [last]))
     most = 0
     for waiting in range(problem.ranks):
         home = problem.chunks_of[waiting][0]

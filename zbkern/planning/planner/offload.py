@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from zbkern.planning.simulation.costs import ChunkCosts, Costs
-from zbkern.planning.simulation.memory import carried_change, limits_of, static_of_ranks
+from zbkern.planning.simulation.memory import Memory, limits_of, static_of_ranks
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.slice_costs import slice_costs
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import Action, ScheduleError
 from zbkern.schedules.schedule import Schedule
-from zbkern.schedules.slices import Unit
 from zbkern.schedules.units import amount
 
 _ROUNDING = 1e-9  # relative, of a limit
@@ -153,7 +152,7 @@ class _Row:
         self._out, self._back = costs.offload_bandwidth or 0.0, costs.reload_bandwidth or 0.0
         self._slow = 1.0 + costs.copy_slowdown
         self._begun, self._ended = _spans(actions, flat)
-        self._changes = [_change(action, flat) for action in actions]
+        self._changes = list(_changes(actions, flat))
         self._now = 0.0  # memory
         self._lane_out = 0.0  # until when copies to the host run
         self._here: dict[_Held, None] = {}
@@ -283,14 +282,13 @@ class _Row:
         return min(options, key=lambda option: option[:2], default=None)
 
 
-def _change(action: Action, by_slice: Sequence[ChunkCosts]) -> float:
-    """The memory that an action takes, or frees."""
-    kind, chunk, microbatch, part = action
-    slices = len(by_slice)
-    costs = by_slice[microbatch % slices]
-    activation, held = costs.activation[chunk], costs.held[chunk]
-    change = {"F": activation, "B": held - activation, "BW": -activation, "W": -held / (part[1] if part else 1)}[kind]
-    return change + carried_change(costs, kind, chunk, Unit(0, microbatch % slices, slices))
+def _changes(actions: Sequence[Action], by_slice: Sequence[ChunkCosts]) -> Iterator[float]:
+    """The memory that every action takes, or frees."""
+    memory = Memory(by_slice)
+    for action in actions:
+        before = memory.now
+        memory.account(action)
+        yield memory.now - before
 
 
 def _spans(actions: Sequence[Action], by_slice: Sequence[ChunkCosts]) -> tuple[dict[int, _Held], dict[int, _Held]]:

@@ -45,8 +45,9 @@ _Find = Callable[[Problem, Sequence[int], int], list[tuple[int, int]]]
 def _best_of(problem: Problem, count: int, most: int, find: _Find) -> list[tuple[int, int]]:
     """Costs and numbers of the best of so many things to try, the best first.
 
-    Where all would take more than `most` passes they are tried on fewer microbatches, and first, to see which are worth
-    it, on fewer ranks. find: the best of some of these numbers, and how many of these, for a problem.
+    Where all would take more than `most` passes they are tried on fewer ranks, the best of them with all ranks on fewer
+    microbatches, and a few of those on all. find: the best of some of these numbers, and how many of these, for a
+    problem.
     """
     small = trial = problem
     if problem.passes * count > most:
@@ -58,7 +59,9 @@ def _best_of(problem: Problem, count: int, most: int, find: _Find) -> list[tuple
     numbers: Sequence[int] = range(0, count, small.passes * count // most | 1)  # odd, so that both of every choice are
     if small is not trial:
         numbers = [number for _, number in find(small, numbers, max(2, most // trial.passes))]
-    return find(trial, numbers, SETTINGS.refined_rules)
+    if trial is not problem:
+        numbers = [number for _, number in find(trial, numbers, SETTINGS.rules_on_all)]
+    return find(problem, numbers, SETTINGS.refined_rules)
 
 
 def best_tried_rules(best: Incumbent, most: int, shares: Sequence[float]) -> list[tuple[int, Rule]]:

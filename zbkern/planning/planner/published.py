@@ -20,7 +20,7 @@ MANY = 100_000
 
 
 def published_orders(placement: tuple[int, ...], microbatches: int, slices: int = 1) -> Iterator[Ordering]:
-    """The orders of every schedule with this placement (the rank of every chunk), those that are made quickest first.
+    """The orders of every schedule with this placement, the rank of every chunk.
 
     slices: of every microbatch. Where microbatches are many, schedules are made for fewer and repeat their period;
     GPipe has none, and is left out there.
@@ -42,9 +42,9 @@ def _made(placement: tuple[int, ...], microbatches: int, slices: int, index: int
     return longer(made(few), made(few + period), len(placement), few, period, microbatches)
 
 
-_ONE_CHUNK = (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h2)
+_ONE_CHUNK = (schedules.zb_h2, schedules.zb_h1, schedules.one_f_one_b, schedules.gpipe)
 _V = (schedules.zb_v, schedules.dualpipe_v, schedules.one_f_one_b_v, schedules.v_min, schedules.v_half)
-_INTERLEAVED = (schedules.interleaved, schedules.interleaved_zero_bubble)
+_INTERLEAVED = (schedules.interleaved_zero_bubble, schedules.interleaved)
 
 
 def generators_of(placement: tuple[int, ...]) -> Sequence[Callable[..., Schedule]]:

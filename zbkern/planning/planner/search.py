@@ -19,7 +19,6 @@ from zbkern.planning.planner.portfolio import SETTINGS, Population, add_serial, 
 from zbkern.planning.planner.problem import Ordering, Problem
 from zbkern.planning.planner.published import MANY, published_orders
 
-_QUICK = 2  # published schedules of a V, made in no time; the others hold less, and take seconds with many ranks
 _NEAR = 0.003  # relative: so much more may orders cost that bear delays better than the best do
 
 
@@ -45,10 +44,10 @@ class Search:
         self._rules: list[tuple[int, Rule]] = []
         self._tried = 0  # passes on which rules were tried
         known = published_orders(problem.placement, problem.microbatches, len(problem.slices)) if published else ()
-        for made, orders in enumerate(known, 1):
+        for orders in known:
             self.best.offer(orders)
-            if self.best.orders is not None and (not budget.left or (made >= _QUICK and problem.passes > MANY)):
-                break
+            if self.best.orders is not None and (problem.passes > MANY or not budget.left):
+                break  # to make one takes up to a second
         self.published = self.reached  # by a published schedule
 
     @cached_property
