@@ -301,7 +301,6 @@ def test_without_the_compiled_core_orders_are_measured_as_with_it(monkeypatch: p
             ValueError,
             "every rank below 4 3 times, .* chunks can be left out",
         ),
-        ((None, 4, 8), {}, TypeError, r"costs must be a zbkern\.pipeline\.Costs or ModelCosts; got NoneType"),
         ((Costs(), 2, 0), {}, ValueError, "microbatches"),
         ((Costs(), 2.0, 4), {}, TypeError, "stages"),
         ((Costs(), 10**20, 8), {}, ValueError, "must be at most 10000000 passes; .*: lower stages, "),
