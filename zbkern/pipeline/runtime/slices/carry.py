@@ -71,11 +71,6 @@ class Carry:
         """The first tokens of the slices that have begun, with the end of the last, and which of them this one is."""
         return self._sequence.starts, self._index
 
-    @property
-    def keys(self) -> set[Hashable]:
-        """The keys of all that slices of the sequence have appended and kept so far."""
-        return {*self._sequence.ends, *(key for key, _ in self._sequence.states)}
-
     def __contains__(self, storage: object) -> bool:
         """Whether a storage, by its key, is a buffer of the sequence."""
         return any(storage_key(buffer) == storage for buffer in self._sequence.buffers.values())
