@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -199,6 +200,36 @@ def test_a_process_that_ends_long_before_its_peer_does_not_abort(tmp_path: Path)
     command = [sys.executable, "-c", LEAVES_FIRST]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)]) for rank in range(2)]
     assert [rank.wait(60) for rank in ranks] == [0, 0]
+
+
+LEFT_BEHIND = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from zbkern.pipeline import Pipeline, schedules
+
+rank, folder, fault = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
+pipe = Pipeline(torch.nn.Linear(2, 2), schedules.zb_h1(2, 4), torch.nn.functional.mse_loss)
+pipe.step(torch.ones(4, 2), torch.ones(4, 2))
+pipe.gather(rank)
+time.sleep(1 + (1 - rank))  # until messages have left
+if rank == 1:
+    os.kill(os.getpid(), getattr(signal, fault))
+open(folder + "/ends", "w").write(str(time.time()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+def test_a_process_ends_soon_though_its_peer_is_gone_or_frozen(tmp_path: Path, fault: str) -> None:
+    command = [sys.executable, "-c", LEFT_BEHIND]
+    first, second = (subprocess.Popen([*command, str(rank), str(tmp_path), fault]) for rank in range(2))
+    try:
+        assert first.wait(120) == 0
+        assert time.time() - float((tmp_path / "ends").read_text()) < 20
+    finally:
+        second.kill()
+        second.wait()
 
 
 RAISES = """
