@@ -19,7 +19,17 @@ import zbkern
 from tests.support.chunks import gradients_of, results_on_threads
 from tests.support.programs import block, blocks
 from zbkern import __main__
-from zbkern.pipeline import checkpoint, layers_of, schedules
+from zbkern.pipeline import (
+    Optimizer,
+    Pipeline,
+    Schedule,
+    checkpoint,
+    cut,
+    layers_of,
+    schedules,
+    token_loss,
+    token_targets,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / name for name in ("models.md", "planning.md")]
@@ -28,9 +38,9 @@ WIDTH = 8
 
 def save_llama(folder: Path) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0", reason="the page is about transformers 5")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 61, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=28, num_key_value_heads=2)
-    config.tie_word_embeddings = True
+    from tests.support.small_models import DECODER
+
+    config = transformers.LlamaConfig(**{**DECODER, "num_hidden_layers": 28, "tie_word_embeddings": True})
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
@@ -94,30 +104,37 @@ def run_page(folder: str) -> tuple[str, bool, int]:
         return *told, min(int(name.split(".")[2]) for name in chunk.state_dict() if ".layers." in name)
 
 
+def states_after(
+    code: str, model: nn.Module, schedule: Schedule, loss_fn: Any, rate: float, names: dict[str, Any], **options: Any
+) -> dict[str, torch.Tensor]:
+    """The state of the model once two ranks have run a block of the page. options: of the Optimizer."""
+
+    def of_rank(transport: Any) -> dict[str, torch.Tensor]:
+        chunks = [zbkern.convert(chunk) for chunk in cut(copy.deepcopy(model), schedule, rank=transport.rank)]
+        with Pipeline(chunks, schedule, loss_fn, transport, timeout=60) as pipe:
+            optimizer = Optimizer(torch.optim.SGD(nn.ModuleList(chunks).parameters(), rate), pipe, **options)
+            exec(code, {"torch": torch, "chunks": chunks, "pipe": pipe, "optimizer": optimizer, **names})
+            optimizer.validate()
+        return {name: value for chunk in chunks for name, value in chunk.state_dict().items()}
+
+    return {name: value for state in results_on_threads(2, of_rank) for name, value in state.items()}
+
+
 @pytest.mark.parametrize("slices", [1, 2])
 def test_a_policy_is_trained_as_in_one_process(slices: int) -> None:
     from tests.support import small_models
 
     names: dict[str, Any] = {}
     exec(block(PAGES[0], "def policy_loss"), names)
-    steps = block(PAGES[0], "old = pipe.forward")
-    model, (rows, mask, _) = small_models.make("llama").double(), small_models.batch()
-    plain, schedule = copy.deepcopy(model), zbkern.pipeline.schedules.one_f_one_b(2, 2, slices=slices)
+    model, (rows, mask, _) = small_models.make("llama"), small_models.batch()
+    plain, schedule = copy.deepcopy(model), schedules.one_f_one_b(2, 2, slices=slices)
     chosen = mask.clone()
     chosen[:, :2] = 0
-    advantages = torch.tensor([[1.0], [-2.0], [0.5], [3.0]], dtype=torch.float64)[: len(rows)]
-
-    def of_rank(transport: Any) -> Any:
-        chunks = zbkern.pipeline.cut(copy.deepcopy(model), schedule, rank=transport.rank)
-        chunks = [zbkern.convert(chunk) for chunk in chunks]
-        with zbkern.pipeline.Pipeline(chunks, schedule, names["policy_loss"], transport, timeout=60) as pipe:
-            inner = torch.optim.SGD(nn.ModuleList(chunks).parameters(), lr=0.3)
-            own = {"torch": torch, "pipe": pipe, "optimizer": zbkern.pipeline.Optimizer(inner, pipe)}
-            own |= {"schedule": schedule, "chosen": chosen, "advantages": advantages}
-            exec(steps, own | {"batch": {"input_ids": rows, "attention_mask": mask}})
-            own["optimizer"].validate()
-        return {name: value for chunk in chunks for name, value in chunk.state_dict().items()}
-
+    advantages = torch.tensor([[1.0], [-2.0], [0.5], [3.0]], dtype=torch.float64)
+    given = {"schedule": schedule, "chosen": chosen, "advantages": advantages}
+    given["batch"] = {"input_ids": rows, "attention_mask": mask}
+    steps = block(PAGES[0], "old = pipe.forward")
+    found = states_after(steps, model, schedule, names["policy_loss"], 0.3, given)
     optimizer, old = torch.optim.SGD(plain.parameters(), lr=0.3), None
     follows = chosen[:, 1:] == 1
     for _ in range(2):
@@ -130,7 +147,6 @@ def test_a_policy_is_trained_as_in_one_process(slices: int) -> None:
         means = [some[counts].mean() for some, counts in zip(gain, follows, strict=True)]
         (-torch.stack(means).mean()).backward()
         optimizer.step()
-    found = {name: value for state in results_on_threads(2, of_rank) for name, value in state.items()}
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
 
@@ -138,23 +154,14 @@ def test_a_policy_is_trained_as_in_one_process(slices: int) -> None:
 def test_a_bias_balances_experts_as_in_one_process() -> None:
     from tests.support import small_models
 
-    (code,) = (code for code in blocks(PAGES[0]) if "e_score_correction_bias" in code)
-    model, speed = small_models.make("deepseek_v3"), 0.05
+    code, speed = block(PAGES[0], "e_score_correction_bias"), 0.05
+    model = small_models.make("deepseek_v3")
     plain = copy.deepcopy(model)
     inputs = torch.randint(3, 60, (3, 8, 6), generator=torch.Generator().manual_seed(0))
-    schedule = zbkern.pipeline.schedules.zb_v(2, 4)
-    targets = [zbkern.pipeline.token_targets(rows, 4) for rows in inputs]
-
-    def of_rank(transport: Any) -> dict[str, torch.Tensor]:
-        chunks = zbkern.pipeline.cut(copy.deepcopy(model), schedule, rank=transport.rank)
-        with zbkern.pipeline.Pipeline(chunks, schedule, zbkern.pipeline.token_loss, transport, timeout=60) as pipe:
-            inner = torch.optim.SGD(nn.ModuleList(chunks).parameters(), lr=0.1)
-            optimizer = zbkern.pipeline.Optimizer(inner, pipe, max_norm=0.5)
-            names = {"torch": torch, "chunks": chunks, "pipe": pipe, "optimizer": optimizer}
-            exec(code.replace("1e-3", str(speed)), names | {"batches": zip(inputs, targets, strict=True)})
-            optimizer.validate()
-        return {name: value for chunk in chunks for name, value in chunk.state_dict().items()}
-
+    targets = [token_targets(rows, 4) for rows in inputs]
+    given = {"batches": [*zip(inputs, targets, strict=True)]}
+    code = code.replace("1e-3", str(speed))
+    found = states_after(code, model, schedules.zb_v(2, 4), token_loss, 0.1, given, max_norm=0.5)
     counts: dict[Any, list[torch.Tensor]] = {}
     for part in plain.modules():
         if hasattr(part, "e_score_correction_bias"):
@@ -164,14 +171,13 @@ def test_a_bias_balances_experts_as_in_one_process() -> None:
     for rows, own in zip(inputs, targets, strict=True):
         optimizer.zero_grad()
         for part, target in zip(rows.chunk(4), own, strict=True):
-            (zbkern.pipeline.token_loss(plain(part, use_cache=False).logits, target) / 4).backward()
+            (token_loss(plain(part, use_cache=False).logits, target) / 4).backward()
         for router, chosen in counts.items():
             each = torch.cat(chosen).bincount(minlength=4).float()
             router.e_score_correction_bias += speed * (each.mean() - each).sign()
             chosen.clear()
         nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         optimizer.step()
-    found = {name: value for state in results_on_threads(2, of_rank) for name, value in state.items()}
     moved = [name for name, value in plain.named_buffers() if "bias" in name and value.any()]
     assert len(moved) == 3
     for name, value in plain.state_dict().items():
@@ -182,12 +188,12 @@ def test_a_bias_balances_experts_as_in_one_process() -> None:
 def test_a_further_token_is_predicted_as_in_one_process(kind: str) -> None:
     from tests.support import small_models
 
-    (code,) = (code for code in blocks(PAGES[0]) if "class WithMtp" in code)
+    (code,) = (each for each in blocks(PAGES[0]) if "class WithMtp" in each)
     name, sizes = next(each for each in small_models.DECODERS.values() if each[0] == kind)
     names: dict[str, Any] = {"config": small_models.config_of(name, sizes)}
-    names |= {"cut": zbkern.pipeline.cut, "schedule": zbkern.pipeline.schedules.zb_h1(1, 1)}
+    names |= {"cut": cut, "schedule": schedules.zb_h1(1, 1)}
     exec(code.replace("DeepseekV3ForCausalLM", f"{kind}ForCausalLM"), names)  # all of it, on one rank
-    zb_v, zb_h1 = zbkern.pipeline.schedules.zb_v(2, 2), zbkern.pipeline.schedules.zb_h1(3, 2)
+    zb_v, zb_h1 = schedules.zb_v(2, 2), schedules.zb_h1(3, 2)
     state = names["chunks"][0].state_dict()
     for rank in range(3):
         for chunk in names["cut"](names["model"], zb_h1, [0, 3, 6], layers=names["layers"], rank=rank):
@@ -199,7 +205,7 @@ def test_a_further_token_is_predicted_as_in_one_process(kind: str) -> None:
         nn.init.normal_(parameter, 0.1 if parameter.dim() > 1 else 1.0, 0.1)
     plain = copy.deepcopy(model)
     tokens, mask, labels = small_models.batch()
-    targets, losses = zbkern.pipeline.token_targets(labels, 2), [0.0, 0.0]
+    targets, losses = token_targets(labels, 2), [0.0, 0.0]
     for row, own, target in zip(tokens.chunk(2), mask.chunk(2), targets, strict=True):
         hidden = plain.model(input_ids=row, attention_mask=own, use_cache=False).last_hidden_state
         both = plain.mtp.enorm(plain.model.embed_tokens(row[:, 1:])), plain.mtp.hnorm(hidden[:, :-1])
@@ -208,15 +214,15 @@ def test_a_further_token_is_predicted_as_in_one_process(kind: str) -> None:
         logits = plain.lm_head(plain.mtp.norm(block[:, :-1]))
         further = row.masked_fill(own == 0, -100)[:, 2:]
         found = (
-            zbkern.pipeline.token_loss(plain.lm_head(hidden), target),
+            token_loss(plain.lm_head(hidden), target),
             nn.functional.cross_entropy(logits.flatten(0, 1), further.flatten()),
         )
         ((found[0] + 0.3 * found[1]) / 2).backward()
         losses = [losses[0] + found[0].item() / 2, losses[1] + 0.3 * found[1].item() / 2]
 
     def of_rank(transport: Any) -> Any:
-        chunks = zbkern.pipeline.cut(copy.deepcopy(model), *cuts, layers=names["layers"], rank=transport.rank)
-        with zbkern.pipeline.Pipeline(chunks, cuts[0], zbkern.pipeline.token_loss, transport, timeout=60) as pipe:
+        chunks = cut(copy.deepcopy(model), *cuts, layers=names["layers"], rank=transport.rank)
+        with Pipeline(chunks, cuts[0], token_loss, transport, timeout=60) as pipe:
             loss = pipe.step(None, targets, side={"input_ids": tokens, "attention_mask": mask})
             assert pipe.auxiliary_losses() == pytest.approx({"mtp": losses[1]}, rel=1e-12)
             assert loss is None or loss.item() == pytest.approx(losses[0], rel=1e-12)
@@ -257,22 +263,17 @@ def speech_program(folder: str) -> tuple[float | None, dict[str, torch.Tensor]]:
 def speech() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(1, 30, (4, 9), generator=generator)
-    return torch.randn(4, 400, generator=generator), labels.masked_fill(
-        torch.arange(9) >= torch.tensor([[9], [4], [6], [7]]), -100
-    )
+    behind = torch.arange(9) >= torch.tensor([[9], [4], [6], [7]])
+    return torch.randn(4, 400, generator=generator), labels.masked_fill(behind, -100)
 
 
 def save_speech(folder: Path) -> Any:
     transformers = pytest.importorskip("transformers", minversion="5.0", reason="the page is about transformers 5")
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "intermediate_size": 48,
-        "vocab_size": 30,
-    }
-    sizes |= {"conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_feat_extract_layers": 2}
-    sizes |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0, "mask_time_prob": 0.0}
+    from tests.support.small_models import SIZES
+
+    sizes = {**SIZES, "vocab_size": 30, "num_feat_extract_layers": 2, "layerdrop": 0.0, "mask_time_prob": 0.0}
+    sizes |= {"conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3)}
+    sizes |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
     quiet = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
     torch.manual_seed(0)
     config = transformers.Wav2Vec2Config(**sizes, **dict.fromkeys(quiet, 0.0), ctc_loss_reduction="mean")
@@ -328,11 +329,7 @@ def denoiser_program() -> tuple[torch.Tensor | None, dict[str, torch.Tensor], to
     torch.manual_seed(0)
     blocks_, names = [Conditioned() for _ in range(4)], {"torch": torch, "zbkern": zbkern}
     names |= {"front": Front().double(), "blocks": [each.double() for each in blocks_], "head": Head(WIDTH, 3).double()}
-    names |= {
-        "x": torch.randn(8, WIDTH).double(),
-        "time": torch.rand(8, 1).double(),
-        "noise": torch.randn(8, 3).double(),
-    }
+    names |= dict(zip(("x", "time", "noise"), torch.randn(8, WIDTH + 4).double().split((WIDTH, 1, 3), 1), strict=True))
     names |= {name: getattr(zbkern.pipeline, name) for name in ("Pipeline", "cut")}
     names["schedule"] = schedules.zb_v(2, 4)
     exec(block(PAGES[0], "class Denoiser"), names)

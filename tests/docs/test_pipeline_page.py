@@ -13,15 +13,11 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 import zbkern
-from tests.support import programs
 from tests.support.chunks import one_rank, results_on_threads
+from tests.support.programs import block, blocks
 from zbkern.pipeline import Optimizer, Pipeline, StepOptions, cut, schedules, token_loss, token_targets
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
-
-
-def blocks() -> list[str]:
-    return programs.blocks(PAGE)
 
 
 def make_chunk(number: int) -> nn.Module:
@@ -32,7 +28,7 @@ def make_chunk(number: int) -> nn.Module:
 
 def run_example(folder: str) -> tuple[int, bool]:
     """What the page's first block leaves: how many steps it did, and whether this rank has a loss."""
-    code = blocks()[0]
+    code = blocks(PAGE)[0]
     code = code.replace("dist.init_process_group()", "pass").replace('"run"', repr(folder)).replace("1000", "3")
     code = code.replace("999", "2")
     batches = [(torch.randn(16, 8), torch.randn(16, 8)) for _ in range(4)]
@@ -48,7 +44,7 @@ def test_the_example_runs(two_ranks: Any, tmp_path: Path) -> None:
 
 
 def test_a_module_adds_its_loss() -> None:
-    (code,) = [block for block in blocks() if "import add_loss" in block]
+    code = block(PAGE, "import add_loss")
     names: dict[str, Any] = {"torch": torch}
     exec(code, names)
     router, inputs = names["Router"](8, 4), torch.randn(6, 8)
@@ -77,7 +73,7 @@ def logging_example(line: str) -> str:
 
 @pytest.mark.dist
 def test_the_log_line(two_ranks: Any) -> None:
-    line = next(block for block in blocks() if "bubble_rate" in block and "print" in block)
+    line = block(PAGE, "gather_timeline().bubble_rate")
     nothing, text = two_ranks.run(logging_example, line)
     assert nothing == ""
     assert re.fullmatch(r"step 0: loss [\d.]+, norm [\d.]+, idle [\d.]+%", text)
@@ -88,12 +84,12 @@ def test_several_optimizers() -> None:
     """Embeddings, norms and the head are not the matrices' optimizer's, and a step is one of both."""
     from tests.support.small_models import batch, make
 
-    block = next(block for block in blocks() if "torch.optim.Muon" in block)
+    code = block(PAGE, "torch.optim.Muon")
     schedule = schedules.zb_h1(1, 2)
     chunks = [zbkern.convert(chunk) for chunk in cut(make("llama"), schedule, rank=0)]
     with one_rank(chunks, schedule, token_loss) as pipe:
         names: dict[str, Any] = {"torch": torch, "chunks": chunks, "pipe": pipe, "Optimizer": Optimizer}
-        exec(block, names)
+        exec(code, names)
         tokens, _, labels = batch()
         pipe.step({"input_ids": tokens}, token_targets(labels, 2))
         norms = [get_total_norm([p.grad for p in names[part]]).item() for part in ("matrices", "rest")]
@@ -115,7 +111,7 @@ def test_between_steps() -> None:
 
     from tests.support.small_models import batch, make
 
-    block = next(block for block in blocks() if "full_weights" in block)
+    code = block(PAGE, "full_weights")
     model, schedule, (tokens, _, labels) = make("gpt2"), schedules.zb_h1(2, 4), batch()
 
     def rank(transport: Any) -> Any:
@@ -128,7 +124,7 @@ def test_between_steps() -> None:
             names |= {"inputs": {"input_ids": tokens}, "targets": token_targets(labels, 4), "engine": Engine()}
             pipe.step(names["inputs"], names["targets"])
             optimizer.step()
-            exec(block, names)
+            exec(code, names)
             after = {name: p.detach().clone() for name, p in chunks[0].named_parameters()}
         return names["engine"].weights, after, names["losses"], names["held_out"]
 
@@ -146,7 +142,7 @@ def test_between_steps() -> None:
 
 def test_an_average_of_weights() -> None:
     """tests/pipeline/runtime/test_step_boundary.py reads weights of steps that are undone."""
-    code = next(block for block in blocks() if "AveragedModel" in block)
+    code = block(PAGE, "get_ema_multi_avg_fn")
     chunk, batches = make_chunk(0), [torch.randn(2, 8, 8).unbind() for _ in range(3)]
     plain, averages = copy.deepcopy(chunk), []
     with one_rank(chunk, schedules.zb_h1(1, 4)) as pipe:
@@ -174,7 +170,7 @@ def drift_example(code: str, folder: str) -> tuple[str, int]:
 
 @pytest.mark.dist
 def test_what_happened(two_ranks: Any, tmp_path: Path) -> None:
-    code = next(block for block in blocks() if "drift" in block)
+    code = block(PAGE, "drift")
     for rank, (text, samples) in enumerate(two_ranks.run(drift_example, code, str(tmp_path))):
         assert text.startswith("measured ")
         assert 8 < samples <= 12  # F, B and W of four microbatches; neighbouring W are one
@@ -183,4 +179,4 @@ def test_what_happened(two_ranks: Any, tmp_path: Path) -> None:
 
 def test_no_program_of_the_page_is_left_out() -> None:
     told = ["torchrun", "AveragedModel", "bubble_rate", "import add_loss", "torch.optim.Muon", "full_weights", "drift"]
-    assert [mark in block for mark, block in zip(told, blocks(), strict=True)] == [True] * len(told)
+    assert [mark in each for mark, each in zip(told, blocks(PAGE), strict=True)] == [True] * len(told)

@@ -19,22 +19,27 @@ MICROBATCHES, MAX_NORM = 4, 1.0
 STEEP = (2, 3, 6)  # steps whose gradients are clipped
 
 
+def block(ranks: int, rank: int, group: Any = None, seed: int = 0) -> nn.Module:
+    """The block of a model that is the same on all ranks, with this rank's share of the experts."""
+    torch.manual_seed(seed)
+    whole = zbkern.nn.Experts(WIDTH, HIDDEN, EXPERTS, bias=True, dtype=torch.float64)
+    router = zbkern.nn.Linear(WIDTH, EXPERTS, bias=False, dtype=torch.float64)
+    share = EXPERTS // ranks
+    own = zbkern.nn.Experts(WIDTH, HIDDEN, share, bias=True, dtype=torch.float64)
+    own.load_state_dict({name: p[rank * share : (rank + 1) * share] for name, p in whole.state_dict().items()})
+    return zbkern.nn.ExpertParallel(own, router, TOP_K, group)
+
+
 class Layer(nn.Module):
     """A norm, a linear and experts, of which a rank of the mesh has its share."""
 
     def __init__(self, number: int, mesh: DeviceMesh | None) -> None:
         super().__init__()
-        ranks, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
-        share = EXPERTS // ranks
+        place = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
-            self.norm, self.linear = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-            router = nn.Linear(WIDTH, EXPERTS, bias=False)
-            whole = zbkern.nn.Experts(WIDTH, HIDDEN, EXPERTS, bias=True)
-        own = zbkern.nn.Experts(WIDTH, HIDDEN, share, bias=True)
-        own.load_state_dict({name: p[rank * share : (rank + 1) * share] for name, p in whole.state_dict().items()})
-        self.double(), own.double(), router.double()
-        self.experts = zbkern.nn.ExpertParallel(own, router, TOP_K, mesh)
+            self.norm, self.linear = nn.RMSNorm(WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
+            self.experts = block(*place, mesh, seed=number)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.experts(torch.tanh(self.linear(self.norm(x))))
@@ -114,15 +119,3 @@ class OneProcess(parallel_stages.OneProcess):
         loss = nn.functional.mse_loss(self.model(inputs), targets)
         loss.backward()
         return loss.item()
-
-
-def block(ranks: int, rank: int, group: Any = None) -> nn.Module:
-    """The block of a model that is the same on all ranks, with this rank's share of the experts."""
-    torch.manual_seed(0)
-    whole = zbkern.nn.Experts(WIDTH, HIDDEN, EXPERTS, bias=True, dtype=torch.float64)
-    router = zbkern.nn.Linear(WIDTH, EXPERTS, bias=False, dtype=torch.float64)
-    share = EXPERTS // ranks
-    own = zbkern.nn.Experts(WIDTH, HIDDEN, share, bias=True, dtype=torch.float64)
-    for ours, theirs in zip(own.parameters(), whole.parameters(), strict=True):
-        ours.data.copy_(theirs.data[rank * share : (rank + 1) * share])
-    return zbkern.nn.ExpertParallel(own, router, TOP_K, group)

@@ -58,21 +58,32 @@ class Store:
         self.delay_wgrad_compute = lambda: delays
 
 
-class Linear(nn.Module):
+class Reduced(nn.Module):
+    """What all of them have: gradients that wait in a store, and what follows W."""
+
+    def __init__(self, fused: bool, delays: bool = True) -> None:
+        super().__init__()
+        self.fuse_wgrad_accumulation, self.wgrad_store, self.reduced = fused, Store(delays), 0
+
+    def hold_main_grads(self) -> None:
+        for name, weight in self.named_parameters():
+            if "weight" in name and self.fuse_wgrad_accumulation:
+                weight.main_grad = torch.zeros_like(weight)
+
+    def _trigger_wgrad_accumulation_and_reduce_hooks(self) -> None:
+        self.reduced += 1
+
+
+class Linear(Reduced):
     """te.Linear: without a bias, its bias is an empty tensor."""
 
     def __init__(
         self, inputs: int, outputs: int, bias: bool, fused: bool = False, delays: bool = True, fp8: bool = False
     ) -> None:
-        super().__init__()
+        super().__init__(fused, delays)
         self.fp8 = fp8
         self.weight = nn.Parameter(torch.randn(outputs, inputs))
         self.bias = nn.Parameter(torch.randn(outputs)) if bias else torch.empty(0)
-        self.fuse_wgrad_accumulation, self.wgrad_store = fused, Store(delays)
-        self.reduced = 0
-
-    def _trigger_wgrad_accumulation_and_reduce_hooks(self) -> None:
-        self.reduced += 1
 
     def forward(self, x: Tensor) -> Tensor:
         return Product.apply(x, self.weight, self.bias, self)
@@ -116,22 +127,6 @@ class Mlp(torch.autograd.Function):
                 module.wgrad_store.put([given, gradient], function)
             apart.append(gradient.sum(0) if bias.requires_grad and not weight.requires_grad else None)
         return dhidden @ w1, None, apart[1], None, apart[0], None
-
-
-class Reduced(nn.Module):
-    """What all of them have of gradients that wait."""
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.fuse_wgrad_accumulation, self.wgrad_store, self.reduced = fused, Store(True), 0
-
-    def hold_main_grads(self) -> None:
-        for name, weight in self.named_parameters():
-            if "weight" in name and self.fuse_wgrad_accumulation:
-                weight.main_grad = torch.zeros_like(weight)
-
-    def _trigger_wgrad_accumulation_and_reduce_hooks(self) -> None:
-        self.reduced += 1
 
 
 class LayerNormMLP(Reduced):
