@@ -105,7 +105,7 @@ class _Run:
             if any(action.kind in COPIES for action in row)
         }
         self._previous: list[Action | None] = [None] * len(self._rows)
-        self._eager: list[deque[Action]] | None = None  # the pending W of every rank, oldest first
+        self._eager: list[deque[Action]] = []  # the pending W of every rank, oldest first; empty where W are planned
 
     def fill_eagerly(self, parts: int, limits: Sequence[float]) -> None:
         self._rows = [[action for action in row if action.kind != "W"] for row in self._rows]
@@ -115,14 +115,14 @@ class _Run:
 
     def timeline(self) -> Timeline:
         for rank, action in order_of_running(self._rows, len(self._schedule.placement)):
-            arrived = self._arrival(action)
-            if self._eager is not None and action.kind != "W":
+            travel = self._of(action.microbatch).communication
+            _, arrived = arrival(action, self._ends, travel, self._schedule.placement)
+            if self._eager:
                 self._fill(rank, self._eager[rank], action, arrived)
             self._execute(rank, action, arrived)
-        if self._eager is not None:
-            for rank, pending in enumerate(self._eager):
-                while pending:
-                    self._execute(rank, pending.popleft())
+        for rank, pending in enumerate(self._eager):
+            while pending:
+                self._execute(rank, pending.popleft())
         events = tuple(tuple(row) for row in self._events)
         peak = tuple(memory.peak for memory in self._memory)
         copies = [tuple(self._copies[rank].events) if rank in self._copies else () for rank in range(len(self._rows))]
@@ -145,7 +145,7 @@ class _Run:
         memory.account(action)
         self._previous[rank] = action
         self._ends[result(action)] = end
-        if self._eager is not None and action.kind == "B":
+        if self._eager and action.kind == "B":
             self._eager[rank] += [action._replace(kind="W", part=part) for part in self._parts]
 
     def _length(self, rank: int, action: Action) -> float:
@@ -155,13 +155,9 @@ class _Run:
             return length / part[1]
         before = self._previous[rank]
         follows = before is not None and before.kind == "W" and before.chunk == chunk and before.part is None
-        if kind == "W" and follows and self._eager is None:
+        if kind == "W" and follows and not self._eager:
             return max(0.0, length - self._of(microbatch).merge_saving[chunk])
         return length
-
-    def _arrival(self, action: Action) -> float:
-        """When the input of an action arrives on its rank."""
-        return arrival(action, self._ends, self._of(action.microbatch).communication, self._schedule.placement)[1]
 
     def _of(self, microbatch: int) -> ChunkCosts:
         return self._costs[microbatch % len(self._costs)]
@@ -170,8 +166,7 @@ class _Run:
         """Runs pending W: as many as must free their memory for an F to fit, then until the input arrives."""
         memory, events = self._memory[rank], self._events[rank]
         costs, unit = self._of(action.microbatch), self._schedule.units[action.microbatch]
-        taken = costs.activation[action.chunk]
-        taken += carried_change(costs, action.kind, action.chunk, unit)
+        taken = costs.activation[action.chunk] + carried_change(costs, action.kind, action.chunk, unit)
         limit = self._limits[rank] - taken if action.kind == "F" else float("inf")
         while pending and (memory.now > limit or events[-1].end < arrived):
             self._execute(rank, pending.popleft())
