@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,10 +18,7 @@ from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.units import TIME_UNITS
 
-SIZES = (
-    *("tensor_parallel", "expert_parallel", "context_parallel", "data_parallel", "sequence", "microbatch_size"),
-    *("fp8", "fully_shard", "halves"),
-)
+SIZES = tuple(field.name for field in fields(Job))
 """What says how a model is trained: arguments of a `Job`, and options."""
 
 LAYOUT_EFFORT = 2
