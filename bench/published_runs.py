@@ -117,8 +117,15 @@ def predict(run: Mapping[str, Any], models: Mapping[str, Any] = {}, hardware: Ha
     stages = run.get("pipeline_parallel", 1)
     seconds = _passes(run, model, hardware, job) + Setting(model, hardware, job).beside(stages)
     tokens = run["microbatches"] * job.tokens / (seconds * stages * job.tensor_parallel * job.context_parallel)
-    found = tokens * model.flops(job.sequence, masked=False) / 1e12 if "FLOP" in run["unit"] else tokens
+    found = tokens * flops_of_a_square(model, job.sequence) / 1e12 if "FLOP" in run["unit"] else tokens
     return Result(run, exactness.group(model, hardware, job), found)
+
+
+def flops_of_a_square(model: Architecture, sequence: int) -> float:
+    """Per token, of a training step whose attention has no mask, as Megatron-LM counts."""
+    cores = [part.core for part in model.parts if part.core]
+    masked = sum(core.flops(sequence) for core in cores)
+    return model.flops(sequence) + 3 * (sum(2 * (core.width * sequence + core.state) for core in cores) - masked)
 
 
 def _passes(run: Mapping[str, Any], model: Architecture, hardware: Hardware, job: Job) -> float:

@@ -72,11 +72,9 @@ class Architecture:
         tables = (1 if self.tied else 2) * self.vocabulary * self.features
         return tables + sum(part.parameters(active) for part in self.parts)
 
-    def flops(self, sequence: int, masked: bool = True) -> float:
-        """Of a training step per token: forward and twice that backward, nothing twice; attention as its mask leaves
-        it, or of a full square, as Megatron-LM counts."""
-        cores = [part.core for part in self.parts if part.core]
-        core = sum(each.flops(sequence) if masked else each.square(sequence) for each in cores)
+    def flops(self, sequence: int) -> float:
+        """Of a training step per token: forward and twice that backward, nothing twice."""
+        core = sum(part.core.flops(sequence) for part in self.parts if part.core)
         lookup = 0 if self.tied else self.vocabulary * self.features
         return 3 * (2 * (self.parameters(active=True) - lookup) + core)
 

@@ -45,10 +45,6 @@ class Core(NamedTuple):
         pairs = (seen * (seen + 1) / 2 + (sequence - seen) * seen) / sequence  # keys per query, mean over the sequence
         return 2 * (self.width * ((seen + 1) / 2 if self.chunked else pairs) + self.state)
 
-    def square(self, sequence: int) -> float:
-        """The same without a mask, as Megatron-LM counts it."""
-        return 2 * (self.width * sequence + self.state)
-
 
 @dataclass(frozen=True)
 class Experts:
