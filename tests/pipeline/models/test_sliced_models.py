@@ -62,6 +62,17 @@ def test_checkpointing_masks_of_other_shapes_and_layers_without_cache() -> None:
     assert "chunk 0 cannot take its sequences in slices" in told(forgetful)
 
 
+def test_checkpointing_that_is_switched_on_later() -> None:
+    """Attention that takes no mask would be that of each slice by itself."""
+    schedule, (arguments, labels) = schedules.one_f_one_b(1, 2, slices=2), rows_of("plain")
+    (chunk,) = cut(make("llama"), schedule, rank=0)
+    with one_rank(chunk, schedule, token_loss) as pipe:
+        pipe.step(arguments, token_targets(labels, 2))
+        chunk.whole.gradient_checkpointing_enable()
+        with pytest.raises(PipelineError, match="reads no cache with gradient checkpointing"):
+            pipe.step(arguments, token_targets(labels, 2))
+
+
 def test_packed_rows_that_a_family_does_not_take() -> None:
     """ALiBi is added to masks of padding alone: packed rows end in an error of the library's in slices."""
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}

@@ -231,6 +231,9 @@ class Chunk(nn.Module):
             refuse_unknown(self.whole, self._known_arguments, side)
             side = {"use_cache": False, **side} | ({"output_router_logits": False} if self._routers else {})
             if carry is not None:
+                layers = map(self.get_submodule, self.layer_names)
+                if any(getattr(layer, "gradient_checkpointing", False) for layer in layers):
+                    self.check_sliceable()  # it was switched on since, and layers would read no earlier slice
                 side = sliced_cache().arguments_of_slice(self.whole, side, carry)
             elif side.get("position_ids") is not None:
                 if self._needs_masks is None:
