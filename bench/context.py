@@ -32,19 +32,26 @@ QUARTER = 0.25
 
 
 class Case(NamedTuple):
-    """How a model is trained beside the pipeline."""
+    """How a model is trained: stages, and the parallelism beside them."""
 
     stages: int
-    parallel: dict[str, int]
+    job: Job
     hides_messages: bool = False  # of experts, as their authors do
+
+    def setting(self, name: str, gpu: str, **sizes: Any) -> Setting:
+        """sizes: of the Job, in place of the case's."""
+        hardware = load_hardware(gpu)
+        if self.hides_messages:
+            hardware = replace(hardware, exposed_share=0.0, hiding_share=1.0)
+        return Setting(load_architecture(CONFIGURATIONS / f"{name}.json"), hardware, replace(self.job, **sizes))
 
 
 CASES = {
-    "llama-3-8b": Case(11, {"tensor_parallel": 8}),
-    "llama-3-70b": Case(9, {"tensor_parallel": 8}),
-    "llama-3-405b": Case(16, {"tensor_parallel": 8, "data_parallel": 8}),
-    "deepseek-v3": Case(16, {"tensor_parallel": 4, "expert_parallel": 64, "data_parallel": 16}, True),
-    "gpt-oss-120b": Case(7, {"tensor_parallel": 8, "expert_parallel": 32, "data_parallel": 4}),
+    "llama-3-8b": Case(11, Job(tensor_parallel=8)),
+    "llama-3-70b": Case(9, Job(tensor_parallel=8)),
+    "llama-3-405b": Case(16, Job(tensor_parallel=8, data_parallel=8)),
+    "deepseek-v3": Case(16, Job(tensor_parallel=4, expert_parallel=64, data_parallel=16), True),
+    "gpt-oss-120b": Case(7, Job(tensor_parallel=8, expert_parallel=32, data_parallel=4)),
 }
 HEAD = [
     *("model", "p, m", "tokens", "limit", "1F1B", "interleaved", "Seq1F1B"),
@@ -57,16 +64,10 @@ def rows(gpu: str, names: list[str], tokens: list[int], per_stage: list[int], ef
         yield figures(name, gpu, length, each, effort)
 
 
-def setting_of(name: str, gpu: str, tokens: int) -> Setting:
-    case, hardware = CASES[name], load_hardware(gpu)
-    if case.hides_messages:
-        hardware = replace(hardware, exposed_share=0.0, hiding_share=1.0)
-    return Setting(load_architecture(CONFIGURATIONS / f"{name}.json"), hardware, Job(tokens, **case.parallel))
-
-
 def figures(name: str, gpu: str, tokens: int, microbatches_per_stage: int, effort: int) -> dict[str, Any]:
     """One row of the table; times in ms, memory in bytes."""
-    case, setting = CASES[name], setting_of(name, gpu, tokens)
+    case = CASES[name]
+    setting = case.setting(name, gpu, sequence=tokens)
     costs, stages, microbatches = setting.costs, case.stages, microbatches_per_stage * case.stages
     baseline = _fastest(costs, "one_f_one_b", stages, microbatches, None)
     assert baseline is not None

@@ -13,29 +13,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench import context, report
+from bench.context import Case
 from zbkern.pipeline import plan
 from zbkern.planning.command.answer import published_timelines
-from zbkern.planning.cost_model.architecture import load_architecture
-from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.model_costs import Job
 from zbkern.reporting import markdown_table
-
-CONFIGURATIONS = Path(__file__).parent / "configurations"
-
-
-class Case(NamedTuple):
-    """How a model is trained: stages, and the parallelism beside them."""
-
-    stages: int
-    job: Job
-    hides_messages: bool = False  # of experts, as their authors do
-
 
 CASES = {
     "llama-3-8b": Case(8, Job(8192)),
@@ -48,16 +34,10 @@ CASES = {
 }
 
 
-def setting_of(name: str, gpu: str) -> Setting:
-    case, hardware = CASES[name], load_hardware(gpu)
-    if case.hides_messages:
-        hardware = replace(hardware, exposed_share=0.0, hiding_share=1.0)
-    return Setting(load_architecture(CONFIGURATIONS / f"{name}.json"), hardware, case.job)
-
-
 def figures(name: str, gpu: str, microbatches_per_stage: int, memory: float, effort: int) -> dict[str, Any]:
     """One row of the table; times in ms, memory in bytes."""
-    case, setting = CASES[name], setting_of(name, gpu)
+    case = CASES[name]
+    setting = case.setting(name, gpu)
     costs, microbatches = setting.costs, microbatches_per_stage * case.stages
     unlimited = {each.schedule.name: each for each in published_timelines(costs, case.stages, microbatches, None)}
     baseline = unlimited["one_f_one_b"]
@@ -66,7 +46,7 @@ def figures(name: str, gpu: str, microbatches_per_stage: int, memory: float, eff
     fitting = [each for each in published if max(each.peak_memory) <= limit * (1 + 1e-9)]
     best = min(fitting, key=lambda each: each.cost)
     found = plan(costs, case.stages, microbatches, memory_limit=limit, effort=effort)
-    finer = setting._replace(job=replace(case.job, halves=True))
+    finer = case.setting(name, gpu, halves=True)
     halves = plan(finer.costs, case.stages, microbatches, memory_limit=limit, effort=effort)
     blocks = costs.layers[1 : 1 + len(setting.architecture.blocks)]
     return {

@@ -166,8 +166,8 @@ def of_layout(row: dict[str, Any]) -> Setting:
 @pytest.mark.parametrize(
     ("name", "setting_of"),
     [
-        ("models", lambda row: models.setting_of(row["model"], "h100")),
-        ("context", lambda row: context.setting_of(row["model"], "h100", row["tokens"])),
+        ("models", lambda row: models.CASES[row["model"]].setting(row["model"], "h100")),
+        ("context", lambda row: context.CASES[row["model"]].setting(row["model"], "h100", sequence=row["tokens"])),
         ("layouts", of_layout),
     ],
 )
