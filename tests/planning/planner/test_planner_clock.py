@@ -8,7 +8,6 @@ import pytest
 
 from zbkern.pipeline import Costs, PlanOptions, plan, schedules, simulate
 from zbkern.planning.planner import native
-from zbkern.planning.planner.incumbents import Budget
 
 COSTS = Costs(92, 90, 46, 6)
 ATTEMPTS = 3  # another process may take the core at the wrong moment, but not every time
@@ -50,9 +49,3 @@ def test_the_time_there_is_is_used() -> None:
     begin = time.perf_counter()
     found = plan(COSTS, 8, 16, 2, memory_limit=12, effort=30, options=PlanOptions(time_limit=0.5))
     assert found.optimal or time.perf_counter() - begin >= 0.45
-
-
-def test_a_budget_ends_with_its_rounds_and_without_a_clock_it_has_all_the_time() -> None:
-    assert Budget(3).left == float("inf")
-    assert [Budget(3).allows(rounds) for rounds in (0, 2, 3)] == [True, True, False]
-    assert not Budget(3, 0.0).allows(0)

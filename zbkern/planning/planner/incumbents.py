@@ -26,9 +26,6 @@ class Budget:
         """Seconds; infinite without a clock."""
         return max(0.0, self._end - time.monotonic())
 
-    def allows(self, round_: int) -> bool:
-        return round_ < self.rounds and self.left > 0
-
 
 class Incumbent:
     """The best orders of a problem found so far, None at first; `bound`: a lower bound on any cost.

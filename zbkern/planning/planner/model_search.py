@@ -18,7 +18,7 @@ from zbkern.planning.planner.incumbents import Budget
 from zbkern.planning.planner.partition import balanced_partitions, busiest, even_partitions
 from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import Problem
-from zbkern.planning.planner.search import Search, most_promising
+from zbkern.planning.planner.search import Search
 from zbkern.planning.simulation.costs import Costs
 from zbkern.planning.simulation.needs import least_need, shortest
 from zbkern.schedules.actions import ScheduleError
@@ -68,7 +68,8 @@ class Candidates:
                     if partition is not None:
                         here[-1].construct(SETTINGS.partition_passes, shares=())
                     here = sorted(here, key=lambda each: each.reached)[: 3 * SETTINGS.partitions]
-            candidates += dict.fromkeys([*here[:1], *most_promising(here, SETTINGS.partitions)])
+            promising = sorted(here, key=lambda each: each.promise(0, each.least))[: SETTINGS.partitions]
+            candidates += dict.fromkeys([*here[:1], *promising])
         return candidates
 
     def _fitting(

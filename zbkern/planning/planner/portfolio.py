@@ -94,8 +94,7 @@ def warm_start(best: Incumbent) -> Ordering | None:
     With 16 stages it mostly is at the bound, which annealing from other starts reaches late or not at all.
     """
     problem = best.problem
-    one_chunk = problem.placement == tuple(range(problem.ranks)) and len(problem.slices) == 1
-    if not one_chunk or problem.makespan or problem.fused_is_faster or problem.saves:
+    if problem.placement != tuple(range(problem.ranks)) or len(problem.slices) > 1 or problem.makespan:
         return None
     caps = warm_up_forwards(problem, cost_bound(problem)) or ()
     tried = list({rule._replace(caps=tuple(caps)): None for rule in rules_to_try(problem) if caps})

@@ -123,19 +123,14 @@ class Problem:
     def passes(self) -> int:
         return 3 * self.chunks * self.units
 
-    @property
-    def fused_is_faster(self) -> bool:
-        """Whether some fused backward is faster than its two halves."""
-        parts = ((each.fused, each.backward, each.weight) for each in self.by_chunk)
-        return any(both < b + w for each in parts for both, b, w in zip(*each, strict=True))
-
     @cached_property
     def may_fuse(self) -> bool:
         """Whether fusing a backward may gain time, or memory: B leaves more than it found, and memory is short.
 
         Otherwise B and W one right after the other do as well: both hold no more, and B's result is there sooner.
         """
-        if self.fused_is_faster:
+        parts = (zip(each.fused, each.backward, each.weight, strict=True) for each in self.by_chunk)
+        if any(both < b + w for each in parts for both, b, w in each):
             return True
         memory = [0] * self.ranks  # of all microbatches at once
         for rank, each in zip(self.placement, self.by_chunk, strict=True):

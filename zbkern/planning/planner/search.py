@@ -118,16 +118,6 @@ class Search:
         return anneal(self.problem, self.best.orders, effort, samples)
 
 
-def most_promising(searches: Sequence[Search], count: int) -> list[Search]:
-    """So many, by their promise at first. A bound takes as long as an answer: it is worked out where it may decide."""
-    found: list[Search] = []
-    for each in sorted(searches, key=lambda each: each.promise(0, each.least)):
-        if len(found) == count and each.promise(0, each.least) >= found[-1].promise(0):
-            break
-        found = sorted([*found, each], key=lambda each: each.promise(0))[:count]
-    return found
-
-
 def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[str], None] = lambda line: None) -> int:
     """All of them side by side; how many rounds were completed. progress: as in `PlanOptions`.
 
@@ -138,7 +128,7 @@ def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[s
             each.construct(SETTINGS.rule_passes // len(searches))
     first_round = SETTINGS.first_round if len(searches) == 1 else SETTINGS.first_round_of_several
     rounds = 0
-    while native.core is not None and budget.allows(rounds):
+    while native.core is not None and rounds < budget.rounds and budget.left:
         best = min(each.reached for each in searches)
         going_on = [each for each in searches if each.may_cost_less(best * (1 - ROUNDING))]
         promises = {each: each.promise(rounds) for each in going_on}
