@@ -20,6 +20,7 @@ after it all B of its microbatch are left.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -327,13 +328,8 @@ def _joint_warm_up_bound(problem: Problem, bound: int) -> int:
     By bisection: the least cost for which every rank can have some number of F before its first B without more idle
     time than that cost allows.
     """
-    if warm_up_forwards(problem, bound) is not None:
-        return bound
-    low, high = bound, bound + max(_returns(problem)) + max(each.forward[0] for each in problem.by_chunk)
-    while low + 1 < high:  # low is not possible; high is, or is as far as this looks
-        middle = (low + high) // 2
-        low, high = (low, middle) if warm_up_forwards(problem, middle) is not None else (middle, high)
-    return high if warm_up_forwards(problem, high) is not None else low
+    tried = range(bound, bound + max(_returns(problem)) + max(each.forward[0] for each in problem.by_chunk))
+    return bound + bisect_left(tried, True, key=lambda cost: warm_up_forwards(problem, cost) is not None)
 
 
 def warm_up_forwards(problem: Problem, cost: int) -> list[int] | None:

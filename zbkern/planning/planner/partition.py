@@ -87,11 +87,12 @@ def _balanced(
     equal = balanced_chunks(tuple(map(work_of, model.layers)), len(placement))
     found = [equal]
     if native.core is not None and len(placement) > 1:  # without it there is no search either
-        annealing = _Annealing(model, placement, microbatches, limits)
+        problem, (hot, even) = _problem(model, placement, microbatches, limits), _VARIANTS[0]
         if len(set(placement)) < len(placement):
-            balanced = (annealing.balanced(equal, *each) for each in _VARIANTS)
-            found = sorted(balanced, key=lambda each: busiest(annealing.work, each, placement))
-        smaller = (annealing.smaller(found[0], in_flight) for in_flight in _IN_FLIGHT)
+            balanced = (_annealed(problem._replace(limit=[], even=evenly), equal, first) for first, evenly in _VARIANTS)
+            found = sorted(balanced, key=lambda each: busiest(problem.work, each, placement))
+        shares = ([int(share * most) for most in problem.in_flight] for share in _IN_FLIGHT)
+        smaller = (_annealed(problem._replace(in_flight=each, even=even), found[0], hot) for each in shares)
         found += takewhile(bool, smaller)  # what fits does so for fewer microbatches, too
     numbers = model.partition_of(range(len(model.layers)))
     blocks = [layer for layer, number in enumerate(numbers) if number % 1 == 0]
@@ -148,60 +149,42 @@ class _Problem(NamedTuple):
     even: float
 
 
-class _Annealing:
+def _problem(
+    model: ModelCosts, placement: tuple[int, ...], microbatches: int, limits: Sequence[float] | None
+) -> _Problem:
+    """With memory for as many microbatches as 1F1B holds. Where a limit is more than that, it is that."""
+    layers, ranks, chunks = model.layers, max(placement) + 1, len(placement)
+    work = list(map(work_of, layers))
+    shared = {layer.tied: layer.static for layer in sorted(layers, key=lambda layer: layer.static)}  # the largest
+    static = [layer.static if layer.tied is None else shared[layer.tied] for layer in layers]
+    held = [max(layer.activation, layer.held) for layer in layers]
+    memory = _MEAN * ranks / (sum(held) + sum(static) or 1.0)
+    tied = {name: number for number, name in enumerate({layer.tied for layer in layers if layer.tied is not None})}
+    enough = sum(static) / ranks + sum(layer.activation for layer in layers)
+    return _Problem(
+        placement,
+        _scaled(work, _MEAN * ranks / (sum(work) or 1.0)),
+        _scaled(held, memory),
+        _scaled(static, memory),
+        [-1 if layer.tied is None else tied[layer.tied] for layer in layers],
+        # a chunk holds a microbatch from its F to its B: 1F1B holds as many as there are ranks in the first chunk
+        _scaled([min(microbatches, ranks * (chunks - chunk) / chunks) for chunk in range(chunks)], _ONE_IN_FLIGHT),
+        _scaled([min(limit * (1 + 1e-9), enough) for limit in limits or [math.inf] * ranks], memory),
+        even=0.0,
+    )
+
+
+def _annealed(problem: _Problem, start: Partition, hot: float) -> Partition:
     """Single layers go from a chunk to the one before it or behind it, at lower and lower temperatures.
 
     What becomes small grows fast with the work of a rank, slowly with that of a chunk, and with memory that is missing.
-    Of all that are passed the best has the least missing memory, then the least work of the busiest rank. It runs in
-    C++ (csrc/planner_partition.cpp).
+    Of all that are passed the best has the least missing memory, then the least work of the busiest rank. Where there
+    are limits it is empty if the start keeps them. It runs in C++ (csrc/planner_partition.cpp).
     """
-
-    def __init__(
-        self, model: ModelCosts, placement: tuple[int, ...], microbatches: int, limits: Sequence[float] | None
-    ) -> None:
-        layers, ranks, chunks = model.layers, max(placement) + 1, len(placement)
-        work = list(map(work_of, layers))
-        shared = {layer.tied: layer.static for layer in sorted(layers, key=lambda layer: layer.static)}  # the largest
-        static = [layer.static if layer.tied is None else shared[layer.tied] for layer in layers]
-        held = [max(layer.activation, layer.held) for layer in layers]
-        memory = _MEAN * ranks / (sum(held) + sum(static) or 1.0)
-        tied = {name: number for number, name in enumerate({layer.tied for layer in layers if layer.tied is not None})}
-        self._problem = _Problem(
-            placement,
-            _scaled(work, _MEAN * ranks / (sum(work) or 1.0)),
-            _scaled(held, memory),
-            _scaled(static, memory),
-            [-1 if layer.tied is None else tied[layer.tied] for layer in layers],
-            in_flight=[0] * chunks,
-            limit=[],
-            even=0.0,
-        )
-        # where there is more memory than 1F1B holds, the partitions are those for 1F1B's
-        enough = sum(static) / ranks + sum(layer.activation for layer in layers)
-        self._limits = _scaled([min(limit * (1 + 1e-9), enough) for limit in limits or [math.inf] * ranks], memory)
-        # a chunk holds a microbatch from its F to its B: 1F1B holds as many as there are ranks in the first chunk
-        self._most = [min(microbatches, ranks * (chunks - chunk) / chunks) for chunk in range(chunks)]
-
-    def balanced(self, start: Partition, hot: float, even: float) -> Partition:
-        """Of equal work, whatever it holds."""
-        return self._run(self._problem._replace(even=even), start, hot)
-
-    def smaller(self, start: Partition, in_flight: float) -> Partition:
-        """With memory for so many of the microbatches that 1F1B holds; empty where the start has it."""
-        hot, even = _VARIANTS[0]
-        in_chunks = _scaled(self._most, _ONE_IN_FLIGHT * in_flight)
-        return self._run(self._problem._replace(in_flight=in_chunks, limit=self._limits, even=even), start, hot)
-
-    def _run(self, problem: _Problem, start: Partition, hot: float) -> Partition:
-        assert native.core is not None
-        cooled = [hot * (_COLD / hot) ** (step / _TEMPERATURES) for step in range(_TEMPERATURES)]
-        effort = Effort(temperatures=_scaled(cooled, _STRAIN), work=_STEPS * (len(start) - 1) // _TEMPERATURES)
-        return tuple(native.core.anneal_partition(problem, start, effort))
-
-    @property
-    def work(self) -> list[int]:
-        """Of every layer, in the units of the compiled core."""
-        return self._problem.work
+    assert native.core is not None
+    cooled = [hot * (_COLD / hot) ** (step / _TEMPERATURES) for step in range(_TEMPERATURES)]
+    effort = Effort(temperatures=_scaled(cooled, _STRAIN), work=_STEPS * (len(start) - 1) // _TEMPERATURES)
+    return tuple(native.core.anneal_partition(problem, start, effort))
 
 
 def _scaled(amounts: Sequence[float], scale: float) -> list[int]:
