@@ -167,6 +167,6 @@ def choose(searches: Sequence[Search], steady: bool, rounds: int) -> Search:
     optimal = first.bound >= reached * (1 - ROUNDING)
     if steady and rounds and not (optimal and reached >= published * (1 - ROUNDING)):
         # what was optimal after few rounds is made to bear delays for as long as all others
-        most = min(first.reached * (1 if optimal else 1 + _NEAR), published) * (1 + ROUNDING)
+        most = min(first.reached * (1 if optimal else 1 + _NEAR) * (1 + ROUNDING), published * (1 - ROUNDING))
         first.make_steady(first.best.budget.rounds if optimal else rounds, most)
     return first
