@@ -131,7 +131,7 @@ def run(job: Job, seconds: float, limit: float, work: Path, settings: Mapping[st
     folder = work / job.folder
     folder.mkdir(parents=True, exist_ok=True)
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
     environment |= {"TRITON_INTERPRET": "0", **settings}
     command = [word.replace("{seconds}", f"{seconds:.0f}") for word in job.command]
     job.status, begin = "running", time.monotonic()
