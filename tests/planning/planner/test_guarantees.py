@@ -66,7 +66,9 @@ def test_more_effort_is_never_worse(
 
 def model(blocks: int, head: float, held: float) -> ModelCosts:
     block = [LayerCosts(f"{index}", 1.0, 1.1, 0.9, 1.0, held, output=0.1, static=0.3) for index in range(blocks)]
-    return ModelCosts((*block, LayerCosts("head", head, head, head, 0.4, 0.5, static=0.6)), 0.02, 20.0)
+    return ModelCosts(
+        (*block, LayerCosts("head", head, head, head, 0.4, 0.5, static=0.6)), latency=0.02, bandwidth=20.0
+    )
 
 
 MODELS = [(15, 2.0, 1.13, 4, 8), (22, 1.0, 0.5, 4, 12), (31, 3.0, 0.8, 8, 16)]
@@ -135,6 +137,6 @@ def test_cuts_for_1f1bs_memory_are_candidates_in_more() -> None:
 
 def test_in_a_line_there_is_one_chunk_per_rank_unless_more_are_asked_for() -> None:
     layers = tuple(LayerCosts(f"{index}", 1.0, 1.1, 0.9, 1.0, 1.2) for index in range(8))
-    found = plan(ModelCosts(layers, 0.02), 2, 6, placement="linear", memory_limit=8.0, effort=0)
+    found = plan(ModelCosts(layers, latency=0.02), 2, 6, placement="linear", memory_limit=8.0, effort=0)
     assert found.schedule.placement == (0, 1)
     assert plan(ModelCosts(layers), 2, 6, 2, "linear", effort=0).schedule.placement == (0, 0, 1, 1)

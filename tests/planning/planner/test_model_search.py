@@ -25,7 +25,9 @@ def llama(blocks: int, head: float = 2.0, latency: float = 0.02) -> ModelCosts:
     ]
     ends = {"static": 3.0, "tied": "embedding"}
     first = LayerCosts("embedding", 0.05, 0.0, 0.1, 0.1, 0.1, output=0.1, **ends)
-    return ModelCosts((first, *block, LayerCosts("head", head, head, head, 0.4, 0.5, **ends)), 20.0, latency=latency)
+    return ModelCosts(
+        (first, *block, LayerCosts("head", head, head, head, 0.4, 0.5, **ends)), bandwidth=20.0, latency=latency
+    )
 
 
 def published_on_every_split(model: ModelCosts, stages: int, microbatches: int, limit: float | None) -> float:
@@ -67,7 +69,7 @@ def test_every_plan_is_valid_and_fits(
     times: list[tuple[float, ...]], stages: int, microbatches: int, room: float, objective: str
 ) -> None:
     layers = tuple(LayerCosts(f"{index}", *each, 1.0, 1.2, static=0.3) for index, each in enumerate(times))
-    model = ModelCosts(layers, 0.1)
+    model = ModelCosts(layers, latency=0.1)
     limit = len(layers) * (0.3 + room)
     found = plan(model, stages, microbatches, memory_limit=limit, effort=0, options=PlanOptions(objective))
     found.schedule.validate()

@@ -119,9 +119,9 @@ class Setting(NamedTuple):
         copies = None if gpu.host_bandwidth is None else gpu.host_bandwidth * share / _MS
         computed = ModelCosts(
             tuple([layer.costs() for layer in _layers(self)]),
-            gpu.network_bandwidth * share / _MS,
-            pass_overhead=gpu.pass_time * _MS,
             latency=gpu.latency * _MS,
+            bandwidth=gpu.network_bandwidth * share / _MS,
+            pass_overhead=gpu.pass_time * _MS,
             offload_bandwidth=copies,
             reload_bandwidth=copies,
             copy_size=COPY_SIZE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import KW_ONLY, asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -84,6 +84,7 @@ class ModelCosts(CommonCosts):
     """
 
     layers: tuple[LayerCosts, ...]
+    _: KW_ONLY
     bandwidth: float = math.inf
     forward_overhead: float = 0.0
     pass_overhead: float = 0.0

@@ -165,9 +165,9 @@ def layer_costs(steps: Measurements) -> ModelCosts:
     latency, bandwidth = steps.link
     return ModelCosts(
         tuple(layers),
-        bandwidth,
-        overhead,
         latency=latency,
+        bandwidth=bandwidth,
+        forward_overhead=overhead,
         copy_size=costs.copy_size,
         tokens=costs.tokens,
         time_unit="ms",
