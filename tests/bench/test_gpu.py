@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, gpu_rows
+from bench import gpu, gpu_block, gpu_rows
 from bench.gpu_case import Bench, Case, Row, Sizes
 from zbkern import testing
 
@@ -211,3 +211,9 @@ def test_what_is_timed_on_a_gpu_finds_the_caches_cold(monkeypatch: pytest.Monkey
     candidates = {"one": lambda: [lambda: seen.append("run")] * 2}
     assert testing.measure(candidates, rounds=1, warmup=0, device="cuda")["one"].seconds == (0.002,)
     assert seen == ["wait", "sweep", "sleep", "event", "run", "run", "event"]
+
+
+def test_blocks_run_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert gpu_block.main(["--tiny", "--rounds", "1", "--tokens", "16", "32"]) == 0
+    assert capsys.readouterr().out.count("\n| ") == 4

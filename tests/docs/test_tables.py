@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import zbkern
-from bench import context, layouts, models
+from bench import context, gpu, layouts, models
 from zbkern.kernels import dispatch, spec
 from zbkern.pipeline import Costs, schedules, simulate
 from zbkern.planning.cost_model import exactness
@@ -138,6 +138,37 @@ def test_the_split(table_of: tuple[str, str], figures_of: str, columns: tuple[st
     found = [row[1:] for row in tables(page("performance.md"), *table_of)]
     expected = [[f"{figure[column]:.2f}" for column in columns] for figure in results("split")[figures_of]]
     assert sorted(found) == sorted(expected)
+
+
+def test_kernels_on_an_h200() -> None:
+    alone = [gpu.cells(row)[:4] for row in results("gpu_w")["rows"]]
+    rows = [row for row in map(gpu.cells, results("gpu")["rows"]) if row[0] not in {name for name, *_ in alone}]
+    shown = tables(page("performance.md"), "kernel")
+    assert shown
+    assert [row for row in shown if row not in [*alone, *(row[:4] for row in rows)]] == []
+
+
+def test_blocks_on_an_h200() -> None:
+    columns = ("torch F", "zbkern F", "torch", "zbkern", "F + B", "W", "4 W", "merged")
+    figures = results("gpu_block")
+    expected = [[f"{row['tokens']}", *(f"{row[name]:.2f}" for name in columns)] for row in figures]
+    assert tables(page("performance.md"), "tokens", "torch F") == expected
+    torch, ours, apart, merged = tables(page("../README.md"), "on an H200")
+    assert torch[1:] == [f"{row['torch']:.2f}" for row in figures]
+    assert ours[1:] == [f"{row['torch'] / row['zbkern']:.2f}" for row in figures]
+    assert apart[1:] == [f"{row['torch'] / (row['F + B'] + row['W']):.2f}" for row in figures]
+    assert merged[1:] == [f"{row['4 W'] / row['merged']:.2f}" for row in figures]
+
+
+def test_virtual_stages_on_an_h200() -> None:
+    runs = [run["schedules"] for run in results("virtual_stages")]
+    for name, *cells in tables(page("performance.md"), "schedule on four virtual stages"):
+        expected = []
+        for first, *others in runs:
+            row = next(row for row in (first, *others) if row["name"] == name)
+            expected += [f"{1e3 * row['measured']:.0f}"]
+            expected += [f"{first[kind] / row[kind]:.2f}" for kind in ("measured", "simulated")]
+        assert cells == expected, name
 
 
 def test_the_plans_for_known_models() -> None:
