@@ -94,3 +94,10 @@ def test_a_later_compiler_has_tiles_of_its_own() -> None:
     assert [tiles.attention(*case, compiler=version).warps for version in ((3, 6), (3, 8), (3, 9))] == [8, 8, 4]
     others = ("dkdv", 128, "bfloat16", 90, True), ("dkdv", 256, "bfloat16", 90), ("dkdv", 256, "bfloat16", 100, True)
     assert all(tiles.attention(*case, compiler=(3, 9)) == tiles.attention(*case) for case in others)
+
+
+@pytest.mark.parametrize(("tokens", "width", "together"), [(2048, 4096, False), (4096, 4096, True), (2048, 512, True)])
+def test_w_of_large_layers_share_a_launch_where_an_h200_was_faster_so(tokens: int, width: int, together: bool) -> None:
+    layer = [(width, width)] * 2 + [(width // 4, width)] * 2 + [(7 * width // 2, width)] * 2 + [(width, 7 * width // 2)]
+    assert tiles.share_a_launch("wgrad", layer, tokens, "bfloat16", 90, 132, True) == together
+    assert tiles.share_a_launch("wgrad", layer, tokens, "bfloat16", 80, 108, False)

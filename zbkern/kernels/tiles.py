@@ -40,6 +40,8 @@ class Tile:
 SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KB that one block may use, by compute capability (CUDA programming guide)."""
 
+_Rated = tuple[Tile, float, int]  # what a product takes with it: for each term of the reduction, and in terms
+
 # The large tile first: 128x256x64 with 3 stages and 8 warps is what reaches cuBLAS on H100. Each smaller one moves more
 # bytes per product (the factor behind it) and is taken when it fills the machine so much better.
 _HALF = (
@@ -51,7 +53,7 @@ _HALF = (
 # W of one weight on 9.0. Its epilogue adds float32, and takes as long as the last number of terms of the reduction. Six
 # stages fetch the next tile meanwhile. The numbers are fitted to both large tiles on an H200, at 1,024, 2,048 and 4,096
 # tokens. Weights that share a launch lose by it: 8 experts 10 %, all weights of a layer 7 %.
-_HALF_W = (
+_HALF_W: tuple[_Rated, ...] = (
     (Tile(128, 256, 64, warps=8, stages=3), 1.0, 610),
     (Tile(128, 128, 64, warps=8, stages=6), 1.11, 260),
     (Tile(64, 128, 64, warps=4, stages=4), 1.4, 260),
@@ -90,11 +92,6 @@ def choose(
     size = 4 if dtype == "float32" else 2
     limit = 1024 * SHARED_MEMORY.get(capability, 99)
 
-    def cost(candidate: tuple[Tile, float, int]) -> float:
-        tile, factor, epilogue = candidate
-        waves = -(-count(tile, (p, q), *others) // num_sms)
-        return waves * tile.m * tile.n * (factor * max(r, 1) + epilogue)
-
     def fits(tile: Tile) -> bool:
         wide = bulk and unit(capability) != "mma"  # mma.sync has operands in registers, too
         return (wide or tile.n < 256) and shared_memory(tile, op, size, capability) <= limit
@@ -107,7 +104,7 @@ def choose(
             return replace(fitting, k=fitting.k // 2, stages=4)
         return fitting
 
-    family: tuple[tuple[Tile, float, int], ...]
+    family: tuple[_Rated, ...]
     if dtype == "float32":
         family = _SINGLE_MMA if unit(capability) == "mma" else _SINGLE
     else:
@@ -115,7 +112,29 @@ def choose(
         family = _HALF_W if alone else _HALF
     tried = ((fitted(tile), factor, epilogue) for tile, factor, epilogue in family)
     candidates = [(tile, factor, epilogue) for tile, factor, epilogue in tried if tile is not None]
-    return min(candidates, key=cost)[0]
+    return min(candidates, key=lambda rated: _cost(rated, ((p, q), *others), r, num_sms))[0]
+
+
+def _cost(rated: _Rated, shapes: Sequence[Sequence[int]], r: int, num_sms: int) -> float:
+    tile, factor, epilogue = rated
+    waves = -(-count(tile, *shapes) // num_sms)
+    return waves * tile.m * tile.n * (factor * max(r, 1) + epilogue)
+
+
+def share_a_launch(
+    op: str, shapes: Sequence[Sequence[int]], r: int, dtype: str, capability: int, num_sms: int, bulk: bool
+) -> bool:
+    """Whether outputs of these shapes are as fast in one launch as in one each; arguments as of `choose`.
+
+    W of large layers on 9.0 may be faster apart, where each fills the machine and few terms are summed.
+    """
+    if op != "wgrad" or dtype == "float32" or unit(capability) != "wgmma" or not bulk:
+        return True
+    (p, q), *others = ((p, q) for p, q in shapes)
+    tile = choose(op, p, q, r, dtype, capability, num_sms, bulk, tuple(others))
+    together = next(rated for rated in _HALF_W if (rated[0].m, rated[0].n) == (tile.m, tile.n))
+    apart = sum(min(_cost(rated, [shape], r, num_sms) for rated in _HALF_W) for shape in shapes)
+    return _cost(together, shapes, r, num_sms) <= apart
 
 
 def unit(capability: int) -> str:

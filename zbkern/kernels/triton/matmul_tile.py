@@ -6,6 +6,7 @@ B_T. A matrix comes as a tensor descriptor, or as a pointer with the stride of i
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -234,6 +235,13 @@ def plan(
     others += ((p, q),) * (groups - 1)
     tile = tiles.choose(op, p, q, r, str(dtype).removeprefix("torch."), capability, sms, describable, others)
     return tile, min(sms, tiles.count(tile, (p, q), *others))
+
+
+def share_a_launch(
+    op: str, shapes: Sequence[Sequence[int]], r: int, dtype: torch.dtype, device: torch.device, describable: bool
+) -> bool:
+    """Whether matmuls of these shapes, over as many rows each, are as fast in one launch as in one each."""
+    return tiles.share_a_launch(op, shapes, r, str(dtype).removeprefix("torch."), *_machine(device), describable)
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -24,6 +24,7 @@ from zbkern.kernels.triton.matmul_tile import (
     plan,
     precision,
     prefetch_to_l2,
+    share_a_launch,
     store,
     tile_index,
 )
@@ -190,7 +191,9 @@ def run(op: str, products: Sequence[SumOfProducts], accumulate: bool, max_tiles:
             slots = SLOTS // 2 if kind.dtypes[0] == torch.float32 else SLOTS  # of float32, eight matmuls spill
             together = max(1, slots // kind.segments)
             for first in range(0, len(parts), together):
-                _launch(op, kind, parts[first : first + together], max_tiles)
+                batch = parts[first : first + together]
+                for launched in [batch] if _share(op, kind, batch) else [[part] for part in batch]:
+                    _launch(op, kind, launched, max_tiles)
     for product, original in zip(products, originals, strict=True):
         if product.out is not original.out:
             original.out.copy_(product.out)
@@ -225,6 +228,14 @@ def _kind(part: _Part) -> _Kind:
         reads,
         writes,
     )
+
+
+def _share(op: str, kind: _Kind, parts: Sequence[_Part]) -> bool:
+    """Whether these are one launch, and not one each."""
+    shapes = [part.result.tensor.shape for part in parts]
+    rows = max(sum(a.tensor.shape[1] for a, _ in part.factors) for part in parts)
+    device = parts[0].result.tensor.device
+    return len(parts) == 1 or share_a_launch(op, shapes, rows, kind.dtypes[0], device, kind.reads and kind.writes)
 
 
 def _launch(op: str, kind: _Kind, parts: Sequence[_Part], max_tiles: int) -> None:
