@@ -25,7 +25,7 @@ NEEDED = {
     ("cp.async.bulk.wait_group", "_product"): 3,
     ("cp.async.bulk.wait_group", "_sums"): 3,
     ("expect_tx", "_product"): 3,
-    ("expect_tx", "_sums"): 6,
+    ("expect_tx", "_sums"): 12,  # two operands in six stages
 }
 
 

@@ -114,8 +114,11 @@ def _quick(estimates: list[tuple[float, Layout]], progress: Callable[[str], None
         if plans == _PLANNED or (len(found) >= _SHOWN and estimated > fastest):
             break
         division = layout.stages, job.tensor_parallel, job.expert_parallel
-        if division in found and estimated >= _WORTH_A_PLAN * found[division][0]:
-            continue
+        if division in found:
+            seconds, other = found[division]
+            # where only the other recomputes: that is the least exact part of an estimate
+            if estimated >= seconds * (1.0 if other.recompute and not layout.recompute else _WORTH_A_PLAN):
+                continue
         progress(f"layout {plans + 1}: {name(layout)}")
         few = min(layout.microbatches, _PER_STAGE * layout.stages)
         answer = planned(replace(layout, microbatches=few, effort=0, time_limit=_SECONDS[0]))
