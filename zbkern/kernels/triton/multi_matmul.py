@@ -232,10 +232,12 @@ def _kind(part: _Part) -> _Kind:
 
 def _share(op: str, kind: _Kind, parts: Sequence[_Part]) -> bool:
     """Whether these are one launch, and not one each."""
+    if len(parts) == 1:
+        return True
     shapes = [part.result.tensor.shape for part in parts]
     rows = max(sum(a.tensor.shape[1] for a, _ in part.factors) for part in parts)
     device = parts[0].result.tensor.device
-    return len(parts) == 1 or share_a_launch(op, shapes, rows, kind.dtypes[0], device, kind.reads and kind.writes)
+    return share_a_launch(op, shapes, rows, kind.dtypes[0], device, kind.reads and kind.writes)
 
 
 def _launch(op: str, kind: _Kind, parts: Sequence[_Part], max_tiles: int) -> None:
