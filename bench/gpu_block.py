@@ -3,7 +3,8 @@
     python -m bench.gpu_block [--rounds 10] [--tokens 2048 4096 8192] [--out FOLDER]
 
 Blocks are those of the transformers library, of Llama 3 8B's size in bf16, and the same converted. Gradients are
-compared before anything is timed, and contestants take turns. A time ends when the GPU has.
+compared before anything is timed, and contestants take turns. A time ends when the GPU has, and the host's part of it
+counts, which `zbkern.testing.measure` leaves out.
 """
 
 from __future__ import annotations
