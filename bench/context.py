@@ -20,10 +20,10 @@ from zbkern.pipeline import ScheduleError, Timeline, plan, schedules, simulate
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
 from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.costs.layers import ModelCosts
+from zbkern.planning.costs.memory import static_of_ranks
 from zbkern.planning.planner import Plan
 from zbkern.planning.planner.partition import balanced_partitions, even_partitions
-from zbkern.planning.simulation.layers import ModelCosts
-from zbkern.planning.simulation.memory import static_of_ranks
 
 CONFIGURATIONS = Path(__file__).parent / "configurations"
 TOKENS = (8192, 32768, 131072, 524288)

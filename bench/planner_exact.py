@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from bench.report import add_out, write_json
 from zbkern.pipeline import Costs, plan
+from zbkern.planning.costs.chunks import ChunkCosts
 from zbkern.planning.planner.plan import EFFORT, Plan
-from zbkern.planning.simulation.costs import ChunkCosts
 from zbkern.reporting import markdown_table
 
 

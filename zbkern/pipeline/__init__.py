@@ -14,11 +14,11 @@ from zbkern.schedules.schedule import Schedule
 _HOME = {
     "BatchPlan": "zbkern.planning.planner",
     "Carry": "zbkern.pipeline.runtime.slices.carry",
-    "Costs": "zbkern.planning.simulation.costs",
+    "Costs": "zbkern.planning.costs.chunks",
     "DeferredLogits": "zbkern.pipeline.models",
     "Event": "zbkern.planning.simulation.timeline",
-    "LayerCosts": "zbkern.planning.simulation.layers",
-    "ModelCosts": "zbkern.planning.simulation.layers",
+    "LayerCosts": "zbkern.planning.costs.layers",
+    "ModelCosts": "zbkern.planning.costs.layers",
     "Optimizer": "zbkern.pipeline.optimizer",
     "Pipeline": "zbkern.pipeline.runtime.engine",
     "PipelineError": "zbkern.pipeline.transport.base",
@@ -83,13 +83,13 @@ if TYPE_CHECKING:
     from zbkern.pipeline.runtime.slices.check_slices import check_slices as check_slices
     from zbkern.pipeline.transport.base import PipelineError as PipelineError
     from zbkern.planning import draw as draw
+    from zbkern.planning.costs.chunks import Costs as Costs
+    from zbkern.planning.costs.layers import LayerCosts as LayerCosts
+    from zbkern.planning.costs.layers import ModelCosts as ModelCosts
     from zbkern.planning.planner.arguments import PlanOptions as PlanOptions
     from zbkern.planning.planner.batch import BatchPlan as BatchPlan
     from zbkern.planning.planner.batch import plan_batch as plan_batch
     from zbkern.planning.planner.plan import plan as plan
-    from zbkern.planning.simulation.costs import Costs as Costs
-    from zbkern.planning.simulation.layers import LayerCosts as LayerCosts
-    from zbkern.planning.simulation.layers import ModelCosts as ModelCosts
     from zbkern.planning.simulation.simulator import simulate as simulate
     from zbkern.planning.simulation.timeline import Event as Event
     from zbkern.planning.simulation.timeline import Timeline as Timeline

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from zbkern.pipeline.models.losses import IGNORED, TokenTargets, token_targets
+from zbkern.planning.costs.chunks import Costs
 from zbkern.planning.planner.batch import BatchPlan, plan_batch, sequence_work
-from zbkern.planning.simulation.costs import Costs
 
 
 class PlannedBatch(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 from tests.support.configurations import question_of, setting_of
 from zbkern.pipeline import LayerCosts, ModelCosts, ScheduleError, plan
 from zbkern.planning.command.answer import answer, remedies, why_not
-from zbkern.planning.simulation.needs import least_need, least_uneven, least_work
+from zbkern.planning.costs.needs import least_need, least_uneven, least_work
 
 LIMIT = 72e9
 

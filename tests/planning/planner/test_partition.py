@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbkern.pipeline import LayerCosts, ModelCosts
+from zbkern.planning.costs.memory import static_of_ranks
 from zbkern.planning.planner import native
 from zbkern.planning.planner.partition import balanced_chunks, balanced_partitions, even_partitions, work_of
-from zbkern.planning.simulation.memory import static_of_ranks
 from zbkern.schedules.layout import HALVES
 
 needs_core = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")

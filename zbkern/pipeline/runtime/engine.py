@@ -46,7 +46,7 @@ from zbkern.pipeline.transport.connect import (
     telling_on_error,
 )
 from zbkern.pipeline.transport.mailbox import described
-from zbkern.planning.simulation.costs import Costs
+from zbkern.planning.costs.chunks import Costs
 from zbkern.planning.simulation.drift import Drift, compare, in_seconds
 from zbkern.planning.simulation.timeline import Sample, Timeline
 from zbkern.schedules.program import forwards

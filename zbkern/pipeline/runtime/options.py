@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbkern.planning.simulation.costs import COPY_SIZE
+from zbkern.planning.costs.chunks import COPY_SIZE
 from zbkern.schedules.actions import check_count
 
 

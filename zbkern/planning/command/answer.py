@@ -9,6 +9,10 @@ from typing import Any
 
 from zbkern import schedules
 from zbkern.planning.command.question import Question, WrongArgument, option, spelt
+from zbkern.planning.costs.chunks import Costs
+from zbkern.planning.costs.layers import ModelCosts
+from zbkern.planning.costs.memory import exceeds, static_of_ranks
+from zbkern.planning.costs.needs import fits, least_need
 from zbkern.planning.planner import Plan, PlanOptions, plan
 from zbkern.planning.planner.annealing import measured
 from zbkern.planning.planner.arguments import chunks_per_rank, problem_of
@@ -16,10 +20,6 @@ from zbkern.planning.planner.partition import balanced_partitions, even_partitio
 from zbkern.planning.planner.plan import judged
 from zbkern.planning.planner.problem import ordering_of
 from zbkern.planning.simulation import comparison
-from zbkern.planning.simulation.costs import Costs
-from zbkern.planning.simulation.layers import ModelCosts
-from zbkern.planning.simulation.memory import exceeds, static_of_ranks
-from zbkern.planning.simulation.needs import fits, least_need
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError

@@ -20,13 +20,13 @@ from zbkern.planning import draw
 from zbkern.planning.command import from_config, launch, layouts, report
 from zbkern.planning.command.answer import answer
 from zbkern.planning.command.question import LAYOUT_EFFORT, SIZES, LayoutQuestion, Question, WrongArgument, option
+from zbkern.planning.costs.chunks import ChunkCosts, Costs
+from zbkern.planning.costs.json_file import read_text
+from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.planner import Plan
 from zbkern.planning.planner.arguments import PLACEMENTS, Slices
 from zbkern.planning.planner.plan import EFFORT
 from zbkern.planning.simulation import comparison
-from zbkern.planning.simulation.costs import ChunkCosts, Costs
-from zbkern.planning.simulation.json_file import read_text
-from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.schedules.actions import ScheduleError
 
 _ABOUT = (

@@ -15,8 +15,8 @@ from zbkern.planning.cost_model import calibration
 from zbkern.planning.cost_model.architecture import Architecture, load_architecture
 from zbkern.planning.cost_model.hardware import Hardware, load_hardware
 from zbkern.planning.cost_model.model_costs import Job, Setting
-from zbkern.planning.simulation.json_file import parse_object, read_text
-from zbkern.planning.simulation.layers import ModelCosts
+from zbkern.planning.costs.json_file import parse_object, read_text
+from zbkern.planning.costs.layers import ModelCosts
 from zbkern.schedules.layout import HALVES
 from zbkern.schedules.units import number
 

@@ -17,8 +17,8 @@ from zbkern.planning.command.answer import search as plan_of
 from zbkern.planning.command.question import SIZES, LayoutQuestion, Question, spelt
 from zbkern.planning.cost_model.exactness import how_exact
 from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.costs.needs import SAVING_CHUNKS, fits, least_need, least_work
 from zbkern.planning.planner import Plan
-from zbkern.planning.simulation.needs import SAVING_CHUNKS, fits, least_need, least_work
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.program import recomputed
 from zbkern.schedules.units import amount, number

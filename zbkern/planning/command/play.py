@@ -25,9 +25,9 @@ from zbkern.planning import draw
 from zbkern.planning.command import report
 from zbkern.planning.command.answer import search
 from zbkern.planning.command.question import Question, spelt
+from zbkern.planning.costs.chunks import Costs
+from zbkern.planning.costs.memory import exceeds
 from zbkern.planning.simulation import comparison
-from zbkern.planning.simulation.costs import Costs
-from zbkern.planning.simulation.memory import exceeds
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError
 

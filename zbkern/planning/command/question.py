@@ -10,11 +10,11 @@ from typing import NamedTuple
 from zbkern.planning.cost_model.architecture import Architecture
 from zbkern.planning.cost_model.hardware import Hardware
 from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.costs.chunks import ChunkCosts, Costs
+from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.planner.arguments import Slices, chunks_per_rank
 from zbkern.planning.planner.plan import EFFORT
 from zbkern.planning.simulation import comparison
-from zbkern.planning.simulation.costs import ChunkCosts, Costs
-from zbkern.planning.simulation.layers import ModelCosts
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.units import TIME_UNITS
 

@@ -17,10 +17,10 @@ from zbkern.planning.cost_model.architecture import Architecture
 from zbkern.planning.cost_model.exactness import how_exact
 from zbkern.planning.cost_model.hardware import Hardware
 from zbkern.planning.cost_model.model_costs import Setting
+from zbkern.planning.costs.layers import ModelCosts
+from zbkern.planning.costs.memory import exceeds, static_of_ranks
+from zbkern.planning.costs.needs import least_uneven
 from zbkern.planning.planner import Plan
-from zbkern.planning.simulation.layers import ModelCosts
-from zbkern.planning.simulation.memory import exceeds, static_of_ranks
-from zbkern.planning.simulation.needs import least_uneven
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules import grid as grids
 from zbkern.schedules.program import offloads_or_recomputes, recomputed

@@ -14,7 +14,7 @@ from typing import Any
 
 from zbkern.planning.cost_model import layer_kinds as kinds
 from zbkern.planning.cost_model.layer_kinds import Experts, Part
-from zbkern.planning.simulation.json_file import parse_object, read_text
+from zbkern.planning.costs.json_file import parse_object, read_text
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
+from zbkern.planning.costs.layers import LayerCosts, ModelCosts
 from zbkern.schedules.layout import layer_of
 from zbkern.schedules.units import TIME_UNITS
 

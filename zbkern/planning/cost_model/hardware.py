@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from zbkern.planning.cost_model.calibration import Calibration
-from zbkern.planning.simulation.costs import checked_number
-from zbkern.planning.simulation.json_file import check_fields, parse_object, read_text
+from zbkern.planning.costs.chunks import checked_number
+from zbkern.planning.costs.json_file import check_fields, parse_object, read_text
 
 TABLE = Path(__file__).parent / "hardware.json"
 _BANDWIDTH = "in bytes per second, such as 50e9 for 50 GB/s"

@@ -18,8 +18,8 @@ from zbkern.planning.cost_model.architecture import Architecture, Block
 from zbkern.planning.cost_model.expert_traffic import reached
 from zbkern.planning.cost_model.hardware import Hardware
 from zbkern.planning.cost_model.layer_kinds import Core, Experts, Part, Product
-from zbkern.planning.simulation.costs import COPY_SIZE
-from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
+from zbkern.planning.costs.chunks import COPY_SIZE
+from zbkern.planning.costs.layers import LayerCosts, ModelCosts
 from zbkern.schedules.actions import check_count
 from zbkern.schedules.layout import HALVES
 

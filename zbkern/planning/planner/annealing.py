@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
 
+from zbkern.planning.costs.memory import static_of_ranks
 from zbkern.planning.planner import native
 from zbkern.planning.planner.native import Effort, uncollected
 from zbkern.planning.planner.problem import Ordering, Problem, Rows, actions_of, schedule_of
-from zbkern.planning.simulation.memory import static_of_ranks
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import Event

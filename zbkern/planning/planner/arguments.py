@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zbkern import schedules
+from zbkern.planning.costs.chunks import Costs, checked_number
+from zbkern.planning.costs.flat import SLICE_UNIT, equal_lengths, equal_times, slice_costs
+from zbkern.planning.costs.layers import ModelCosts
+from zbkern.planning.costs.memory import Limit, limits_of, static_of_ranks
 from zbkern.planning.planner.problem import Problem, freed_memory, taken_memory
-from zbkern.planning.simulation.costs import Costs, checked_number
-from zbkern.planning.simulation.layers import ModelCosts
-from zbkern.planning.simulation.memory import Limit, limits_of, static_of_ranks
-from zbkern.planning.simulation.slice_costs import SLICE_UNIT, equal_lengths, equal_times, slice_costs
 from zbkern.schedules.actions import ScheduleError, check_count
 from zbkern.schedules.slices import slice_lengths
 from zbkern.schedules.units import amount, enough

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from zbkern.planning.costs.chunks import Costs, checked_number
+from zbkern.planning.costs.memory import static_of_ranks
 from zbkern.planning.planner import native
 from zbkern.planning.planner.arguments import chunks_per_rank, placement_of
 from zbkern.planning.planner.published import generators_of
-from zbkern.planning.simulation.costs import Costs, checked_number
-from zbkern.planning.simulation.memory import static_of_ranks
 from zbkern.planning.simulation.timeline import Event, Timeline
 from zbkern.schedules.actions import Action, ScheduleError, check_count
 from zbkern.schedules.schedule import Schedule

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zbkern.planning.simulation.costs import ChunkCosts, Costs
-from zbkern.planning.simulation.memory import Memory, static_of_ranks
-from zbkern.planning.simulation.slice_costs import slice_costs
+from zbkern.planning.costs.chunks import ChunkCosts, Costs
+from zbkern.planning.costs.flat import slice_costs
+from zbkern.planning.costs.memory import Memory, static_of_ranks
 from zbkern.planning.simulation.timeline import Event, Timeline, arrival, ends_of
 
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from zbkern import schedules
+from zbkern.planning.costs.chunks import Costs
+from zbkern.planning.costs.needs import least_need, shortest
 from zbkern.planning.planner.arguments import DoesNotFit, Request, placement_of
 from zbkern.planning.planner.incumbents import Budget
 from zbkern.planning.planner.partition import balanced_partitions, busiest, even_partitions
 from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import Problem
 from zbkern.planning.planner.search import Search
-from zbkern.planning.simulation.costs import Costs
-from zbkern.planning.simulation.needs import least_need, shortest
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.units import amount
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from zbkern.planning.simulation.costs import ChunkCosts, Costs
-from zbkern.planning.simulation.memory import Memory, limits_of, static_of_ranks
+from zbkern.planning.costs.chunks import ChunkCosts, Costs
+from zbkern.planning.costs.flat import slice_costs
+from zbkern.planning.costs.memory import Memory, limits_of, static_of_ranks
 from zbkern.planning.simulation.simulator import simulate
-from zbkern.planning.simulation.slice_costs import slice_costs
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import Action, ScheduleError
 from zbkern.schedules.schedule import Schedule

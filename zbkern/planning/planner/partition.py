@@ -13,9 +13,9 @@ from functools import lru_cache
 from itertools import accumulate, pairwise, takewhile
 from typing import NamedTuple
 
+from zbkern.planning.costs.layers import LayerCosts, ModelCosts
 from zbkern.planning.planner import native
 from zbkern.planning.planner.native import Effort
-from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
 
 Partition = tuple[int, ...]  # the first layer of every chunk
 

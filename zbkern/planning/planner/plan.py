@@ -7,6 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from zbkern.planning.costs.chunks import Costs
+from zbkern.planning.costs.layers import ModelCosts
+from zbkern.planning.costs.memory import Limit, limits_of
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import timeline_of
 from zbkern.planning.planner.arguments import PlanOptions, Request, Slices, problem_of
@@ -19,9 +22,6 @@ from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import schedule_of
 from zbkern.planning.planner.published import MANY, generators_of
 from zbkern.planning.planner.search import choose, search_all
-from zbkern.planning.simulation.costs import Costs
-from zbkern.planning.simulation.layers import ModelCosts
-from zbkern.planning.simulation.memory import Limit, limits_of
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError

@@ -14,10 +14,10 @@ from functools import cached_property
 from itertools import repeat
 from typing import NamedTuple
 
+from zbkern.planning.costs.chunks import ChunkCosts, Costs
+from zbkern.planning.costs.flat import slice_costs
+from zbkern.planning.costs.memory import carried_change
 from zbkern.planning.planner import native
-from zbkern.planning.simulation.costs import ChunkCosts, Costs
-from zbkern.planning.simulation.memory import carried_change
-from zbkern.planning.simulation.slice_costs import slice_costs
 from zbkern.schedules.actions import Action
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.slices import Unit, order_of_backward

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zbkern import schedules
-from zbkern.planning.simulation.costs import PARTS, Costs, number_fields
+from zbkern.planning.costs.chunks import PARTS, Costs, number_fields
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.schedule import Schedule

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbkern.planning.simulation.costs import ChunkCosts, Costs
+from zbkern.planning.costs.chunks import ChunkCosts, Costs
 from zbkern.planning.simulation.timeline import Event
 from zbkern.schedules.actions import Action
 from zbkern.schedules.program import offloaded_after, streamed

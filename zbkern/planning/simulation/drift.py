@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from zbkern.planning import draw
-from zbkern.planning.simulation.costs import TIMES, Costs
-from zbkern.planning.simulation.memory import Memory
+from zbkern.planning.costs.chunks import TIMES, Costs
+from zbkern.planning.costs.flat import slice_costs, unit_costs
+from zbkern.planning.costs.memory import Memory
 from zbkern.planning.simulation.simulator import simulate
-from zbkern.planning.simulation.slice_costs import slice_costs, unit_costs
 from zbkern.planning.simulation.timeline import Timeline, arrival, ends_of, rescaled
 from zbkern.schedules.actions import Action
 from zbkern.schedules.dependencies import result

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from zbkern.planning.costs.chunks import ChunkCosts, Costs, checked_number
+from zbkern.planning.costs.flat import unit_costs
+from zbkern.planning.costs.memory import Limit, Memory, carried_change, limits_of, static_of_ranks
 from zbkern.planning.simulation.copies import Copies
-from zbkern.planning.simulation.costs import ChunkCosts, Costs, checked_number
-from zbkern.planning.simulation.memory import Limit, Memory, carried_change, limits_of, static_of_ranks
-from zbkern.planning.simulation.slice_costs import unit_costs
 from zbkern.planning.simulation.timeline import Event, Timeline, arrival
 from zbkern.schedules.actions import COPIES, Action, check_count
 from zbkern.schedules.dependencies import Result, order_of_running, result

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zbkern.planning import draw
-from zbkern.planning.simulation.costs import Costs
-from zbkern.planning.simulation.memory import Memory
-from zbkern.planning.simulation.slice_costs import unit_costs
+from zbkern.planning.costs.chunks import Costs
+from zbkern.planning.costs.flat import unit_costs
+from zbkern.planning.costs.memory import Memory
 from zbkern.schedules.actions import Action
 from zbkern.schedules.actions import Event as Event
 from zbkern.schedules.dependencies import Result, producer, result

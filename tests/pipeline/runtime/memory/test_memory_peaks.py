@@ -22,7 +22,7 @@ from zbkern.pipeline import (
     simulate,
 )
 from zbkern.pipeline.transport.local import LocalTransport
-from zbkern.planning.simulation.costs import COPY_SIZE
+from zbkern.planning.costs.chunks import COPY_SIZE
 
 
 class Wide(nn.Module):

@@ -11,9 +11,9 @@ import torch
 
 from zbkern.pipeline.runtime.measure.links import Link
 from zbkern.pipeline.runtime.slices.sliced_batch import edges
+from zbkern.planning.costs.chunks import Costs
+from zbkern.planning.costs.layers import LayerCosts, ModelCosts
 from zbkern.planning.simulation import drift
-from zbkern.planning.simulation.costs import Costs
-from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
 from zbkern.planning.simulation.timeline import Timeline
 
 SLICES = (1, 7, 8)  # of 16 tokens and more: the first tells the overhead, the others attention

@@ -15,8 +15,8 @@ from zbkern.pipeline.runtime.slices.sliced_batch import LossFn
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.connect import or_alone
 from zbkern.pipeline.transport.distributed import meet
-from zbkern.planning.simulation.costs import Costs
-from zbkern.planning.simulation.layers import ModelCosts
+from zbkern.planning.costs.chunks import Costs
+from zbkern.planning.costs.layers import ModelCosts
 
 Group = dist.ProcessGroup | Transport | None
 

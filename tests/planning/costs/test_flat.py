@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.support.configurations import H100, setting_of
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts, draw, schedules, simulate
 from zbkern.planning.cost_model.model_costs import rising_share
+from zbkern.planning.costs.flat import equal_lengths, equal_times, slice_costs
 from zbkern.planning.planner.offload import fit
 from zbkern.planning.simulation import drift
-from zbkern.planning.simulation.slice_costs import equal_lengths, equal_times, slice_costs
 
 SOME = Costs(
     *(8.0, 12.0, 4.0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from zbkern.planning.simulation.layers import LayerCosts, ModelCosts
+from zbkern.planning.costs.layers import LayerCosts, ModelCosts
 from zbkern.schedules.units import amount, enough
 
 SAVING_CHUNKS = 8  # per rank, at most, in a search that saves memory

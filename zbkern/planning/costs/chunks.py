@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from zbkern.planning.simulation.json_file import JsonFile
+from zbkern.planning.costs.json_file import JsonFile
 from zbkern.schedules.actions import check_count
 from zbkern.schedules.units import MEMORY_UNITS, TIME_UNITS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from zbkern.planning.simulation.costs import ChunkCosts, checked_number
+from zbkern.planning.costs.chunks import ChunkCosts, checked_number
 from zbkern.schedules.actions import Action
 from zbkern.schedules.program import recomputed, streamed
 from zbkern.schedules.slices import Unit

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts, PlanOptions, plan, schedules, simulate
-from zbkern.planning.simulation.needs import least_need
+from zbkern.planning.costs.needs import least_need
 from zbkern.schedules.actions import ScheduleError
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import gcd, sqrt
 
-from zbkern.planning.simulation.costs import ChunkCosts
+from zbkern.planning.costs.chunks import ChunkCosts
 from zbkern.schedules.schedule import Schedule
 
 SLICE_UNIT = 128  # tokens: kernels work on multiples of as many rows

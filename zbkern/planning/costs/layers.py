@@ -9,8 +9,8 @@ from dataclasses import KW_ONLY, asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
-from zbkern.planning.simulation.costs import LARGEST, MEMORY, TIMES, CommonCosts, Costs, checked_number
-from zbkern.planning.simulation.json_file import check_fields, parse_object
+from zbkern.planning.costs.chunks import LARGEST, MEMORY, TIMES, CommonCosts, Costs, checked_number
+from zbkern.planning.costs.json_file import check_fields, parse_object
 from zbkern.schedules.layout import numbers_of
 
 _SUMMED = (*TIMES, *MEMORY)
