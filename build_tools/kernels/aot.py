@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from build_tools.kernels import pending
 from build_tools.kernels import sass as triton_sass
 from build_tools.kernels.jobs import compile_job
 from build_tools.kernels.launches import Named
@@ -48,7 +49,8 @@ class Report:
     tensor_memory: columns of it. instructions: of the kinds that matter, how many are in the PTX. ahead: copies of
     operands that begin before the loop that multiplies, None where there is no such loop: two operands in `stages`
     stages make 2 (stages - 1). warnings: ptxas's, on products that it serialises (the C75xx family). code: what the
-    machine code says, None where there is no nvdisasm, and of other GPUs than SCANNED. aligned: its arguments allow
+    machine code says, None where there is no nvdisasm, and of other GPUs than SCANNED. touched: its
+    instructions that touch registers of a product under way. aligned: its arguments allow
     accesses of 16 bytes. shallow: rings of operands in which a copy overwrites what a product reads.
     """
 
@@ -68,6 +70,7 @@ class Report:
     ordered: bool = True
     warnings: Sequence[str] = ()
     code: triton_sass.Findings | None = None
+    touched: Sequence[str] = ()
     aligned: bool = True
     shallow: Sequence[str] = ()
 
@@ -91,6 +94,7 @@ class Report:
         if self.ahead is not None and self.ahead < self.stages:
             found.append(f"only {self.ahead} copies run ahead of its loop, in {self.stages} stages")
         found += [f"a copy overwrites what a product still reads ({ring})" for ring in self.shallow]
+        found += [f"touches a product under way: {instruction}" for instruction in self.touched]
         found += [f"ptxas says: {warning}" for warning in self.warnings]
         return found + ([] if self.code is None else self._faults_of(self.code))
 
@@ -168,9 +172,10 @@ def _compile(named: Named) -> Report:
     registers, stack = _resources(cubin)
     instructions = {name: len(re.findall(pattern, ptx)) for name, pattern in _INSTRUCTIONS.items()}
     log = _ptxas_log(ptx, capability) if instructions["wgmma"] else ""  # float32 may be multiplied by it, too
-    code = None
+    code, touched = None, []
     if capability == SCANNED and triton_sass.disassembler() is not None:
-        code = triton_sass.scan(triton_sass.disassemble(cubin))
+        listing = triton_sass.disassemble(cubin)
+        code, touched = triton_sass.scan(listing), pending.touched(triton_sass.parse(listing))
     multiplies = _multiplies(kernel.asm["ttir"], named.name)
     return Report(
         module=job.kernel[0].rpartition(".")[2],
@@ -189,6 +194,7 @@ def _compile(named: Named) -> Report:
         ordered=re.search(r"tcgen05\.wait::[\w.]+;(?!\s*bar\.sync)", ptx) is None,
         warnings=serialised(log),
         code=code,
+        touched=touched,
         aligned=named.aligned,
         shallow=_shallow_rings(kernel.asm["ttgir"]),
     )
@@ -205,7 +211,9 @@ def _multiplies(code: str, name: str) -> bool:
 
 @functools.cache
 def _digest_of_scan() -> str:
-    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in (triton_sass.__file__, __file__))).hexdigest()
+    return hashlib.sha256(
+        b"".join(Path(file).read_bytes() for file in (triton_sass.__file__, pending.__file__, __file__))
+    ).hexdigest()
 
 
 def _ptxas_log(ptx: str, capability: int) -> str:

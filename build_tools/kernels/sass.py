@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -86,7 +86,7 @@ def scan(listing: str) -> Findings:
     code = parse(listing)
     memory = [i.opcode for i in code.instructions if re.match(r"(LDG|STG|LDGSTS|ATOMG|RED|REDG)\b", i.opcode)]
     return Findings(
-        products=sum(i.opcode.startswith(_PRODUCTS) for i in code.instructions),
+        products=sum(i.opcode.startswith(PRODUCTS) for i in code.instructions),
         alone=_alone(code.instructions),
         narrow=sum(bool(re.search(r"\.[US](8|16)\b", opcode)) for opcode in memory),
         accesses=len(memory),
@@ -94,7 +94,7 @@ def scan(listing: str) -> Findings:
     )
 
 
-_PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")
+PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")
 _BYTES = 16  # of an instruction, from compute capability 7.0 on
 
 _LINE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
@@ -118,11 +118,20 @@ def parse(listing: str) -> Code:
     return Code(instructions, labels)
 
 
+def following(code: Code, place: int) -> Iterator[int]:
+    """The places of what may run after the instruction there."""
+    instruction = code.instructions[place]
+    if not instruction.ends and place + 1 < len(code.instructions):
+        yield place + 1
+    if instruction.label in code.labels and instruction.opcode.startswith(("BRA", "CALL")):
+        yield code.labels[instruction.label]
+
+
 def _alone(instructions: Sequence[Instruction]) -> int:
     """Products behind which all products are waited for before the next is issued."""
     count, issued = 0, False
     for instruction in instructions:
-        if instruction.opcode.startswith(_PRODUCTS):
+        if instruction.opcode.startswith(PRODUCTS):
             issued = True
         elif issued and instruction.opcode.startswith("WARPGROUP.DEPBAR") and int(instruction.operands[1], 16) == 0:
             count, issued = count + 1, False
@@ -138,11 +147,7 @@ def _largest_loop(code: Code) -> int:
     place = {start: i for i, start in enumerate(starts)}
     reached = []  # by piece: a bit for every piece that may run after it
     for start, size in zip(starts, sizes, strict=True):
-        last = instructions[start + size - 1]
-        following = [] if last.ends else [start + size]
-        if last.label in code.labels and last.opcode.startswith(("BRA", "CALL")):
-            following.append(code.labels[last.label])
-        reached.append(sum(1 << place[at] for at in {*following} if at in place))
+        reached.append(sum(1 << place[at] for at in {*following(code, start + size - 1)} if at in place))
     count = len(starts)
     for through, i in itertools.product(range(count), repeat=2):
         if reached[i] >> through & 1:

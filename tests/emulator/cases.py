@@ -169,6 +169,14 @@ class _Cases:
             "full": {"queries": [257], "causal": False},
             "softcap sinks": {"queries": [150, 43], "softcap": 30.0, "sinks": True},
             "device ends": {"queries": [150, 43], "beyond": 30},
+            "one key": {"queries": [36], "keys": [1], "heads": (4, 2)},
+            "short window softcap sinks": {
+                "queries": [70],
+                "heads": (2, 1),
+                "window": 20,
+                "softcap": 5.0,
+                "sinks": True,
+            },
         }
         edges: tuple[dict[str, Any], ...] = (
             {"queries": [133, 133], "keys": [64, 64], "heads": (2, 1)},  # the first queries see nothing

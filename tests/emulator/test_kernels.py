@@ -15,9 +15,11 @@ MATTER = {
         *("linear_fwd act 200x136x264 plain", "linear_dgrad 200x136x264 transposed", "linear_wgrads 3 seg add"),
         *("linear_wgrad 1 seg 200x136x264 odd", "linear_wgrad 4 seg 260x520x328 plain to float32 add bias large tiles"),
         *("linear_dgrad_sum 200x136x264 plain", "gated_linear silu", "grouped_linear 136x264", "grouped_gated 256"),
-        *("attention 128 causal", "attention 64 device ends", "cross_entropy [130, 0, 29] 500x72 smoothing 0.1"),
+        *("attention 128 causal", "attention 64 device ends", "attention 64 short window softcap sinks"),
+        *("attention 128 one key", "attention 256 one key", "cross_entropy [130, 0, 29] 500x72 smoothing 0.1"),
         *("norm layer 3x63 plain weighted added", "rotary 3x65x7x80 20 odd", "fp8_linear 63x129x65"),
     ),
+    (90, "fp16"): ("attention 64 short window softcap sinks", "attention 128 one key", "attention 256 one key"),
     (90, "fp32"): ("linear_wgrad 1 seg 200x136x264 transposed to float32 add bias",),
     (80, "bf16"): (
         *("linear_fwd act 200x136x264 plain", "linear_wgrad 4 seg 200x136x264 plain to float32 add bias"),

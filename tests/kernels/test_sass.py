@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import pytest
+
 from build_tools.kernels import aot as triton_aot
+from build_tools.kernels import pending
 from build_tools.kernels import sass as triton_sass
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +47,35 @@ def test_the_largest_loop_has_what_lies_elsewhere_and_comes_back() -> None:
     assert triton_sass.scan(listing(*small, *body, *waits)).loop == 16 * 6
 
 
+OF_REGISTERS = "HGMMA.64x16x16.F32.BF16 R24, R4, gdesc[UR4].tnspB, R24, gsb0"  # reads R4 to R7
+OPEN = OF_REGISTERS.removesuffix(", gsb0")
+BEGIN = "WARPGROUP.ARRIVE"
+
+
+@pytest.mark.parametrize(
+    ("why", "lines"),
+    [
+        ("", ["MOV R4, R1", BEGIN, OPEN, OF_REGISTERS, "MOV R8, R1", WAIT, "MOV R4, R24"]),
+        ("what a product still reads", [BEGIN, OF_REGISTERS, "LDS.128 R1, [R9]", WAIT]),
+        ("what a product still reads", [BEGIN, OF_REGISTERS, "SHFL.IDX PT, R7, R9, R1, 0x1f", WAIT]),
+        ("what a product still reads", [BEGIN, OF_REGISTERS, WAIT.replace("0x0", "0x1"), "MOV R5, RZ"]),
+        ("", [BEGIN, OF_REGISTERS, BEGIN, PRODUCT, WAIT.replace("0x0", "0x1"), "MOV R5, RZ"]),
+        ("sums are touched", [BEGIN, PRODUCT, "STG.E.128 [R2.64], R28", WAIT]),
+        ("sums are touched", [BEGIN, PRODUCT, "@P0 MOV R31, R1", WAIT]),
+        ("", [BEGIN, PRODUCT, "ISETP.GE.AND P0, PT, R4, R5, PT", "STS [R4], R23", "R2UR UR24, R5", WAIT]),
+        ("a register of a product is written behind", [BEGIN, "MOV R7, R1", OF_REGISTERS, WAIT]),
+        ("a register of a product is written behind", [BEGIN, "FMUL R24, R1, R1", PRODUCT, WAIT]),
+        ("a product reads sums", [BEGIN, PRODUCT, "HGMMA.64x16x16.F32.BF16 R40, R28, gdesc[UR4], R40, gsb0", WAIT]),
+        # In the loop's next turn: nothing waits for the product of the last.
+        ("what a product still reads", [".L_x_1:", "MOV R4, R2", BEGIN, OF_REGISTERS, "@P1 BRA `(.L_x_1)", WAIT]),
+        ("", [".L_x_1:", WAIT, "MOV R4, R2", BEGIN, OF_REGISTERS, "@P1 BRA `(.L_x_1)", WAIT]),
+    ],
+)  # fmt: skip
+def test_registers_of_products_under_way(why: str, lines: list[str]) -> None:
+    found = pending.touched(triton_sass.parse(listing(*lines, "EXIT")))
+    assert [text.startswith(why) for text in found] == [True] * bool(why), found
+
+
 LOG = """ptxas info    : Compiling entry function '_forward' for 'sm_90a'
 ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to something
 ptxas info    : Used 216 registers, used 1 barriers
@@ -61,6 +93,8 @@ def test_faults_of_the_code() -> None:
     report = triton_aot.Report("m", "n", 90, 8, 3, 99, 0, 0, dict.fromkeys(names, 1), True, True, 3, code=code)
     assert len(report.faults()) == 3
     assert len(dataclasses.replace(report, aligned=False).faults()) == 2
+    touching = dataclasses.replace(report, code=None, touched=["what a product still reads is written: MOV R4, RZ"])
+    assert len(touching.faults()) == 1
     assert dataclasses.replace(report, code=None, warnings=["(C7515) serialized"]).faults() == [
         "ptxas says: (C7515) serialized"
     ]

@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zbkern.kernels.spec import AttentionOptions
 from zbkern.kernels.triton.attention_forward import (
+    LENGTHS,
     LOG2_E,
     check_head_sizes,
     describe,
@@ -90,7 +91,7 @@ def attention_dgrad(
 
 
 @Kernel
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _dq(
     q, dy, k, v, y, dq, lse, lines, delta, table, queries, keys, blocks, window, scale, exponent, bend,
     tokens, length, group,
@@ -177,7 +178,7 @@ def _load_line(lines, line, place, length, ROWS: tl.constexpr, TMA: tl.constexpr
 
 
 @Kernel
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _dkdv(
     q, dy, k, v, dk, dv, lines, table, queries, keys, blocks, window, scale, exponent, bend, length, group,
     q_row, q_head, dy_row, dy_head, k_row, k_head, v_row, v_head, dk_row, dk_head, dv_row, dv_head,

@@ -23,6 +23,10 @@ LOG2_E = math.log2(math.e)
 COMPILER: tuple[int, int] = tuple(map(int, triton.__version__.split(".")[:2]))  # type: ignore[assignment]
 """Triton's version."""
 
+LENGTHS = ["queries", "keys"]
+"""Arguments that are never compiled in. Of a sequence of one key LLVM would know which operands of a product are 0, and
+write such registers while the product before still reads them, or behind wgmma.fence."""
+
 _MOST_ROWS = 128  # of a tile, whose offsets have 32 bits
 
 _LN_2 = tl.constexpr(math.log(2))
@@ -198,7 +202,7 @@ def sees(query, key, queries, keys, window, CAUSAL: tl.constexpr):
 
 
 @Kernel
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _forward(
     q, k, v, y, lse, sinks, table, queries, keys, blocks, window, exponent, bend, tokens, group,
     q_row, q_head, k_row, k_head, v_row, v_head, y_row, y_head,
