@@ -20,8 +20,8 @@ from zbkern.pipeline import ScheduleError, Timeline, plan, schedules, simulate
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
 from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.costs.layers import ModelCosts
-from zbkern.planning.costs.memory import static_of_ranks
 from zbkern.planning.planner import Plan
 from zbkern.planning.planner.partition import balanced_partitions, even_partitions
 
@@ -99,7 +99,7 @@ def figures(name: str, gpu: str, tokens: int, microbatches_per_stage: int, effor
 def _static(costs: ModelCosts, stages: int) -> float:
     """Of the fullest rank of 1F1B: weights, gradients and optimizer states."""
     partition = balanced_partitions(costs, range(stages), stages, None)[0]
-    return max(static_of_ranks(costs.chunk_costs(partition).per_chunk(stages), range(stages)))
+    return max(FlatCosts.of(costs.chunk_costs(partition), range(stages)).static)
 
 
 def _planned(

@@ -32,7 +32,7 @@ from bench import ranks
 from bench.report import add_out, write_json
 from zbkern import functional
 from zbkern.pipeline import Costs, Pipeline, ProfileOptions, Schedule, plan, profile, schedules, simulate
-from zbkern.planning.costs.flat import equal_times
+from zbkern.planning.costs.equal_slices import equal_times
 from zbkern.reporting import environment, machine_line, markdown_table
 
 RANKS, BLOCKS, WIDTH, HEADS, KV_HEADS = 2, 4, 512, 8, 2

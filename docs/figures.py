@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zbkern.pipeline import Costs, Schedule, Timeline, draw, plan, plan_batch, schedules, simulate
-from zbkern.planning.costs.flat import equal_times
+from zbkern.planning.costs.equal_slices import equal_times
 
 IMAGES = Path(__file__).parent / "images"
 WIDTH, TOP = 1000, 196

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zbkern.pipeline import Costs
+from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.planner.problem import Problem
 
 SHAPES = [(1, 1), (1, 2), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2), (2, 3), (3, 3), (2, 4)]  # ranks, chunks
@@ -43,7 +44,7 @@ def random_problem(draw: random.Random, lengths: Sequence[int] = (1,), roomy: bo
     limit = [each * draw.choice(least) for each in need]
     makespan = draw.random() < 0.25
     if len(lengths) == 1:
-        return Problem.build(costs, owners, draw.choice([1, 2, 3, 4, 5, 7, 12]), limit, makespan)
+        return Problem.build(FlatCosts.of(costs, owners), draw.choice([1, 2, 3, 4, 5, 7, 12]), limit, makespan)
     costs = replace(
         costs,
         attention_forward=[each * draw.choice([0, 0.7, 1]) for each in flat.forward],
@@ -53,4 +54,4 @@ def random_problem(draw: random.Random, lengths: Sequence[int] = (1,), roomy: bo
     )
     costs = replace(costs, carried_gradients=[2 * each for each in costs.carried])  # type: ignore[union-attr]
     limit = [2 * each for each in limit]
-    return Problem.build(costs, owners, draw.choice([1, 2, 3, 5]), limit, makespan, lengths)
+    return Problem.build(FlatCosts.of(costs, owners, lengths), draw.choice([1, 2, 3, 5]), limit, makespan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.configurations import H100, setting_of
-from zbkern.pipeline import Costs, LayerCosts, ModelCosts, draw, schedules, simulate
+from zbkern.pipeline import Action, Costs, LayerCosts, ModelCosts, draw, plan_batch, schedules, simulate
 from zbkern.planning.cost_model.model_costs import rising_share
-from zbkern.planning.costs.flat import equal_lengths, equal_times, slice_costs
+from zbkern.planning.costs.chunks import ChunkCosts
+from zbkern.planning.costs.equal_slices import equal_lengths, equal_times
+from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.planner.offload import fit
 from zbkern.planning.simulation import drift
 
@@ -27,8 +30,12 @@ SOME = Costs(
 )
 
 
+def slice_costs(costs: Costs, chunks: int, slices: Sequence[int]) -> tuple[ChunkCosts, ...]:
+    return FlatCosts.of(costs, range(chunks), slices).by_place
+
+
 def test_a_slice_takes_what_its_place_says() -> None:
-    first, last = slice_costs(SOME.per_chunk(1), (3, 1))
+    first, last = slice_costs(SOME, 1, (3, 1))
     # overhead, attention of b^2 - a^2, and the rest by length
     assert (first.forward[0], last.forward[0]) == pytest.approx(
         (0.5 + 4 * 9 / 16 + 3.5 * 0.75, 0.5 + 4 * 7 / 16 + 0.875)
@@ -36,20 +43,19 @@ def test_a_slice_takes_what_its_place_says() -> None:
     assert (first.backward[0], last.backward[0]) == pytest.approx((0.5 + 4.5 + 2.625, 0.5 + 3.5 + 0.875))
     assert (first.weight[0], last.weight[0]) == pytest.approx((0.5 + 2.625, 0.5 + 0.875))
     assert (first.fused[0], last.fused[0]) == pytest.approx((10.75, 6.25))  # nothing is lost by the split
-    once = slice_costs(replace(SOME, split_overhead=0.7).per_chunk(1), (3, 1))
+    once = slice_costs(replace(SOME, split_overhead=0.7), 1, (3, 1))
     assert [10.75 - once[0].fused[0], 6.25 - once[1].fused[0]] == pytest.approx([0.5 + 0.15, 0.5 + 0.05])
     assert (first.activation[0], last.activation[0]) == (3.75, 1.25)
     assert (first.held[0], last.held[0]) == (1.5, 0.5)
 
 
 def test_one_slice_is_the_whole_sequence() -> None:
-    whole = SOME.per_chunk(3)
-    assert slice_costs(whole, (7,)) == (whole,)
+    assert slice_costs(SOME, 3, (7,)) == (SOME.per_chunk(3),)
 
 
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=6))
 def test_all_slices_together_take_the_whole_and_the_overhead_of_each(lengths: list[int]) -> None:
-    found = slice_costs(SOME.per_chunk(1), lengths)
+    found = slice_costs(SOME, 1, lengths)
     more = 0.5 * (len(lengths) - 1)
     for name, whole in (("forward", 8), ("backward", 12), ("weight", 4), ("fused", 16 + more)):
         assert sum(getattr(each, name)[0] for each in found) == pytest.approx(whole + more)
@@ -71,7 +77,7 @@ def test_a_layer_with_a_window_is_between_a_constant_and_a_rising_context() -> N
     for window, slices in ((1 / 16, 4), (1 / 2, 4), (1 / 64, 8)):
         attention = 6.0 * rising_share(window)
         costs = ModelCosts([LayerCosts("one", 8.0, 8.0, 1.0, attention_forward=attention)]).chunk_costs([0])
-        found = [each.forward[0] - 2 / slices for each in slice_costs(costs.per_chunk(1), (1,) * slices)]
+        found = [each.forward[0] - 2 / slices for each in slice_costs(costs, 1, (1,) * slices)]
 
         def seen(x: float, window: float = window) -> float:
             return x * x / 2 if x < window else window * x - window * window / 2
@@ -85,7 +91,7 @@ def test_slices_of_equal_times_and_lengths() -> None:
     lengths = equal_times(flat, 4, 131072)
     assert sum(lengths) == 131072
     assert all(length % 128 == 0 for length in lengths)
-    times = [each.forward[0] + each.backward[0] + each.weight[0] for each in slice_costs(flat, lengths)]
+    times = [each.forward[0] + each.backward[0] + each.weight[0] for each in slice_costs(SOME, 1, lengths)]
     assert max(times) / min(times) < 1.01
     assert lengths[0] > lengths[-1]
     assert equal_lengths(3, 4096) == (1408, 1280, 1408)
@@ -113,7 +119,7 @@ def test_a_model_from_its_configuration_has_costs_of_slices() -> None:
     flops = 2 * 2 * 32 * 128 * 131073 / 2 * 131072 / 8
     assert block.attention_forward == pytest.approx(1e3 * flops / (0.67 * H100.matmul_flops))
     short = setting_of("llama-3-8b", sequence=16384, tensor_parallel=8).costs.layers[1]
-    as_slice = slice_costs(ModelCosts((block,)).chunk_costs([0]).per_chunk(1), (16384, 131072 - 16384))[0]
+    as_slice = slice_costs(ModelCosts((block,)).chunk_costs([0]), 1, (16384, 131072 - 16384))[0]
     # the first slice is a short sequence
     assert as_slice.forward[0] == pytest.approx(short.forward, rel=0.02)
     assert as_slice.backward[0] == pytest.approx(short.backward, rel=0.02)
@@ -121,12 +127,12 @@ def test_a_model_from_its_configuration_has_costs_of_slices() -> None:
 
 
 def test_a_slice_waits_for_the_whole_latency_of_its_messages() -> None:
-    first, last = slice_costs(Costs(communication=(1.0, 0.3), latency=0.4).per_chunk(3), (1, 3))
+    first, last = slice_costs(Costs(communication=(1.0, 0.3), latency=0.4), 3, (1, 3))
     assert first.communication == pytest.approx((0.4 + 0.6 / 4, 0.3))
     assert last.communication == pytest.approx((0.4 + 0.6 * 3 / 4, 0.3))
     layers = tuple(LayerCosts(f"{index}", 1, 1, 1, output=8.0) for index in range(2))
     cut = ModelCosts(layers, latency=0.5, bandwidth=4.0).chunk_costs([0, 1])
-    halves = slice_costs(cut.per_chunk(2), (1, 1))
+    halves = slice_costs(cut, 2, (1, 1))
     assert [each.communication for each in halves] == [(1.5,), (1.5,)]
 
 
@@ -165,3 +171,16 @@ def test_a_schedule_of_slices_is_made_to_fit(saving: dict[str, bool]) -> None:
     assert max(fitted.peak_memory) <= limit < max(plain.peak_memory)
     assert fitted.schedule.slices == (1, 1, 1, 1)
     assert {action.kind for row in fitted.schedule.actions for action in row} & {"O", "R"}
+
+
+def test_a_schedule_whose_sequences_have_slices_of_their_own_is_made_to_fit() -> None:
+    costs = Costs(2.0, 3.5, 1.0, attention_forward=1.0, attention_backward=2.5, overhead=0.01, tokens=8192)
+    costs = replace(costs, checkpoint=0.02)
+    schedule = plan_batch([60_000, 8_000, 8_000, 4_000, 1_000], costs, stages=4).schedule
+    rows = [
+        [each for a in row for each in ([Action("R", *a[1:3]), a] if a.kind in ("B", "BW") else [a])]
+        for row in schedule.actions
+    ]
+    least = simulate(replace(schedule, actions=tuple(map(tuple, rows))), costs).peak_memory
+    limit = (max(simulate(schedule, costs).peak_memory) + max(least)) / 2
+    assert max(fit(schedule, costs, limit, offload=False, recompute=True).peak_memory) <= limit * (1 + 1e-9)

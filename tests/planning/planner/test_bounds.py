@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.planner_problems import random_problem
 from zbkern.pipeline import Costs, plan
+from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.planner import annealing, list_scheduler, native
 from zbkern.planning.planner.arguments import placement_of, problem_of
 from zbkern.planning.planner.bounds import cost_bound
@@ -101,7 +102,7 @@ LLAMA = Costs(20, 20, 10, 1, 1, 1.15)  # of a chunk
 def bound_of(costs: Costs, ranks: int, microbatches: int, chunks: int, memory: float) -> float:
     """memory: relative to 1F1B's."""
     limit = memory * ranks * chunks
-    given = problem_of(costs, placement_of(None, ranks, chunks)[1], microbatches, limit, "cost")
+    given = problem_of(FlatCosts.of(costs, placement_of(None, ranks, chunks)[1]), microbatches, limit, "cost")
     return cost_bound(given) / given.time_scale
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from zbkern import schedules
 from zbkern.pipeline import Costs, PlanOptions, Schedule, plan, simulate
+from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.planner import native, search
 from zbkern.planning.planner.annealing import timeline_of
 from zbkern.planning.planner.problem import Problem, grouped, ordering_of, schedule_of
@@ -39,7 +40,7 @@ def test_the_core_has_the_times_of_the_simulator(make: Callable[..., Schedule]) 
     costs = Costs(
         (1.0, 1.1, 0.9, 1.3, 1.0, 1.2), 1.2, 0.7, 0.25, 1.0, 0.8, split_overhead=0.1, merge_saving=0.1, static=3.0
     )
-    problem = Problem.build(costs, (0, 1, 2, 2, 1, 0), 14, [1e9] * 3, False)
+    problem = Problem.build(FlatCosts.of(costs, (0, 1, 2, 2, 1, 0)), 14, [1e9] * 3, False)
     orders = ordering_of(make(3, 14))
     found, expected = timeline_of(orders, problem, "x"), simulate(schedule_of(orders, problem, "x"), costs)
     assert found.schedule == expected.schedule

@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from zbkern.pipeline import Action, Costs, LayerCosts, ModelCosts, Schedule, ScheduleError, plan, schedules, simulate
+from zbkern.planning.costs.flat import flat_costs
 from zbkern.planning.planner.idle_time import idle_time
 from zbkern.planning.planner.offload import fit
 
@@ -131,7 +132,7 @@ def test_idle_time_names_the_wait_for_a_copy_and_the_warm_up_around_a_recomputat
     costs = Costs(held=0.5, checkpoint=0.25, offload_bandwidth=0.25, reload_bandwidth=100.0)
     row = [Action(*each) for each in (("F", 0, 0), ("O", 0, 0), ("F", 0, 1), ("BW", 0, 1), ("L", 0, 0), ("BW", 0, 0))]
     waiting = simulate(Schedule.build([row], (0,), 2), costs)
-    found = idle_time(waiting, costs, "cost", [1.0])
+    found = idle_time(waiting, flat_costs(costs, waiting.schedule), "cost", [1.0])
     assert found.memory == pytest.approx(1 - sum(waiting.busy) / waiting.cost)
     assert found.total == pytest.approx(found.memory)
 
@@ -140,4 +141,5 @@ def test_idle_time_names_the_wait_for_a_copy_and_the_warm_up_around_a_recomputat
     recomputing = simulate(Schedule.build(rows, (0, 1, 2), 3), costs)
     gap = recomputing.events[0][4].start - recomputing.events[0][3].end
     assert gap > 0
-    assert idle_time(recomputing, costs, "makespan", None).warm_up >= 0.99 * gap / recomputing.makespan
+    found = idle_time(recomputing, flat_costs(costs, recomputing.schedule), "makespan", None)
+    assert found.warm_up >= 0.99 * gap / recomputing.makespan

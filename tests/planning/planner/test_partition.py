@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbkern.pipeline import LayerCosts, ModelCosts
-from zbkern.planning.costs.memory import static_of_ranks
+from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.planner import native
 from zbkern.planning.planner.partition import balanced_chunks, balanced_partitions, even_partitions, work_of
 from zbkern.schedules.layout import HALVES
@@ -110,7 +110,7 @@ def test_tied_weights_are_held_once() -> None:
     costs = ModelCosts((*layers, LayerCosts("head", 1, 1, 1, **ends)))
     partition = balanced_partitions(costs, (0, 1, 1, 0), 4, [11.0, 11.0])[0]
     chunks = costs.chunk_costs(partition, (0, 1, 1, 0))
-    assert max(static_of_ranks(chunks.per_chunk(4), (0, 1, 1, 0))) <= 11
+    assert max(FlatCosts.of(chunks, (0, 1, 1, 0)).static) <= 11
 
 
 def test_even_partitions_may_leave_the_last_layers_alone() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbkern.pipeline import Costs, PlanOptions, Schedule, ScheduleError, plan, schedules, simulate
+from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.planner import annealing, native
 from zbkern.planning.planner.problem import Problem, ordering_of
 
@@ -183,8 +184,8 @@ def test_a_split_that_is_free_stays_free_in_integers() -> None:
     """The cost of BW is rounded by itself: in an eighth of all problems to less than B and W."""
     for work in range(1, 200):
         costs = Costs(1 / work, 1.1 / work, 0.7 / work)
-        assert not Problem.build(costs, range(4), 8, [4.0] * 4, False).may_fuse
-    assert Problem.build(Costs(split_overhead=0.01), range(4), 8, [4.0] * 4, False).may_fuse
+        assert not Problem.build(FlatCosts.of(costs, range(4)), 8, [4.0] * 4, False).may_fuse
+    assert Problem.build(FlatCosts.of(Costs(split_overhead=0.01), range(4)), 8, [4.0] * 4, False).may_fuse
 
 
 def test_merges_w_where_that_is_free() -> None:
@@ -271,7 +272,7 @@ def test_without_the_compiled_core_plans_are_published_schedules(
 @needs_core
 def test_without_the_compiled_core_orders_are_measured_as_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs(2, 2.2, 1, 0.3, [1.0, 0.5, 0.7, 1.1], 1.2, split_overhead=0.2, merge_saving=0.1)
-    problem = Problem.build(costs, (0, 1, 1, 0), 6, [20.0, 20.0], False)
+    problem = Problem.build(FlatCosts.of(costs, (0, 1, 1, 0)), 6, [20.0, 20.0], False)
     for make in (schedules.zb_v, schedules.one_f_one_b_v):
         orders = ordering_of(make(2, 6))
         cost, peaks = annealing.measured(problem, orders)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.planner_problems import random_problem
 from zbkern.pipeline import Costs, schedules, simulate
+from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.planner import annealing, bounds, list_scheduler, native, pattern_search, portfolio
 from zbkern.planning.planner.native import Effort
 from zbkern.planning.planner.problem import (
@@ -61,14 +62,14 @@ def test_rules_of_every_rank(seed: int, slices: tuple[int, ...]) -> None:
 
 def test_neighbouring_chunks_of_a_rank_that_follow_each_other_may_be_better() -> None:
     owners = (0, 1, 1, 0, 0, 1, 1, 0)
-    given = Problem.build(Costs(9, 9, 5, 4, 1.0, 1.0), owners, 3, [8.0] * 2, False)
+    given = Problem.build(FlatCosts.of(Costs(9, 9, 5, 4, 1.0, 1.0), owners), 3, [8.0] * 2, False)
     tried = list(list_scheduler.rules_to_try(given))
     best = {}
     for follow in (False, True):
         some = [rule for rule in tried if rule.follow == follow]
         best[follow] = list_scheduler.best_rules(given, some, 1)[0][0] / given.time_scale
     assert round(best[True]) < round(best[False])
-    turn = Problem.build(Costs(), (0, 1, 1, 0), 3, [8.0] * 2, False)
+    turn = Problem.build(FlatCosts.of(Costs(), (0, 1, 1, 0)), 3, [8.0] * 2, False)
     assert not any(rule.follow for rule in list_scheduler.rules_to_try(turn))
 
 
@@ -85,7 +86,7 @@ def check(given: Problem, found: Ordering) -> None:
     """Its cost is that of an independent run, at least the lower bound, and it is a valid schedule within the limit."""
     schedule = schedule_of(grouped(found), given, "found")
     if len(given.slices) > 1:
-        timeline = simulate(schedule, given.costs)
+        timeline = simulate(schedule, given.flat.given)
         reached = (timeline.makespan if given.makespan else timeline.cost) * given.time_scale
         assert reached <= found.cost * (1 + 1e-9)
         assert given.saves or reached == pytest.approx(found.cost, rel=1e-9)
@@ -133,7 +134,7 @@ def test_annealing_at_several_speeds(seed: int) -> None:
 
 
 def test_annealing_improves_a_poor_start() -> None:
-    given = Problem.build(Costs(2, 2, 1, 0.1), range(4), 8, [6.0] * 4, False)
+    given = Problem.build(FlatCosts.of(Costs(2, 2, 1, 0.1), range(4)), 8, [6.0] * 4, False)
     start = with_cost(given, serial_ordering(given, fuse=False))
     found = annealing.anneal(given, start, Effort(0, temperatures(given), 2_000_000, spread=3))
     assert found.cost < 0.6 * start.cost
@@ -147,7 +148,8 @@ def test_annealing_fills_the_warm_up_of_a_rank_that_has_most_to_do(seed: int) ->
     times = {"forward": (4.3, 4.7, 8.1), "backward": (5.6, 5.9, 3.3), "weight": (3.5, 3.5, 7.5)}
     memory = {"activation": (0.6, 1.2, 0.7), "held": (0.55, 1.1, 0.6)}
     costs = {name: [each[chunk] for chunk in chunks] for name, each in (times | memory).items()}
-    given = Problem.build(Costs(**costs, communication=0.4), [*range(8), *reversed(range(8))], 24, [24.0] * 8, False)
+    flat = FlatCosts.of(Costs(**costs, communication=0.4), [*range(8), *reversed(range(8))])
+    given = Problem.build(flat, 24, [24.0] * 8, False)
     rules = list(list_scheduler.rules_to_try(given))
     start = list_scheduler.list_schedule(given, rules[list_scheduler.best_rules(given, rules, 1)[0][1]])
     effort = Effort(seed, portfolio.temperatures(given, 0.6), 4_000_000, spread=3)
@@ -181,7 +183,7 @@ def test_patterns(seed: int, slices: tuple[int, ...]) -> None:
     limit = [2 * stages * draw.uniform(1.2, 3)] * stages
     if len(slices) > 1:
         costs = replace(costs, attention_forward=[0.5 * each for each in costs.forward], carried=0.1)
-    given = Problem.build(costs, down + down[::-1], microbatches, limit, seed % 4 == 3, slices)
+    given = Problem.build(FlatCosts.of(costs, down + down[::-1], slices), microbatches, limit, seed % 4 == 3)
     found = [pattern_search.search_patterns(given, start) for start in list(pattern_search.zb_v_patterns(given))[::3]]
     orders, start = next(result for result in found if result is not None)
     better, _ = pattern_search.search_patterns(given, start, Effort(seed, temperatures(given), 100, seed % 3))
@@ -191,7 +193,7 @@ def test_patterns(seed: int, slices: tuple[int, ...]) -> None:
 
 
 def test_a_pattern_found_gives_its_orders_again() -> None:
-    given = Problem.build(Costs(92, 90, 46, 6), (0, 1, 2, 3, 3, 2, 1, 0), 8, [10.0] * 4, False)
+    given = Problem.build(FlatCosts.of(Costs(92, 90, 46, 6), (0, 1, 2, 3, 3, 2, 1, 0)), 8, [10.0] * 4, False)
     start = next(pattern_search.zb_v_patterns(given))
     found, pattern = pattern_search.search_patterns(given, start, Effort(0, temperatures(given), 500))
     assert found.cost < pattern_search.search_patterns(given, start)[0].cost
@@ -201,7 +203,7 @@ def test_a_pattern_found_gives_its_orders_again() -> None:
 def test_a_pattern_fuses_a_backward_whose_weight_gradient_has_no_room() -> None:
     """ZB-V needs 1F1B's memory to the last byte, and there is none for a B that leaves more than it found."""
     costs = Costs(18.5, 18.1, 9.3, 0.6, 1.0, 1.15, split_overhead=1.0)
-    given = Problem.build(costs, (*range(8), *reversed(range(8))), 32, [16.0] * 8, False)
+    given = Problem.build(FlatCosts.of(costs, (*range(8), *reversed(range(8)))), 32, [16.0] * 8, False)
     found, _ = pattern_search.search_patterns(given, next(pattern_search.zb_v_patterns(given)))
     check(given, found)
     assert 0 < sum(found.fused) < len(found.fused)
@@ -209,7 +211,7 @@ def test_a_pattern_fuses_a_backward_whose_weight_gradient_has_no_room() -> None:
 
 
 def test_orders_that_cannot_run_are_refused() -> None:
-    given = Problem.build(Costs(), (0, 1), 2, [2.0, 2.0], False)
+    given = Problem.build(FlatCosts.of(Costs(), (0, 1)), 2, [2.0, 2.0], False)
     orders = ordering_of(schedules.one_f_one_b(2, 2))
     stuck = Ordering(0, [list(reversed(row)) for row in orders.rows], orders.fused)
     with pytest.raises(ValueError, match="cannot run"):
@@ -221,6 +223,6 @@ def test_orders_that_cannot_run_are_refused() -> None:
 def test_orders_cost_what_the_simulator_says(make) -> None:
     costs = Costs(2, 1.5, 1, 0.25, merge_saving=0.25, split_overhead=0.5)
     schedule = make(4, 8)
-    given = Problem.build(costs, range(4), 8, [9.0] * 4, False)
+    given = Problem.build(FlatCosts.of(costs, range(4)), 8, [9.0] * 4, False)
     compiled = with_cost(given, ordering_of(schedule))
     assert compiled.cost / given.time_scale == pytest.approx(simulate(schedule, costs).cost, rel=1e-9)

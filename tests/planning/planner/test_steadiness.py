@@ -9,6 +9,7 @@ from statistics import fmean
 import pytest
 
 from zbkern.pipeline import Costs, PlanOptions, Schedule, plan, schedules, simulate
+from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import at_speeds, measured
 from zbkern.planning.planner.arguments import placement_of, problem_of
@@ -45,7 +46,7 @@ def noisy_cost(schedule: Schedule, costs: Costs = COSTS) -> float:
 @pytest.mark.parametrize("make", [schedules.zb_h2, schedules.zb_v])
 def test_each_rank_has_each_speed_once(make) -> None:
     schedule = make(4, 8)
-    problem = problem_of(COSTS, schedule.placement, 8, None, "cost")
+    problem = problem_of(FlatCosts.of(COSTS, schedule.placement), 8, None, "cost")
     samples = at_speeds(problem, 5, 3)
     backward, *others = ([each.backward[0] for each in given.by_chunk[:4]] for given in (problem, *samples))
     speeds = [[time / planned for time, planned in zip(each, backward, strict=True)] for each in others]
@@ -83,7 +84,7 @@ def test_what_is_proven_optimal_stays_so_and_bears_delays() -> None:
 
 @pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 def test_a_round_ends_cold() -> None:
-    problem = problem_of(COSTS, placement_of("v", 6, 2)[1], 18, [9.0] * 6, "cost")
+    problem = problem_of(FlatCosts.of(COSTS, placement_of("v", 6, 2)[1]), 18, [9.0] * 6, "cost")
     hot, cold = (Search(problem, Budget(1), 0) for _ in range(2))
     hot.construct(SETTINGS.rule_passes)
     hot.round(0, SETTINGS.first_round)
@@ -93,7 +94,7 @@ def test_a_round_ends_cold() -> None:
 
 @pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 def test_orders_that_bear_delays_are_searched_for() -> None:
-    problem = problem_of(COSTS, placement_of("v", 6, 2)[1], 12, [9.0] * 6, "cost")
+    problem = problem_of(FlatCosts.of(COSTS, placement_of("v", 6, 2)[1]), 12, [9.0] * 6, "cost")
     chosen = []
     for finished, steady in ((False, False), (True, False), (True, True)):
         search = Search(problem, Budget(1), 1)

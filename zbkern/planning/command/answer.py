@@ -10,8 +10,9 @@ from typing import Any
 from zbkern import schedules
 from zbkern.planning.command.question import Question, WrongArgument, option, spelt
 from zbkern.planning.costs.chunks import Costs
+from zbkern.planning.costs.flat import flat_costs
 from zbkern.planning.costs.layers import ModelCosts
-from zbkern.planning.costs.memory import exceeds, static_of_ranks
+from zbkern.planning.costs.memory import exceeds
 from zbkern.planning.costs.needs import fits, least_need
 from zbkern.planning.planner import Plan, PlanOptions, plan
 from zbkern.planning.planner.annealing import measured
@@ -240,11 +241,12 @@ def _on_its_best_cut(schedule: Schedule, costs: ModelCosts, limit: float | None)
     ]
     orders, tried = ordering_of(schedule), []
     for cut in cuts:
-        problem = problem_of(cut, schedule.placement, microbatches, None, "cost", schedule.slices)
+        problem = problem_of(flat_costs(cut, schedule), microbatches, None, "cost")
         found = measured(problem, orders)
         assert found is not None  # published schedules pass microbatches in order
-        static = static_of_ranks(cut.per_chunk(problem.chunks), schedule.placement)
-        held = max(peak / problem.memory_scale + always for peak, always in zip(found[1], static, strict=True))
+        held = max(
+            peak / problem.memory_scale + always for peak, always in zip(found[1], problem.flat.static, strict=True)
+        )
         fits = not exceeds(held, limit)
         tried.append((not fits, found[0].cost / problem.time_scale if fits else held, cut))
     return simulate(schedule, min(tried, key=lambda one: one[:2])[2])

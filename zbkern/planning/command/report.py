@@ -17,8 +17,9 @@ from zbkern.planning.cost_model.architecture import Architecture
 from zbkern.planning.cost_model.exactness import how_exact
 from zbkern.planning.cost_model.hardware import Hardware
 from zbkern.planning.cost_model.model_costs import Setting
+from zbkern.planning.costs.flat import flat_costs
 from zbkern.planning.costs.layers import ModelCosts
-from zbkern.planning.costs.memory import exceeds, static_of_ranks
+from zbkern.planning.costs.memory import exceeds
 from zbkern.planning.costs.needs import least_uneven
 from zbkern.planning.planner import Plan
 from zbkern.planning.simulation.timeline import Timeline
@@ -252,10 +253,10 @@ def _title(question: Question, setting: Setting) -> str:
 
 def _of_model(question: Question, found: Plan, setting: Setting) -> Iterator[tuple[str, str]]:
     """The costs of a layer, the cut, and how long a step takes."""
-    beside, placement = setting.beside(question.stages), found.schedule.placement
+    beside = setting.beside(question.stages)
     seconds = found.timeline.cost / 1e3 + beside
     rate, (each, share) = setting.tokens(question.microbatches) / seconds, question.speed(seconds)
-    static = max(static_of_ranks(found.costs.per_chunk(len(placement)), placement))
+    static = max(flat_costs(found.costs, found.schedule).static)
     yield "layer", _block_costs(setting)
     yield from _cut(found, setting.costs, f": {_counted(setting.architecture)}")
     yield "static", f"{amount(static, 'bytes')} at most by rank: weights, gradients, optimizer states, logits"

@@ -1,122 +1,177 @@
-"""Where a slice lies in its sequence, and what its passes take and hold there; slices of equal lengths or times.
+"""The flat form of costs: those of every unit that a schedule moves, in every chunk, worked out once.
 
-A slice from a to b, shares of its sequence, takes b - a of a cost of the whole sequence; of attention, whose queries
-each read all keys before them, b^2 - a^2; and all of the overhead, and of a message's latency.
+The simulation, memory, bounds, recomputation and both planners read it. A slice from a to b, shares of its sequence,
+takes b - a of a cost of the whole sequence; of attention, whose queries each read all keys before them, b^2 - a^2; and
+all of the overhead, and of a message's latency.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
-from math import gcd, sqrt
+from typing import NamedTuple
 
-from zbkern.planning.costs.chunks import ChunkCosts
+from zbkern.planning.costs.chunks import ChunkCosts, Costs
 from zbkern.schedules.schedule import Schedule
-
-SLICE_UNIT = 128  # tokens: kernels work on multiples of as many rows
-_PARTS = 1024  # of a sequence, at least, whose slices are multiples of one where its tokens are not known
+from zbkern.schedules.slices import Unit, units_of
 
 
-def slice_costs(costs: ChunkCosts, slices: Sequence[int]) -> tuple[ChunkCosts, ...]:
-    """The costs of each slice of these lengths, from first to last, for the costs of a whole sequence.
+def flat_costs(costs: Costs, schedule: Schedule) -> FlatCosts:
+    """The costs of a schedule's units. Raises ValueError for costs of another number of chunks, or without tokens where
+    sequences have slices of their own."""
+    return FlatCosts.of(costs, schedule.placement, schedule.slices, schedule.own_slices)
 
-    The activation is without what is carried, which belongs to the whole sequence (`carried_change`).
+
+@dataclass(frozen=True, eq=False)
+class FlatCosts:
+    """What every unit takes and holds in every chunk.
+
+    given: the costs that it is made from. placement: the rank of every chunk. slices: those of all sequences. whole:
+    the costs of a whole sequence. places: where slices lie in their sequence; those of one sequence, or of every unit
+    where sequences have slices of their own. by_place: their costs.
     """
-    if len(slices) == 1:
-        return (costs,)
-    ends = [end / sum(slices) for end in accumulate(slices, initial=0)]
-    return tuple(_of_slice(costs, b - a, b * b - a * a) for a, b in pairwise(ends))
+
+    given: Costs
+    placement: tuple[int, ...]
+    slices: tuple[int, ...]
+    whole: ChunkCosts
+    places: tuple[Unit, ...]
+    by_place: tuple[ChunkCosts, ...]
+
+    @classmethod
+    def of(
+        cls,
+        costs: Costs,
+        placement: Sequence[int],
+        slices: Sequence[int] = (1,),
+        own_slices: Sequence[Sequence[int]] = (),
+    ) -> FlatCosts:
+        """Where there is no schedule yet."""
+        whole = costs.per_chunk(len(placement))
+        if own_slices:
+            by_place = _of_own_slices(whole, own_slices, costs.tokens)
+        elif len(slices) == 1:
+            by_place = (whole,)
+        else:
+            ends = [end / sum(slices) for end in accumulate(slices, initial=0)]
+            by_place = tuple(_of_slice(whole, b - a, b * b - a * a) for a, b in pairwise(ends))
+        places = units_of(1, slices, own_slices)
+        return cls(costs, tuple(placement), tuple(slices), whole, places, by_place)
+
+    def of_unit(self, unit: int) -> ChunkCosts:
+        """A slice's activation is without what is carried, which belongs to the whole sequence (`carried_change`)."""
+        return self.by_place[unit % len(self.by_place)]
+
+    @cached_property
+    def static(self) -> list[float]:
+        """What each rank holds all the time, in all of its chunks."""
+        total = [0.0] * (max(self.placement) + 1)
+        for chunk, rank in enumerate(self.placement):
+            total[rank] += self.whole.static[chunk]
+        return total
+
+    def carried_change(self, kind: str, chunk: int, unit: int) -> float:
+        """What a pass of this unit takes, or frees, of its sequence's keys and values and of their gradients."""
+        place = self.places[unit % len(self.places)]
+        if place.slices == 1 or kind not in ("F", "B", "BW"):
+            return 0.0
+        costs = self.of_unit(unit)
+        carried, gradients = costs.carried[chunk], costs.carried_gradients[chunk]
+        if kind == "F":
+            return carried if place.slice == 0 else 0.0
+        return (gradients if place.is_last else 0.0) - (carried + gradients if place.slice == 0 else 0.0)
 
 
-def unit_costs(costs: ChunkCosts, schedule: Schedule, tokens: int | None) -> tuple[ChunkCosts, ...]:
-    """Of every slice of a sequence, or, where sequences have slices of their own, of every microbatch.
+class Growth(NamedTuple):
+    """A cost of a whole sequence in every chunk: what is fixed, what grows with the length of a slice, and what with
+    its length times the mean context."""
 
-    tokens: of the sequence that the costs are of. Raises ValueError where it is needed and None.
-    """
-    if not schedule.own_slices:
-        return slice_costs(costs, schedule.slices)
+    fixed: tuple[float, ...]
+    linear: tuple[float, ...]
+    quadratic: tuple[float, ...]
+
+    @classmethod
+    def of(cls, wholes: Sequence[float], rising: Sequence[float], fixed: Sequence[float]) -> Growth:
+        """rising, fixed: of the whole, what grows with length times context, and what does not grow."""
+        parts = []
+        for whole, most, always in zip(wholes, rising, fixed, strict=True):
+            fixed_part = min(always, whole)
+            quadratic = min(most, whole - fixed_part)
+            parts.append((fixed_part, whole - quadratic - fixed_part, quadratic))
+        return cls(*zip(*parts, strict=True)) if parts else cls((), (), ())
+
+    def at(self, length: float, context: float) -> tuple[float, ...]:
+        """The cost of a slice: its length, and its length times twice the mean context, as shares of the sequence's."""
+        return tuple(
+            fixed + quadratic * context + linear * length for fixed, linear, quadratic in zip(*self, strict=True)
+        )
+
+
+class Growths(NamedTuple):
+    """How the times of passes and of messages grow. apart: what B and W take longer than a fused BW."""
+
+    forward: Growth
+    backward: Growth
+    weight: Growth
+    apart: Growth
+    communication: Growth
+
+    @classmethod
+    def of(cls, whole: ChunkCosts) -> Growths:
+        none = (0.0,) * len(whole.forward)
+        apart = [b + w - both for b, w, both in zip(whole.backward, whole.weight, whole.fused, strict=True)]
+        return cls(
+            forward=Growth.of(whole.forward, whole.attention_forward, whole.overhead),
+            backward=Growth.of(whole.backward, whole.attention_backward, whole.overhead),
+            weight=Growth.of(whole.weight, none, whole.overhead),
+            apart=Growth.of(apart, none, whole.overhead),  # up to the overhead that is one of the two
+            communication=Growth.of(whole.communication, none[1:], whole.latency),
+        )
+
+
+def kept_by_slices(whole: ChunkCosts) -> list[float]:
+    """Of the activation of a whole sequence, what its slices hold apart from what is carried."""
+    return [max(0.0, activation - carried) for activation, carried in zip(whole.activation, whole.carried, strict=True)]
+
+
+def _of_own_slices(
+    whole: ChunkCosts, own_slices: Sequence[Sequence[int]], tokens: int | None
+) -> tuple[ChunkCosts, ...]:
     if tokens is None:
         raise ValueError(
             "Costs: tokens must be given for a schedule whose sequences have slices of their own; got None"
         )
     found = []
-    for lengths in schedule.own_slices:
+    for lengths in own_slices:
         ends = [end / tokens for end in accumulate(lengths, initial=0)]
         kept = {
-            name: tuple(each * ends[-1] for each in getattr(costs, name)) for name in ("carried", "carried_gradients")
+            name: tuple(each * ends[-1] for each in getattr(whole, name)) for name in ("carried", "carried_gradients")
         }
-        found += [_of_slice(costs, b - a, b * b - a * a)._replace(**kept) for a, b in pairwise(ends)]
+        found += [_of_slice(whole, b - a, b * b - a * a)._replace(**kept) for a, b in pairwise(ends)]
     return tuple(found)
 
 
-def _of_slice(costs: ChunkCosts, length: float, context: float) -> ChunkCosts:
+def _of_slice(whole: ChunkCosts, length: float, context: float) -> ChunkCosts:
     """length, context: of the whole sequence, what it has of a cost that grows with its length, and of attention's."""
-
-    def time(whole: float, rising: float, fixed: float) -> float:
-        fixed = min(fixed, whole)
-        rising = min(rising, whole - fixed)
-        return fixed + rising * context + (whole - rising - fixed) * length
+    forward, backward, weight, apart, communication = (each.at(length, context) for each in Growths.of(whole))
 
     def scaled(values: Sequence[float]) -> tuple[float, ...]:
         return tuple(value * length for value in values)
 
-    none = (0.0,) * len(costs.forward)
-    forward = tuple(map(time, costs.forward, costs.attention_forward, costs.overhead))
-    backward = tuple(map(time, costs.backward, costs.attention_backward, costs.overhead))
-    weight = tuple(map(time, costs.weight, none, costs.overhead))
-    activation = scaled([max(0.0, all_ - kept) for all_, kept in zip(costs.activation, costs.carried, strict=True)])
-    parts = zip(costs.recompute, forward, costs.forward, strict=True)
-    # what B and W apart take longer than a BW: up to the overhead that is one of the two
-    apart = [b + w - both for b, w, both in zip(costs.backward, costs.weight, costs.fused, strict=True)]
-    both = zip(backward, weight, map(time, apart, none, costs.overhead), strict=True)
-    return costs._replace(
+    activation = scaled(kept_by_slices(whole))
+    again = zip(whole.recompute, forward, whole.forward, strict=True)
+    return whole._replace(
         forward=forward,
         backward=backward,
         weight=weight,
-        fused=tuple(max(0.0, b + w - split) for b, w, split in both),
-        communication=tuple(map(time, costs.communication, (0.0,) * len(costs.latency), costs.latency)),
+        fused=tuple(max(0.0, b + w - split) for b, w, split in zip(backward, weight, apart, strict=True)),
+        communication=communication,
         activation=activation,
-        held=scaled(costs.held),
-        merge_saving=tuple(map(min, costs.merge_saving, weight)),
-        recompute=tuple(again * (of_slice / whole if whole else length) for again, of_slice, whole in parts),
-        checkpoint=None if costs.checkpoint is None else scaled(costs.checkpoint),
-        streamed=tuple(map(min, costs.streamed, activation)),
+        held=scaled(whole.held),
+        merge_saving=tuple(map(min, whole.merge_saving, weight)),
+        recompute=tuple(time * (of_slice / of_all if of_all else length) for time, of_slice, of_all in again),
+        checkpoint=None if whole.checkpoint is None else scaled(whole.checkpoint),
+        streamed=tuple(map(min, whole.streamed, activation)),
     )
-
-
-def equal_lengths(slices: int, tokens: int | None = None, unit: int = SLICE_UNIT) -> tuple[int, ...]:
-    """The lengths of so many slices that are as equal as multiples of `unit` tokens allow.
-
-    tokens: of a sequence; None where they are not known: then as equal as can be.
-    """
-    ends = [number / slices for number in range(slices + 1)]
-    return (1,) * slices if tokens is None else _rounded(ends, tokens, unit)
-
-
-def equal_times(costs: ChunkCosts, slices: int, tokens: int | None = None, unit: int = SLICE_UNIT) -> tuple[int, ...]:
-    """The same for slices that all take about as long: F, B and W together, in all chunks.
-
-    Where the tokens are not known, a slice is a multiple of 1/1024 of the sequence.
-    """
-    attention = sum(costs.attention_forward) + sum(costs.attention_backward)
-    fixed = 3 * sum(costs.overhead)
-    linear = max(0.0, sum(costs.forward) + sum(costs.backward) + sum(costs.weight) - fixed - attention)
-    ends = [number / slices for number in range(slices + 1)]
-    if attention > 0:  # where attention x^2 + linear x reaches this share of both
-        root = [sqrt(linear * linear + 4 * attention * (attention + linear) * end) for end in ends]
-        ends = [(each - linear) / (2 * attention) for each in root]
-    return _rounded(ends, tokens, unit)
-
-
-def _rounded(ends: Sequence[float], tokens: int | None, unit: int) -> tuple[int, ...]:
-    """Lengths between these ends in tokens, or in parts of a sequence; in single ones where there are too few units."""
-    slices = len(ends) - 1
-    whole = max(_PARTS, slices) if tokens is None else tokens
-    step = 1 if tokens is None or tokens % unit or tokens < unit * slices else unit
-    count = whole // step
-    places = [round(end * count) for end in ends]
-    for place in range(1, slices):  # every slice has a unit at least
-        places[place] = min(max(places[place], places[place - 1] + 1), count - slices + place)
-    lengths = [b - a for a, b in pairwise(places)]
-    common = gcd(*lengths) if tokens is None else 1
-    return tuple(length // common * step for length in lengths)

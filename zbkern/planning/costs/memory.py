@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from zbkern.planning.costs.chunks import ChunkCosts, checked_number
+from zbkern.planning.costs.chunks import checked_number
+from zbkern.planning.costs.flat import FlatCosts
 from zbkern.schedules.actions import Action
 from zbkern.schedules.program import recomputed, streamed
-from zbkern.schedules.slices import Unit
 
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 Limit = float | Sequence[float] | None  # one number, or one per rank
@@ -20,23 +20,16 @@ class Memory:
     It starts with `static`, the model states of its chunks. F adds the chunk's activation, or `checkpoint` where an R
     adds the rest, or `streamed` where its O follows directly; B leaves `held`, and BW nothing; W releases `held`, a
     part of n its n-th. O releases what the microbatch holds, L takes it again. Of a sequence in slices `carried` is
-    there from its first F to its last B, and `carried_gradients` from its first B on. costs: of every slice of a
-    sequence, or of every microbatch. units: what microbatches are, where sequences have slices of their own. row: the
-    rank's actions; they are accounted in its order, or in another one that keeps that of every microbatch.
+    there from its first F to its last B, and `carried_gradients` from its first B on. row: the rank's actions; they are
+    accounted in its order, or in another one that keeps that of every microbatch.
     """
 
-    def __init__(
-        self,
-        costs: Sequence[ChunkCosts],
-        static: float = 0.0,
-        row: Sequence[Action] = (),
-        units: Sequence[Unit] = (),
-    ) -> None:
-        self._costs, self._units = costs, units
+    def __init__(self, costs: FlatCosts, row: Sequence[Action] = (), static: float = 0.0) -> None:
+        self._costs = costs
         self._recomputed, self._streamed = recomputed(row), streamed(row)
         self._waiting: set[tuple[int, int]] = set()  # those whose B has run
         self.now = self.peak = static
-        if self._recomputed and costs[0].checkpoint is None:
+        if self._recomputed and costs.whole.checkpoint is None:
             raise ValueError(
                 "Costs: checkpoint must be given for a schedule that recomputes: the memory that a microbatch holds "
                 "between an F and its R, which is what the chunk was given"
@@ -44,12 +37,11 @@ class Memory:
 
     def account(self, action: Action) -> None:
         kind, chunk, microbatch, part = action
-        key, costs = (chunk, microbatch), self._costs[microbatch % len(self._costs)]
+        key, costs = (chunk, microbatch), self._costs.of_unit(microbatch)
         activation, held, kept = costs.activation[chunk], costs.held[chunk], costs.activation[chunk]
         if key in self._recomputed and costs.checkpoint is not None:
             kept = min(activation, costs.checkpoint[chunk])
-        unit = self._units[microbatch] if self._units else Unit(0, microbatch % len(self._costs), len(self._costs))
-        self.now += carried_change(costs, kind, chunk, unit)
+        self.now += self._costs.carried_change(kind, chunk, microbatch)
         if kind == "F":
             self.now += costs.streamed[chunk] if key in self._streamed else kept
         elif kind == "R":
@@ -70,26 +62,8 @@ class Memory:
 
     def copied(self, chunk: int, microbatch: int) -> float:
         """What an O or L of this microbatch moves now: its activations, or after B what its W needs."""
-        costs = self._costs[microbatch % len(self._costs)]
+        costs = self._costs.of_unit(microbatch)
         return costs.held[chunk] if (chunk, microbatch) in self._waiting else costs.activation[chunk]
-
-
-def carried_change(costs: ChunkCosts, kind: str, chunk: int, unit: Unit) -> float:
-    """What a pass of this slice takes, or frees, of a sequence's keys and values and of their gradients."""
-    if unit.slices == 1 or kind not in ("F", "B", "BW"):
-        return 0.0
-    carried, gradients = costs.carried[chunk], costs.carried_gradients[chunk]
-    if kind == "F":
-        return carried if unit.slice == 0 else 0.0
-    return (gradients if unit.is_last else 0.0) - (carried + gradients if unit.slice == 0 else 0.0)
-
-
-def static_of_ranks(costs: ChunkCosts, placement: Sequence[int]) -> list[float]:
-    """The static memory of each rank, that of all its chunks, from the rank of every chunk."""
-    total = [0.0] * (max(placement) + 1)
-    for chunk, rank in enumerate(placement):
-        total[rank] += costs.static[chunk]
-    return total
 
 
 def exceeds(peak: float, limit: float | None) -> bool:

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
 
-from zbkern.planning.costs.memory import static_of_ranks
 from zbkern.planning.planner import native
 from zbkern.planning.planner.native import Effort, uncollected
 from zbkern.planning.planner.problem import Ordering, Problem, Rows, actions_of, schedule_of
@@ -88,10 +87,9 @@ def measured(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[flo
 
 def _simulated(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[float]]:
     """The same without the compiled core, for orders of published schedules."""
-    timeline = simulate(schedule_of(orders, problem, "published"), problem.costs)
-    static = static_of_ranks(problem.costs.per_chunk(problem.chunks), problem.placement)
+    timeline = simulate(schedule_of(orders, problem, "published"), problem.flat.given)
     cost = timeline.makespan if problem.makespan else timeline.cost
-    beside = [peak - always for peak, always in zip(timeline.peak_memory, static, strict=True)]
+    beside = [peak - always for peak, always in zip(timeline.peak_memory, problem.flat.static, strict=True)]
     return replace(orders, cost=round(cost * problem.time_scale)), [each * problem.memory_scale for each in beside]
 
 
@@ -102,12 +100,11 @@ def timeline_of(orders: Ordering, problem: Problem, name: str) -> Timeline:
     rows: Rows = native.core.grouped(orders.rows, orders.fused)
     actions = actions_of(rows, problem, orders.fused)
     schedule = Schedule(actions, problem.placement, problem.microbatches, name).proven()
-    costs, times = problem.costs, native.core.timed(problem, rows, orders.fused)
+    costs, times = problem.flat.given, native.core.timed(problem, rows, orders.fused)
     events = tuple(
         tuple(map(tuple.__new__, repeat(Event), zip(repeat(rank), row, starts, ends)))
         for rank, (row, (starts, ends)) in enumerate(zip(actions, times, strict=True))
     )
-    static = static_of_ranks(costs.per_chunk(problem.chunks), problem.placement)
     _, peaks = native.core.measure(problem, rows, orders.fused)
-    held = tuple(peak / problem.memory_scale + always for peak, always in zip(peaks, static, strict=True))
+    held = tuple(peak / problem.memory_scale + always for peak, always in zip(peaks, problem.flat.static, strict=True))
     return Timeline(schedule, events, held, unit=costs.time_unit or "", memory_unit=costs.memory_unit or "")

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from zbkern import schedules
 from zbkern.planning.costs.chunks import Costs, checked_number
-from zbkern.planning.costs.flat import SLICE_UNIT, equal_lengths, equal_times, slice_costs
+from zbkern.planning.costs.equal_slices import SLICE_UNIT, equal_lengths, equal_times
+from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.costs.layers import ModelCosts
-from zbkern.planning.costs.memory import Limit, limits_of, static_of_ranks
+from zbkern.planning.costs.memory import Limit, limits_of
 from zbkern.planning.planner.problem import Problem, freed_memory, taken_memory
 from zbkern.schedules.actions import ScheduleError, check_count
 from zbkern.schedules.slices import slice_lengths
@@ -127,9 +128,9 @@ class Request:
         """As given, or as many as a placement that is spelt out has, else one."""
         return chunks_per_rank(self.placement, self.stages) if self.chunks is None else self.chunks
 
-    def problem(self, costs: Costs, owners: Sequence[int], slices: Sequence[int]) -> Problem:
-        """That of chunks with these costs on the ranks of `owners`. Raises DoesNotFit when nothing fits."""
-        return problem_of(costs, owners, self.microbatches, self.memory_limit, self.options.objective, slices)
+    def problem(self, flat: FlatCosts) -> Problem:
+        """That of chunks with these costs. Raises DoesNotFit when nothing fits."""
+        return problem_of(flat, self.microbatches, self.memory_limit, self.options.objective)
 
 
 class DoesNotFit(ScheduleError):
@@ -140,21 +141,18 @@ class DoesNotFit(ScheduleError):
         self.least = least
 
 
-def problem_of(
-    costs: Costs, owners: Sequence[int], microbatches: int, limit: Limit, objective: str, slices: Sequence[int] = (1,)
-) -> Problem:
-    """The problem of the chunks of `costs` on the ranks of `owners`. Raises DoesNotFit when nothing fits.
+def problem_of(flat: FlatCosts, microbatches: int, limit: Limit, objective: str) -> Problem:
+    """The problem of chunks with these costs. Raises DoesNotFit when nothing fits.
 
     One microbatch must fit: a rank holds it in all of its chunks when its last forward there has run. A B may leave
     more than it found; a fused BW leaves nothing, but for gradients of keys and values that belong to slices before it.
     """
-    flat = costs.per_chunk(len(owners))
-    by_slice, static, unit = slice_costs(flat, slices), static_of_ranks(flat, owners), costs.memory_unit
+    owners, static, unit = flat.placement, flat.static, flat.given.memory_unit
     given = limits_of("plan", limit, len(static)) or [math.inf] * len(static)
     needs, last_chunk = [0.0] * len(static), {owner: chunk for chunk, owner in enumerate(owners)}
     for chunk, owner in enumerate(owners):
-        gradients = -freed_memory(by_slice, chunk)[0] if len(by_slice) > 1 and chunk == last_chunk[owner] else 0.0
-        needs[owner] += sum(taken_memory(by_slice, chunk)) + max(0.0, gradients)
+        gradients = -freed_memory(flat, chunk)[0] if len(flat.slices) > 1 and chunk == last_chunk[owner] else 0.0
+        needs[owner] += sum(taken_memory(flat, chunk)) + max(0.0, gradients)
     least = max(need + always for need, always in zip(needs, static, strict=True))
     for rank, (need, most, always) in enumerate(zip(needs, given, static, strict=True)):
         if need > (most - always) * (1 + _ROUNDING):
@@ -166,7 +164,7 @@ def problem_of(
                 least,
             )
     limits = [most - always for most, always in zip(given, static, strict=True)]
-    return Problem.build(costs, owners, microbatches, limits, objective == "makespan", slices)
+    return Problem.build(flat, microbatches, limits, objective == "makespan")
 
 
 def chunks_per_rank(placement: str | Sequence[int] | None, stages: int) -> int:

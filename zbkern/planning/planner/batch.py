@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from zbkern.planning.costs.chunks import Costs, checked_number
-from zbkern.planning.costs.memory import static_of_ranks
+from zbkern.planning.costs.flat import FlatCosts, Growth, Growths, kept_by_slices
 from zbkern.planning.planner import native
 from zbkern.planning.planner.arguments import chunks_per_rank, placement_of
 from zbkern.planning.planner.published import generators_of
@@ -23,7 +23,7 @@ from zbkern.schedules.actions import Action, ScheduleError, check_count
 from zbkern.schedules.schedule import Schedule
 
 PASSES = 400_000
-"""How many passes a search runs where nothing else is said: about 40 ms of one native.core."""
+"""How many passes a search runs where nothing else is said: about 40 ms of one core."""
 _SCALE = float(2**44)  # of times and memory, which the search has as whole numbers
 _KINDS = ("F", "B", "W", "BW")
 _PACKS = (1, 2, 4)  # per rank
@@ -139,17 +139,6 @@ def _core() -> Any:
     return native.core
 
 
-class Growth(NamedTuple):
-    """By chunk: what is fixed, what grows with the tokens, and what with pairs of tokens."""
-
-    fixed: tuple[float, ...]
-    linear: tuple[float, ...]
-    quadratic: tuple[float, ...]
-
-    def times(self, scale: float) -> Growth:
-        return Growth(*(tuple(value * scale for value in part) for part in self))
-
-
 class _Problem(NamedTuple):
     """What the compiled search reads; times and memory in its own units."""
 
@@ -190,25 +179,22 @@ def _problem(
     multiple: int,
     packs: bool,
 ) -> _Problem:
-    flat = costs.per_chunk(len(owners))
-    shares = [length / tokens for length in lengths]
-    whole, pairs = sum(shares), sum(share * share for share in shares)
+    flat = FlatCosts.of(costs, owners)
+    whole, shares = flat.whole, [length / tokens for length in lengths]
+    all_, pairs = sum(shares), sum(share * share for share in shares)
     none = (0.0,) * len(owners)
 
-    def passes(times: Sequence[float], attention: Sequence[float]) -> Growth:
-        parts = []
-        for time, rising, overhead in zip(times, attention, flat.overhead, strict=True):
-            fixed = min(overhead, time)
-            rising = min(rising, time - fixed)
-            parts.append((fixed, (time - rising - fixed) / tokens, rising / tokens**2))
-        return Growth(*zip(*parts, strict=True))
+    def per_token(growth: Growth) -> Growth:
+        linear = tuple(value / tokens for value in growth.linear)
+        return Growth(growth.fixed, linear, tuple(value / tokens**2 for value in growth.quadratic))
 
-    def by_length(values: Sequence[float]) -> Growth:
-        return Growth(none, tuple(value / tokens for value in values), none)
+    def times(growth: Growth, scale: float) -> Growth:
+        return Growth(*(tuple(value * scale for value in part) for part in growth))
 
-    forward, backward = passes(flat.forward, flat.attention_forward), passes(flat.backward, flat.attention_backward)
-    weight = passes(flat.weight, none)
-    apart = passes([b + w - both for b, w, both in zip(flat.backward, flat.weight, flat.fused, strict=True)], none)
+    def memory(values: Sequence[float]) -> Growth:
+        return times(per_token(Growth(none, tuple(values), none)), memory_scale)
+
+    forward, backward, weight, apart, lag = map(per_token, Growths.of(whole))
     parts = [[*zip(*each, strict=True)] for each in zip(backward, weight, apart, strict=True)]  # of each kind of growth
     fused = Growth(*(tuple(max(0.0, b + w - split) for b, w, split in each) for each in parts))
     busy = [0.0] * (max(owners) + 1)
@@ -216,31 +202,28 @@ def _problem(
         for growth in (forward, fused):
             of_batch = growth.fixed[chunk] + growth.linear[chunk] * sum(lengths)
             busy[owner] += of_batch + growth.quadratic[chunk] * sum(length * length for length in lengths)
-    lag = by_length([*(each - fixed for each, fixed in zip(flat.communication, flat.latency, strict=True)), 0.0])
     time_scale = _SCALE / max(sum(busy), 1e-300)
-    kept = [max(0.0, every - own) for every, own in zip(flat.activation, flat.carried, strict=True)]
-    memory_scale = _SCALE / max((sum(flat.activation) + sum(flat.held)) * max(whole, pairs), 1e-300)
-    static = tuple(static_of_ranks(flat, owners))
+    memory_scale = _SCALE / max((sum(whole.activation) + sum(whole.held)) * max(all_, pairs), 1e-300)
     limit = None
     if memory_limit is not None:
-        limit = int((checked_number("plan_batch", "memory_limit", memory_limit) - max(static)) * memory_scale)
+        limit = int((checked_number("plan_batch", "memory_limit", memory_limit) - max(flat.static)) * memory_scale)
     return _Problem(
         placement=owners,
-        forward=forward.times(time_scale),
-        backward=backward.times(time_scale),
-        weight=weight.times(time_scale),
-        fused=fused.times(time_scale),
-        lag=lag._replace(fixed=(*flat.latency, 0.0)).times(time_scale),
-        activation=by_length(kept).times(memory_scale),
-        held=by_length(flat.held).times(memory_scale),
-        carried=by_length(flat.carried).times(memory_scale),
-        carried_gradients=by_length(flat.carried_gradients).times(memory_scale),
+        forward=times(forward, time_scale),
+        backward=times(backward, time_scale),
+        weight=times(weight, time_scale),
+        fused=times(fused, time_scale),
+        lag=times(Growth(*((*part, 0.0) for part in lag)), time_scale),
+        activation=memory(kept_by_slices(whole)),
+        held=memory(whole.held),
+        carried=memory(whole.carried),
+        carried_gradients=memory(whole.carried_gradients),
         limit=limit,
         multiple=multiple,
         packs=packs,
         time_scale=time_scale,
         memory_scale=memory_scale,
-        static=static,
+        static=tuple(flat.static),
         lower_bound=max(busy),
     )
 

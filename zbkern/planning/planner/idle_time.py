@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zbkern.planning.costs.chunks import ChunkCosts, Costs
-from zbkern.planning.costs.flat import slice_costs
-from zbkern.planning.costs.memory import Memory, static_of_ranks
+from zbkern.planning.costs.flat import FlatCosts
+from zbkern.planning.costs.memory import Memory
 from zbkern.planning.simulation.timeline import Event, Timeline, arrival, ends_of
 
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
@@ -37,7 +36,7 @@ class IdleTime:
         return self.load + self.memory + self.messages + self.warm_up + self.cool_down + self.dependencies
 
 
-def idle_time(timeline: Timeline, costs: Costs, objective: str, limits: Sequence[float] | None) -> IdleTime:
+def idle_time(timeline: Timeline, costs: FlatCosts, objective: str, limits: Sequence[float] | None) -> IdleTime:
     """limits: the memory of every rank, None for no limit."""
     busy, ranks = timeline.busy, len(timeline.events)
     most, length = max(busy), timeline.cost if objective == "cost" else timeline.makespan
@@ -46,8 +45,7 @@ def idle_time(timeline: Timeline, costs: Costs, objective: str, limits: Sequence
         return IdleTime(0, 0.0, **shares)
     spans = [row[-1].end - row[0].start for row in timeline.events]
     slowest = spans.index(max(spans)) if objective == "cost" else busy.index(most)
-    flat = slice_costs(costs.per_chunk(len(timeline.schedule.placement)), timeline.schedule.slices)
-    for cause, time in _causes(timeline, flat, slowest, limits):
+    for cause, time in _causes(timeline, costs, slowest, limits):
         shares[cause] += time
     if objective != "cost":  # it also waits for the first pass to come, and for the others to end
         row = timeline.events[slowest]
@@ -62,25 +60,22 @@ def idle_time(timeline: Timeline, costs: Costs, objective: str, limits: Sequence
 
 
 def _causes(
-    timeline: Timeline, costs: Sequence[ChunkCosts], rank: int, limits: Sequence[float] | None
+    timeline: Timeline, costs: FlatCosts, rank: int, limits: Sequence[float] | None
 ) -> Iterator[tuple[str, float]]:
-    """(cause, time) of every gap between the passes of one rank, in parts where it has several.
-
-    costs: of every slice of a microbatch.
-    """
+    """(cause, time) of every gap between the passes of one rank, in parts where it has several."""
     schedule, row = timeline.schedule, timeline.events[rank]
     own_chunks = [chunk for chunk, owner in enumerate(schedule.placement) if owner == rank]
     near = {schedule.placement[max(0, chunk - 1) : chunk + 2] for chunk in own_chunks}  # the ranks that it waits for
     ends = ends_of(timeline, {owner for owners in near for owner in owners})
-    memory = Memory(costs, static_of_ranks(costs[0], schedule.placement)[rank], schedule.actions[rank])
+    memory = Memory(costs, schedule.actions[rank], costs.static[rank])
     limit = float("inf") if limits is None else limits[rank] * (1 + _ROUNDING)
     copies = bool(timeline.copies and timeline.copies[rank])
 
-    def of_slice(event: Event) -> ChunkCosts:
-        return costs[event.action.microbatch % len(costs)]
-
     def arrival_of(event: Event) -> tuple[float, float]:
-        return arrival(event.action, ends, of_slice(event).communication, schedule.placement)
+        return arrival(event.action, ends, costs.of_unit(event.action.microbatch).communication, schedule.placement)
+
+    def taken_by(event: Event) -> float:
+        return costs.of_unit(event.action.microbatch).activation[event.action.chunk]
 
     kinds = [event.action.kind for event in row]
     first_backward = next((index for index, kind in enumerate(kinds) if kind in ("B", "BW")), len(kinds))
@@ -95,8 +90,8 @@ def _causes(
         if gap > _ROUNDING * event.end:
             computed, arrived = arrival_of(event)
             ready = max(clock, arrived) if copies else event.start  # later than that, it waits for a copy
-            nexts = [(chunk, waiting[-1]) for chunk, waiting in forwards.items() if waiting]
-            full = [each for chunk, each in nexts if memory.now + of_slice(each).activation[chunk] > limit]
+            nexts = [waiting[-1] for waiting in forwards.values() if waiting]
+            full = [each for each in nexts if memory.now + taken_by(each) > limit]
             blocked = min([ready, *(arrival_of(each)[1] for each in full)])  # since when there is no room for an F
             for_room = min(gap, max(0.0, event.start - blocked))
             late = min(gap - for_room, max(0.0, event.start - max(computed, clock)))

@@ -14,6 +14,7 @@ from itertools import islice
 
 from zbkern import schedules
 from zbkern.planning.costs.chunks import Costs
+from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.costs.needs import least_need, shortest
 from zbkern.planning.planner.arguments import DoesNotFit, Request, placement_of
 from zbkern.planning.planner.incumbents import Budget
@@ -78,7 +79,7 @@ class Candidates:
         """The cuts of which one microbatch fits: the least time that it takes, its partition, and its problem."""
         for least, partition, costs in self._cuts(owners):
             try:
-                yield least, partition, self._request.problem(costs, owners, slices)
+                yield least, partition, self._request.problem(FlatCosts.of(costs, owners, slices))
             except DoesNotFit as error:
                 self._refused.append(error)
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from zbkern.planning.costs.chunks import ChunkCosts, Costs
-from zbkern.planning.costs.flat import slice_costs
-from zbkern.planning.costs.memory import Memory, limits_of, static_of_ranks
+from zbkern.planning.costs.chunks import Costs
+from zbkern.planning.costs.flat import FlatCosts, flat_costs
+from zbkern.planning.costs.memory import Memory, limits_of
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import Action, ScheduleError
@@ -50,11 +50,12 @@ def fit(
     plain = simulate(schedule, costs)
     if _fits(plain, limits):
         return plain
+    flat = flat_costs(costs, schedule)
     best: Timeline | None = None
     for preference in _preferences(offload, recompute):
         timeline = plain
         for _ in range(_ROUNDS):
-            found = _place(schedule, costs, limits, timeline, preference)
+            found = _place(schedule, flat, limits, timeline, preference)
             if found is None:
                 break
             timeline = simulate(found, costs)
@@ -117,17 +118,17 @@ class _Held:
 
 
 def _place(
-    schedule: Schedule, costs: Costs, limits: Sequence[float], timeline: Timeline, preference: _Preference
+    schedule: Schedule, flat: FlatCosts, limits: Sequence[float], timeline: Timeline, preference: _Preference
 ) -> Schedule | None:
-    flat = slice_costs(costs.per_chunk(len(schedule.placement)), schedule.slices)
-    if preference.recompute and flat[0].checkpoint is None:
+    costs = flat.given
+    if preference.recompute and costs.checkpoint is None:
         raise ValueError("fit: recompute needs Costs.checkpoint, the memory a microbatch holds between an F and its R")
     if preference.offload and (costs.offload_bandwidth is None or costs.reload_bandwidth is None):
         raise ValueError("fit: offload needs Costs.offload_bandwidth and Costs.reload_bandwidth")
     rows = []
-    for rank, static in enumerate(static_of_ranks(flat[0], schedule.placement)):
+    for rank, static in enumerate(flat.static):
         times = {event.action[:3]: (event.start, event.end) for event in timeline.events[rank]}
-        row = _Row(schedule.actions[rank], flat, costs, limits[rank] - static, times, preference).placed()
+        row = _Row(schedule.actions[rank], flat, limits[rank] - static, times, preference).placed()
         if row is None:
             return None
         rows.append(tuple(row))
@@ -135,13 +136,12 @@ def _place(
 
 
 class _Row:
-    """One rank's row, gone through from its first action to its last; flat: the costs of every slice of a sequence."""
+    """One rank's row, gone through from its first action to its last."""
 
     def __init__(
         self,
         actions: Sequence[Action],
-        flat: Sequence[ChunkCosts],
-        costs: Costs,
+        flat: FlatCosts,
         limit: float,
         times: _Times,
         preference: _Preference,
@@ -149,6 +149,7 @@ class _Row:
         self._actions, self._flat, self._preference = actions, flat, preference
         self._limit = limit * (1 + _ROUNDING)
         self._times = [times[action[:3]] for action in actions]
+        costs = flat.given
         self._out, self._back = costs.offload_bandwidth or 0.0, costs.reload_bandwidth or 0.0
         self._slow = 1.0 + costs.copy_slowdown
         self._begun, self._ended = _spans(actions, flat)
@@ -182,7 +183,8 @@ class _Row:
     def _streams(self, index: int, ending: _Held | None) -> bool:
         """Whether the action is an F that is offloaded while it runs, for which there is room then."""
         kind, chunk, microbatch, _ = self._actions[index]
-        activation, streamed = self._of(microbatch).activation[chunk], self._of(microbatch).streamed[chunk]
+        costs = self._flat.of_unit(microbatch)
+        activation, streamed = costs.activation[chunk], costs.streamed[chunk]
         if kind != "F" or not self._preference.offload or streamed == activation:
             return False
         if self._free_memory(index, self._changes[index], ending):
@@ -194,9 +196,6 @@ class _Row:
         copied = activation / self._out
         self._lane_out = max(max(begin, self._lane_out) + copied, end)
         return True
-
-    def _of(self, microbatch: int) -> ChunkCosts:
-        return self._flat[microbatch % len(self._flat)]
 
     def _bring_back(self, index: int, ending: _Held | None) -> bool:
         """What this action needs, and what can come early: loads and recomputations before the action."""
@@ -266,7 +265,7 @@ class _Row:
         for held in self._here:
             if held is spared or held.given_up or held in taken or held.end <= index:
                 continue
-            if self._within_merged(held.end) and self._of(held.microbatch).merge_saving[held.chunk] > 0:
+            if self._within_merged(held.end) and self._flat.of_unit(held.microbatch).merge_saving[held.chunk] > 0:
                 continue
             prefers = self._times[held.begin][1] if self._preference.oldest else -self._times[held.end][0]
             if self._preference.offload:
@@ -277,27 +276,27 @@ class _Row:
             if self._preference.recompute and held.kept < held.size:
                 before = self._times[held.end - 1][1] if held.end else 0.0
                 idle = self._times[held.end][0] - before
-                waits = max(0.0, self._of(held.microbatch).recompute[held.chunk] - idle)
+                waits = max(0.0, self._flat.of_unit(held.microbatch).recompute[held.chunk] - idle)
                 options.append((waits, prefers, False, held, lane))
         return min(options, key=lambda option: option[:2], default=None)
 
 
-def _changes(actions: Sequence[Action], by_slice: Sequence[ChunkCosts]) -> Iterator[float]:
+def _changes(actions: Sequence[Action], costs: FlatCosts) -> Iterator[float]:
     """The memory that every action takes, or frees."""
-    memory = Memory(by_slice)
+    memory = Memory(costs)
     for action in actions:
         before = memory.now
         memory.account(action)
         yield memory.now - before
 
 
-def _spans(actions: Sequence[Action], by_slice: Sequence[ChunkCosts]) -> tuple[dict[int, _Held], dict[int, _Held]]:
+def _spans(actions: Sequence[Action], costs: FlatCosts) -> tuple[dict[int, _Held], dict[int, _Held]]:
     """What is held in a row, by the place of the action that it begins with, and of the action that needs it."""
     begun: dict[int, _Held] = {}
     ended: dict[int, _Held] = {}
     held: dict[tuple[int, int], _Held] = {}
     for index, (kind, chunk, microbatch, _) in enumerate(actions):
-        key, flat = (chunk, microbatch), by_slice[microbatch % len(by_slice)]
+        key, flat = (chunk, microbatch), costs.of_unit(microbatch)
         if kind in ("B", "BW", "W") and key in held:
             held[key].end = index
             ended[index] = held.pop(key)

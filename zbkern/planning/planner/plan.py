@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbkern.planning.costs.chunks import Costs
+from zbkern.planning.costs.flat import FlatCosts, flat_costs
 from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.costs.memory import Limit, limits_of
 from zbkern.planning.planner import native
@@ -172,8 +173,8 @@ def _searched_slices(request: Request) -> Plan:
     if problem.passes > MANY and len(problem.slices) == 1 and native.core is not None:
         timeline = timeline_of(orders, problem, name)
     else:
-        timeline = simulate(schedule_of(orders, problem, name), problem.costs)
-    made = _compared(timeline, problem.costs, request.memory_limit, options.objective, found.bound)
+        timeline = simulate(schedule_of(orders, problem, name), problem.flat.given)
+    made = _compared(timeline, problem.flat, request.memory_limit, options.objective, found.bound)
     if native.core is None and not made.optimal:
         logger.warning(
             "plan: the compiled search is not here, so that this is only the best of the published schedules; install "
@@ -185,23 +186,24 @@ def _searched_slices(request: Request) -> Plan:
 
 def judged(schedule: Schedule, costs: Costs, limit: Limit, objective: str) -> Plan:
     """A schedule as a plan: beside it the lower bound for any order of its chunks within the limit, if there is one."""
-    bound = _bound(schedule, costs, limit, objective)
-    return _compared(simulate(schedule, costs), costs, limit, objective, bound)
+    flat = flat_costs(costs, schedule)
+    bound = _bound(flat, schedule.microbatches, limit, objective)
+    return _compared(simulate(schedule, costs), flat, limit, objective, bound)
 
 
-def _bound(schedule: Schedule, costs: Costs, limit: Limit, objective: str) -> float:
-    """What no order of the schedule's chunks within the limit is below."""
-    problem = problem_of(costs, schedule.placement, schedule.microbatches, limit, objective, schedule.slices)
+def _bound(flat: FlatCosts, microbatches: int, limit: Limit, objective: str) -> float:
+    """What no order of these chunks within the limit is below."""
+    problem = problem_of(flat, microbatches, limit, objective)
     return cost_bound(problem) / problem.time_scale
 
 
-def _compared(timeline: Timeline, costs: Costs, limit: Limit, objective: str, bound: float) -> Plan:
+def _compared(timeline: Timeline, flat: FlatCosts, limit: Limit, objective: str, bound: float) -> Plan:
     """With the share of the ranks' time that is idle where the objective is at its lower bound, and whether it is."""
     reached, ranks = getattr(timeline, objective), timeline.schedule.ranks
     least = min(bound, reached)
     lower = max(0.0, 1.0 - sum(timeline.busy) / (ranks * least)) if least > 0 else 0.0
-    idle = idle_time(timeline, costs, objective, limits_of("plan", limit, ranks))
-    return Plan(timeline.schedule, timeline, lower, reached - least <= ROUNDING * reached, 0, costs, idle)
+    idle = idle_time(timeline, flat, objective, limits_of("plan", limit, ranks))
+    return Plan(timeline.schedule, timeline, lower, reached - least <= ROUNDING * reached, 0, flat.given, idle)
 
 
 def _saving(
@@ -230,6 +232,7 @@ def _saving(
             best = replace(plan, schedule=fitted.schedule, timeline=fitted)
     if best is None:
         raise ScheduleError(f"{errors[-1]}; without, {errors[0]}")
-    bound = _bound(best.schedule, best.costs, None, objective)
-    found = _compared(best.timeline, best.costs, limits, objective, bound)
+    flat = flat_costs(best.costs, best.schedule)
+    bound = _bound(flat, best.schedule.microbatches, None, objective)
+    found = _compared(best.timeline, flat, limits, objective, bound)
     return replace(found, effort=best.effort, partition=best.partition, layers=best.layers)

@@ -14,13 +14,11 @@ from functools import cached_property
 from itertools import repeat
 from typing import NamedTuple
 
-from zbkern.planning.costs.chunks import ChunkCosts, Costs
-from zbkern.planning.costs.flat import slice_costs
-from zbkern.planning.costs.memory import carried_change
+from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.planner import native
 from zbkern.schedules.actions import Action
 from zbkern.schedules.schedule import Schedule
-from zbkern.schedules.slices import Unit, order_of_backward
+from zbkern.schedules.slices import order_of_backward
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 Rows = list[list[int]]
@@ -53,7 +51,7 @@ class Problem:
     """A planning problem. One unit of time here is 1 / time_scale of the costs'.
 
     units: slices of all microbatches. by_chunk: what passes cost. limit: of each rank, beside what it holds all the
-    time. costs: what it was made from.
+    time. flat: what it was made from.
     """
 
     ranks: int
@@ -66,24 +64,17 @@ class Problem:
     makespan: bool
     time_scale: float
     memory_scale: float
-    costs: Costs = field(compare=False)
+    flat: FlatCosts = field(compare=False)
 
     @classmethod
-    def build(
-        cls,
-        costs: Costs,
-        placement: Sequence[int],
-        microbatches: int,
-        limit: Sequence[float],
-        makespan: bool,
-        slices: Sequence[int] = (1,),
-    ) -> Problem:
-        """limit: one number per rank, in the unit of `costs.activation`."""
-        chunks, by_slice = len(placement), slice_costs(costs.per_chunk(len(placement)), slices)
+    def build(cls, flat: FlatCosts, microbatches: int, limit: Sequence[float], makespan: bool) -> Problem:
+        """limit: one number per rank, in the unit of `Costs.activation`."""
+        placement, by_slice = flat.placement, flat.by_place
+        chunks = len(placement)
         # one pass and message of all microbatches after the other
         parts = [sum(e.forward) + sum(e.backward) + sum(e.weight) + 2 * sum(e.communication) for e in by_slice]
         time_scale = _TIME_SCALE / serial if (serial := microbatches * sum(parts)) > 1e-200 else 1.0
-        unlimited = most_memory(by_slice, microbatches)
+        unlimited = most_memory(flat, microbatches)
         memory_scale = _MEMORY_SCALE / unlimited if unlimited > 1e-200 else 1.0
 
         def scaled(values: Iterable[float], scale: float) -> tuple[int, ...]:
@@ -99,7 +90,7 @@ class Problem:
             fused = tuple(b + w if abs(both - b - w) <= 1 else both for both, b, w in both_and_parts)
             apart = placement[chunk] != placement[min(chunk + 1, chunks - 1)]
             lags = [each.communication[chunk] if apart else 0.0 for each in by_slice]
-            taken, freed = taken_memory(by_slice, chunk), freed_memory(by_slice, chunk)
+            taken, freed = taken_memory(flat, chunk), freed_memory(flat, chunk)
             memory = taken, freed, [each.held[chunk] for each in reversed(by_slice)]
             forward = scaled([each.forward[chunk] for each in by_slice], time_scale)
             times = forward, backward, weight, fused, saving, scaled(lags, time_scale)
@@ -108,15 +99,15 @@ class Problem:
         return cls(
             ranks=max(placement) + 1,
             chunks=chunks,
-            units=microbatches * len(slices),
-            slices=tuple(slices),
-            placement=tuple(placement),
+            units=microbatches * len(flat.slices),
+            slices=flat.slices,
+            placement=placement,
             by_chunk=tuple(map(of_chunk, range(chunks))),
             limit=scaled([min(value, unlimited) * (1 + _SLACK) for value in limit], memory_scale),
             makespan=makespan,
             time_scale=time_scale,
             memory_scale=memory_scale,
-            costs=costs,
+            flat=flat,
         )
 
     @property
@@ -166,29 +157,23 @@ class Problem:
         return total
 
 
-def most_memory(by_slice: Sequence[ChunkCosts], microbatches: int) -> float:
-    """What so many microbatches hold at most, in all chunks together; by_slice: the costs of every slice."""
-    most = microbatches * sum(sum(map(max, each.activation, each.held)) for each in by_slice)
-    first = by_slice[0]
-    return most + (microbatches * sum((*first.carried, *first.carried_gradients)) if len(by_slice) > 1 else 0.0)
+def most_memory(flat: FlatCosts, microbatches: int) -> float:
+    """What so many microbatches hold at most, in all chunks together."""
+    most = microbatches * sum(sum(map(max, each.activation, each.held)) for each in flat.by_place)
+    carried = (*flat.whole.carried, *flat.whole.carried_gradients) if len(flat.slices) > 1 else ()
+    return most + microbatches * sum(carried)
 
 
-def taken_memory(by_slice: Sequence[ChunkCosts], chunk: int) -> list[float]:
+def taken_memory(flat: FlatCosts, chunk: int) -> list[float]:
     """What the F of each slice takes, from first to last."""
-    count = len(by_slice)
-    return [
-        each.activation[chunk] + carried_change(each, "F", chunk, Unit(0, at, count))
-        for at, each in enumerate(by_slice)
-    ]
+    slices = enumerate(flat.by_place)
+    return [each.activation[chunk] + flat.carried_change("F", chunk, slice) for slice, each in slices]
 
 
-def freed_memory(by_slice: Sequence[ChunkCosts], chunk: int) -> list[float]:
+def freed_memory(flat: FlatCosts, chunk: int) -> list[float]:
     """What the B of each slice frees besides leaving `held`, from the last slice to the first; may be below 0."""
-    count = len(by_slice)
-    return [
-        each.activation[chunk] - carried_change(each, "B", chunk, Unit(0, at, count))
-        for at, each in reversed([*enumerate(by_slice)])
-    ]
+    slices = reversed([*enumerate(flat.by_place)])
+    return [each.activation[chunk] - flat.carried_change("B", chunk, slice) for slice, each in slices]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbkern.planning.costs.chunks import ChunkCosts, Costs
+from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.simulation.timeline import Event
 from zbkern.schedules.actions import Action
 from zbkern.schedules.program import offloaded_after, streamed
@@ -30,8 +30,8 @@ class Copies:
     `start` and `run` of every pass, `reach` of every O and L. Raises ValueError where the costs have no bandwidths.
     """
 
-    def __init__(self, rank: int, row: Sequence[Action], costs: Costs, flat: Sequence[ChunkCosts]) -> None:
-        """flat: the costs of every slice of a sequence."""
+    def __init__(self, rank: int, row: Sequence[Action], flat: FlatCosts) -> None:
+        costs = flat.given
         if costs.offload_bandwidth is None or costs.reload_bandwidth is None:
             raise ValueError(
                 "Costs: offload_bandwidth and reload_bandwidth must be given for a schedule that offloads: the memory "
@@ -61,13 +61,13 @@ class Copies:
         end, key = self._beside(start, length), (action.chunk, action.microbatch)
         if action.kind in _ENDS_LOAD and key in self._back:
             _, last = self._back.pop(key)
-            needed = self._costs(key).held if action.kind == "W" else self._costs(key).activation
+            needed = self._flat.of_unit(key[1]).held if action.kind == "W" else self._flat.of_unit(key[1]).activation
             if action.part is None:
                 end = max(end, last + self._first(needed[action.chunk]) * (end - start))
         if action[:3] in self._offloads:
             if action.kind == "F":
                 return self._run_forward(key, start, end)
-            self._out[key] = self._copy("O", key, end, self._costs(key).held[action.chunk])
+            self._out[key] = self._copy("O", key, end, self._flat.of_unit(key[1]).held[action.chunk])
         return end
 
     def reach(self, action: Action, time: float, amount: float) -> None:
@@ -83,7 +83,7 @@ class Copies:
 
     def _run_forward(self, key: _Key, start: float, end: float) -> float:
         """The same for an F that would end at `end` without its own copies."""
-        activation = self._costs(key).activation[key[0]]
+        activation = self._flat.of_unit(key[1]).activation[key[0]]
         first = self._first(activation)
         part, whole = first * (end - start), activation / self._bandwidth["O"]
         begin = max(start + part, self._free["O"])
@@ -94,9 +94,6 @@ class Copies:
         # the lane is never idle from the first transfer on, or waits for the F to leave the last one
         self._out[key] = self._copy("O", key, max(begin, end - (1.0 - first) * whole), activation)
         return end
-
-    def _costs(self, key: _Key) -> ChunkCosts:
-        return self._flat[key[1] % len(self._flat)]
 
     def _first(self, amount: float) -> float:
         """The share of so much memory that its first transfer moves."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from zbkern.planning import draw
 from zbkern.planning.costs.chunks import TIMES, Costs
-from zbkern.planning.costs.flat import slice_costs, unit_costs
+from zbkern.planning.costs.flat import flat_costs
 from zbkern.planning.costs.memory import Memory
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline, arrival, ends_of, rescaled
@@ -129,7 +129,7 @@ def _bandwidth(timelines: Sequence[Timeline], kind: str, memory: Costs) -> float
     copies = [event for each in timelines for row in each.copies for event in row if event.action.kind == kind]
     spent, moved, schedule = sum(copy.end - copy.start for copy in copies), 0.0, timelines[0].schedule
     for row in schedule.actions if copies else ():
-        held = Memory(slice_costs(memory.per_chunk(len(schedule.placement)), schedule.slices))
+        held = Memory(flat_costs(memory, schedule))
         for action in row:
             moved += held.copied(action.chunk, action.microbatch) if action.kind == kind else 0.0
             held.account(action)
@@ -242,10 +242,10 @@ class Drift:
         busy = sum(e.end - e.start for e in mine) - sum(e.end - e.start for e in plan)
         late = host = 0.0
         ends, schedule = ends_of(self.measured), self.measured.schedule
-        flat = unit_costs(self.costs.per_chunk(len(schedule.placement)), schedule, self.costs.tokens)
+        flat = flat_costs(self.costs, schedule)
         for before, event in pairwise(mine):
             gap = max(0.0, event.start - before.end)
-            travel = flat[event.action.microbatch % len(flat)].communication
+            travel = flat.of_unit(event.action.microbatch).communication
             _, arrived = arrival(event.action, ends, travel, schedule.placement)
             waited = min(gap, max(0.0, arrived - before.end))
             late, host = late + waited, host + gap - waited

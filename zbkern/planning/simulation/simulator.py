@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbkern.planning.costs.chunks import ChunkCosts, Costs, checked_number
-from zbkern.planning.costs.flat import unit_costs
-from zbkern.planning.costs.memory import Limit, Memory, carried_change, limits_of, static_of_ranks
+from zbkern.planning.costs.chunks import Costs, checked_number
+from zbkern.planning.costs.flat import FlatCosts, flat_costs
+from zbkern.planning.costs.memory import Limit, Memory, limits_of
 from zbkern.planning.simulation.copies import Copies
 from zbkern.planning.simulation.timeline import Event, Timeline, arrival
 from zbkern.schedules.actions import COPIES, Action, check_count
@@ -71,36 +71,26 @@ def simulate(
             '"planned"'
         )
     costs = costs or Costs()
-    flat = unit_costs(costs.per_chunk(len(schedule.placement)), schedule, costs.tokens)
+    flat = flat_costs(costs, schedule)
     durations = _durations(schedule, flat, jitter, seed)
-    run = _Run(schedule, flat, durations, costs)
+    run = _Run(schedule, flat, durations)
     if fill == "eager":
         limits = limits_of("simulate", memory_limit, schedule.ranks)
-        run.fill_eagerly(parts, limits or _Run(schedule, flat, durations, costs).timeline().peak_memory)
+        run.fill_eagerly(parts, limits or _Run(schedule, flat, durations).timeline().peak_memory)
     return replace(run.timeline(), unit=costs.time_unit or "", memory_unit=costs.memory_unit or "")
 
 
 class _Run:
     """One simulation: actions are executed in an order in which the inputs of each have been computed."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        costs: Sequence[ChunkCosts],
-        durations: dict[tuple[str, int, int], float],
-        given: Costs,
-    ) -> None:
-        """costs: of every slice of a sequence."""
+    def __init__(self, schedule: Schedule, costs: FlatCosts, durations: dict[tuple[str, int, int], float]) -> None:
         self._schedule, self._costs, self._durations = schedule, costs, durations
         self._rows: list[Sequence[Action]] = list(schedule.actions)
         self._events: list[list[Event]] = [[] for _ in self._rows]
         self._ends: dict[Result | None, float] = {}
-        self._memory = [
-            Memory(costs, static, row, schedule.units)
-            for row, static in zip(schedule.actions, static_of_ranks(costs[0], schedule.placement), strict=True)
-        ]
+        self._memory = [Memory(costs, row, static) for row, static in zip(schedule.actions, costs.static, strict=True)]
         self._copies = {
-            rank: Copies(rank, row, given, costs)
+            rank: Copies(rank, row, costs)
             for rank, row in enumerate(schedule.actions)
             if any(action.kind in COPIES for action in row)
         }
@@ -115,7 +105,7 @@ class _Run:
 
     def timeline(self) -> Timeline:
         for rank, action in order_of_running(self._rows, len(self._schedule.placement)):
-            travel = self._of(action.microbatch).communication
+            travel = self._costs.of_unit(action.microbatch).communication
             _, arrived = arrival(action, self._ends, travel, self._schedule.placement)
             if self._eager:
                 self._fill(rank, self._eager[rank], action, arrived)
@@ -156,38 +146,34 @@ class _Run:
         before = self._previous[rank]
         follows = before is not None and before.kind == "W" and before.chunk == chunk and before.part is None
         if kind == "W" and follows and not self._eager:
-            return max(0.0, length - self._of(microbatch).merge_saving[chunk])
+            return max(0.0, length - self._costs.of_unit(microbatch).merge_saving[chunk])
         return length
-
-    def _of(self, microbatch: int) -> ChunkCosts:
-        return self._costs[microbatch % len(self._costs)]
 
     def _fill(self, rank: int, pending: deque[Action], action: Action, arrived: float) -> None:
         """Runs pending W: as many as must free their memory for an F to fit, then until the input arrives."""
         memory, events = self._memory[rank], self._events[rank]
-        costs, unit = self._of(action.microbatch), self._schedule.units[action.microbatch]
-        taken = costs.activation[action.chunk] + carried_change(costs, action.kind, action.chunk, unit)
+        kind, chunk, microbatch, _ = action
+        carried = self._costs.carried_change(kind, chunk, microbatch)
+        taken = self._costs.of_unit(microbatch).activation[chunk] + carried
         limit = self._limits[rank] - taken if action.kind == "F" else float("inf")
         while pending and (memory.now > limit or events[-1].end < arrived):
             self._execute(rank, pending.popleft())
 
 
-def _durations(
-    schedule: Schedule, costs: Sequence[ChunkCosts], jitter: float, seed: int
-) -> dict[tuple[str, int, int], float]:
+def _durations(schedule: Schedule, costs: FlatCosts, jitter: float, seed: int) -> dict[tuple[str, int, int], float]:
     generator = random.Random(seed)
 
     def factor() -> float:
         return max(0.0, generator.gauss(1.0, jitter)) if jitter else 1.0
 
-    by_slice = [{"F": each.forward, "B": each.backward, "W": each.weight, "BW": each.fused} for each in costs]
+    by_slice = [{"F": each.forward, "B": each.backward, "W": each.weight, "BW": each.fused} for each in costs.by_place]
     durations = {}
     for microbatch in range(len(schedule.units)):
-        lengths = by_slice[microbatch % len(costs)]
+        lengths = by_slice[microbatch % len(by_slice)]
         for chunk in range(len(schedule.placement)):
             for kind, cost in lengths.items():
                 durations[kind, chunk, microbatch] = cost[chunk] * factor()
     for row in schedule.actions:  # drawn after the others, whose sample a recomputation must not change
         for chunk, microbatch in sorted(recomputed(row)):
-            durations["R", chunk, microbatch] = costs[microbatch % len(costs)].recompute[chunk] * factor()
+            durations["R", chunk, microbatch] = costs.of_unit(microbatch).recompute[chunk] * factor()
     return durations

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from zbkern.planning import draw
 from zbkern.planning.costs.chunks import Costs
-from zbkern.planning.costs.flat import unit_costs
+from zbkern.planning.costs.flat import flat_costs
 from zbkern.planning.costs.memory import Memory
 from zbkern.schedules.actions import Action
 from zbkern.schedules.actions import Event as Event
@@ -83,14 +83,14 @@ class Timeline:
         Without static memory (`Costs.static`: weights, gradients, optimizer states). F, R and L take their memory at
         their start; the others give theirs back at their end.
         """
-        flat = unit_costs(costs.per_chunk(len(self.schedule.placement)), self.schedule, costs.tokens)
+        flat = flat_costs(costs, self.schedule)
         curves = []
         for rank, row in enumerate(self.events):
             copies = self.copies[rank] if self.copies else ()
             changes = [(e.start if e.action.kind in _TAKING else e.end, e.action) for e in (*row, *copies)]
             if copies:
                 changes.sort(key=lambda change: (change[0], change[1].kind in _TAKING))
-            memory, curve = Memory(flat, row=self.schedule.actions[rank], units=self.schedule.units), []
+            memory, curve = Memory(flat, self.schedule.actions[rank]), []
             for time, action in changes:
                 memory.account(action)
                 curve.append((time, memory.now))
