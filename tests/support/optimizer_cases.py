@@ -71,6 +71,70 @@ class Attributes(torch.optim.Optimizer):
             parameter -= rate * self.velocity[index] / (1 + self.alias)
 
 
+class Counting(torch.optim.Optimizer):
+    """Adds a count to its groups in the first step, as fused optimizers of GPUs do."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group["step"] + 1 if "step" in group else 1
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter))
+                moment.lerp_(parameter.grad, 0.1)
+                parameter.sub_(moment / (1 - 0.9 ** group["step"]), alpha=group["lr"])
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Trains y and evaluates x, both in the parameter in turn, with z in the state; it replaces that in every step."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def swap(self, weight: float) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[parameter]
+            if "z" in state:
+                parameter.lerp_(state["z"], weight / min(state["k"], 2))
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                before = state.get("z", parameter)
+                state["k"] = state.get("k", 0) + 1
+                share = 1 / state["k"]
+                parameter.lerp_(before, share).add_(parameter.grad, alpha=group["lr"] * (0.9 * (1 - share) - 1))
+                state["z"] = before - group["lr"] * parameter.grad
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's AcceleratedOptimizer: an optimizer by its type, whose state and step are those of another one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
@@ -92,6 +156,8 @@ OPTIMIZERS: dict[str, Make] = {
     "muon": lambda p: torch.optim.Muon(p, lr=0.01, weight_decay=0.1),
     "late": Late,
     "attributes": Attributes,
+    "counting": Counting,
+    "schedule-free": ScheduleFree,
 }
 
 

@@ -68,7 +68,15 @@ class AuxiliaryLosses:
         self._values: list[tuple[str, Tensor, Share]] = []
         self._key: Hashable = None
         self._is_forward = False
+        self._reports = True
         self._outer: AuxiliaryLosses | None = None
+
+    def begin(self, reports: bool) -> None:
+        """Before a step or evaluation, whose values `totals` will be; or a forward without a report, which leaves it
+        the last one's."""
+        self._reports = reports
+        if reports:
+            self.clear()
 
     def clear(self) -> None:
         self._shares.clear()
@@ -91,7 +99,7 @@ class AuxiliaryLosses:
     def note(self, name: str, value: Tensor) -> Share:
         """Keeps a value for `totals`, once. Returns what it counts for."""
         share = self._shares[self._key]
-        if self._is_forward:
+        if self._is_forward and self._reports:
             self._values.append((name, value.detach().clone(), share))
         return share
 

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.chunks import one_rank, results_on_threads
-from tests.support.optimizer_cases import MAX_NORM, OPTIMIZERS, Case, ours
+from tests.support.optimizer_cases import (
+    MAX_NORM,
+    OPTIMIZERS,
+    Case,
+    ScheduleFree,
+    Wrapper,
+    clip_in_float64,
+    ours,
+    plain_loop,
+)
 from zbkern.pipeline import schedules
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.base import PipelineError
@@ -27,6 +36,16 @@ def test_steps_that_are_taken_back_are_counted(name: str, adaptive: bool) -> Non
     # steps 0, 1, 2, 4, 7 deceive the ranks before 3, 2, 3, 1 (which declines step 4 for its norm) and 2
     assert [o.undone for o in optimizers] == ([3, 2, 1, 0] if adaptive else [5, 4, 2, 0])
     assert {(o.clipped, o.skipped) for o in optimizers} == {(4, 2)}
+
+
+@pytest.mark.parametrize("forced", [3.0, math.nan])
+def test_a_setting_that_the_first_step_adds_is_taken_back_with_it(forced: float) -> None:
+    case = Case(2, 3, {(1, 0): forced}, OPTIMIZERS["counting"])
+    history, _, optimizers = ours(case)
+    assert [optimizer.undone for optimizer in optimizers] == [1, 0]
+    assert [optimizer.param_groups[0]["step"] for optimizer in optimizers] == [2 if math.isnan(forced) else 3] * 2
+    for found, expected in zip(history, plain_loop(case, clip_in_float64)[0], strict=True):
+        assert all(map(torch.equal, found, expected))
 
 
 def test_inverse_without_the_momentum_of_earlier_steps() -> None:
@@ -177,6 +196,37 @@ def test_writes_that_torch_does_not_count_are_noticed_in_the_first_steps(place: 
 
     with pytest.raises(PipelineError, match=r"shape \[3\] was changed after step\(\).*data.*validate\(\) first"):
         results_on_threads(2, rank_loop)
+
+
+@pytest.mark.parametrize("forced", [3.0, math.nan, 0.0])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_look_at_the_state_waits_for_the_norm(forced: float, wrapped: bool) -> None:
+    """It comes before that of the weight, and finds tensors and counts that are not those of a step taken back."""
+    case = Case(2, 3, {(1, step): forced for step in range(3)}, OPTIMIZERS["schedule-free"])
+
+    def rank_loop(transport: LocalTransport, validate: bool = False) -> tuple[list[Tensor], int, type]:
+        weights = case.weights(transport.rank)
+        inner: Any = case.make(weights)
+        outer = Wrapper(inner) if wrapped else inner
+        optimizer = Optimizer(outer, transport, max_norm=MAX_NORM, adaptive=False, timeout=20)
+        kinds = {type(inner)}
+        for step in range(3):
+            case.backward(weights, transport.rank, step)
+            optimizer.step()
+            if validate:
+                optimizer.validate()
+            inner.swap(0.3)
+            inner.swap(-0.2)
+            kinds.add(type(inner))
+        (kind,) = kinds
+        return weights, optimizer.undone, kind
+
+    for rank in range(2):
+        found, undone, kind = results_on_threads(2, rank_loop)[rank]
+        expected, *_ = results_on_threads(2, lambda transport: rank_loop(transport, validate=True))[rank]
+        assert kind is ScheduleFree
+        assert all(map(torch.equal, found, expected))
+        assert undone == (3 if forced and rank == 0 else 0)
 
 
 def test_a_closure_is_called_once_with_gradients_and_its_loss_returned() -> None:

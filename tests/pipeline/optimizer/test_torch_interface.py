@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from tests.support.chunks import assert_same, results_on_threads
+from tests.support.optimizer_cases import Wrapper
 from zbkern.pipeline import checkpoint
 from zbkern.pipeline.optimizer import Optimizer
 from zbkern.pipeline.transport.local import LocalTransport
@@ -170,29 +171,6 @@ def test_what_a_hook_writes_into_masters_reaches_the_weights() -> None:
     weight.grad = torch.ones(2).bfloat16()
     optimizer.step()
     assert weight.tolist() == [0.5, 0.5]
-
-
-class Wrapper(torch.optim.Optimizer):
-    """As accelerate's AcceleratedOptimizer: an optimizer by its type, whose state and step are those of another one."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    state = property(lambda self: self.optimizer.state)
-    param_groups = property(lambda self: self.optimizer.param_groups)
-    defaults = property(lambda self: self.optimizer.defaults)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> None:
-        self.optimizer.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("undo", ["snapshot", None])

@@ -67,6 +67,18 @@ def test_a_loss_function_can_add_one_too(slices: int) -> None:
     testing.assert_same_gradients(block, plain, 1e-12)
 
 
+def test_forward_leaves_those_of_the_last_step() -> None:
+    block, _ = both()
+    inputs, targets = torch.randn(2, 4, TOKENS, WIDTH).double()
+    with one_rank([block], schedules.zb_h1(1, 4), mse_loss) as pipe:
+        pipe.step(inputs, targets)
+        of_step = pipe.auxiliary_losses()
+        pipe.forward(2 * inputs)
+        assert pipe.auxiliary_losses() == of_step
+        pipe.evaluate(2 * inputs, targets)
+        assert pipe.auxiliary_losses() != of_step
+
+
 def test_compiled_modules_weigh_every_step_anew() -> None:
     block, plain = both()
     inputs, targets = torch.randn(2, 4, TOKENS, WIDTH).double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -187,6 +188,10 @@ class NamedState:
                 )
         return [(name, chunk, self._labels.get(name, "")) for chunk, name in keys]
 
+    def holds(self) -> str:
+        """A digest of what this rank has of the model."""
+        return digest(sorted(name for name, _, _ in self.names()))
+
     def check(self, loaded: Mapping[str, Tensor], ranks: int) -> None:
         """Raises ValueError where the optimizer cannot take the state: of another kind, of other parameters or
         groups, or of as many others as ranks.
@@ -332,6 +337,18 @@ def pack(value: Any, what: str) -> Tensor:
             f"are read without running anybody's code; got {type(value).__name__}"
         ) from error
     return packed
+
+
+def digest(value: Any) -> str:
+    """The same for equal values of what `pack` takes, on any rank."""
+    found = hashlib.sha256()
+    leaves = {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(value)}
+    for path, leaf in sorted(leaves.items()):
+        data = (
+            bytes(pack(leaf.detach().cpu(), path).tolist()) if isinstance(leaf, Tensor) else repr(_plain(leaf)).encode()
+        )
+        found.update(path.encode() + data)
+    return found.hexdigest()
 
 
 def _plain(leaf: Any) -> Any:

@@ -23,6 +23,7 @@ from zbkern.pipeline.checkpoint.named_state import (
     NamedState,
     Rename,
     check_unique,
+    digest,
     is_of_model,
     names_of_model,
     pack,
@@ -38,7 +39,10 @@ logger = logging.getLogger("zbkern")
 
 
 class Loaded(NamedTuple):
-    """What `load` found: the step of the checkpoint, and the `extra` that was saved with it."""
+    """What `load` found: the step of the checkpoint, and the `extra` that was saved with it.
+
+    None where ranks saved one each, and this rank holds other parts of the model than that of its number did.
+    """
 
     step: int
     extra: Any
@@ -63,8 +67,9 @@ def save(
         modules: a Pipeline; or {chunk number in model order: module} of this rank; or one module, the whole model.
         optimizer: an Optimizer or a torch optimizer of their parameters; the last step of a Pipeline's own is validated
             first, given or not.
-        extra: what else a run needs to go on, the same on all ranks, such as the data position: numbers, strings,
-            tensors, and lists and dicts of them.
+        extra: what else a run needs to go on, such as the data position: numbers, strings, tensors, and lists and dicts
+            of them. What is the same on all ranks loads on any; else each rank's own is saved, and goes to the rank of
+            that number if it holds the same parts of the model, such as a schedule's of layer-wise learning rates.
         rename: rename(chunk, key) is the name in the whole model of what the chunk's module calls `key`; needed where
             every chunk numbers its layers from zero.
         keep: how many checkpoints stay, the newest.
@@ -88,9 +93,12 @@ def save(
             boundary.validate()  # before a weight is read
         tensors = state.tensors()
         tensors[f"random.{state.rank}"] = pack(random_state(state.device), "the random state")
-        pack(extra, "extra")  # checked on every rank, although rank 0's is saved
+        pack(extra, "extra")  # checked on every rank
+        is_own = ranks.exchange("extra compared", digest(extra), lambda all: [len({*all}) > 1] * ranks.size)
+        if is_own:
+            tensors[f"extra.{state.rank}"] = pack([state.holds(), extra], "extra")
         if state.rank == 0:
-            tensors["common"] = pack({"step": step, "extra": extra}, "the state")
+            tensors["common"] = pack({"step": step} if is_own else {"step": step, "extra": extra}, "the state")
 
         def begin(ranks: list[Any]) -> list[tuple[str, list[str]]]:
             keys_by_rank = dcp_format.share_out(ranks)  # raises before a folder is made
@@ -167,16 +175,22 @@ def load(
         without = [name for name in names_of_model(stored) if name not in everywhere]
         if state.rank == 0 and without:
             logger.warning("%s holds %d tensors that no rank's model has: %s", path, len(without), some(without))
-        own_random = f"random.{state.rank}"
-        for key in ("common", own_random):
-            if key in stored:
-                wanted[key] = stored[key].empty()
+        own = [f"{kind}.{state.rank}" for kind in ("random", "extra")]
+        wanted.update({key: stored[key].empty() for key in ("common", *own) if key in stored})
         of_model = {key: tensor for key, tensor in wanted.items() if is_of_model(key)}
         dcp_format.read(path, index, {key: tensor for key, tensor in wanted.items() if key not in of_model})
         dcp_format.read(path, index, of_model, verify=True)  # read when all ranks have come this far
         common = unpack(wanted.pop("common"))
-        stored_random = unpack(wanted.pop(own_random)) if own_random in wanted else None
-        state.check(wanted, sum(key.startswith("random.") for key in stored))
+        stored_random, own_extra = (unpack(wanted.pop(key)) if key in wanted else None for key in own)
+        saved_by = sum(key.startswith("random.") for key in stored)
+        state.check(wanted, saved_by)
+        holds, extra = own_extra or (None, common.get("extra"))
+        if "extra" not in common and (saved_by, holds) != (ranks.size, state.holds()):
+            extra = None
+            logger.warning(
+                "%s: extra is None, as each of %d ranks saved its own, and rank %d of %d holds other parts of it",
+                *(path, saved_by, state.rank, ranks.size),
+            )
         ranks.exchange("checkpoint verified")
         for boundary in state.boundaries():
             boundary.abandon()
@@ -197,7 +211,7 @@ def load(
         else:
             logger.info("rank %d: %s has no random state for this rank, which keeps its own", state.rank, path)
         ranks.exchange("tensors read")
-        return Loaded(common["step"], common["extra"])
+        return Loaded(common["step"], extra)
 
 
 def latest(folder: str | os.PathLike) -> Path | None:

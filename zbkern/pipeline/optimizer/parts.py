@@ -28,9 +28,9 @@ class Part:
 
     def __init__(self, optimizer: torch.optim.Optimizer, norm: int) -> None:
         self.optimizer, self.norm = optimizer, norm
-        self._hooked = cast(Any, optimizer)
-        while not hasattr(self._hooked, "_optimizer_step_post_hooks"):  # a wrapper, as accelerate's, without its own
-            self._hooked = self._hooked.optimizer
+        self.holder = cast(Any, optimizer)  # of hooks and of the state
+        while not hasattr(self.holder, "_optimizer_step_post_hooks"):  # a wrapper, as accelerate's, without its own
+            self.holder = self.holder.optimizer
         self.undo: Any = None
 
     @property
@@ -44,7 +44,7 @@ class Part:
 
     @property
     def has_hooks(self) -> bool:
-        return bool(self._hooked._optimizer_step_pre_hooks or self._hooked._optimizer_step_post_hooks)
+        return bool(self.holder._optimizer_step_pre_hooks or self.holder._optimizer_step_post_hooks)
 
     def model_parameters(self) -> Iterator[Any]:  # tensors, some with a main_grad
         models = {id(master): parameter for parameter, master in self.masters}
@@ -72,14 +72,14 @@ class Part:
 
     def update(self) -> None:
         """The torch optimizer's step; hooks that run after it see, and may change, masters and parameters alike."""
-        hooks, self._hooked._optimizer_step_post_hooks = self._hooked._optimizer_step_post_hooks, OrderedDict()
+        hooks, self.holder._optimizer_step_post_hooks = self.holder._optimizer_step_post_hooks, OrderedDict()
         try:
             self.optimizer.step()
         finally:
-            self._hooked._optimizer_step_post_hooks = hooks
+            self.holder._optimizer_step_post_hooks = hooks
         self._round_masters()
         for hook in list(hooks.values()):
-            hook(self._hooked, (self._hooked,), {})
+            hook(self.holder, (self.holder,), {})
             self._round_masters()
 
     def _round_masters(self) -> None:

@@ -99,6 +99,8 @@ class PendingStep:
                 parameter.grad = gradient
         objects, values = [dict(group) for group in optimizer.param_groups], hyperparameters(optimizer)
         for group, setting in zip(optimizer.param_groups, self.before, strict=True):
+            for name in group.keys() - setting.keys() - {"params"}:  # which a step adds, as counts in its first one
+                del group[name]
             _assign(group, setting)
         try:
             yield

@@ -161,9 +161,14 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the torch optimizer, as its last update left it; of several a dict with the states of all."""
+        """That of the torch optimizer, of several a dict with the states of all. Validates a step, as weights do."""
         states = [optimizer.state for optimizer in self.optimizers]
         return states[0] if len(states) == 1 else {key: state for each in states for key, state in each.items()}
+
+    @property
+    def holders(self) -> list[Any]:
+        """The torch optimizers that have the states: of wrapped ones, those inside."""
+        return [part.holder for part in self._parts]
 
     @property
     def masters(self) -> Pairs:

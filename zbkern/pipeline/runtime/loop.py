@@ -97,7 +97,7 @@ class Loop:
         self._batch, self.step, self._returns_outputs = batch, step, returns_outputs
         self.results, self._parts, self.in_flight = [], [], 0
         for stage in self.stages.values():
-            stage.losses.clear()
+            stage.losses.begin(reports=not returns_outputs)
 
     def end(self) -> list[Any]:
         """After the last action: what the last chunk has left, for whoever wants it."""
