@@ -129,7 +129,7 @@ def asleep(plan: BatchPlan, seconds: float) -> float:
                     f, b, both, w = (taken.get(Action(each, chunk, unit), 0.0) for each in ("F", "B", "BW", "W"))
                     modules[chunk].durations.append((f, b + both, w))
             pipe.step(inputs, inputs, schedule=schedule)
-            timeline = pipe.gather_timeline()
+            timeline = pipe.last.gather_timeline()
         for module in modules.values():
             for weight in module.weights:
                 expected = 2.0 * sum(unit_tokens) / len(inputs)

@@ -97,7 +97,7 @@ def measure(
                     tuple(part * max(0.0, generator.gauss(1, jitter)) for part in seconds) for _ in range(count)
                 ]
             pipe.step(inputs, inputs)
-            timeline = pipe.gather_timeline()
+            timeline = pipe.last.gather_timeline()
         for module in modules.values():
             for weight in module.weights:
                 torch.testing.assert_close(weight.grad, torch.full((1,), 2.0))

@@ -134,7 +134,7 @@ class Runner:
                 for index in range(-2, rounds):
                     for name, pipe in pipes.items():
                         pipe.step(self.x, self.target)
-                        timeline = pipe.gather_timeline()  # after it, all stages are at the same place again
+                        timeline = pipe.last.gather_timeline()  # after it, all stages are at the same place again
                         if index == -2:
                             self._check(name, pipe)
                         elif index >= 0 and rank == 0:

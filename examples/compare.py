@@ -94,7 +94,7 @@ def best(arguments: argparse.Namespace, text: Text) -> tuple[Schedule, Costs]:
             contestant.seconds.append(seconds)
             contestant.memory = max(contestant.memory, memory)
             if contestant.name in trainers:
-                contestant.idle.append(trainers[contestant.name].pipe.gather_timeline().bubble_rate)
+                contestant.idle.append(trainers[contestant.name].pipe.last.gather_timeline().bubble_rate)
     for trainer in trainers.values():
         trainer.pipe.close()
     fastest = min((c for c in contestants if c.name in trainers), key=lambda c: statistics.median(c.seconds))

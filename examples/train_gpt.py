@@ -73,7 +73,7 @@ def train(arguments: argparse.Namespace, text: Text, schedule: Schedule, costs: 
 
 def save_pictures(arguments: argparse.Namespace, trainer: Trainer, costs: Costs | None) -> None:
     """The schedule simulated with measured costs, above the last measured step."""
-    drift = trainer.pipe.drift(costs or compare.measure_costs(arguments, trainer.text, trainer.schedule.placement))
+    drift = trainer.pipe.last.drift(costs or compare.measure_costs(arguments, trainer.text, trainer.schedule.placement))
     if dist.get_rank() == 0:
         timelines = [drift.planned, drift.measured]
         titles = [f"{trainer.schedule.name}, planned", f"{trainer.schedule.name}, measured"]

@@ -51,7 +51,7 @@ def test_a_module_adds_its_loss() -> None:
     with one_rank(router, schedules.zb_h1(1, 2)) as pipe:
         pipe.step(inputs, torch.zeros(6, 4))
         expected = 1e-3 * router.gate(inputs).logsumexp(-1).square().mean().item()
-        assert pipe.auxiliary_losses() == pytest.approx({"z-loss": expected})
+        assert pipe.last.auxiliary_losses() == pytest.approx({"z-loss": expected})
 
 
 def logging_example(line: str) -> str:
@@ -165,7 +165,7 @@ def drift_example(code: str, folder: str) -> tuple[str, int]:
     with Pipeline(chunk, schedules.zb_h1(2, 4), nn.functional.mse_loss, options=StepOptions(record=True)) as pipe:
         pipe.step(torch.ones(8, 8), torch.ones(8, 8))
         exec(code.replace("step.html", f"{folder}/{rank}.html"), {"pipe": pipe, "print": printed.append})
-        return printed[0], len(pipe.samples)
+        return printed[0], len(pipe.last.samples)
 
 
 @pytest.mark.dist

@@ -247,7 +247,7 @@ def step_eagerly(folder: str) -> int:
         get_forward_backward_func()(**arguments(plain))
         eagerly(**arguments(model))
         compare(model, plain)
-        samples = eagerly.pipeline.samples
+        samples = eagerly.pipeline.last.samples
         eagerly.close()
         return len(samples)
 

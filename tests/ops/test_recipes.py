@@ -221,6 +221,6 @@ def test_copies_are_of_one_step_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -
         testing.assert_close(loss, Z.linear(x, layer.weight, layer.bias, recipe="fp8_blockwise").square().mean())
         times.pop()
         write(layer, "data")
-    monkeypatch.setattr(type(pipe._replicas), "frees_weights", True)  # as FSDP2 does
+    monkeypatch.setattr(type(pipe._calls.replicas), "frees_weights", True)  # as FSDP2 does
     pipe.step(x, x)
     assert len(times) == 6

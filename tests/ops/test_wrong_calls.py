@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def pipe(modules: Any = None, schedule: Any = None, loss_fn: Any = mse, **option
 
 def open_pipe(method: str, *arguments: Any) -> Any:
     with pipe() as opened:
-        return getattr(opened, method)(*arguments)
+        return operator.attrgetter(method)(opened)(*arguments)
 
 
 def first_batch(dataset: Any, sequences: int = 1, **options: Any) -> Any:
@@ -322,7 +323,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("first_batch([[1.5, 2.0]])", ValueError, "PlannedBatches: sequence 0 must be a list of at least one token, and "),
     ("first_batch([{'input_ids': [1, 2], 'labels': [1]}])", ValueError, "PlannedBatches: sequence 0 must be a list of"),
     ("open_pipe('attach', 3)", TypeError, "Pipeline.attach: optimizer must be a zbkern.pipeline.Optimizer; got int"),
-    ("open_pipe('drift', 3)", TypeError, "in_seconds: costs must be a zbkern.pipeline.Costs in milliseconds, as"),
+    ("open_pipe('last.drift', 3)", TypeError, "in_seconds: costs must be a zbkern.pipeline.Costs in milliseconds, as"),
     ("open_pipe('step')", ValueError, "Pipeline.step: inputs must be given on this rank; got None"),
     ("open_pipe('step', t(4, 2))", ValueError, "Pipeline.step: targets must be given on this rank; got None"),
     ("open_pipe('step', t(3, 2), t(3, 2))", ValueError, "Pipeline.step: dimension 0 of inputs must be a multiple of"),

@@ -145,7 +145,7 @@ def trained(case: Case, model: nn.Module, batches: list[PlannedBatch]) -> tuple[
                 schedule = case.schedule(batch)
                 loss = pipe.step(batch.inputs, batch.targets, batch.side, schedule=schedule)
                 assert pipe.queue.pending() == pipe.queue.bytes == 0
-                ran = sorted(event.action for event in pipe.last_timeline.events[transport.rank])
+                ran = sorted(event.action for event in pipe.last.timeline.events[transport.rank])
                 assert ran == sorted(a for a in schedule.actions[transport.rank] if a.kind not in "OL")
                 losses += [] if loss is None else [loss.item()]
                 if optimizer is not None:

@@ -265,7 +265,7 @@ class Stages(Trained):
         self.group = mesh.get_group("stage")
         self.pipe = Pipeline(self.modules, self.schedule, loss_fn, self.group, **{"timeout": 60, **more})
         if late and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-            delay_norms(self.pipe.transport)
+            delay_norms(self.pipe._calls.transport)
         make: Any = make_pairs if pairs else make_optimizer
         how = {"max_norm": None if pairs else MAX_NORM, "master_weights": dtype.itemsize < 4, **(how or {})}
         self.optimizer = Optimizer(make(self.mine.values()), self.pipe, **how)

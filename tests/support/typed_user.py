@@ -121,7 +121,7 @@ def train(modules: list[torch.nn.Module], inputs: Tensor, targets: Tensor) -> No
         assert_type(optimizer.undone, int)
         assert_type(pipe.evaluate(inputs, targets), Tensor | None)
         assert_type(pipe.queue, zbkern.WGradQueue)
-        assert_type(pipe.gather_timeline(), Timeline)
+        assert_type(pipe.last.gather_timeline(), Timeline)
         Optimizer(torch.optim.AdamW(modules[0].parameters(), lr=3e-4), pipe, master_weights=True)
         checkpoint.save("folder", 100, pipe, optimizer, extra={"epoch": 1})
         Pipeline(modules, schedule(), loss_fn, timeout="long")  # type: ignore[arg-type]

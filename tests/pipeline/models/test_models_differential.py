@@ -156,7 +156,7 @@ def pipelined(case: Case, arguments: dict[str, Tensor], targets: Any) -> list[An
             optimizer = Optimizer(torch.optim.SGD(nn.ModuleList(chunks).parameters(), lr=0.5), pipe)
             inputs, side = given_by(case, arguments)
             losses = [
-                (None if loss is None else loss.item(), pipe.auxiliary_losses())
+                (None if loss is None else loss.item(), pipe.last.auxiliary_losses())
                 for loss in (call(inputs, targets, side) for call in (pipe.step, pipe.evaluate))
             ]
             gradients = {name: None if p is None else p.clone() for name, p in gradients_of(chunks).items()}

@@ -96,7 +96,7 @@ def of_a_router_in_parts(divide: Callable[[Any], None], converts: bool) -> dict[
     with Pipeline(chunk, schedule, token_loss, own, timeout=60) as pipe:
         found = pipe.step({"input_ids": tokens, "attention_mask": mask}, targets)
         differences = {"loss": abs(found.item() - loss)}
-        differences["balance"] = abs(pipe.auxiliary_losses()["router_aux_loss"] - balance)
+        differences["balance"] = abs(pipe.last.auxiliary_losses()["router_aux_loss"] - balance)
     gradients = {name: parameter.grad for name, parameter in chunk.named_parameters()}
     gradients = {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in gradients.items()}
     for name, parameter in plain.named_parameters():

@@ -57,10 +57,10 @@ def train(
                 with torch.autocast("cpu", torch.bfloat16, autocast):
                     loss = pipe.step(inputs if 0 in mine else None, targets if last in mine else None)
                 losses.append(None if loss is None else loss.item())
-                ran = [event.action for event in pipe.last_timeline.events[transport.rank]]
+                ran = [event.action for event in pipe.last.timeline.events[transport.rank]]
                 planned = schedule.actions[transport.rank]
                 assert [a for a in ran if a.kind != "W"] == [a for a in planned if a.kind != "W"], "discarded ones"
-                assert pipe.loop.in_flight == 0, "counts discarded forwards"
+                assert pipe._calls.loop.in_flight == 0, "counts discarded forwards"
                 for chunk in mine:
                     force(model[chunk], forced.get((chunk, step)))
                 hold(transport.rank, step)

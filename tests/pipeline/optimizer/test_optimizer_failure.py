@@ -61,7 +61,7 @@ def train_through_failures(
                     after_update(rank, step)
                     step += 1
                 except PipelineError as error:
-                    pipe.abandon()
+                    pipe._calls.fail()
                     errors.append(str(error))
                     module.seen.copy_(seen)
                     if len(errors) == 2:

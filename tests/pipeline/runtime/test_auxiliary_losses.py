@@ -63,7 +63,7 @@ def test_a_loss_function_can_add_one_too(slices: int) -> None:
     (mse_loss(output, targets) + output.abs().mean()).backward()
     with one_rank([block], schedules.zb_h1(1, 4, slices=slices), loss_fn) as pipe:
         pipe.step(inputs, targets)
-        assert pipe.auxiliary_losses() == pytest.approx({"auxiliary": output.abs().mean().item()}, rel=1e-12)
+        assert pipe.last.auxiliary_losses() == pytest.approx({"auxiliary": output.abs().mean().item()}, rel=1e-12)
     testing.assert_same_gradients(block, plain, 1e-12)
 
 
@@ -72,11 +72,11 @@ def test_forward_leaves_those_of_the_last_step() -> None:
     inputs, targets = torch.randn(2, 4, TOKENS, WIDTH).double()
     with one_rank([block], schedules.zb_h1(1, 4), mse_loss) as pipe:
         pipe.step(inputs, targets)
-        of_step = pipe.auxiliary_losses()
+        of_step = pipe.last.auxiliary_losses()
         pipe.forward(2 * inputs)
-        assert pipe.auxiliary_losses() == of_step
+        assert pipe.last.auxiliary_losses() == of_step
         pipe.evaluate(2 * inputs, targets)
-        assert pipe.auxiliary_losses() != of_step
+        assert pipe.last.auxiliary_losses() != of_step
 
 
 def test_compiled_modules_weigh_every_step_anew() -> None:

@@ -525,7 +525,7 @@ def of_part(case: Case, chunks: list[Chunk], part: int, folder: str) -> list[Any
                 loss = running.step(*batch, schedule=schedule)
                 check_ran(case, running, step.schedule)
                 losses = [known(running.gather(None if loss is None else loss.item()))]
-                losses += [running.auxiliary_losses().get("penalty", 0.0)]
+                losses += [running.last.auxiliary_losses().get("penalty", 0.0)]
                 inputs = batch[0] if isinstance(batch[0], list) else [batch[0]]
                 of_inputs = gradient_of(inputs) if case.asks and transport.rank == 0 else None
                 case.poison(chunks, step, {*numbers})
@@ -611,7 +611,7 @@ def batch_for(case: Case, step: Step, first: Schedule, rank: int) -> tuple[Any, 
 def check_ran(case: Case, pipe: Pipeline, schedule: Schedule) -> None:
     """Everything has run, in the schedule's order, but W where it fills waits; and nothing is left."""
     assert pipe.queue.pending() == pipe.queue.bytes == 0
-    timeline, row = pipe.last_timeline, schedule.actions[pipe.rank]
+    timeline, row = pipe.last.timeline, schedule.actions[pipe.rank]
     ran = [event.action for event in timeline.events[pipe.rank]]
     moves = ("W",) if case.fill == "eager" or case.options.max_wgrad_bytes is not None else ()
     assert [a for a in ran if a.kind not in moves] == [a for a in row if a.kind not in ("O", "L", *moves)]
@@ -637,7 +637,7 @@ def after(
     if step.after == "evaluate":
         loss = pipe.evaluate(*batch, schedule=schedule)
         total = known(pipe.gather(None if loss is None else loss.item()))
-        return [torch.tensor(total), torch.tensor(pipe.auxiliary_losses().get("penalty", 0.0))]
+        return [torch.tensor(total), torch.tensor(pipe.last.auxiliary_losses().get("penalty", 0.0))]
     if step.after == "forward":
         outputs = pipe.forward(batch[0], None, batch[2], schedule=schedule)
         values = known(pipe.gather(outputs and torch.cat([each.flatten() for each in outputs]).tolist()))

@@ -193,14 +193,14 @@ def test_samples_of_the_queue() -> None:
     def check(pipe: Pipeline, record: bool) -> None:
         pipe.step(*needed(pipe, *make_data(4)))
         if not record:
-            assert pipe.samples == []
+            assert pipe.last.samples == []
             return
-        pending = [sample.pending for sample in pipe.samples]
+        pending = [sample.pending for sample in pipe.last.samples]
         assert len(pending) == len(list(merge_neighbours(pipe.schedule.actions[pipe.rank])))
         assert max(pending) > 0
         assert pending[-1] == 0
-        assert all((sample.pinned > 0) == (sample.pending > 0) for sample in pipe.samples)
-        assert [s.seconds for s in pipe.samples] == sorted(s.seconds for s in pipe.samples)
+        assert all((sample.pinned > 0) == (sample.pending > 0) for sample in pipe.last.samples)
+        assert [s.seconds for s in pipe.last.samples] == sorted(s.seconds for s in pipe.last.samples)
 
     for record in (True, False):
         chunks, options = [*map(zbkern.convert, make_model(2))], StepOptions(record=record)

@@ -337,14 +337,14 @@ def step_beside_a_forked_child() -> int:
         child = os.fork() if rank == 0 else 0
         if rank == 0 and child == 0:
             with contextlib.suppress(BaseException):
-                pipe.transport.fail("of the child")
+                pipe._calls.transport.fail("of the child")
                 pipe.close()
                 atexit._run_exitfuncs()
             os._exit(0)
         if child:
             os.waitpid(child, 0)
         pipe.step(inputs, targets)
-    return pipe.completed
+    return pipe._calls.completed
 
 
 @pytest.mark.dist

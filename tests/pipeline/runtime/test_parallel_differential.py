@@ -143,7 +143,7 @@ def trained(case: Case, number: int, folder: Path) -> tuple[Any, ...]:
             assert loaded == (part.steps.start, {"at": part.steps.start})
         disagree(ours, part)
         losses, norms = ours.train(part.steps)
-        peaks = planned and (planned, ours.pipe.gather_timeline().peak_memory)
+        peaks = planned and (planned, ours.pipe.last.gather_timeline().peak_memory)
         if number + 1 < len(case.parts):
             checkpoint.save(folder, part.steps.stop, ours.pipe, ours.optimizer, {"at": part.steps.stop}, timeout=60)
         counts = ours.optimizer.clipped, ours.optimizer.skipped, ours.optimizer.undone
@@ -154,10 +154,10 @@ def disagree(ours: Any, part: Part) -> None:
     """Replicas run W in another order, or in other waits."""
     pipe, second = ours.pipe, part.disagrees and ours.data[0] == 1
     if part.disagrees == "order" and second:
-        run = pipe.loop._run_oldest
-        pipe.loop._run_oldest = lambda key=None: run(key or pipe.queue.keys()[-1])
+        run = pipe._calls.loop._run_oldest
+        pipe._calls.loop._run_oldest = lambda key=None: run(key or pipe.queue.keys()[-1])
     if part.disagrees == "time":
-        pipe.loop._ready = lambda tag: second
+        pipe._calls.loop._ready = lambda tag: second
     if part.offloads:
         step = ours.optimizer.step
         ours.optimizer.step = lambda: (step(), ours.optimizer.validate(), ours.optimizer.offload_states())

@@ -79,9 +79,9 @@ def test_what_is_no_rule_for_a_batch_is_told(own: Any, given: Any, message: str)
 def test_an_evaluation_with_another_schedule_leaves_the_timeline_of_the_step() -> None:
     def run(pipe: Pipeline) -> None:
         pipe.step(*batch(2))
-        before = pipe.last_timeline
+        before = pipe.last.timeline
         pipe.evaluate(*batch(5), schedule=V(2, 5))
-        assert pipe.last_timeline.events == before.events
+        assert pipe.last.timeline.events == before.events
         assert pipe.schedule.microbatches == 2
 
     run_pipelines(V(2, 2), [*map(zbkern.convert, make_model(4))], run)

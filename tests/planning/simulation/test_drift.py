@@ -95,7 +95,7 @@ def test_without_a_step_there_is_nothing_to_compare() -> None:
         Pipeline(nn.Linear(2, 2), schedules.one_f_one_b(1, 2), nn.functional.mse_loss, ring[0]) as pipe,
         pytest.raises(ValueError, match=r"rank 0 has none: run Pipeline.step first"),
     ):
-        pipe.drift()
+        pipe.last.drift()
 
 
 def test_an_evaluation_leaves_the_timeline_of_the_last_step() -> None:
@@ -105,18 +105,18 @@ def test_an_evaluation_leaves_the_timeline_of_the_last_step() -> None:
         model, schedules.one_f_one_b(1, 2), nn.functional.mse_loss, ring[0], options=StepOptions(record=True)
     ) as pipe:
         pipe.step(inputs, targets)
-        before, samples = pipe.last_timeline, pipe.samples
+        before, samples = pipe.last.timeline, pipe.last.samples
         pipe.evaluate(inputs, targets)
-        assert pipe.last_timeline.events == before.events
-        assert pipe.samples == samples
-        assert pipe.drift().measured.events == before.events
+        assert pipe.last.timeline.events == before.events
+        assert pipe.last.samples == samples
+        assert pipe.last.drift().measured.events == before.events
         profiled = Costs(1.0, (2.0,), 3.0, merge_saving=0.5, activation=7.0, time_unit="ms", memory_unit="bytes")
         seconds = {"forward": 0.001, "backward": (0.002,), "weight": 0.003, "merge_saving": 0.0005, "time_unit": "s"}
-        assert pipe.drift(profiled).costs == replace(profiled, **seconds)
+        assert pipe.last.drift(profiled).costs == replace(profiled, **seconds)
         with pytest.raises(ValueError, match="targets must be given"):
             pipe.evaluate(inputs)
         assert model[0].training
-        assert pipe.last_timeline.events == before.events
+        assert pipe.last.timeline.events == before.events
 
 
 def test_a_timeline_and_a_schedule_are_printed_in_a_line() -> None:

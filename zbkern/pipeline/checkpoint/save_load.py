@@ -195,7 +195,7 @@ def load(
         for boundary in state.boundaries():
             boundary.abandon()
         if isinstance(modules, Pipeline):  # from here its ranks are at the same step again
-            modules.completed = 0
+            modules._calls.completed = 0
         try:
             dcp_format.read(path, index, of_model)
             state.take(wanted)
@@ -227,7 +227,9 @@ _ONE_PLACE = "folder must be one place shared by all ranks"
 def _exchange(call: str, group: dist.ProcessGroup | None, timeout: float | None, modules: Modules) -> RankExchange:
     if not isinstance(modules, Pipeline):
         return RankExchange(call, group, TIMEOUT if timeout is None else timeout)
-    return RankExchange(call, group, modules.timeout if timeout is None else timeout, transport=modules.transport)
+    return RankExchange(
+        call, group, modules._calls.timeout if timeout is None else timeout, transport=modules._calls.transport
+    )
 
 
 def _check_agreement(values: list[tuple[int | None, list[tuple[str, int, str]]]]) -> None:

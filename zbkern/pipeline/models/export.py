@@ -101,7 +101,7 @@ def export_adapter(
     def finish(folder: Path, shards: list[Shard], _: list[Chunk]) -> None:
         _finish_adapter(folder, shards, config)
 
-    with RankExchange("export_adapter", group, timeout, transport=getattr(chunks, "transport", None)) as ranks:
+    with RankExchange("export_adapter", group, timeout, transport=_transport_of(chunks)) as ranks:
         holders = [holder_of(chunk, name) for chunk in _chunks("export_adapter", chunks)]
         configs = [config_of(holder, name) for holder in holders if holder is not None]
         ranks.exchange("adapters listed", configs, join)
@@ -126,7 +126,7 @@ def full_weights(pipe: Any) -> Iterator[tuple[str, Tensor]]:
         pipe.optimizer.validate()
     for number, rank in enumerate(pipe.schedule.placement):
         layers = _checked_layers(mine[number]) if number in mine else iter(())
-        while layer := pipe.broadcast(rank, functools.partial(next, layers, {})):
+        while layer := pipe._calls.broadcast(rank, functools.partial(next, layers, {})):
             yield from layer.items()
 
 
@@ -145,7 +145,7 @@ def _write(
     timeout: float,
 ) -> None:
     """Every rank writes what files_of gives for its chunks, and finish makes of these files on rank 0 what is read."""
-    with RankExchange(caller, group, timeout, transport=getattr(chunks, "transport", None)) as ranks:
+    with RankExchange(caller, group, timeout, transport=_transport_of(chunks)) as ranks:
         save_file = safetensors(caller).torch.save_file
         mine = _chunks(caller, chunks)
         files = [files_of(chunk) for chunk in mine]  # which first looks at names
@@ -189,6 +189,11 @@ def _chunks(caller: str, given: Any) -> list[Chunk]:
     if not all(isinstance(chunk, Chunk) for chunk in found):
         raise TypeError(f"{caller}: chunks must be those that cut has made, or a Pipeline of them; got {given!r}")
     return found
+
+
+def _transport_of(given: Any) -> Any:
+    """That of a Pipeline, None of chunks alone."""
+    return given._calls.transport if hasattr(given, "_calls") else None
 
 
 def _check_names(chunk: Chunk) -> None:

@@ -110,7 +110,7 @@ class Optimizer(torch.optim.Optimizer):
                 "Optimizer: this Pipeline has an Optimizer already, and gradients have one norm: give it all "
                 "torch optimizers in a list; call pipe.detach() on every rank to replace it"
             )
-        with telling_on_error(pipe if pipeline is None else pipeline.transport):
+        with telling_on_error(pipe if pipeline is None else pipeline._calls.transport):
             check_tied("Optimizer", tied)
             if timeout is not None:
                 check_timeout("Optimizer", timeout)
@@ -121,7 +121,7 @@ class Optimizer(torch.optim.Optimizer):
             for name in _REGISTER:
                 setattr(self, name, getattr(self.optimizers[0 if "_pre_" in name else -1], name))
             self.adaptive = adaptive
-            self.timeout = timeout if timeout is not None else 1800.0 if pipeline is None else pipeline.timeout
+            self.timeout = timeout if timeout is not None else 1800.0 if pipeline is None else pipeline._calls.timeout
             self.last_norm: float | None = None
             self.last_norms: list[float] = []
             self._away: list[tuple[Tensor, torch.device]] = []  # with the device where each belongs
@@ -130,7 +130,7 @@ class Optimizer(torch.optim.Optimizer):
             candidates = [*self._model_parameters(), *(() if pipeline is None else pipeline.tied.values())]
             shared = tied_names(candidates, tied)
             self._has_masters, self._undo = master_weights, undo
-        transport = connect(pipe, self.device) if pipeline is None else pipeline.transport
+        transport = connect(pipe, self.device) if pipeline is None else pipeline._calls.transport
         self._owned = transport if pipeline is None and transport is not pipe else None
         self._cautious = False
         with closing_on_error(transport, self._owned is not None, "its Optimizer"):
@@ -143,7 +143,7 @@ class Optimizer(torch.optim.Optimizer):
             )
             self._chain = NormChain(transport, ranks, cut, copies, clipping, self.timeout)
             self._uncounted = self._counted_elsewhere(shared)
-            self.boundary = StepBoundary(joint=False) if pipeline is None else pipeline.boundary
+            self.boundary = StepBoundary(joint=False) if pipeline is None else pipeline._calls.boundary
             self.boundary.take(self, self._chain, self._model_parameters())
             if pipeline is not None:
                 self._warn_of_missing(pipeline)

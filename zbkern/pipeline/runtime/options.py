@@ -14,7 +14,7 @@ class StepOptions:
     """What a Pipeline does in a step besides its actions; on each rank as it likes.
 
     Args:
-        record: keep samples of the W queue and of memory (`Pipeline.samples`).
+        record: keep samples of the W queue and of memory (`pipe.last.samples`).
         max_wgrad_bytes: bytes that waiting W may pin before the oldest run at once, None for no limit.
         copy_size: bytes of activations after which an offload begins to copy them, while the forward goes on
             (`Costs.copy_size` is the planner's).

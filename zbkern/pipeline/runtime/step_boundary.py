@@ -21,6 +21,7 @@ from zbkern.pipeline.runtime.failure import failing_together
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.mailbox import PipelineError
 from zbkern.pipeline.transport.norm_chain import NormChain
+from zbkern.schedules.warmup import rank_order
 
 logger = logging.getLogger("zbkern")
 
@@ -38,7 +39,7 @@ class StepBoundary:
         self.joint = joint
         self.optimizer: Any = None  # the zbkern.pipeline.Optimizer
         self.chain: NormChain | None = None  # along which that optimizer's norms are added up
-        self.pipe: Any = None  # the Pipeline that ran last, whose connection the optimizer's messages take
+        self.calls: Any = None  # those of the Pipeline that ran last, whose connection the optimizer's messages take
         self.open_pipes = 0
         self.order: list[int] = []  # the ranks in the order of the model
         self.others: weakref.WeakSet[StepBoundary] = weakref.WeakSet()  # not joint, of some of the same parameters
@@ -66,11 +67,12 @@ class StepBoundary:
             return "validated"
         return "early" if self.pending.has_stepped else "open"
 
-    def join(self, pipe: Any, order: list[int]) -> None:
-        """Adds a Pipeline, which will `leave`. order: its ranks in the order of the model.
+    def join(self, calls: Any) -> None:
+        """Adds a Pipeline, by its calls; it will `leave`.
 
-        Raises ValueError where open Pipelines have another order: the partial norms travel along it.
+        Raises ValueError where open Pipelines have another order of ranks: the partial norms travel along it.
         """
+        order = rank_order(calls.loop.schedule)
         if self.open_pipes and self.order != order:
             raise ValueError(
                 f"Pipeline: the ranks of these chunks are in the order {self.order} in an open Pipeline; got {order}; "
@@ -78,7 +80,7 @@ class StepBoundary:
             )
         self.order = order
         self.open_pipes += 1
-        self.pipe = self.pipe or pipe
+        self.calls = self.calls or calls
 
     def take(self, optimizer: Any, chain: NormChain, parameters: Iterable[Tensor]) -> None:
         """Has this optimizer conclude the steps of these parameters from now on."""
@@ -104,8 +106,8 @@ class StepBoundary:
     def begin(self) -> int:
         """Begins the optimizer's next step, and returns its number. Ranks in another call then hear of this one."""
         assert self.chain is not None
-        if self.pipe is not None:
-            self.chain.transport = self.pipe.transport
+        if self.calls is not None:
+            self.chain.transport = self.calls.transport
         self._check_recovered()
         self.steps += 1
         self.chain.transport.begin(f"optimizer step {self.steps}")
@@ -194,8 +196,8 @@ class StepBoundary:
 
     def _abandon(self) -> None:
         self.broken = True
-        if self.pipe is not None:
-            self.pipe.abandon()
+        if self.calls is not None:
+            self.calls.fail()
 
     def check_others(self, call: str) -> None:
         """Raises RuntimeError where a step is pending that this boundary cannot conclude."""
@@ -211,12 +213,12 @@ class StepBoundary:
             if boundary.optimizer is not None:
                 boundary.optimizer.reload_states()
 
-    def leave(self, pipe: Any) -> None:
+    def leave(self, calls: Any) -> None:
         """Removes a Pipeline that has ended."""
         weight_reads.release(self)
         self.open_pipes -= 1
-        if self.pipe is pipe:
-            self.pipe = None
+        if self.calls is calls:
+            self.calls = None
         if not self.open_pipes and self._concluded != self.steps:
             logger.warning(
                 "a Pipeline was closed after a failure, and optimizer step %d was not validated: some ranks may have "

@@ -166,7 +166,7 @@ def compare(measured: Timeline, given: Costs | None = None, planned: Timeline | 
         if not row:
             raise ValueError(
                 f"compare: the measured timeline must hold a step of every rank; rank {rank} has none: run "
-                "Pipeline.step first, and take Pipeline.gather_timeline() or Pipeline.drift()"
+                "Pipeline.step first, and take pipe.last.gather_timeline() or pipe.last.drift()"
             )
     planned_with = given or costs([measured])
     if planned is None:

@@ -70,7 +70,7 @@ class Timeline:
     def bubble_rate(self) -> float:
         """The share of `cost` in which a rank is idle, mean over ranks: 0 to 1."""
         cost = self.cost
-        known = sum(1 for row in self.events if row)  # a pipeline's last_timeline has one rank's
+        known = sum(1 for row in self.events if row)  # a pipeline's last.timeline has one rank's
         return 1.0 - sum(self.busy) / (known * cost) if cost > 0 else 0.0
 
     def __repr__(self) -> str:

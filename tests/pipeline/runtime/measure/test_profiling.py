@@ -23,6 +23,7 @@ from zbkern.pipeline import (
     schedules,
     simulate,
 )
+from zbkern.pipeline.runtime.last_step import LastStep
 from zbkern.pipeline.runtime.measure import probe_steps
 from zbkern.pipeline.runtime.measure.clock import EventClock
 from zbkern.pipeline.runtime.measure.measured_costs import SLICES, communication, overhead_and_attention
@@ -117,15 +118,15 @@ class Sliceable(nn.Sequential):
 def test_every_step_runs_the_schedule_that_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     """B and W, both as one pass, an R of a part, and slices."""
     found: set[tuple[frozenset[str], int]] = set()
-    gather = Pipeline.gather_timeline
+    gather = LastStep.gather_timeline
 
-    def noted(pipe: Pipeline) -> Timeline:
-        timeline = gather(pipe)
+    def noted(last: LastStep) -> Timeline:
+        timeline = gather(last)
         actions = [event.action for row in timeline.events for event in row]
         found.add((frozenset(action.kind for action in actions), 1 + max(action.microbatch for action in actions)))
         return timeline
 
-    monkeypatch.setattr(Pipeline, "gather_timeline", noted)
+    monkeypatch.setattr(LastStep, "gather_timeline", noted)
     data, block = torch.randn(8, 16, 16), Sliceable(zbkern.nn.Linear(16, 16), nn.GELU())
     options = ProfileOptions(1, recompute=("1",), slices=True)
     costs = profile([block], [0], nn.functional.mse_loss, data, data, options=options)

@@ -52,7 +52,7 @@ def planned_and_measured(
     planned = simulate(schedule, replace(costs, offload_bandwidth=1e6, reload_bandwidth=1e6)).peak_memory
     with Pipeline(modules, schedule, nn.functional.mse_loss, options=StepOptions(**options)) as pipe:
         pipe.step(*data)
-        timeline = pipe.gather_timeline()
+        timeline = pipe.last.gather_timeline()
     assert timeline.memory_unit == "bytes"
     return planned, timeline.peak_memory
 
@@ -81,7 +81,7 @@ def test_a_streamed_forward_holds_what_was_planned(copy_size: int) -> None:
     in_forward: list[float] = []
     schedule = schedule_of("0F0 0O0 0L0 0BW0", microbatches=1)
     with one_rank(modules, schedule, options=StepOptions(copy_size=copy_size)) as pipe:
-        modules[0].register_forward_hook(lambda *_: in_forward.append(pipe.recorder.peak_bytes))
+        modules[0].register_forward_hook(lambda *_: in_forward.append(pipe._calls.loop.recorder.peak_bytes))
         pipe.step(data, data)
     assert costs.streamed[0] < costs.activation[0] / 2
     assert in_forward[0] == pytest.approx(costs.streamed[0], rel=0.1)

@@ -236,9 +236,9 @@ def test_a_tensor_that_is_saved_several_times_is_copied_once(monkeypatch: pytest
 def test_evaluation_saves_nothing() -> None:
     with step([Watched()], "0F0 0F1 0O0 0L0 0BW0 0R1 0BW1") as pipe:
         assert pipe.evaluate(batch(2), batch(2)) == pipe.step(batch(2), batch(2))
-        peak = pipe.gather_timeline().peak_memory
+        peak = pipe.last.gather_timeline().peak_memory
         pipe.evaluate(batch(2), batch(2))
-        assert pipe.gather_timeline().peak_memory == peak
+        assert pipe.last.gather_timeline().peak_memory == peak
 
 
 # ---- failures
@@ -263,7 +263,7 @@ def test_a_copy_that_fails_is_known_to_all_and_the_pipeline_goes_on(
         with pytest.raises(PipelineError) as raised:
             pipe.step(data, data)
         pipe.evaluate(data, data)
-        timeline = pipe.gather_timeline()
+        timeline = pipe.last.gather_timeline()
         pipe.step(data, data)
         return str(raised.value), timeline
 
@@ -290,7 +290,7 @@ def test_close_ends_the_threads_of_copies(fails: str, monkeypatch: pytest.Monkey
             pipe.step(torch.ones(2, 8), torch.ones(2, 8))
     pipe.close()
     assert copying() <= before
-    assert sum(map(len, pipe.last_timeline.copies)) == (0 if fails else 2)
+    assert sum(map(len, pipe.last.timeline.copies)) == (0 if fails else 2)
     pipe.close()
 
 

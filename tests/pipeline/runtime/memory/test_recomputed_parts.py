@@ -75,7 +75,7 @@ def train(row: str, recompute: Any = (), module: nn.Module | None = None, autoca
         for _ in range(2):
             module.zero_grad()
             pipe.step(data, data)
-        peak = pipe.gather_timeline().peak_memory
+        peak = pipe.last.gather_timeline().peak_memory
     return [*(p.grad for p in module.parameters()), torch.rand(3)], peak
 
 
@@ -149,7 +149,7 @@ def test_from_measured_layers_to_a_step_as_planned(parts: list[Any]) -> None:
 
     def step(pipe: Pipeline) -> tuple[float, ...]:
         pipe.step(data, data)
-        return pipe.gather_timeline().peak_memory
+        return pipe.last.gather_timeline().peak_memory
 
     layers = [*named.values()]
     chunks = [nn.Sequential(*layers[:half]), nn.Sequential(*layers[half:])]

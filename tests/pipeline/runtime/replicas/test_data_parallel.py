@@ -85,8 +85,8 @@ def record(kind: str, name: str) -> tuple[list[tuple[str, set[int]]], int]:
                 return reduce(parts, *arguments, **options)
 
             patch.setattr(groups, "foreach_reduce", recorded)
-        done = pipe._replicas.backward_done
-        patch.setattr(pipe._replicas, "backward_done", lambda chunk: (events.append(("B", set())), done(chunk)))
+        done = pipe._calls.replicas.backward_done
+        patch.setattr(pipe._calls.replicas, "backward_done", lambda chunk: (events.append(("B", set())), done(chunk)))
         finished = lambda tasks: events.append(("W", {id(p) for task in tasks for p in task.parameters}))  # noqa: E731
         pipe.queue.listeners.insert(0, finished)
         for _ in range(2):  # DDP settles its buckets in the first, FSDP2 makes its parameters

@@ -164,7 +164,7 @@ def test_what_takes_slices_is_let_alone(name: str, dtype: torch.dtype, caplog: p
     for compared in (False, True):
         again = copy.deepcopy(module)
         with one_rank(again, schedules.zb_h1(1, 2, slices=2)) as pipe:
-            pipe.stages[0]._compared |= set() if compared else {True, False}
+            pipe._calls.loop.stages[0]._compared |= set() if compared else {True, False}
             torch.manual_seed(1)
             random.seed(1)
             pipe.step(x, y)
@@ -284,7 +284,7 @@ def test_attention_raises_without_the_carry_of_its_slice() -> None:
 
     def run(transport: LocalTransport) -> None:
         with Pipeline([Forgets().double()], schedules.zb_h1(1, 2, slices=(2, 1)), F.mse_loss, transport) as pipe:
-            pipe.stages[0]._compared |= {True, False}
+            pipe._calls.loop.stages[0]._compared |= {True, False}
             pipe.step(*batch(torch.float64))
 
     with pytest.raises(PipelineError, match="Attention: carry must be handed to it in a schedule with slices"):

@@ -105,7 +105,7 @@ class ProbeSteps:
             for chunk, watch, tied in zip(pipe.modules, watches, _tied_names(modules, pipe.rank), strict=True):
                 within, besides = watch.times()
                 activation, recomputes = sum(held_bytes[chunk]), chunk in again.output_again_bytes
-                carries = pipe.stages[chunk].carries  # of the steps in slices, the last ones, if any
+                carries = pipe._calls.loop.stages[chunk].carries  # of the steps in slices, the last ones, if any
                 known[chunk] = MeasuredChunk(
                     activation=activation,
                     held=held[chunk],
@@ -127,7 +127,7 @@ class ProbeSteps:
             everywhere = {chunk: one for of_rank in pipe.gather(known) for chunk, one in of_rank.items()}
             chunks = [everywhere[chunk] for chunk in range(len(placement))]
             largest = max((chunk.output for chunk in chunks[:-1]), default=0)
-            link = slowest_link(pipe.transport, device, pipe.timeout, largest) if layers else None
+            link = slowest_link(pipe._calls.transport, device, pipe._calls.timeout, largest) if layers else None
         return Measurements(chunks, link, **timelines)
 
     def _in_turn(self, pipe: Pipeline, kinds: Mapping[str, _Kind]) -> dict[str, list[Timeline]]:
@@ -138,7 +138,7 @@ class ProbeSteps:
         found: dict[str, list[Timeline]] = {name: [] for name in kinds}
 
         def differ() -> bool:  # replicas communicate in a step: all take as many
-            return pipe.on_any_replica(any(drift.spread(each[1:]) > STEADY for each in found.values()))
+            return pipe._calls.on_any_replica(any(drift.spread(each[1:]) > STEADY for each in found.values()))
 
         repeats, turns = self.options.repeats, 0
         while turns <= repeats or (turns <= PATIENCE * repeats and differ()):
@@ -151,9 +151,9 @@ class ProbeSteps:
         for parameter in (p for module in pipe.modules.values() for p in module.parameters()):
             parameter.grad = None
         pipe.queue.merge = kind.merge
-        pipe.loop.use_ledger(kind.ledger)
+        pipe._calls.loop.use_ledger(kind.ledger)
         pipe.step(*self.batch, schedule=kind.schedule)
-        return rescaled(pipe.gather_timeline(), 1e3, "ms")
+        return rescaled(pipe.last.gather_timeline(), 1e3, "ms")
 
     def _warn_of_noise(self, spread: float) -> None:
         if spread > STEADY:
@@ -195,7 +195,7 @@ class ProbeSteps:
 
     def _ledger(self, pipe: Pipeline, parts: Mapping[int, Parts] | None = None) -> Ledger:
         """parts: as for it."""
-        return Ledger(pipe.modules, pipe.recorder, StepOptions(copy_size=self.options.copy_size), parts)
+        return Ledger(pipe.modules, pipe._calls.loop.recorder, StepOptions(copy_size=self.options.copy_size), parts)
 
 
 class _ForwardWatch:
@@ -285,7 +285,7 @@ def _tied_names(modules: Sequence[torch.nn.Module], rank: int) -> list[str | Non
 
 def _held_bytes(pipe: Pipeline) -> dict[int, float]:
     """By this rank's chunks, what a microbatch holds between B and W: what the queue frees in all W of a chunk."""
-    bytes_after = [sample.pinned for sample in pipe.samples]
+    bytes_after = [sample.pinned for sample in pipe.last.samples]
     groups = list(merge_neighbours(pipe.schedule.actions[pipe.rank]))
     held = {}
     for group, before, after in zip(groups[1:], bytes_after, bytes_after[1:], strict=False):

@@ -52,14 +52,14 @@ class Agreement:
     def __bool__(self) -> bool:
         return bool(self._groups)
 
-    def check(self, call: str, passes: int, microbatches: int, transport: Transport, timeout: float) -> None:
+    def check(self, call: str, passes: object, microbatches: int, transport: Transport, timeout: float) -> None:
         """Raises ValueError on all of these ranks where some make another call, or run other passes than the others.
 
-        passes: a number of the same ones (`number_of`). transport: this rank's pipeline, whose failure ends this, too.
+        passes: equal for the same ones. transport: this rank's pipeline, whose failure ends this, too.
         Collective. Raises RuntimeError where a rank does not come in `timeout` seconds.
         """
         once = self._gathered_once()
-        numbers = [number_of(call), microbatches, passes]
+        numbers = [number_of(call), microbatches, number_of(passes)]
         for group in self._groups.values():
             ranks = dist.get_process_group_ranks(group)
             local = [*numbers[:1], 0, 0] if tuple(ranks) in once else numbers
