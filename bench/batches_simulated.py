@@ -124,7 +124,7 @@ def asleep(plan: BatchPlan, seconds: float) -> float:
         with Pipeline(modules.values(), schedules.zb_v(STAGES, 1), total, ring[rank], timeout=600) as pipe:
             pipe.step(inputs, inputs, schedule=schedule)  # in which nothing sleeps
             taken = {each.action: seconds * (each.end - each.start) for each in plan.timeline.events[rank]}
-            for kind, chunk, unit, _ in schedule.actions[rank]:
+            for kind, chunk, unit in schedule.actions[rank]:
                 if kind == "F":
                     f, b, both, w = (taken.get(Action(each, chunk, unit), 0.0) for each in ("F", "B", "BW", "W"))
                     modules[chunk].durations.append((f, b + both, w))

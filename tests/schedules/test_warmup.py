@@ -30,7 +30,7 @@ def test_inputs_come_from_forwards_that_run_ahead_before_on_the_chain(
     schedule = getattr(schedules, name)(stages, microbatches)
     counts, done = speculative_forwards(schedule), set()
     for rank in rank_order(schedule):
-        for kind, chunk, microbatch, _ in schedule.actions[rank][: counts[rank]]:
+        for kind, chunk, microbatch in schedule.actions[rank][: counts[rank]]:
             assert kind == "F"
             assert chunk < len(schedule.placement) - 1
             assert chunk == 0 or (chunk - 1, microbatch) in done

@@ -1,5 +1,5 @@
 """Schedules for tests: of rows of text, with offload and recomputation, with slices of each sequence's own; and random
-ones with parts of W, R, O and L, every other one disturbed, with rules of their own of what is valid."""
+ones with R, O and L, every other one disturbed, with rules of their own of what is valid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from zbkern.pipeline import Action, Schedule, schedules
 
-ORDER = re.compile(r"F(R|OL)?(BW|B(OL)?(W|P+))")  # of a microbatch in a chunk; P is a part of a W
+ORDER = re.compile(r"F(R|OL)?(BW|B(OL)?W)")  # of a microbatch in a chunk
 Rows = list[list[Action]]
 
 
@@ -67,20 +67,15 @@ def all_forwards_first(own_slices: list[tuple[int, ...]], placement: tuple[int, 
 
 
 def random_rows(rng: random.Random, published: Schedule | None = None) -> tuple[Rows, tuple[int, ...], int]:
-    """A published schedule whose backwards are split and divided, with R, O and L; every other is disturbed."""
+    """A published schedule whose backwards are split, with R, O and L; every other is disturbed."""
     if published is None:
         published = getattr(schedules, rng.choice(schedules.NAMES))(rng.randint(1, 4), rng.randint(1, 5))
     rows = [list(row) for row in published.actions]
     for row in rows:
         for action in [each for each in row if each.kind in ("BW", "W") and rng.random() < 0.4]:
             at, kind = row.index(action), action.kind
-            weights = [action._replace(kind="W")]
-            if rng.random() < 0.5:
-                count = rng.randint(2, 3)
-                weights = [weights[0]._replace(part=(index, count)) for index in rng.sample(range(count), count)]
             row[at : at + 1] = [action._replace(kind="B")] if kind == "BW" else []
-            for weight in weights:
-                row.insert(rng.randint(at + (kind == "BW"), len(row)), weight)
+            row.insert(rng.randint(at + (kind == "BW"), len(row)), action._replace(kind="W"))
         for action in [each for each in row if each.kind in ("F", "B") and rng.random() < 0.3]:
             first, last = row.index(action) + 1, last_before_next(row, action)
             added = ["R"] if action.kind == "F" and rng.random() < 0.5 else ["O", "L"]
@@ -95,7 +90,7 @@ def random_rows(rng: random.Random, published: Schedule | None = None) -> tuple[
 def last_before_next(row: list[Action], action: Action) -> int:
     """Where the next pass of its microbatch is: the backward after an F, the first of W after a B."""
     kinds = ("B", "BW") if action.kind == "F" else ("W",)
-    return next(i for i, each in enumerate(row) if each[1:3] == action[1:3] and each.kind in kinds)
+    return next(i for i, each in enumerate(row) if each[1:] == action[1:] and each.kind in kinds)
 
 
 def disturb(rng: random.Random, rows: Rows) -> None:
@@ -116,13 +111,8 @@ def is_valid(rows: Rows, placement: tuple[int, ...], microbatches: int) -> bool:
     """By the rules of `actions.py`, and by running the ranks until none gets any further."""
     for chunk, owner in enumerate(placement):
         for microbatch in range(microbatches):
-            mine = [action for action in rows[owner] if action[1:3] == (chunk, microbatch)]
-            parts = [action.part for action in mine if action.part is not None]
-            whole = {(index, parts[0][1]) for index in range(parts[0][1])} if parts else set()
-            told = "".join("P" if action.part else action.kind for action in mine)
-            if not ORDER.fullmatch(told) or sorted(parts) != sorted(whole):
-                return False
-            if any(action.part and action.kind != "W" for action in mine):
+            mine = [action for action in rows[owner] if action[1:] == (chunk, microbatch)]
+            if not ORDER.fullmatch("".join(action.kind for action in mine)):
                 return False
     done: set[tuple[str, int, int]] = set()
     left = [list(row) for row in rows]
@@ -131,13 +121,13 @@ def is_valid(rows: Rows, placement: tuple[int, ...], microbatches: int) -> bool:
         if not ready:
             return False
         for row in ready:
-            kind, chunk, microbatch, _ = row.pop(0)
+            kind, chunk, microbatch = row.pop(0)
             done.add(("B" if kind == "BW" else kind, chunk, microbatch))
     return True
 
 
 def needed(action: Action, chunks: int) -> set[tuple[str, int, int]]:
-    kind, chunk, microbatch, _ = action
+    kind, chunk, microbatch = action
     if kind == "F" and chunk:
         return {("F", chunk - 1, microbatch)}
     return {("B", chunk + 1, microbatch)} if kind in ("B", "BW") and chunk + 1 < chunks else set()

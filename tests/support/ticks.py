@@ -10,10 +10,9 @@ from zbkern.pipeline import Action, Costs, Schedule, Timeline
 class Ticks:
     """Integer durations only. Written without a look at simulate: no arrival times are computed ahead."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, count: int | None, limit: float) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs, eager: bool, limit: float) -> None:
         self.schedule, self.costs = schedule, costs.per_chunk(len(schedule.placement))
-        self.given, self.count, self.limit = costs, count, limit
-        eager = count is not None
+        self.given, self.eager, self.limit = costs, eager, limit
         self.todo = [[a for a in row if not (eager and a.kind == "W")] for row in schedule.actions]
         self.pending: list[list[Action]] = [[] for _ in self.todo]
         self.running: list[tuple[Action, int] | None] = [None] * len(self.todo)
@@ -43,14 +42,13 @@ class Ticks:
         self.running[rank] = None
         activation, held = self.costs.activation[action.chunk], self.costs.held[action.chunk]
         if action.kind == "W":
-            self.memory[rank] -= held / (action.part[1] if action.part else 1)
+            self.memory[rank] -= held
             return
         if action.kind != "F":
             self.memory[rank] -= activation - (held if action.kind == "B" else 0)
             self.peak[rank] = max(self.peak[rank], self.memory[rank])
-        if action.kind == "B" and self.count is not None:
-            parts = [None] if self.count == 1 else [(i, self.count) for i in range(self.count)]
-            self.pending[rank] += [Action("W", action.chunk, action.microbatch, part) for part in parts]
+        if action.kind == "B" and self.eager:
+            self.pending[rank].append(Action("W", action.chunk, action.microbatch))
         to = action.chunk + (1 if action.kind == "F" else -1)
         if 0 <= to < len(self.schedule.placement):
             message = ("F" if action.kind == "F" else "B", to, action.microbatch)
@@ -88,17 +86,11 @@ class Ticks:
         return not arrived or (full and bool(self.pending[rank]))
 
     def length(self, rank: int, action: Action) -> int:
-        kind, chunk, _, part = action
+        kind, chunk, _ = action
         table = {"F": "forward", "B": "backward", "W": "weight", "BW": "fused"}
-        length = getattr(self.costs, table[kind])[chunk] / (part[1] if part else 1)
+        length = getattr(self.costs, table[kind])[chunk]
         last = self.last[rank]
-        if (
-            kind == "W"
-            and part is None
-            and self.count is None
-            and last
-            and last._replace(microbatch=0) == (Action("W", chunk, 0))
-        ):
+        if kind == "W" and not self.eager and last and last[:2] == ("W", chunk):
             length -= self.costs.merge_saving[chunk]
         assert length == int(length)
         return int(length)

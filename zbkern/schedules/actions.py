@@ -17,7 +17,7 @@ B   The gradient of a chunk's input (the input gradient, or dgrad).
 W   The gradients of a chunk's parameters (the weight gradient, or wgrad).
     Needs:   its own B, and nothing of any other rank: it can run at any time after B, which is what fills bubbles.
     Gives:   the microbatch's share of the parameters' gradients, and nothing to any other rank.
-    Memory:  frees what B kept. It may be cut into n parts, `part=(i, n)`, which run one by one in any order.
+    Memory:  frees what B kept.
 
 BW  A fused backward: B and W in one pass.
     Needs, gives and frees what B and W together do. A microbatch has either BW, or B and W.
@@ -59,7 +59,7 @@ from typing import NamedTuple
 KINDS = ("F", "B", "W", "BW", "R", "O", "L")
 COPIES = ("O", "L")  # which run beside the passes
 
-_ACTION = re.compile(r"(\d{1,18})(F|BW|B|W|R|O|L)(\d{1,18})(?::(\d{1,18})/(\d{1,18}))?")
+_ACTION = re.compile(r"(\d{1,18})(F|BW|B|W|R|O|L)(\d{1,18})")
 
 
 class ScheduleError(ValueError):
@@ -79,22 +79,20 @@ class Action(NamedTuple):
 
     kind: one of `KINDS`, as the top of this module says. chunk: the part of the model, numbered from 0 in model order
     over the whole pipeline; `Schedule.placement[chunk]` is the only rank that may run it. microbatch: numbered from 0
-    in each step. part: None for a whole pass, or (i, n) for part i of n of a W, with 0 <= i < n.
+    in each step.
 
     >>> str(Action("B", chunk=2, microbatch=7))
     '2B7'
-    >>> Action.parse("2W7:0/4")
-    Action(kind='W', chunk=2, microbatch=7, part=(0, 4))
+    >>> Action.parse("2W7")
+    Action(kind='W', chunk=2, microbatch=7)
     """
 
     kind: str
     chunk: int
     microbatch: int
-    part: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        part = "" if self.part is None else f":{self.part[0]}/{self.part[1]}"
-        return f"{self.chunk}{self.kind}{self.microbatch}{part}"
+        return f"{self.chunk}{self.kind}{self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -102,12 +100,10 @@ class Action(NamedTuple):
         match = _ACTION.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
             raise ScheduleError(
-                "Action.parse: expected chunk, kind and microbatch such as '0F3', '2BW7' or '2W7:0/4'; got "
-                f"{text!r:.60}"
+                f"Action.parse: expected chunk, kind and microbatch such as '0F3' or '2BW7'; got {text!r:.60}"
             )
-        chunk, kind, microbatch, index, count = match.groups()
-        part = None if index is None else (int(index), int(count))
-        return cls(kind, int(chunk), int(microbatch), part)
+        chunk, kind, microbatch = match.groups()
+        return cls(kind, int(chunk), int(microbatch))
 
 
 @dataclass(frozen=True)

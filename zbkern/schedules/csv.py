@@ -1,6 +1,6 @@
 """A schedule as CSV: a row per rank, in the letters of torch.distributed.pipelining (I is our B, and B our BW).
 
-Parts of W and our R, O and L are written as in `Action`; torch has no word for them.
+Our R, O and L are written as in `Action`; torch has no word for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Rows = Sequence[Sequence[Action]]
 
 _TO_TORCH = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 _TO_OURS = {letter: kind for kind, letter in _TO_TORCH.items()} | {"R": "R", "O": "O", "L": "L"}
-_CELL = re.compile(r"(\d+)([FIWBROL])(\d+(?::\d+/\d+)?)")
+_CELL = re.compile(r"(\d+)([FIWBROL])(\d+)")
 _FILLED = re.compile(r"[^,]+")  # one after the other: a line may be long, and have nothing but commas
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # run side by side in torch; here one after the other
 _OTHER = re.compile(r"\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
@@ -68,10 +68,10 @@ def _check_torch_has(schedule: ScheduleData) -> None:
             "without them"
         )
     for action in (action for row in schedule.actions for action in row):
-        if action.part is not None or action.kind not in _TO_TORCH:
+        if action.kind not in _TO_TORCH:
             raise ScheduleError(
-                f"to_csv: torch has no parts of W, and no actions that offload, load or recompute, and the schedule "
-                f"has {action}; leave header=False out, or use a schedule without them"
+                f"to_csv: torch has no actions that offload, load or recompute, and the schedule has {action}; leave "
+                "header=False out, or use a schedule without them"
             )
 
 
@@ -85,7 +85,7 @@ def _actions(cell: str) -> list[Action]:
     if match is None:
         raise ScheduleError(
             f"from_csv: expected an action of torch.distributed.pipelining, such as '0F3', '0I3', '0W3' or '0B3', or "
-            f"one of ours, such as '0W3:0/2', '0R3', '0O3' or '0L3'; got {cell[:60]!r}"
+            f"one of ours, such as '0R3', '0O3' or '0L3'; got {cell[:60]!r}"
         )
     chunk, letter, rest = match.groups()
     return [Action.parse(f"{chunk}{_TO_OURS[letter]}{rest}")]

@@ -16,7 +16,7 @@ _GIVING = ("F", "B", "BW")  # what other chunks wait for, and what waits for the
 
 def result(action: Action) -> Result | None:
     """What `action` makes for other chunks; None for all but F, B and BW."""
-    kind, chunk, microbatch, _ = action
+    kind, chunk, microbatch = action
     return ("F" if kind == "F" else "B", chunk, microbatch) if kind in _GIVING else None
 
 
@@ -25,7 +25,7 @@ def producer(action: Action, chunks: int) -> Result | None:
 
     chunks: of the whole pipeline.
     """
-    kind, chunk, microbatch, _ = action
+    kind, chunk, microbatch = action
     if kind == "F":
         return ("F", chunk - 1, microbatch) if chunk > 0 else None
     return ("B", chunk + 1, microbatch) if kind in _GIVING and chunk < chunks - 1 else None

@@ -11,13 +11,13 @@ FILLS = ("planned", "eager")  # W where the schedule has it, or wherever the ran
 
 
 def merge_neighbours(actions: Sequence[Action]) -> Iterable[tuple[Action, ...]]:
-    """The program of a rank: whole W of one chunk that follow each other are one entry, everything else its own."""
+    """The program of a rank: W of one chunk that follow each other are one entry, everything else its own."""
     run: list[Action] = []
     for action in actions:
-        if run and not (action.kind == "W" and action.part is None and action.chunk == run[0].chunk):
+        if run and not (action.kind == "W" and action.chunk == run[0].chunk):
             yield tuple(run)
             run = []
-        if action.kind == "W" and action.part is None:
+        if action.kind == "W":
             run.append(action)
         else:
             yield (action,)
@@ -34,7 +34,7 @@ def offloaded_after(actions: Iterable[Action]) -> set[tuple[str, int, int]]:
     """(kind, chunk, microbatch) of the passes that leave what an O moves: F, or B where the O stands after it."""
     begun: set[tuple[int, int]] = set()
     passes: set[tuple[str, int, int]] = set()
-    for kind, chunk, microbatch, _ in actions:
+    for kind, chunk, microbatch in actions:
         if kind == "B":
             begun.add((chunk, microbatch))
         elif kind == "O":
@@ -45,7 +45,7 @@ def offloaded_after(actions: Iterable[Action]) -> set[tuple[str, int, int]]:
 def streamed(actions: Sequence[Action]) -> set[tuple[int, int]]:
     """(chunk, microbatch) of every F whose O follows it directly: its activations leave while it runs."""
     pairs = pairwise(actions)
-    return {before[1:3] for before, after in pairs if (before.kind, *after[:3]) == ("F", "O", *before[1:3])}
+    return {before[1:] for before, after in pairs if (before.kind, *after) == ("F", "O", *before[1:])}
 
 
 def offloads_or_recomputes(actions: Iterable[Action]) -> bool:
@@ -56,11 +56,11 @@ def offloads_or_recomputes(actions: Iterable[Action]) -> bool:
 def peak_microbatches(actions: Sequence[Action]) -> int:
     """The most microbatches that this rank holds at once by the schedule: from their F until their W."""
     held = peak = 0
-    for kind, _, _, part in actions:
+    for kind, _, _ in actions:
         if kind == "F":
             held += 1
             peak = max(peak, held)
-        elif kind == "BW" or (kind == "W" and (part is None or part[0] == part[1] - 1)):
+        elif kind in ("BW", "W"):
             held -= 1
     return peak
 

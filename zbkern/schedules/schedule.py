@@ -97,11 +97,11 @@ class Schedule(ScheduleData):
     def validate(self) -> None:
         """Proves that the schedule can run: complete, in place, in order, and free of deadlock.
 
-        Every microbatch passes every chunk once: F, then BW, or B and later W (whole, or all parts of one count), on
-        the chunk's rank; R, O and L stand where `actions.py` says; slices of a sequence pass each chunk forward from
-        the first and backward from the last; and the ranks, each in its order, can run to the end. Raises
-        ScheduleError naming the first action that offends, with the part of the grid around it and the action marked. A
-        schedule never changes, so that a second call costs nothing.
+        Every microbatch passes every chunk once: F, then BW, or B and later W, on the chunk's rank; R, O and L stand
+        where `actions.py` says; slices of a sequence pass each chunk forward from the first and backward from the last;
+        and the ranks, each in its order, can run to the end. Raises ScheduleError naming the first action that offends,
+        with the part of the grid around it and the action marked. A schedule never changes, so that a second call costs
+        nothing.
         """
         if "_valid" not in self.__dict__:
             validate(self)
@@ -115,7 +115,7 @@ class Schedule(ScheduleData):
         """A line per rank, its actions separated by commas, with torch's letters: I is our B, and B our BW.
 
         header: begins with a comment line that has the name; without it torch.distributed.pipelining loads the text.
-        Raises ScheduleError without a header for what torch has no word for: slices, parts of W, R, O and L.
+        Raises ScheduleError without a header for what torch has no word for: slices, R, O and L.
         """
         return csv.write(self, header)
 
@@ -130,6 +130,5 @@ class Schedule(ScheduleData):
         return cls.build(**{**written, "name": name or written["name"]})
 
 
-def _numbers(action: Action) -> tuple[int, int, int, int]:
-    index, count = action.part or (0, 0)
-    return KINDS.index(action.kind), action.chunk << 32 | action.microbatch, index, count
+def _numbers(action: Action) -> tuple[int, int]:
+    return KINDS.index(action.kind), action.chunk << 32 | action.microbatch

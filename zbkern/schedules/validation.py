@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
-from itertools import count
 from typing import NoReturn
 
 from zbkern.schedules import grid
@@ -16,24 +15,23 @@ from zbkern.schedules.slices import Unit, slice_lengths, units_of
 
 _ONCE = "it has run before; every pass runs once"
 _RULES = (
-    *((kind, ran, _ONCE) for kind, ran in ("FF", "BB", "XX", "RR", "WW", "Ww", "wW")),
-    ("BWwXROL", r"^[^F]*$", "its forward {1}F{2} has not run yet"),
-    ("Ww", r"X", "its BW has computed this W"),
-    ("Ww", r"^[^B]*$", "its B has not run yet"),
+    *((kind, ran, _ONCE) for kind, ran in ("FF", "BB", "XX", "RR", "WW")),
+    ("BWXROL", r"^[^F]*$", "its forward {1}F{2} has not run yet"),
+    ("W", r"X", "its BW has computed this W"),
+    ("W", r"^[^B]*$", "its B has not run yet"),
     ("BX", r"[BX]", "the backward of this microbatch has run; use either BW, or B and W"),
     ("R", r"[BX]", "the backward of this microbatch has run; recompute before it"),
     ("R", r"O", "its activations are offloaded; use either R, or O and L"),
     ("OL", r"[WX]", "all passes of this microbatch have run; nothing of it is left"),
-    ("OL", r"w", "a part of its W has run; copy before the first part"),
     ("O", r"O[^B]*$", "it has run before; tensors are offloaded and loaded once"),
     ("L", r"L[^B]*$", "it has run before; tensors are offloaded and loaded once"),
     ("L", r"(^|B)[^OB]*$", "nothing is offloaded; {1}O{2} has not run yet"),
     ("O", r"R[^B]*$", "its activations are recomputed; use either R, or O and L"),
-    ("FBWwX", r"O[^L]*$", "what it needs is offloaded; {1}L{2} must come first"),
+    ("FBWX", r"O[^L]*$", "what it needs is offloaded; {1}L{2} must come first"),
 )
 """Which actions may not run after what has run before of their microbatch in their chunk, and why.
 
-What has run is a string with a letter for each kind, in order. X is a BW, w the first part of a W, W also its last.
+What has run is a string with a letter for each kind, in order; X is a BW.
 """
 
 
@@ -71,11 +69,10 @@ class _Row:
         self._schedule, self._placement, self._units, self._rank = schedule, schedule.placement, units, rank
         self._count = schedule.microbatches * units if isinstance(units, int) else len(units)
         self._ran: dict[tuple[int, int], str] = defaultdict(str)  # by (chunk, microbatch): letters, as in _RULES
-        self._parts: dict[tuple[int, int], tuple[int, set[int]]] = {}  # into how many a W is cut, and those that ran
 
     def check(self) -> None:
         for index, action in enumerate(self._schedule.actions[self._rank]):
-            why = self._wrong_place(action) or self._wrong_part(action) or self._wrong_order(action)
+            why = self._wrong_place(action) or self._wrong_order(action)
             if why is not None:
                 _fail(self._schedule, self._rank, index, why)
         for chunk in (chunk for chunk, owner in enumerate(self._placement) if owner == self._rank):
@@ -86,7 +83,7 @@ class _Row:
                     self._fail_missing(Action(missing, chunk, microbatch))
 
     def _wrong_place(self, action: Action) -> str | None:
-        kind, chunk, microbatch, _ = action
+        kind, chunk, microbatch = action
         if kind not in KINDS:
             return f"its kind must be one of {KINDS}"
         if not 0 <= chunk < len(self._placement):
@@ -95,33 +92,13 @@ class _Row:
             return f"chunk {chunk} is placed on rank {self._placement[chunk]}"
         return None if 0 <= microbatch < self._count else f"microbatches are 0 to {self._count - 1}"
 
-    def _wrong_part(self, action: Action) -> str | None:
-        kind, chunk, microbatch, part = action
-        if part is None:
-            return None
-        if kind != "W":
-            return "only a W has parts"
-        index, parts = part
-        if not 0 <= index < parts:
-            return "part=(i, n) needs 0 <= i < n"
-        first, seen = self._parts.setdefault((chunk, microbatch), (parts, set()))
-        if first != parts:
-            return f"earlier parts of this W are {first}ths"
-        if index in seen:
-            return "it has run before; every part runs once"
-        seen.add(index)
-        return None
-
     def _wrong_order(self, action: Action) -> str | None:
         """Against what has run of the same microbatch in the same chunk, to which the action is added."""
-        kind, chunk, microbatch, part = action
-        ran, letter = self._ran[chunk, microbatch], "X" if kind == "BW" else kind if part is None else "w"
+        kind, chunk, microbatch = action
+        ran, letter = self._ran[chunk, microbatch], "X" if kind == "BW" else kind
         why = _why_not(letter, ran)
         if why is not None:
             return why.format(kind, chunk, microbatch)
-        if letter == "w":
-            parts, seen = self._parts[chunk, microbatch]
-            letter = ("" if "w" in ran else "w") + ("W" if len(seen) == parts else "")
         self._ran[chunk, microbatch] = ran + letter
         return self._wrong_slice(kind, chunk, microbatch) if kind in ("F", "B", "BW") else None
 
@@ -138,9 +115,6 @@ class _Row:
         return None
 
     def _fail_missing(self, action: Action) -> NoReturn:
-        parts = self._parts.get((action.chunk, action.microbatch))
-        if action.kind == "W" and parts is not None:
-            action = action._replace(part=(next(number for number in count() if number not in parts[1]), parts[0]))
         around = grid.excerpt(self._schedule, self._rank, len(self._schedule.actions[self._rank]) - 1)
         raise ScheduleError(
             f"Schedule {self._schedule.name}: rank {self._rank}: {action} is missing; add it to this rank\n{around}"

@@ -23,7 +23,7 @@ def speculative_forwards(schedule: Schedule) -> list[int]:
     for chunk, rank in enumerate(order):
         if schedule.placement[chunk] != rank or chunk == len(schedule.placement) - 1:
             break
-        for kind, other, microbatch, _ in schedule.actions[rank]:
+        for kind, other, microbatch in schedule.actions[rank]:
             if kind != "F" or other != chunk or (chunk > 0 and (chunk - 1, microbatch) not in done):
                 break
             done.add((chunk, microbatch))

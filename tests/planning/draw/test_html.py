@@ -51,7 +51,7 @@ function element(attributes, text) {
     classList: {contains: () => true, toggle(name, on) { boxes.find(b => b.classList === this).marked = on; }},
     handlers: {}, addEventListener(name, handler) { this.handlers[name] = handler; }};
 }
-const boxes = ['0F3 on rank 0', '1W3:0/2 on rank 1', '0F13 on rank 0'].map(text => element({width: 10}, text));
+const boxes = ['0F3 on rank 0', '1W3 on rank 1', '0F13 on rank 0'].map(text => element({width: 10}, text));
 const texts = ['3', '3', '13'].map((text, i) => Object.assign(element({}, text), {previousSibling: boxes[i]}));
 const found = {'.time': [element({}, '')], '.number': texts, '.action': boxes,
   '.tick': [element({x: 64}, '0'), element({x: 724}, '50')]};

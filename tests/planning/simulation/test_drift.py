@@ -24,7 +24,7 @@ COSTS = Costs(forward=(2, 3, 2, 4), backward=(2, 2.5, 2, 3), weight=(1, 1.5, 1, 
 @pytest.mark.parametrize("name", ["zb_h1", "zb_h2"])
 def test_costs_of_a_simulated_timeline_are_those_it_was_simulated_with(name: str, fill: str) -> None:
     schedule = getattr(schedules, name)(4, 8)
-    found = drift.costs([simulate(schedule, COSTS, fill=fill, **({"parts": 4} if fill == "eager" else {}))])
+    found = drift.costs([simulate(schedule, COSTS, fill=fill)])
     for field in ("forward", "backward", "weight"):
         assert getattr(found, field) == pytest.approx(getattr(COSTS, field))
     assert found.communication == pytest.approx(0.25)

@@ -133,7 +133,7 @@ class Loop:
     # ---- handlers; those of R, O and L are the ledger's
 
     def _forward(self, action: Action) -> None:
-        _, chunk, microbatch, _ = action
+        _, chunk, microbatch = action
         if self._fill == "eager":
             self._free_memory_for_forward()
         stage, unit = self.stages[chunk], self._batch[microbatch]
@@ -168,7 +168,7 @@ class Loop:
         return [loss_fn(outputs, target.value)]
 
     def _backward(self, action: Action) -> None:
-        kind, chunk, microbatch, _ = action
+        kind, chunk, microbatch = action
         gradients = None if chunk == self._last else self._await("B", action)
         self.stages[chunk].prepare(microbatch)
         start = self.recorder.now()
@@ -185,7 +185,7 @@ class Loop:
         self.recorder.done((action,), start)
 
     def _weight(self, *actions: Action) -> None:
-        chunk, part = actions[0].chunk, actions[0].part
+        chunk = actions[0].chunk
         if self.stages[chunk].splits is False:
             self.stages[chunk].warn_of_fused_backward()
         if self._fill == "eager":
@@ -193,10 +193,7 @@ class Loop:
         microbatches = [action.microbatch for action in actions]
         self.stages[chunk].prepare(*microbatches)
         start = self.recorder.now()
-        if part is None:
-            self.stages[chunk].weight(*microbatches)
-        else:
-            self.stages[chunk].weight_part(microbatches[0], *part)
+        self.stages[chunk].weight(*microbatches)
         self.recorder.done(actions, start)
 
     # ---- waiting, sending, filling

@@ -156,13 +156,6 @@ class Stage:
         with _NOTHING if self.ledger is None else self.ledger.weight(keys):
             self.queue.run(keys)
 
-    def weight_part(self, microbatch: int, index: int, count: int) -> None:
-        """Part `index` of `count` of a W: its share of the tasks that are still pending."""
-        key = (self.chunk, microbatch)
-        with _NOTHING if self.ledger is None else self.ledger.weight_part(key):
-            for _ in range(-(-self.queue.pending(key) // (count - index))):
-                self.queue.run_one(key)
-
     def warn_of_fused_backward(self) -> None:
         """Says once that this chunk's B does everything, so that the schedule's W are empty."""
         self.splits = True

@@ -18,8 +18,8 @@ class Memory:
     """What one rank holds, now and at most so far, in the unit of `Costs.activation`.
 
     It starts with `static`, the model states of its chunks. F adds the chunk's activation, or `checkpoint` where an R
-    adds the rest, or `streamed` where its O follows directly; B leaves `held`, and BW nothing; W releases `held`, a
-    part of n its n-th. O releases what the microbatch holds, L takes it again. Of a sequence in slices `carried` is
+    adds the rest, or `streamed` where its O follows directly; B leaves `held`, and BW nothing; W releases `held`. O
+    releases what the microbatch holds, L takes it again. Of a sequence in slices `carried` is
     there from its first F to its last B, and `carried_gradients` from its first B on. row: the rank's actions; they are
     accounted in its order, or in another one that keeps that of every microbatch.
     """
@@ -36,7 +36,7 @@ class Memory:
             )
 
     def account(self, action: Action) -> None:
-        kind, chunk, microbatch, part = action
+        kind, chunk, microbatch = action
         key, costs = (chunk, microbatch), self._costs.of_unit(microbatch)
         activation, held, kept = costs.activation[chunk], costs.held[chunk], costs.activation[chunk]
         if key in self._recomputed and costs.checkpoint is not None:
@@ -57,7 +57,7 @@ class Memory:
         elif kind == "BW":
             self.now -= activation
         else:
-            self.now -= held if part is None else held / part[1]
+            self.now -= held
         self.peak = max(self.peak, self.now)
 
     def copied(self, chunk: int, microbatch: int) -> float:

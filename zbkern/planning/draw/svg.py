@@ -194,7 +194,7 @@ def _boxes(axis: _Axis, rank: int, row: Sequence[Event], height: int) -> str:
     timeline, track = axis.timeline, axis.tracks[rank]
     chunks, base = timeline.schedule.chunks_of(rank), (height + 6) // 2
     for event in row:
-        kind, chunk, microbatch, _ = event.action
+        kind, chunk, microbatch = event.action
         (fill, dark), unit = _shade(kind, chunks.index(chunk), len(chunks)), timeline.schedule.units[microbatch]
         label = f"{unit.microbatch}.{unit.slice}" if unit.slices > 1 else str(unit.microbatch)
         x, length = axis.x(event.start), (event.end - event.start) * axis.scale

@@ -27,7 +27,7 @@ _LEADS = (1.0, 2.0)  # how many copies before its use something is loaded; eithe
 _ROUNDS = 2  # of placing actions by the times that the last placing gave; one: 0.5% slower on average
 MORE_MEMORY = (1.0, 1.5, 2.0, None)  # times the limit, in which orders are searched; None for no limit
 
-_Times = dict[tuple[str, int, int], tuple[float, float]]
+_Times = dict[Action, tuple[float, float]]
 
 
 def fit(
@@ -127,7 +127,7 @@ def _place(
         raise ValueError("fit: offload needs Costs.offload_bandwidth and Costs.reload_bandwidth")
     rows = []
     for rank, static in enumerate(flat.static):
-        times = {event.action[:3]: (event.start, event.end) for event in timeline.events[rank]}
+        times = {event.action: (event.start, event.end) for event in timeline.events[rank]}
         row = _Row(schedule.actions[rank], flat, limits[rank] - static, times, preference).placed()
         if row is None:
             return None
@@ -148,7 +148,7 @@ class _Row:
     ) -> None:
         self._actions, self._flat, self._preference = actions, flat, preference
         self._limit = limit * (1 + _ROUNDING)
-        self._times = [times[action[:3]] for action in actions]
+        self._times = [times[action] for action in actions]
         costs = flat.given
         self._out, self._back = costs.offload_bandwidth or 0.0, costs.reload_bandwidth or 0.0
         self._slow = 1.0 + costs.copy_slowdown
@@ -182,7 +182,7 @@ class _Row:
 
     def _streams(self, index: int, ending: _Held | None) -> bool:
         """Whether the action is an F that is offloaded while it runs, for which there is room then."""
-        kind, chunk, microbatch, _ = self._actions[index]
+        kind, chunk, microbatch = self._actions[index]
         costs = self._flat.of_unit(microbatch)
         activation, streamed = costs.activation[chunk], costs.streamed[chunk]
         if kind != "F" or not self._preference.offload or streamed == activation:
@@ -295,7 +295,7 @@ def _spans(actions: Sequence[Action], costs: FlatCosts) -> tuple[dict[int, _Held
     begun: dict[int, _Held] = {}
     ended: dict[int, _Held] = {}
     held: dict[tuple[int, int], _Held] = {}
-    for index, (kind, chunk, microbatch, _) in enumerate(actions):
+    for index, (kind, chunk, microbatch) in enumerate(actions):
         key, flat = (chunk, microbatch), costs.of_unit(microbatch)
         if kind in ("B", "BW", "W") and key in held:
             held[key].end = index

@@ -231,7 +231,7 @@ def serial_ordering(problem: Problem, fuse: bool) -> Ordering:
 
 
 def ordering_of(schedule: Schedule) -> Ordering:
-    """A published schedule as orders: without parts of W, and the units of a chunk in order. No cost yet."""
+    """A published schedule as orders: with the units of a chunk in order. No cost yet."""
     chunks, units = len(schedule.placement), len(schedule.units)
     order = order_of_backward(units, len(schedule.slices))
     place = {unit: number for number, unit in enumerate(order)}  # of its B and its W
@@ -241,7 +241,7 @@ def ordering_of(schedule: Schedule) -> Ordering:
     rows: Rows = []
     for actions in schedule.actions:
         row: list[int] = []
-        for kind, chunk, unit, _ in actions:
+        for kind, chunk, unit in actions:
             number = unit if kind == "F" else place[unit]
             if kind == "BW":
                 fused[chunk * units + number] = 1
@@ -266,7 +266,7 @@ def actions_of(rows: Rows, problem: Problem, fused: Sequence[int]) -> tuple[tupl
     actions: list[Action | None] = []  # by number
     for kind, units in (("F", range(problem.units)), ("B", order), ("W", order)):
         for chunk in range(problem.chunks):
-            fields = zip(repeat(kind), repeat(chunk), units, repeat(None))
+            fields = zip(repeat(kind), repeat(chunk), units)
             actions += map(tuple.__new__, repeat(Action), fields)  # a third of the time that Action takes
     for at in (at for at, both in enumerate(fused) if both):
         chunk, place = divmod(at, problem.units)

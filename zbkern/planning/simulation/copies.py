@@ -3,7 +3,7 @@
 There is one lane per direction, which copies one thing after the other. Activations go in transfers of `copy_size`: out
 as soon as an F has left so much, and back in the order in which a B or BW needs them, which waits for a transfer where
 it comes to it; F and B leave and need them evenly over their time. What W needs goes when its B has ended, and comes
-back for W in the same way (parts of a W wait for all of it). A copy back begins where its L stands, and the rank waits
+back for W in the same way. A copy back begins where its L stands, and the rank waits
 at O for the end of the copy out.
 
 Where an O directly follows its F, the F itself waits for transfers: it holds no more than the one that it fills and the
@@ -52,8 +52,7 @@ class Copies:
 
     def start(self, action: Action, earliest: float) -> float:
         """When a pass starts that could start at `earliest` if there were no copies."""
-        first, last = self._back.get((action.chunk, action.microbatch), (0.0, 0.0))
-        loaded = (first if action.part is None else last) if action.kind in _ENDS_LOAD else 0.0
+        loaded, _ = self._back.get(action[1:], (0.0, 0.0)) if action.kind in _ENDS_LOAD else (0.0, 0.0)
         return max(earliest, self._held_up, loaded)
 
     def run(self, action: Action, start: float, length: float) -> float:
@@ -62,9 +61,8 @@ class Copies:
         if action.kind in _ENDS_LOAD and key in self._back:
             _, last = self._back.pop(key)
             needed = self._flat.of_unit(key[1]).held if action.kind == "W" else self._flat.of_unit(key[1]).activation
-            if action.part is None:
-                end = max(end, last + self._first(needed[action.chunk]) * (end - start))
-        if action[:3] in self._offloads:
+            end = max(end, last + self._first(needed[action.chunk]) * (end - start))
+        if action in self._offloads:
             if action.kind == "F":
                 return self._run_forward(key, start, end)
             self._out[key] = self._copy("O", key, end, self._flat.of_unit(key[1]).held[action.chunk])

@@ -25,8 +25,8 @@ from zbkern.schedules.units import TIME_UNITS, duration
 def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
     """Costs, in the timelines' unit, of measured steps of one schedule: medians over microbatches and steps.
 
-    memory: whose `activation` and `held` to keep; a timeline has none. A pass in several events (parts or layers of a
-    W) counts as their sum; that of the slices of a sequence, too, and by how much the time per length rises along the
+    memory: whose `activation` and `held` to keep; a timeline has none. A pass in several events (layers of a W)
+    counts as their sum; that of the slices of a sequence, too, and by how much the time per length rises along the
     sequence is attention. Bandwidths are those of all O or L together. communication is the least time from the end of
     a pass to the start of the one that needs it, over all edges, mean of both directions, so that a difference between
     two ranks' clocks cancels.
@@ -258,5 +258,5 @@ def _passes(timeline: Timeline) -> dict[tuple[str, int, int], float]:
     """(kind, chunk, microbatch) -> how long its events took together."""
     found: dict[tuple[str, int, int], float] = defaultdict(float)
     for event in (event for row in timeline.events for event in row):
-        found[event.action[:3]] += event.end - event.start
+        found[event.action] += event.end - event.start
     return found

@@ -31,7 +31,6 @@ def simulate(
     costs: Costs | None = None,
     *,
     fill: str = "planned",
-    parts: int = 1,
     memory_limit: Limit = None,
     jitter: float = 0.0,
     seed: int = 0,
@@ -41,15 +40,15 @@ def simulate(
     Args:
         costs: `Costs()`, all passes of unit length, when not given.
         fill: "planned" runs every W where the schedule has it; "eager" keeps only the order of F and B and runs the
-            oldest pending W, in `parts` parts, whenever the next input has not arrived, and before an F that would
+            oldest pending W whenever the next input has not arrived, and before an F that would
             exceed `memory_limit` (one number, or one per rank; by default the schedule's own peak): what the engine
             does with fill="eager".
         jitter: each pass takes its cost times a normal variate of mean 1 and this deviation, at least 0; the sample
             depends on `seed` and not on the order or the fill, so that both can be compared on it.
 
     Memory: every rank starts with its chunks' `static`; F adds the chunk's activation when it starts; B leaves `held`
-    when it ends, and BW nothing; W releases `held` when it ends, a part of n its n-th. A W that directly follows
-    a W of its chunk gains `merge_saving` (whole W only; never with fill="eager", which runs them one by one).
+    when it ends, and BW nothing; W releases `held` when it ends. A W that directly follows a W of its
+    chunk gains `merge_saving` (never with fill="eager", which runs them one by one).
 
     O and L take memory per bandwidth, one after the other in each direction, and are in `Timeline.copies`, each as long
     as its transfers together, up to the end of the last; passes beside them take longer by `copy_slowdown`. Activations
@@ -57,13 +56,12 @@ def simulate(
 
     Raises ScheduleError when the schedule is not valid, TypeError or ValueError for other arguments.
     """
-    check_count("simulate: parts", parts)
     check_count("simulate: seed", seed, 0)
     checked_number("simulate", "jitter", jitter, math.inf)
     if fill not in FILLS:
         raise ValueError(f"simulate: fill must be one of {FILLS}; got {fill!r}")
-    if fill == "planned" and (parts != 1 or memory_limit is not None):
-        raise ValueError('simulate: parts and memory_limit belong to fill="eager"; with "planned" the schedule decides')
+    if fill == "planned" and memory_limit is not None:
+        raise ValueError('simulate: memory_limit belongs to fill="eager"; with "planned" the schedule decides')
     schedule.validate()
     if fill == "eager" and any(offloads_or_recomputes(row) for row in schedule.actions):
         raise ValueError(
@@ -76,7 +74,7 @@ def simulate(
     run = _Run(schedule, flat, durations)
     if fill == "eager":
         limits = limits_of("simulate", memory_limit, schedule.ranks)
-        run.fill_eagerly(parts, limits or _Run(schedule, flat, durations).timeline().peak_memory)
+        run.fill_eagerly(limits or _Run(schedule, flat, durations).timeline().peak_memory)
     return replace(run.timeline(), unit=costs.time_unit or "", memory_unit=costs.memory_unit or "")
 
 
@@ -97,11 +95,10 @@ class _Run:
         self._previous: list[Action | None] = [None] * len(self._rows)
         self._eager: list[deque[Action]] = []  # the pending W of every rank, oldest first; empty where W are planned
 
-    def fill_eagerly(self, parts: int, limits: Sequence[float]) -> None:
+    def fill_eagerly(self, limits: Sequence[float]) -> None:
         self._rows = [[action for action in row if action.kind != "W"] for row in self._rows]
         slack = _ROUNDING * max(limits)
         self._eager, self._limits = [deque() for _ in limits], [limit + slack for limit in limits]
-        self._parts = [None] if parts == 1 else [(index, parts) for index in range(parts)]
 
     def timeline(self) -> Timeline:
         for rank, action in order_of_running(self._rows, len(self._schedule.placement)):
@@ -136,15 +133,13 @@ class _Run:
         self._previous[rank] = action
         self._ends[result(action)] = end
         if self._eager and action.kind == "B":
-            self._eager[rank] += [action._replace(kind="W", part=part) for part in self._parts]
+            self._eager[rank].append(action._replace(kind="W"))
 
     def _length(self, rank: int, action: Action) -> float:
-        kind, chunk, microbatch, part = action
-        length = self._durations[kind, chunk, microbatch]
-        if part is not None:
-            return length / part[1]
+        kind, chunk, microbatch = action
+        length = self._durations[action]
         before = self._previous[rank]
-        follows = before is not None and before.kind == "W" and before.chunk == chunk and before.part is None
+        follows = before is not None and before.kind == "W" and before.chunk == chunk
         if kind == "W" and follows and not self._eager:
             return max(0.0, length - self._costs.of_unit(microbatch).merge_saving[chunk])
         return length
@@ -152,7 +147,7 @@ class _Run:
     def _fill(self, rank: int, pending: deque[Action], action: Action, arrived: float) -> None:
         """Runs pending W: as many as must free their memory for an F to fit, then until the input arrives."""
         memory, events = self._memory[rank], self._events[rank]
-        kind, chunk, microbatch, _ = action
+        kind, chunk, microbatch = action
         carried = self._costs.carried_change(kind, chunk, microbatch)
         taken = self._costs.of_unit(microbatch).activation[chunk] + carried
         limit = self._limits[rank] - taken if action.kind == "F" else float("inf")

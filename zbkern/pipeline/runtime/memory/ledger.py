@@ -114,7 +114,7 @@ class Ledger:
         finally:
             for copy in loads:  # also of what no backward has asked for
                 copy.wait()
-        self._hold_tasks("B", key)
+        self._hold_tasks(key)
 
     @contextmanager
     def weight(self, keys: list[Any]) -> Iterator[None]:
@@ -125,17 +125,10 @@ class Ledger:
         for key in keys:
             del self._held[key]
 
-    @contextmanager
-    def weight_part(self, key: Key) -> Iterator[None]:
-        """Around part of a W, after which the rest hold what they need."""
-        self._end_loads(key)
-        yield
-        self._hold_tasks("W", key)
-
     # ---- R, O and L
 
     def _recompute(self, action: Action) -> None:
-        start, key = self._recorder.now(), action[1:3]
+        start, key = self._recorder.now(), action[1:]
         self._give_back()
         present = ForwardState([self._modules[action.chunk]], self._lanes.device)
         try:
@@ -146,12 +139,12 @@ class Ledger:
 
     def _offload(self, action: Action) -> None:
         self._give_back()
-        self._held[action[1:3]].end_offload()
+        self._held[action[1:]].end_offload()
         self._recorder.held()
 
     def _load(self, action: Action) -> None:
         self._give_back()
-        self._held[action[1:3]].begin_load(self._recorder.copying(action))
+        self._held[action[1:]].begin_load(self._recorder.copying(action))
 
     # ---- between steps
 
@@ -176,8 +169,8 @@ class Ledger:
         for storages in self._held.values():
             storages.give_back()
 
-    def _hold_tasks(self, kind: str, key: Key) -> None:
-        storages = self._held[key] = self._storages(kind, key)
+    def _hold_tasks(self, key: Key) -> None:
+        storages = self._held[key] = self._storages("B", key)
         for task in reversed([task for task in self._queue.tasks() if task.key == key]):  # W begins with the last
             if storages.began is not None:  # tensors of ours: who else has one then has another in its storage
                 self._queue.exchange(task, [tensor.detach() for tensor in task.tensors])
