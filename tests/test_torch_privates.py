@@ -14,7 +14,7 @@ import torch
 
 PACKAGE = Path(__file__).parent.parent / "zbkern"
 USED = {
-    "torch._C.DisableTorchFunction": "gradients are cleared without the mode that watches reads of weights",
+    "torch._C.DisableTorchFunction": "gradients are cleared, and parts of a block run, without the mode that watches",
     "torch._C.DisableTorchFunctionSubclass": "torch's own way to run an operation inside __torch_function__",
     "torch._C._autograd._enable_record_function": "gloo's sends are in no profile, which ends before they do",
     "torch._C._autograd._get_current_graph_task_keep_graph": "whether backward() may come again: the head then keeps",
@@ -54,7 +54,7 @@ USED = {
     "torch.ops.mkldnn._linear_pointwise": "oneDNN's product where MKL's is slow",
     "torch.overrides._get_current_function_mode": "whether interception, or what waits for weights, is on",
     "torch.utils._device": "the one mode that others' ends are never taken for",
-    "torch.utils._python_dispatch": "whether a tensor is made of others",
+    "torch.utils._python_dispatch": "whether a tensor is made of others, and a trial that checkpoints do not count",
     "torch.utils._pytree": "nested containers of tensors, as torch.distributed.pipelining has them",
 }
 ELSEWHERE = {"torch._C._cuda_getCurrentRawStream"}  # a build for CUDA has it

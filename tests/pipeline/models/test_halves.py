@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+from torch.nn import functional as F
 
 from tests.support.chunks import gradients_of, step_and_evaluate
 from tests.support.small_models import DECODERS, batch, config_of, make, make_kind
 from zbkern.pipeline import (
     ProfileOptions,
+    add_loss,
     cut,
     layer_chunks,
     layers_of,
@@ -89,6 +94,180 @@ def test_only_a_residual_after_attention_cuts_a_block(kind: type[nn.Module], cou
         assert "dropout.1.norm" not in {*cut(model, schedules.zb_h1(2, 2), [0, 1.5], rank=1)[0].state_dict()}
 
 
+class ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 0.5 * gradient
+
+
+class CompiledGradient(ScaledGradient):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return x.view(x.shape)
+
+
+def counted(block: Any, x: Tensor) -> Tensor:
+    block.count += 1
+    return x
+
+
+def listed(block: Any, x: Tensor) -> Tensor:
+    block.seen.append(x.shape)
+    return x
+
+
+def written(block: Any, x: Tensor) -> Tensor:
+    x[:, 0] = 0
+    return x
+
+
+def hooked(block: Any, x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: 2 * gradient)
+    return x
+
+
+BESIDE: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "dropout": (lambda block, x: F.dropout(x, 0.3, block.training), "calls dropout outside"),
+    "noise in training": (lambda block, x: x + 0.1 * torch.randn_like(x) if block.training else x, "calls"),
+    "scale in training": (lambda block, x: 2 * x if block.training else x, "calls __rmul__|calls mul"),
+    "scale in evaluation": (lambda block, x: x if block.training else 2 * x, "calls __rmul__|calls mul"),
+    "clamp": (lambda block, x: x.clamp(-1e4, 1e4), "calls clamp outside"),
+    "clamp in place": (lambda block, x: x.clamp_(-1e4, 1e4), "calls clamp_ outside"),
+    "item": (written, "calls __setitem__|writes"),
+    "loss": (lambda block, x: add_loss(x, (x**2).mean(), "z"), "calls pow outside"),
+    "loss of nothing": (
+        lambda block, x: add_loss(x, torch.ones((), dtype=x.dtype)),
+        "has an autograd function",
+    ),
+    "gradients scaled": (lambda block, x: ScaledGradient.apply(x), "has an autograd function"),
+    "gradients scaled unseen": (
+        lambda block, x: CompiledGradient.apply(x),
+        "has an autograd function|returns something|calls add",
+    ),
+    "gradients hooked": (hooked, "calls register_hook"),
+    "gradients cut": (lambda block, x: x.detach(), "calls detach"),
+    "layer drop": (lambda block, x: x if random.random() < 1.1 else 0 * x, "a random number of Python's"),
+    "layer drop of NumPy": (lambda block, x: x if numpy.random.rand() < 1.1 else 0 * x, "a random number of NumPy's"),
+    "layer drop of torch": (lambda block, x: x if torch.rand(()) < 1.1 else 0 * x, "calls __bool__"),
+    "overflow": (lambda block, x: x if x.isfinite().all() else 0 * x, "calls isfinite"),
+    "cast": (lambda block, x: x.float().to(x.dtype), "calls float"),
+    "count": (counted, "sets its attribute 'count'"),
+    "list": (listed, "sets its attribute 'seen'"),
+}
+
+
+class Beside(PreNorm):
+    """Does more outside of its parts: before them, between or after them, or to what one gives."""
+
+    def __init__(self, what: Callable[[Any, Tensor], Tensor], place: int) -> None:
+        super().__init__()
+        self.place, self.seen, self.count = place, [], 0
+        self.__dict__["what"] = what
+
+    def at(self, place: int, x: Tensor) -> Tensor:
+        return self.__dict__["what"](self, x) if place == self.place else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.at(0, x)
+        x = self.at(1, x + self.at(3, self.attention(self.norm(x))))
+        return self.at(2, x + self.mlp(self.second(x)))
+
+
+@pytest.mark.parametrize("what", BESIDE)
+@pytest.mark.parametrize("place", range(3))
+def test_a_block_that_does_more_than_add_to_its_residual_is_whole(what: str, place: int) -> None:
+    function, reason = BESIDE[what]
+    model = nn.Sequential(PreNorm(), Beside(function, place))
+    for training in (True, False):
+        with pytest.raises(ValueError, match=rf"'1' in one chunk, .* begin one at 1.5: .*({reason})"):
+            cut(model.train(training), schedules.zb_h1(2, 2), [0, 1.5], rank=1)
+
+
+@pytest.mark.parametrize(
+    "what", ["loss", "loss of nothing", "gradients scaled", "layer drop", "layer drop of torch", "count"]
+)
+def test_what_is_done_to_what_a_part_gives_must_be_nothing_to_zeros(what: str) -> None:
+    with pytest.raises(ValueError, match="'0' in one chunk"):
+        cut(nn.Sequential(Beside(BESIDE[what][0], 3)), schedules.zb_h1(2, 2), [0, 0.5], rank=1)
+
+
+LINEAR: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "dropout": lambda block, x: F.dropout(x, 0.3, block.training),
+    "drop path": lambda block, x: x * x.new_empty(len(x), 1, 1).bernoulli_(0.7).div_(0.7) if block.training else x,
+    "scale": lambda block, x: 0.22 * x / 2,
+    "cast": lambda block, x: x.float().to(x.dtype),
+    "views": lambda block, x: x.reshape(-1, x.shape[-1]).view_as(x),
+}
+
+
+@pytest.mark.parametrize("what", LINEAR)
+def test_what_is_nothing_to_zeros_may_be_done_to_what_a_part_gives(what: str) -> None:
+    model = nn.Sequential(*(Beside(LINEAR[what], 3) for _ in range(2))).double()
+    halves = [cut(model.train(), schedules.zb_h1(2, 2), [0, 1.5], rank=rank)[0] for rank in range(2)]
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    for chunk in halves:
+        chunk.eval()
+    assert torch.equal(halves[1](halves[0](x)), model.eval()(x))
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_a_block_with_a_hook_of_its_own_is_whole(kind: str) -> None:
+    model, x = nn.Sequential(PreNorm(), PreNorm()), torch.randn(2, 3, 4)
+
+    def of_the_user(*_: Any) -> None: ...
+
+    chunks = [cut(model, schedules.zb_h1(2, 2), [0, 0.5], rank=rank)[0] for rank in range(2)]
+    for chunk in chunks:
+        x = chunk(x)
+    getattr(model[0], f"register_{kind}")(of_the_user)
+    with pytest.raises(ValueError, match=r"it has a hook \(.*of_the_user\), which both halves would call"):
+        cut(model, schedules.zb_h1(2, 2), [0, 0.5], rank=0)
+    for chunk in chunks:  # registered later
+        getattr(chunk.get_submodule("0"), f"register_{kind}")(of_the_user)
+        with pytest.raises(ValueError, match=r"'0', of which this chunk has one half, .* \(.*of_the_user\)"):
+            chunk(torch.randn(2, 3, 4))
+
+
+def test_what_a_block_does_with_an_argument_is_looked_at_when_one_comes() -> None:
+    class Masked(PreNorm):
+        def forward(self, x: Tensor, mask: Tensor | None = None, keep: bool = True) -> Tensor:
+            x = super().forward(x if mask is None else x * mask[..., None])
+            return x if keep else x.relu()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Masked(), Masked()])
+
+        def forward(self, x: Tensor, **others: Any) -> Tensor:
+            for block in self.blocks:
+                x = block(x, **others)
+            return x
+
+    model, x = Model().double().eval(), torch.randn(2, 3, 4, dtype=torch.float64)
+    chunks = [cut(model, schedules.zb_h1(2, 2), [0, 1.5], layers=["blocks.*"], rank=rank)[0] for rank in range(2)]
+    assert torch.equal(chunks[1](chunks[0](x, keep=True), keep=True), model(x))
+    for side, function in (({"mask": torch.ones(2, 3)}, "mul"), ({"keep": False}, "relu")):
+        for chunk in chunks:
+            with pytest.raises(ValueError, match=f"'blocks.1', of which .* its forward calls {function} outside"):
+                chunk(x, **side)
+    assert torch.equal(chunks[1](chunks[0](x)), model(x))
+
+
+def test_the_log_says_why_a_block_is_whole(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "zbkern"):
+        layers_of(nn.Sequential(PreNorm(), Parallel()), halves=True)
+    assert [record.getMessage() for record in caplog.records] == [
+        "layers_of: '1' cannot be cut in halves: it has not attention and an MLP one after the other, each with a norm "
+        "of its input alone"
+    ]
+
+
 def test_other_models_are_cut_within_their_first_layer() -> None:
     model = nn.Sequential(*(PreNorm() for _ in range(2))).double().eval()
     chunks = [cut(model, schedules.zb_h1(3, 1), [0, 0.5, 1.5], rank=rank)[0] for rank in range(3)]
@@ -106,7 +285,7 @@ def test_encoder_decoders_and_blocks_with_shared_weights_are_whole() -> None:
     model = nn.Sequential(PreNorm(), PreNorm())
     model[1].mlp.weight = model[0].mlp.weight
     assert len(layers_of(model, halves=True)) == 2
-    with pytest.raises(ValueError, match="or shares weights"):
+    with pytest.raises(ValueError, match=r"it shares weights with other layers, such as '0.mlp.weight'"):
         cut(model, schedules.zb_h1(2, 2), [0, 0.5], rank=0)
 
 

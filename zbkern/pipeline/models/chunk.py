@@ -27,6 +27,7 @@ from zbkern.pipeline.models.arguments import (
     without_images,
 )
 from zbkern.pipeline.models.deferred_logits import deferred, in_place_of_head
+from zbkern.pipeline.models.halves import CallCheck, Halves
 from zbkern.pipeline.models.layers import encoder_of, is_transformer, is_within, name_in
 from zbkern.pipeline.models.placeholders import PlaceholderUsed, placeholder, refuse_placeholders
 from zbkern.pipeline.models.router_losses import RouterLosses, has_router_loss
@@ -38,9 +39,9 @@ class Chunk(nn.Module):
     """Layers of a model from first to before last, under the names that they have there. `cut` makes them.
 
     whole: the model, without the layers of others. names: of all layers. first, last: 4.5 is between attention and MLP
-    of layer 4. shared: {label: name of the parameter here} of
-    what several layers share, label being its name in the first of them. elsewhere: {name of what stands beside the
-    layers and is a placeholder here: the layer in whose chunk it is}, parameters and modules.
+    of layer 4. shared: {label: name of the parameter here} of what several layers share, label being its name in the
+    first of them. elsewhere: {name of what stands beside the layers and is a placeholder here: the layer in whose chunk
+    it is}, parameters and modules. halves: of blocks of which another chunk has one.
     The first chunk takes what the model takes, any other what the one before returns, and all take keyword arguments
     of the model besides (side inputs). The last returns what the model returns, of the transformers library its logits.
     """
@@ -56,6 +57,7 @@ class Chunk(nn.Module):
         last: float,
         shared: Mapping[str, str],
         elsewhere: Mapping[str, str],
+        halves: Mapping[str, Halves],
     ) -> None:
         super().__init__()
         for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -76,6 +78,9 @@ class Chunk(nn.Module):
             block = whole.get_submodule(flow.first)
             flow.kind, flow.argument = type(block), next(iter(inspect.signature(block.forward).parameters))
             self._entering = block.register_forward_pre_hook(flow.enter_inside, with_kwargs=True)
+        self._call_checks = {name: CallCheck(name, each) for name, each in halves.items()}
+        for name, check in self._call_checks.items():
+            whole.get_submodule(name).register_forward_pre_hook(check, with_kwargs=True)
         for name in self.layer_names:
             whole.get_submodule(name).register_forward_pre_hook(_refusal_of(name), with_kwargs=True)
         encoder = encoder_of(whole)
@@ -130,6 +135,9 @@ class Chunk(nn.Module):
         for layer in map(self.get_submodule, self.layer_names):
             if next(layer.children(), None) is not None:
                 layer.compile(*args, **kwargs)
+        for name, check in self._call_checks.items():
+            block: Any = self.get_submodule(name)
+            block._compiled_call_impl = partial(check.around, block, block._compiled_call_impl)
         if self.begins_at % 1:
             first: Any = self.get_submodule(self.layer_names[0])
             first._compiled_call_impl = partial(self._flow.call_inside, first, first._compiled_call_impl)

@@ -15,15 +15,16 @@ from torch import nn
 
 from zbkern.pipeline.models import weights as loading
 from zbkern.pipeline.models.chunk import Chunk
-from zbkern.pipeline.models.halves import halves_of
+from zbkern.pipeline.models.halves import Halves, halves_of
 from zbkern.pipeline.models.layers import (
     Layer,
     built,
     check_encoder,
-    encoder_of,
+    halves_of_layer,
     layers_of,
     shared_parameters,
 )
+from zbkern.pipeline.models.residual import WholeBlock
 from zbkern.pipeline.models.stand_ins import After, Before, Entry, Flow, Outside, Zeros, like_parameter
 from zbkern.pipeline.transport.process_groups import place_in
 from zbkern.schedules.layout import check_partition, layer_of, layout_to_partition, numbers_of
@@ -153,12 +154,14 @@ def _partition(plan: Any, given: Sequence[float] | str | None, layers: Sequence[
 def _check_halves(model: nn.Module, layers: Sequence[Layer], partition: Sequence[float]) -> None:
     for first in partition:
         layer = layers[int(first)]
-        if first % 1 and (layer.tied or encoder_of(model) or halves_of(model.get_submodule(layer.name)) is None):
+        try:
+            if first % 1:
+                halves_of_layer(model, layer)
+        except WholeBlock as reason:
             raise ValueError(
                 f"cut: partition must have {layer.name!r} in one chunk, and not begin one at {first}: it cannot be cut "
-                "between attention and MLP, as it has not one after the other, each with a norm of its input alone, or "
-                "shares weights, or is of an encoder-decoder; layers_of(model, halves=True) lists what can be"
-            )
+                f"between attention and MLP: {reason}; layers_of(model, halves=True) lists what can be"
+            ) from reason
 
 
 def _check_names(planned: Sequence[str], partition: Sequence[float], names: Sequence[str]) -> None:
@@ -197,8 +200,10 @@ def _chunk(model: nn.Module, names: list[str], start: float, end: float) -> Chun
             kind = After if index >= last else Entry if index == start - 1 else Before
             layer = model.get_submodule(name)
             memo[id(layer)] = kind(layer, name, flow)
+    cut_blocks: dict[str, Halves] = {}
     for bound, absent in ((start, 0), (end, 1)):
-        if bound % 1 and (halves := halves_of(block := model.get_submodule(names[int(bound)]))):
+        if bound % 1:
+            halves = cut_blocks[names[int(bound)]] = halves_of(block := model.get_submodule(names[int(bound)]))
             for part in halves.parts[absent]:
                 name, module = f"{names[int(bound)]}.{part}", block.get_submodule(part)
                 memo[id(module)] = Zeros(module, name, flow, halves.outputs[part])
@@ -220,7 +225,7 @@ def _chunk(model: nn.Module, names: list[str], start: float, end: float) -> Chun
     shared: dict[str, str] = {}
     for name in names[first:last]:
         shared = {**ties.get(name, {}), **shared}
-    return Chunk(whole, flow, names, start, end, shared, elsewhere)
+    return Chunk(whole, flow, names, start, end, shared, elsewhere, cut_blocks)
 
 
 def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, int]:

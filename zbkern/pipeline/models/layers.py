@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,9 +10,12 @@ import torch
 from torch import nn
 
 from zbkern.pipeline.models.adapters import without_wrapper
-from zbkern.pipeline.models.halves import halves_of
+from zbkern.pipeline.models.halves import Halves, halves_of
+from zbkern.pipeline.models.residual import WholeBlock
 from zbkern.pipeline.models.router_losses import has_router_loss
 from zbkern.schedules.layout import HALVES
+
+logger = logging.getLogger("zbkern")
 
 KINDS = {"embedding": "E", "block": "t", "mtp": "m", "norm": "L", "head": "L"}  # and Megatron's letters for them
 
@@ -43,9 +47,9 @@ def layers_of(
     it needs of the layers before from the output of the one before it. None for a decoder of the transformers library:
     embedding, blocks, norm, head. halves: lists blocks that can be cut between attention and MLP as two, named
     "model.layers.3:attention" and "model.layers.3:mlp"; partitions have the numbers 4 and 4.5 for these where the block
-    is layer 4. Parallel blocks, and those that normalise sums, are whole. Raises TypeError for what is no model or no
-    names, ValueError for a name that the model has not, for layers inside each other, and for a model whose layers are
-    to be named.
+    is layer 4. A block that does more outside of these parts than to add them is whole; the log says why. Raises
+    TypeError for what is no model or no names, ValueError for a name that the model has not, for layers inside each
+    other, and for a model whose layers are to be named.
     """
     model = built("layers_of", model)
     if isinstance(layers, str) or not isinstance(layers, Sequence | Mapping | None):
@@ -56,12 +60,25 @@ def layers_of(
     found = []
     for name, kind in named.items():
         tied = next(iter(ties.get(name, ())), None)
-        whole = not halves or kind != "block" or tied or encoder_of(model)
-        if whole or (parts := halves_of(modules[name])) is None:
-            found.append(Layer(name, kind, sum(p.numel() for p in modules[name].parameters()), tied))
-        else:
-            found += [Layer(name + end, kind, parts.parameters(modules[name], n)) for n, end in enumerate(HALVES)]
+        found.append(Layer(name, kind, sum(p.numel() for p in modules[name].parameters()), tied))
+        if halves and kind == "block":
+            try:
+                parts = halves_of_layer(model, found[-1])
+                found[-1:] = [
+                    Layer(name + end, kind, parts.parameters(modules[name], n)) for n, end in enumerate(HALVES)
+                ]
+            except WholeBlock as reason:
+                logger.info("layers_of: %r cannot be cut in halves: %s", name, reason)
     return tuple(found)
+
+
+def halves_of_layer(model: nn.Module, layer: Layer) -> Halves:
+    """The halves of a block in a model. Raises WholeBlock with the reason where it has none."""
+    if layer.tied:
+        raise WholeBlock(f"it shares weights with other layers, such as {layer.tied!r}")
+    if encoder_of(model):
+        raise WholeBlock("it is of an encoder-decoder")
+    return halves_of(model.get_submodule(layer.name))
 
 
 def built(caller: str, model: Any) -> nn.Module:

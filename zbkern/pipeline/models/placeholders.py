@@ -19,8 +19,8 @@ _READING = frozenset(("__bool__", "__int__", "__float__", "__index__", "__comple
 _READING |= frozenset(("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"))
 
 # Functions that take nothing but a shape, a dtype or a device: of all tensors, or of those after the first.
-_LIKE = frozenset(("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"))
-_LIKE |= frozenset(("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"))
+LIKE = frozenset(("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"))
+LIKE |= frozenset(("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"))
 _TO_THE_LIKE = frozenset(("to", "type_as", "expand_as", "view_as", "reshape_as"))
 
 
@@ -47,7 +47,7 @@ class Placeholder(Tensor):
         if name in _READING:
             raise PlaceholderUsed(origins)
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _LIKE or (name in _TO_THE_LIKE and not isinstance(args[0], Placeholder)):
+            if name in LIKE or (name in _TO_THE_LIKE and not isinstance(args[0], Placeholder)):
                 return function(*args, **kwargs)
             first = next(iter((*args, *kwargs.values())), None)  # torch.nn.init passes it by its name
             if isinstance(first, Placeholder) and name.endswith("_") and not name.startswith("__"):
