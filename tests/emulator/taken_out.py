@@ -20,8 +20,9 @@ from unittest import mock
 
 from tests.emulator import gpu
 from tests.emulator.cases import BF16, FP32, PLAIN, Case, faults
-from tests.support import attention_checks
+from tests.support import attention_checks, row_checks
 from tests.support import launch_checks as checks
+from zbkern.kernels.spec import CrossEntropyOptions
 
 BARRIERS = {"bar.sync": r"^\s*bar\.sync[^;]*;"}
 KINDS = {
@@ -57,7 +58,8 @@ class Tried(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """A product and a sum of products, with two groups of warps and several tiles for each program; attention."""
+    """A product and a sum of products, with two groups of warps and several tiles for each program; attention; a head
+    with its loss, which overwrites its logits."""
 
     def product(launches: ModuleType) -> None:
         checks.linear_fwd(launches, checks.Random(BF16, "cpu", scale=0.5), 260, 520, 328, bias=True)
@@ -69,7 +71,14 @@ def cases() -> list[Case]:
     def attention(launches: ModuleType) -> None:
         attention_checks.attention(launches, BF16, [200], size=64)
 
-    return [Case("linear_fwd", product, True), Case("linear_wgrad", products, True), Case("attention", attention)]
+    def loss(launches: ModuleType) -> None:
+        random = checks.Random(BF16, "cpu", scale=0.2)
+        row_checks.cross_entropy(launches, random, [5], 300, 16, CrossEntropyOptions())
+
+    return [
+        *(Case("linear_fwd", product, True), Case("linear_wgrad", products, True), Case("attention", attention)),
+        Case("cross_entropy", loss),
+    ]
 
 
 def tried(capability: int, case: Case, kinds: Sequence[str], seeds: Sequence[int]) -> Iterator[Tried]:

@@ -42,6 +42,18 @@ def matmul(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexp
 
 
 @triton.jit
+def shift(x, sums, COUNT: tl.constexpr, BARRIER: tl.constexpr):
+    """x[i] = x[i + COUNT / 4], what another warp overwrites; sums [1]: all warps read it, and one stores their sum."""
+    i = tl.arange(0, COUNT)
+    value = tl.load(x + COUNT // 4 + i)
+    if BARRIER:
+        tl.debug_barrier()  # no warp stores where another has yet to load
+    tl.store(x + i, value)
+    total = tl.sum(value.to(tl.float32), 0)
+    tl.store(sums, tl.load(sums) + total)
+
+
+@triton.jit
 def product_and_columns(a, b, out, sums, rows, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     """That of docs/triton_ring.md."""
     product, total = tl.zeros((M, N), tl.float32), tl.zeros((M,), tl.float32)
@@ -55,7 +67,7 @@ def product_and_columns(a, b, out, sums, rows, M: tl.constexpr, N: tl.constexpr,
 
 @pytest.fixture(autouse=True, params=[80, 90])
 def capability(request: pytest.FixtureRequest) -> Iterator[int]:
-    forget(add, softmax, matmul, product_and_columns)
+    forget(add, shift, softmax, matmul, product_and_columns)
     library.findings()
     with gpu(request.param):
         yield request.param
@@ -72,6 +84,18 @@ def test_a_sum_and_what_lies_beside_it() -> None:
         add[(8,)](x, y, out, 1000, 128, masked)
         assert torch.equal(out, x + y)
         assert found() == (set() if masked else {"out of bounds"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_block_that_stores_where_it_has_yet_to_load(dtype: torch.dtype) -> None:
+    for barrier in (True, False):
+        x, sums = torch.arange(640).to(dtype), torch.ones(1)
+        right = x[128:].clone()
+        shift[(1,)](x, sums, 512, barrier)
+        if barrier:
+            assert torch.equal(x[:512], right)
+            assert sums == 1 + right.float().sum()
+        assert found() == (set() if barrier else {"race"})
 
 
 def test_rows() -> None:

@@ -39,6 +39,16 @@ def test_what_products_need_is_missed(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_no_barrier_of_a_loss_can_be_left_out(capability: int) -> None:
+    """One is for global memory: a warp reads the target's logit, which another overwrites by its gradient."""
+    (case,) = (case for case in cases() if case.name == "cross_entropy")
+    found = [one for one in tried(capability, case, ["bar.sync"], [1]) if one.kernel == "_loss"]
+    assert len(found) > 2
+    assert all("race" in one.found for one in found), found
+
+
+@pytest.mark.slow
 def test_what_attention_waits_for_is_missed() -> None:
     (case,) = (case for case in cases() if case.name == "attention")
     found = list(tried(80, case, ["cp.async.wait_group"], [1]))

@@ -143,6 +143,12 @@ struct Moved {  // a tcgen05.ld or .st that has not been waited for
   u32 bytes, parts[2] = {};  // of the shadow
 };
 
+struct Doubt {
+  const Instr* instr;
+  u32 lane;
+  std::string text;
+};
+
 struct Warp {
   Cta* cta = nullptr;
   int number = 0;  // in its block
@@ -179,6 +185,8 @@ struct Warp {
   bool has_products = false;
   u64 cluster_generation = 0;
   bool cluster_arrived = false;
+  u32 stored = 0;             // its clock when it last stored something
+  std::vector<Doubt> doubts;  // races that are faults once it stores again
   int polls = 0, spins = 0;
   u64 scratch64[4][32];
   u32 scratch32[8][32];
@@ -217,6 +225,28 @@ struct Options {
   bool runs = true;  // else launches are checked only
 };
 
+// Who wrote and read each part of global memory last: races between the warps of one cluster.
+class GlobalShadow {
+ public:
+  GlobalShadow();
+  ~GlobalShadow();
+  void begin(const Function& function, int threads);  // of another cluster: nothing is known
+  void read(Warp& w, const Instr& I, u32 lane, u64 address, u32 bytes);
+  void write(Warp& w, const Instr& I, u32 lane, u64 address, u32 bytes, bool same);  // same: as what is there
+  void stores(Warp& w);  // before it stores something somewhere
+
+ private:
+  void doubt(Warp& reader, const Instr& I, u32 lane, const std::string& text, u32 since);
+  struct Page;
+  Page& page_of(u64 address);
+  std::unordered_map<u64, std::unique_ptr<Page>> pages_;
+  std::vector<std::unique_ptr<Page>> spare_;
+  Page* last_ = nullptr;
+  u64 last_number_ = 0, granule_ = 4;  // bytes of the narrowest access
+  u32 threads_ = 0;
+  bool stores_ = false;
+};
+
 struct Config {
   u32 grid[3], block[3], shared, cluster[3];
 };
@@ -239,6 +269,7 @@ struct Grid {
   Barrier cluster_barrier;
   u64 late = 0;  // how async work is delayed: 0 at random, 1 as late as may be, 2 at once
   u32 shared_bytes = 0;
+  GlobalShadow global;
   u32 tensor_shadow = 0;  // where tensor memory begins in what is known of shared memory
   void report(const char* kind, const Warp* warp, u32 lane, const Instr* instr, const std::string& what);
 };
@@ -363,6 +394,11 @@ void shared_read(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 by
                  bool async_proxy = false);
 void shared_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, const void* in);
 u8* global_memory(Warp& w, const Instr& I, u32 lane, u64 address, u32 bytes, bool write);  // null: reported
+// A thread and its clock in one number, and in words; an instruction's number, 0 for none.
+u32 packed(int thread, u32 clock);
+std::string who(u32 packed);
+u32 number_of(const Instr& I);
+std::string instr_at(u32 number);
 void touch_read(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, bool async_proxy);
 void touch_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, bool same = false);
 

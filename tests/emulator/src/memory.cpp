@@ -41,6 +41,7 @@ void load(Warp& w, const Instr& I, u32 m) {
       shared_read(w, I, lane, cta, offset, bytes, data);
     } else {
       from = global_memory(w, I, lane, address, bytes, false);
+      if (from && I.space == Space::global) grid->global.read(w, I, lane, address, bytes);
     }
     for (std::size_t i = 0; i < to.size(); ++i) {
       u64 value = 0x7fffffff7fffffffull;  // nan, where there is nothing
@@ -56,6 +57,7 @@ void store(Warp& w, const Instr& I, u32 m) {
   const auto& from = operands(I.args[1], single);
   const u32 each = static_cast<u32>(bytes_of(I.type)), bytes = each * static_cast<u32>(from.size());
   u8 data[64];
+  if (m) grid->global.stores(w);
   for (u32 lane = 0; lane < 32; ++lane) {
     if (!(m >> lane & 1)) continue;
     const u64 address = address_of(w, I.args[0], lane);
@@ -68,6 +70,7 @@ void store(Warp& w, const Instr& I, u32 m) {
       Cta& cta = shared_block(w, address, offset);
       shared_write(w, I, lane, cta, offset, bytes, data);
     } else if (u8* to = global_memory(w, I, lane, address, bytes, true)) {
+      grid->global.write(w, I, lane, address, bytes, !std::memcmp(to, data, bytes));
       std::memcpy(to, data, bytes);
     }
   }

@@ -283,6 +283,8 @@ void prepare(Cta& cta) {
     else w.touched32.clear();
     w.fence_step = w.steps = 0;
     w.cluster_arrived = false;
+    w.stored = 0;
+    w.doubts.clear();
     w.last_poll = nullptr;
     w.polls = w.spins = 0;
     w.random.seed(static_cast<u32>(grid->random()));
@@ -323,6 +325,7 @@ void end_of(Cta& cta) {
 void run_cluster() {
   grid->cluster_barrier = {};
   for (auto& cta : grid->ctas) prepare(*cta);
+  grid->global.begin(*grid->function, grid->threads);
   std::vector<Warp*> warps;
   for (auto& cta : grid->ctas)
     for (auto& w : cta->warps) warps.push_back(w.get());

@@ -15,14 +15,14 @@ std::string hex(u64 value) {
 
 namespace {
 
-u32 pack(int thread, u32 clock) { return static_cast<u32>(thread + 1) << 24 | (clock & 0xffffff); }
-
 std::string place(u32 granule) {
   const u32 byte = granule * static_cast<u32>(grid->granule);
   if (byte < grid->tensor_shadow) return "shared byte " + std::to_string(byte);
   const u32 at = granule - grid->tensor_shadow / static_cast<u32>(grid->granule);
   return "tensor memory's column " + std::to_string(at % 512) + " of lanes from " + std::to_string(at / 512 * 16);
 }
+
+}  // namespace
 
 std::string who(u32 packed) {
   const int thread = static_cast<int>(packed >> 24) - 1;
@@ -46,9 +46,8 @@ std::string instr_at(u32 number) {
   return "line " + std::to_string(I.line) + " `" + I.text + "`";
 }
 
+u32 packed(int thread, u32 clock) { return static_cast<u32>(thread + 1) << 24 | (clock & 0xffffff); }
 u32 number_of(const Instr& I) { return static_cast<u32>(&I - grid->function->code.data()) + 1; }
-
-}  // namespace
 
 void touch_read(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, bool async_proxy) {
   // Triton's loops for 10.x load, unguarded, what a step that does not happen would need, and throw it away.
@@ -120,14 +119,14 @@ static void check_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 g, bool
   }
   for (int t = 0; t < threads; ++t)
     if (reads[t] > w.knowledge.seen.at[t] && t != w.thread && !same)
-      grid->report("race", &w, lane, &I, "writes " + place(g) + " that " + who(pack(t, 1)) + " reads, unordered");
+      grid->report("race", &w, lane, &I, "writes " + place(g) + " that " + who(packed(t, 1)) + " reads, unordered");
   if (!same) std::fill_n(reads, threads, 0u);  // those from now on are of what is written here
 }
 
 void touch_write(Warp& w, const Instr& I, u32 lane, Cta& cta, u32 offset, u32 bytes, bool same) {
   std::memset(cta.written.data() + offset, 1, bytes);
   const u32 granule = static_cast<u32>(grid->granule);
-  const u32 mine = pack(w.thread, w.knowledge.seen.at[w.thread]), number = number_of(I);
+  const u32 mine = packed(w.thread, w.knowledge.seen.at[w.thread]), number = number_of(I);
   for (u32 g = offset / granule; g <= (offset + bytes - 1) / granule; ++g) {
     check_write(w, I, lane, cta, g, false, same);
     cta.last_write[g] = mine;
@@ -149,7 +148,7 @@ void end_async_write(Cta& cta, u32 offset, u32 bytes, int thread, u32 clock) {
   const u32 granule = static_cast<u32>(grid->granule);
   for (u32 g = offset / granule; g <= (offset + bytes - 1) / granule; ++g) {
     cta.pending_writes[g] = 0;
-    cta.last_write[g] = pack(thread, clock);
+    cta.last_write[g] = packed(thread, clock);
   }
 }
 
