@@ -11,6 +11,7 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
     import zbkern
+    from zbkern.pipeline.rehearsal import command as rehearsal
     from zbkern.planning.command import cli, play
 
     parser = argparse.ArgumentParser(prog="zbkern", description="Zero-bubble pipeline parallelism for PyTorch.")
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info.set_defaults(run=_info)
     cli.add_to(commands)
     play.add_to(commands)
+    rehearsal.add_to(commands)
     parsed = parser.parse_args(arguments)
     try:
         status = parsed.run(parsed)

@@ -45,6 +45,7 @@ _HOME = {
     "plan_batch": "zbkern.planning.planner",
     "profile": "zbkern.pipeline.runtime.measure.profiling",
     "profile_layers": "zbkern.pipeline.runtime.measure.profiling",
+    "rehearse": "zbkern.pipeline.rehearsal.rehearse",
     "schedules": "zbkern.schedules",
     "sequence_targets": "zbkern.pipeline.models",
     "simulate": "zbkern.planning.simulation.simulator",
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline.models.losses import token_loss as token_loss
     from zbkern.pipeline.models.losses import token_targets as token_targets
     from zbkern.pipeline.optimizer import Optimizer as Optimizer
+    from zbkern.pipeline.rehearsal.rehearse import rehearse as rehearse
     from zbkern.pipeline.runtime.engine import Pipeline as Pipeline
     from zbkern.pipeline.runtime.measure.profiling import profile as profile
     from zbkern.pipeline.runtime.measure.profiling import profile_layers as profile_layers

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zbkern
+from tests.support.chunks import make_data, make_model, one_rank, results_on_threads
+from zbkern.__main__ import main
+from zbkern.pipeline import (
+    Carry,
+    Costs,
+    Optimizer,
+    Pipeline,
+    Schedule,
+    ScheduleError,
+    StepOptions,
+    plan,
+    rehearse,
+    schedules,
+    simulate,
+)
+from zbkern.pipeline.rehearsal.rehearse import Rehearsal, joined, peak_bytes
+from zbkern.pipeline.rehearsal.table import table
+from zbkern.pipeline.transport.local import LocalTransport
+
+M = 8
+RECOMPUTED = plan(
+    Costs(checkpoint=0.1, held=0.5), 2, M, 1, memory_limit=1.2, recompute=True, effort=0
+).schedule  # with an R
+SCHEDULES = [
+    schedules.one_f_one_b(4, M),
+    schedules.zb_h1(3, M),
+    schedules.zb_v(2, M),
+    schedules.interleaved(2, M, 2),
+    schedules.zb_v(2, M // 2, slices=2),
+]
+
+
+class Sliced(nn.Module):
+    """A chunk whose tokens do not see each other."""
+
+    def __init__(self, chunk: nn.Module) -> None:
+        super().__init__()
+        self.chunk = chunk
+
+    def forward(self, *inputs: torch.Tensor, carry: Carry) -> Any:
+        return self.chunk(*inputs)
+
+
+def chunks_of(schedule: Schedule) -> Callable[[int], list[nn.Module]]:
+    model = make_model(len(schedule.placement))
+    if schedule.is_sliced:
+        model = [Sliced(chunk) for chunk in model]
+    return lambda rank: [zbkern.convert(copy.deepcopy(model[chunk])) for chunk in schedule.chunks_of(rank)]
+
+
+def adam(pipe: Pipeline) -> Optimizer:
+    parameters = [parameter for module in pipe.modules.values() for parameter in module.parameters()]
+    return Optimizer(torch.optim.AdamW(parameters, lr=1e-3), pipe, max_norm=1.0)
+
+
+def rehearsed(schedule: Schedule, **options: Any) -> Rehearsal:
+    batch = make_data(schedule.microbatches)
+    return rehearse(chunks_of(schedule), schedule, nn.functional.mse_loss, *batch, repeats=1, **options)
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, RECOMPUTED], ids=lambda schedule: schedule.name)
+def test_every_rank_runs_its_whole_row(schedule: Schedule) -> None:
+    found = rehearsed(schedule, optimizer=adam)
+    for rank, row in enumerate(schedule.actions):
+        assert [action for action, _ in found.ranks[rank].passes] == [*row]
+        assert [event.action for event in found.timeline.events[rank]] == [*row]
+        assert found.ranks[rank].optimizer > 0
+    assert found.seconds > found.timeline.cost > 0
+
+
+def held_in_pipeline(schedule: Schedule) -> list[int]:
+    """What each rank holds at most in a pipeline of all of them."""
+    make, batch = chunks_of(schedule), make_data(schedule.microbatches)
+
+    def of_rank(transport: LocalTransport) -> int:
+        with Pipeline(make(transport.rank), schedule, nn.functional.mse_loss, transport) as pipe:
+            return peak_bytes(pipe, None, lambda: pipe.step(*batch), StepOptions())
+
+    return results_on_threads(schedule.ranks, of_rank)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+def test_memory_is_that_of_the_whole_pipeline(schedule: Schedule) -> None:
+    found = rehearsed(schedule)
+    assert [found.ranks[rank].peak_bytes for rank in range(schedule.ranks)] == held_in_pipeline(schedule)
+
+
+class Tells(nn.Module):
+    """Takes whatever tensors, of which it notes the shapes, and returns one of another width."""
+
+    def __init__(self, before: int, after: int, seen: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(1, after), seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(tuple(x.shape))
+        return self.linear(x.mean(-1, keepdim=True))
+
+
+def test_a_message_that_was_guessed_wrong_is_made_up_again() -> None:
+    schedule = schedules.zb_v(2, M)  # rank 0 needs the input of chunk 3 before anybody has run chunk 2
+    seen: list[list[tuple[int, ...]]] = [[], [], [], []]
+    widths = [3, 4, 5, 6, 2]
+
+    def make(rank: int) -> list[nn.Module]:
+        return [zbkern.convert(Tells(*widths[at : at + 2], seen[at])) for at in schedule.chunks_of(rank)]
+
+    batch = torch.randn(2 * M, 3), torch.randn(2 * M, 2)
+    rehearse(make, schedule, nn.functional.mse_loss, *batch, repeats=1)
+    assert [shapes[-1] for shapes in seen] == [(2, width) for width in widths[:4]]
+    assert seen[3][0] != seen[3][-1]
+
+
+def test_messages_have_the_size_of_what_was_sent() -> None:
+    deviations: list[float] = []
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            deviations.append(x.std().item())
+            return 50 * self.linear(x).tanh()
+
+    schedule = schedules.one_f_one_b(2, 2)
+    batch = torch.randn(32, 64), torch.randn(32, 64)
+    rehearse(lambda rank: Large(), schedule, nn.functional.mse_loss, *batch, repeats=1)
+    first, second = deviations[: len(deviations) // 2], deviations[len(deviations) // 2 :]
+    assert max(first) < 2
+    assert 10 < min(second) < max(second) < 50
+
+
+class Positions(nn.Module):
+    """Hands on the positions of tokens, which index a table: others than these would be out of range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 6)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + self.table(positions), positions
+
+
+def test_integers_in_messages_stay_what_they_are() -> None:
+    schedule, positions = schedules.zb_h1(3, 2), torch.arange(14).reshape(2, 7) % 7
+    inputs = torch.randn(2, 7, 6), positions
+    loss = lambda output, target: (output[0] - target).square().mean()  # noqa: E731
+    found = rehearse(lambda rank: Positions(), schedule, loss, inputs, torch.randn(2, 7, 6), repeats=1)
+    assert len(found.ranks) == 3
+
+
+def test_weights_of_several_ranks_are_trained_alone() -> None:
+    class Tied(nn.Linear):
+        @property
+        def tied_parameters(self) -> dict[str, nn.Parameter]:
+            return {"shared": self.weight}
+
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    for schedule in (schedules.one_f_one_b(3, 4), schedules.zb_v(2, 4)):
+        found = rehearse(
+            lambda rank, schedule=schedule: [Tied(4, 4) for _ in schedule.chunks_of(rank)],
+            schedule,
+            nn.functional.mse_loss,
+            *batch,
+            optimizer=adam,
+            repeats=1,
+        )
+        assert len(found.ranks) == schedule.ranks
+
+
+@pytest.mark.parametrize("make", [schedules.zb_h1, schedules.zb_v, schedules.interleaved])
+def test_passes_are_joined_as_they_are_simulated(make: Callable[[int, int], Schedule]) -> None:
+    schedule = make(4, M)
+    count = len(schedule.placement)
+    costs = Costs([1.0 + 0.1 * at for at in range(count)], 1.5, [0.5 + 0.05 * at for at in range(count)], 0.25)
+    expected = simulate(schedule, costs)
+    passes = {
+        rank: [(event.action, event.end - event.start) for event in row] for rank, row in enumerate(expected.events)
+    }
+    found = joined(schedule, passes, lambda unit: [0.25] * (count - 1))
+    assert found.cost == pytest.approx(expected.cost)
+    for ours, theirs in zip(found.events, expected.events, strict=True):
+        assert [event.end for event in ours] == pytest.approx([event.end for event in theirs])
+
+
+def test_ranks_that_do_not_run_take_as_long_as_the_nearest() -> None:
+    schedule = schedules.one_f_one_b(6, M)
+    found = rehearsed(schedule, ranks=[2, 5])
+    assert [*found.ranks] == [2, 5]
+
+    def times(rank: int, kind: str) -> list[float]:
+        row = found.timeline.events[rank]
+        return [event.end - event.start for event in row if event.action.kind == kind]
+
+    assert times(3, "F") == pytest.approx(times(2, "F"))
+    assert times(4, "BW") == pytest.approx(times(5, "BW"))
+    text = table(found, tokens=640, memory=1.0, planned=simulate(schedule, Costs()), compare=True)
+    for said in ("does not fit", "planned, ms", "interleaved", "the other 4 ranks", "tokens/s"):
+        assert said in text
+
+
+def test_a_slower_link_makes_a_longer_step() -> None:
+    schedule = schedules.zb_h1(3, M)
+    near, far = rehearsed(schedule), rehearsed(schedule, latency=10.0)
+    narrow = rehearsed(schedule, bandwidth=8.0)  # bytes per second
+    assert far.timeline.cost > 10 > near.timeline.cost
+    assert narrow.timeline.cost > 10
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        ({"ranks": [4]}, ScheduleError, "ranks must be from 0 to 3; got \\[4\\]"),
+        ({"latency": -1.0}, ValueError, "latency must be"),
+        ({"bandwidth": 0.0}, ValueError, "bandwidth must be a number above 0"),
+    ],
+)
+def test_wrong_arguments(wrong: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        rehearsed(SCHEDULES[0], **wrong)
+
+
+def test_a_rank_alone_has_the_gradients_of_its_first_chunks() -> None:
+    schedule = schedules.one_f_one_b(1, M)
+    make, batch, kept = chunks_of(schedule), make_data(M), []
+
+    def keep(pipe: Pipeline) -> torch.optim.Optimizer:
+        kept.append(pipe)
+        return torch.optim.SGD(pipe.modules[0].parameters(), lr=0.0)
+
+    rehearse(make, schedule, nn.functional.mse_loss, *batch, optimizer=keep, repeats=1)
+    assert len(kept) == 1
+    with one_rank(make(0), schedule) as pipe:
+        pipe.step(*batch)
+        assert all(parameter.grad is not None for parameter in pipe.modules[0].parameters())
+
+
+def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=50,
+        tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "plan.csv"
+    file.write_text("# partition: 0 2.5 3\n" + schedules.zb_h1(3, 4).to_csv(), encoding="utf-8")
+    given = ["rehearse", "--config", str(tmp_path), "--plan", str(file), "--sequence", "16"]
+    assert main([*given, "--memory", "80e9", "--compare"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("fits") == 3
+    assert "interleaved" in text
+    assert main([*given, "--ranks", "3"]) == 2
+    assert "ranks must be from 0 to 2" in capsys.readouterr().err

@@ -1,0 +1,276 @@
+"""rehearse: the ranks of a pipeline run alone, one after the other on one device, and are joined to a step."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbkern.pipeline.optimizer import Optimizer
+from zbkern.pipeline.rehearsal.alone import AloneTransport, Messages
+from zbkern.pipeline.runtime.arguments import device_of, module_list
+from zbkern.pipeline.runtime.engine import Pipeline
+from zbkern.pipeline.runtime.memory.ledger import Ledger
+from zbkern.pipeline.runtime.options import StepOptions
+from zbkern.pipeline.runtime.replicas.tied_weights import all_ties
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn
+from zbkern.planning.costs.chunks import Costs
+from zbkern.planning.simulation import comparison, drift
+from zbkern.planning.simulation.timeline import Event, Timeline, arrival
+from zbkern.schedules.actions import COPIES, Action, ScheduleError, check_count
+from zbkern.schedules.dependencies import Result, order_of_running, result
+from zbkern.schedules.program import offloads_or_recomputes
+from zbkern.schedules.schedule import Schedule
+
+Passes = Sequence[tuple[Action, float]]  # in their order on a rank, with seconds
+MakeOptimizer = Callable[[Pipeline], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank that ran alone: seconds of its passes and of its optimizer's step, and the most memory that it held.
+
+    peak_bytes: on a GPU what torch's allocator has counted; on a CPU weights, gradients, optimizer states, buffers and
+    what microbatches held.
+    """
+
+    passes: Passes
+    optimizer: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What `rehearse` returns. ranks: those that ran, by number; timeline: of the step that all would make, in seconds.
+
+    Passes of ranks that did not run take as long as those of the nearest chunk that did.
+    """
+
+    schedule: Schedule
+    ranks: Mapping[int, Rank]
+    timeline: Timeline
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: the pipeline, and the slowest optimizer step behind it."""
+        return self.timeline.cost + max(rank.optimizer for rank in self.ranks.values())
+
+    @property
+    def costs(self) -> Costs:
+        """Costs of the chunks in seconds, as measured. Raises ValueError where sequences have slices of their own."""
+        return drift.costs([self.timeline])
+
+    def compare(self, names: Iterable[str] = ("one_f_one_b", "interleaved")) -> list[Timeline]:
+        """Published schedules of the same model and batch, simulated with `costs`."""
+        schedule = self.schedule
+        count, slices = schedule.microbatches, schedule.slices
+        return comparison.timelines(self.costs, schedule.ranks, count, schedule.chunks, slices, [*names])
+
+    def peak_bytes(self, rank: int) -> int:
+        """The most memory that a rank held."""
+        return self.ranks[rank].peak_bytes
+
+
+def rehearse(
+    chunks_of: Callable[[int], nn.Module | Iterable[nn.Module]],
+    schedule: Schedule,
+    loss_fn: LossFn,
+    inputs: Any = None,
+    targets: Any = None,
+    side: Any = None,
+    *,
+    ranks: Iterable[int] | None = None,
+    optimizer: MakeOptimizer | None = None,
+    device: torch.device | str | None = None,
+    latency: float = 0.0,
+    bandwidth: float = math.inf,
+    repeats: int = 3,
+    options: StepOptions | None = None,
+) -> Rehearsal:
+    """Runs ranks of a pipeline one after the other on this device, each alone, through the engine as it is.
+
+    Args:
+        chunks_of: makes the chunks of a rank, in model order and on the device, as for `Pipeline`; such as
+            `lambda rank: [zbkern.convert(chunk) for chunk in cut(config, plan, rank=rank, device="cuda")]`. Random
+            weights will do.
+        schedule, loss_fn, inputs, targets, side, options: as for `Pipeline` and its `step`.
+        ranks: those to run, all where None. Passes of the others are taken to be those of the nearest chunk that ran.
+        optimizer: makes the optimizer of a rank from its Pipeline, a `zbkern.pipeline.Optimizer` or torch's, whose step
+            and states then count.
+        device: None for that of the chunks.
+        latency, bandwidth: of a message between ranks, in seconds and bytes per second.
+        repeats: measured steps, after one to warm up.
+
+    Messages from other ranks are made up: random numbers in the shapes and of the size that a rank before has sent. A
+    rank whose messages turn out to have another shape runs again. Other ranks' share of tied weights is zero. Times are
+    medians; a rank's passes have what its host does between them. Replicas and tensor parallelism are not rehearsed.
+
+    Raises TypeError and ValueError as `Pipeline` does, ScheduleError for a rank that the schedule has not.
+    """
+    check_count("rehearse: repeats", repeats)
+    for name, value, least in (("latency", latency, -1.0), ("bandwidth", bandwidth, 0.0)):
+        if not value > least:
+            raise ValueError(f"rehearse: {name} must be a number above {max(least, 0):g}; got {value!r}")
+    schedule.validate()
+    wanted = [*range(schedule.ranks)] if ranks is None else sorted({*ranks})
+    if unknown := [rank for rank in wanted if rank not in range(schedule.ranks)]:
+        raise ScheduleError(f"rehearse: ranks must be from 0 to {schedule.ranks - 1}; got {unknown}")
+    first = schedule.placement[0]  # whose output shows the others the shape of their input
+    order = [first, *(rank for rank in wanted if rank != first)]
+    step = _Step(chunks_of, schedule, loss_fn, (inputs, targets, side), optimizer, device, repeats, options)
+    found: dict[int, Rank] = {}
+    for rank in order:
+        found[rank] = step.alone(rank)
+    for _ in order:  # messages that were guessed wrong are known by now, and may show others
+        again = {schedule.placement[chunk] for chunk in step.messages.wrong()} & found.keys()
+        if not again:
+            break
+        found.update({rank: step.alone(rank) for rank in sorted(again)})
+    timeline = joined(schedule, {rank: found[rank].passes for rank in found}, step.travel(latency, bandwidth))
+    return Rehearsal(schedule, {rank: found[rank] for rank in wanted}, timeline)
+
+
+class _Step:
+    """The step that every rank runs."""
+
+    def __init__(
+        self,
+        chunks_of: Callable[[int], nn.Module | Iterable[nn.Module]],
+        schedule: Schedule,
+        loss_fn: LossFn,
+        batch: tuple[Any, Any, Any],
+        optimizer: MakeOptimizer | None,
+        device: torch.device | str | None,
+        repeats: int,
+        options: StepOptions | None,
+    ) -> None:
+        self._chunks_of, self._schedule, self._loss_fn, self._batch = chunks_of, schedule, loss_fn, batch
+        self._make_optimizer, self._device, self._repeats = optimizer, device, repeats
+        self._options = options or StepOptions()
+        self.messages = Messages()
+
+    def alone(self, rank: int) -> Rank:
+        """Runs a rank: a step to warm up, then those that are measured."""
+        gc.collect()  # the rank before
+        torch_counts = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        modules = module_list("rehearse", self._chunks_of(rank))
+        device = device_of(self._device, modules)
+        ties = {name: copies[0] for name, copies in all_ties(modules, None).items()}
+        transport = AloneTransport(rank, self._schedule.ranks, self.messages, ties)
+        whole = self._schedule, self._loss_fn, transport, device
+        with _copies_are_elsewhere(), Pipeline(modules, *whole, options=self._options) as pipe:
+            optimizer = self._make_optimizer(pipe) if self._make_optimizer else None
+            peak = peak_bytes(pipe, optimizer, lambda: self._run(pipe, optimizer), self._options)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            steps, ends = [], []
+            for _ in range(self._repeats):
+                ends.append(self._run(pipe, optimizer))
+                steps.append(_lengths(pipe.last.timeline.events[rank]))
+            if device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated(device) - torch_counts
+        times = [median(each) for each in zip(*([length for _, length in step] for step in steps), strict=True)]
+        actions = [action for action, _ in steps[0]]
+        return Rank([*zip(actions, times, strict=True)], median(ends), peak)
+
+    def travel(self, latency: float, bandwidth: float) -> Callable[[int], list[float]]:
+        """By unit, the seconds of its message over the edge behind each chunk."""
+        edges = range(1, len(self._schedule.placement))
+
+        def times(unit: int) -> list[float]:
+            sizes = [self.messages.nbytes(chunk, unit) for chunk in edges]
+            return [latency + (size or max(sizes)) / bandwidth for size in sizes]
+
+        return times
+
+    def _run(self, pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> float:
+        """A step of the pipeline; returns the seconds of the optimizer's."""
+        pipe.step(*self._batch)
+        _wait_for(pipe.device)
+        start = time.perf_counter()
+        if optimizer is not None:
+            optimizer.step()
+            if isinstance(optimizer, Optimizer):  # which may have left its step to the next one
+                optimizer.validate()
+            _wait_for(pipe.device)
+        seconds = time.perf_counter() - start
+        for module in pipe.modules.values():
+            module.zero_grad()
+        return seconds
+
+
+def joined(schedule: Schedule, passes: Mapping[int, Passes], travel: Callable[[int], Sequence[float]]) -> Timeline:
+    """The timeline of a step whose ranks take so long for their passes, each in its order.
+
+    travel: by unit, the seconds of a message over each edge. Ranks without passes have those of the nearest chunk.
+    """
+    lengths = {action: length for some in passes.values() for action, length in some}
+    known = sorted({action.chunk for action in lengths})
+    rows = [[a for a in row if a.kind not in COPIES] for row in schedule.actions]
+    ends: dict[Result | None, float] = {}
+    events: list[list[Event]] = [[] for _ in rows]
+    for rank, action in order_of_running(rows, len(schedule.placement)):
+        nearest = min(known, key=lambda chunk: (abs(chunk - action.chunk), -chunk))
+        length = lengths.get(action, lengths.get(action._replace(chunk=nearest), 0.0))
+        _, arrived = arrival(action, ends, travel(action.microbatch), schedule.placement)
+        start = max(events[rank][-1].end if events[rank] else 0.0, arrived)
+        events[rank].append(Event(rank, action, start, start + length))
+        ends[result(action)] = start + length
+    return Timeline(schedule, tuple(map(tuple, events)), unit="s")
+
+
+def _lengths(events: Sequence[Event]) -> Passes:
+    """Each with what its host did before: nothing else keeps a rank that is alone from its next pass."""
+    first = events[0]._replace(end=events[0].start)
+    return [(event.action, event.end - before.end) for before, event in pairwise([first, *events])]
+
+
+def peak_bytes(
+    pipe: Pipeline, optimizer: torch.optim.Optimizer | None, step: Callable[[], object], options: StepOptions
+) -> int:
+    """What this rank holds at most in a step, which is run: weights, buffers, gradients and what an optimizer keeps
+    that has made a step; and what microbatches hold, by the ledger, which schedules with R, O or L have anyway."""
+    loop = pipe._calls.loop
+    saves = offloads_or_recomputes(pipe.schedule.actions[pipe.rank])
+    if not saves:
+        loop.use_ledger(Ledger(pipe.modules, loop.recorder, options))
+    step()
+    if not saves:
+        loop.use_ledger(None)
+    owned = {id(each): each for part in pipe.modules.values() for each in (*part.parameters(), *part.buffers())}
+    states = optimizer.state.values() if optimizer else ()
+    kept = [each for state in states for each in state.values() if isinstance(each, torch.Tensor)]
+    kept += [master for _, master in getattr(optimizer, "masters", ())]
+    gradients = [getattr(each, "main_grad", each) for each in owned.values() if each.requires_grad]
+    static = sum(each.numel() * each.element_size() for each in (*owned.values(), *kept, *gradients))
+    return static + loop.recorder.peak_bytes
+
+
+@contextmanager
+def _copies_are_elsewhere() -> Iterator[None]:
+    """Inside, nothing is said about weights that other ranks seem to have: what they have is not known."""
+    logger = logging.getLogger("zbkern")
+
+    def is_of_one_rank(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("Pipeline: ")
+
+    logger.addFilter(is_of_one_rank)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_one_rank)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
