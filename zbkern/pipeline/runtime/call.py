@@ -80,7 +80,8 @@ class Calls:
         if self.state == "failed":
             self._recover(announced if wrong is None else None)
         elif self.boundary.broken:  # since another Pipeline of these chunks has failed
-            self.boundary.recover(self.transport, self.timeout)
+            with self.running():
+                self.boundary.recover(self.transport, self.timeout)
         if call == "step" and self.completed == 0 and self.transport.size > 1:
             batches = self.gather((identity(arguments[0]), identity(arguments[1])))
             if self.transport.rank == 0:
@@ -239,10 +240,11 @@ class Calls:
         if self.replicas:  # reductions of the failed step are under way, and other replicas know nothing
             raise PipelineError("a pipeline with data-parallel stages cannot go on after a failure: restart all")
         self.transport.reopen()
-        self.boundary.recover(self.transport, self.timeout)
-        calls = self.gather((call, self.completed))
-        self.completed = max(completed for _, completed in calls)
-        check_same_step(calls)
+        with self.running():  # what is wrong now is what all ranks hear of until they connect anew
+            self.boundary.recover(self.transport, self.timeout)
+            calls = self.transport.gather((call, self.completed), self.timeout)
+            self.completed = max(completed for _, completed in calls)
+            check_same_step(calls)
         self.state, self.loop.step = "ended", 0  # every rank counts messages anew
 
     def _where(self, error: BaseException) -> tuple[str, str]:

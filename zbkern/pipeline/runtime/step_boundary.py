@@ -108,20 +108,9 @@ class StepBoundary:
         assert self.chain is not None
         if self.calls is not None:
             self.chain.transport = self.calls.transport
-        self._check_recovered()
+        self.chain.transport.begin(f"optimizer step {self.steps + 1}")
         self.steps += 1
-        self.chain.transport.begin(f"optimizer step {self.steps}")
         return self.steps
-
-    def _check_recovered(self) -> None:
-        """Raises PipelineError where ranks have connected anew after a failure, and not got over it: they would wait
-        for messages that nobody sends."""
-        assert self.chain is not None
-        if self.broken and self.chain.transport.failure is None:
-            raise PipelineError(
-                "Optimizer: ranks have not gone on together since a failure, and gradients are undefined: call the "
-                "Pipeline's step again, or load a checkpoint where its error says so, on every rank"
-            )
 
     def watch_reads(self) -> None:
         """Until a Pipeline's next call, torch functions of this thread that take weights of the step validate it."""
@@ -144,7 +133,6 @@ class StepBoundary:
         if self.pending is not None:
             assert self.chain is not None
             with self.failing_together():
-                self._check_recovered()
                 total = self.chain.receive_total(self.steps)  # where the chain ends, the step is concluded at once
                 self.pending.check_values()
                 self.conclude(total)
