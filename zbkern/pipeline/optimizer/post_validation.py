@@ -18,18 +18,17 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbkern.pipeline.optimizer.clipping import clip_coefficient, scale_gradients_, sum_of_squares
 from zbkern.pipeline.optimizer.params import hyperparameters, is_view, move_, parameters
 from zbkern.pipeline.optimizer.parts import Pairs, check_unique, parts_of, prepare_undo
 from zbkern.pipeline.optimizer.pending_step import PendingStep
-from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.step_boundary import StepBoundary
 from zbkern.pipeline.transport.base import Transport, check_timeout
 from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect, telling_on_error, tied_names
@@ -45,6 +44,13 @@ _CHECKED = 2  # steps, the first ones, after which values are compared until the
 _REGISTER = tuple(
     f"register_{what}_{when}_hook" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
 )
+
+
+class _Pipeline(Protocol):
+    """A Pipeline, which knows of its optimizer's steps, and whose module imports this folder therefore."""
+
+    tied: dict[str, Tensor]
+    _calls: Any
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -94,7 +100,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer | tuple[torch.optim.Optimizer, float | None]],
-        pipe: Pipeline | Transport | dist.ProcessGroup | None = None,
+        pipe: _Pipeline | Transport | dist.ProcessGroup | None = None,
         *,
         max_norm: float | None = None,
         master_weights: bool = False,
@@ -104,13 +110,13 @@ class Optimizer(torch.optim.Optimizer):
         timeout: float | None = None,
     ) -> None:
         # torch.optim.Optimizer.__init__ is left out: it would make groups and state of its own
-        pipeline = pipe if isinstance(pipe, Pipeline) else None
-        if pipeline is not None and pipeline.optimizer is not None:
+        calls = getattr(pipe, "_calls", None)  # those of a Pipeline
+        if calls is not None and calls.boundary.optimizer is not None:
             raise ValueError(
                 "Optimizer: this Pipeline has an Optimizer already, and gradients have one norm: give it all "
                 "torch optimizers in a list; call pipe.detach() on every rank to replace it"
             )
-        with telling_on_error(pipe if pipeline is None else pipeline._calls.transport):
+        with telling_on_error(pipe if calls is None else calls.transport):
             check_tied("Optimizer", tied)
             if timeout is not None:
                 check_timeout("Optimizer", timeout)
@@ -121,20 +127,20 @@ class Optimizer(torch.optim.Optimizer):
             for name in _REGISTER:
                 setattr(self, name, getattr(self.optimizers[0 if "_pre_" in name else -1], name))
             self.adaptive = adaptive
-            self.timeout = timeout if timeout is not None else 1800.0 if pipeline is None else pipeline._calls.timeout
+            self.timeout = timeout if timeout is not None else 1800.0 if calls is None else calls.timeout
             self.last_norm: float | None = None
             self.last_norms: list[float] = []
             self._away: list[tuple[Tensor, torch.device]] = []  # with the device where each belongs
             self.undone = self.clipped = self.skipped = 0
             self.device = next((p.device for p in parameters(self)), torch.device("cpu"))
-            candidates = [*self._model_parameters(), *(() if pipeline is None else pipeline.tied.values())]
+            candidates = [*self._model_parameters(), *getattr(pipe, "tied", {}).values()]
             shared = tied_names(candidates, tied)
             self._has_masters, self._undo = master_weights, undo
-        transport = connect(pipe, self.device) if pipeline is None else pipeline._calls.transport
-        self._owned = transport if pipeline is None and transport is not pipe else None
+        transport = connect(pipe, self.device) if calls is None else calls.transport
+        self._owned = transport if calls is None and transport is not pipe else None
         self._cautious = False
         with closing_on_error(transport, self._owned is not None, "its Optimizer"):
-            ranks = [*range(transport.size)] if pipeline is None else rank_order(pipeline.schedule)
+            ranks = [*range(transport.size)] if calls is None else rank_order(calls.loop.schedule)
             cut = any(isinstance(p, DTensor) and p.requires_grad for p in self._model_parameters())
             places = {id(p): place for place, part in enumerate(self._parts) for p in part.model_parameters()}
             copies = {name: places.get(key) for key, name in shared.items()}
@@ -143,10 +149,10 @@ class Optimizer(torch.optim.Optimizer):
             )
             self._chain = NormChain(transport, ranks, cut, copies, clipping, self.timeout)
             self._uncounted = self._counted_elsewhere(shared)
-            self.boundary = StepBoundary(joint=False) if pipeline is None else pipeline._calls.boundary
+            self.boundary = StepBoundary(joint=False) if calls is None else calls.boundary
             self.boundary.take(self, self._chain, self._model_parameters())
-            if pipeline is not None:
-                self._warn_of_missing(pipeline)
+            if calls is not None:
+                self._warn_of_missing(calls.modules.values())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -358,13 +364,13 @@ class Optimizer(torch.optim.Optimizer):
 
     # ---- the protocol
 
-    def _warn_of_missing(self, pipeline: Pipeline) -> None:
+    def _warn_of_missing(self, chunks: Iterable[nn.Module]) -> None:
         """Warns where the torch optimizer lacks parameters of the chunks, which only a loss would show.
 
         It may have those of one chunk of two, say, or those from before `fully_shard`.
         """
         known = set(map(id, self._model_parameters()))
-        named = [each for module in pipeline.modules.values() for each in module.named_parameters()]
+        named = [each for module in chunks for each in module.named_parameters()]
         missing = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in known]
         if missing:
             logger.warning(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zbkern.pipeline.runtime.arguments import Microbatch, check_same_batch, identity, name_with_side, split_batch
-from zbkern.pipeline.runtime.failure import check_same_step, failing_together, input_of, oom_hint
+from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
 from zbkern.pipeline.runtime.forward_state import evaluation_mode
 from zbkern.pipeline.runtime.loop import Loop
 from zbkern.pipeline.runtime.measure.recorder import Recorder
@@ -21,6 +21,7 @@ from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.runtime.step_boundary import StepBoundary
 from zbkern.pipeline.runtime.step_schedules import StepSchedules
 from zbkern.pipeline.transport.base import Transport
+from zbkern.pipeline.transport.failing_together import failing_together
 from zbkern.pipeline.transport.mailbox import PipelineError, described
 from zbkern.schedules.program import forwards
 from zbkern.schedules.schedule import Schedule
