@@ -141,7 +141,7 @@ def test_between_steps() -> None:
 
 
 def test_an_average_of_weights() -> None:
-    """tests/pipeline/runtime/test_step_boundary.py reads weights of steps that are undone."""
+    """tests/pipeline/optimizer/test_step_boundary.py reads weights of steps that are undone."""
     code = block(PAGE, "get_ema_multi_avg_fn")
     chunk, batches = make_chunk(0), [torch.randn(2, 8, 8).unbind() for _ in range(3)]
     plain, averages = copy.deepcopy(chunk), []

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from zbkern.pipeline.checkpoint.dcp_format import Stored
 from zbkern.pipeline.optimizer.params import check_whole, equal, hyperparameters, kinds_of, parameters, same_kind
 from zbkern.pipeline.optimizer.post_validation import Optimizer
+from zbkern.pipeline.optimizer.step_boundary import StepBoundary, boundaries_of
 from zbkern.pipeline.runtime.engine import Pipeline
-from zbkern.pipeline.runtime.step_boundary import StepBoundary, boundaries_of
 from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.schedules.units import some
 

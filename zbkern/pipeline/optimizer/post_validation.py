@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbkern.pipeline.optimizer.clipping import clip_coefficient, scale_gradients_, sum_of_squares
+from zbkern.pipeline.optimizer.norm_chain import NormChain
 from zbkern.pipeline.optimizer.params import hyperparameters, is_view, move_, parameters
 from zbkern.pipeline.optimizer.parts import Pairs, check_unique, parts_of, prepare_undo
 from zbkern.pipeline.optimizer.pending_step import PendingStep
-from zbkern.pipeline.runtime.step_boundary import StepBoundary
+from zbkern.pipeline.optimizer.step_boundary import StepBoundary
 from zbkern.pipeline.transport.base import Transport, check_timeout
 from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect, telling_on_error, tied_names
-from zbkern.pipeline.transport.norm_chain import NormChain
 from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.schedules.warmup import rank_order
 from zbkern.wgrad.accumulation import main_grad_of

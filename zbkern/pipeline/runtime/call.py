@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zbkern.pipeline.optimizer.step_boundary import StepBoundary
 from zbkern.pipeline.runtime.arguments import Microbatch, check_same_batch, identity, name_with_side, split_batch
 from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
 from zbkern.pipeline.runtime.forward_state import evaluation_mode
@@ -18,7 +19,6 @@ from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.replicas.data_parallel import Replicas
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, check_sliceable, tells_ends
 from zbkern.pipeline.runtime.stage import Stage
-from zbkern.pipeline.runtime.step_boundary import StepBoundary
 from zbkern.pipeline.runtime.step_schedules import StepSchedules
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.failing_together import failing_together

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zbkern.pipeline.optimizer.step_boundary import StepBoundary, boundary_of
 from zbkern.pipeline.runtime.arguments import LossFn, check, check_place, device_of, module_list
 from zbkern.pipeline.runtime.call import Calls
 from zbkern.pipeline.runtime.last_step import LastStep
@@ -17,7 +18,6 @@ from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.replicas.data_parallel import check_apart
 from zbkern.pipeline.runtime.replicas.tied_weights import TiedWeights, all_ties
 from zbkern.pipeline.runtime.run_ahead import run_ahead
-from zbkern.pipeline.runtime.step_boundary import StepBoundary, boundary_of
 from zbkern.pipeline.runtime.step_schedules import StepSchedules
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place, telling_on_error

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zbkern.pipeline.runtime import weight_reads
+from zbkern.pipeline.optimizer import weight_reads
+from zbkern.pipeline.optimizer.norm_chain import NormChain
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.failing_together import failing_together
 from zbkern.pipeline.transport.mailbox import PipelineError
-from zbkern.pipeline.transport.norm_chain import NormChain
 from zbkern.schedules.warmup import rank_order
 
 logger = logging.getLogger("zbkern")
