@@ -59,6 +59,7 @@ class _Cases:
         for shape in ((1, 8, 8), (63, 129, 65), (255, 257, 127), (300, 264, 520)):
             self.add(f"linear_fwd {_x(shape)}", checks.linear_fwd, *shape, bias=True)
             self.add(f"linear_dgrad {_x(shape)}", checks.linear_dgrad, *shape)
+        self.add("linear_fwd z without activation", checks.linear_fwd, 63, 129, 65, keep=True)
         for layouts in (PLAIN, PADDED, TRANSPOSED, ODD, STEP, MIXED):
             self._linear_in((200, 136, 264), layouts, False)
             if layouts not in (PADDED, STEP):

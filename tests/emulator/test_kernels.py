@@ -12,8 +12,8 @@ from tests.emulator.cases import DTYPES, cases, faults
 
 MATTER = {
     (90, "bf16"): (
-        *("linear_fwd act 200x136x264 plain", "linear_dgrad 200x136x264 transposed", "linear_wgrads 3 seg add"),
-        *("linear_wgrad 1 seg 200x136x264 odd", "linear_wgrad 4 seg 260x520x328 plain to float32 add bias large tiles"),
+        *("linear_fwd act 200x136x264 plain", "linear_fwd z without activation", "linear_wgrads 3 seg add"),
+        *("linear_dgrad 200x136x264 transposed", "linear_wgrad 1 seg 200x136x264 odd", "linear_wgrad 4 seg 260x520x328 plain to float32 add bias large tiles"),
         *("linear_dgrad_sum 200x136x264 plain", "gated_linear silu", "grouped_linear 136x264", "grouped_gated 256"),
         *("attention 128 causal", "attention 64 device ends", "attention 64 short window softcap sinks"),
         *("attention 128 one key", "attention 256 one key", "cross_entropy [130, 0, 29] 500x72 smoothing 0.1"),

@@ -65,3 +65,12 @@ def test_a_half_product_accumulates_in_the_outputs_dtype(low: torch.dtype, accum
     expected = sum(dy.double().t() @ x.double() for x, dy in segments) + accumulate
     testing.assert_close(outputs[0], expected, tolerance=1e-6)
     testing.assert_close(outputs[1], sum(dy.double().sum(0) for _, dy in segments) + accumulate, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("activation", [None, *spec.ACTIVATIONS])
+def test_z_is_written_with_an_activation_and_without(activation: str | None) -> None:
+    x, weight, bias = rand(3, 5), rand(4, 5), rand(4)
+    y, z = torch.full((2, 3, 4), float("nan"), dtype=torch.float64)
+    reference.linear_fwd(x, weight, bias, y, activation, z)
+    torch.testing.assert_close(z, x @ weight.t() + bias)
+    torch.testing.assert_close(y, z if activation is None else reference.activation_function(activation)(z))

@@ -22,7 +22,8 @@ Rules
 
 Kernels
     linear_fwd(x, weight, bias | None, y, activation=None, z=None)
-                                                               y = activation(z), z = x weight^T + bias, kept if given
+                                                               y = activation(z), z = x weight^T + bias, written if
+                                                               given; without an activation y is z
     linear_dgrad(dy, weight, dx)                               dx = dy weight
     linear_dgrad_sum([(dy, weight), ...], dx)                  dx = sum dy weight, over layers that share their input
     linear_wgrad([(x, dy), ...], (dweight, dbias), accumulate) dweight = sum dy^T x,  dbias = sum over rows of dy
