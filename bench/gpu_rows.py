@@ -114,39 +114,6 @@ def _wgrad(bench: Bench, tokens: int, count: int, n: int, k: int, goals: tuple[f
     )
 
 
-def fp8(bench: Bench, product: str) -> Iterator[Case]:
-    """product: "fwd", "dgrad" (both of a weight that is quantised already) or "wgrad"; beside ours without FP8."""
-    plain, narrow = bench.backend("linear"), bench.backend("fp8_linear")
-    m, (n, k) = bench.sizes.tokens[-1], bench.sizes.layers[0]
-    x, dy, weight, kept = bench.random(m, k), bench.random(m, n), bench.random(n, k), {}
-    out, other = (bench.empty(*{"fwd": (m, n), "dgrad": (m, k), "wgrad": (n, k)}[product]) for _ in range(2))
-
-    def ours() -> None:
-        if product == "fwd":
-            narrow.fp8_linear_fwd(x, weight, None, out, kept)
-        elif product == "dgrad":
-            narrow.fp8_linear_dgrad(dy, weight, out, kept)
-        else:
-            narrow.fp8_linear_wgrad([(x, dy)], (out, None), False)
-
-    theirs: dict[str, Run] = {
-        "fwd": lambda: plain.linear_fwd(x, weight, None, other),
-        "dgrad": lambda: plain.linear_dgrad(dy, weight, other),
-        "wgrad": lambda: plain.linear_wgrad([(x, dy)], (other, None), False),
-    }
-
-    def check() -> None:
-        theirs[product]()
-        out.fill_(torch.nan)
-        ours()
-        # two roundings to 8 bits make half of it
-        testing.assert_close(out, other, product, tolerance=0.08)
-
-    flops = testing.linear_flops(m, k, n)
-    peers = {"not in FP8": theirs[product]}
-    yield Case(f"M={m} N={n} K={k}", ours, peers, check, flops, floor=1.0, target=1.5)
-
-
 def weight_gradient(bench: Bench) -> Iterator[Case]:
     for tokens in bench.sizes.tokens[:2][::-1]:
         for n, k in bench.sizes.layers:
@@ -423,9 +390,6 @@ ROWS = (
     Row("attention backward", "TFLOP/s", "rate", partial(attention, backward=True)),
     Row("RMSNorm forward", "TB/s", "rate", memory.norm_forward),
     Row("RMSNorm backward", "TB/s", "rate", memory.norm_backward),
-    Row("FP8 forward", "TFLOP/s", "ratio", partial(fp8, product="fwd")),
-    Row("FP8 dgrad", "TFLOP/s", "ratio", partial(fp8, product="dgrad")),
-    Row("FP8 W", "TFLOP/s", "ratio", partial(fp8, product="wgrad")),
     Row("linear forward", "TFLOP/s", "ratio", partial(linears, dgrad=False)),
     Row("linear dgrad", "TFLOP/s", "ratio", partial(linears, dgrad=True)),
     Row("residual + norm, forward", "TB/s", "rate", memory.added_norm_forward),

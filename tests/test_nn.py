@@ -70,21 +70,18 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize("change", ["a hook", "another module", "a recipe"])
+@pytest.mark.parametrize("change", ["a hook", "another module"])
 def test_mlp_calls_linears_that_are_more_than_their_products(change: str) -> None:
     torch.manual_seed(0)
-    module, x, factor = zbkern.nn.MLP(128, 128), torch.randn(3, 128), 2.0
+    module, x = zbkern.nn.MLP(128, 128), torch.randn(3, 128)
     expected = module(x)
     if change == "a hook":
         module.down.register_forward_hook(lambda module, inputs, output: 2 * output)
-    elif change == "another module":
+    else:
         doubled = Doubled(128, 128, bias=False)
         doubled.load_state_dict(module.down.state_dict())
         module.down = doubled
-    else:
-        module.down.zbkern_recipe, factor = "fp8_blockwise", 1.0
-        assert not torch.equal(module(x), expected)  # rounded
-    torch.testing.assert_close(module(x), factor * expected, rtol=0.1, atol=0.05)
+    torch.testing.assert_close(module(x), 2 * expected)
 
 
 def attend(m: zbkern.nn.Attention, x: torch.Tensor, ends: Any = None, rotary: Any = None) -> torch.Tensor:

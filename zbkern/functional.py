@@ -61,7 +61,6 @@ def linear(
     impl: str = "auto",
     *,
     transposed: bool = False,
-    recipe: str | None = None,
     name: str = "",
 ) -> Tensor:
     """activation(x weight^T + bias) with separate B and W: [..., N].
@@ -72,11 +71,6 @@ def linear(
         weight: [N, K], or [K, N] when transposed.
         bias: [N] or None.
         activation: None, "gelu", "gelu_tanh", "relu" or "silu".
-        recipe: "fp8_blockwise" multiplies 8-bit numbers in forward and B, with a scale for each 1 x 128 of x and dy and
-            128 x 128 of the weight, and leaves W as it is (DeepSeek-V3, arXiv 2412.19437); "fp8_blockwise_wgrad" in W,
-            too, with one for each 128 x 1 of x and dy. Without activation, and not inside torch.compile, function
-            transforms or on DTensors. On GPUs of compute capability 9.0 and later; "torch" computes the same values
-            slowly, on any device.
 
     Raises TypeError or ValueError for arguments that do not fit, UnavailableError for an impl that cannot run.
     """
@@ -84,17 +78,7 @@ def linear(
         checks.check("linear", checks.LINEAR_TRANSPOSED if transposed else checks.LINEAR, x, weight, bias)
     if activation is not None:
         checks.check_choice("linear", "activation", activation, (None, *spec.ACTIVATIONS))
-    op = table.LINEAR
-    options: tuple[Any, ...] = activation, transposed
-    if recipe is not None:
-        checks.check_choice("linear", "recipe", recipe, checks.RECIPES)
-        if activation is not None or transposed:
-            raise ValueError(
-                f"linear: recipe={recipe!r} needs activation=None and transposed=False; "
-                f"got activation={activation!r}, transposed={transposed}"
-            )
-        op, options = table.FP8_LINEAR, (recipe == "fp8_blockwise_wgrad",)
-    return table.run(op, x, (weight, bias), *options, impl=impl, name=name)
+    return table.run(table.LINEAR, x, (weight, bias), activation, transposed, impl=impl, name=name)
 
 
 def gated_mlp(

@@ -39,7 +39,6 @@ class Layer(torch.nn.Module):
 
     zbkern_name = ""
     zbkern_impl = "auto"
-    zbkern_recipe: str | None = None
 
     def __init__(self, *args: Any, impl: str = "auto", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -47,27 +46,14 @@ class Layer(torch.nn.Module):
 
     def extra_repr(self) -> str:
         options = [] if self.zbkern_impl == "auto" else [f"impl={self.zbkern_impl!r}"]
-        options += [] if self.zbkern_recipe is None else [f"recipe={self.zbkern_recipe!r}"]
         return ", ".join([*filter(None, [super().extra_repr()]), *options])
 
 
 class Linear(Layer, torch.nn.Linear):
-    """torch.nn.Linear whose weight gradient can be deferred: input [..., in_features], output [..., out_features].
-
-    recipe: None, or one of functional.linear's.
-    """
-
-    def __init__(self, *args: Any, recipe: str | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.zbkern_recipe = checks.check_choice("Linear", "recipe", recipe, checks.RECIPES)
+    """torch.nn.Linear whose weight gradient can be deferred: input [..., in_features], output [..., out_features]."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.linear(
-            *(input, self.weight, self.bias),
-            impl=self.zbkern_impl,
-            recipe=self.zbkern_recipe,
-            name=self.zbkern_name,
-        )
+        return functional.linear(input, self.weight, self.bias, impl=self.zbkern_impl, name=self.zbkern_name)
 
 
 class Embedding(Layer, torch.nn.Embedding):
@@ -161,7 +147,7 @@ class MLP(Layer):
 
     activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU), "relu". bias: whether the three products have one.
     hidden_dim: outputs of gate and up. The three linears are called one by one where one of them is more than its
-    product: where it has hooks, DTensor weights (tensor parallelism) or a recipe, or was replaced by another module.
+    product: where it has hooks or DTensor weights (tensor parallelism), or was replaced by another module.
     """
 
     def __init__(
@@ -193,7 +179,6 @@ def _is_product(linear: torch.nn.Module) -> bool:
         type(linear) in (Linear, torch.nn.Linear)
         and type(linear.weight) in (Tensor, torch.nn.Parameter)
         and not any(getattr(linear, kind) for kind in hooks)
-        and getattr(linear, "zbkern_recipe", None) is None
     )
 
 

@@ -85,8 +85,6 @@ def runs(capability: int) -> Iterator[Run]:
     bulk = capability >= 90
     yield from large_linears(bulk)
     yield from large_experts(bulk)
-    if bulk:  # and multiplies 8-bit numbers
-        yield from fp8()
     yield from elementwise()
     yield from embedding()
     yield from norms()
@@ -203,16 +201,6 @@ def gate(options: GateOptions, backward: bool = False) -> Callable[[], None]:
     if backward:
         return lambda: backend().grouped_gated_dgrad(x, *nothing, z, options, z, h)
     return lambda: backend().grouped_gated_fwd(x, empty(0, 2 * SIZE, SIZE), None, nothing[1], options, z, h)
-
-
-def fp8() -> Iterator[Run]:
-    x, bias, weight = empty(ROWS, SIZE), empty(SIZE), empty(SIZE, SIZE)
-    yield "fp8_linear_fwd bias", lambda: backend().fp8_linear_fwd(x, weight, bias, x)
-    yield "fp8_linear_dgrad", lambda: backend().fp8_linear_dgrad(x, weight, x)
-    for add, out in itertools.product((False, True), (SINGLE, HALF)):
-        dweight = empty(SIZE, SIZE, dtype=out)
-        run = functools.partial(backend().fp8_linear_wgrad, [(x, x)], (dweight, None), add)
-        yield f"fp8_linear_wgrad to {short(out)}" + " add" * add, run
 
 
 def elementwise() -> Iterator[Run]:

@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
 class _Cases:
     def __init__(self, capability: int, dtype: torch.dtype, device: str) -> None:
-        self.fp8, self.dtype, self.device = capability >= 90, dtype, device
+        self.dtype, self.device = dtype, device
         self.found: list[Case] = []
 
     @property
@@ -122,16 +122,6 @@ class _Cases:
             given, more = (counts[0], 136, 72, hidden, options), {"transposed": interleaved, "spare": 50}
             self.add(name, checks.grouped_gated, *given, scale=0.3, **more)
 
-    def eight_bits(self) -> None:
-        for m, n, k in ((63, 129, 65), (255, 257, 127), (300, 264, 520)) if self.fp8 else ():
-            at = _x((m, n, k))
-            self.add(f"fp8_linear {at}", checks.fp8_linear, m, n, k)
-            for layouts in (TRANSPOSED, ODD) if m == 63 else ():
-                self.add(f"fp8_linear {at} {layouts[0]}", checks.fp8_linear, m, n, k, layouts)
-            for add in (False, True):
-                given = ([m, 0, 77], n, k, PLAIN, FP32, add)
-                self.add(f"fp8_linear_wgrad {at}{' add' * add}", checks.fp8_linear_wgrad, *given)
-
     def rows(self) -> None:
         layouts = ("plain", "odd", "transposed")
         for name, activation, layout in itertools.product(row_checks.ELEMENTWISE, spec.ACTIVATIONS, layouts):
@@ -210,8 +200,7 @@ class _Cases:
     def repeats(self) -> None:
         names = {name for names in spec.OPS.values() for name in names} - {"norm_partials"}
         for name in sorted(names):
-            if self.fp8 or not name.startswith("fp8"):
-                self.add(f"repeats {name}", _repeat, name, scale=0.3)
+            self.add(f"repeats {name}", _repeat, name, scale=0.3)
 
 
 def _repeat(launches: ModuleType, random: checks.Random, name: str) -> None:
@@ -226,7 +215,7 @@ def cases(capability: int, dtype: torch.dtype, device: str = "cpu") -> list[Case
     """All that a GPU of that capability launches with tensors of that dtype."""
     made = _Cases(capability, dtype, device)
     for part in (
-        *(made.linear, made.gated, made.merged, made.grouped, made.eight_bits),
+        *(made.linear, made.gated, made.merged, made.grouped),
         *(made.rows, made.loss, made.attention, made.repeats),
     ):
         part()

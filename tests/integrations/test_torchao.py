@@ -60,11 +60,36 @@ def compare(recipe: str, bias: bool, dtype: torch.dtype) -> None:
     assert names["model"][0].weight.grad.any()
 
 
+def w_in_high_precision() -> None:
+    """A main_grad in fp32 has the sum that a plain linear's has, of all microbatches in one W."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    from zbkern.integrations.torchao import convert
+
+    torch.manual_seed(0)
+    config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+    object.__setattr__(config, "emulate", True)
+    plain = nn.Sequential(nn.Linear(64, 96, False)).bfloat16()
+    model, queue = convert(convert_to_float8_training(plain, config=config)), zbkern.WGradQueue()
+    weight, parts = model[0].weight, torch.randn(8, 128, 160).bfloat16().split([64, 96], dim=-1)
+    weight.main_grad = torch.zeros(96, 64)
+    for x, dy in zip(*parts, strict=True):
+        with queue.defer():
+            model(x.clone().requires_grad_()).backward(dy)
+    runs: list[int] = []
+    queue.listeners.append(lambda tasks: runs.append(len(tasks)))
+    queue.run()
+    assert runs == [8]
+    x, dy = (part.double().flatten(0, 1) for part in parts)
+    testing.assert_close(weight.main_grad, dy.t() @ x, tolerance=1e-6)
+
+
 def step(folder: str) -> None:
     warnings.simplefilter("ignore")
     sys.path.append(folder)
     for recipe, bias, dtype in itertools.product(RECIPES, (False, True), (torch.bfloat16, torch.float32)):
         compare(recipe, bias, dtype)
+    w_in_high_precision()
 
 
 def test_all_w_waits(fresh_ranks: Any, package: str) -> None:

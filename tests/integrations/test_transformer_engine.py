@@ -173,6 +173,10 @@ def test_what_does_not_fit_is_refused() -> None:
         use_queue(nn.Sequential(nn.Linear(2, 2), Linear(2, 2, True, delays=False)))
     with pytest.raises(ValueError, match=r"module '1' must be made with fuse_wgrad_accumulation=True"):
         use_queue(nn.Sequential(nn.GELU(), GroupedLinear(2, 2, 2, True, fused=False)))
+    distributed = nn.Sequential(nn.GELU(), Linear(2, 2, False))
+    distributed[1].weight.is_distributed_weight = True
+    with pytest.raises(ValueError, match=r"module '1' has distributed weights .* delay_wgrad_compute=False"):
+        use_queue(distributed)
     model, _ = models(bias=True, fused=False)
     with pytest.raises(RuntimeError, match=r"call queue.run\(\) instead of backward_dw"):
         model[0].backward_dw()

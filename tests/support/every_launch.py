@@ -78,12 +78,9 @@ def cases(
 
     add("linear_fwd", [x, weight, bias], [y, z], x, weight, bias, y, "gelu", z)
     add("linear_dgrad", [dy, weight], [dx], dy, weight, dx)
-    add("fp8_linear_fwd", [x, weight, bias], [y], x, weight, bias, y)
-    add("fp8_linear_dgrad", [dy, weight], [dx], dy, weight, dx)
     add("linear_dgrad_sum", [dy, weight, gate, weight_too], [dx], [(dy, weight), (gate, weight_too)], dx)
     segments = [(x, dy), (dx, gate)]
     add("linear_wgrad", [x, dy, dx, gate], [dweight, dbias], segments, (dweight, dbias), True)
-    add("fp8_linear_wgrad", [x, dy, dx, gate], [dweight, dbias], segments, (dweight, dbias), True)
     layers = [(segments, (dweight, dbias)), ([(x, up)], (dweight_too, None)), ([(x, up)], (None, dbias_too))]
     add("linear_wgrads", [x, dy, dx, gate, up], [dweight, dweight_too, dbias, dbias_too], layers, True)
 

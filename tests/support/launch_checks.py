@@ -12,7 +12,6 @@ from torch import Tensor
 
 from zbkern import testing
 from zbkern.kernels import reference
-from zbkern.kernels.reference import fp8
 from zbkern.kernels.reference.grouped import gated as reference_gated
 from zbkern.kernels.spec import GateOptions
 
@@ -148,45 +147,6 @@ def linear_dgrad(launches: ModuleType, random: Random, m: int, n: int, k: int, l
     dy, weight = random(m, n, layout=layouts[0]), random(n, k, layout=layouts[1])
     dx = output((m, k), random.dtype, random.device, layouts[2])
     compare(launches, "linear_dgrad", {"dx": dx}, dy, weight, dx)
-
-
-def dequantised(tensor: Tensor, rows: int) -> Tensor:
-    """What is left of it in FP8 with a scale for each rows x 128, in float64."""
-    values, scales = fp8.quantised(tensor, rows)
-    each = scales.double().repeat_interleave(rows, 0).repeat_interleave(fp8.BLOCK, 1)
-    return values.double() * each[: tensor.shape[0], : tensor.shape[1]]
-
-
-def fp8_linear(launches: ModuleType, random: Random, m: int, n: int, k: int, layouts: Sequence[str] = PLAIN) -> None:
-    """Both launches. Hopper's tensor cores sum 8-bit products with 14 bits: bfloat16's tolerance for any dtype."""
-    tolerance = testing.tolerance_of(torch.bfloat16)
-    x, dy, weight, bias = random(m, k, layout=layouts[0]), random(m, n), random(n, k, layout=layouts[1]), random(n)
-    y = output((m, n), random.dtype, random.device, layouts[2])
-    launches.fp8_linear_fwd(x, weight, bias, y)
-    check("y", y, dequantised(x, 1) @ dequantised(weight, 128).t() + bias.double(), tolerance)
-    dx = output((m, k), random.dtype, random.device, layouts[2])
-    launches.fp8_linear_dgrad(dy, weight, dx)
-    check("dx", dx, dequantised(dy, 1) @ dequantised(weight, 128), tolerance)
-
-
-def fp8_linear_wgrad(
-    launches: ModuleType, random: Random, rows: Sequence[int], n: int, k: int,
-    layouts: Sequence[str] = PLAIN, out: torch.dtype | None = None, accumulate: bool = False,
-    bias: bool = True,
-) -> None:  # fmt: skip
-    """Blocks of each segment's own tokens; and a W of all is the same bits as one W of each."""
-    segments, outputs = w_of(random, rows, n, k, layouts, out or random.dtype, accumulate, bias)
-    single = [None if each is None else each.clone() for each in outputs]
-    launches.fp8_linear_wgrad(segments, outputs, accumulate)
-    for i, segment in enumerate(segments):
-        launches.fp8_linear_wgrad([segment], single, accumulate or i > 0)
-    expected = sum(dequantised(dy.t(), 1) @ dequantised(x.t(), 1).t() for x, dy in segments)
-    wide = testing.tolerance_of(torch.bfloat16)
-    check("dweight", outputs[0], expected + accumulate, wide)
-    for merged, alone in zip(outputs, single, strict=True):
-        assert merged is None or torch.equal(merged, alone)
-    if bias:
-        check("dbias", outputs[1], sum(dy.double().sum(0) for _, dy in segments) + accumulate, wide)
 
 
 def linear_wgrad(

@@ -45,7 +45,6 @@ def convert(
     filter: Filter | None = None,
     impl: str | None = None,
     defer: Filter | None = None,
-    recipe: str | None = None,
 ) -> Model:
     """Gives every module that has a zbkern twin the twin's behaviour; returns `model`, changed in place.
 
@@ -64,12 +63,9 @@ def convert(
             UnavailableError when a module is called.
         defer: defer(name, module) says of every module of the model, converted or not, whether W of what it and its
             children compute may wait; where not, their forward is in `no_defer`. None leaves that as it is.
-        recipe: for every `nn.Linear` that filter takes, its own or converted here (functional.linear has what there
-            are); call convert again with another filter for other modules.
 
-    `unconverted` tells what stayed, `restore` undoes it. Raises ValueError for an impl or a recipe that does not exist.
+    `unconverted` tells what stayed, `restore` undoes it. Raises ValueError for an impl that does not exist.
     """
-    checks.check_choice("convert", "recipe", recipe, checks.RECIPES)
     if impl is not None:
         checks.check_choice("convert", "impl", impl, checks.IMPLEMENTATIONS)
     for name, module in model.named_modules():
@@ -83,8 +79,6 @@ def convert(
             continue
         if impl is not None:
             module.zbkern_impl = impl
-        if recipe is not None and isinstance(module, nn.Linear):
-            module.zbkern_recipe = recipe
     if defer is not None:
         for name, module in model.named_modules():
             _set_defer(module, defer(name, module))
@@ -98,7 +92,7 @@ def restore(model: Model, filter: Filter | None = None) -> Model:
             continue
         if (original := _original(type(module))) is not None:
             module.__class__ = original
-            for attribute in ("zbkern_name", "zbkern_impl", "zbkern_recipe"):
+            for attribute in ("zbkern_name", "zbkern_impl"):
                 module.__dict__.pop(attribute, None)
         _set_defer(module, True)
     return model

@@ -12,6 +12,8 @@ from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tenso
 from torchao.float8.float8_training_tensor import GemmInputRole
 
 from zbkern.conversion import convert as conversion
+from zbkern.kernels import dispatch
+from zbkern.kernels.spec import Outputs, Segments
 from zbkern.ops.functions.separable import SeparableFunction
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -20,8 +22,10 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 def convert(model: Model) -> Model:
     """`zbkern.convert`, for a model with torchao's Float8Linear, whose W can wait then as well.
 
-    The three products of such a layer are torchao's, in the same precision and scales. Layers whose weights FSDP2
-    gathers in 8 bits, or that are DTensors, keep their W in B. `zbkern.restore` leaves these layers as they are.
+    The three products of such a layer are torchao's, in the same precision and scales. Where the config keeps W in high
+    precision (`rowwise_with_gw_hp`) W is that of a plain linear: microbatches merge, and are summed in float32. Layers
+    whose weights FSDP2 gathers in 8 bits, or that are DTensors, keep their W in B. `zbkern.restore` leaves these layers
+    as they are.
     """
     for name, module in model.named_modules():
         if type(module) is Float8Linear:
@@ -72,6 +76,17 @@ class _Product(SeparableFunction):
         left = _cast(dy, config.cast_config_grad_output_for_grad_weight, GemmInputRole.GRAD_OUTPUT, 0, formats)
         right = _cast(x, config.cast_config_input_for_grad_weight, GemmInputRole.INPUT, 0, formats)
         return torch.mm(left.t(), right)
+
+    @classmethod
+    def launch(cls, segments: Segments, outputs: Outputs, accumulate: bool, options: tuple[Any, ...] = ()) -> None:
+        config = options[0]
+        casts = config.cast_config_grad_output_for_grad_weight, config.cast_config_input_for_grad_weight
+        if any(cast.scaling_type is not ScalingType.DISABLED for cast in casts):
+            super().launch(segments, outputs, accumulate, options)
+        else:
+            x = segments[0][0]
+            backend = dispatch.resolve("linear", "auto", x.device, x.dtype)
+            backend.linear_wgrad(segments, (outputs[0], None), accumulate)
 
 
 def _cast(tensor: Tensor, cast: CastConfig, role: GemmInputRole, axis: int, formats: Any) -> Any:

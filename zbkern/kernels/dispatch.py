@@ -31,8 +31,6 @@ _MODULES = {
 }
 _FALLBACK_BACKEND = {"cuda": "triton"}  # has the kernels that the other one lacks
 
-_CAPABILITIES = {"fp8_linear": (9, 0)}  # what Triton's kernels of an op need, where that is more than 8.0
-
 W_OF_THE_LIBRARY = (10,)
 """Major compute capabilities on which "auto" gives W over one microbatch to cuBLAS: ours is not measured there."""
 
@@ -53,7 +51,7 @@ def why_not(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
         return f"there is no implementation {impl!r}; choose from {', '.join(spec.IMPLEMENTATIONS)} or 'auto'"
     reason = None
     if impl == "triton":
-        reason = _why_not_triton(torch.device(device), dtype, _CAPABILITIES.get(op, (8, 0)))
+        reason = _why_not_triton(torch.device(device), dtype)
     elif impl == "cuda":
         reason = _why_not_cuda(op, torch.device(device), dtype)
     if reason is not None:
@@ -146,7 +144,7 @@ def _why_not_cuda(op: str, device: torch.device, dtype: torch.dtype | None) -> s
     return module.why_not(device) or why_not(op, _FALLBACK_BACKEND["cuda"], device, dtype)
 
 
-def _why_not_triton(device: torch.device, dtype: torch.dtype | None, needed: tuple[int, int]) -> str | None:
+def _why_not_triton(device: torch.device, dtype: torch.dtype | None) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; it comes with CUDA builds of torch on Linux"
     if dtype is not None and dtype not in _TRITON_DTYPES:
@@ -163,7 +161,6 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype | None, needed: tup
             *_OLDEST_TRITON, version
         )
     capability = torch.cuda.get_device_capability(device)
-    if capability < needed:
-        versions = "{}.{} or later; this GPU has {}.{}".format(*needed, *capability)
-        return f"its kernels need compute capability {versions}"
+    if capability < (8, 0):
+        return "its kernels need compute capability 8.0 or later; this GPU has {}.{}".format(*capability)
     return None

@@ -31,18 +31,6 @@ Kernels
                                                                with max_tiles=0: a block ends after so many tiles, for
                                                                work on other streams; 0 for no bound
 
-    fp8_linear_fwd(x, weight [N, K], bias | None, y, kept=None)
-                                                               y = q(x) q(weight)^T + bias,
-    fp8_linear_dgrad(dy, weight, dx, kept=None)                dx = q(dy) q(weight): q rounds to float8_e4m3fn, with a
-                                                               scale for each 1 x 128 of x and dy, and 128 x 128 of the
-                                                               weight, that takes its largest value to 448. Sums are
-                                                               float32. kept: a dict, in which calls with this weight,
-                                                               unchanged, leave q(weight) for the next
-    fp8_linear_wgrad([(x, dy), ...], (dweight, dbias), accumulate)
-                                                               dweight = sum q(dy)^T q(x), with a scale for each 128 x 1
-                                                               of a segment's x and dy; dbias as linear_wgrad. Segments
-                                                               are added one by one: any merging gives the same bits
-
     activation_fwd(z, activation, y)                           y = activation(z)
     activation_bwd(dy, z, activation, dz)                      dz = dy activation'(z)
 
@@ -112,7 +100,6 @@ Outputs = Sequence[Tensor | None]
 
 OPS = {
     "linear": ("linear_fwd", "linear_dgrad", "linear_wgrad", "linear_wgrads", "activation_fwd", "activation_bwd"),
-    "fp8_linear": ("fp8_linear_fwd", "fp8_linear_dgrad", "fp8_linear_wgrad", "linear_wgrad", "linear_wgrads"),
     "gated_mlp": (
         *("gated_linear_fwd", "linear_fwd", "gated_linear_dgrad", "linear_dgrad_sum", "linear_wgrad"),
         *("gated_fwd", "gated_bwd"),
@@ -133,9 +120,6 @@ OPS = {
 KERNELS = tuple(dict.fromkeys(kernel for kernels in OPS.values() for kernel in kernels))
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
-
-RECIPES = ("fp8_blockwise", "fp8_blockwise_wgrad")
-"""In which precision a linear multiplies, other than its tensors' own: op "fp8_linear"; the second its W, too."""
 
 IMPLEMENTATIONS = ("cuda", "triton", "torch")
 """In the order in which impl="auto" prefers them."""

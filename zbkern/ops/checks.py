@@ -159,7 +159,6 @@ def fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
 
 
 IMPLEMENTATIONS = ("auto", *spec.IMPLEMENTATIONS)
-RECIPES = (None, *spec.RECIPES)
 
 
 def check_choice(op: str, argument: str, value: Any, choices: Sequence[Any]) -> Any:

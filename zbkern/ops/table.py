@@ -53,13 +53,13 @@ class Op:
     empty, torch's operations do:
 
     function: an autograd function, forward(ctx, call, x, *options, *edges). with_torch(*params, x, *options): the same
-    in torch's own operations; None where there is no such form. compiled, compiled_dtensors: as with_torch, with a tap
+    in torch's own operations. compiled, compiled_dtensors: as with_torch, with a tap
     at which W is deferred. dtensors(call, x, *options).
     """
 
     name: str
     function: type[torch.autograd.Function]
-    with_torch: Callable[..., Any] | None
+    with_torch: Callable[..., Any]
     compiled: Callable[..., Any] | None = None
     compiled_dtensors: Callable[..., Any] | None = None
     dtensors: Callable[..., Any] | None = None
@@ -71,7 +71,6 @@ LINEAR = Op(
     *("linear", linears.LinearFunction, linears.linear_with_torch),
     *(compiled.linear, compiled.sharded_linear, sharded.linear),
 )
-FP8_LINEAR = Op("linear", linears.FP8LinearFunction, None, kernels="fp8_linear")
 GATED_MLP = Op(
     *("gated_mlp", linears.GatedMLPFunction, linears.gated_mlp_with_torch),
     functools.partial(linears.gated_mlp_with_torch, linear=compiled.linear),
@@ -120,11 +119,6 @@ def run(op: Op, x: Tensor, params: Params, *options: Any, impl: str, name: str, 
     form = getattr(op, way)
     if form is None:
         way, form = "with_torch", op.with_torch
-    if form is None:
-        raise ValueError(
-            f"{op.name}: a recipe needs plain tensors outside of torch.compile and of function transforms; got "
-            f"{type(x).__name__} and {type(params[0]).__name__}; use torch.compiler.disable on the module, or no recipe"
-        )
     if way == "dtensors":
         backend = dispatch.resolve(op.kernels or op.name, impl, params[0].device, params[0].dtype)
         return form(autograd.OpCall(params, backend, name), x, *options)

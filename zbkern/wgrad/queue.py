@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zbkern.wgrad import accumulation, forgotten, grouping, side_stream
 from zbkern.wgrad.storages import HeldStorages
@@ -54,9 +53,6 @@ class WGradQueue:
             device.
         in_slice: False at first. True while a forward inside `defer` is of a slice of its sequences, in which attention
             needs what came before.
-        weight_copies: None at first. A WeakIdKeyDictionary for as long as nobody writes weights (a Pipeline's step):
-            layers keep there what they make of a weight, its 8-bit form, say. Its version alone does not tell: torch's
-            fused optimizers leave it as it was.
 
     Every method may be called from any thread; a scope of `defer` belongs to the thread that opened it.
 
@@ -83,7 +79,6 @@ class WGradQueue:
         self.regather_inputs = regather_inputs
         self.check_values = False
         self.in_slice = False
-        self.weight_copies: WeakIdKeyDictionary | None = None
         self.peak_bytes = 0
         self.listeners: list[Callable[[Sequence[WGradTask]], None]] = []
         self._held = HeldStorages()

@@ -12,7 +12,6 @@ from zbkern.kernels.reference.activation import (
 )
 from zbkern.kernels.reference.attention import attention_dgrad, attention_fwd
 from zbkern.kernels.reference.embedding import embedding_fwd, embedding_wgrad
-from zbkern.kernels.reference.fp8 import fp8_linear_dgrad, fp8_linear_fwd, fp8_linear_wgrad
 from zbkern.kernels.reference.grouped import (
     grouped_gated_dgrad,
     grouped_gated_fwd,

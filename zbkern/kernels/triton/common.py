@@ -87,7 +87,7 @@ def compiling() -> Iterator[None]:
     """Kernels that this thread compiles inside get a barrier after each access to tensor memory, which 10.x has.
 
     Triton 3.6 leaves it out (triton-lang/triton#10263 adds it): one warp starts a product that overwrites what other
-    warps still read. The emulator of PTX found that in W and in FP8's products.
+    warps still read. The emulator of PTX found that in W.
     """
     _patch_compiler()
     _compiling.here = True

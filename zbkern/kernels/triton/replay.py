@@ -38,8 +38,8 @@ if os.environ.get("ZBKERN_REPLAY") == "0":
 _PACKED = {"i1": "<?", "u1": "<?", "i32": "<i", "i64": "<q", "fp32": "<f"}
 """How Triton's types of numbers are passed."""
 
-_MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9, torch.float8_e4m3fn: 0}
-"""CUtensorMapDataType; FP8 is copied as bytes."""
+_MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+"""CUtensorMapDataType."""
 
 _SCRATCH = [struct.pack("<q", 0)] * 2
 """The last two parameters of every kernel: addresses of memory that it asks for, none here."""

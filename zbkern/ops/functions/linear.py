@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from zbkern.kernels.reference import linear as reference_linear
 from zbkern.kernels.reference import matmul as reference_matmul
 from zbkern.ops.autograd import OpCall, differentiable_backward, weight_gradients
 from zbkern.ops.functions._shapes import as_rows
-from zbkern.wgrad.checksums import are_same, sums_of
 
 
 class LinearFunction(torch.autograd.Function):
@@ -70,73 +69,6 @@ class LinearFunction(torch.autograd.Function):
         kernel = (transposed_wgrad if ctx.transposed else linear_wgrad)(call.backend)
         weights = weight_gradients(call, kernel, (x, dy), needs, linear_flops)
         return None, dx, None, None, *weights
-
-
-class FP8LinearFunction(torch.autograd.Function):
-    """y = x weight^T + bias, x [..., K]: forward and B in blockwise-scaled FP8 (kernels/reference/fp8.py), W as Linear
-    or, with fp8_wgrad, in FP8 as well.
-
-    In a step of a Pipeline its first microbatch quantises the weight, elsewhere each does. What waits for W is x and
-    dy as they came.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, call: OpCall, x: Tensor, fp8_wgrad: bool, *edges: Tensor | None) -> Tensor:
-        weight, bias = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in call.params)
-        y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-        call.backend.fp8_linear_fwd(as_rows(x), weight, bias, as_rows(y), _kept_of(call, weight))
-        ctx.save_for_backward(x, weight)
-        ctx.call, ctx.fp8_wgrad = call, fp8_wgrad
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        call, needs = ctx.call, ctx.needs_input_grad
-        x, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: a rounding has no derivative of use
-            return differentiable_backward(call, linear_with_torch, (x, None), dy)
-        dx = None
-        if needs[1]:
-            dx = x.new_empty(x.shape)
-            call.backend.fp8_linear_dgrad(as_rows(dy), weight, as_rows(dx), _kept_of(call, weight))
-        tensors = as_rows(x.detach()), as_rows(dy)
-        kernel = (fp8_linear_wgrad if ctx.fp8_wgrad else linear_wgrad)(call.backend)
-        weights = weight_gradients(call, kernel, tensors, needs, linear_flops)
-        return None, dx, None, *weights
-
-
-class _Kept(NamedTuple):
-    """copies: what kernels have made of a weight, which was so then; sums: of its values, where these are compared."""
-
-    weight_was: tuple[Any, ...]
-    copies: dict[Any, Any]
-    sums: list[Tensor] | None
-
-
-def _kept_of(call: OpCall, weight: Tensor) -> dict[Any, Any]:
-    """Where the kernels find what they have made of the weight: in the queue, else only they see it.
-
-    Another version, memory or stream finds nothing: what one stream has made is there for its own later work. Raises
-    RuntimeError for a write that torch does not count, where the queue compares values.
-    """
-    scope, parameter = wgrad.current(), call.params[0]
-    kept = None if scope is None else scope[0].weight_copies
-    if scope is None or kept is None or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return {}
-    stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
-    place = parameter.data_ptr(), parameter.shape, parameter.stride()
-    now = (parameter._version, *place, weight.dtype, call.backend, stream)
-    sums = sums_of([parameter.detach()]) if scope[0].check_values else None
-    entry = kept.get(parameter)
-    if entry is None or entry.weight_was != now:
-        entry = kept[parameter] = _Kept(now, {}, sums)
-    elif sums is not None and entry.sums is not None and not are_same(sums, entry.sums):
-        raise RuntimeError(
-            f"linear: its weight, {list(weight.shape)}, was written within a step of the pipeline where torch does not "
-            "count it (through .data, or by a fused optimizer), and its 8-bit form is made once per step; write it "
-            "between steps"
-        )
-    return entry.copies
 
 
 class GatedMLPFunction(torch.autograd.Function):
@@ -196,11 +128,6 @@ def linear_wgrad(backend: ModuleType) -> wgrad.WGradKernel:
     if backend is reference:
         return wgrad.WGradKernel(reference.linear_wgrad, allocate=reference_linear.linear_gradients)
     return wgrad.WGradKernel(backend.linear_wgrad, backend.linear_wgrads)
-
-
-@functools.cache
-def fp8_linear_wgrad(backend: ModuleType) -> wgrad.WGradKernel:
-    return wgrad.WGradKernel(backend.fp8_linear_wgrad)
 
 
 @functools.cache

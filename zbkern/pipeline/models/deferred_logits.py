@@ -118,9 +118,7 @@ def _can_wait(chunk: nn.Module, name: str) -> bool:
     if type(head).forward not in (nn.Linear.forward, layers.Linear.forward) or "forward" in vars(head):
         return False
     hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values(), *head._backward_hooks.values())
-    if any(not getattr(hook, "__module__", "").startswith(_OWN_HOOKS) for hook in hooks) or getattr(
-        head, "zbkern_recipe", None
-    ):
+    if any(not getattr(hook, "__module__", "").startswith(_OWN_HOOKS) for hook in hooks):
         return False
     outer = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
     above = [module for module in map(chunk.get_submodule, [*outer, ""]) if is_sharded(module)]

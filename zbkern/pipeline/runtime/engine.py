@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zbkern.pipeline.optimizer.step_boundary import StepBoundary, boundary_of
 from zbkern.pipeline.runtime.arguments import LossFn, check, check_place, device_of, module_list
@@ -117,12 +116,7 @@ class Pipeline:
         with calls.running():
             begun = run_ahead(calls)  # before which, and after, an optimizer writes weights
             self._tied.begin()
-            # layers may keep what they make of weights, but where FSDP2 frees these and gathers them anew
-            self.queue.weight_copies = None if replicas.frees_weights else WeakIdKeyDictionary()
-            try:
-                loop.run(loop.program[begun:])
-            finally:
-                self.queue.weight_copies = None
+            loop.run(loop.program[begun:])
             calls.transport.begin_action("reduction over replicas")
             replicas.finish()
             calls.transport.begin_action("sum over tied weights")

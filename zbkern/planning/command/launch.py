@@ -172,7 +172,11 @@ def chunks_of(config: object, mesh: DeviceMesh, device: torch.device) -> list[to
     "end": "optimizer.validate()",
 }
 _FP8 = """\
-    zbkern.convert(chunk, recipe="fp8_blockwise", filter=lambda name, module: "head" not in name)
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from zbkern.integrations.torchao import convert as defer
+
+    precision = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")  # F and B in 8 bits, W not
+    defer(convert_to_float8_training(chunk, config=precision, module_filter_fn=lambda _, name: "head" not in name))
 """
 
 

@@ -50,11 +50,6 @@ class Replicas:
     def __bool__(self) -> bool:
         return bool(self._reducers)
 
-    @property
-    def frees_weights(self) -> bool:
-        """True under FSDP2, which frees weights and gathers them anew within a step."""
-        return any(reducer.gathers for reducer in self._reducers.values())
-
     def begin(self, microbatches: int) -> None:
         """Before the first forward of a step: from here on gradients stay on this replica."""
         self._pending_wgrads.clear()
@@ -138,7 +133,7 @@ class DDPReducer:
     zeros, and this reducer is through before the other begins, because both listen to the same accumulation.
     """
 
-    gathers = gathers_in_backward = False  # whether forwards, and B, are collective
+    gathers_in_backward = False  # whether B is collective
     roots: Sequence[Any] = ()
 
     def __init__(self, chunk: int, ddp: nn.parallel.DistributedDataParallel) -> None:
@@ -244,8 +239,6 @@ class FSDPReducer:
     After a backward weights stay gathered for the next microbatch. With reshard_after_forward=False they are gathered
     once a step.
     """
-
-    gathers = True
 
     def __init__(self, module: nn.Module, roots: Sequence[Any]) -> None:
         self.module = module

@@ -266,9 +266,8 @@ class _Comparison:
 
     def _exact(self) -> float:
         """How much rounding may leave in a part."""
-        parts = [*self._module.modules()]
-        kinds = {kind.__module__.partition(".")[0] for part in parts for kind in type(part).__mro__}
-        if kinds & _OF_8_BITS or any(getattr(part, "zbkern_recipe", None) for part in parts):
+        kinds = {kind.__module__.partition(".")[0] for part in self._module.modules() for kind in type(part).__mro__}
+        if kinds & _OF_8_BITS:
             return _EXACT_8_BITS
         if self._bytes <= 2:
             return _EXACT_16_BITS
