@@ -18,6 +18,7 @@ _HOME = {
     "SeparableFunction": "zbkern.ops.functions.separable",
     "WGradQueue": "zbkern.wgrad",
     "WGradTask": "zbkern.wgrad",
+    "in_flight": "zbkern.wgrad",
     "no_defer": "zbkern.wgrad",
 }
 _MODULES = ("functional", "nn", "pipeline", "testing", "wgrad")
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from zbkern.ops.functions.separable import SeparableFunction as SeparableFunction
     from zbkern.wgrad import WGradQueue as WGradQueue
     from zbkern.wgrad import WGradTask as WGradTask
+    from zbkern.wgrad import in_flight as in_flight
     from zbkern.wgrad import no_defer as no_defer
 
 

@@ -92,13 +92,13 @@ def test_four_ranks_equal_one_process(four_ranks: Any, case: str) -> None:
 
 
 def order_rank(wgrads_per_collective: int) -> tuple[list[str], list[Tensor]]:
-    """What happened in B of the second of two layers' microbatch, and the gradients in the end."""
+    """What happened in F and B of the last of two layers' microbatches, and the gradients in the end."""
     import torch.distributed as dist
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layers = nn.Sequential(block(ranks, rank), block(ranks, rank))
     x, events = tokens("uneven", ranks)[rank].requires_grad_(), []
-    queue = zbkern.WGradQueue(merge=False, wgrads_per_collective=wgrads_per_collective)
+    queue = zbkern.WGradQueue(merge=False)
     queue.listeners.append(lambda tasks: events.append("W"))
     original = dist.all_to_all_single
 
@@ -110,13 +110,12 @@ def order_rank(wgrads_per_collective: int) -> tuple[list[str], list[Tensor]]:
         events.append("start")
         return Recorded(original(*args, **kwargs))
 
-    for key in range(2):
-        with queue.defer(key):
-            loss = loss_of(layers(x * (key + 1)))
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(dist, "all_to_all_single", recorded)
-                events.clear()
-                loss.backward()
+    for key in range(4):
+        queue.wgrads_per_collective = wgrads_per_collective if key == 3 else 0
+        with queue.defer(key), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_to_all_single", recorded)
+            events.clear()
+            loss_of(layers(x * (key + 1))).backward()
     found = list(events)
     queue.run()
     return found, [p.grad for p in layers.parameters()]
@@ -126,8 +125,8 @@ def order_rank(wgrads_per_collective: int) -> tuple[list[str], list[Tensor]]:
 def test_w_runs_between_the_start_of_an_all_to_all_and_the_wait(two_ranks: Any) -> None:
     covered, plain = (two_ranks.run(order_rank, count) for count in (1, 0))
     for (events, gradients), (uncovered, expected) in zip(covered, plain, strict=True):
-        assert events == ["start", "W", "wait"] * 4
-        assert uncovered == ["start", "wait"] * 4
+        assert events == ["start", "W", "wait"] * 10  # F exchanges counts, too
+        assert uncovered == ["start", "wait"] * 10
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
 
 

@@ -121,7 +121,7 @@ def stages_for_torch(stages: int, chunks: int) -> list[SimpleNamespace]:
 
 
 def table(torch_schedule: Any) -> list[list[Action]]:
-    """Its compute actions in our letters; of an overlapped pair one after the other."""
+    """Its compute actions in our letters."""
     kinds = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "BW"}
     rows = []
     for rank in sorted(torch_schedule.pipeline_order):
@@ -129,6 +129,19 @@ def table(torch_schedule: Any) -> list[list[Action]]:
         flat = [part for cell in cells for part in (getattr(cell, "sub_actions", None) or (cell,))]
         rows.append([Action(kinds[c.computation_type.name], c.stage_index, c.microbatch_index) for c in flat])
     return rows
+
+
+def pairs(torch_schedule: Any) -> list[tuple[tuple[int, int], ...]]:
+    """Where in those rows torch overlaps two."""
+    found = []
+    for rank in sorted(torch_schedule.pipeline_order):
+        ranges, at = [], 0
+        for cell in filter(None, torch_schedule.pipeline_order[rank]):
+            count = len(getattr(cell, "sub_actions", None) or (cell,))
+            ranges += [(at, at + count)] if count > 1 else []
+            at += count
+        found.append(tuple(ranges))
+    return found
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
@@ -157,6 +170,7 @@ def test_same_actions_as_torch(torch_schedules: Any, name: str, torch_name: str,
         keywords = {"chunks": chunks} if name.startswith("interleaved") else {}
         ours = GENERATORS[name](stages, microbatches, **keywords)
         assert [list(row) for row in ours.actions] == table(theirs), f"m={microbatches}"
+        assert [*map(ours.beside_of, range(stages))] == pairs(theirs), f"m={microbatches}"
         compared += 1
     assert compared >= stages + 1
 

@@ -39,6 +39,29 @@ class Products(nn.Module):
         return torch.tanh(y) * (1 + self.weight[0])
 
 
+class InFlight(nn.Module):
+    """As if a collective was in flight in the midst of F and of B: passes beside this one go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(_InFlight.apply(x)))
+
+
+class _InFlight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        zbkern.in_flight()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        zbkern.in_flight()
+        return gradient
+
+
 class Twice(nn.Module):
     """One linear that runs twice, once within a checkpoint of torch's."""
 
@@ -244,6 +267,7 @@ OF_W: list[Callable[[], nn.Module]] = [  # whose gradients all are of zbkern's W
     Frozen,
     Routed,
     nn.Identity,
+    InFlight,
 ]
 BY_TOKEN: list[Callable[[], nn.Module]] = [  # which slices of sequences may cut
     *OF_W,

@@ -6,8 +6,9 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from zbkern.pipeline import Action, Schedule, schedules
+from zbkern.pipeline import Action, Schedule, ScheduleError, schedules
 
 ORDER = re.compile(r"F(R|OL)?(BW|B(OL)?W)")  # of a microbatch in a chunk
 Rows = list[list[Action]]
@@ -64,6 +65,24 @@ def all_forwards_first(own_slices: list[tuple[int, ...]], placement: tuple[int, 
             row += [Action("W", chunk, unit) for chunk in chunks for unit in backward]
         rows.append(row)
     return Schedule.build(rows, placement, len(own_slices), "all forwards first", own_slices=own_slices)
+
+
+def with_neighbours_beside(rng: random.Random, schedule: Schedule, forwards: int = 3) -> Schedule:
+    """The schedule with neighbours that run beside each other, at random: at most so many forwards together."""
+    found: list[list[tuple[int, int]]] = [[] for _ in schedule.actions]
+    for rank, row in enumerate(schedule.actions):
+        behind = 0
+        for first in range(len(row) - 1):
+            end = min(first + rng.choice([2, 2, 3]), len(row))
+            if first < behind or rng.random() < 0.4 or sum(each.kind == "F" for each in row[first:end]) > forwards:
+                continue
+            found[rank].append((first, end))
+            try:
+                replace(schedule, beside=tuple(map(tuple, found))).validate()
+                behind = end
+            except ScheduleError:
+                found[rank].pop()
+    return replace(schedule, beside=tuple(map(tuple, found)) if any(found) else ())
 
 
 def random_rows(rng: random.Random, published: Schedule | None = None) -> tuple[Rows, tuple[int, ...], int]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbkern.ops.functions.collectives import AllToAll
+from zbkern.ops.functions.collectives import AllToAll, exchange_counts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,8 +28,8 @@ class ExpertParallel(torch.nn.Module):
     norms, clipping and checkpoints need them.
 
     Ranks may have different numbers of tokens, and none. The host waits once per forward, for the numbers of tokens
-    that go to each rank. In B, an all-to-all starts, `WGradQueue(wgrads_per_collective=...)` W of other layers or
-    microbatches run, and then it is waited for. An expert's gradient is the sum over the tokens of all ranks; the
+    that go to each rank. Between the start of each all-to-all and the wait for it, `zbkern.in_flight` lets other passes
+    of the rank and W run. An expert's gradient is the sum over the tokens of all ranks; the
     router's is that of this rank's tokens, as under data parallelism.
     """
 
@@ -74,11 +74,7 @@ class ExpertParallel(torch.nn.Module):
                 f"ExpertParallel: routing must choose experts 0 to {ranks * local - 1}, of {ranks} ranks with {local} "
                 f"each; got {int(to_expert.min())} to {int(to_expert.max())}"
             )
-        received = sent if ranks == 1 else torch.empty_like(sent)
-        if ranks > 1:
-            dist.all_to_all_single(received, sent, group=self.group)
-        out, back = torch.stack((sent, received)).view(2, ranks, local).sum(2).tolist()
-
+        received, out, back = exchange_counts(sent, ranks, self.group)
         there = _Take.apply(rows, order, position, chosen.shape[1])
         if ranks > 1:
             there = AllToAll.apply(there, out, back, self.group)

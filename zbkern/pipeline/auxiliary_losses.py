@@ -7,7 +7,7 @@ way out of the module, and is there again in whatever runs again: a checkpointed
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +35,8 @@ def add_loss(activation: Tensor, value: Tensor, name: str = "auxiliary") -> Tens
         raise ValueError(f"add_loss: value must be one number, such as .mean() gives; got shape {list(value.shape)}")
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    losses = _running.losses
-    return _AddLossFunction.apply(activation, value, None if losses is None else losses.note(name, value))
+    running = _thread.running
+    return _AddLossFunction.apply(activation, value, None if running is None else running.note(name, value))
 
 
 def _kind(value: Any) -> str:
@@ -66,10 +66,7 @@ class AuxiliaryLosses:
     def __init__(self) -> None:
         self._shares: dict[Hashable, Share] = {}
         self._values: list[tuple[str, Tensor, Share]] = []
-        self._key: Hashable = None
-        self._is_forward = False
         self._reports = True
-        self._outer: AuxiliaryLosses | None = None
 
     def begin(self, reports: bool) -> None:
         """Before a step or evaluation, whose values `totals` will be; or a forward without a report, which leaves it
@@ -82,26 +79,12 @@ class AuxiliaryLosses:
         self._shares.clear()
         self._values.clear()
 
-    def during(self, key: Hashable, share: Share | None = None) -> AuxiliaryLosses:
+    def during(self, key: Hashable, share: Share | None = None) -> _Pass:
         """Inside, on this thread, losses are added: those of a forward, which has this share, under a key; or, without
         a share, those of what runs again in the backward of the forward that had the key."""
-        self._key, self._is_forward = key, share is not None
         if share is not None:
             self._shares[key] = share
-        return self
-
-    def __enter__(self) -> None:
-        self._outer, _running.losses = _running.losses, self
-
-    def __exit__(self, *_: object) -> None:
-        _running.losses = self._outer
-
-    def note(self, name: str, value: Tensor) -> Share:
-        """Keeps a value for `totals`, once. Returns what it counts for."""
-        share = self._shares[self._key]
-        if self._is_forward and self._reports:
-            self._values.append((name, value.detach().clone(), share))
-        return share
+        return _Pass(self._shares, key, self._values if share is not None and self._reports else None)
 
     def totals(self) -> dict[str, float]:
         """By name; waits for the device."""
@@ -111,11 +94,33 @@ class AuxiliaryLosses:
         return found
 
 
-class _Running(threading.local):
-    losses: AuxiliaryLosses | None = None
+class _Pass:
+    """A pass of a chunk, beside which others may run in other threads. values: where those of a forward are kept."""
+
+    def __init__(
+        self, shares: Mapping[Hashable, Share], key: Hashable, values: list[tuple[str, Tensor, Share]] | None
+    ) -> None:
+        self._shares, self._key, self._values = shares, key, values
+
+    def __enter__(self) -> None:
+        self._outer, _thread.running = _thread.running, self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.running = self._outer
+
+    def note(self, name: str, value: Tensor) -> Share:
+        """Keeps a value for `totals`, once. Returns what it counts for."""
+        share = self._shares[self._key]
+        if self._values is not None:
+            self._values.append((name, value.detach().clone(), share))
+        return share
 
 
-_running = _Running()
+class _Thread(threading.local):
+    running: _Pass | None = None
+
+
+_thread = _Thread()
 
 
 class _AddLossFunction(torch.autograd.Function):

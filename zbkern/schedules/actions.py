@@ -48,6 +48,10 @@ other.
 
 A schedule is one list of actions per rank. Every rank runs its own in order and waits where an input has not arrived;
 nothing else orders the ranks. `Schedule.validate` proves that such lists can run to their end.
+
+Neighbours in a list may run beside each other (`Schedule.beside`): F, B, BW and W, of other chunks or other
+microbatches. They begin once the inputs of all have arrived, and take turns: each runs until a collective of its own is
+in flight.
 """
 
 from __future__ import annotations
@@ -106,6 +110,20 @@ class Action(NamedTuple):
         return cls(kind, int(chunk), int(microbatch))
 
 
+class Beside(NamedTuple):
+    """Passes of a rank that run beside each other: one entry of a program, where others are an `Action`."""
+
+    passes: tuple[Action, ...]
+    kind: str = "+"
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.passes))
+
+
+Ranges = tuple[tuple[int, int], ...]
+"""Of places in a row: from the first to the one behind the last, as in a Python slice."""
+
+
 @dataclass(frozen=True)
 class ScheduleData:
     """What a `Schedule` is made of, which says what each is: for those who check, draw and write it."""
@@ -116,6 +134,11 @@ class ScheduleData:
     name: str = "custom"
     slices: tuple[int, ...] = (1,)
     own_slices: tuple[tuple[int, ...], ...] = ()
+    beside: tuple[Ranges, ...] = ()
+
+    def beside_of(self, rank: int) -> Ranges:
+        """Where in a rank's row actions run beside each other."""
+        return self.beside[rank] if self.beside else ()
 
 
 class Event(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from zbkern.schedules.actions import Action, ScheduleData, ScheduleError
+from zbkern.schedules.actions import Action, Ranges, ScheduleData, ScheduleError
 
 Rows = Sequence[Sequence[Action]]
 
@@ -16,13 +16,13 @@ _TO_TORCH = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 _TO_OURS = {letter: kind for kind, letter in _TO_TORCH.items()} | {"R": "R", "O": "O", "L": "L"}
 _CELL = re.compile(r"(\d+)([FIWBROL])(\d+)")
 _FILLED = re.compile(r"[^,]+")  # one after the other: a line may be long, and have nothing but commas
-_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # run side by side in torch; here one after the other
+_GROUP = re.compile(r"\((.*)\)OVERLAP_F_B")  # side by side
 _OTHER = re.compile(r"\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
 def write(schedule: ScheduleData, header: bool) -> str:
     """See `Schedule.to_csv`."""
-    lines = [",".join(map(_cell, row)) for row in schedule.actions]
+    lines = [",".join(_cells(schedule, rank)) for rank in range(len(schedule.actions))]
     if not header:
         _check_torch_has(schedule)
         return "\n".join(lines) + "\n"
@@ -37,16 +37,13 @@ def read(text: str) -> ScheduleData:
     lines = text.strip("\n").split("\n")
     comments = [line.lstrip("# ").partition(":") for line in lines if line.startswith("#")]
     header = {key.strip(): value.strip() for key, _, value in comments}
-    rows = tuple(
-        tuple(action for cell in _FILLED.finditer(line) for action in _actions(cell[0].strip()))
-        for line in lines
-        if line[:1] != "#"
-    )
+    read_rows = [_row(line) for line in lines if line[:1] != "#"]
+    rows, beside = tuple(row for row, _ in read_rows), tuple(ranges for _, ranges in read_rows)
     units = 1 + max((action.microbatch for row in rows for action in row), default=-1)
     cut = tuple(_slices(part) for part in header.get("slices", "1").split(","))
     same, own_slices = (cut[0], ()) if len(cut) == 1 else ((1,), cut)
     microbatches = len(own_slices) or -(-units // len(same))
-    return ScheduleData(rows, _placement(rows), microbatches, header.get("name", "custom"), same, own_slices)
+    return ScheduleData(rows, _placement(rows), microbatches, header.get("name", "custom"), same, own_slices, beside)
 
 
 def _slices(text: str) -> tuple[int, ...]:
@@ -54,6 +51,25 @@ def _slices(text: str) -> tuple[int, ...]:
     if not lengths or not all(length.isdecimal() for length in lengths):
         raise ScheduleError(f"from_csv: slices must be lengths, such as '# slices: 3 2 2'; got {text[:60]!r}")
     return tuple(map(int, lengths))
+
+
+def _row(line: str) -> tuple[tuple[Action, ...], Ranges]:
+    row: list[Action] = []
+    ranges = []
+    for cell in _FILLED.finditer(line):
+        first, group = len(row), _GROUP.fullmatch(cell[0].strip())
+        for part in group[1].split(";") if group else [cell[0]]:
+            row += _actions(part.strip())
+        if len(row) - first > 1:
+            ranges.append((first, len(row)))
+    return tuple(row), tuple(ranges)
+
+
+def _cells(schedule: ScheduleData, rank: int) -> list[str]:
+    cells = [*map(_cell, schedule.actions[rank])]
+    for first, end in reversed(schedule.beside_of(rank)):
+        cells[first:end] = [f"({';'.join(cells[first:end])})OVERLAP_F_B"]
+    return cells
 
 
 def _cell(action: Action) -> str:
@@ -73,14 +89,18 @@ def _check_torch_has(schedule: ScheduleData) -> None:
                 f"to_csv: torch has no actions that offload, load or recompute, and the schedule has {action}; leave "
                 "header=False out, or use a schedule without them"
             )
+    for rank, ranges in enumerate(schedule.beside):
+        for passes in (schedule.actions[rank][first:end] for first, end in ranges):
+            if [action.kind for action in passes] not in (["F", "BW"], ["F", "B"]):
+                raise ScheduleError(
+                    "to_csv: torch overlaps an F with one backward behind it, and the schedule has "
+                    f"{'+'.join(map(str, passes))}; leave header=False out, or use a schedule without it"
+                )
 
 
 def _actions(cell: str) -> list[Action]:
     if not cell or _OTHER.fullmatch(cell):
         return []
-    pair = _PAIR.fullmatch(cell)
-    if pair is not None:
-        return [action for each in pair[1].split(";") for action in _actions(each.strip())]
     match = _CELL.fullmatch(cell)
     if match is None:
         raise ScheduleError(

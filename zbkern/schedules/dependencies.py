@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from zbkern.schedules.actions import Action
+from zbkern.schedules.actions import Action, Ranges
 
 Result = tuple[str, int, int]
 _GIVING = ("F", "B", "BW")  # what other chunks wait for, and what waits for them
@@ -31,20 +31,26 @@ def producer(action: Action, chunks: int) -> Result | None:
     return ("B", chunk + 1, microbatch) if kind in _GIVING and chunk < chunks - 1 else None
 
 
-def order_of_running(rows: Sequence[Sequence[Action]], chunks: int) -> Iterator[tuple[int, Action]]:
+def order_of_running(
+    rows: Sequence[Sequence[Action]], chunks: int, beside: Sequence[Ranges] = ()
+) -> Iterator[tuple[int, Action]]:
     """(rank, action) of all that can run, each after what it needs: every rank as far as its row gets.
 
-    Ends early where ranks wait for each other. rows: the actions of each rank; chunks: of the whole pipeline.
+    Ends early where ranks wait for each other. rows: the actions of each rank; chunks: of the whole pipeline. beside:
+    for each rank what begins only when all of it can, of which the first then stands for all.
     """
     done: set[Result | None] = {None}
     waiting: dict[Result | None, list[int]] = {}
     position = [0] * len(rows)
+    groups = [dict(ranges) for ranges in beside or [()] * len(rows)]
     runnable = deque(range(len(rows)))
     while runnable:
         rank = runnable.popleft()
         while position[rank] < len(rows[rank]):
-            action = rows[rank][position[rank]]
-            need = producer(action, chunks)
+            row = rows[rank]
+            action = row[position[rank]]
+            end = groups[rank].get(position[rank])
+            need = producer(action, chunks) if end is None else _missing(row[position[rank] : end], chunks, done)
             if need not in done:
                 waiting.setdefault(need, []).append(rank)
                 break
@@ -53,3 +59,7 @@ def order_of_running(rows: Sequence[Sequence[Action]], chunks: int) -> Iterator[
             made = result(action)
             done.add(made)
             runnable.extend(waiting.pop(made, ()))
+
+
+def _missing(passes: Sequence[Action], chunks: int, done: set[Result | None]) -> Result | None:
+    return next((need for need in (producer(action, chunks) for action in passes) if need not in done), None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from zbkern.schedules.actions import Action, ScheduleError, check_count
@@ -98,12 +99,22 @@ def zb_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
 def dualpipe_v(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:
     """DualPipe-V (DeepSeek-V3, arXiv 2412.19437, cut in half): a forward beside a fused backward in the steady state.
 
-    Each such pair stands as F then BW; an engine may overlap them. Memory p + 1/2; bubble (p-1)/2 if they are not
-    overlapped. With fewer than 2p microbatches it is the schedule for 2p without the missing microbatches.
+    Each such pair runs beside each other, but the first of the last rank, as in torch. Memory p + 1/2; bubble (p-1)/2
+    where that hides nothing. With fewer than 2p microbatches it is the schedule for 2p without the missing ones, and
+    without pairs.
     """
-    return _in_a_v(
+    made = _in_a_v(
         "dualpipe_v", stages, microbatches, slices, lambda m: _filled(stages, m, 2 * stages, _fill_dualpipe_v)
     )
+    if len(made.units) < 2 * stages:
+        return made
+    pairs = [[(at, at + 2) for at, both in enumerate(pairwise(row)) if _is_pair(*both)] for row in made.actions]
+    del pairs[-1][:1]
+    return replace(made, beside=tuple(map(tuple, pairs)) if any(pairs) else ())
+
+
+def _is_pair(before: Action, after: Action) -> bool:
+    return before.kind == "F" and after.kind == "BW" and before[1:3] != after[1:3]
 
 
 def v_half(stages: int, microbatches: int, *, slices: Slices = 1) -> Schedule:

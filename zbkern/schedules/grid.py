@@ -79,10 +79,11 @@ def cells_of(schedule: ScheduleData, slots: list[list[int]] | None = None) -> li
     one_chunk_each = len(schedule.placement) == len(schedule.actions)
     width = max((row[-1] + 2 for row in slots if row), default=0)
     cells = []
-    for row, starts in zip(schedule.actions, slots, strict=True):
+    for rank, (row, starts) in enumerate(zip(schedule.actions, slots, strict=True)):
         line = [_IDLE] * width
-        for action, slot in zip(row, starts, strict=True):
-            label = str(action)
+        followed = {at for first, end in schedule.beside_of(rank) for at in range(first, end - 1)}
+        for index, (action, slot) in enumerate(zip(row, starts, strict=True)):
+            label = str(action) + "+" * (index in followed)
             line[slot] = label.removeprefix(str(action.chunk)) if one_chunk_each else label
             if action.kind == "BW":
                 line[slot + 1] = "-"

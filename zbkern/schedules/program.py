@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from zbkern.schedules.actions import COPIES, Action
+from zbkern.schedules.actions import COPIES, Action, Beside, Ranges
 
 FILLS = ("planned", "eager")  # W where the schedule has it, or wherever the rank would wait
+
+
+Program = Sequence[tuple[Action | Beside, ...]]
+
+
+def program_of(actions: Sequence[Action], beside: Ranges = ()) -> Program:
+    """The program of a rank: its actions as `merge_neighbours` gives them, with an entry for what runs side by side."""
+    program: list[tuple[Action | Beside, ...]] = []
+    start = 0
+    for first, end in beside:
+        program += [*merge_neighbours(actions[start:first]), (Beside(tuple(actions[first:end])),)]
+        start = end
+    return [*program, *merge_neighbours(actions[start:])]
 
 
 def merge_neighbours(actions: Sequence[Action]) -> Iterable[tuple[Action, ...]]:

@@ -9,8 +9,8 @@ from functools import cache
 from typing import NoReturn
 
 from zbkern.schedules import grid
-from zbkern.schedules.actions import KINDS, Action, ScheduleData, ScheduleError, check_count
-from zbkern.schedules.dependencies import Result, order_of_running, producer
+from zbkern.schedules.actions import COPIES, KINDS, Action, ScheduleData, ScheduleError, check_count
+from zbkern.schedules.dependencies import Result, order_of_running, producer, result
 from zbkern.schedules.slices import Unit, slice_lengths, units_of
 
 _ONCE = "it has run before; every pass runs once"
@@ -58,6 +58,8 @@ def validate(schedule: ScheduleData) -> None:
     units = units_of(microbatches, slices, own_slices) if own_slices else len(slices)
     for rank in range(ranks):
         _Row(schedule, units, rank).check()
+    if schedule.beside:
+        _check_beside(schedule)
     _check_progress(schedule)
 
 
@@ -127,17 +129,61 @@ def _why_not(letter: str, ran: str) -> str | None:
     return next((why for letters, before, why in _RULES if letter in letters and re.search(before, ran)), None)
 
 
+def _check_beside(schedule: ScheduleData) -> None:
+    """What runs side by side: neighbours, of which none waits for another, or changes what another is in the midst of.
+
+    That they wait for no F or B of another chunk that is among them is for `_check_progress`.
+    """
+    if len(schedule.beside) != len(schedule.actions):
+        raise ScheduleError(
+            f"Schedule {schedule.name}: beside must be ranges for each of the {len(schedule.actions)} ranks, or (); "
+            f"got {len(schedule.beside)}"
+        )
+    for rank, ranges in enumerate(schedule.beside):
+        row, behind = schedule.actions[rank], 0
+        for first, end in ranges:
+            if not behind <= first <= end - 2 < len(row) - 1:
+                raise ScheduleError(
+                    f"Schedule {schedule.name}: rank {rank}: beside must be ranges of two and more of its {len(row)} "
+                    f"actions, in order; got {(first, end)} behind {behind}"
+                )
+            behind = end
+            for index in range(first, end):
+                if row[index].kind in ("R", *COPIES):
+                    _fail(schedule, rank, index, "F, B, BW and W run beside others; R, O and L do not")
+                why = next(filter(None, (_apart(row[index], row[other]) for other in range(first, index))), None)
+                if why is not None:
+                    _fail(schedule, rank, index, why)
+
+
+def _apart(later: Action, earlier: Action) -> str | None:
+    """Why two actions of a rank cannot run beside each other, if so."""
+    kinds = {later.kind, earlier.kind}
+    if later.chunk != earlier.chunk:
+        return None
+    if later.microbatch == earlier.microbatch:
+        return f"it needs {earlier}, which it would run beside"
+    if "W" not in kinds and ("F" not in kinds or len(kinds) == 1):
+        return f"a chunk runs one forward and one backward at a time; it would run beside {earlier}"
+    return None
+
+
 def _check_progress(schedule: ScheduleData) -> None:
     """Runs every rank as far as it gets. A rank that stops waits for a pass that its owner never reaches."""
     rows, placement = schedule.actions, schedule.placement
-    position = [0] * len(rows)
-    for rank, _ in order_of_running(rows, len(placement)):
+    position, done = [0] * len(rows), set()
+    for rank, action in order_of_running(rows, len(placement), schedule.beside):
         position[rank] += 1
+        done.add(result(action))
     stuck: dict[int, Result] = {}
     for rank, row in enumerate(rows):
-        need = producer(row[position[rank]], len(placement)) if position[rank] < len(row) else None
-        if need is not None:
-            stuck[rank] = need
+        first = position[rank]
+        begins = row[first : dict(schedule.beside_of(rank)).get(first, first + 1)]
+        for index, action in enumerate(begins, first):
+            need = producer(action, len(placement))
+            if need is not None and need not in done:
+                stuck[rank], position[rank] = need, index
+                break
     if not stuck:
         return
     # a stuck rank waits for a pass that another one has (rows are complete) and is stuck before: some wait in a ring

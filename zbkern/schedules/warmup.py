@@ -13,9 +13,9 @@ def rank_order(schedule: Schedule) -> list[int]:
 def speculative_forwards(schedule: Schedule) -> list[int]:
     """By rank: how many of its first actions can run before the last optimizer step is validated.
 
-    They are forwards of the first chunk of each rank, in rank order. Their inputs come only from ranks that validate
-    later, so that no rank waits for an input that its sender, having rolled back, no longer computes; and none of them
-    needs an action that is not among them, so that every rank gets to validate.
+    They are forwards of the first chunk of each rank, in rank order, with nothing beside them. Their inputs come only
+    from ranks that validate later, so that no rank waits for an input that its sender, having rolled back, no longer
+    computes; and none of them needs an action that is not among them, so that every rank gets to validate.
     """
     order = rank_order(schedule)
     position = [0] * schedule.ranks
@@ -23,7 +23,8 @@ def speculative_forwards(schedule: Schedule) -> list[int]:
     for chunk, rank in enumerate(order):
         if schedule.placement[chunk] != rank or chunk == len(schedule.placement) - 1:
             break
-        for kind, other, microbatch in schedule.actions[rank]:
+        alone = next((first for first, end in schedule.beside_of(rank)), None)
+        for kind, other, microbatch in schedule.actions[rank][:alone]:
             if kind != "F" or other != chunk or (chunk > 0 and (chunk - 1, microbatch) not in done):
                 break
             done.add((chunk, microbatch))

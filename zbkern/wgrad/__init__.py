@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zbkern.wgrad.beside import in_flight
 from zbkern.wgrad.queue import WGradQueue, current, no_defer, run_in_backward
 from zbkern.wgrad.task import Segment, WGradFunction, WGradKernel, WGradTask
 
@@ -12,6 +13,7 @@ __all__ = [
     "WGradQueue",
     "WGradTask",
     "current",
+    "in_flight",
     "no_defer",
     "run_in_backward",
 ]

@@ -38,9 +38,9 @@ class WGradQueue:
             Gradients are then complete where `join` or `run()` of everything was called; until then nothing else may
             touch them, a backward that does not defer included. Gradients with hooks, which may look at them at once,
             are computed on the current stream.
-        wgrads_per_collective: how many pending W run while a collective of a backward inside `defer` is in flight:
-            tensor-parallel layers and `zbkern.nn.ExpertParallel` start the collective, run so many W, and only then
-            wait for it.
+        wgrads_per_collective: how many pending W run while a collective of a pass inside `defer` is in flight
+            (`in_flight`): backwards of tensor-parallel layers, and `zbkern.nn.ExpertParallel`, start the collective,
+            run so many W, and only then wait for it.
         regather_inputs: True lets a sequence-parallel linear keep this rank's shard of its input instead of the
             gathered input, and W all-gathers it again: less memory, one more all-gather. Such a W communicates, so all
             ranks of a tensor-parallel group must then run the same W in the same order (not `fill="eager"`, nor a
@@ -51,8 +51,8 @@ class WGradQueue:
         check_values: False at first. Of W that are added while it is True the values that they read are compared
             between B and W: writes that torch does not count (through `.data`, say) are errors, too. Waits for the
             device.
-        in_slice: False at first. True while a forward inside `defer` is of a slice of its sequences, in which attention
-            needs what came before.
+        in_slice: False at first, in each thread. True while a forward inside `defer` is of a slice of its sequences, in
+            which attention needs what came before.
 
     Every method may be called from any thread; a scope of `defer` belongs to the thread that opened it.
 
@@ -78,7 +78,6 @@ class WGradQueue:
         self.wgrads_per_collective = wgrads_per_collective
         self.regather_inputs = regather_inputs
         self.check_values = False
-        self.in_slice = False
         self.peak_bytes = 0
         self.listeners: list[Callable[[Sequence[WGradTask]], None]] = []
         self._held = HeldStorages()
@@ -102,6 +101,15 @@ class WGradQueue:
                 )
             self.join()
             self._side = None if stream is None else side_stream.SideStream(stream)
+
+    @property
+    def in_slice(self) -> bool:
+        """Whether a forward of this thread is of a slice."""
+        return thread.in_slice
+
+    @in_slice.setter
+    def in_slice(self, value: bool) -> None:
+        thread.in_slice = value
 
     def defer(self, key: Hashable = None) -> _Scope:
         """Inside, every `backward()` of this thread runs B only; its W wait here under `key`.
@@ -185,9 +193,8 @@ class WGradQueue:
     def run_during_collective(self) -> int:
         """Runs `wgrads_per_collective` of the oldest W, fewer where fewer are pending. Returns how many.
 
-        For layers of your own: call it in a backward, between the start of a collective and the wait for it. W with
-        hooks are left: this backward may have more to add to the same parameter. Those of one weight count as one when
-        merging. A count, not a time: all ranks of a group run the same W.
+        `in_flight` calls it. W with hooks are left: this backward may have more to add to the same parameter. Those of
+        one weight count as one when merging. A count, not a time: all ranks of a group run the same W.
         """
         ran = 0
         with self._lock:
@@ -266,13 +273,17 @@ class WGradQueue:
         """first: a task of them, on whose device they run. W computes in the dtypes that B left, and real gradients."""
         device = first.tensors[0].device.type
         autocast = torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(device)
-        with (
-            torch.autocast(device, enabled=False) if autocast else _NOTHING,
-            torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING,
-            torch.set_grad_enabled(False),  # half the time of no_grad()
-        ):
-            for batch, hooked in batches:
-                self._run_batch(batch, hooked)
+        outer, thread.in_w = thread.in_w, True
+        try:
+            with (
+                torch.autocast(device, enabled=False) if autocast else _NOTHING,
+                torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING,
+                torch.set_grad_enabled(False),  # half the time of no_grad()
+            ):
+                for batch, hooked in batches:
+                    self._run_batch(batch, hooked)
+        finally:
+            thread.in_w = outer
 
     def _run_batch(self, batch: grouping.Batch, hooked: bool) -> None:
         """Runs groups that are one kernel; the tasks leave the queue once their gradients are computed."""
@@ -358,13 +369,13 @@ class _Scope:
         self._where = queue, key
 
     def __enter__(self) -> WGradQueue:
-        _scopes.stack.append((self._where, torch.autograd.set_multithreading_enabled(False)))
+        thread.stack.append((self._where, torch.autograd.set_multithreading_enabled(False)))
         return self._where[0]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _scopes.stack.pop()[1].__exit__(kind, error, trace)
+        thread.stack.pop()[1].__exit__(kind, error, trace)
 
 
 class no_defer:  # as torch.no_grad
@@ -378,21 +389,24 @@ class no_defer:  # as torch.no_grad
 
     def __enter__(self) -> None:
         _count(1)  # where no queue exists yet, forwards do not ask whether they may defer
-        _scopes.stack.append((None, _NOTHING))
+        thread.stack.append((None, _NOTHING))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _scopes.stack.pop()
+        thread.stack.pop()
         _count(-1)
 
 
-class _Scopes(threading.local):
+class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[tuple[WGradQueue, Hashable] | None, AbstractContextManager[None]]] = []
+        self.in_slice = False
+        self.in_w = False  # a W runs
+        self.give_way: Callable[[], None] | None = None  # of the pass that runs: lets those beside it go on
 
 
-_scopes = _Scopes()
+thread = _Thread()
 _backward_queues: weakref.WeakValueDictionary[int, WGradQueue] = weakref.WeakValueDictionary()  # by running backward
 possible = False  # some queue exists, so W may be deferred
 _alive = 0
@@ -408,13 +422,13 @@ def _count(change: int) -> None:
 
 def current() -> tuple[WGradQueue, Hashable] | None:
     """The queue and key of the innermost `defer` scope of this thread, or None, also inside `no_defer`."""
-    stack = _scopes.stack
+    stack = thread.stack
     return stack[-1][0] if stack else None
 
 
 def may_defer() -> bool:
     """False inside `no_defer`."""
-    stack = _scopes.stack
+    stack = thread.stack
     return not stack or stack[-1][0] is not None
 
 

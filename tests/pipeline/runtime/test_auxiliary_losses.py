@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from tests.support.chunks import one_rank
 from zbkern import testing
 from zbkern.pipeline import add_loss, check_slices, schedules
-from zbkern.pipeline.auxiliary_losses import _running
+from zbkern.pipeline.auxiliary_losses import _thread
 
 WIDTH, TOKENS = 6, 8
 
@@ -98,7 +98,7 @@ def test_outside_of_a_pipeline_it_counts_once() -> None:
     mse_loss(block(x), y).backward()
     backward(plain, [x], [y])
     testing.assert_same_gradients(block, plain, 1e-12)
-    assert _running.losses is None
+    assert _thread.running is None
 
 
 def of_shards() -> None:

@@ -41,12 +41,19 @@ from tests.support.random_chunks import (
     Chunk,
     Counts,
     Hooked,
+    InFlight,
     Noise,
     Normed,
     Penalised,
     randn,
 )
-from tests.support.schedules import all_forwards_first, is_valid, random_rows, with_actions
+from tests.support.schedules import (
+    all_forwards_first,
+    is_valid,
+    random_rows,
+    with_actions,
+    with_neighbours_beside,
+)
 from tests.support.seeds import seed
 from zbkern.pipeline import Optimizer, Pipeline, PipelineError, Schedule, StepOptions, checkpoint, schedules
 from zbkern.pipeline.runtime.memory import host_copies
@@ -138,6 +145,9 @@ class Case:
             [rule(rng.randint(1, 4)) if rule else draw(rng, placement) for _ in range(rng.randint(1, 3))]
             for placement, rule in zip(placements, self.rules, strict=True)
         ]
+        self.beside = rng.random() < 0.4
+        if self.beside:  # numbers of a second forward would not be those of one process
+            drawn = [[with_neighbours_beside(rng, each, forwards=1) for each in part] for part in drawn]
         self.saves = any(offloads_or_recomputes(row) for part in drawn for each in part for row in each.actions)
         holders = rng.choice([(), (), (0, count - 1), range(count)])
         self.tied = holders if count > 1 else ()
@@ -145,6 +155,8 @@ class Case:
         kinds = OF_W if self.flat else IN_SLICES if self.sliced else BY_TOKEN + OTHERS
         if not self.flat and not self.sliced and all(max(placement) == 0 for placement in placements):
             kinds = kinds + ALONE
+        if self.beside:
+            kinds = kinds + [InFlight] * len(kinds)
         if OLD_TORCH and self.saves:  # it loses hooks of weights that are saved for an R, or offloaded
             kinds = [kind for kind in kinds if kind is not Hooked]
         self.chunks = [

@@ -1,7 +1,7 @@
-"""Collectives of B that W covers: started, then W of the queue runs, then they are waited for.
+"""Collectives that others cover: started, then passes beside this one and W of the queue run, then they are waited for.
 
-Where torch's tensor parallelism communicates in a backward, `cover_backward_of` lets W run between the start and the
-wait (`WGradQueue(wgrads_per_collective=...)`). All ranks run the same number of W there, at the same points.
+Where torch's tensor parallelism communicates in a backward, `cover_backward_of` calls `wgrad.in_flight` between the
+start and the wait.
 """
 
 from __future__ import annotations
@@ -17,16 +17,10 @@ from torch import Tensor
 
 from zbkern import wgrad
 from zbkern.ops.functions._shapes import ShardLayout
+from zbkern.wgrad.beside import is_any_beside
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
-
-
-def run_w() -> None:
-    """Runs W of the queue that this backward defers to, as many as it wants to run beside a collective."""
-    scope = wgrad.current()
-    if scope is not None and scope[0].wgrads_per_collective:
-        scope[0].run_during_collective()
 
 
 def arrived(tensor: Any) -> Tensor:
@@ -54,17 +48,17 @@ class Arrived(torch.autograd.Function):
 
 
 def arriving(gradient: DTensor) -> DTensor:
-    """A gradient that B needs next, waited for; while it is in flight, W runs."""
+    """A gradient that B needs next, waited for; while it is in flight, others run."""
     part = gradient._local_tensor
     if not is_wrapped(part) or torch.is_grad_enabled():
         return gradient
     if not part.completed:  # type: ignore[attr-defined]
-        run_w()
+        wgrad.in_flight()
     return ShardLayout.of(gradient).tensor(arrived(part))
 
 
 def local_of(tensor: DTensor, placements: Sequence[Placement] | None = None) -> Tensor:
-    """This rank's part of a gradient, cut as `placements` say; W runs while other ranks send their parts."""
+    """This rank's part of a gradient, cut as `placements` say; others run while other ranks send their parts."""
     moves = placements is not None and tuple(tensor.placements) != tuple(placements)
     if torch.is_grad_enabled():  # create_graph=True
         return (tensor.redistribute(placements=placements) if moves else tensor).to_local()
@@ -74,10 +68,10 @@ def local_of(tensor: DTensor, placements: Sequence[Placement] | None = None) -> 
 
 
 def cover_backward_of(x: DTensor) -> None:
-    """In B, lets W run beside the collective that brings the gradient of x to what x was before a redistribution.
+    """In B, lets others run beside the collective that brings the gradient of x to what x was before a redistribution.
 
     torch starts that collective after this layer's backward, in the node that made x, once the gradients of all who
-    use x are summed. A hook before that node starts it instead and runs W; the node then finds nothing to be done.
+    use x are summed. A hook before that node starts it instead, and lets others run; the node then has nothing to do.
     """
     node: Any = x.grad_fn
     placements = None if node is None else _before(node)
@@ -100,8 +94,7 @@ def _cover(
     placements: tuple[Placement, ...], dtype: torch.dtype | None, gradients: tuple[Any, ...]
 ) -> tuple[Any, ...] | None:
     (gradient,) = gradients
-    scope = wgrad.current()
-    if scope is None or not scope[0].wgrads_per_collective or torch.is_grad_enabled():
+    if torch.is_grad_enabled() or not is_any_beside():
         return None
     if gradient is None or tuple(gradient.placements) == placements or dtype not in (None, gradient.dtype):
         return None
@@ -112,13 +105,14 @@ def _cover(
 class AllToAll(torch.autograd.Function):
     """Rows to and from every rank of a group: sent[r] rows of x go to rank r, received[r] rows come from there.
 
-    B is the way back; W runs while it is in flight.
+    B is the way back. Others run while they are in flight.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
         ctx.route = sent, received, group
         y, work = _start(x, sent, received, group)
+        wgrad.in_flight()
         work.wait()
         return y
 
@@ -128,9 +122,39 @@ class AllToAll(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return AllToAll.apply(dy, received, sent, group), None, None, None
         dx, work = _start(dy, received, sent, group)
-        run_w()
+        wgrad.in_flight()
         work.wait()
         return dx, None, None, None
+
+
+def exchange_counts(sent: Tensor, ranks: int, group: Any) -> tuple[Tensor, list[int], list[int]]:
+    """How many rows come from every rank for each expert of this one, when sent[i] rows go to expert i of all; and how
+    many rows go to every rank, and come from there.
+
+    Others run until the numbers are on the host. On a GPU they come by a stream of their own: other passes compute
+    meanwhile on the current one.
+    """
+    if ranks == 1:
+        return sent, [], []
+    received = torch.empty_like(sent)
+    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    if sent.device.type != "cuda":
+        wgrad.in_flight()
+        work.wait()
+        both = torch.stack((sent, received))
+    else:
+        side = torch.cuda.Stream(sent.device)
+        side.wait_stream(torch.cuda.current_stream(sent.device))
+        with torch.cuda.stream(side):
+            work.wait()
+            both = torch.empty((2, len(sent)), dtype=sent.dtype, pin_memory=True)
+            both[0].copy_(sent, non_blocking=True)
+            both[1].copy_(received, non_blocking=True)
+            arrived = side.record_event()
+        wgrad.in_flight()
+        arrived.synchronize()  # whatever uses `received` comes after this
+    out, back = both.view(2, ranks, -1).sum(2).tolist()
+    return received, out, back
 
 
 def _start(x: Tensor, sent: list[int], received: list[int], group: Any) -> tuple[Tensor, Any]:

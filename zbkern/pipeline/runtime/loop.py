@@ -8,6 +8,7 @@ runs task by task whenever the rank would otherwise wait, or when it must make r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -16,18 +17,17 @@ from zbkern.pipeline.runtime.arguments import Microbatch
 from zbkern.pipeline.runtime.measure.recorder import Recorder
 from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.options import StepOptions
+from zbkern.pipeline.runtime.overlap.passes import Passes
 from zbkern.pipeline.runtime.replicas.agreement import number_of
 from zbkern.pipeline.runtime.replicas.data_parallel import Replicas
 from zbkern.pipeline.runtime.slices.sequence_loss import put_together
 from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.transport.base import Tag, Transport
-from zbkern.schedules.actions import Action
+from zbkern.schedules.actions import Action, Beside
 from zbkern.schedules.dependencies import producer
-from zbkern.schedules.program import merge_neighbours, offloads_or_recomputes, peak_microbatches
+from zbkern.schedules.program import Program, offloads_or_recomputes, peak_microbatches, program_of
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.warmup import speculative_forwards
-
-Program = Sequence[tuple[Action, ...]]
 
 
 class Loop:
@@ -55,6 +55,7 @@ class Loop:
         self.forward_input: Any = None  # the input of the forward that runs
         self.results: list[Any] = []  # of the last chunk: losses, or what `forward` returns
         self._replicas, self._options = replicas, options
+        self._passes = Passes(recorder.device)
         self._fill, self._timeout = fill, timeout
         self._ledger: Ledger | None = None
         self._batch: Sequence[Microbatch] = ()
@@ -66,6 +67,8 @@ class Loop:
         if self.program and schedule is self.schedule:
             return
         row, ledger = schedule.actions[self.recorder.rank], self._ledger
+        program = program_of(row, schedule.beside_of(self.recorder.rank))
+        self._replicas.check_beside(program)
         if ledger is None and offloads_or_recomputes(row):
             modules = {chunk: stage.module for chunk, stage in self.stages.items()}
             ledger = Ledger(modules, self.recorder, self._options)
@@ -74,7 +77,7 @@ class Loop:
         self.schedule, self._last = schedule, len(schedule.placement) - 1
         if ledger is not self._ledger:
             self.use_ledger(ledger)
-        self.program = [*merge_neighbours(row)]
+        self.program = program
         self.passes = number_of([action for action in row if action.kind != "W"]) if self._replicas.agreement else 0
         self.max_in_flight = peak_microbatches(row)
         self.max_ahead = speculative_forwards(schedule)[self.recorder.rank]
@@ -104,17 +107,21 @@ class Loop:
         self._batch, results, self.results = (), self.results, []
         return results
 
-    def run(self, program: Iterable[tuple[Action, ...]]) -> None:
+    def run(self, program: Iterable[tuple[Action | Beside, ...]]) -> None:
         transport, recorder = self.transport, self.recorder
         handlers: dict[str, Callable[..., None]]
         handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "BW": self._backward}
+        handlers["+"] = self._beside
         if self._ledger is not None:
             handlers.update(self._ledger.handlers)
-        for group in program:
-            action = group[0]
-            transport.begin_action(action)
-            with recorder.label(action):
-                handlers[action.kind](*group)
+        try:
+            for group in program:
+                action = group[0]
+                transport.begin_action(action)
+                with recorder.label(action):
+                    handlers[action.kind](*group)
+        finally:
+            self._passes.close()
         while self.queue.pending():  # eager: W that ran in no wait
             self._run_oldest()
         self.queue.join()
@@ -132,12 +139,40 @@ class Loop:
 
     # ---- handlers; those of R, O and L are the ledger's
 
+    def _beside(self, beside: Beside) -> None:
+        """Passes that take turns, once all inputs have arrived: a pass that waited for one would hold up the others."""
+        handlers = {"F": self._run_forward, "B": self._run_backward, "BW": self._run_backward, "W": self._run_weight}
+        ready = [
+            partial(self._take_part, action, handlers[action.kind], self._input(action)) for action in beside.passes
+        ]
+        self._passes.run(ready, [index for index, action in enumerate(beside.passes) if action.kind == "F"])
+
+    def _take_part(self, action: Action, handler: Callable[[Action, Any], None], inputs: Any) -> None:
+        """A pass beside others, in a thread of its own."""
+        try:
+            with self.recorder.label(action):
+                handler(action, inputs)
+        except Exception:
+            if self._passes.error is None:  # the others then end, which is no failure of theirs
+                self.transport.begin_action(action)
+            raise
+
+    def _input(self, action: Action) -> Any:
+        """What an action is given by another chunk, or by the batch; waits for it."""
+        kind, chunk, microbatch = action
+        if kind == "F":
+            if self._fill == "eager":
+                self._free_memory_for_forward()
+            return self._batch[microbatch].inputs if chunk == 0 else self._await("F", action)
+        return None if chunk == self._last or kind == "W" else self._await("B", action)
+
     def _forward(self, action: Action) -> None:
+        self._run_forward(action, self._input(action))
+
+    def _run_forward(self, action: Action, inputs: Any) -> None:
         _, chunk, microbatch = action
-        if self._fill == "eager":
-            self._free_memory_for_forward()
         stage, unit = self.stages[chunk], self._batch[microbatch]
-        inputs = self.forward_input = unit.inputs if chunk == 0 else self._await("F", action)
+        self.forward_input = inputs
         start = self.recorder.now()
         target = unit.target if chunk == self._last and not self._returns_outputs else None
         side = {**unit.checked_side(microbatch), **stage.carries.begin(microbatch, unit.tokens, inputs)}
@@ -168,8 +203,10 @@ class Loop:
         return [loss_fn(outputs, target.value)]
 
     def _backward(self, action: Action) -> None:
+        self._run_backward(action, self._input(action))
+
+    def _run_backward(self, action: Action, gradients: Any) -> None:
         kind, chunk, microbatch = action
-        gradients = None if chunk == self._last else self._await("B", action)
         self.stages[chunk].prepare(microbatch)
         start = self.recorder.now()
         fused = kind == "BW" and not self._replicas  # whose reductions begin while other W run: these come after B
@@ -184,7 +221,7 @@ class Loop:
             self._replicas.backward_done(chunk)
         self.recorder.done((action,), start)
 
-    def _weight(self, *actions: Action) -> None:
+    def _weight(self, *actions: Action, in_turns: bool = False) -> None:
         chunk = actions[0].chunk
         if self.stages[chunk].splits is False:
             self.stages[chunk].warn_of_fused_backward()
@@ -193,8 +230,11 @@ class Loop:
         microbatches = [action.microbatch for action in actions]
         self.stages[chunk].prepare(*microbatches)
         start = self.recorder.now()
-        self.stages[chunk].weight(*microbatches)
+        self.stages[chunk].weight(*microbatches, in_turns=in_turns)
         self.recorder.done(actions, start)
+
+    def _run_weight(self, action: Action, _: Any) -> None:
+        self._weight(action, in_turns=True)
 
     # ---- waiting, sending, filling
 
@@ -211,8 +251,9 @@ class Loop:
         assert needed is not None  # the first chunk's inputs and the last one's gradients are not awaited
         return self.schedule.placement[needed[1]]
 
-    def wait_for_input(self, action: Action, instead: Any) -> None:
-        """Returns once an F has its input, or the message with the tag `instead` is there."""
+    def wait_for_input(self, action: Action | Beside, instead: Any) -> None:
+        """Returns once an F, which runs alone, has its input, or the message with the tag `instead` is there."""
+        assert isinstance(action, Action)
         if action.chunk > 0:
             tag = Tag(self.step, "F", action.chunk, action.microbatch)
             self.transport.wait_for(self._sender(action), tag, self._timeout, instead)

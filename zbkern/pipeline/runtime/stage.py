@@ -22,7 +22,7 @@ from zbkern.pipeline.runtime.slices.sequence_loss import SequenceLosses, loss_of
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target, adds_up, tells_ends
 from zbkern.pipeline.transport.tensors import wait_for
 from zbkern.schedules.schedule import Schedule
-from zbkern.wgrad import WGradQueue
+from zbkern.wgrad import WGradQueue, in_flight
 from zbkern.wgrad.queue import AT_ONCE
 
 logger = logging.getLogger("zbkern")
@@ -150,10 +150,12 @@ class Stage:
         self.carries.end_backward(microbatch)
         return pytree.tree_map(_take_gradient, inputs) if self.chunk > 0 else None
 
-    def weight(self, *microbatches: int) -> None:
-        """W of these microbatches, merged into one launch per weight."""
+    def weight(self, *microbatches: int, in_turns: bool = False) -> None:
+        """W of these microbatches, merged into one launch per weight. in_turns: one at a turn, beside other passes."""
         keys: list[Any] = [(self.chunk, microbatch) for microbatch in microbatches]
         with _NOTHING if self.ledger is None else self.ledger.weight(keys):
+            while in_turns and self.queue.run_one(keys):
+                in_flight()
             self.queue.run(keys)
 
     def warn_of_fused_backward(self) -> None:

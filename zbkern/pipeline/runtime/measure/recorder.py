@@ -102,20 +102,20 @@ class Recorder:
         if self._marks:
             self._clock.wait(self._marks[-1][1])
 
-    def label(self, action: Action) -> AbstractContextManager[Any]:
+    def label(self, action: object) -> AbstractContextManager[Any]:
         """A range with the action's name, such as 2B5, where torch's profiler (or its NVTX form) is on."""
         if torch.autograd._profiler_enabled():
             return torch.profiler.record_function(str(action))
         return contextlib.nullcontext()
 
     def events(self) -> list[Event]:
-        """The marks as events; actions that ran as one launch share its time equally."""
+        """The marks as events, in the order of their starts; actions that ran as one launch share its time equally."""
         events = []
         for actions, start, end in self._marks:
             begin, finish = self._clock.seconds(start), self._clock.seconds(end)
             share = (finish - begin) / len(actions)
             events += [Event(self.rank, a, begin + i * share, begin + (i + 1) * share) for i, a in enumerate(actions)]
-        return events
+        return sorted(events, key=lambda event: event.start)  # those beside each other end in any order
 
     def recorded(self) -> Recorded:
         """The last step, for the other ranks."""

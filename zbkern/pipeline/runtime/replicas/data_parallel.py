@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from zbkern.data_parallel import end_backward, is_sharded, parameter_groups, unsharded
 from zbkern.pipeline.runtime.replicas.agreement import Agreement
 from zbkern.pipeline.transport.base import Transport
+from zbkern.schedules.actions import Beside
+from zbkern.schedules.program import Program
 from zbkern.wgrad import WGradQueue, WGradTask, accumulation
 
 PendingWGrads = Mapping[int, int]  # id of a parameter -> how many of its W are still to run
@@ -49,6 +51,18 @@ class Replicas:
 
     def __bool__(self) -> bool:
         return bool(self._reducers)
+
+    def check_beside(self, program: Program) -> None:
+        """Raises ValueError where a chunk of FSDP2 would run its F beside a backward of its own: each gathers and frees
+        the weights by itself."""
+        for beside in (group[0] for group in program if isinstance(group[0], Beside)):
+            chunks = Counter(action.chunk for action in beside.passes if action.kind != "W")
+            chunk, passes = chunks.most_common(1)[0] if chunks else (0, 0)
+            if passes > 1 and isinstance(self._reducers.get(chunk), FSDPReducer):
+                raise ValueError(
+                    f"Pipeline: chunk {chunk} is in fully_shard, and {beside} would use its weights at once; use a "
+                    "schedule in which passes of different chunks run beside each other, such as dualpipe_v"
+                )
 
     def begin(self, microbatches: int) -> None:
         """Before the first forward of a step: from here on gradients stay on this replica."""

@@ -1,0 +1,172 @@
+"""A Pipeline whose passes run beside each other: order and failures. Gradients are in `test_differential.py`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbkern
+from tests.support.chunks import one_rank, results_on_threads
+from tests.support.random_chunks import InFlight
+from tests.support.schedules import schedule_of
+from zbkern.pipeline import Pipeline, PipelineError, Schedule, schedules
+
+WIDTH = 4
+
+
+class Noted(nn.Module):
+    """Notes when it runs, in F and in B, before and after it gives way."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        super().__init__()
+        self.name, self.notes, self.fails = name, notes, ""
+        self.linear = zbkern.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def note(self, what: str) -> None:
+        self.notes.append(f"{self.name}{what}")
+        if self.fails == what:
+            raise ValueError(f"{what} of {self.name}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Notes.apply(self.linear(x), self)
+
+
+class _Notes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Noted) -> Tensor:
+        ctx.module = module
+        module.note("F")
+        zbkern.in_flight()
+        module.note("f")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.module.note("B")
+        zbkern.in_flight()
+        ctx.module.note("b")
+        return gradient, None
+
+
+def noted_pipeline(**options: Any) -> tuple[Pipeline, list[str], list[Noted]]:
+    notes: list[str] = []
+    modules = [Noted(str(chunk), notes) for chunk in range(2)]
+    return one_rank(modules, schedules.dualpipe_v(1, 3), lambda y, _: y.sum(), **options), notes, modules
+
+
+def batch(count: int = 3) -> tuple[list[Tensor], list[Tensor]]:
+    return [torch.ones(1, WIDTH, dtype=torch.float64) for _ in range(count)], [torch.zeros(1)] * count
+
+
+def test_passes_take_turns_at_collectives() -> None:
+    pipe, notes, _ = noted_pipeline()
+    with pipe:
+        before = threading.active_count()
+        pipe.step(*batch())
+        assert threading.active_count() == before
+    assert pipe.schedule.to_csv(header=False).startswith(
+        "0F0,1F0,0F1,1B0,(1F1;0B0)OVERLAP_F_B,(0F2;1B1)OVERLAP_F_B,(1F2;0B1)OVERLAP_F_B,"
+    )
+    assert " ".join(notes[8:20]) == "1F 0B 1f 0b 0F 1B 0f 1b 1F 0B 1f 0b"
+
+
+@pytest.mark.parametrize("what", ["F", "f", "B", "b"])
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_a_failure_names_the_pass_that_failed(what: str, chunk: int) -> None:
+    pipe, notes, modules = noted_pipeline()
+    before = threading.active_count()
+    module = modules[chunk]
+    module.note = lambda each, note=module.note: _fail_at(module, note, each, what, pipe)  # type: ignore[method-assign]
+    expected = f"rank 0, action {chunk}{'F' if what in 'Ff' else 'BW'}"
+    with pytest.raises(PipelineError, match=f"{expected}.: ValueError: {what} of {chunk}"):
+        pipe.step(*batch())
+    assert threading.active_count() == before
+    del module.note
+    notes.clear()
+    pipe.step(*batch())  # and goes on
+    assert len(notes) == 24
+
+
+def _fail_at(module: Noted, note: Any, what: str, wanted: str, pipe: Pipeline) -> None:
+    if what == wanted and zbkern.wgrad.queue.thread.give_way is not None:
+        module.fails = wanted
+    try:
+        note(what)
+    finally:
+        module.fails = ""
+
+
+def test_other_ranks_hear_of_a_failure_within_a_pair() -> None:
+    schedule = schedules.dualpipe_v(2, 6)
+
+    def run(transport: Any) -> str:
+        modules = [nn.Sequential(InFlight(), InFlight()).double() for _ in range(2)]
+        if transport.rank == 1:
+            modules[1][0].register_full_backward_pre_hook(fail_beside)
+        start = time.monotonic()
+        with pytest.raises(PipelineError) as error, Pipeline(modules, schedule, mse, transport, timeout=20) as pipe:
+            pipe.step(*batch(6))
+        assert time.monotonic() - start < 10
+        return str(error.value)
+
+    first, second = results_on_threads(2, run)
+    assert first == second
+    assert first.startswith("rank 1, action 2BW")
+    assert "beside" in first
+
+
+def mse(y: Tensor, _: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def fail_beside(*_: Any) -> None:
+    if zbkern.wgrad.queue.thread.give_way is not None:
+        raise RuntimeError("beside")
+
+
+def test_a_message_that_never_comes_is_named_before_a_pair_begins() -> None:
+    def run(transport: Any) -> str:
+        modules = [InFlight().double() for _ in range(2)]
+        if transport.rank == 1:
+            modules[0].register_forward_pre_hook(lambda *_: time.sleep(1.5))
+        with pytest.raises(PipelineError) as error, Pipeline(modules, schedule, mse, transport, timeout=0.5) as pipe:
+            pipe.step(*batch(6))
+        return str(error.value)
+
+    schedule = schedules.dualpipe_v(2, 6)
+    first, _ = results_on_threads(2, run)
+    assert "was awaited for 0.5 s" in first
+
+
+def test_profiler_ranges_and_timelines_have_every_pass() -> None:
+    pipe, _, _ = noted_pipeline()
+    with pipe, torch.profiler.profile() as profiler:
+        pipe.step(*batch())
+    names = {event.key for event in profiler.key_averages()}
+    assert {"1F1+0BW0", "1F1", "0F0"} <= names  # threads of the profiler's caller alone are in a profile
+    events = pipe.last.timeline.events[0]
+    assert [event.action for event in events] == [*pipe.schedule.actions[0]]
+    forward, backward = events[4:6]
+    assert forward.start <= backward.start < forward.end
+
+
+def test_w_runs_beside_passes_one_task_at_a_turn() -> None:
+    notes: list[str] = []
+    made = schedule_of("0F0 0B0 0W0 0F1 0B1 0W1 0F2 0B2 0W2", microbatches=3)
+    schedule = Schedule.build(made.actions, [0], 3, beside=[[(2, 4), (5, 7)]])
+    module = nn.Sequential(Noted("0", notes), Noted("1", notes))
+    with one_rank([module], schedule, mse) as pipe:
+        pipe.queue.listeners.append(lambda tasks: notes.append("W"))
+        pipe.step(*batch())
+    assert " ".join(notes[8:16]) == "W 0F W 0f 1F 1f 1B 1b"
+    got = [p.grad for p in module.parameters()]
+    for p in module.parameters():
+        p.grad = None
+    sum(mse(module(x), x) / 3 for x in batch()[0]).backward()
+    for mine, parameter in zip(got, module.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=1e-12)
