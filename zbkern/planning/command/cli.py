@@ -75,7 +75,7 @@ def _slices(text: str) -> Slices:
     return slices[0] if isinstance(slices, tuple) and len(slices) == 1 else slices
 
 
-_OPTIONS = {
+OPTIONS = {
     "--stages P": "pipeline ranks, p",
     "--microbatches M": "microbatches per step, m",
     "--gpus N": "with --config and --batch, instead of --stages and --microbatches: searches the layouts of so many "
@@ -151,7 +151,7 @@ def add_to(commands: Any) -> None:
     """Adds `plan` to the subparsers of the command line."""
     what = "find a schedule for given costs and memory, compare schedules, draw them"
     parser = commands.add_parser("plan", help=what, description=_ABOUT)
-    for each, text in _OPTIONS.items():
+    for each, text in OPTIONS.items():
         name, _, kind = each.partition(" ")
         how: dict[str, Any] = (
             {"metavar": kind, "type": _READERS[kind]} if kind else {"action": "store_const", "const": True}
@@ -190,7 +190,7 @@ def _of_stages(arguments: Namespace) -> tuple[Question, Plan]:
 def _of_gpus(arguments: Namespace) -> tuple[Question, Plan]:
     """Searches layouts, prints the best, and returns the first and its plan."""
     model, gpu = from_config.read(vars(arguments))
-    given = _given(arguments, LayoutQuestion._fields)
+    given = _given(arguments, ("gpus", "batch", "sequence", "fp8", "halves", "effort"))
     question = LayoutQuestion(model, gpu, own=_given(arguments, from_config.CHOSEN), **given)
     found = layouts.search(question, _show_progress)
     if not found:

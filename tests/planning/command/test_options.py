@@ -1,0 +1,89 @@
+"""Every pair of the command's options: a plan, or an error that names an option, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from zbkern import __main__
+from zbkern.pipeline import Costs, LayerCosts, ModelCosts
+from zbkern.planning.command import cli, layouts
+from zbkern.planning.command.question import WrongArgument
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "vocab_size": 512,
+    "tie_word_embeddings": False,
+}
+SMALL = ["--effort", "0"]
+OF_STAGES = ["--stages", "2", "--microbatches", "4", *SMALL]
+NOTHING = "there was no search"
+KINDS = ("chunks", "layers", "config", "gpus")
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> dict[str, list[str]]:
+    """What is given of each kind, and by option what it is given with."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "hardware.json").write_text(json.dumps({"mine": {"like": "h100", "title": "mine"}}))
+    step = {"seconds": 1.0, "stages": 2, "microbatches": 4}
+    (tmp_path / "step.json").write_text(json.dumps(step))
+    chunk = Costs(tokens=4096, checkpoint=0.1, offload_bandwidth=1.0, reload_bandwidth=1.0).save(tmp_path / "one.json")
+    layers = [LayerCosts(f"{n}", 1, 1, 1, 1, output=0.1) for n in range(4)]
+    of_layers = ModelCosts(layers, offload_bandwidth=1.0, reload_bandwidth=1.0).save(tmp_path / "layers.json")
+    config = ["--config", str(tmp_path / "config.json"), "--sequence", "256"]
+    values = {
+        "--stages": "2", "--microbatches": "4", "--gpus": "2", "--batch": "4", "--costs": str(chunk), "--memory": "4x",
+        "--chunks": "2", "--placement": "loop", "--effort": "0", "--offload": "50", "--recompute": "", "--slices": "2",
+        "--schedule": "zb_v", "--compare": "", "--out": str(tmp_path / "plan.csv"), "--config": config[1],
+        "--gpu": "h200", "--hardware": str(tmp_path / "hardware.json"), "--attention": "flash_attention_2",
+        "--calibrate": str(tmp_path / "step.json"), "--tensor-parallel": "2", "--expert-parallel": "2",
+        "--context-parallel": "2", "--data-parallel": "2", "--sequence": "512", "--microbatch-size": "2", "--fp8": "",
+        "--fully-shard": "", "--halves": "",
+    }  # fmt: skip
+    found = {name: [name, value] if value else [name] for name, value in values.items()}
+    found |= {"chunks": [*OF_STAGES, "--costs", str(chunk)], "layers": [*OF_STAGES, "--costs", str(of_layers)]}
+    return found | {"config": [*OF_STAGES, *config], "gpus": ["--gpus", "2", "--batch", "4", *SMALL, *config]}
+
+
+def test_the_table_has_every_option(given: dict[str, list[str]]) -> None:
+    assert {each.partition(" ")[0] for each in cli.OPTIONS} == given.keys() - {*KINDS}
+
+
+@pytest.mark.parametrize("searched", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_pair_is_planned_or_refused(
+    kind: str,
+    searched: bool,
+    given: dict[str, list[str]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The quick run ends where a search would begin."""
+    if not searched:
+        monkeypatch.setattr(cli, "answer", nothing_is_found)
+        monkeypatch.setattr(layouts, "search", nothing_is_found)
+    monkeypatch.setattr(layouts, "_PLANNED", 1)
+    asked = 0
+    for pair in combinations([name for name in given if name not in KINDS], 2):
+        try:
+            status = __main__.main(["plan", *given[kind], *given[pair[0]], *given[pair[1]]])
+        except SystemExit as stop:
+            status = stop.code
+        printed = capsys.readouterr()
+        assert status in (0, 2), pair
+        assert not status or "argument --" in printed.err, (pair, printed.err)
+        asked += not status or NOTHING in printed.err
+    assert asked > 20
+
+
+def nothing_is_found(*_: object) -> None:
+    raise WrongArgument("--effort", NOTHING)
