@@ -48,7 +48,7 @@ class ListSchedule {
   }
 
   bool complete = true;
-  Time makespan = 0, peak = 0;
+  Time makespan = 0;
   std::vector<std::vector<BatchEvent>> events;
   std::vector<Time> peaks() const {
     std::vector<Time> found;
@@ -115,9 +115,9 @@ class ListSchedule {
         if (key < best) best = key, kind = kBackward, chunk = c, unit = i;
       }
     bool blocked = false;  // an F that memory has no room for
-    const Time limit = batch_.costs.limit == kForever
-                           ? kForever
-                           : batch_.costs.limit / 256 * (policy_.share - policy_.slope * r / batch_.ranks);
+    const auto& limits = batch_.costs.limit;
+    const Time limit =
+        limits.empty() ? kForever : limits[r] / 256 * (policy_.share - policy_.slope * r / batch_.ranks);
     for (std::size_t i = 0; i < mine.size(); i++) {
       const int c = mine[policy_.late ? mine.size() - 1 - i : i];
       if (next_[c] >= n_) continue;
@@ -182,7 +182,6 @@ class ListSchedule {
     const Time change = batch_.change(what, chunk, unit);
     rank.held += change;  // what a pass frees is free at its end, and the rank runs one at a time
     rank.peak = std::max(rank.peak, rank.held);
-    peak = std::max(peak, rank.peak);
     rank.before = kind;
     rank.free = end;
     makespan = std::max(makespan, end);
@@ -231,18 +230,16 @@ BatchOrder plan_batch(const BatchCosts& costs, const std::vector<int>& lengths, 
   for (int length : lengths) total += work.of(length);
   const int ranks = 1 + *std::max_element(costs.placement.begin(), costs.placement.end());
   std::vector<Candidate> found;
-  Time least_peak = kForever;
+  Time least_excess = kForever;
   const auto evaluate = [&](const Batch& batch, const std::vector<int>& order, const Policy& policy, Time bound) {
     const auto units = expanded(batch, order);
     ListSchedule schedule(batch, units, policy);
     schedule.run(bound, false);
     passes -= 3ll * batch.chunks * batch.size();
     if (!schedule.complete || schedule.makespan > bound) return kForever;
-    if (schedule.peak > costs.limit) {
-      least_peak = std::min(least_peak, schedule.peak);
-      return kForever;
-    }
-    return schedule.makespan;
+    const Time excess = batch.excess(schedule.peaks());
+    if (excess > 0) least_excess = std::min(least_excess, excess);
+    return excess > 0 ? kForever : schedule.makespan;
   };
   for (int per_rank : {6, 4, 8, 11, 3, 16, 2, 22, 32}) {  // units
     Candidate best{units_of(costs, lengths, total / (per_rank * ranks)), {}, {}, kForever};
@@ -266,7 +263,7 @@ BatchOrder plan_batch(const BatchCosts& costs, const std::vector<int>& lengths, 
     if (passes <= 0 && !found.empty()) break;
   }
   BatchOrder result;
-  result.least_peak = least_peak;
+  result.least_excess = least_excess;
   if (found.empty()) return result;
   std::stable_sort(found.begin(), found.end(),
                    [](const Candidate& a, const Candidate& b) { return a.makespan < b.makespan; });

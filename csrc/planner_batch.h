@@ -22,8 +22,8 @@ struct BatchCosts {
   Growth forward, backward, weight, fused;      // times
   Growth lag;                                   // of a message from a chunk to the next
   Growth activation, held;                      // memory
-  Growth carried, carried_gradients;            // by the tokens of a whole sequence that is cut
-  Time limit = kForever;                        // of every rank
+  Growth carried, carried_gradients;            // by the tokens of a whole sequence: apart where it is cut
+  std::vector<Time> limit;                      // [ranks] beside what each holds all the time; empty for none
   int multiple = 128;                           // slices are multiples of so many tokens
   bool packs = true;                            // whether several sequences may be one unit
 };
@@ -51,7 +51,7 @@ struct BatchOrder {
   std::vector<std::vector<BatchEvent>> events;  // [ranks]
   Time makespan = kForever;
   std::vector<Time> peaks;  // [ranks]
-  Time least_peak = kForever;  // of orders that exceed the limit, where none keeps it
+  Time least_excess = kForever;  // over the limits, where no order keeps them
 };
 
 // The best order found by construction and then by `passes` passes of random changes; the same on every machine.

@@ -68,6 +68,12 @@ class Batch {
     if (kind == kForward) return u.slice == 0 ? priced.carried[i] : 0;
     return (u.slice + 1 == u.slices ? priced.carried_gradients[i] : 0) - (u.slice == 0 ? carried_most(i) : 0);
   }
+  // By how much the rank that exceeds its limit most does; at most 0 where none does.
+  Time excess(const std::vector<Time>& peaks) const {
+    Time most = -kForever;
+    for (std::size_t r = 0; r < costs.limit.size(); r++) most = std::max(most, peaks[r] - costs.limit[r]);
+    return most;
+  }
   Time carried_most(std::size_t i) const { return priced.carried[i] + priced.carried_gradients[i]; }
   Time change(int kind, int chunk, int unit) const {
     const std::size_t i = at(chunk, unit);
@@ -86,7 +92,8 @@ class Batch {
         for (int kind = 0; kind < 4; kind++)
           priced.time[kind].push_back(std::max<Time>(1, whole(growths[kind]->of(c, u.tokens, u.pairs))));
         priced.lag.push_back(c + 1 < chunks ? whole(costs.lag.of(c, u.tokens, u.pairs)) : 0);
-        priced.activation.push_back(whole(costs.activation.of(c, u.tokens, u.pairs)));
+        const double kept = u.slices == 1 ? costs.carried.of(c, u.row_tokens, 0) : 0;
+        priced.activation.push_back(whole(costs.activation.of(c, u.tokens, u.pairs) + kept));
         priced.held.push_back(whole(costs.held.of(c, u.tokens, u.pairs)));
         priced.carried.push_back(whole(costs.carried.of(c, u.row_tokens, 0)));
         priced.carried_gradients.push_back(whole(costs.carried_gradients.of(c, u.row_tokens, 0)));

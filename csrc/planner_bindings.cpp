@@ -66,14 +66,13 @@ BatchCosts batch_costs_from(const py::object& source) {
   costs.lag = growth_from(source, "lag"), costs.activation = growth_from(source, "activation"),
   costs.held = growth_from(source, "held"), costs.carried = growth_from(source, "carried");
   costs.carried_gradients = growth_from(source, "carried_gradients");
-  const py::object limit = source.attr("limit");
-  if (!limit.is_none()) costs.limit = limit.cast<Time>();
+  costs.limit = source.attr("limit").cast<std::vector<Time>>();
   costs.multiple = source.attr("multiple").cast<int>();
   costs.packs = source.attr("packs").cast<bool>();
   return costs;
 }
 
-// Rows and their cuts, the events of every rank, the makespan, peaks, and the least peak of orders over the limit.
+// Rows and their cuts, the events of every rank, the makespan, peaks, and by how much orders exceed the limits.
 py::tuple tuple_from(const BatchOrder& order) {
   py::list events;
   for (const auto& row : order.events) {
@@ -81,7 +80,7 @@ py::tuple tuple_from(const BatchOrder& order) {
     for (const auto& each : row) all.append(py::make_tuple(each.kind, each.chunk, each.unit, each.start, each.end));
     events.append(all);
   }
-  return py::make_tuple(order.rows.members, order.rows.cuts, events, order.makespan, order.peaks, order.least_peak);
+  return py::make_tuple(order.rows.members, order.rows.cuts, events, order.makespan, order.peaks, order.least_excess);
 }
 
 // The result of a search, during which other threads may run.
@@ -107,7 +106,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.planning.planner, compiled.";
-  module.attr("version") = 12;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 13;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
              [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
                const Problem problem = problem_from(source);

@@ -169,3 +169,41 @@ def test_less_memory_takes_longer_and_too_little_names_the_least() -> None:
 def test_wrong_arguments(arguments: Any, error: type[Exception], expected: str) -> None:
     with pytest.raises(error, match=expected):
         plan_batch(*arguments)
+
+
+@pytest.mark.parametrize("carried", [0.0, 0.3])
+@pytest.mark.parametrize("limit", [None, 3.0])
+def test_sequences_that_are_not_cut_hold_their_keys_and_values(carried: float, limit: float | None) -> None:
+    costs = Costs(1.0, 1.2, 0.8, activation=1.0, held=0.9, carried=carried, tokens=1024)
+    plan = plan_batch([1024] * 8, costs, 4, chunks=1, placement="linear", multiple=1024, memory_limit=limit)
+    assert all(len(cut) == 1 for cut in plan.schedule.own_slices)
+    peaks = []
+    for row in plan.schedule.actions:  # by the words of `Costs` alone
+        held = [0.0]
+        for action in row:
+            held.append(held[-1] + {"F": 1.0, "B": 0.9 - 1.0, "BW": -1.0, "W": -0.9}[action.kind])
+        peaks.append(max(held))
+    assert plan.peak_memory == pytest.approx(peaks)
+    assert simulate(plan.schedule, costs).peak_memory == pytest.approx(peaks)
+    assert limit is None or max(peaks) <= limit * (1 + 1e-9)
+
+
+def test_the_limit_that_an_error_names_is_enough_beside_what_each_rank_holds_all_the_time() -> None:
+    costs = Costs(1.0, 1.2, 0.8, held=0.9, static=(4.0, 5.0, 6.0, 8.9), tokens=1024)
+    for static, where, named in ((costs, {"stages": 4}, "9.9"), (replace(costs, static=10.0), {"stages": 2}, "11")):
+        arguments = {**where, "chunks": 1, "placement": "linear"}
+        with pytest.raises(ScheduleError, match=f"the least that any order found needs is {named};"):
+            plan_batch([1024] * 4, static, **arguments, memory_limit=9.0)
+        assert max(plan_batch([1024] * 4, static, **arguments, memory_limit=float(named)).peak_memory) <= float(named)
+
+
+def test_a_rank_has_the_room_that_its_own_weights_leave() -> None:
+    costs = Costs(1.0, 1.2, 0.8, held=0.9, tokens=1024)
+    even, last = (replace(costs, static=(6.0, 6.0, 6.0, more)) for more in (6.0, 8.9))
+    steps = [
+        plan_batch([1024] * 8, each, 4, chunks=1, placement="linear", memory_limit=10.0).makespan
+        for each in (even, last)
+    ]
+    assert steps[1] < 1.05 * steps[0]  # the last rank of 1F1B holds one sequence at a time
+    with pytest.raises(ScheduleError, match=r"any order found needs .* more on some rank"):
+        plan_batch([1024] * 8, last, 4, chunks=1, placement="linear", memory_limit=[10.0, 10.0, 10.0, 9.0])

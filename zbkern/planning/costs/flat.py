@@ -146,9 +146,11 @@ def _of_own_slices(
     found = []
     for lengths in own_slices:
         ends = [end / tokens for end in accumulate(lengths, initial=0)]
-        kept = {
+        kept: dict[str, tuple[float, ...]] = {
             name: tuple(each * ends[-1] for each in getattr(whole, name)) for name in ("carried", "carried_gradients")
         }
+        if len(lengths) == 1:  # nothing is carried from slice to slice: keys and values are held as all else
+            kept["activation"] = tuple(each * ends[-1] for each in whole.activation)
         found += [_of_slice(whole, b - a, b * b - a * a)._replace(**kept) for a, b in pairwise(ends)]
     return tuple(found)
 

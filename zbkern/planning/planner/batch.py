@@ -13,18 +13,23 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from zbkern.planning.costs.chunks import Costs, checked_number
+from zbkern.planning.costs.chunks import Costs
 from zbkern.planning.costs.flat import FlatCosts, Growth, Growths, kept_by_slices
+from zbkern.planning.costs.memory import Limit, limits_of
 from zbkern.planning.planner import native
 from zbkern.planning.planner.arguments import chunks_per_rank, placement_of
+from zbkern.planning.planner.problem import within
 from zbkern.planning.planner.published import generators_of
 from zbkern.planning.simulation.timeline import Event, Timeline
 from zbkern.schedules.actions import Action, ScheduleError, check_count
 from zbkern.schedules.schedule import Schedule
+from zbkern.schedules.units import amount, enough
 
 PASSES = 400_000
 """How many passes a search runs where nothing else is said: about 40 ms of one core."""
 _SCALE = float(2**44)  # of times and memory, which the search has as whole numbers
+_UNLIMITED = float(2**60)
+_SLACK = 1e-9  # relative, of a limit: sums of fractions of one number differ in the last digits
 _KINDS = ("F", "B", "W", "BW")
 _PACKS = (1, 2, 4)  # per rank
 
@@ -75,7 +80,7 @@ def plan_batch(
     stages: int,
     chunks: int | None = None,
     placement: str | Sequence[int] | None = None,
-    memory_limit: float | None = None,
+    memory_limit: Limit = None,
     *,
     multiple: int = 128,
     packs: bool = True,
@@ -87,7 +92,8 @@ def plan_batch(
         costs: of a sequence of `costs.tokens` tokens in each chunk, as `profile(..., slices=True)` measures them;
             attention, overhead and what slices carry tell what others take.
         stages, chunks, placement: as in `plan`; a V of two chunks per rank by default.
-        memory_limit: of every rank, in the unit of the costs.
+        memory_limit: of one rank's `peak_memory`, in the unit of the costs and including what the rank holds all the
+            time: one number, one per rank, or None for none.
         multiple: of which slices are.
         packs: False for models that would let sequences in one row see each other: each is then one of its own.
         passes: how many the search runs again, a budget that is the same on every machine.
@@ -107,17 +113,23 @@ def plan_batch(
     if chunks is None:
         chunks = 2 if placement is None else chunks_per_rank(placement, stages)
     _, owners = placement_of("v" if placement is None and chunks == 2 else placement or "loop", stages, chunks)
-    problem = _problem(costs, owners, costs.tokens, lengths, memory_limit, multiple, bool(packs))
+    limits = limits_of("plan_batch", memory_limit, stages)
+    problem = _problem(FlatCosts.of(costs, owners), costs.tokens, lengths, limits, multiple, bool(packs))
     numbers = list(lengths)
     best = _Found(*_core().plan_batch(problem, numbers, passes))
     published = _best_published(problem, numbers)
     if published is not None and published[1].makespan < best.makespan:
         best = published[1]
     if not best.events:
-        least = best.least_peak / problem.memory_scale
+        assert limits is not None
+        unit, more = costs.memory_unit, best.least_excess / problem.memory_scale
+        if len({*limits}) == 1:
+            fits = f"the least that any order found needs is {enough(limits[0] + more, unit)}"
+        else:
+            fits = f"any order found needs {enough(more, unit)} more on some rank"
         raise ScheduleError(
-            f"plan_batch: memory_limit must let the largest unit run; got {memory_limit:g}, and the least that any "
-            f"order found needs is {least:.4g}; raise the limit, or use more chunks or stages"
+            f"plan_batch: memory_limit must let the largest unit run; got {amount(min(limits), unit)}, "
+            f"and {fits}; raise the limit, or use more chunks or stages"
         )
     return _plan_of(problem, numbers, best, published, costs)
 
@@ -152,7 +164,7 @@ class _Problem(NamedTuple):
     held: Growth
     carried: Growth
     carried_gradients: Growth
-    limit: int | None
+    limit: tuple[int, ...]  # of each rank, beside what it holds all the time; empty for none
     multiple: int
     packs: bool
     time_scale: float
@@ -167,20 +179,13 @@ class _Found(NamedTuple):
     events: list[list[tuple[int, int, int, int, int]]]
     makespan: int
     peaks: list[int]
-    least_peak: int
+    least_excess: int
 
 
 def _problem(
-    costs: Costs,
-    owners: tuple[int, ...],
-    tokens: int,
-    lengths: Sequence[int],
-    memory_limit: float | None,
-    multiple: int,
-    packs: bool,
+    flat: FlatCosts, tokens: int, lengths: Sequence[int], limits: Sequence[float] | None, multiple: int, packs: bool
 ) -> _Problem:
-    flat = FlatCosts.of(costs, owners)
-    whole, shares = flat.whole, [length / tokens for length in lengths]
+    owners, whole, shares = flat.placement, flat.whole, [length / tokens for length in lengths]
     all_, pairs = sum(shares), sum(share * share for share in shares)
     none = (0.0,) * len(owners)
 
@@ -204,9 +209,7 @@ def _problem(
             busy[owner] += of_batch + growth.quadratic[chunk] * sum(length * length for length in lengths)
     time_scale = _SCALE / max(sum(busy), 1e-300)
     memory_scale = _SCALE / max((sum(whole.activation) + sum(whole.held)) * max(all_, pairs), 1e-300)
-    limit = None
-    if memory_limit is not None:
-        limit = int((checked_number("plan_batch", "memory_limit", memory_limit) - max(flat.static)) * memory_scale)
+    rooms = [] if limits is None else [most - own for most, own in zip(limits, flat.static, strict=True)]
     return _Problem(
         placement=owners,
         forward=times(forward, time_scale),
@@ -218,7 +221,7 @@ def _problem(
         held=memory(whole.held),
         carried=memory(whole.carried),
         carried_gradients=memory(whole.carried_gradients),
-        limit=limit,
+        limit=tuple(round(min(room * (1 + _SLACK) * memory_scale, _UNLIMITED)) for room in rooms),
         multiple=multiple,
         packs=packs,
         time_scale=time_scale,
@@ -235,7 +238,7 @@ def _best_published(problem: _Problem, lengths: list[int]) -> tuple[str, _Found]
         rows, cuts = _core().packed(problem, lengths, min(len(lengths), count))
         for name, orders in _published(problem.placement, len(rows)):
             found = _Found(*_core().run_batch(problem, rows, cuts, lengths, orders))
-            fits = problem.limit is None or max(found.peaks) <= problem.limit
+            fits = not problem.limit or within(found.peaks, problem.limit)
             if fits and (best is None or found.makespan < best[1].makespan):
                 best = name, found
     return best

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-_VERSION = 12
+_VERSION = 13
 
 try:
     from zbkern import _planner as core
