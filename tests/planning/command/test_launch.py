@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.configurations import H100, path_of, question_of
+from tests.support.configurations import H100, path_of, question_of, setting_of
 from zbkern import __main__
 from zbkern.pipeline import Schedule
 from zbkern.planning.command import launch
@@ -120,11 +122,8 @@ def dtypes(program: Path) -> set[torch.dtype]:
     from transformers import AutoConfig
 
     names = runpy.run_path(str(program))
-    mesh = init_device_mesh(
-        "cpu",
-        tuple(names[size] for size in ("REPLICAS", "STAGES", "TENSOR_PARALLEL")),
-        mesh_dim_names=("replica", "stage", "tensor"),
-    )
+    sizes = mesh_of(program.read_text())
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     chunks = names["chunks_of"](AutoConfig.from_pretrained(names["CONFIG"]), mesh, torch.device("cpu"))
     return {parameter.dtype for chunk in chunks for parameter in chunk.parameters()}
 
@@ -156,7 +155,7 @@ def test_the_program_says_how_it_is_started(options: list[str], run_plan: Any, t
     text = path.read_text()
     compile(text, str(path), "exec")
     assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 train.py" in text
-    replicas, stages, tensor = map(int, re.search(r"TENSOR_PARALLEL = (\d+), (\d+), (\d+)", text).groups())
+    stages, replicas, tensor = mesh_of(text).values()
     rows, sequence = map(int, re.search(r"ROWS, SEQUENCE = (\d+), (\d+)", text).groups())
     assert (replicas * stages * tensor, sequence) == (16, 2048)
     if stages == 1:  # sharded
@@ -166,6 +165,29 @@ def test_the_program_says_how_it_is_started(options: list[str], run_plan: Any, t
     schedule = Schedule.from_csv(path.with_suffix(".schedule.csv").read_text())
     assert (schedule.ranks, replicas * rows * schedule.microbatches) == (2, 64)
     assert len(json.loads(re.search(r"PARTITION = (.*)", text)[1])) == len(schedule.placement)
+
+
+def mesh_of(program: str) -> dict[str, int]:
+    sizes = re.search(r"^[A-Z_, ]*TENSOR_PARALLEL = (.*)  #", program, re.MULTILINE)[1]
+    names = re.search(r"mesh_dim_names=\((.*?)\)", program)[1]
+    return dict(zip(names.replace('"', "").split(", "), map(int, sizes.split(", ")), strict=True))
+
+
+@pytest.mark.parametrize(("stages", "tensor", "replicas"), [(8, 2, 4), (2, 2, 8), (4, 1, 8), (2, 8, 2), (2, 1, 16)])
+def test_replicas_are_where_the_costs_have_them(
+    stages: int, tensor: int, replicas: int, run_plan: Any, tmp_path: Path
+) -> None:
+    """Gradients go over the network where the program has replicas of a stage on several nodes, and else not."""
+    path = tmp_path / "train.py"
+    sizes = {"stages": stages, "tensor-parallel": tensor, "data-parallel": replicas, "microbatches": 8, "effort": 0}
+    given = [str(word) for name, size in sizes.items() for word in (f"--{name}", size)]
+    run_plan("--config", path_of("llama-3-8b"), "--sequence", 256, *given, "--out", path)
+    mesh = mesh_of(path.read_text())
+    inside = math.prod([*mesh.values()][[*mesh].index("replica") + 1 :])
+    nodes = {place * inside // H100.gpus_per_node for place in range(replicas)}
+    setting = setting_of("llama-3-8b", tensor_parallel=tensor, data_parallel=replicas)
+    slow = setting._replace(hardware=replace(H100, network_bandwidth=1e9))
+    assert (slow.beside(stages) > setting.beside(stages)) == (len(nodes) > 1)
 
 
 @pytest.mark.parametrize(

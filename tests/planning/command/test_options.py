@@ -33,7 +33,7 @@ KINDS = ("chunks", "layers", "config", "gpus")
 def given(tmp_path: Path) -> dict[str, list[str]]:
     """What is given of each kind, and by option what it is given with."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    (tmp_path / "hardware.json").write_text(json.dumps({"mine": {"like": "h100", "title": "mine"}}))
+    (tmp_path / "hardware.json").write_text(json.dumps({name: {"like": name} for name in ("h100", "h200")}))
     step = {"seconds": 1.0, "stages": 2, "microbatches": 4}
     (tmp_path / "step.json").write_text(json.dumps(step))
     chunk = Costs(tokens=4096, checkpoint=0.1, offload_bandwidth=1.0, reload_bandwidth=1.0).save(tmp_path / "one.json")

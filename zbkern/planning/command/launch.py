@@ -7,6 +7,7 @@ from pathlib import Path
 from string import Template
 
 from zbkern.planning.cost_model.model_costs import Setting
+from zbkern.planning.cost_model.places import mesh
 from zbkern.planning.planner import Plan
 from zbkern.schedules.layout import layer_of
 
@@ -37,7 +38,7 @@ from zbkern.pipeline import Optimizer, $names, token_loss, token_targets
 
 CONFIG = $config
 WEIGHTS = None  # a folder with safetensors files, as from_pretrained reads it; None for random weights
-REPLICAS, STAGES, TENSOR_PARALLEL = $sizes
+$mesh = $sizes  # of the mesh of all ranks: those of the last are neighbours in a node
 ROWS, SEQUENCE = $rows, $sequence  # sequences of a microbatch, and their tokens
 $numbers
 STEPS, LEARNING_RATE = int(os.environ.get("STEPS", 100)), 3e-4
@@ -73,7 +74,7 @@ def main() -> None:
     if kind == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    mesh = init_device_mesh(kind, (REPLICAS, STAGES, TENSOR_PARALLEL), mesh_dim_names=("replica", "stage", "tensor"))
+    mesh = init_device_mesh(kind, ($mesh), mesh_dim_names=($dimensions))
     config = AutoConfig.from_pretrained(CONFIG)
     chunks = chunks_of(config, mesh, device)
     parameters: dict[object, list[torch.nn.Parameter]] = {}  # torch's kernels do not mix DTensors and plain tensors
@@ -180,6 +181,9 @@ _FP8 = """\
 """
 
 
+_CONSTANTS = {"stage": "STAGES", "replica": "REPLICAS", "tensor": "TENSOR_PARALLEL"}
+
+
 def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
     """The program, and the schedule beside it. Raises OSError, or ValueError where `cut` has no program for it."""
     architecture, hardware, job = setting
@@ -195,14 +199,13 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
     tensor, most = job.tensor_parallel, hardware.gpus_per_node
     per_node = min(gpus, most // tensor * tensor or most)  # whole groups of tensor parallelism, where they fit a node
     nodes, rest = math.ceil(gpus / per_node), gpus % per_node
-    replicas = "replicas, fully sharded" if job.fully_shard else "replicas"
-    sizes = {replicas: job.pipelines, "stages": stages, "GPUs of tensor parallelism": job.tensor_parallel}
+    sizes = mesh({"replica": job.pipelines, "stage": stages, "tensor": job.tensor_parallel})
     if not job.fully_shard:
         schedule.write_text(found.schedule.to_csv(), encoding="utf-8")
     parts = _PROGRAM.safe_substitute(_FULLY_SHARDED if job.fully_shard else _PIPELINE)
     program = Template(parts).substitute(
         model=_in_docstring(config.name),
-        layout=", ".join(f"{size} {name}" for name, size in sizes.items() if size > 1) or "one GPU",
+        layout=_layout(sizes, job.fully_shard),
         nodes=nodes,
         per_node=per_node,
         rendezvous=" --rdzv-backend c10d --rdzv-endpoint HOST:29400" if nodes > 1 else "",
@@ -211,7 +214,9 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
         schedule=_in_docstring(schedule.name),
         csv=repr(schedule.name),
         config=repr(str(config.resolve())),
+        mesh=", ".join(_CONSTANTS[name] for name in sizes),
         sizes=", ".join(map(str, sizes.values())),
+        dimensions=", ".join(f'"{name}"' for name in sizes),
         fp8=_FP8 if job.fp8 else "",
         rows=job.microbatch_size,
         sequence=job.sequence,
@@ -220,6 +225,12 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
         recomputed=_recomputed(found),
     )
     path.write_text(program, encoding="utf-8")
+
+
+def _layout(sizes: dict[str, int], fully_shard: bool) -> str:
+    names = {"replica": "replicas" + ", fully sharded" * fully_shard, "stage": "stages"}
+    each = [f"{size} {names.get(name, 'GPUs of tensor parallelism')}" for name, size in sizes.items() if size > 1]
+    return ", ".join(each) or "one GPU"
 
 
 def _in_docstring(name: str) -> str:

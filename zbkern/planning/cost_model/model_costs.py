@@ -18,6 +18,7 @@ from zbkern.planning.cost_model.architecture import Architecture, Block
 from zbkern.planning.cost_model.expert_traffic import reached
 from zbkern.planning.cost_model.hardware import Hardware
 from zbkern.planning.cost_model.layer_kinds import Core, Experts, Part, Product
+from zbkern.planning.cost_model.places import in_a_node
 from zbkern.planning.costs.chunks import COPY_SIZE
 from zbkern.planning.costs.layers import LayerCosts, ModelCosts
 from zbkern.schedules.actions import check_count
@@ -296,7 +297,7 @@ class _Layer:
         self.stepped += self.seconds(_STEP * count / copies)
         if copies > 1:
             gpu = self.hardware
-            near = max(1.0, gpu.gpus_per_node / (self.job.expert_parallel if replicas else self.job.tensor_parallel))
+            near = in_a_node(gpu.gpus_per_node, self.job.expert_parallel if replicas else self.job.tensor_parallel)
             bandwidth = gpu.link_bandwidth if copies <= near else min(near * gpu.network_bandwidth, gpu.link_bandwidth)
             time = count * (copies - 1) / copies / (bandwidth * gpu.network_share)
             self.gathered += _WIDTH * time
