@@ -193,7 +193,7 @@ def load(
             )
         ranks.exchange("checkpoint verified")
         for boundary in state.boundaries():
-            boundary.abandon()
+            boundary.forget()
         if isinstance(modules, Pipeline):  # from here its ranks are at the same step again
             modules._calls.completed = 0
         try:

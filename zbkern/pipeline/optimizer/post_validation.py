@@ -226,7 +226,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        boundary, chain = self.boundary, self._chain
+        boundary = self.boundary
         for optimizer in self.optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn of a late step
         with boundary.failing_together():
@@ -234,10 +234,8 @@ class Optimizer(torch.optim.Optimizer):
             gradients = [part.collect() for part in self._parts]
             total = self._pass_on(gradients, number)
             step = PendingStep([*itertools.chain(*gradients)], hyperparameters(self))
-            if chain.ends_here:
-                boundary.pending = step
-                chain.send_total(number, total)
-                boundary.conclude(total)
+            if self._chain.ends_here:
+                boundary.hold(step, total)
                 return loss
             if self._may_step(total):
                 with step.in_place(self):
@@ -251,7 +249,7 @@ class Optimizer(torch.optim.Optimizer):
                 main_grads = map(main_grad_of, self._model_parameters())
                 step.copy_gradients(main_grad for main_grad in main_grads if main_grad is not None)
             step.record_weights([*parameters(self), *self._model_parameters()], number <= _CHECKED)
-            boundary.pending = step
+            boundary.hold(step, total)
         boundary.watch_reads()
         return loss
 
@@ -351,8 +349,8 @@ class Optimizer(torch.optim.Optimizer):
         pairs = [*zip(self._parts, states, strict=True)]
         for part, each in pairs:
             part.check_state(each)
-        if self.boundary.broken:  # everything is loaded after a failure
-            self.boundary.abandon()
+        if self.boundary.state == "broken":  # everything is loaded after a failure
+            self.boundary.forget()
         self.validate()
         for part, each in pairs:
             part.load_state_dict(each)

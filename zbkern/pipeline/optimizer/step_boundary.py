@@ -1,7 +1,9 @@
 """StepBoundary: whether the last optimizer step of some chunks is over, for all who read or write their weights.
 
-A step is "validated" when its weights are final; "open" while it waits for the norm over all ranks; "early" when this
-rank has done it before it knew that norm, and may have to take it back.
+validated --begin, hold--> open: the step waits for the norm over all ranks, or
+                           early: this rank has done it before it knew that norm, and may have to take it back
+open, early --conclude--> validated: its weights are final
+any --fail--> broken: a failure may have left it unfinished, until ranks `recover`, or weights are loaded (`forget`)
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class StepBoundary:
         self.steps = 0  # optimizer steps that were called, as many on all ranks
         self.pending: Any = None  # a PendingStep
         self.changed = False  # whether the last step was clipped or skipped, and forwards that ran before are void
-        self.broken = False  # whether a failure may have left the last step unfinished
+        self._is_broken = False
         self._concluded = 0  # the last step that was
         self._total: Tensor | None = None  # its sum of squares over all ranks
         self._has_told = False  # the log that steps wait for the norm
@@ -63,6 +65,8 @@ class StepBoundary:
 
     @property
     def state(self) -> str:
+        if self._is_broken:
+            return "broken"
         if self.pending is None:
             return "validated"
         return "early" if self.pending.has_stepped else "open"
@@ -112,6 +116,16 @@ class StepBoundary:
         self.steps += 1
         return self.steps
 
+    def hold(self, step: Any, total: Tensor) -> None:
+        """The step that was begun waits for the sum over all ranks. total: the sum up to this rank; where it is that of
+        all, the others hear of it, and the step is concluded at once.
+        """
+        assert self.chain is not None
+        self.pending = step
+        if self.chain.ends_here:
+            self.chain.send_total(self.steps, total)
+            self.conclude(total)
+
     def watch_reads(self) -> None:
         """Until a Pipeline's next call, torch functions of this thread that take weights of the step validate it."""
         if self.pending is not None and not weight_reads.watch(self):
@@ -149,11 +163,15 @@ class StepBoundary:
         self.changed = self.optimizer.conclude(step, total)
         self._concluded = self.steps
 
-    def abandon(self) -> None:
-        """Forgets the pending step, on all ranks, because weights and states are about to be loaded."""
+    def forget(self) -> None:
+        """Drops the pending step, on all ranks, because weights and states are about to be loaded."""
         weight_reads.release(self)
         self.pending, self._concluded = None, self.steps
-        self.changed = self.broken = False
+        self.changed = self._is_broken = False
+
+    def fail(self) -> None:
+        """A failure may have left the last step unfinished."""
+        self._is_broken = True
 
     def recover(self, transport: Transport, timeout: float) -> None:
         """Concludes the last step after a failure, over a transport that works; collective.
@@ -175,15 +193,15 @@ class StepBoundary:
             if self.pending is not None:
                 self.conclude(torch.tensor(known[0], dtype=torch.float64, device=self.optimizer.device))
             self.steps = self._concluded = newest
-        self.broken = False
+        self._is_broken = False
 
     def failing_together(self) -> AbstractContextManager[None]:
         """What raises inside is a PipelineError on all ranks."""
         assert self.chain is not None
-        return failing_together(self.chain.transport, self._abandon, lambda _: (f"optimizer step {self.steps}", ""))
+        return failing_together(self.chain.transport, self._fail_call, lambda _: (f"optimizer step {self.steps}", ""))
 
-    def _abandon(self) -> None:
-        self.broken = True
+    def _fail_call(self) -> None:
+        self.fail()
         if self.calls is not None:
             self.calls.fail()
 

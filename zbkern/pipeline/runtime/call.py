@@ -80,7 +80,7 @@ class Calls:
             wrong = error
         if self.state == "failed":
             self._recover(announced if wrong is None else None)
-        elif self.boundary.broken:  # since another Pipeline of these chunks has failed
+        elif self.boundary.state == "broken":  # since another Pipeline of these chunks has failed
             with self.running():
                 self.boundary.recover(self.transport, self.timeout)
         if call == "step" and self.completed == 0 and self.transport.size > 1:
@@ -139,7 +139,8 @@ class Calls:
 
     def fail(self, error: BaseException | None = None) -> None:
         """Drops what was begun; the next call connects ranks anew. error: one of this rank that others are to hear."""
-        self.state, self.boundary.broken = "closed" if self.state == "closed" else "failed", True
+        self.state = "closed" if self.state == "closed" else "failed"
+        self.boundary.fail()
         self.loop.reset()
         if error is not None:
             known = isinstance(error, PipelineError)

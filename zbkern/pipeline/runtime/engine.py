@@ -85,7 +85,7 @@ class Pipeline:
         with closing_on_error(transport, transport is not group, "its Pipeline"):
             check_same_plan(schedules.first, transport)
             boundary = boundary_of(self.modules.values())
-            if not boundary.broken:
+            if boundary.state != "broken":
                 boundary.validate()  # before weights are compared
             self._tied = TiedWeights(copies, transport, self.modules)
             self._calls.connect(transport, boundary)
@@ -191,7 +191,7 @@ class Pipeline:
     def detach(self) -> None:
         """Frees the modules of their optimizer, once its last step is validated; on every rank. No-op without one."""
         boundary = self._calls.boundary
-        if not boundary.broken:
+        if boundary.state != "broken":
             boundary.validate()
         boundary.free()
 
