@@ -114,7 +114,7 @@ def asleep(plan: BatchPlan, seconds: float) -> float:
     schedule, unit_tokens = plan.schedule, [length for cut in plan.schedule.own_slices for length in cut]
 
     def travel(sender: int, receiver: int, tag: Any) -> float:
-        return seconds * MESSAGE * unit_tokens[tag.microbatch] if isinstance(tag, Tag) else 0.0
+        return seconds * MESSAGE * unit_tokens[tag.unit] if isinstance(tag, Tag) else 0.0
 
     ring = ranks.delayed_ring(schedule.ranks, travel)
     inputs = [torch.ones(1, sum(cut), requires_grad=True) for cut in schedule.own_slices]

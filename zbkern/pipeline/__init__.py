@@ -1,4 +1,4 @@
-"""Pipeline schedules: build, check, simulate, plan and draw them (no torch), and run them (`Pipeline`).
+"""Running a schedule: `Pipeline`, `Optimizer`, a model's chunks, checkpoints. Also the public names of what plans one.
 
 Importing this package loads no torch: the names that need it, and the larger tools, are imported when first used.
 """

@@ -1,1 +1,1 @@
-"""What plans, and needs no torch: the model of costs, the simulator, the planner, pictures, and the command."""
+"""Planning, without torch: costs, the simulation of a schedule, the search for one, pictures, and `zbkern plan`."""

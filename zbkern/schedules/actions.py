@@ -83,7 +83,8 @@ class Action(NamedTuple):
 
     kind: one of `KINDS`, as the top of this module says. chunk: the part of the model, numbered from 0 in model order
     over the whole pipeline; `Schedule.placement[chunk]` is the only rank that may run it. microbatch: numbered from 0
-    in each step.
+    in each step; in a schedule with slices the number of a unit, and `Schedule.units` says which slice of which
+    microbatch that is.
 
     >>> str(Action("B", chunk=2, microbatch=7))
     '2B7'

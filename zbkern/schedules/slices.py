@@ -20,6 +20,10 @@ class Unit(NamedTuple):
     slice: int
     slices: int
 
+    def __str__(self) -> str:
+        of_slice = f"slice {self.slice} of " if self.slices > 1 else ""
+        return f"{of_slice}microbatch {self.microbatch}"
+
     @property
     def is_last(self) -> bool:
         return self.slice == self.slices - 1

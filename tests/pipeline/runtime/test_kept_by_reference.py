@@ -138,7 +138,7 @@ def test_side_inputs_that_a_slice_changes_are_told() -> None:
 
     module = Scaled(4, 4)
     schedule, data = schedules.one_f_one_b(1, 1, slices=2), torch.ones(1, 6, 4)
-    message = r"side inputs of microbatch 1, .*'scale'.* were modified in place"
+    message = r"action 0F1 \(slice 1 of microbatch 0\): .*side inputs of slice 1 of microbatch 0, .*'scale'.* were mod"
     pipe = one_rank(module, schedule)
     pipe.step(data, data, [{"scale": torch.ones(4)}])
     module.change = 1

@@ -119,7 +119,7 @@ class AloneTransport(Transport):
 
     def send(self, peer: int, tag: Any, message: Any) -> None:
         if isinstance(tag, Tag) and tag.kind == "F":
-            self._messages.note(tag.chunk, tag.microbatch, message)
+            self._messages.note(tag.chunk, tag.unit, message)
         elif isinstance(message, Tensor) and message.dtype == torch.float64 and not isinstance(tag, Tag):
             self._squares = message
         if peer == self.rank:
@@ -137,7 +137,7 @@ class AloneTransport(Transport):
             return super().receive(peer, tag, timeout)
         if isinstance(tag, Tag):
             make = self._messages.input if tag.kind == "F" else self._messages.output_gradient
-            return make(tag.chunk, tag.microbatch)
+            return make(tag.chunk, tag.unit)
         for name, weight in self._tied.items():
             if tag.what.startswith(f"the gradient of tied {name!r} "):
                 return torch.zeros_like(weight).requires_grad_(weight.requires_grad)

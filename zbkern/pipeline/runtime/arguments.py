@@ -99,11 +99,11 @@ class Microbatch(NamedTuple):
     versions: list[tuple[Tensor, int]]  # of the side inputs, as the step began
     tokens: int | None = None  # of a slice, where this rank was given any
 
-    def checked_side(self, microbatch: int) -> Mapping[str, Any]:
-        """The side inputs of this number. Raises RuntimeError where they are not what they were."""
+    def checked_side(self, unit: object) -> Mapping[str, Any]:
+        """The side inputs. Raises RuntimeError, which names the unit, where they are not what they were."""
         if any(tensor._version != version for tensor, version in self.versions):
             raise RuntimeError(
-                f"side inputs of microbatch {microbatch}, {sorted(self.side)}, were modified in place by a forward "
+                f"side inputs of {unit}, {sorted(self.side)}, were modified in place by a forward "
                 "before; others read them, too: modify a copy"
             )
         return self.side

@@ -23,6 +23,7 @@ from zbkern.pipeline.runtime.step_schedules import StepSchedules
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.failing_together import failing_together
 from zbkern.pipeline.transport.mailbox import PipelineError, described
+from zbkern.schedules.actions import Action
 from zbkern.schedules.program import forwards
 from zbkern.schedules.schedule import Schedule
 
@@ -252,5 +253,9 @@ class Calls:
     def _where(self, error: BaseException) -> tuple[str, str]:
         """What the message of an error says before and after its own text."""
         action, loop = self.transport.action, self.loop
+        unit = loop.schedule.units[action.microbatch] if isinstance(action, Action) else None
+        slice_of = f" ({unit})" if unit is not None and unit.slices > 1 else ""
         hint = oom_hint(error, loop.max_in_flight, loop.in_flight, loop.queue, loop.recorder.device)
-        return f"action {action}", hint or input_of(error, action, loop.schedule.placement, loop.forward_input)
+        return f"action {action}{slice_of}", hint or input_of(
+            error, action, loop.schedule.placement, loop.forward_input
+        )

@@ -175,7 +175,10 @@ class Loop:
         self.forward_input = inputs
         start = self.recorder.now()
         target = unit.target if chunk == self._last and not self._returns_outputs else None
-        side = {**unit.checked_side(microbatch), **stage.carries.begin(microbatch, unit.tokens, inputs)}
+        side = {
+            **unit.checked_side(self.schedule.units[microbatch]),
+            **stage.carries.begin(microbatch, unit.tokens, inputs),
+        }
         outputs = stage.forward(microbatch, inputs, target, side)
         self.in_flight += 1
         if chunk < self._last:

@@ -22,16 +22,19 @@ def described(error: BaseException) -> str:
 
 
 class Tag(NamedTuple):
-    """The tag of an input of `chunk` (kind F), or of a gradient of its output (kind B), of one microbatch."""
+    """The tag of an input of `chunk` (kind F), or of a gradient of its output (kind B): what one of its actions needs.
+
+    unit: the number in that action, of a microbatch or of a slice of one.
+    """
 
     step: int
     kind: str
     chunk: int
-    microbatch: int
+    unit: int
 
     def __str__(self) -> str:
         what = "input" if self.kind == "F" else "output gradient"
-        return f"the {what} of chunk {self.chunk}, microbatch {self.microbatch}"
+        return f"the {what} of chunk {self.chunk}, action {self.chunk}{self.kind}{self.unit}"
 
 
 class Note(NamedTuple):
