@@ -79,7 +79,7 @@ def batch() -> list[Timeline]:
     """One long sequence and 23 short ones on 4 ranks: four packs in 1F1B, and planned."""
     lengths = [8192, *(300 + 97 * number % 1500 for number in range(23))]
     stage = Costs(10.0, 10.0, 10.0, overhead=0.05, split_overhead=0.05, tokens=8192)
-    half = Costs(5.05, 5.05, 5.05, overhead=0.05, split_overhead=0.05, tokens=8192)
+    half = Costs(5.05, 5.05, 5.05, overhead=0.05, split_overhead=0.05, activation=0.5, tokens=8192)
     packs = [0] * 4
     for length in sorted(lengths, reverse=True):
         packs[packs.index(min(packs))] += length

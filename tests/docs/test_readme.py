@@ -24,7 +24,7 @@ def test_without_a_pipeline(capsys: pytest.CaptureFixture) -> None:
 
 def test_where_there_is_nothing_to_gain() -> None:
     (shown, *layout) = map(
-        float, re.findall(r"This is ([\d.]+) % .*\n.*p = (\d+), v = (\d+), m = (\d+)", PAGE.read_text())[0]
+        float, re.findall(r"This is ([\d.]+) % .*p = (\d+), v = (\d+), m = (\d+)", PAGE.read_text())[0]
     )
     stages, chunks, microbatches = map(int, layout)
     sizes = {"pipeline_parallel": stages, "chunks": chunks, "microbatches": microbatches, "model": "qwen3-235B"}

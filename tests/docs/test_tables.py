@@ -124,6 +124,23 @@ def test_the_readme_quotes_the_demo() -> None:
     assert len(check_demo(rows, names)) == 5
 
 
+def test_the_first_screen() -> None:
+    rows = [row[1:3] for row in tables((ROOT / "README.md").read_text(encoding="utf-8"), "the same model and batch")]
+    demo = {row["name"]: f"{median(row['seconds']) * 1e3:.0f} ms" for row in results("demo")}
+    ((_, *unequal),) = (row for row in tables(page("batches.md"), "planned step, relative to") if "usual" in row[0])
+    block = results("gpu_block")[-1]
+    gains = []
+    for first, *others in (run["schedules"] for run in results("virtual_stages")):
+        chosen = (row for row in others if row["name"] in ("ZB-H1", "planned, memory of 1F1B"))
+        gains += [first["measured"] / row["measured"] for row in chosen]
+    assert rows == [
+        [demo["1F1B"], demo["ZB-V, 2 slices"]],
+        ["1", f"0{min(unequal)} to 0{max(unequal)} of the time"],
+        [f"{block['torch']:.1f} ms", f"{block['zbkern']:.1f} ms"],
+        ["1", f"{min(gains):.2f} to {max(gains):.2f} times as fast, in two runs"],
+    ]
+
+
 def test_the_demo() -> None:
     assert check_demo(tables(page("performance.md"), "schedule"), {}) == {row["name"] for row in results("demo")}
 
