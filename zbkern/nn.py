@@ -235,7 +235,7 @@ class Attention(Layer):
         rotary: tuple[Tensor, Tensor] | None = None,
         carry: Any = None,
     ) -> Tensor:
-        if carry is None and not torch.compiler.is_compiling() and (found := current()) and found[0].in_slice:
+        if carry is None and not torch.compiler.is_compiling() and (found := current()) and found[0]._in_slice:
             raise ValueError(
                 "Attention: carry must be handed to it in a schedule with slices, or it sees nothing of earlier ones: "
                 "attention(x, carry=carry), with what the chunk's forward gets; got None"

@@ -84,7 +84,7 @@ def test_what_an_fp8_storage_holds_can_be_offloaded() -> None:
         model[0](x).sum().backward()
     assert queue.peak_bytes >= 4 * 5 * (8 + 16)
     (task,) = queue.tasks()
-    queue.exchange(task, [tensor.clone() for tensor in task.tensors])
+    queue._exchange(task, [tensor.clone() for tensor in task.tensors])
     queue.run()
     testing.assert_close(model[0].weight.grad, expected)
 
@@ -157,7 +157,7 @@ def test_experts_are_one(bias: bool, fp8: bool) -> None:
     assert queue.pending() == 3
     (task, *_) = queue.tasks()
     assert len(task.tensors) == 6 * (2 if fp8 else 1)  # inputs and output gradients; an FP8 storage is two
-    queue.exchange(task, [tensor.clone() for tensor in task.tensors])
+    queue._exchange(task, [tensor.clone() for tensor in task.tensors])
     queue.run()
     for number, linear in enumerate(plain):
         weight = model.get_parameter(f"weight{number}")

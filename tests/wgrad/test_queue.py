@@ -252,7 +252,7 @@ def test_a_task_that_gets_other_tensors_keeps_its_place_and_its_gradient() -> No
             layer(torch.full((2, 4), key + 1.0, dtype=torch.float64)).backward(torch.ones(2, 4, dtype=torch.float64))
     first, second = queue.tasks()
     sources, held = first.tensors, queue.bytes
-    queue.exchange(first, [tensor.clone() for tensor in sources])
+    queue._exchange(first, [tensor.clone() for tensor in sources])
     for tensor in sources:
         tensor.fill_(float("nan"))
     assert queue.tasks() == (first, second)
@@ -260,8 +260,8 @@ def test_a_task_that_gets_other_tensors_keeps_its_place_and_its_gradient() -> No
     queue.run()
     assert queue.bytes == 0
     assert torch.equal(layer.weight.grad, torch.full((4, 4), 6.0, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"WGradQueue\.exchange: task must be one that waits in this queue"):
-        queue.exchange(first, sources)
+    with pytest.raises(ValueError, match=r"WGradQueue: task must be one that waits in this queue"):
+        queue._exchange(first, sources)
 
 
 def test_w_during_a_collective() -> None:

@@ -12,7 +12,7 @@ Notation
 
 Rules
     - A kernel is named `{op}_{fwd,dgrad,bwd,wgrad}`, writes into the outputs it is given and returns None.
-    - It runs on the current stream, never synchronises, and a wgrad never allocates more than its backend says.
+    - It runs on the current stream, never synchronises, and a wgrad allocates only what its docstring says.
     - A wgrad is `kernel(segments, outputs, accumulate)`: it sums over all segments (one per microbatch, of any length)
       and writes (accumulate=False) or adds (accumulate=True) to every output that is not None. This is the kernel
       that a `WGradTask` holds, so tasks of one weight merge by joining their segments. Options come last, by keyword.

@@ -51,8 +51,6 @@ class WGradQueue:
         check_values: False at first. Of W that are added while it is True the values that they read are compared
             between B and W: writes that torch does not count (through `.data`, say) are errors, too. Waits for the
             device.
-        in_slice: False at first, in each thread. True while a forward inside `defer` is of a slice of its sequences, in
-            which attention needs what came before.
 
     Every method may be called from any thread; a scope of `defer` belongs to the thread that opened it.
 
@@ -103,12 +101,13 @@ class WGradQueue:
             self._side = None if stream is None else side_stream.SideStream(stream)
 
     @property
-    def in_slice(self) -> bool:
-        """Whether a forward of this thread is of a slice."""
+    def _in_slice(self) -> bool:
+        """Whether a forward of this thread is of a slice of its sequences, in which attention needs what came before:
+        a Pipeline says so."""
         return thread.in_slice
 
-    @in_slice.setter
-    def in_slice(self, value: bool) -> None:
+    @_in_slice.setter
+    def _in_slice(self, value: bool) -> None:
         thread.in_slice = value
 
     def defer(self, key: Hashable = None) -> _Scope:
@@ -142,7 +141,7 @@ class WGradQueue:
             if self._held.nbytes > self.peak_bytes:
                 self.peak_bytes = self._held.nbytes
 
-    def exchange(self, task: WGradTask, tensors: Sequence[Tensor]) -> None:
+    def _exchange(self, task: WGradTask, tensors: Sequence[Tensor]) -> None:
         """Gives a waiting task other tensors with the same values, such as copies of them elsewhere.
 
         The task keeps its place among the others. On the queue's own stream its W then comes after what the current
@@ -150,7 +149,7 @@ class WGradQueue:
         """
         with self._lock:
             if task not in self._tasks:
-                raise ValueError(f"WGradQueue.exchange: task must be one that waits in this queue; got {task!r}")
+                raise ValueError(f"WGradQueue: task must be one that waits in this queue; got {task!r}")
             self._release([task])
             task.tensors = tuple(tensors)
             task.version = task.current_version()

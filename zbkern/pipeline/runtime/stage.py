@@ -84,9 +84,9 @@ class Stage:
         run = self._outputs if self.ledger is None else partial(self.ledger.forward, key, self._outputs)
         share = Share(self._shares[microbatch], *(() if carry is None else carry.place))
         with self.queue.defer(key), self.losses.during(microbatch, share):  # layers then know that their W will wait
-            self.queue.in_slice = carry is not None
+            self.queue._in_slice = carry is not None
             outputs = run(inputs, target, side)
-            self.queue.in_slice = False
+            self.queue._in_slice = False
         leaves, structure = pytree.tree_flatten(outputs)
         self._check_outputs(leaves)
         if torch.is_grad_enabled():
@@ -180,7 +180,7 @@ class Stage:
 
     def reset(self) -> None:
         """Forgets microbatches that were begun and not finished."""
-        self.queue.in_slice = False
+        self.queue._in_slice = False
         self._saved.clear()
         if self._sequence_losses is not None:
             self._sequence_losses.reset()

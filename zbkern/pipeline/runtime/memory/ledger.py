@@ -173,7 +173,7 @@ class Ledger:
         storages = self._held[key] = self._storages("B", key)
         for task in reversed([task for task in self._queue.tasks() if task.key == key]):  # W begins with the last
             if storages.began is not None:  # tensors of ours: who else has one then has another in its storage
-                self._queue.exchange(task, [tensor.detach() for tensor in task.tensors])
+                self._queue._exchange(task, [tensor.detach() for tensor in task.tensors])
             for tensor in task.tensors:
                 storages.add(tensor)
             storages.begin_if_full()
@@ -207,4 +207,4 @@ class Ledger:
         """Waits for the load of what a task needs."""
         for tensor in task.tensors:
             self._held[task.key].arrive(tensor)
-        self._queue.exchange(task, task.tensors)  # on a stream of the queue's own W comes after the load
+        self._queue._exchange(task, task.tensors)  # on a stream of the queue's own W comes after the load
