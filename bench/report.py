@@ -30,14 +30,16 @@ def write_json(name: str, figures: Any, folder: Path | None) -> str:
 
 
 def as_text(value: Any, margin: str = "") -> str:
-    """JSON in which what holds no list or object is one line: a row of figures, so that a change shows as one."""
+    """JSON in which a row, what a list has or what has no list or object in it, is one line: a change shows as one."""
     parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
     if not any(isinstance(part, (dict, list, tuple)) for part in parts):
         return json.dumps(value)
-    names = [f"{json.dumps(key)}: " for key in value] if isinstance(value, dict) else [""] * len(parts)
-    lines = [f"{margin} {name}{as_text(part, margin + ' ')}" for name, part in zip(names, parts, strict=True)]
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(key)}: {as_text(part, margin + ' ')}" for key, part in value.items()]
+    else:
+        lines = [json.dumps(part) for part in parts]
     opening, closing = "{}" if isinstance(value, dict) else "[]"
-    return opening + "\n" + ",\n".join(lines) + f"\n{margin}{closing}"
+    return f"{opening}\n" + ",\n".join(f"{margin} {line}" for line in lines) + f"\n{margin}{closing}"
 
 
 def table(title: str, columns: str, rows: Sequence[Mapping[str, Any]]) -> str:

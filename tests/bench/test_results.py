@@ -39,3 +39,26 @@ def test_an_error_of_one_thread_ends_all_and_is_raised() -> None:
     with pytest.raises(KeyError, match="mine"):
         ranks.run_in_threads(rings, waits)
     assert ranks.run_in_threads([LocalTransport.ring(3)], lambda rank: rank + 5) == 5
+
+
+@pytest.mark.parametrize(
+    "path", [*Path(report.__file__).with_name("results").glob("*.json")], ids=lambda path: path.stem
+)
+def test_a_file_of_figures_has_one_row_a_line(path: Path) -> None:
+    assert report.as_text(json.loads(path.read_text())) + "\n" == path.read_text()
+
+
+def test_a_row_is_a_line() -> None:
+    text = report.as_text({"a": {"rows": [{"x": [1, 2]}, {"x": []}], "n": 3}, "b": {}})
+    assert text.splitlines() == [
+        "{",
+        ' "a": {',
+        '  "rows": [',
+        '   {"x": [1, 2]},',
+        '   {"x": []}',
+        "  ],",
+        '  "n": 3',
+        " },",
+        ' "b": {}',
+        "}",
+    ]
