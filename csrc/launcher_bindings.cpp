@@ -7,8 +7,13 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <random>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 namespace py = pybind11;
@@ -131,22 +136,29 @@ class Launches {
       first_.push_back(std::find(recorded_.begin(), recorded_.end(), address) - recorded_.begin());
   }
 
-  // Launches all on the stream; false, and nothing launched, where the operands begin otherwise modulo 16 bytes, or no
-  // longer share an address that they shared: which of them an argument was is then not known.
-  bool run(Address stream, const std::vector<Address>& addresses) const {
+  // Whether operands may begin there: as they did modulo 16 bytes, and at one address where they shared one, for which of
+  // them an argument was is else not known.
+  bool fits(const std::vector<Address>& addresses) const {
     if (addresses.size() != recorded_.size()) return false;
     for (std::size_t i = 0; i < addresses.size(); ++i)
       if ((addresses[i] ^ recorded_[i]) % 16 || addresses[i] != addresses[first_[i]]) return false;
+    return true;
+  }
+
+  // Launches all on the stream. entered: in a thread without a context, in that of the launches; without it false, and
+  // nothing launched, where the current one is not theirs.
+  bool run(void* stream, const std::vector<Address>& addresses, bool entered) const {
     const py::gil_scoped_release release;  // a full queue makes the driver wait
     void* current = nullptr;
     driver().check(driver().current(&current), "asking for the context");
-    if (!current) driver().check(driver().enter(context_), "entering the context");  // a thread that has used no GPU yet
+    if (!entered && current != context_) return false;
+    if (!current) driver().check(driver().enter(context_), "entering the context");
     for (const Launch& launch : launches_) start(launch, stream, addresses);
     return true;
   }
 
  private:
-  static void start(const Launch& launch, Address stream, const std::vector<Address>& addresses) {
+  static void start(const Launch& launch, void* stream, const std::vector<Address>& addresses) {
     TensorMap maps[kMostMaps];
     void* values[kMostParameters];
     std::size_t map = 0, place = 0;
@@ -162,7 +174,7 @@ class Launches {
       }
     }
     LaunchConfig config = launch.config;
-    config.stream = reinterpret_cast<void*>(stream);
+    config.stream = stream;
     driver().check(driver().launch(&config, launch.function, values, nullptr), "launching a kernel");
   }
 
@@ -180,11 +192,135 @@ class Launches {
   std::vector<std::size_t> first_;  // the first operand at the address of each
 };
 
+// DLPack's C interface, in its layout, as torch has it from 2.10 on: what a tensor is, without Python.
+struct View {
+  void* data;
+  struct {
+    std::int32_t type, id;
+  } device;
+  std::int32_t dimensions;
+  struct {
+    std::uint8_t code, bits;
+    std::uint16_t lanes;
+  } dtype;
+  const std::int64_t *shape, *strides;
+  std::uint64_t offset;
+};
+
+struct Exchange {
+  struct {
+    std::uint32_t major, minor;
+  } version;
+  void *older, *allocate, *from, *to;
+  int (*view)(void*, View*);
+  int (*stream)(std::int32_t, std::int32_t, void**);
+};
+
+constexpr std::int32_t kCpu = 1, kMostDimensions = 8;
+
+// The launches of calls, by what these are told and how their operands lie. At most so many: then any makes room.
+class Table {
+ public:
+  // stream_of_cpu(): the address of the stream where operands lie on a CPU, in tests.
+  Table(std::size_t most, const py::capsule& exchange, py::type tensor, py::type parameter, py::object stream_of_cpu)
+      : most_(most),
+        exchange_(exchange.get_pointer<const Exchange>()),
+        tensor_(std::move(tensor)),
+        parameter_(std::move(parameter)),
+        stream_of_cpu_(std::move(stream_of_cpu)) {
+    if (exchange_->version.major != 1 || !exchange_->view || !exchange_->stream)
+      throw std::runtime_error("zbkern: another version of DLPack's exchange");
+  }
+
+  // Makes the launches of such a call on the current stream of the operands' device; none where they are not known, and
+  // false where the thread is not in the context of that device (`entered`: see Launches::run).
+  std::optional<bool> run(const py::handle& options, const py::list& operands, bool entered) {
+    if (!read(options, operands)) return {};
+    const auto [first, last] = known_.equal_range(hash_);
+    for (auto each = first; each != last; ++each) {
+      const Entry& entry = each->second;
+      if (entry.layout != layout_ || !same(entry.options, options) || !entry.launches->fits(addresses_)) continue;
+      const std::shared_ptr<Launches> launches = entry.launches;  // another thread may make room
+      const std::vector<Address> addresses = addresses_;          // or call, while this one launches
+      void* stream = nullptr;
+      if (device_.type == kCpu) stream = reinterpret_cast<void*>(stream_of_cpu_().cast<Address>());
+      else if (exchange_->stream(device_.type, device_.id, &stream)) throw py::error_already_set();
+      return launches->run(stream, addresses, entered);
+    }
+    return {};
+  }
+
+  void add(const py::object& options, const py::list& operands, const py::sequence& launches) {
+    if (!read(options, operands)) return;
+    auto made = std::make_shared<Launches>(launches, addresses_);
+    if (known_.size() >= most_)
+      known_.erase(std::next(known_.begin(), static_cast<std::ptrdiff_t>(random_() % known_.size())));
+    known_.emplace(hash_, Entry{layout_, options, std::move(made)});
+  }
+
+  void clear() { known_.clear(); }
+  std::size_t size() const { return known_.size(); }
+
+ private:
+  struct Entry {
+    std::vector<std::int64_t> layout;
+    py::object options;
+    std::shared_ptr<Launches> launches;
+  };
+
+  static bool same(const py::object& one, const py::handle& other) {
+    const int equal = PyObject_RichCompareBool(one.ptr(), other.ptr(), Py_EQ);
+    if (equal < 0) throw py::error_already_set();
+    return equal == 1;
+  }
+
+  // Reads a call into layout_, addresses_, device_ and hash_; false where an operand is of another class than torch's own.
+  bool read(const py::handle& options, const py::list& operands) {
+    layout_.clear(), addresses_.clear();
+    for (const py::handle operand : operands) {
+      if (operand.is_none()) {
+        layout_.push_back(-1), addresses_.push_back(0);
+        continue;
+      }
+      const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(operand.ptr()));
+      if (type != tensor_.ptr() && type != parameter_.ptr()) return false;
+      View view;
+      if (exchange_->view(operand.ptr(), &view)) throw py::error_already_set();
+      if (view.dimensions > kMostDimensions) return false;
+      device_ = view.device;
+      layout_.push_back(view.dimensions | view.dtype.code << 8 | view.dtype.bits << 16 | view.device.type << 24 |
+                        static_cast<std::int64_t>(view.device.id) << 32);
+      layout_.insert(layout_.end(), view.shape, view.shape + view.dimensions);
+      layout_.insert(layout_.end(), view.strides, view.strides + view.dimensions);
+      addresses_.push_back(reinterpret_cast<Address>(view.data) + view.offset);
+    }
+    const Py_hash_t hash = PyObject_Hash(options.ptr());
+    if (hash == -1) throw py::error_already_set();
+    hash_ = static_cast<std::size_t>(hash);
+    for (const std::int64_t number : layout_) hash_ = (hash_ ^ static_cast<std::size_t>(number)) * 0x9e3779b97f4a7c15;
+    return true;
+  }
+
+  std::size_t most_;
+  const Exchange* exchange_;
+  py::object tensor_, parameter_, stream_of_cpu_;
+  std::unordered_multimap<std::size_t, Entry> known_;
+  std::mt19937 random_;
+  std::vector<std::int64_t> layout_;
+  std::vector<Address> addresses_;
+  std::size_t hash_ = 0;
+  decltype(View::device) device_{};
+};
+
 }  // namespace
 
 PYBIND11_MODULE(_launcher, module) {
   module.doc() = "Launches of compiled kernels at other addresses; zbkern.kernels.triton.replay makes them.";
-  py::class_<Launches>(module, "Launches")
-      .def(py::init<const py::sequence&, std::vector<Address>>(), py::arg("launches"), py::arg("addresses"))
-      .def("run", &Launches::run, py::arg("stream"), py::arg("addresses"));
+  py::class_<Table>(module, "Table")
+      .def(py::init<std::size_t, const py::capsule&, py::type, py::type, py::object>(), py::arg("most"),
+           py::arg("exchange"), py::arg("tensor"), py::arg("parameter"), py::arg("stream_of_cpu"))
+      .def("run", &Table::run, py::arg("options"), py::arg("operands"), py::arg("entered"))
+      .def("add", &Table::add, py::arg("options"), py::arg("operands"), py::arg("launches"))
+      .def("clear", &Table::clear)
+      .def("__len__", &Table::size);
 }

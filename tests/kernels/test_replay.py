@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import ctypes
 import gc
 import logging
-import random
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch import Tensor
 from triton import knobs
 
 from tests.emulator import gpu as emulated
+from tests.emulator import library
 from tests.emulator.library import given_to_driver
 from tests.support import every_launch
 from tests.support.launch_checks import Random
@@ -170,19 +170,25 @@ def test_a_profiler_hears_of_every_launch(worked_out: list[int]) -> None:
 
 def test_on_another_device(worked_out: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     current, entered = [0], []
-    call = w_of(torch.randn(32, 16), torch.randn(32, 16))
+    call, emulator = w_of(torch.randn(32, 16), torch.randn(32, 16)), library.load()
+    expected = through_triton(call)
     call()
+    count, theirs = len(worked_out), ctypes.c_void_p()
+    emulator.cuCtxGetCurrent(ctypes.byref(theirs))
 
-    def other(device: int) -> Any:
+    @contextlib.contextmanager
+    def other(device: int) -> Iterator[None]:
         entered.append(device)
         current[0] = device
-        return pytest.MonkeyPatch.context()
+        emulator.cuCtxSetCurrent(theirs)
+        yield
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", other)
-    call()
+    emulator.cuCtxSetCurrent(ctypes.c_void_p(2))
+    assert given_to_driver(call) == expected
     assert entered == [-1]  # a CPU's
-    assert len(worked_out) == 1
+    assert len(worked_out) == count
 
 
 def test_no_tensor_is_kept() -> None:
@@ -190,7 +196,7 @@ def test_no_tensor_is_kept() -> None:
     call = w_of(x, dy, dweight, None)
     call(), call()
     references = [weakref.ref(tensor) for tensor in (x, dy, dweight)]
-    assert replay._known
+    assert len(replay)
     del x, dy, dweight, call
     gc.collect()
     assert [reference() for reference in references] == [None] * 3
@@ -206,7 +212,7 @@ def test_more_turns_than_are_kept_cost_no_more_than_those_that_are_too_many(
     for _ in range(20):
         for call in calls:
             call()
-            assert 1 <= len(small._known) <= 8
+            assert 1 <= len(small) <= 8
     assert 20 < len(worked_out) < 100  # of 200
 
 
@@ -234,19 +240,15 @@ def test_a_thread_that_has_used_no_gpu_launches(worked_out: list[int]) -> None:
     assert len(worked_out) == 1
 
 
-def test_threads_that_make_room_at_the_same_time_remove_different_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(random.Random):
-        def choice(self, entries: Any) -> Any:
-            chosen = entries[0]
-            time.sleep(0.02)  # for the others to choose the same
-            return chosen
-
-    monkeypatch.setattr(triton_replay, "_launcher", SimpleNamespace(Launches=lambda *arguments: object()))
+def test_threads_make_room_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     full = Replay(layouts=2)
-    full._random = Slow()
+    monkeypatch.setattr(triton_wgrad, "replay", full)
+    calls = [w_of(torch.randn(rows, 16), torch.randn(rows, 16)) for rows in range(16, 144, 16)]
+    expected = [through_triton(call) for call in calls]
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda key: full._keep(key, [], [], []), range(8)))
-    assert len(full._known) == 2
+        list(threads.map(lambda call: call(), calls * 20))
+    assert 1 <= len(full) <= 2
+    assert [given_to_driver(call) for call in calls] == expected
 
 
 def test_an_error_is_not_kept() -> None:
@@ -258,7 +260,7 @@ def test_an_error_is_not_kept() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="as it does"):
             mine.run(fails, [x], "fails")
-    assert not mine._known
+    assert not len(mine)
     assert not triton_common.recording()
 
 

@@ -2,8 +2,8 @@
 
 What a W's Python works out (layouts, the tile, the grid, what is a descriptor), and Triton's Python for each launch,
 follows from the shapes, strides and dtypes of its operands and from where they begin modulo 16 bytes. It is worked out
-once; from then on a call is a lookup, and csrc/launcher_bindings.cpp puts the addresses into the parameters and
-launches. No tensor is kept. Where that extension is not built, where a profiler listens to Triton's launches, and with
+once; from then on csrc/launcher_bindings.cpp looks a call up, puts the addresses into the parameters and launches. No
+tensor is kept. Where that extension is not built, where a profiler listens to Triton's launches, and with
 ZBKERN_REPLAY=0 in the environment, every call is worked out anew.
 """
 
@@ -13,9 +13,7 @@ import contextlib
 import functools
 import logging
 import os
-import random
 import struct
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -50,13 +48,13 @@ class Replay:
     come round and round: were it the oldest, each would go just before its turn.)"""
 
     def __init__(self, layouts: int = 1024) -> None:
-        self._most = layouts
-        self._known: dict[Hashable, list[Any]] = {}  # _launcher.Launches, by where operands begin
-        self._lock = threading.Lock()  # stages of one process make room at the same time
-        self._random = random.Random(0)  # not the program's, whose numbers are its own
+        self._table = _table_of(layouts)
         self._paused = 0
 
-    def run(self, call: Callable[[], None], operands: Sequence[Any], options: Hashable) -> None:
+    def __len__(self) -> int:
+        return 0 if self._table is None else len(self._table)
+
+    def run(self, call: Callable[[], None], operands: list[Any], options: Hashable) -> None:
         """call(), or the launches that it would make.
 
         operands: every tensor that the call reads or writes, on one device, or None; the first is a tensor. options:
@@ -64,43 +62,27 @@ class Replay:
         operand is empty or it allocates (a copy of an operand, say): launches on other memory than the operands' are
         not repeated.
         """
-        if self._paused or _launcher is None or recording() or _hooked():  # recording: or a part of a call that is
+        if self._paused or self._table is None or recording() or _hooked():  # recording: or a part of a call that is
             return call()
-        device = operands[0].get_device()
-        layout: list[Any] = [options, device]
-        addresses: list[int] = []
-        for operand in operands:  # in one pass: this is most of what a call costs
-            if operand is None:
-                layout.append(None)
-                addresses.append(0)
-            else:
-                layout += (operand.dtype, operand.shape, operand.stride())
-                addresses.append(operand.data_ptr())
-        key = tuple(layout)
-        known = self._known.get(key)
-        if known is not None and _run_any(known, device, addresses):
+        done = self._table.run(options, operands, False)
+        if done is False:  # the thread is at another device
+            with _at(operands[0].get_device()):
+                done = self._table.run(options, operands, True)
+        if done:
             return None
         with recorded() as made:
             call()
         if made and all(operand is None or operand.numel() for operand in operands):
-            self._keep(key, made, operands, addresses)
+            self._keep(options, made, operands)
         return None
 
-    def _keep(
-        self, key: Hashable, made: Sequence[Launch], operands: Sequence[Tensor | None], addresses: list[int]
-    ) -> None:
+    def _keep(self, options: Hashable, made: Sequence[Launch], operands: list[Tensor | None]) -> None:
         try:
             launches = [_parameterised(launch, operands) for launch in made]
-            if None in launches:
-                return
-            repeatable = _launcher.Launches(launches, addresses)
+            if None not in launches:
+                self._table.add(options, operands, launches)
         except Exception as error:  # of a Triton that does this in another way
             _warn(f"launches go through Triton's Python, slowly: {type(error).__name__}: {error}")
-            return
-        with self._lock:
-            if key not in self._known and len(self._known) >= self._most:
-                del self._known[self._random.choice(list(self._known))]
-            self._known.setdefault(key, []).append(repeatable)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -113,17 +95,25 @@ class Replay:
             self._paused -= 1
 
     def forget(self) -> None:
-        with self._lock:
-            self._known.clear()
+        if self._table is not None:
+            self._table.clear()
 
 
-def _run_any(known: Sequence[Any], device: int, addresses: Sequence[int]) -> bool:
-    """Whether one of them is of operands that begin as these do; it is then launched, on the device's stream."""
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _run_any(known, device, addresses)
-    stream = driver.active.get_current_stream(device)
-    return any(launches.run(stream, addresses) for launches in known)
+def _at(device: int) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if device == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+def _table_of(layouts: int) -> Any:
+    """_launcher.Table, None where there is no launcher, or a torch that does not show it tensors."""
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # from torch 2.10 on, with which Triton 3.6 comes
+    if _launcher is None or exchange is None:
+        return None
+    return _launcher.Table(layouts, exchange, Tensor, torch.nn.Parameter, _stream_of_cpu)
+
+
+def _stream_of_cpu() -> int:
+    """Of a driver that stands in for a GPU's."""
+    return driver.active.get_current_stream(-1)
 
 
 def _parameterised(launch: Launch, operands: Sequence[Tensor | None]) -> tuple | None:
