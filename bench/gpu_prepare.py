@@ -62,7 +62,7 @@ def runs() -> Iterator[Run]:
     `bench.virtual_stages` launch, on operands without values."""
     import torch
 
-    from bench import gpu, gpu_rows, virtual_stages
+    from bench import gpu, gpu_rows, virtual_stages, w_sweep
     from bench.gpu_case import Bench, Sizes
     from tests.support import every_launch
     from zbkern.kernels.triton import kernels
@@ -81,6 +81,7 @@ def runs() -> Iterator[Run]:
     for row in gpu_rows.ROWS:
         if not row.name.endswith("ceiling"):
             yield from ((row.name, run) for run in gpu.ours(row, bench))
+    yield from (("W designs", run) for run in w_sweep.launches(torch.device("cpu")))
     yield from (("virtual stages", run) for run in virtual_stages.launches(kernels))
 
 

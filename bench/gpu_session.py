@@ -98,6 +98,7 @@ def plan(work: Path, prepared: Path | None = None, rehearsed: bool = False) -> l
     return [
         program(HEADLINE, [*rows, "--rows", *gpu_rows.HEADLINE], 12, "rows"),
         Job(REPLAYED, every_launch, 8),
+        program("W designs", [*over, "bench.w_sweep", *where, "--seconds", "{seconds}"], 24),
         program("virtual stages", ["-m", "bench.virtual_stages", "--rounds", "5"], 8),
         program("rows", rows, 24),
         Job("tests", [*several, "-m", "gpu and not alone", "--deselect", launches, "tests/gpu"], 24),

@@ -66,7 +66,7 @@ PYBIND11_MODULE(_cuda, module) {
   module.attr("MAX_SEGMENTS") = kMaxSegments;
   module.attr("MAX_PRODUCTS") = kMaxProducts;
 
-  module.def("choose_tile", &choose_tile, py::arg("n"), py::arg("k"), py::arg("sms"));
+  module.def("choose_tile", &choose_tile, py::arg("n"), py::arg("k"), py::arg("tokens"), py::arg("sms"));
   module.def("count_tiles", &count_tiles, py::arg("n"), py::arg("k"), py::arg("tile_k"));
   module.def("choose_blocks", &choose_blocks, py::arg("tiles"), py::arg("places"), py::arg("max_tiles"));
   module.def(

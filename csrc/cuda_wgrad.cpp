@@ -34,12 +34,13 @@ void check_product(const Wgrad& task, const Product& product) {
 }  // namespace
 
 // A tile of 256 columns needs a quarter less traffic between shared memory and the tensor cores per product than one
-// of 128, but leaves more of the GPU idle in the last wave. Costs in units of the time of a 128 x 128 tile; the 10% is
-// an estimate, to be replaced by a measurement.
-int choose_tile(std::int64_t n, std::int64_t k, int sms) {
+// of 128, but waits for its epilogue, as long as 610 tokens multiply (of Triton's W on an H200); of tiles of 128 columns
+// only the last one does. Costs in tokens of a 128 x 128 tile; the 10% is an estimate, to be replaced by a measurement.
+int choose_tile(std::int64_t n, std::int64_t k, std::int64_t tokens, int sms) {
+  constexpr double kEpilogue = 610, kNarrow = 1.1;
   const std::int64_t rows = ceil_div(n, 2 * kTileN) * 2;
-  const double wide = 2.0 * ceil_div(rows * ceil_div(k, 256), sms);
-  const double narrow = 1.1 * ceil_div(rows * ceil_div(k, 128), sms);
+  const double wide = 2.0 * ceil_div(rows * ceil_div(k, 256), sms) * (tokens + kEpilogue);
+  const double narrow = kNarrow * ceil_div(rows * ceil_div(k, 128), sms) * tokens + kEpilogue;
   return wide <= narrow ? 256 : 128;
 }
 
@@ -56,8 +57,11 @@ int choose_blocks(std::int64_t tiles, int places, int max_tiles) {
 void choose_grid(Wgrad& task, int places, int max_tiles) {
   places = std::max(2, places);
   task.tile_k = 128;
-  for (const Product& product : task.products)
-    task.tile_k = std::max(task.tile_k, choose_tile(product.n, product.k, places));
+  for (const Product& product : task.products) {
+    std::int64_t tokens = 0;
+    for (const Segment& segment : product.segments) tokens += segment.rows;
+    task.tile_k = std::max(task.tile_k, choose_tile(product.n, product.k, tokens, places));
+  }
   std::int64_t tiles = 0;
   for (const Product& product : task.products) tiles += count_tiles(product.n, product.k, task.tile_k);
   task.blocks = choose_blocks(tiles, places, max_tiles);

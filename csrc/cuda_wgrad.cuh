@@ -12,6 +12,9 @@
 //
 // Adding to dweight: warp 2 loads it piece by piece, and the epilogue adds.
 //
+// Tiles of 256 columns are computed by both warpgroups together, those of 128 by one, in turn: while one multiplies, the
+// other adds its tile to dweight, and tensor cores wait for no epilogue. The order of a sum is the same.
+//
 // Bias: a block of the first column of tiles multiplies its A by a column of ones as well, 8/TileK of its work.
 //
 // Order of tiles: bands of 8 clusters (2048 rows); within a band down, then right. 66 clusters then work on about
@@ -38,28 +41,35 @@ template <class Element_, class ElementOut_, int TileK>
 struct Config {
   using Element = Element_;
   using ElementOut = ElementOut_;
+  static constexpr bool kInTurn = TileK == 128;
   using Tile = Shape<Int<kTileN>, Int<TileK>, _64>;
   using Cluster = Shape<_2, _1, _1>;
+  using EpilogueSchedule = conditional_t<kInTurn, cutlass::epilogue::TmaWarpSpecialized,
+                                         cutlass::epilogue::TmaWarpSpecializedCooperative>;
+  using MainloopSchedule = conditional_t<kInTurn, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+                                         cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
       cutlass::epilogue::collective::EpilogueTileAuto, float, float, ElementOut, cutlass::layout::RowMajor,
       16 / sizeof(ElementOut), ElementOut, cutlass::layout::RowMajor, 16 / sizeof(ElementOut),
-      cutlass::epilogue::TmaWarpSpecializedCooperative>::CollectiveOp;
+      EpilogueSchedule>::CollectiveOp;
   using OnesLayout = decltype(tile_to_shape(GMMA::Layout_K_INTER_Atom<Element>{}, Shape<_8, _64>{}));
   static constexpr int kReserved = sizeof(typename Epilogue::SharedStorage) + 8 * 64 * sizeof(Element) + 256;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::ColumnMajor, 8, Element,
       cutlass::layout::RowMajor, 8, float, Tile, Cluster, cutlass::gemm::collective::StageCountAutoCarveout<kReserved>,
-      cutlass::gemm::KernelTmaWarpSpecializedCooperative>::CollectiveOp;
+      MainloopSchedule>::CollectiveOp;
   using TiledMma = typename Mainloop::TiledMma;
   using BiasMma = decltype(make_tiled_mma(
       SM90::GMMA::ss_op_selector<Element, Element, float, Shape<_128, _8, _64>, GMMA::Major::MN, GMMA::Major::K>(),
-      Layout<Shape<_2, _1, _1>>{}));
+      Layout<Shape<Int<kInTurn ? 1 : 2>, _1, _1>>{}));
+  using MultiplyOrder = cutlass::OrderedSequenceBarrier<2, 2>;  // in turn: first to multiply, then to write
   using LoadOrder = cutlass::OrderedSequenceBarrier<1, 2>;
 
-  static constexpr int kMultiplying = size(TiledMma{});
-  static constexpr int kThreads = kMultiplying + cutlass::NumThreadsPerWarpGroup;
-  static_assert(kMultiplying == 256, "two warpgroups multiply");
+  static constexpr int kMultiplying = size(TiledMma{});  // threads of a tile
+  static constexpr int kThreads = 3 * cutlass::NumThreadsPerWarpGroup;
+  static constexpr int kPieces = Epilogue::get_load_pipe_increment(Tile{});  // of a tile, as the epilogue takes it
+  static_assert(kMultiplying == (kInTurn ? 128 : 256), "two warpgroups multiply");
 
   struct Piece {  // a segment on the device
     typename Mainloop::Params loads;
@@ -94,6 +104,7 @@ struct Config {
       alignas(16) typename Mainloop::PipelineStorage mainloop;
       alignas(16) typename Epilogue::PipelineStorage epilogue;
       alignas(16) typename LoadOrder::SharedStorage order;
+      alignas(16) typename MultiplyOrder::SharedStorage turns;
     } pipelines;
   };
 };
@@ -109,7 +120,8 @@ CUTLASS_DEVICE auto tile_coordinates(const Output& output, int cluster_tile, int
 template <class C, bool WithBias, class Accumulator, class BiasAccumulator>
 CUTLASS_DEVICE void multiply(typename C::Mainloop::MainloopPipeline& pipeline,
                              typename C::Mainloop::PipelineState& read, Accumulator& sum, BiasAccumulator& bias_sum,
-                             int steps, int thread, typename C::SharedStorage::Tensors& tensors) {
+                             int steps, int thread, typename C::SharedStorage::Tensors& tensors,
+                             typename C::MultiplyOrder& turns) {
   using Mainloop = typename C::Mainloop;
   typename C::TiledMma mma;
   typename C::BiasMma bias_mma;
@@ -128,6 +140,7 @@ CUTLASS_DEVICE void multiply(typename C::Mainloop::MainloopPipeline& pipeline,
   mma.accumulate_ = GMMA::ScaleOut::Zero;
   bias_mma.accumulate_ = GMMA::ScaleOut::Zero;
   warpgroup_fence_operand(sum);
+  if constexpr (C::kInTurn) turns.wait();
   CUTLASS_PRAGMA_NO_UNROLL
   for (int step = 0; step < steps; ++step) {
     pipeline.consumer_wait(read);
@@ -154,6 +167,7 @@ CUTLASS_DEVICE void multiply(typename C::Mainloop::MainloopPipeline& pipeline,
     }
     ++read;
   }
+  if constexpr (C::kInTurn) turns.arrive();
   warpgroup_wait<0>();
   warpgroup_fence_operand(sum);
   if constexpr (WithBias) warpgroup_fence_operand(bias_sum);
@@ -234,6 +248,12 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgrad_kernel(const __grid_cons
   order_params.group_size = cutlass::NumThreadsPerWarp;
   typename C::LoadOrder order(shared.pipelines.order, order_params);
 
+  const int warpgroup = cutlass::canonical_warp_group_idx() - 1;  // of those that multiply
+  typename C::MultiplyOrder::Params turns_params;
+  turns_params.group_id = warpgroup;
+  turns_params.group_size = cutlass::NumThreadsPerWarpGroup;
+  typename C::MultiplyOrder turns(shared.pipelines.turns, turns_params);
+
   for (int i = thread; i < cosize_v<typename C::OnesLayout>; i += C::kThreads) {
     shared.tensors.ones[i] = typename C::Element(1.0f);
   }
@@ -296,29 +316,43 @@ __global__ __launch_bounds__(C::kThreads, 1) void wgrad_kernel(const __grid_cons
     typename Mainloop::PipelineState read;
     typename Epilogue::LoadPipelineState epilogue_read;
     auto epilogue_write = cutlass::make_producer_start_state<EpilogueStores>();
+    int turn = 0;
     for (int p = 0; p < params.products; ++p) {
       const auto& output = params.outputs[p];
       const int tiles = output.cluster_rows * output.tile_columns;
       Epilogue epilogue(output.epilogue, shared.tensors.epilogue);
       bool stored = false;
       for (; tile < tiles; tile += clusters) {
+        if (C::kInTurn && turn++ % 2 != warpgroup) {  // the other one's
+          read.advance(output.steps);
+          epilogue_read.advance(C::kPieces);
+          epilogue_write.advance(C::kPieces);
+          continue;
+        }
         const auto where = tile_coordinates(output, tile, rank);
         auto sum = partition_fragment_C(tiled_mma, take<0, 2>(tile_shape));
         auto bias_sum = partition_fragment_C(typename C::BiasMma{}, Shape<Int<kTileN>, _8>{});
         if (output.dbias != nullptr && get<1>(where) == 0) {
-          multiply<C, true>(pipeline, read, sum, bias_sum, output.steps, mma_thread, shared.tensors);
+          multiply<C, true>(pipeline, read, sum, bias_sum, output.steps, mma_thread, shared.tensors, turns);
           write_bias<C>(params, output, bias_sum, get<0>(where), mma_thread);
         } else {
-          multiply<C, false>(pipeline, read, sum, bias_sum, output.steps, mma_thread, shared.tensors);
+          multiply<C, false>(pipeline, read, sum, bias_sum, output.steps, mma_thread, shared.tensors, turns);
         }
+        if constexpr (C::kInTurn) turns.wait();
         const auto states =
             epilogue.store(epilogue_loads, epilogue_read, epilogue_stores, epilogue_write, problem_of(output, 1),
                            tile_shape, where, sum, tiled_mma, mma_thread, shared.tensors.epilogue);
         epilogue_read = get<0>(states);
         epilogue_write = get<1>(states);
         stored = true;
+        if constexpr (C::kInTurn) {  // both write out of the same shared memory
+          const auto after = epilogue.store_tail(epilogue_loads, epilogue_read, epilogue_stores, epilogue_write);
+          epilogue_read = get<0>(after);
+          epilogue_write = get<1>(after);
+          turns.arrive();
+        }
       }
-      if (stored) {  // the epilogue of the next product counts its stores anew
+      if (stored && !C::kInTurn) {  // the epilogue of the next product counts its stores anew
         const auto states = epilogue.store_tail(epilogue_loads, epilogue_read, epilogue_stores, epilogue_write);
         epilogue_read = get<0>(states);
         epilogue_write = get<1>(states);

@@ -69,8 +69,8 @@ void choose_grid(Wgrad& task, int places, int max_tiles);
 // Runs a valid task whose grid is chosen.
 void wgrad(const Wgrad& task);
 
-// Columns of a tile, 128 or 256, for one weight on that many SMs.
-int choose_tile(std::int64_t n, std::int64_t k, int sms);
+// Columns of a tile, 128 or 256, for one weight and the tokens of all its segments on that many SMs.
+int choose_tile(std::int64_t n, std::int64_t k, std::int64_t tokens, int sms);
 
 // Tiles of one weight; blocks come in pairs, so their rows are even.
 std::int64_t count_tiles(std::int64_t n, std::int64_t k, int tile_k);

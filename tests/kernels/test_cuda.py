@@ -64,7 +64,7 @@ def test_module_tells_what_it_was_built_with(extension: ModuleType) -> None:
 @pytest.mark.parametrize("n", [8, 128, 136, 4096, 11008])
 @pytest.mark.parametrize("k", [8, 256, 264, 4096])
 def test_tiles_and_blocks(extension: ModuleType, n: int, k: int, sms: int) -> None:
-    tile = extension.choose_tile(n, k, sms)
+    tile = extension.choose_tile(n, k, 4096, sms)
     assert tile in (128, 256)
     tiles = extension.count_tiles(n, k, tile)
     assert tiles * 128 * tile >= n * k
@@ -79,9 +79,9 @@ def test_tiles_and_blocks(extension: ModuleType, n: int, k: int, sms: int) -> No
         assert -(-tiles // bounded) <= most
 
 
-def test_a_wide_tile_is_chosen_where_there_are_many_and_a_narrow_one_where_few(extension: ModuleType) -> None:
-    assert extension.choose_tile(8192, 8192, 132) == 256
-    assert extension.choose_tile(1024, 1024, 132) == 128
+def test_a_wide_tile_is_chosen_for_many_tiles_and_tokens_and_a_narrow_one_for_few(extension: ModuleType) -> None:
+    for n, tokens, tile in ((8192, 8192, 256), (4096, 16384, 256), (4096, 2048, 128), (1024, 8192, 128)):
+        assert extension.choose_tile(n, n, tokens, 132) == tile
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([8, 16]))

@@ -20,7 +20,8 @@ class Tile:
     """One program computes [m, n] of the output, k of the reduction at a time, `stages` of these in flight.
 
     group: tiles are visited in bands of `group` rows, so that neighbours in time share operands in L2. parts: in how
-    many the epilogue writes it; 0 for as many as `epilogue_parts` finds.
+    many the epilogue writes it; 0 for as many as `epilogue_parts` finds. share: how many programs run on one SM at a
+    time, each by half a tile later than the one before, so that one multiplies while the other writes.
     """
 
     m: int
@@ -30,6 +31,7 @@ class Tile:
     stages: int
     group: int = 8
     parts: int = 0
+    share: int = 1
 
     def epilogue_parts(self, bulk: bool = True) -> int:
         """In how many the epilogue writes it: a part has room in registers beside what it is added to or multiplied by
@@ -86,8 +88,8 @@ def choose(
     threads compute addresses, and a large tile leaves no registers.
     """
     bulk = bulk and capability >= 90
-    measured = table().get(key(op, p, q, r, dtype, capability))
-    if measured is not None and bulk and not others:
+    measured = table().get(key(op, p, q, r, dtype, capability, 1 + len(others)))
+    if measured is not None and bulk and all(other == (p, q) for other in others):
         return measured
     size = 4 if dtype == "float32" else 2
     limit = 1024 * SHARED_MEMORY.get(capability, 99)
@@ -132,7 +134,9 @@ def share_a_launch(
         return True
     (p, q), *others = ((p, q) for p, q in shapes)
     tile = choose(op, p, q, r, dtype, capability, num_sms, bulk, tuple(others))
-    together = next(rated for rated in _HALF_W if (rated[0].m, rated[0].n) == (tile.m, tile.n))
+    together = next((rated for rated in _HALF_W if (rated[0].m, rated[0].n) == (tile.m, tile.n)), None)
+    if together is None:  # of the table, which has it for these outputs together
+        return True
     apart = sum(min(_cost(rated, [shape], r, num_sms) for rated in _HALF_W) for shape in shapes)
     return _cost(together, shapes, r, num_sms) <= apart
 
@@ -278,9 +282,10 @@ def attention_shared_memory(tile: AttentionTile, launch: str, size: int, itemsiz
     return (held + tile.stages * streamed) * size * itemsize
 
 
-def key(op: str, p: int, q: int, r: int, dtype: str, capability: int) -> str:
-    """Shapes within the same powers of two share what was measured."""
-    return f"sm{capability} {dtype} {op} {p.bit_length()} {q.bit_length()} {r.bit_length()}"
+def key(op: str, p: int, q: int, r: int, dtype: str, capability: int, outputs: int = 1) -> str:
+    """Shapes within the same powers of two share what was measured. outputs: of that shape, in one launch."""
+    shape = f"{p.bit_length()} {q.bit_length()} {r.bit_length()}" + f" x {outputs}" * (outputs > 1)
+    return f"sm{capability} {dtype} {op} {shape}"
 
 
 @functools.cache

@@ -259,7 +259,7 @@ void run_copy(const Copy& copy) { copy.way == Copy::to_shared ? run_load(copy) :
 
 Handler choose_copy(Instr& I) {
   const std::string& op = I.parts[0];
-  if (op == "prefetch") return nothing;
+  if (op == "prefetch" || op == "nanosleep") return nothing;
   if (op != "cp") return nullptr;
   if (I.parts[1] == "reduce") return I.has("tensor") && I.has("add") ? bulk_store : nullptr;
   if (I.parts[2] != "bulk") {

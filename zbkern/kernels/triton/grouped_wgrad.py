@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels.spec import Outputs, Segments
+from zbkern.kernels.triton import matmul_tile
 from zbkern.kernels.triton.common import Kernel, dot, offset, rows_dense, widen
 from zbkern.kernels.triton.grouped_tile import (
     as_rows,
@@ -17,16 +18,24 @@ from zbkern.kernels.triton.grouped_tile import (
     ragged_argument,
     row_counts,
 )
-from zbkern.kernels.triton.matmul_tile import Matrix, has_bulk_copies, pieces, plan, precision, tile_index
+from zbkern.kernels.triton.matmul_tile import (
+    Matrix,
+    has_bulk_copies,
+    pause,
+    pieces,
+    plan,
+    precision,
+    tile_index,
+)
 from zbkern.kernels.triton.multi_matmul import SLOTS, columns, store_tile
 from zbkern.kernels.triton.wgrad import sum_rows
 
 
 @Kernel
-@triton.jit(do_not_specialize=["used"])
+@triton.jit(do_not_specialize=["used", "late", "late_of"])
 def _grouped_sums(
     a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7, e0, e1, e2, e3, e4, e5, e6, e7,
-    out, used, groups, P, Q, a_stride, b_stride, o_group, o_stride,
+    out, used, groups, P, Q, a_stride, b_stride, o_group, o_stride, late, late_of,
     SEGMENTS: tl.constexpr, DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr, ACCUMULATE: tl.constexpr,
     REDUCE: tl.constexpr, PRECISION: tl.constexpr,
     GROUPS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
@@ -35,8 +44,10 @@ def _grouped_sums(
 
     One program computes every num_programs-th tile [M, N], through all groups without a pause. Tiles, segments and
     steps are one loop, as in multi_matmul.py, so copies run ahead across the borders of groups and segments, and an
-    output is read and written once.
+    output is read and written once. late, late_of: as there.
     """
+    if late is not None:
+        pause(tl.program_id(0) // late_of * late)
     a_s = (a0, a1, a2, a3, a4, a5, a6, a7)
     b_s = (b0, b1, b2, b3, b4, b5, b6, b7)
     ends = (e0, e1, e2, e3, e4, e5, e6, e7)
@@ -149,6 +160,7 @@ def _run_sums(pairs: Sequence[tuple[Matrix, Matrix, Tensor]], out: Tensor, accum
     strides = (*((1, 1) if reads else (left.stride, right.stride)), target.group_stride, o_stride)
     reduces = writes and accumulate and out.dtype == torch.float32
     flags = (segments, reads, writes, accumulate, reduces, precision(dtype), padded(groups))
-    arguments = (*columns(slots), result, used, groups, p, q, *strides)
+    late = matmul_tile.late_start(tile, rows, device)
+    arguments = (*columns(slots), result, used, groups, p, q, *strides, *late)
     constants = (*flags, tile.m, tile.n, tile.k, tile.group, parts)
     _grouped_sums(programs, arguments, constants, tile.warps, tile.stages)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zbkern.kernels import tiles
+from zbkern.kernels.triton import matmul_tile
 from zbkern.kernels.triton.common import Kernel, rows_dense, widen
 from zbkern.kernels.triton.matmul_tile import (
     Matrix,
@@ -20,6 +21,7 @@ from zbkern.kernels.triton.matmul_tile import (
     has_bulk_copies,
     load,
     multiply,
+    pause,
     pieces,
     plan,
     precision,
@@ -55,7 +57,7 @@ def _sums(
     a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7, r0, r1, r2, r3, r4, r5, r6, r7,
     o0, o1, o2, o3, o4, o5, o6, o7,
     p0, p1, p2, p3, p4, p5, p6, p7, q0, q1, q2, q3, q4, q5, q6, q7,
-    a_stride, b_stride, o_stride, added_to, added_stride,
+    a_stride, b_stride, o_stride, added_to, added_stride, late, late_of,
     PRODUCTS: tl.constexpr, SEGMENTS: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr,
     DESCRIPTORS: tl.constexpr, O_DESCRIPTOR: tl.constexpr, ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -64,12 +66,15 @@ def _sums(
     """out_i [P_i, Q_i] (+)= sum over the segments s of matmul i and rows r < r_s of A_s[p, r] B_s[r, q].
 
     added_to: a pointer to the output where that is one and is added to, for a tile of it to be in L2 by then.
+    late: nanoseconds by which each late_of programs begin after those before, so that not all write at one time.
     Segments SEGMENTS i to SEGMENTS (i + 1) are matmul i's. One program computes every num_programs-th tile [M, N],
     through all matmuls without a pause. Tiles, segments and steps are one loop: each step picks its operands by its
     number, so copies run ahead across the borders of segments and tiles, and an output is read and written once. (As
     nested loops the compiler fuses tiles and steps only where all tiles take as many; `turn` must come first, and from
     a choice, not a branch, or no copy runs ahead at all: build_tools/kernels looks.)
     """
+    if late is not None:
+        pause(tl.program_id(0) // late_of * late)
     a_s = (a0, a1, a2, a3, a4, a5, a6, a7)
     b_s = (b0, b1, b2, b3, b4, b5, b6, b7)
     r_s = (r0, r1, r2, r3, r4, r5, r6, r7)
@@ -139,8 +144,9 @@ def _sums(
 
 
 # What changes from one microbatch to the next is never compiled in: the rows that W sums over, those that dx has.
-_over_rows = Kernel(triton.jit(_sums, do_not_specialize=[*(f"r{i}" for i in range(SLOTS)), "added_stride"]))
-_of_rows = Kernel(triton.jit(_sums, do_not_specialize=[*(f"p{i}" for i in range(SLOTS)), "added_stride"]))
+_numbers = ["added_stride", "late", "late_of"]
+_over_rows = Kernel(triton.jit(_sums, do_not_specialize=[*(f"r{i}" for i in range(SLOTS)), *_numbers]))
+_of_rows = Kernel(triton.jit(_sums, do_not_specialize=[*(f"p{i}" for i in range(SLOTS)), *_numbers]))
 
 
 class SumOfProducts(NamedTuple):
@@ -267,7 +273,8 @@ def _launch(op: str, kind: _Kind, parts: Sequence[_Part], max_tiles: int) -> Non
     output = parts[0].result
     added = (output.tensor, output.stride) if add and count == 1 else (None, 1)
     flags = (count, segments, left.transposed, right.transposed, reads, writes, add, reduces)
-    arguments = (*columns(slots), *columns(targets), *strides, *added)
+    late = matmul_tile.late_start(tile, max(map(sum, rows)), device)
+    arguments = (*columns(slots), *columns(targets), *strides, *added, *late)
     sizes = (tile.m, tile.n, tile.k, tile.group, tile.epilogue_parts(writes))
     kernel = _over_rows if op == "wgrad" else _of_rows
     kernel(programs, arguments, (*flags, precision(dtypes[0]), *sizes), tile.warps, tile.stages)
