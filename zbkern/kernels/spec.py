@@ -61,20 +61,27 @@ Kernels
 
     norm_partials(M, K, device) -> P                           how many partial sums the two below leave
     norm_fwd(x, weight | None, bias | None, eps, y, mean [M] S | None, rstd [M] S, residual=None, summed=None)
-                                                               y = (x - mean) rstd weight + bias; without a mean that of
-                                                               RMSNorm, y = x rstd weight. With residual [M, K]: the
+                                                               y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(mean(
+                                                               (x - mean)^2) + eps); without a mean that of RMSNorm,
+                                                               y = x rstd weight. With residual [M, K]: the
                                                                norm of summed = x + residual, kept, in x's dtype
     norm_dgrad(dy, x, weight | None, mean | None, rstd, dx, partials [2 or, without a mean, 1, P, K] S | None,
-               dsummed=None)                                   x is what was normed (summed, where there is a residual);
-                                                               dsummed [M, K], if given, is added to dx
+               dsummed=None)                                   dx = rstd (g - mean(g) - normal mean(g normal)) with
+                                                               g = dy weight and normal = (x - mean) rstd; partials: of
+                                                               the sums over rows of dy normal and of dy. x is what was
+                                                               normed (summed, where there is a residual); dsummed
+                                                               [M, K], if given, is added to dx
     norm_wgrad([(partials,), ...], (dweight, [dbias]), accumulate)           sums over P
 
     attention_fwd(q [T, Hq, D], k [T', Hk, D], v [T', Hk, Dv], options, y [T, Hq, Dv], lse [Hq, T] S, sinks=None)
                                                                y = softmax(cap(scale q k^T) + mask) v per sequence and
                                                                head, cap(s) = softcap tanh(s / softcap) where there is
                                                                one. sinks [Hq] S: scores of a key without a value
-    attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv, delta=None)    delta [Hq, T] S, if given: sum(dy y), of
-                                                               which dsinks = -sum over T of exp(sinks - lse) delta
+    attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv, delta=None)
+                                                               dv = p^T dy, dq = scale ds k, dk = scale ds^T q with
+                                                               ds = p (dy v^T - delta) cap'. delta [Hq, T] S, if given:
+                                                               sum(dy y), of which dsinks = -sum over T of
+                                                               exp(sinks - lse) delta
 
     rotary_fwd(x [B, T, H, D], cos [T, R/2], sin [T, R/2], interleaved, y [B, T, H, D])
                                                                (a, b) -> (a cos - b sin, b cos + a sin) on every pair of
@@ -82,9 +89,13 @@ Kernels
     rotary_dgrad(dy, cos, sin, interleaved, dx)                the same with -sin
 
     cross_entropy_fwd(x, weight [V, K], bias | None, target [M], options, loss [M] S, lse [M] S, dx | None,
-                      gradients=None)                          dx is the gradient of every row's own loss; gradients
+                      gradients=None)                          loss = (1 - s) (lse - z[target]) + s (lse - mean z) +
+                                                               z_loss lse^2 with s = label_smoothing and z = x weight^T
+                                                               + bias, capped as scores are; 0 where a row is ignored.
+                                                               dx = dz weight with dz of a row's own loss; gradients
                                                                (dweight, dbias) | None: of the sum of all losses
     cross_entropy_wgrad([(x, target, lse, dloss [M]), ...], (dweight, dbias), accumulate, weight, bias | None, options)
+                                                               sums of dz^T x and of dz, of logits computed again
 """
 
 from __future__ import annotations

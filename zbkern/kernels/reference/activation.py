@@ -29,22 +29,18 @@ def activation_function(activation: str) -> Callable[[Tensor], Tensor]:
 
 
 def activation_fwd(z: Tensor, activation: str, y: Tensor) -> None:
-    """y = activation(z)."""
     _FORWARD[activation](z, out=y)
 
 
 def activation_bwd(dy: Tensor, z: Tensor, activation: str, dz: Tensor) -> None:
-    """dz = dy activation'(z)."""
     _BACKWARD[activation](dy, z, grad_input=dz)
 
 
 def gated_fwd(gate: Tensor, up: Tensor, activation: str, h: Tensor) -> None:
-    """h = activation(gate) * up."""
     _FORWARD[activation](gate, out=h).mul_(up)
 
 
 def gated_bwd(dh: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor, h: Tensor) -> None:
-    """dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up once more."""
     _FORWARD[activation](gate, out=h)
     torch.mul(dh, h, out=dup)
     h.mul_(up)

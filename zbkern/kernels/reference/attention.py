@@ -52,7 +52,6 @@ def attention_dgrad(
     dv: Tensor,
     delta: Tensor | None = None,
 ) -> None:
-    """dv = p^T dy; ds = p (dy v^T - delta) cap'; dq = scale ds k; dk = scale ds^T q; delta = sum(dy y)."""
     groups = q.shape[1] // k.shape[1]
     for gradient in (dq, dk, dv):
         gradient.zero_()

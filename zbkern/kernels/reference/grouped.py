@@ -19,7 +19,6 @@ from zbkern.kernels.spec import GateOptions, Outputs, Segments
 
 
 def grouped_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, y: Tensor) -> None:
-    """Rows of group e: y = x weight[e]^T + bias[e]; 0 in rows of no group."""
     if not readable(ends):
         y.copy_(grouped_linear(x, weight, bias, ends))
         return
@@ -30,12 +29,10 @@ def grouped_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Ten
 
 
 def grouped_linear_dgrad(dy: Tensor, weight: Tensor, ends: Tensor, dx: Tensor) -> None:
-    """Rows of group e: dx = dy weight[e]; 0 in rows of no group."""
     grouped_linear_fwd(dy, weight.mT, None, ends, dx)
 
 
 def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
-    """dweight[e] (+)= sum of dy^T x and dbias[e] (+)= sum of dy, over the rows of group e in all segments."""
     gradient = next(output for output in outputs if output is not None)
     parts = [_groups_of(*segment) for segment in segments]
     for group in range(gradient.shape[0]):
@@ -52,7 +49,6 @@ def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool)
 def grouped_gated_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, options: GateOptions, z: Tensor, h: Tensor
 ) -> None:
-    """z = x weight[e]^T + bias[e] in rows of group e, h = gate(z); 0 in rows of no group."""
     grouped_linear_fwd(x, weight, bias, ends, z)
     gate, up = _clamped(*halves(z, options), options)
     _activate(gate, options, h)
@@ -62,7 +58,6 @@ def grouped_gated_fwd(
 def grouped_gated_dgrad(
     dy: Tensor, weight: Tensor, ends: Tensor, z: Tensor, options: GateOptions, dz: Tensor, h: Tensor
 ) -> None:
-    """dh = dy weight[e] in rows of group e, then dz, its gradient with respect to z, and h = gate(z) once more."""
     dh = torch.empty_like(h)
     grouped_linear_dgrad(dy, weight, ends, dh)
     gate, up = halves(z, options)

@@ -28,7 +28,6 @@ def linear_fwd(
 
 
 def linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor) -> None:
-    """dx = dy weight."""
     addmm_into(dx, dy, weight, False)
 
 
@@ -41,7 +40,6 @@ def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor) -> N
 
 
 def linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
-    """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N])."""
     dweight, dbias = outputs
     for x, dy in segments if len(segments) == 1 else _join_small(segments):
         columns = dy.mT  # 0.2 us less than t()
@@ -76,7 +74,6 @@ def gated_linear_fwd(
     up: Tensor,
     h: Tensor,
 ) -> None:
-    """gate = x weight_gate^T + bias_gate, up = x weight_up^T + bias_up, h = activation(gate) * up."""
     linear_fwd(x, weight_gate, bias_gate, gate)
     linear_fwd(x, weight_up, bias_up, up)
     gated_fwd(gate, up, activation, h)
@@ -85,7 +82,6 @@ def gated_linear_fwd(
 def gated_linear_dgrad(
     dy: Tensor, down: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor, h: Tensor
 ) -> None:
-    """dh = dy down, then dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up."""
     dh = torch.empty_like(gate)
     linear_dgrad(dy, down, dh)
     gated_bwd(dh, gate, up, activation, dgate, dup, h)

@@ -25,11 +25,6 @@ def cross_entropy_fwd(
     dx: Tensor | None,
     gradients: Outputs | None = None,
 ) -> None:
-    """loss = (1 - s) (lse - z[target]) + s (lse - mean z) + z_loss lse^2 for every row, 0 where it is ignored.
-
-    z is softcap tanh(logit / softcap) where there is one; s is label_smoothing. dx = dz weight with the gradient dz of
-    that row's own loss. gradients: (dweight, dbias) of the sum of all losses, dz^T x and the sum of dz.
-    """
     dweight, dbias = gradients or (None, None)
     z = None
     for rows in _chunks(x.shape[0], options.chunk):
@@ -69,7 +64,6 @@ def cross_entropy_wgrad(
     bias: Tensor | None,
     options: CrossEntropyOptions,
 ) -> None:
-    """dweight (+)= sum dz^T x and dbias (+)= sum of dz; segments (x, target, lse, dloss), logits computed again."""
     dweight, dbias = _begun(outputs, accumulate)
     z = None
     for x, target, lse, dloss in segments:

@@ -26,10 +26,6 @@ def norm_fwd(
     residual: Tensor | None = None,
     summed: Tensor | None = None,
 ) -> None:
-    """y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(mean((x - mean)^2) + eps); RMSNorm has no mean.
-
-    With residual of summed = x + residual instead of x.
-    """
     if residual is not None:  # the sum as it is kept, rounded, because that is what dgrad will read
         x = torch.add(x, residual, out=summed)
     wide = x.to(rstd.dtype)
@@ -62,8 +58,6 @@ def norm_dgrad(
     partials: Tensor | None,
     dsummed: Tensor | None = None,
 ) -> None:
-    """dx = rstd (g - mean(g) - normal mean(g normal)) [+ dsummed], g = dy weight, normal = (x - mean) rstd; partials =
-    sums over rows of dy normal and of dy. RMSNorm has no means, but that of g normal, and no sum of dy."""
     dy, x = dy.to(rstd.dtype), x.to(rstd.dtype)
     if mean is None:
         _rms_norm_dgrad(dy, x, weight, rstd, dx, partials, dsummed)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 
 def rotary_fwd(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, y: Tensor) -> None:
-    """Pair c of every head of token t turned by the angle of cos[t, c], sin[t, c]; what is not in a pair is copied."""
     wide = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (t.to(wide).unsqueeze(-2) for t in (cos, sin))  # the same for every head
     size = 2 * cos.shape[-1]
@@ -20,7 +19,6 @@ def rotary_fwd(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, y: Tensor
 
 
 def rotary_dgrad(dy: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dx: Tensor) -> None:
-    """The gradients turned back."""
     rotary_fwd(dy, cos, -sin, interleaved, dx)
 
 

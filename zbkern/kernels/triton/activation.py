@@ -83,25 +83,21 @@ def _activation(
 
 @replayed
 def activation_fwd(z: Tensor, activation: str, y: Tensor) -> None:
-    """y = activation(z)."""
     _launch((z, None, None, y, None, None), y, False, GateOptions(activation))
 
 
 @replayed
 def activation_bwd(dy: Tensor, z: Tensor, activation: str, dz: Tensor) -> None:
-    """dz = dy activation'(z)."""
     _launch((z, None, dy, None, dz, None), dz, False, GateOptions(activation))
 
 
 @replayed
 def gated_fwd(gate: Tensor, up: Tensor, activation: str, h: Tensor) -> None:
-    """h = activation(gate) * up."""
     _launch((gate, up, None, h, None, None), h, True, GateOptions(activation))
 
 
 @replayed
 def gated_bwd(dh: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor, h: Tensor) -> None:
-    """dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up once more."""
     _launch((gate, up, dh, h, dgate, dup), h, True, GateOptions(activation))
 
 

@@ -45,7 +45,6 @@ def attention_dgrad(
     dv: Tensor,
     delta: Tensor | None = None,
 ) -> None:
-    """dv = p^T dy; ds = p (dy v^T - delta) cap'; dq = scale ds k; dk = scale ds^T q; delta = sum(dy y)."""
     tokens, heads, size = q.shape
     if q.numel() == 0 or k.numel() == 0:
         for gradient in (dq, dk, dv):

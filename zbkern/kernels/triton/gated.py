@@ -150,7 +150,6 @@ def gated_linear_fwd(
     up: Tensor,
     h: Tensor,
 ) -> None:
-    """gate = x weight_gate^T + bias_gate, up = x weight_up^T + bias_up, h = activation(gate) * up."""
     (p, r), q = x.shape, weight_gate.shape[0]
     if p == 0 or q == 0:
         return
@@ -180,14 +179,12 @@ def gated_linear_fwd(
 def gated_linear_dgrad(
     dy: Tensor, down: Tensor, gate: Tensor, up: Tensor, activation: str, dgate: Tensor, dup: Tensor, h: Tensor
 ) -> None:
-    """dh = dy down, then dgate = dh up activation'(gate), dup = dh activation(gate), and h = activation(gate) * up."""
     _run_dgrad(dy, down, None, (gate, up), GateOptions(activation), (dgate, dup), h)
 
 
 def grouped_gated_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, options: GateOptions, z: Tensor, h: Tensor
 ) -> None:
-    """z = x weight[e]^T + bias[e] in rows of group e, h = gate(z); 0 in rows of no group."""
     grouped_linear_fwd(x, weight, bias, ends, z)
     gate_of(halves(z, options), h, options)
 
@@ -195,7 +192,6 @@ def grouped_gated_fwd(
 def grouped_gated_dgrad(
     dy: Tensor, weight: Tensor, ends: Tensor, z: Tensor, options: GateOptions, dz: Tensor, h: Tensor
 ) -> None:
-    """dh = dy weight[e] in rows of group e, then dz, its gradient with respect to z, and h = gate(z) once more."""
     _run_dgrad(dy, weight, ends, halves(z, options), options, halves(dz, options), h)
 
 

@@ -62,12 +62,10 @@ def _grouped_product(
 
 
 def grouped_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, y: Tensor) -> None:
-    """Rows of group e: y = x weight[e]^T + bias[e]; 0 in rows of no group."""
     _run_product("fwd", x, weight.mT, y, bias, ends)
 
 
 def grouped_linear_dgrad(dy: Tensor, weight: Tensor, ends: Tensor, dx: Tensor) -> None:
-    """Rows of group e: dx = dy weight[e]; 0 in rows of no group."""
     _run_product("dgrad", dy, weight, dx, None, ends)
 
 

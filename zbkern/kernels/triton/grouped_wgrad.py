@@ -115,10 +115,7 @@ def _store_matrix(
 
 
 def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
-    """dweight[e] (+)= sum of dy^T x and dbias[e] (+)= sum of dy, over the rows of group e in all segments.
-
-    Allocates a copy of every x and dy whose rows do not begin at multiples of 16 bytes.
-    """
+    """Allocates a copy of every x and dy whose rows do not begin at multiples of 16 bytes."""
     dweight, dbias = outputs
     if dbias is not None and dbias.numel():
         sum_rows([(dy, ends) for _, dy, ends in segments], dbias, accumulate)

@@ -82,7 +82,6 @@ def linear_fwd(
 
 @replayed
 def linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor) -> None:
-    """dx = dy weight."""
     _run_product("dgrad", dy, weight, dx, None, None, None)
 
 

@@ -29,12 +29,7 @@ def cross_entropy_fwd(
     dx: Tensor | None,
     gradients: Outputs | None = None,
 ) -> None:
-    """loss = (1 - s) (lse - z[target]) + s (lse - mean z) + z_loss lse^2 for every row, 0 where it is ignored.
-
-    z is softcap tanh(logit / softcap) where there is one; s is label_smoothing. dx = dz weight with the gradient dz of
-    that row's own loss. gradients: (dweight, dbias) of the sum of all losses, dz^T x and the sum of dz. Allocates one
-    chunk of logits.
-    """
+    """Allocates one chunk of logits."""
     rows, vocabulary = x.shape[0], weight.shape[0]
     if rows == 0:
         return
@@ -61,10 +56,7 @@ def cross_entropy_wgrad(
     bias: Tensor | None,
     options: CrossEntropyOptions,
 ) -> None:
-    """dweight (+)= sum dz^T x and dbias (+)= sum of dz; segments (x, target, lse, dloss), logits computed again.
-
-    Allocates as many logits as the forward with the same chunk.
-    """
+    """Allocates as many logits as the forward with the same chunk."""
     segments = [segment for segment in segments if segment[0].shape[0]]
     if not segments:
         linear_wgrad((), outputs, accumulate)

@@ -43,8 +43,6 @@ def norm_dgrad(
     partials: Tensor | None,
     dsummed: Tensor | None = None,
 ) -> None:
-    """dx = rstd (g - mean(g) - normal mean(g normal)) [+ dsummed], g = dy weight, normal = (x - mean) rstd; partials =
-    sums over rows of dy normal and of dy. RMSNorm has no means, but that of g normal, and no sum of dy."""
     rows, features = x.shape
     if rows == 0 or features == 0:
         if partials is not None:

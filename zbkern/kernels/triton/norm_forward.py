@@ -47,10 +47,6 @@ def norm_fwd(
     residual: Tensor | None = None,
     summed: Tensor | None = None,
 ) -> None:
-    """y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(mean((x - mean)^2) + eps); RMSNorm has no mean.
-
-    With residual of summed = x + residual instead of x.
-    """
     rows, features = x.shape
     if rows == 0 or features == 0:
         rstd.fill_(float("nan"))  # the mean of nothing, as in torch

@@ -13,13 +13,11 @@ _ELEMENTS = 4096
 
 @replayed
 def rotary_fwd(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, y: Tensor) -> None:
-    """Pair c of every head of token t turned by the angle of cos[t, c], sin[t, c]; what is not in a pair is copied."""
     _launch(x, cos, sin, interleaved, y, False)
 
 
 @replayed
 def rotary_dgrad(dy: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dx: Tensor) -> None:
-    """The gradients turned back."""
     _launch(dy, cos, sin, interleaved, dx, True)
 
 

@@ -48,10 +48,7 @@ def _sum_rows(
 
 
 def linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
-    """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N]).
-
-    Allocates a copy of every x and dy whose rows do not begin at multiples of 16 bytes.
-    """
+    """Allocates a copy of every x and dy whose rows do not begin at multiples of 16 bytes."""
     linear_wgrads(((segments, outputs),), accumulate)
 
 
