@@ -79,6 +79,57 @@ def by_trl(folder: Path, out: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["mean_token_accuracy"]) for line in log]
 
 
+def packed_by_page(folder: str, out: str) -> list[float | None]:
+    """The loss of every step of rows that SFTTrainer has packed."""
+    schedule, config = schedules.zb_v(2, MICROBATCHES), transformers.AutoConfig.from_pretrained(folder)
+    chunks = [zbkern.convert(chunk.float()) for chunk in cut(config, schedule, weights=folder)]
+    found = []
+    with Pipeline(chunks, schedule, token_loss) as pipe:
+        names = {"torch": torch, "pipe": pipe, "rows": conversations(), "OUT": out}
+        names |= {"tokenizer": transformers.AutoTokenizer.from_pretrained(folder), "token_targets": token_targets}
+        exec(block(PAGE, "SFTTrainer").replace("max_length=1024", "max_length=16, packing=True"), names)
+        assert any(len(row["seq_lengths"]) > 1 for row in names["examples"])
+        step = block(PAGE, "collate(rows[number::MICROBATCHES])").replace("pipe.step", "pipe.evaluate")
+        for first in range(0, 2 * ROWS, ROWS):
+            names |= {"rows": names["examples"][first : first + ROWS], "MICROBATCHES": MICROBATCHES}
+            exec(step, names)
+            found.append(None if names["loss"] is None else names["loss"].item())
+    return found
+
+
+def packed_by_trl(folder: Path, out: Path) -> list[float]:
+    arguments = trl.SFTConfig(
+        str(out),
+        per_device_train_batch_size=ROWS,
+        learning_rate=0.0,
+        max_steps=2,
+        logging_steps=1,
+        max_length=16,
+        packing=True,
+        train_sampling_strategy="sequential",
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    trainer = trl.SFTTrainer(model, arguments, train_dataset=conversations(), processing_class=tokenizer)
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def test_rows_that_sfttrainer_packs_have_its_losses(two_ranks: Any, tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model", eos_token="sent")
+    tokenizer.save_pretrained(tmp_path / "model")
+    expected = packed_by_trl(tmp_path / "model", tmp_path / "trl")
+    found, elsewhere = two_ranks.run(packed_by_page, str(tmp_path / "model"), str(tmp_path / "out"))
+    assert elsewhere == [None, None]
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
 def test_steps_of_a_pipeline_have_the_losses_and_the_accuracy_of_sfttrainer(two_ranks: Any, tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model", eos_token="sent")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import date
 from itertools import pairwise
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from zbkern.pipeline.models.losses import IGNORED, TokenTargets, token_targets
 from zbkern.planning.costs.chunks import Costs
 from zbkern.planning.planner.batch import BatchPlan, plan_batch, sequence_work
+from zbkern.schedules.units import some
 
 
 class PlannedBatch(NamedTuple):
@@ -45,7 +48,8 @@ class PlannedBatches:
 
     Args:
         dataset: has a length, and gives for a number a list of tokens, or a mapping with "input_ids" and, where not all
-            tokens count, "labels" (-100 for those that do not).
+            tokens count, "labels" (-100 for those that do not) or a mask such as "completion_mask". What is padding by
+            "attention_mask" is left out.
         costs, stages, chunks, placement, memory_limit, multiple, packs: as for `plan_batch`.
         sequences, tokens: how many a step has, one of the two; the last step of an epoch may have fewer.
         replica, replicas: which of how many data-parallel pipelines this is: each step's sequences are divided over
@@ -53,7 +57,8 @@ class PlannedBatches:
         device: of the tensors.
 
     `state_dict` and `load_state_dict` keep the place, as a DataLoader's that can be resumed do. Raises TypeError or
-    ValueError for wrong arguments, and in a step for a sequence without tokens, or fewer sequences than replicas.
+    ValueError for wrong arguments, and in a step for a sequence without tokens or with columns that steps would leave
+    out, and for fewer sequences than replicas.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class PlannedBatches:
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
+        _check(dataset)
         if (sequences is None) is (tokens is None) or (sequences or tokens or 0) < 1:
             raise ValueError(
                 f"PlannedBatches: one of sequences and tokens must be at least 1; got {sequences} and {tokens}"
@@ -95,11 +101,25 @@ class PlannedBatches:
 
     def state_dict(self) -> dict[str, int]:
         """The place in the dataset, behind the steps that have been taken."""
-        return {"epoch": self._epoch, "first": self._first}
+        return {"epoch": self._epoch, "first": self._first, **self._order}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from a place that `state_dict` gave, with the same dataset and arguments."""
+        """Goes on from a place that `state_dict` gave, with the same dataset and arguments.
+
+        Raises ValueError for a place in another order: of another seed, or of a dataset of another length.
+        """
+        for name, own in self._order.items():
+            if state.get(name, own) != own:
+                raise ValueError(
+                    f"PlannedBatches.load_state_dict: state must be of the same order of sequences, with {name} {own}; "
+                    f"got {state[name]}; make it with the dataset and the seed= that were saved"
+                )
         self._epoch, self._first = state["epoch"], state["first"]
+
+    @property
+    def _order(self) -> dict[str, int]:
+        """What the order of an epoch follows from, besides its number."""
+        return {"seed": self._seed, "length": len(self._dataset)}
 
     def __iter__(self) -> Iterator[PlannedBatch]:
         """The rest of this epoch."""
@@ -170,16 +190,87 @@ class PlannedBatches:
         return values[None].to(self._device or "cpu", non_blocking=True)
 
 
-def _read(dataset: Any, number: int) -> tuple[Tensor, Tensor]:
-    """A sequence's tokens and labels; the first label of a sequence is nobody's to predict."""
-    item = dataset[number]
-    tokens = torch.as_tensor(item["input_ids"] if isinstance(item, Mapping) else item)
-    labels = torch.as_tensor(item["labels"]) if isinstance(item, Mapping) and "labels" in item else tokens
-    if tokens.dim() != 1 or not len(tokens) or tokens.is_floating_point() or labels.shape != tokens.shape:
-        raise ValueError(
-            f"PlannedBatches: sequence {number} must be a list of at least one token, and labels as long; got shapes "
-            f"{list(tokens.shape)} and {list(labels.shape)}"
+_COUNTED = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")  # TRL's, and of chat templates
+_ABOUT = {"special_tokens_mask", "length"}  # what tokenizers say of the tokens, of which no loss is made
+
+
+def _check(dataset: Any) -> None:
+    """Raises TypeError for what gives no sequences by their numbers."""
+    got = _described(dataset)
+    if isinstance(dataset, (Mapping, str)):
+        raise TypeError(
+            f"PlannedBatches: dataset must be a list of sequences, or a dataset of such; got {got}; pass one of its "
+            'splits, dataset["train"], or a list with a row for each sequence'
         )
-    labels = labels.long().clone()
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"PlannedBatches: dataset must have a length and give sequences by their numbers; got {got}, which streams "
+            "or batches them; pass a part at a time, [*itertools.islice(dataset, 10_000)]"
+        )
+
+
+def _read(dataset: Any, number: int) -> tuple[Tensor, Tensor]:
+    """A sequence's tokens and labels, without padding; the first label of a sequence is nobody's to predict."""
+    item = dataset[number]
+    row = dict(item) if isinstance(item, Mapping) else {"input_ids": item}
+    given = row.pop("input_ids", None)
+    if given is None or isinstance(given, str):
+        raise ValueError(
+            f"PlannedBatches: sequence {number} must have tokens; got {_described(item)}; tokenize text first, into "
+            '"input_ids"'
+        )
+    tokens = torch.as_tensor(given)
+    labels, present = row.pop("labels", None), row.pop("attention_mask", None)
+    labels = tokens if labels is None else torch.as_tensor(labels)
+    masks = [torch.as_tensor(mask) for name in _COUNTED if (mask := row.pop(name, None)) is not None]
+    present = torch.ones_like(tokens) if present is None else torch.as_tensor(present)
+    if (
+        tokens.dim() != 1
+        or tokens.is_floating_point()
+        or {each.shape for each in (labels, present, *masks)} != {tokens.shape}
+    ):
+        raise ValueError(
+            f"PlannedBatches: sequence {number} must be a list of at least one token, with labels and masks as long; "
+            f"got shapes {[list(each.shape) for each in (tokens, labels, present, *masks)]}"
+        )
+    for mask in masks:
+        labels = labels.masked_fill(mask == 0, IGNORED)
+    _check_others(row, number, len(tokens))
+    there = present.nonzero().flatten()
+    if not len(there) or len(there) <= there[-1] - there[0]:
+        raise ValueError(
+            f"PlannedBatches: sequence {number} must have at least one token, and none masked out between others; its "
+            f"attention_mask has {len(there)} of {len(tokens)}"
+        )
+    labels = labels[there].long()
     labels[0] = IGNORED
-    return tokens.long(), labels
+    return tokens[there].long(), labels
+
+
+def _check_others(row: dict[str, Any], number: int, tokens: int) -> None:
+    """Raises ValueError for columns that may change a loss, which no step would see."""
+    positions = row.get("position_ids")
+    if positions is not None and [*map(int, positions)] == [*range(tokens)]:
+        del row["position_ids"]
+    if several := sorted({"position_ids", "seq_lengths", "seq_idx"} & row.keys()):
+        raise ValueError(
+            f"PlannedBatches: sequence {number} has {several[0]!r}, as a row of several sequences; give each by itself "
+            "(packing=False of TRL's SFTConfig), which are packed for each step"
+        )
+    if unread := next((name for name, value in row.items() if name not in _ABOUT and not _is_about(value)), None):
+        raise ValueError(
+            f"PlannedBatches: sequence {number} has {unread!r}, and steps have tokens and labels alone; if it does not "
+            f"count leave it out, dataset.remove_columns({unread!r}), else pass side inputs of your own with plan_batch"
+        )
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{kind} of {some([*map(str, value)])}" if isinstance(value, Mapping) else kind
+
+
+def _is_about(value: Any) -> bool:
+    """Whether it only tells of a sequence: a text, a number, a conversation."""
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(each, (str, Mapping, type(None))) for each in value)
+    return value is None or isinstance(value, (str, bytes, Number, Mapping, date))

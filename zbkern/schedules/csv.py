@@ -26,9 +26,9 @@ def write(schedule: ScheduleData, header: bool) -> str:
     if not header:
         _check_torch_has(schedule)
         return "\n".join(lines) + "\n"
-    cuts = schedule.own_slices or (schedule.slices,)
-    cut = ", ".join(" ".join(map(str, each)) for each in cuts)
-    above = [f"# name: {schedule.name}", *([] if cuts == ((1,),) else [f"# slices: {cut}"])]
+    cut = ", ".join(" ".join(map(str, each)) for each in schedule.own_slices or (schedule.slices,))
+    cut += "," * (len(schedule.own_slices) == 1)  # of one microbatch its own, as a tuple of one is written
+    above = [f"# name: {schedule.name}", *([] if cut == "1" else [f"# slices: {cut}"])]
     return "\n".join([*above, *lines]) + "\n"
 
 
@@ -40,8 +40,9 @@ def read(text: str) -> ScheduleData:
     read_rows = [_row(line) for line in lines if line[:1] != "#"]
     rows, beside = tuple(row for row, _ in read_rows), tuple(ranges for _, ranges in read_rows)
     units = 1 + max((action.microbatch for row in rows for action in row), default=-1)
-    cut = tuple(_slices(part) for part in header.get("slices", "1").split(","))
-    same, own_slices = (cut[0], ()) if len(cut) == 1 else ((1,), cut)
+    slices, comma, own = header.get("slices", "1").partition(",")
+    cut = tuple(_slices(part) for part in (slices, *(own.split(",") if own else ())))
+    same, own_slices = ((1,), cut) if comma else (cut[0], ())
     microbatches = len(own_slices) or -(-units // len(same))
     return ScheduleData(rows, _placement(rows), microbatches, header.get("name", "custom"), same, own_slices, beside)
 

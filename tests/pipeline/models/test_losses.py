@@ -52,11 +52,12 @@ def test_no_token_counts() -> None:
     assert not logits.grad.any()
 
 
-def test_the_number_of_tokens_of_all_replicas() -> None:
+@pytest.mark.parametrize("tokens", [torch.tensor(12), 12, 0.125])  # fewer than there are replicas
+def test_the_number_of_tokens_of_all_replicas(tokens: Any) -> None:
     labels = torch.randint(5, (2, 3))
-    (target,) = token_targets(labels, 1, shift=False, tokens=torch.tensor(12))
+    (target,) = token_targets(labels, 1, shift=False, tokens=tokens)
     logits = torch.randn(2, 3, 5)
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) * 6 / 12
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) * 6 / float(tokens)
     torch.testing.assert_close(token_loss(logits, target), expected)
 
 

@@ -145,6 +145,14 @@ def test_without_packs_each_sequence_has_a_row_of_its_own() -> None:
     assert any(len(row) > 1 for row in plan_batch(lengths, costs, 4).rows)
 
 
+@pytest.mark.parametrize("lengths", [[8192, 4000], [8], [1]])
+def test_a_limit_that_nothing_reaches_is_none(lengths: list[int]) -> None:
+    """The last step of an epoch has few tokens, of which each needs far less than a GPU has."""
+    costs = Costs(2.0, 3.0, 1.0, activation=10e6, held=5e6, tokens=8192, memory_unit="bytes")
+    for limit in (80e9, 1e30):
+        assert plan_batch(lengths, costs, 2, memory_limit=limit) == plan_batch(lengths, costs, 2)
+
+
 def test_less_memory_takes_longer_and_too_little_names_the_least() -> None:
     generator = random.Random(3)
     lengths, costs = lengths_of(generator, 40), costs_of(8, generator, same=True)

@@ -31,13 +31,27 @@ class DeferredLogits:
     """
 
     def __init__(
-        self, hidden: Tensor, head: Any, autocast: Autocast, scale: float = 1.0, softcap: float | None = None
+        self,
+        hidden: Tensor,
+        head: Any,
+        autocast: Autocast,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        slices: Sequence[int] = (),
     ) -> None:
         self.hidden, self.head, self.autocast, self.scale, self.softcap = hidden, head, autocast, scale, softcap
+        self.slices = tuple(slices)  # lengths, each of which the head is computed for by itself
+
+    def in_slices(self, slices: Sequence[int]) -> DeferredLogits:
+        """The same computed in slices of these lengths, to the bits that a loss of each slice has of its tokens."""
+        return DeferredLogits(self.hidden, self.head, self.autocast, self.scale, self.softcap, slices)
 
     def cross_entropy(self, labels: Tensor, reduction: str = "none", ignore_index: int = -100) -> Tensor:
         """Cross-entropy with labels [rows, length]: for "none" [rows, length], 0 where ignored; else a number."""
         impl = getattr(self.head, "zbkern_impl", "auto")
+        if self.slices and reduction != "none":
+            losses = self.cross_entropy(labels, "none", ignore_index)
+            return losses.sum() if reduction == "sum" else losses.sum() / (labels != ignore_index).sum()
         return self._of_head(functional.linear_cross_entropy, labels, ignore_index, reduction=reduction, impl=impl)
 
     def log_probs(self, tokens: Tensor, ignore_index: int = -100) -> Tensor:
@@ -54,6 +68,12 @@ class DeferredLogits:
 
         def run(hidden: Tensor) -> Any:
             hidden = hidden if self.scale == 1 else hidden * self.scale
+            if self.slices:
+                parts = zip(hidden.split(self.slices, 1), labels.split(self.slices, 1), strict=True)
+                return _side_by_side([of_tokens(*part) for part in parts])
+            return of_tokens(hidden, labels)
+
+        def of_tokens(hidden: Tensor, labels: Tensor) -> Any:
             return function(hidden, self.head.weight, labels, self.head.bias, options=options, name="head", **how)
 
         with torch.autocast(*self.autocast):
@@ -64,6 +84,13 @@ class DeferredLogits:
                 return self.head(self.hidden)
             finally:
                 del self.head.forward
+
+
+def _side_by_side(results: Sequence[Any]) -> Any:
+    """Tensors of slices, or tuples of such, as of the whole sequence."""
+    if isinstance(results[0], tuple):
+        return tuple(torch.cat(parts, 1) for parts in zip(*results, strict=True))
+    return torch.cat([*results], 1)
 
 
 def token_log_probs(logits: Tensor | DeferredLogits, tokens: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
@@ -86,7 +113,7 @@ def token_log_probs(logits: Tensor | DeferredLogits, tokens: Tensor, ignore_inde
 
 pytree.register_pytree_node(
     DeferredLogits,
-    lambda logits: ([logits.hidden], (logits.head, logits.autocast, logits.scale, logits.softcap)),
+    lambda logits: ([logits.hidden], (logits.head, logits.autocast, logits.scale, logits.softcap, logits.slices)),
     lambda leaves, context: DeferredLogits(*leaves, *context),
 )
 

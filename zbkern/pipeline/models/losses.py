@@ -39,7 +39,7 @@ def token_targets(
         parts = [F.pad(part[:, 1:], (0, 1), value=IGNORED) for part in parts]
     counted = sum((part != IGNORED).sum() for part in parts) if tokens is None else tokens
     total = torch.as_tensor(counted, device=parts[0].device, dtype=torch.float64)
-    weight = microbatches / total.clamp(min=1)  # the Pipeline takes the mean over microbatches
+    weight = microbatches / torch.where(total > 0, total, 1)  # the Pipeline takes the mean over microbatches
     return [TokenTargets(part, weight) for part in parts]
 
 
@@ -88,11 +88,13 @@ token_loss.takes_deferred_logits = True  # type: ignore[attr-defined]
 
 
 class SequenceTargets(NamedTuple):
-    """One microbatch's: what the loss takes of each sequence, where these end, 0 first, and what each loss counts."""
+    """One microbatch's: what the loss takes of each sequence, where these end, 0 first, what each loss counts, and the
+    place of each in the caller's values."""
 
     values: tuple[Any, ...]
     ends: tuple[int, ...]
     weight: float
+    numbers: tuple[int, ...]
 
 
 def sequence_targets(values: Sequence[Any], plan: Any, *, sequences: float | None = None) -> list[SequenceTargets]:
@@ -108,7 +110,7 @@ def sequence_targets(values: Sequence[Any], plan: Any, *, sequences: float | Non
     # the Pipeline takes the mean over microbatches
     weight = len(plan.rows) / (count if sequences is None else sequences)
     return [
-        SequenceTargets(tuple(values[number] for number in row), ends, weight)
+        SequenceTargets(tuple(values[number] for number in row), ends, weight, tuple(row))
         for row, ends in zip(plan.rows, plan.ends, strict=True)
     ]
 
@@ -117,7 +119,9 @@ class per_sequence:
     """`loss_fn` of a Pipeline that takes packs of sequences: loss_fn(output, value) of each, with `sequence_targets`.
 
     loss_fn gets what the last chunk gives for one sequence, [1, tokens, ...], and its value. A sequence in slices is
-    whole for it. Where it takes `DeferredLogits`, it gets these (with slices not of a chunk under `fully_shard`).
+    whole for it, and rows may be padded behind their last one. Where it takes `DeferredLogits`, it gets these (with
+    slices not of a chunk under `fully_shard`). `Pipeline.forward` returns what loss_fn does for each sequence, in the
+    order of the values. Raises ValueError for outputs of which none is of the tokens of a pack.
     """
 
     takes_packs = True
@@ -127,17 +131,35 @@ class per_sequence:
         self.takes_deferred_logits = getattr(loss_fn, "takes_deferred_logits", False)
 
     def __call__(self, output: Any, targets: SequenceTargets) -> Tensor:
+        return torch.stack([loss for _, loss in self.of_each(output, targets)]).sum() * targets.weight
+
+    def of_each(self, output: Any, targets: SequenceTargets) -> list[tuple[int, Any]]:
+        """(number, what loss_fn returns) of each sequence of a row."""
         if not isinstance(targets, SequenceTargets):
             raise TypeError(
                 f"per_sequence: targets must be what sequence_targets(values, plan) gives; got {type(targets).__name__}"
             )
-        tokens = targets.ends[-1]
+        length = _row_length(output, targets)
 
         def part(first: int, last: int) -> Any:
             return pytree.tree_map_only(
-                Tensor, lambda leaf: leaf[:, first:last] if leaf.dim() > 1 and leaf.shape[1] == tokens else leaf, output
+                Tensor, lambda leaf: leaf[:, first:last] if leaf.dim() > 1 and leaf.shape[1] == length else leaf, output
             )
 
-        places = pairwise(targets.ends)
-        losses = [self.loss_fn(part(*place), value) for place, value in zip(places, targets.values, strict=True)]
-        return torch.stack(losses).sum() * targets.weight
+        each = zip(targets.numbers, pairwise(targets.ends), targets.values, strict=True)
+        return [(number, self.loss_fn(part(*place), value)) for number, place, value in each]
+
+
+def _row_length(output: Any, targets: SequenceTargets) -> int | None:
+    """Of dimension 1 where it is of tokens: those of the sequences, or more where the row is padded behind them."""
+    tokens = targets.ends[-1]
+    shapes = [leaf.shape for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    if any(shape[1] == tokens for shape in shapes):
+        return tokens
+    padded = {shape[1] for shape in shapes if len(shape) > 2 and shape[1] > tokens}
+    if len(padded) != 1 and len(targets.values) > 1:
+        raise ValueError(
+            f"per_sequence: the last chunk must give the {tokens} tokens of the pack's {len(targets.values)} sequences "
+            f"as dimension 1, padded only behind them; got {[list(shape) for shape in shapes]}: leave padding out"
+        )
+    return padded.pop() if len(padded) == 1 else None

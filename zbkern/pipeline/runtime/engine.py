@@ -139,7 +139,9 @@ class Pipeline:
         """What the last chunk returns for each microbatch, in the caller's order, or with targets what loss_fn does.
 
         Forward only and in evaluation mode, with the arguments of `step`. loss_fn may return anything then, such as the
-        log-probability of every token. A list on the last chunk's rank, None elsewhere.
+        log-probability of every token, in the bits that a `step` with the same weights has. With `per_sequence` it is
+        what its loss_fn returns for each sequence, in the order of their values. A list on the last chunk's rank, None
+        elsewhere.
         """
         self._calls.run_forwards("forward", (inputs, targets, side), schedule)
         results = self._calls.end()

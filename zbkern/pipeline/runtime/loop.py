@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -53,7 +54,7 @@ class Loop:
         self.step = 0  # in the tags of its messages: another one for forwards that run again
         self.in_flight = 0  # microbatches that were begun, and are not through their B
         self.forward_input: Any = None  # the input of the forward that runs
-        self.results: list[Any] = []  # of the last chunk: losses, or what `forward` returns
+        self.results: list[Any] = []  # of the last chunk: losses, or, numbered, what `forward` returns
         self._replicas, self._options = replicas, options
         self._passes = Passes(recorder.device)
         self._fill, self._timeout = fill, timeout
@@ -100,12 +101,12 @@ class Loop:
         self._batch, self.step, self._returns_outputs = batch, step, returns_outputs
         self.results, self._parts, self.in_flight = [], [], 0
         for stage in self.stages.values():
-            stage.losses.begin(reports=not returns_outputs)
+            stage.begin(returns_outputs)
 
     def end(self) -> list[Any]:
         """After the last action: what the last chunk has left, for whoever wants it."""
         self._batch, results, self.results = (), self.results, []
-        return results
+        return [value for _, value in sorted(results, key=itemgetter(0))] if self._returns_outputs else results
 
     def run(self, program: Iterable[tuple[Action | Beside, ...]]) -> None:
         transport, recorder = self.transport, self.recorder
@@ -174,7 +175,7 @@ class Loop:
         stage, unit = self.stages[chunk], self._batch[microbatch]
         self.forward_input = inputs
         start = self.recorder.now()
-        target = unit.target if chunk == self._last and not self._returns_outputs else None
+        target = unit.target if chunk == self._last else None
         side = {
             **unit.checked_side(self.schedule.units[microbatch]),
             **stage.carries.begin(microbatch, unit.tokens, inputs),
@@ -190,20 +191,24 @@ class Loop:
         self.forward_input = None
         self.recorder.done((action,), start)
 
-    def _returned(self, microbatch: int, outputs: Any, side: Mapping[str, Any]) -> list[Any]:
-        """What `forward` returns for a microbatch, behind its last slice."""
+    def _returned(self, microbatch: int, outputs: Any, side: Mapping[str, Any]) -> list[tuple[int, Any]]:
+        """What `forward` returns for a microbatch, behind its last slice, or for each sequence of a pack; numbered."""
         if "carry" in side:
             self._parts.append((side["carry"].end - side["carry"].start, outputs))
             if not self.schedule.units[microbatch].is_last:
                 return []
             leaves, structure = put_together(self._parts)
-            outputs, self._parts = pytree.tree_unflatten([leaf for leaf, _ in leaves], structure), []
+            outputs = pytree.tree_unflatten([leaf for leaf, _ in leaves], structure)
+            if self.stages[self._last].adds_up and hasattr(outputs, "in_slices"):  # as the loss of each slice has them
+                outputs = outputs.in_slices([length for length, _ in self._parts])
+            self._parts = []
         target = self._batch[microbatch].target
         if target is None:
-            return [outputs]
+            return [(microbatch, outputs)]
         loss_fn = self.stages[self._last].loss_fn
         assert loss_fn is not None
-        return [loss_fn(outputs, target.value)]
+        of_each = getattr(loss_fn, "of_each", None)  # of the sequences of a pack
+        return [(microbatch, loss_fn(outputs, target.value))] if of_each is None else of_each(outputs, target.value)
 
     def _backward(self, action: Action) -> None:
         self._run_backward(action, self._input(action))

@@ -49,6 +49,7 @@ class Stage:
         self._compared: set[object] = set()  # modes, training or not, in which slices have been compared; and "packs"
         self._fails: str | None = None  # what slices raised in that comparison, where whole sequences did not
         self.splits: bool | None = None  # whether its first B left any W behind
+        self._returns_outputs = False  # of the last chunk, whatever the loss
         self._followed = False  # whether a first F has shown where gradients enter
         self._saved: dict[int, tuple[Any, list[Tensor | GradientEdge | None]]] = {}
 
@@ -63,6 +64,16 @@ class Stage:
         # FSDP2 would take a backward of the loss of a sequence, which is one of its own, for that of the chunk
         is_apart = self._sequence_losses is not None and any(True for _ in sharded_roots(self.module))
         self._takes_deferred_logits = takes_deferred and not is_apart
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether each slice of a sequence has a loss."""
+        return self._sequence_losses is None
+
+    def begin(self, returns_outputs: bool) -> None:
+        """Before a step or evaluation, or forwards that return what the last chunk does, for `loss_fn` to see later."""
+        self._returns_outputs = returns_outputs
+        self.losses.begin(reports=not returns_outputs)
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +107,7 @@ class Stage:
                 self._warn_of_lost_graph(roots)
         self.carries.end_forward(microbatch, side)
         outputs = pytree.tree_unflatten([None if leaf is None else _to_send(leaf) for leaf in leaves], structure)
-        if self._sequence_losses is None or target is None:
+        if self._sequence_losses is None or target is None or self._returns_outputs:
             return outputs
         with self.queue.defer(key), self.losses.during(None, Share(target.weight)):
             return self._sequence_losses.forward(microbatch, outputs, carry, target)
@@ -224,7 +235,7 @@ class Stage:
                 f"Pipeline: chunk {self.chunk} must leave torch's grad mode as it was: use torch.no_grad() or "
                 "set_grad_enabled in a with statement"
             )
-        if self._unit_loss is None or target is None:
+        if self._unit_loss is None or target is None or self._returns_outputs:
             return outputs
         if outputs is None:
             raise TypeError(f"Pipeline: chunk {self.chunk} must return what loss_fn takes; got None{_FORGOTTEN}")

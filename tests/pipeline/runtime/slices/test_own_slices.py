@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.schedules import all_forwards_first
-from zbkern.pipeline import Costs, Schedule, ScheduleError, simulate
+from zbkern.pipeline import Costs, Schedule, ScheduleError, schedules, simulate
 
 
 def test_text_and_checksum_keep_the_slices() -> None:
@@ -17,6 +17,13 @@ def test_text_and_checksum_keep_the_slices() -> None:
     assert [*map(tuple, schedule.units)] == [(0, 0, 2), (0, 1, 2), (1, 0, 1), (2, 0, 3), (2, 1, 3), (2, 2, 3)]
     with pytest.raises(ScheduleError, match="torch has no slices"):
         schedule.to_csv(header=False)
+
+
+@pytest.mark.parametrize("own", [[(3, 2)], [(4,)], [(1,)], [(1,), (1,)], [(1, 1), (1, 1)]])
+def test_those_of_one_microbatch_are_not_those_of_all(own: list[tuple[int, ...]]) -> None:
+    for schedule in (all_forwards_first(own, (0, 1), split=True), schedules.zb_h1(2, len(own), slices=own[0])):
+        assert Schedule.from_csv(schedule.to_csv()) == schedule
+        assert Schedule.from_csv(schedule.to_csv()).checksum == schedule.checksum
 
 
 @pytest.mark.parametrize(
