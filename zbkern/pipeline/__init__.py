@@ -39,6 +39,7 @@ _HOME = {
     "layer_chunks": "zbkern.pipeline.models",
     "layers_of": "zbkern.pipeline.models",
     "layout_to_partition": "zbkern.schedules.layout",
+    "overlap_collectives": "zbkern.pipeline.runtime.overlap.collectives",
     "partition_to_layout": "zbkern.schedules.layout",
     "per_sequence": "zbkern.pipeline.models",
     "plan": "zbkern.planning.planner",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline.runtime.measure.profiling import profile_layers as profile_layers
     from zbkern.pipeline.runtime.options import ProfileOptions as ProfileOptions
     from zbkern.pipeline.runtime.options import StepOptions as StepOptions
+    from zbkern.pipeline.runtime.overlap.collectives import overlap_collectives as overlap_collectives
     from zbkern.pipeline.runtime.slices.carry import Carry as Carry
     from zbkern.pipeline.runtime.slices.check_slices import check_slices as check_slices
     from zbkern.pipeline.transport.base import PipelineError as PipelineError
