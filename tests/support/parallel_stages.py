@@ -28,12 +28,12 @@ Forced = tuple[tuple[int, float], ...]  # (step, the gradient that the head's ga
 
 
 class ForcedGain(torch.autograd.Function):
-    """x * gain, with any gradient of the gain that a test wants."""
+    """x * gain, with any gradient of the gain that a test wants: of a slice, its share."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, value: float | None) -> Tensor:
         ctx.save_for_backward(x, gain)
-        ctx.value = value
+        ctx.value = None if value is None else value * x.shape[1] / TOKENS
         return x * gain
 
     @staticmethod
@@ -281,7 +281,7 @@ class Stages(Trained):
         self.optimizer.zero_grad()
         if self.last:
             value = self.forced.get(step)
-            [*self.mine.values()][-1][-1].force = None if value is None else value / len(self.schedule.units)
+            [*self.mine.values()][-1][-1].force = None if value is None else value / self.schedule.microbatches
         loss = self.pipe.step(*self.batch(step))
         return None if loss is None else loss.item()
 

@@ -38,6 +38,7 @@ from tests.support.random_chunks import (
     READS,
     TOKENS,
     WIDTH,
+    Attending,
     Chunk,
     Counts,
     Hooked,
@@ -45,6 +46,7 @@ from tests.support.random_chunks import (
     Noise,
     Normed,
     Penalised,
+    Sums,
     randn,
 )
 from tests.support.schedules import (
@@ -188,6 +190,8 @@ class Case:
         self.asks = rng.random() < 0.2  # for gradients of inputs
         self.side = rng.random() < 0.5
         self.rows = rng.choice(["plain", "padded on the left", "padded on the right", "packed"])
+        if self.rows == "packed" and (pieces(self.chunks, Attending) or pieces(self.chunks, Sums)):
+            self.rows = "plain"  # sequences of a row would see each other there
         self.late = rng.random() < 0.2  # messages, and copies
         self.parts = [
             [self.step(schedule, rule) for schedule in part] for part, rule in zip(drawn, self.rules, strict=True)

@@ -17,7 +17,8 @@ from zbkern.pipeline.runtime.loop import Loop
 from zbkern.pipeline.runtime.measure.recorder import Recorder
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.replicas.data_parallel import Replicas
-from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, check_sliceable, tells_ends
+from zbkern.pipeline.runtime.slices.probe import kind_of_probes
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, check_sliceable
 from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.runtime.step_schedules import StepSchedules
 from zbkern.pipeline.transport.base import Transport
@@ -102,8 +103,9 @@ class Calls:
         self.boundary.calls = self
         if self.replicas.agreement:
             with self.running():
-                pairs = zip(self.loop.schedule.units, batch, strict=True)  # a first slice or pack has more forwards
-                passes = self.loop.passes, [(unit.slices > 1, tells_ends(each.side)) for unit, each in pairs]
+                pairs = zip(self.loop.schedule.units, batch, strict=True)  # the first of a kind has more passes
+                kinds = [kind_of_probes(unit.slices > 1, each.inputs, each.side, each.tokens) for unit, each in pairs]
+                passes = self.loop.passes, kinds
                 self.replicas.agreement.check(call, passes, len(batch), self.transport, self.timeout)
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -72,7 +73,8 @@ class Pipeline:
             self.rank, size = place(group)
             schedules = StepSchedules(schedule, size, fill, options)
             check_place(schedules.first, self.rank, size, modules, loss_fn)
-            self._checked_steps = float("inf") if options.check_values else 2  # to come
+            self._checks_values = options.check_values
+            self._checked: Counter[object] = Counter()  # steps in which values that W read were compared, by kind
             self.device = device_of(device, modules)
             self.queue = WGradQueue(max_bytes=options.max_wgrad_bytes)
             by_chunk = dict(zip(schedules.first.chunks_of(self.rank), modules, strict=True))
@@ -110,8 +112,10 @@ class Pipeline:
         calls, loop, replicas = self._calls, self._calls.loop, self._calls.replicas
         calls.boundary.reload_states()
         calls.begin("step", (inputs, targets, side), schedule)
-        self.queue.check_values = self._checked_steps > 0
-        self._checked_steps -= 1
+        row = self.schedule.actions[self.rank]
+        kinds = {(action.chunk, action.kind, self.schedule.is_sliced) for action in row if action.kind in ("W", "BW")}
+        self.queue.check_values = self._checks_values or any(self._checked[kind] < 2 for kind in kinds)
+        self._checked.update(kinds)
         replicas.begin(len(self.schedule.units))
         with calls.running():
             begun = run_ahead(calls)  # before which, and after, an optimizer writes weights

@@ -17,9 +17,9 @@ from zbkern.pipeline.auxiliary_losses import AuxiliaryLosses, Share
 from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.replicas.data_parallel import sharded_roots
 from zbkern.pipeline.runtime.slices.carry import Carries
-from zbkern.pipeline.runtime.slices.first_forward import compare_in_packs, compare_in_slices
+from zbkern.pipeline.runtime.slices.probe import Probes
 from zbkern.pipeline.runtime.slices.sequence_loss import SequenceLosses, loss_of
-from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target, adds_up, tells_ends
+from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target, adds_up
 from zbkern.pipeline.transport.tensors import wait_for
 from zbkern.schedules.schedule import Schedule
 from zbkern.wgrad import WGradQueue, in_flight
@@ -46,8 +46,7 @@ class Stage:
         self.loss_fn = loss_fn
         self.ledger: Ledger | None = None  # which holds what a microbatch needs, where R, O and L change that
         self.losses = AuxiliaryLosses()
-        self._compared: set[object] = set()  # modes, training or not, in which slices have been compared; and "packs"
-        self._fails: str | None = None  # what slices raised in that comparison, where whole sequences did not
+        self.probes = Probes(chunk, module)
         self.splits: bool | None = None  # whether its first B left any W behind
         self._returns_outputs = False  # of the last chunk, whatever the loss
         self._followed = False  # whether a first F has shown where gradients enter
@@ -90,7 +89,7 @@ class Stage:
         """
         side = side or {}
         carry = side.get("carry")
-        self._compare_first(inputs, side)
+        self.probes.before(self.call, inputs, side)
         key = self.chunk, microbatch
         run = self._outputs if self.ledger is None else partial(self.ledger.forward, key, self._outputs)
         share = Share(self._shares[microbatch], *(() if carry is None else carry.place))
@@ -112,15 +111,15 @@ class Stage:
         with self.queue.defer(key), self.losses.during(None, Share(target.weight)):
             return self._sequence_losses.forward(microbatch, outputs, carry, target)
 
-    def _compare_first(self, inputs: Any, side: Mapping[str, Any]) -> None:
-        """Compares the first forwards in slices, and of packs, with those of whole sequences."""
-        mode = self.module.training
-        if "carry" in side and mode not in self._compared:
-            self._compared.add(mode)
-            self._fails = compare_in_slices(self.chunk, self.module, self._call, inputs, side)
-        if "packs" not in self._compared and tells_ends(side):
-            self._compared.add("packs")
-            compare_in_packs(self.chunk, self.module, self._call, inputs, side)
+    def call(self, inputs: Any, side: Mapping[str, Any]) -> Any:
+        """What the module returns. Raises TypeError for a name in inputs and side."""
+        arguments: Sequence[Any] = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+        keywords = side
+        if isinstance(inputs, dict):
+            if twice := inputs.keys() & side.keys():
+                raise TypeError(f"Pipeline: chunk {self.chunk} gets {sorted(twice)} twice; leave it out of side")
+            arguments, keywords = (), {**inputs, **side}
+        return self.module(*arguments, **keywords)
 
     def prepare(self, *microbatches: int) -> None:
         """Waits for what a B or W of these microbatches needs first, where that is being loaded."""
@@ -228,7 +227,7 @@ class Stage:
         takes = target is not None and self._takes_deferred_logits
         defers = getattr(self.module, "deferred_logits", None) if takes else None  # a chunk of `cut`
         with _NOTHING if defers is None else defers():
-            outputs = self._call(inputs, side)
+            outputs = self.call(inputs, side)
         if torch.is_grad_enabled() is not records:
             torch.set_grad_enabled(records)
             raise RuntimeError(
@@ -240,23 +239,6 @@ class Stage:
         if outputs is None:
             raise TypeError(f"Pipeline: chunk {self.chunk} must return what loss_fn takes; got None{_FORGOTTEN}")
         return loss_of(self._unit_loss, outputs, target)
-
-    def _call(self, inputs: Any, side: Mapping[str, Any]) -> Any:
-        arguments: Sequence[Any] = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-        keywords = side
-        if isinstance(inputs, dict):
-            if twice := inputs.keys() & side.keys():
-                raise TypeError(f"Pipeline: chunk {self.chunk} gets {sorted(twice)} twice; leave it out of side")
-            arguments, keywords = (), {**inputs, **side}
-        try:
-            return self.module(*arguments, **keywords)
-        except Exception as error:
-            if self._fails is None or type(error).__name__ not in self._fails:
-                raise
-            raise ValueError(
-                f"Pipeline: chunk {self.chunk} cannot take its sequences in slices: where it can take whole ones, "
-                f"{self._fails}; use a schedule without slices"
-            ) from error
 
 
 def _shares(schedule: Schedule) -> list[float]:

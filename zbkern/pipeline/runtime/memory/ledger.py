@@ -6,6 +6,7 @@ to its W what its W need. Parameters, buffers and the batch stay on the device, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -48,7 +49,7 @@ class Ledger:
         self._queue = recorder.queue
         self._lanes = Lanes(recorder.device, recorder.now, options.copy_size)
         self._parts = dict(parts or {})
-        self._recorded = 0  # how many F have been noted for an R
+        self._recorded: Counter[tuple[int, bool]] = Counter()  # F noted for an R, by chunk and whether of a slice
         self._held: dict[Key, Storages] = {}
         self._again: dict[Key, Recomputation] = {}  # until the R
         self.kept_sizes: dict[int, list[int]] = {}  # by chunk, bytes of the storages that its last F has left
@@ -86,8 +87,10 @@ class Ledger:
         if chunk > 0:  # a tensor that the module keeps is then not the one that is known to be given up
             inputs = pytree.tree_map_only(Tensor, lambda leaf: leaf.view_as(leaf), inputs)
         if storages.began is None and key in self._recomputed:
-            compares = self._options.check_values or self._recorded < 2 * len(self._recomputed)  # in two steps
-            self._recorded += 1
+            own = sum(each == chunk for each, _ in self._recomputed)
+            kind = chunk, "carry" in side
+            compares = self._options.check_values or self._recorded[kind] < 2 * own  # in two steps that have them
+            self._recorded[kind] += 1
             again = self._again[key] = Recomputation(storages, self._parts[chunk], compares)
             outputs = again.forward(self._modules[chunk], run, inputs, target, side)
             self.output_again_bytes[chunk] = again.output_bytes

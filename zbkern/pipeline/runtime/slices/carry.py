@@ -67,6 +67,12 @@ class Carry:
         return self._index + 1 == len(self._sequence.slices)
 
     @property
+    def total(self) -> int:
+        """The tokens of the sequence in proportion to the first slice, once that has begun; a few less than it has."""
+        slices, starts = self._sequence.slices, self._sequence.starts
+        return starts[1] * sum(slices) // slices[0]
+
+    @property
     def place(self) -> tuple[Sequence[int], int]:
         """The first tokens of the slices that have begun, with the end of the last, and which of them this one is."""
         return self._sequence.starts, self._index

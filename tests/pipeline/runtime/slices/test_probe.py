@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +14,18 @@ from torch.nn import functional as F
 
 import zbkern
 from tests.support.chunks import one_rank, results_on_threads
-from zbkern.pipeline import Pipeline, PipelineError, schedules
+from zbkern.pipeline import Pipeline, PipelineError, check_slices, schedules
 from zbkern.pipeline.runtime.slices.carry import Carry
 from zbkern.pipeline.transport.local import LocalTransport
 
 WIDTH, TOKENS, ROWS = 8, 48, 2
+
+
+class Unprobed:
+    """In the place of `Probes`, which lets everything through."""
+
+    def before(self, run: Any, inputs: Any, side: Any) -> None:
+        pass
 
 
 class Causal(nn.Module):
@@ -164,7 +170,7 @@ def test_what_takes_slices_is_let_alone(name: str, dtype: torch.dtype, caplog: p
     for compared in (False, True):
         again = copy.deepcopy(module)
         with one_rank(again, schedules.zb_h1(1, 2, slices=2)) as pipe:
-            pipe._calls.loop.stages[0]._compared |= set() if compared else {True, False}
+            pipe._calls.loop.stages[0].probes = pipe._calls.loop.stages[0].probes if compared else Unprobed()
             torch.manual_seed(1)
             random.seed(1)
             pipe.step(x, y)
@@ -206,7 +212,7 @@ class Counts(nn.Module):
     def __init__(self, wrong_in: bool | None) -> None:
         super().__init__()
         self.linear, self.wrong_in = nn.Linear(WIDTH, WIDTH), wrong_in
-        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
         self.calls += 1
@@ -226,7 +232,7 @@ def test_both_modes_are_compared_and_buffers_put_back(wrong_in: bool | None) -> 
             assert module.calls == 4 * (number + 1)
 
 
-def test_a_forward_that_takes_no_few_tokens_is_let_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_forward_that_takes_no_whole_sequences_is_refused() -> None:
     class Whole(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -236,10 +242,11 @@ def test_a_forward_that_takes_no_few_tokens_is_let_alone(caplog: pytest.LogCaptu
             assert x.shape[1] == TOKENS // 2
             return self.linear(x)
 
-    with caplog.at_level(logging.WARNING), one_rank(Whole().double(), schedules.zb_h1(1, 2, slices=2)) as pipe:
+    with (
+        pytest.raises(PipelineError, match=r"they cannot be compared with whole ones \(AssertionError"),
+        one_rank(Whole().double(), schedules.zb_h1(1, 2, slices=2)) as pipe,
+    ):
         pipe.step(*batch(torch.float64))
-    record = caplog.records[0]
-    assert "chunk 0: slices could not be compared with whole sequences: AssertionError" in record.getMessage()
 
 
 class Padded(nn.Module):
@@ -284,11 +291,122 @@ def test_attention_raises_without_the_carry_of_its_slice() -> None:
 
     def run(transport: LocalTransport) -> None:
         with Pipeline([Forgets().double()], schedules.zb_h1(1, 2, slices=(2, 1)), F.mse_loss, transport) as pipe:
-            pipe._calls.loop.stages[0]._compared |= {True, False}
+            pipe._calls.loop.stages[0].probes = Unprobed()
             pipe.step(*batch(torch.float64))
 
     with pytest.raises(PipelineError, match="Attention: carry must be handed to it in a schedule with slices"):
         results_on_threads(1, run)
+
+
+class Decoder(nn.Module):
+    """Of token numbers. forgets: its attention takes the carry, or the ends of sequences, and does nothing with it."""
+
+    def __init__(self, forgets: bool = True, **options: Any) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(9, WIDTH, **options), nn.Embedding(64, WIDTH)
+        self.attention, self.head, self.forgets = Causal(hands_on=False), nn.Linear(WIDTH, 9), forgets
+
+    def forward(self, x: Tensor, attention_mask: Any = None, cu_seqlens: Any = None, carry: Any = None) -> Tensor:
+        y = self.embed(x)
+        if attention_mask is not None:
+            y = y + self.places((attention_mask.cumsum(1) - 1).clamp(min=0))  # of this slice alone
+        return self.head(y + self.attention(y) if self.forgets else y)
+
+
+def of_tokens(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+of_tokens.reduction = "sum"  # type: ignore[attr-defined]
+MASK = [{"attention_mask": torch.ones(1, 8, dtype=torch.long)}]
+ENDS = [{"cu_seqlens": torch.tensor([0, 5, 8])}]
+
+
+@pytest.mark.parametrize("tokens", [8, 2])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_first_batch_that_tells_nothing_lets_nothing_pass(tokens: int, slices: int) -> None:
+    """Its tokens are all the same, or each is a slice; without slices it is a pack."""
+    first = torch.zeros(1, tokens, dtype=torch.long)
+    ends = [{"cu_seqlens": torch.tensor([0, 1, tokens])}] if slices == 1 else None
+    with (
+        one_rank(Decoder(), schedules.gpipe(1, 1, slices=slices), of_tokens) as pipe,
+        pytest.raises(PipelineError, match=r"attention \(Causal\) computes something else"),
+    ):
+        pipe.step([first], [first], ends)
+
+
+def test_arguments_that_come_later_are_probed() -> None:
+    x = torch.randint(9, (1, 8))
+    with one_rank(Decoder(forgets=False), schedules.gpipe(1, 1, slices=2), of_tokens) as pipe:
+        pipe.step([x], [x])
+        with pytest.raises(PipelineError, match=r"with padding \(attention_mask\): places \(Embedding\) computes"):
+            pipe.step([x], [x], MASK)
+
+
+def test_a_gradient_that_needs_the_whole_sequence_is_named() -> None:
+    """Words are counted in each slice alone."""
+    x = torch.randint(9, (1, 8))
+    with one_rank(Decoder(False, scale_grad_by_freq=True), schedules.gpipe(1, 1, slices=2), of_tokens) as pipe:
+        pipe.evaluate([x], [x])
+        with pytest.raises(PipelineError, match=r"the gradient of embed.weight \(Embedding\) is something else"):
+            pipe.step([x], [x])
+
+
+def test_a_pack_is_cut_in_slices_from_its_first_call_on() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.attention = nn.Embedding(9, WIDTH), zbkern.nn.Attention(WIDTH, 2, causal=True)
+            self.head = nn.Linear(WIDTH, 9)
+
+        def forward(self, x: Tensor, cu_seqlens: Any = None, carry: Any = None) -> Tensor:
+            y = self.embed(x)
+            if cu_seqlens is None:
+                return self.head(y + self.attention(y, carry=carry))
+            return self.head(y + self.attention(y[0], cu_seqlens, carry=carry)[None])
+
+    module, x = Packed().double(), torch.randint(9, (1, 8))
+    expected = sum(of_tokens(module(part), part) for part in (x[:, :5], x[:, 5:]))
+    with one_rank(module, schedules.gpipe(1, 1, slices=2), of_tokens) as pipe:
+        torch.testing.assert_close(pipe.step([x], [x], ENDS), expected.detach())
+
+
+class Traced(nn.Module):
+    """Everything that a forward and a backward can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(9, WIDTH, max_norm=0.5), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.forwards, self.seen, self.hooked, self.stepped = 0, [], [], []
+        found, stepped = self.hooked, self.stepped
+        self.linear.register_forward_hook(lambda *_: found.append(1))
+        self.linear.weight.register_hook(lambda gradient: found.append(2))
+        self.linear.weight.register_post_accumulate_grad_hook(lambda parameter: stepped.append(parameter.grad))
+
+    def forward(self, x: Tensor, carry: Any = None) -> Tensor:
+        self.calls += 1
+        self.forwards += 1
+        self.seen.append(x)
+        return F.dropout(self.linear(self.embed(x)), 0.3) + random.choice([0.0])
+
+
+def test_a_probe_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    module = Traced()
+    module.linear.weight.grad = gradient = torch.ones(WIDTH, WIDTH)
+    x = torch.randint(9, (2, 24))
+    before, numbers = copy.deepcopy(module.state_dict()), (torch.get_rng_state(), random.getstate())
+    check = pytest.raises(ValueError, match="random numbers of Python")
+    with check:
+        check_slices(module, x)
+    assert module.linear.weight.grad is gradient
+    assert bool((gradient == 1).all())
+    assert (module.forwards, module.seen, module.hooked, module.stepped) == (0, [], [], [])
+    assert torch.equal(numbers[0], torch.get_rng_state())
+    assert numbers[1] == random.getstate()
+    assert before.keys() == module.state_dict().keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
 def test_compiled_parts_are_compared_as_they_are_written() -> None:
