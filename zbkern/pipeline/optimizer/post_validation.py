@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -25,12 +25,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zbkern.pipeline.optimizer.clipping import clip_coefficient, scale_gradients_, sum_of_squares
+from zbkern.pipeline.optimizer.clipping import scale_gradients_
 from zbkern.pipeline.optimizer.norm_chain import NormChain
 from zbkern.pipeline.optimizer.params import hyperparameters, is_view, move_, parameters
 from zbkern.pipeline.optimizer.parts import Pairs, check_unique, parts_of, prepare_undo
 from zbkern.pipeline.optimizer.pending_step import PendingStep
 from zbkern.pipeline.optimizer.step_boundary import StepBoundary
+from zbkern.pipeline.optimizer.step_norms import StepNorms
 from zbkern.pipeline.transport.base import Transport, check_timeout
 from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect, telling_on_error, tied_names
 from zbkern.pipeline.transport.tensors import tensors_in
@@ -120,7 +121,7 @@ class Optimizer(torch.optim.Optimizer):
             check_tied("Optimizer", tied)
             if timeout is not None:
                 check_timeout("Optimizer", timeout)
-            self._parts, self._limits = parts_of(optimizer, max_norm, master_weights, undo)
+            self._parts, limits = parts_of(optimizer, max_norm, master_weights, undo)
             self.optimizers = [part.optimizer for part in self._parts]
             if len(self.optimizers) == 1:
                 self.optimizer = self.optimizers[0]
@@ -144,13 +145,11 @@ class Optimizer(torch.optim.Optimizer):
             cut = any(isinstance(p, DTensor) and p.requires_grad for p in self._model_parameters())
             places = {id(p): place for place, part in enumerate(self._parts) for p in part.model_parameters()}
             copies = {name: places.get(key) for key, name in shared.items()}
-            clipping: Any = (
-                [[p.name, self._limits[p.norm]] for p in self._parts] if len(self._limits) > 1 else self._limits[0]
-            )
-            self._chain = NormChain(transport, ranks, cut, copies, clipping, self.timeout)
-            self._uncounted = self._counted_elsewhere(shared)
+            clipping: Any = [[p.name, limits[p.norm]] for p in self._parts] if len(limits) > 1 else limits[0]
+            chain = NormChain(transport, ranks, cut, copies, clipping, self.timeout)
+            self._norms = StepNorms(chain, self._parts, limits, shared, self.device)
             self.boundary = StepBoundary(joint=False) if calls is None else calls.boundary
-            self.boundary.take(self, self._chain, self._model_parameters())
+            self.boundary.take(self, chain, self._model_parameters())
             if calls is not None:
                 self._warn_of_missing(calls.modules.values())
 
@@ -232,9 +231,9 @@ class Optimizer(torch.optim.Optimizer):
         with boundary.failing_together():
             number = boundary.begin()
             gradients = [part.collect() for part in self._parts]
-            total = self._pass_on(gradients, number)
+            total = self._norms.pass_on(gradients, number)
             step = PendingStep([*itertools.chain(*gradients)], hyperparameters(self))
-            if self._chain.ends_here:
+            if self._norms.chain.ends_here:
                 boundary.hold(step, total)
                 return loss
             if self._may_step(total):
@@ -243,7 +242,9 @@ class Optimizer(torch.optim.Optimizer):
                         part.undo.save(part.optimizer)
                         part.update()
                 step.has_stepped, step.after = True, hyperparameters(self)
-            if step.has_stepped and not (any(self._limits) or any(part.undo.needs_gradients for part in self._parts)):
+            if step.has_stepped and not (
+                any(self._norms.limits) or any(part.undo.needs_gradients for part in self._parts)
+            ):
                 step.set_gradients([])  # it will be kept or skipped, never done again
             else:
                 main_grads = map(main_grad_of, self._model_parameters())
@@ -323,7 +324,7 @@ class Optimizer(torch.optim.Optimizer):
             raise
         if self._has_masters:
             self._parts[place or 0].install_masters()
-            self._uncounted |= {id(master) for parameter, master in self.masters if id(parameter) in self._uncounted}
+            self._norms.leave_out_masters()
         prepare_undo(self._parts, self._undo)
 
     def state_dict(self) -> dict[str, Any]:
@@ -377,37 +378,6 @@ class Optimizer(torch.optim.Optimizer):
                 "all chunks as they are now, as in torch.nn.ModuleList(chunks).parameters(), or freeze the others"
             )
 
-    def _counted_elsewhere(self, shared: Mapping[int, str]) -> set[int]:
-        """The ids of parameters that have another copy in the norm, and of their masters.
-
-        shared: {id: name} of parameters that have copies, also of those that come with a later group.
-        """
-        counted, found = {*self._chain.counted}, set()
-        for key, name in shared.items():
-            if name in counted:
-                found.add(key)
-            counted.add(name)
-        return found | {id(master) for parameter, master in self.masters if id(parameter) in found}
-
-    def _pass_on(self, gradients: Sequence[list[tuple[Tensor, Tensor]]], number: int) -> Tensor:
-        """The sums of squares of this rank and of those whose sums it receives, fp64 [norms]; sent to the next rank."""
-        counted: list[list[Tensor]] = [[] for _ in self._limits]
-        uncounted: list[Tensor] = []
-        for part, pairs in zip(self._parts, gradients, strict=True):
-            for parameter, gradient in pairs:
-                (uncounted if id(parameter) in self._uncounted else counted[part.norm]).append(gradient)
-        received: list[Tensor] = []
-        if self._chain.ends_here and any(
-            isinstance(gradient, DTensor) for gradient in itertools.chain(*counted, uncounted)
-        ):
-            # with this rank's shards, other pipelines of its mesh learn what ranks without shards have found
-            received = self._chain.receive_sums(number)
-            uncounted += received
-        total = sum_of_squares(counted, uncounted).to(self.device)
-        total = sum(received or self._chain.receive_sums(number), total)
-        self._chain.send_sum(number, total)
-        return total
-
     def _may_step(self, total: Tensor) -> bool:
         """Whether to step before validation, given the sums of squares of this rank and those before it.
 
@@ -417,19 +387,14 @@ class Optimizer(torch.optim.Optimizer):
         """
         cautious = self.adaptive and self._cautious
         waits = any(part.undo is None or part.has_hooks for part in self._parts)
-        if cautious or waits or self._chain.is_after_end:
+        if cautious or waits or self._norms.chain.is_after_end:
             return False
-        norms, factors = self._norms(total)
+        norms, factors = self._norms.of(total)
         return all(map(math.isfinite, norms)) and min(factors) == 1
-
-    def _norms(self, total: Tensor) -> tuple[list[float], list[float]]:
-        """The norms that these sums of squares give, and the factors by which they clip gradients."""
-        norms = [math.sqrt(squares) for squares in total.tolist()]
-        return norms, [clip_coefficient(norm, limit) for norm, limit in zip(norms, self._limits, strict=True)]
 
     def conclude(self, step: PendingStep, total: Tensor) -> bool:
         """Keeps, clips or skips a step, given the sums of squares of all ranks; whether forwards before it are void."""
-        self.last_norms, factors = self._norms(total)
+        self.last_norms, factors = self._norms.of(total)
         self.last_norm = math.sqrt(total.sum().item())
         finite = all(map(math.isfinite, self.last_norms))
         good = finite and min(factors) == 1
