@@ -4,7 +4,7 @@
     python -m bench.planner --without NAME ...                    (a mechanism, or all: an ablation)
 
 Seconds are processor time of this process on one core, which other work on the machine changes little. Plans have
-plan's own effort, a number of rounds, unless --effort or --seconds, a time limit, is given.
+plan's own effort, a number of rounds, unless --effort is given.
 
 --without: 18 problems with all mechanisms of the search and without each that is named, in points of idle time more (or
 less, below 0); what gives less than 0.3 points nowhere has no place in the search.
@@ -136,33 +136,31 @@ def ablation(names: list[str], effort: int) -> str:
     rows, cells = [], list(ablated())
     for cell in cells:
         model, _, stages, microbatches, chunks, limit, _ = cell
-        whole = measure(cell, None, effort)
+        whole = measure(cell, effort)
         row = [f"{model}, p {stages}, m {microbatches}, x{chunks}, {limit:g}", f"{whole['plan']:.2%}"]
         for name in names:
             with patch.object(*MECHANISMS[name]):
-                found = measure(cell, None, effort)
+                found = measure(cell, effort)
             row.append(f"{100 * (found['plan'] - whole['plan']):+.2f}")
         rows.append(row)
         print(*row, sep=" | ", flush=True)
     return markdown_table(["problem", "all", *names], rows)
 
 
-def measure(cell: Cell, seconds: float | None, effort: int | None) -> dict[str, Any]:
+def measure(cell: Cell, effort: int) -> dict[str, Any]:
     model, costs, stages, microbatches, chunks, limit, published = cell
     if published is None:
-        effort, seconds = 0, None
-    if effort is None:
-        effort = EFFORT if seconds is None else 30
+        effort = 0
     memory = None if limit is None else limit * stages * chunks * costs.activation
     begin = time.process_time()
-    options = PlanOptions(time_limit=seconds, steady=False)
+    options = PlanOptions(steady=False)
     found = plan(costs, stages, microbatches, chunks, memory_limit=memory, effort=effort, options=options)
     spent = time.process_time() - begin
     assert memory is None or max(found.timeline.peak_memory) <= memory * (1 + 1e-9)
     return {
         "model": model, "stages": stages, "microbatches": microbatches, "chunks": chunks, "limit": limit,
         "published": published, "plan": found.bubble_rate, "lower_bound": found.lower_bound, "optimal": found.optimal,
-        "seconds": spent, "time_limit": seconds, "effort": found.effort,
+        "seconds": spent, "effort": found.effort,
     }  # fmt: skip
 
 
@@ -173,8 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.planner", description=__doc__.splitlines()[0])
     tables = f"{', '.join(SECTIONS)} (default: all)"
     parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], metavar="TABLE", help=tables)
-    parser.add_argument("--seconds", type=float, help="time limit of every plan (default: none)")
-    parser.add_argument("--effort", type=int, help=f"rounds of every plan (default: {EFFORT})")
+    parser.add_argument("--effort", type=int, default=EFFORT, help="rounds of every plan (default: %(default)s)")
     parser.add_argument("--stages", type=int, help="only cells with this many stages")
     parser.add_argument("--microbatches", type=int, help="only cells with this many microbatches")
     parser.add_argument(
@@ -185,7 +182,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.without:
         names = list(MECHANISMS) if "all" in options.without else options.without
-        print(ablation(names, EFFORT if options.effort is None else options.effort))
+        print(ablation(names, options.effort))
         return
     figures: dict[str, list[dict[str, Any]]] = {}
     for section in options.sections or SECTIONS:
@@ -193,7 +190,7 @@ def main() -> None:
         rows = figures[section] = []
         for cell in SECTIONS[section]():
             if options.stages in (None, cell[2]) and options.microbatches in (None, cell[3]):
-                rows.append(measure(cell, options.seconds, options.effort))
+                rows.append(measure(cell, options.effort))
                 write_json(options.name, figures, options.out)  # after every plan: all of them take an hour
         print(markdown_table(HEADER, [_line(row) for row in rows]), flush=True)
 

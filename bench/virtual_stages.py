@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import zbkern
 from bench import ahead, partitions, ranks, report
-from zbkern.pipeline import Costs, Pipeline, PlanOptions, Schedule, draw, plan, schedules, simulate
+from zbkern.pipeline import Costs, Pipeline, Schedule, draw, plan, schedules, simulate
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.planning.simulation import drift
 from zbkern.planning.simulation.timeline import Timeline
@@ -207,11 +207,8 @@ def plain_gradients(model: list[nn.Module], x: Tensor, target: Tensor, microbatc
         (nn.functional.mse_loss(nn.Sequential(*model)(inputs), targets) / microbatches).backward()
 
 
-def compare(runner: Runner, microbatches: int, rounds: int, seconds: float) -> tuple[dict[str, Costs], list[Row]]:
-    """The measured costs of a stage's passes, and what every schedule took next to its simulation with them.
-
-    seconds: for the planner, twice.
-    """
+def compare(runner: Runner, microbatches: int, rounds: int) -> tuple[dict[str, Costs], list[Row]]:
+    """The measured costs of a stage's passes, and what every schedule took next to its simulation with them."""
     flat = schedules.zb_h1(STAGES, microbatches), "planned"
     folded = schedules.zb_v(STAGES, microbatches), "planned"
     steps = runner.run({"one chunk": flat, "two chunks": folded}, 3)
@@ -219,7 +216,6 @@ def compare(runner: Runner, microbatches: int, rounds: int, seconds: float) -> t
     costs = {name: drift.costs(timelines, memory[name]) for name, timelines in steps.items()}
     one, two = costs.values()
     size = {"stages": STAGES, "microbatches": microbatches, "memory_limit": STAGES}
-    size |= {"options": PlanOptions(time_limit=seconds)}
     candidates: dict[str, tuple[Schedule, str]] = {
         "1F1B": (schedules.one_f_one_b(STAGES, microbatches), "planned"),
         "ZB-H1": flat,
@@ -261,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     with partitions.partitions(STAGES, MULTIPROCESSORS, device) as streams, partitions.told(MULTIPROCESSORS):
         factors = interference(streams, options.width, options.tokens, device)
         report.write_json("virtual_stages", {"interference": factors}, options.out)
-        costs, rows = compare(Runner(model, x, target, streams), options.microbatches, options.rounds, seconds=2)
+        costs, rows = compare(Runner(model, x, target, streams), options.microbatches, options.rounds)
     busy = ", ".join(f"{count}: {factor:.3f}" for count, factor in enumerate(factors, 1))
     print(f"{STAGES} stages of {MULTIPROCESSORS} multiprocessors each")
     print(f"time of a matmul over its time alone, by the number of busy groups: {busy}\n")

@@ -5,7 +5,6 @@
 // are integers, so that no result depends on the order of additions or on the compiler.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <tuple>
 #include <utility>
@@ -39,20 +38,6 @@ struct Problem {
   int forwards_before(int k) const { return (k / slices + 1) * slices; }
 };
 
-// When a search has to stop: `seconds`, which may be infinite, after the construction of this.
-class Deadline {
- public:
-  explicit Deadline(double seconds) : begin_(std::chrono::steady_clock::now()), seconds_(seconds) {}
-  bool passed() const {
-    return seconds_ < 1e9 &&
-           std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count() > seconds_;
-  }
-
- private:
-  std::chrono::steady_clock::time_point begin_;
-  double seconds_;
-};
-
 // How long and how hot a search runs; see `Effort` in native.py.
 struct Effort {
   std::uint64_t seed = 0;
@@ -60,7 +45,6 @@ struct Effort {
   std::int64_t work = 0;           // passes to run again over all temperatures, or moves, or tries at each
   Time spread = 0;                 // weight of the mean span beside the largest
   Time target = 0;                 // stop at this cost
-  double seconds = 0;              // stop after this long, which may be infinite
 };
 
 // How the ranks decide in the list scheduler; see `Rule` in list_scheduler.py.
@@ -80,10 +64,8 @@ struct Ordering {
   Time cost = 0;
 };
 
-// Costs and places of the best `kept` of many rules, of equal costs the first, the best first; stops after `seconds`,
-// once it has found any.
-std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept,
-                                             double seconds);
+// Costs and places of the best `kept` of many rules, of equal costs the first, the best first.
+std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept);
 
 // The best orders that `start` and rules near it make, and their rule; empty rows when it makes none. may_follow: the
 // rule may have `follow`, too.

@@ -364,7 +364,6 @@ Ordering anneal(const std::vector<Problem>& problems, const Ordering& start, con
     return others ? (all[0].largest() + sum / others) / 2 : all[0].largest();
   };
   Ordering best = all[0].orders(cost());
-  const Deadline deadline(effort.seconds);
   const auto steps = static_cast<std::int64_t>(effort.temperatures.size());
   std::int64_t moves = 0;
   const auto work = [&] {
@@ -375,7 +374,8 @@ Ordering anneal(const std::vector<Problem>& problems, const Ordering& start, con
   for (std::int64_t step = 0; step < steps; step++)
     while (work() < effort.work / steps * (step + 1)) {
       const Time temperature = problems[0].ranks * effort.temperatures[step];
-      if (best.cost <= effort.target || (++moves % 16 == 0 && deadline.passed())) return best;
+      if (best.cost <= effort.target) return best;
+      moves++;
       const int first = random.below(count);
       if (!all[first].propose(random, may_fuse)) continue;
       bool kept = true;

@@ -93,7 +93,7 @@ auto without_gil(Search search) {
 // As in list_scheduler.py and native.py.
 using Ints = std::vector<int>;
 using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, bool, bool>;
-using EffortTuple = std::tuple<std::uint64_t, std::vector<Time>, std::int64_t, Time, Time, double>;
+using EffortTuple = std::tuple<std::uint64_t, std::vector<Time>, std::int64_t, Time, Time>;
 using Times = std::vector<Time>;
 using PartitionTuple = std::tuple<Ints, Times, Times, Times, Ints, Times, Times, double>;
 
@@ -106,13 +106,13 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.planning.planner, compiled.";
-  module.attr("version") = 13;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 14;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
-             [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept, double seconds) {
+             [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept) {
                const Problem problem = problem_from(source);
                std::vector<Rule> rules;
                for (const auto& each : tuples) rules.push_back(made_of<Rule>(each));
-               return without_gil([&] { return best_rules(problem, rules, kept, seconds); });
+               return without_gil([&] { return best_rules(problem, rules, kept); });
              });
   module.def("refine", [](const py::object& source, const RuleTuple& rule, bool may_follow, const EffortTuple& effort) {
     const Problem problem = problem_from(source);

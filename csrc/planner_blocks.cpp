@@ -117,7 +117,6 @@ bool Blocks::change(Block& at, Random& random) const {
 }  // namespace
 
 Ordering search_blocks(const Problem& problem, bool fuse, const Effort& effort) {
-  const Deadline deadline(effort.seconds);
   Blocks blocks(problem, fuse);
   Ordering best;
   best.cost = kForever;
@@ -130,12 +129,11 @@ Ordering search_blocks(const Problem& problem, bool fuse, const Effort& effort) 
   for (int count = std::min(4 * problem.ranks, problem.units); count >= 1; count--) {
     const Block at = even(problem, count);
     keep(at, blocks.run(at, best.cost));
-    if (best.cost < kForever && deadline.passed()) break;
   }
   if (best.cost == kForever) return Ordering{};
   Time cost = best.cost;
   improve(
-      start, cost, effort, deadline, [&](Block& trial, Random& random) { return blocks.change(trial, random); },
+      start, cost, effort, [&](Block& trial, Random& random) { return blocks.change(trial, random); },
       [&](const Block& trial, Time threshold) { return cost = blocks.run(trial, threshold); },
       [&](const Block& now) { return keep(now, cost), best.cost <= effort.target; });
   best.fused.assign(static_cast<std::size_t>(problem.chunks) * problem.units, fuse);

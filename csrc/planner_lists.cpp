@@ -245,13 +245,10 @@ void change(Rule& rule, const Problem& p, bool may_follow, Random& random) {
 
 }  // namespace
 
-std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept,
-                                             double seconds) {
-  const Deadline deadline(seconds);
+std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept) {
   ListScheduler lists(problem);
   std::vector<std::pair<Time, int>> found;
   for (int index = 0; index < static_cast<int>(rules.size()); index++) {
-    if (!found.empty() && deadline.passed()) break;
     const bool full = static_cast<int>(found.size()) == kept;
     if (!lists.run(rules[index], full ? found.back().first - 1 : kNever)) continue;
     const Time cost = lists.orders().cost;
@@ -264,13 +261,12 @@ std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::
 }
 
 std::pair<Ordering, Rule> refine(const Problem& problem, const Rule& start, bool may_follow, const Effort& effort) {
-  const Deadline deadline(effort.seconds);
   ListScheduler lists(problem);
   std::pair<Ordering, Rule> best{{}, start};
   for (int& cap : best.second.caps) cap = std::min(cap, problem.units);
   if (!lists.run(best.second, kNever)) return best;
   improve(
-      best.second, lists.orders().cost, effort, deadline,
+      best.second, lists.orders().cost, effort,
       [&](Rule& trial, Random& random) { return change(trial, problem, may_follow, random), true; },
       [&](const Rule& trial, Time threshold) { return lists.run(trial, threshold) ? lists.orders().cost : kNever; },
       [&](const Rule& now) { return best = {lists.orders(), now}, best.first.cost <= effort.target; });

@@ -170,14 +170,13 @@ void change(Pattern& pattern, int ranks, Random& random) {
 }  // namespace
 
 std::pair<Ordering, Pattern> search_patterns(const Problem& problem, const Pattern& start, const Effort& effort) {
-  const Deadline deadline(effort.seconds);
   Patterns patterns(problem);
   std::pair<Ordering, Pattern> best;
   if (!patterns.run(start, kForever)) return best;
   Effort scaled = effort;
   for (Time& temperature : scaled.temperatures) temperature *= problem.ranks;
   improve(
-      start, patterns.energy(effort.spread), scaled, deadline,
+      start, patterns.energy(effort.spread), scaled,
       [&](Pattern& trial, Random& random) { return change(trial, problem.ranks, random), true; },
       [&](const Pattern& trial, Time threshold) {
         return patterns.run(trial, patterns.largest(threshold, effort.spread)) ? patterns.energy(effort.spread)

@@ -36,12 +36,11 @@ class Random {  // SplitMix64
 // threshold): its energy, or more than the threshold; accept(state): whether to stop, for the first and for every one
 // that is taken.
 template <typename State, typename Change, typename Run, typename Accept>
-void improve(State now, Time energy, const Effort& effort, const Deadline& deadline, Change change, Run run,
-             Accept accept) {
+void improve(State now, Time energy, const Effort& effort, Change change, Run run, Accept accept) {
   Random random(effort.seed);
   bool done = accept(now);
   for (Time temperature : effort.temperatures)
-    for (std::int64_t move = 0; move < effort.work && !done && !deadline.passed(); move++) {
+    for (std::int64_t move = 0; move < effort.work && !done; move++) {
       State trial = now;
       if (!change(trial, random) || trial == now) continue;
       const Time threshold = energy + (temperature >> 16) * random.exponential(), found = run(trial, threshold);

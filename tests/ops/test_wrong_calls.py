@@ -281,7 +281,6 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("plan(C, 2, 2, placement=[0, 0])", ValueError, "plan: placement must name every rank below 2 1 times, once per"),
     ("plan(C, 2, 2, memory_limit=0.1)", ScheduleError, "plan: no schedule fits memory_limit=0.1 on rank 0: one"),
     ("plan(C, 2, 2, memory_limit='a')", TypeError, "plan: memory_limit must be one number or one per rank; got str"),
-    ("PlanOptions(time_limit=-1)", ValueError, "PlanOptions: time_limit must be at least 0; got -1"),
     ("plan(C, 2, 2, effort=-1)", ValueError, "plan: effort must be at least 0; got -1"),
     ("plan(C, 2, 2, effort='a')", TypeError, "plan: effort must be an int; got str 'a'"),
     # Pipeline
@@ -358,8 +357,6 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("Costs(time_unit='minutes')", ValueError, "Costs: time_unit must be 's' or 'ms' or 'us', or None; got 'minutes'"),
     ("Costs(memory_unit=1)", ValueError, "Costs: memory_unit must be 'bytes', or None; got 1"),
     ("S.zb_h1(2, 2).chunks_of(5)", ScheduleError, "Schedule zb_h1: chunks_of: rank must be from 0 to 1; got 5"),
-    ("PlanOptions(time_limit='a')", TypeError, "PlanOptions: time_limit must be a number; got str 'a'"),
-    ("PlanOptions(time_limit=float('nan'))", ValueError, "PlanOptions: time_limit must be at least 0; got nan"),
     ("PlanOptions(seed='a')", TypeError, "PlanOptions: seed must be an int; got str 'a'"),
     ("PlanOptions(seed=-1)", ValueError, "PlanOptions: seed must be at least 0; got -1"),
     ("simulate(S.zb_h1(2, 2), seed='a')", TypeError, "simulate: seed must be an int; got str 'a'"),

@@ -16,12 +16,6 @@ from zbkern.planning.cost_model.model_costs import Job, Setting
 EIGHT = ["--config", path_of("llama-3-405b"), "--gpus", "8", "--batch"]
 
 
-@pytest.fixture(autouse=True)
-def no_time_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that no answer depends on the machine, nor on what else runs there."""
-    monkeypatch.setattr(layouts, "_SECONDS", (math.inf, math.inf))
-
-
 def sizes_of(layout: layouts.Layout) -> tuple[int, int, int, int, int, int, bool]:
     job = layout.setting.job
     ways = job.tensor_parallel, layout.stages, job.data_parallel, job.expert_parallel

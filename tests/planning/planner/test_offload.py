@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from zbkern.pipeline import Action, Costs, LayerCosts, ModelCosts, Schedule, ScheduleError, plan, schedules, simulate
 from zbkern.planning.costs.flat import flat_costs
 from zbkern.planning.planner.idle_time import idle_time
-from zbkern.planning.planner.offload import fit
+from zbkern.planning.planner.offload import fit, with_fused
 
 COPIES = {"offload_bandwidth": 1.0, "reload_bandwidth": 1.0, "copy_slowdown": 0.03}
 COSTS = Costs(held=1.1, checkpoint=0.05, **COPIES)
@@ -143,3 +143,15 @@ def test_idle_time_names_the_wait_for_a_copy_and_the_warm_up_around_a_recomputat
     assert gap > 0
     found = idle_time(recomputing, flat_costs(costs, recomputing.schedule), "makespan", None)
     assert found.warm_up >= 0.99 * gap / recomputing.makespan
+
+
+def test_passes_that_ran_beside_each_other_run_one_after_the_other_where_something_is_saved() -> None:
+    costs = Costs(activation=1.0, held=0.5, checkpoint=0.1)
+    schedule = schedules.dualpipe_v(4, 8)
+    assert any(schedule.beside)
+    plain, fused = with_fused(schedule, costs)
+    assert not fused.schedule.beside
+    limit = 0.8 * max(plain.peak_memory)
+    saving = fit(schedule, costs, limit, offload=False, recompute=True)
+    assert not saving.schedule.beside
+    assert max(saving.peak_memory) <= limit * (1 + 1e-9)

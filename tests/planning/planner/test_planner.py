@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from zbkern.pipeline import Costs, PlanOptions, Schedule, ScheduleError, plan, schedules, simulate
 from zbkern.planning.costs.flat import FlatCosts
-from zbkern.planning.planner import annealing, native
-from zbkern.planning.planner.problem import Problem, ordering_of
+from zbkern.planning.planner import native, plan_batch
+from zbkern.planning.planner.problem import Problem
 
 PROFILES = json.loads((Path(__file__).parent.parent.parent / "data" / "zb_profiles.json").read_text())
 needs_core = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
@@ -145,8 +145,7 @@ def test_every_plan_is_valid_and_fits(
     saving = [w / 4 for w in weight] if overheads else 0
     costs = Costs(forward, backward, weight, communication, 1.0, 0.4, split, saving)
     limit = room * chunks
-    options = PlanOptions(objective, time_limit=0.02)
-    found = plan(costs, stages, microbatches, chunks, placement, limit, options=options)
+    found = plan(costs, stages, microbatches, chunks, placement, limit, effort=0, options=PlanOptions(objective))
     found.schedule.validate()
     timeline = simulate(found.schedule, costs)
     assert timeline.cost == found.timeline.cost
@@ -251,36 +250,13 @@ def test_backwards_are_fused_where_that_saves_memory() -> None:
     assert split < found.timeline.cost < 2.5 * split
 
 
-@pytest.mark.parametrize(("placement", "chunks"), [("linear", 1), ("v", 2), ("loop", 3)])
-@pytest.mark.parametrize("limit", [1.0, 3.0])
-def test_without_the_compiled_core_plans_are_published_schedules(
-    placement: str, chunks: int, limit: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The best of what is published, within the memory, however little there is; a warning where it is not optimal."""
+def test_a_search_needs_the_compiled_core_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "core", None)
-    costs = Costs(2, 2.2, 1, communication=0.3, activation=1 / chunks, held=0.4 / chunks)
-    found = plan(costs, 3, 6, chunks, placement, limit)
-    assert max(found.timeline.peak_memory) <= limit * (1 + 1e-9)
-    assert found.effort == 0
-    assert found.optimal != any("the compiled search is not here" in each.message for each in caplog.records)
-    names = {"linear": ("one_f_one_b", "zb_h1"), "v": ("zb_v", "v_half"), "loop": ()}[placement]
-    for known in (simulate(getattr(schedules, name)(3, 6), costs) for name in names):
-        if max(known.peak_memory) <= limit:
-            assert found.timeline.cost <= known.cost * (1 + 1e-9)
-
-
-@needs_core
-def test_without_the_compiled_core_orders_are_measured_as_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = Costs(2, 2.2, 1, 0.3, [1.0, 0.5, 0.7, 1.1], 1.2, split_overhead=0.2, merge_saving=0.1)
-    problem = Problem.build(FlatCosts.of(costs, (0, 1, 1, 0)), 6, [20.0, 20.0], False)
-    for make in (schedules.zb_v, schedules.one_f_one_b_v):
-        orders = ordering_of(make(2, 6))
-        cost, peaks = annealing.measured(problem, orders)
-        with monkeypatch.context() as without:
-            without.setattr(native, "core", None)
-            simulated, held = annealing.measured(problem, orders)
-            assert simulated.cost == pytest.approx(cost.cost, rel=1e-9)
-            assert held == pytest.approx(peaks, rel=1e-9)
+    with pytest.raises(RuntimeError, match="plan: it needs the planner's search, which is compiled"):
+        plan(Costs(), 2, 4)
+    with pytest.raises(RuntimeError, match="plan_batch: it needs the planner's search"):
+        plan_batch([128, 256], Costs(tokens=128), 2)
+    assert simulate(schedules.zb_v(2, 4)).cost > 0
 
 
 @pytest.mark.parametrize(

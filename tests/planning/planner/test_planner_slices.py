@@ -72,15 +72,6 @@ def test_no_published_schedule_in_these_slices_is_better() -> None:
         assert max(timeline.peak_memory) > 3.0 or found.timeline.cost <= timeline.cost * (1 + 1e-9)
 
 
-def test_without_the_compiled_core_the_plan_is_a_published_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "core", None)
-    found = plan(LONG, 4, 4, slices="auto")
-    assert len(found.schedule.slices) > 1
-    makes = (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h2)
-    published = [simulate(make(4, 4, slices=found.schedule.slices), LONG).cost for make in makes]
-    assert found.timeline.cost == pytest.approx(min(published))
-
-
 def test_a_sequence_whose_keys_and_values_do_not_fit_in_slices() -> None:
     costs = Costs(carried=0.9, held=0.1)
     assert plan(costs, 2, 2, memory_limit=1.0, effort=0, slices="auto").schedule.slices == (1,)

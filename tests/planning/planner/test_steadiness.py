@@ -13,7 +13,6 @@ from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import at_speeds, measured
 from zbkern.planning.planner.arguments import placement_of, problem_of
-from zbkern.planning.planner.incumbents import Budget
 from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import Ordering, Problem, ordering_of
 from zbkern.planning.planner.search import Search, choose, search_all
@@ -85,10 +84,10 @@ def test_what_is_proven_optimal_stays_so_and_bears_delays() -> None:
 @pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 def test_a_round_ends_cold() -> None:
     problem = problem_of(FlatCosts.of(COSTS, placement_of("v", 6, 2)[1]), 18, [9.0] * 6, "cost")
-    hot, cold = (Search(problem, Budget(1), 0) for _ in range(2))
+    hot, cold = (Search(problem, 0) for _ in range(2))
     hot.construct(SETTINGS.rule_passes)
     hot.round(0, SETTINGS.first_round)
-    search_all([cold], Budget(1))
+    search_all([cold], 1)
     assert cold.reached < hot.reached
 
 
@@ -97,11 +96,11 @@ def test_orders_that_bear_delays_are_searched_for() -> None:
     problem = problem_of(FlatCosts.of(COSTS, placement_of("v", 6, 2)[1]), 12, [9.0] * 6, "cost")
     chosen = []
     for finished, steady in ((False, False), (True, False), (True, True)):
-        search = Search(problem, Budget(1), 1)
+        search = Search(problem, 1)
         search.round(0, 1_000_000)
         if finished:
             search.finish(2)
-        assert choose([search], steady, 2) is search
+        assert choose([search], steady, 2, 1) is search
         chosen.append(search.best.orders)
     samples = at_speeds(problem, 64, 5)
     assert chosen[2].cost <= 1.003 * chosen[1].cost < 0.998 * chosen[0].cost

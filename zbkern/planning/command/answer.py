@@ -149,7 +149,7 @@ def search(question: Question, progress: Callable[[str], None] = lambda line: No
     """Raises ScheduleError where nothing fits."""
     names = ("stages", "microbatches", "chunks", "placement", "effort", "recompute", "slices")
     given: dict[str, Any] = {name: getattr(question, name) for name in names}
-    options = PlanOptions(time_limit=question.time_limit, progress=progress)
+    options = PlanOptions(progress=progress)
     offload = question.offload is not None
     return plan(question.costs, **given, memory_limit=question.limit, offload=offload, options=options)
 

@@ -23,7 +23,7 @@ from zbkern.planning.command.question import LAYOUT_EFFORT, SIZES, LayoutQuestio
 from zbkern.planning.costs.chunks import ChunkCosts, Costs
 from zbkern.planning.costs.json_file import read_text
 from zbkern.planning.costs.layers import ModelCosts
-from zbkern.planning.planner import Plan
+from zbkern.planning.planner import Plan, native
 from zbkern.planning.planner.arguments import PLACEMENTS, Slices
 from zbkern.planning.planner.plan import EFFORT
 from zbkern.planning.simulation import comparison
@@ -264,6 +264,8 @@ def _check(arguments: Namespace) -> None:
         _refuse(not path.parent.is_dir(), "--out", nowhere)
         program = path.suffix == ".py" and arguments.config is None
         _refuse(program, "--out", f"{path}: a program trains a model; give it with --config")
+    compiled = "a search is compiled, and zbkern was installed without a C++ compiler: install one, then zbkern again"
+    _refuse(native.core is None and arguments.schedule is None, "--schedule", f"{compiled}, or name a schedule")
     layouts, with_model = arguments.gpus is not None, arguments.config is not None
     needed = "it is needed; or give --config, --gpus and --batch, and it is searched for"
     needed = "--gpus needs it: layouts are for a model and for so many sequences a step" if layouts else needed

@@ -29,7 +29,6 @@ _PLANNED = 24  # layouts at most, after the estimate
 _SHOWN = 5
 _WORTH_A_PLAN = 0.95  # of the time of a plan for another microbatch: plans are seldom as fast as their estimates
 _PER_STAGE = 3  # microbatches of the quick plans: enough for the warm-up, a steady part and the cool-down
-_SECONDS = (4.0, 20.0)  # at most, of one quick plan and of one final plan
 _ROOMY = 0.6  # of the memory of 1F1B: with less, recomputing some microbatches may be faster
 
 
@@ -64,8 +63,7 @@ class Planned(NamedTuple):
 def search(question: LayoutQuestion, progress: Callable[[str], None] = lambda line: None) -> list[Planned]:
     """The best layouts, the fastest first, and last the best that has the sizes of `own`, if it fits and is not there.
 
-    None where nothing fits. Each is planned for 20 seconds at most, so that plans of large layouts may depend on the
-    machine. progress: is called with a line about the search.
+    None where nothing fits. progress: is called with a line about the search.
     """
     own = question.own
     estimates = [found for found in map(estimate, layouts(question)) if found is not None]
@@ -76,7 +74,7 @@ def search(question: LayoutQuestion, progress: Callable[[str], None] = lambda li
         answers = []
         for index, (_, layout) in enumerate(few):
             progress(f"plan {index + 1} of {len(few)}: {name(layout)}")
-            answers.append(planned(replace(layout, effort=question.effort, time_limit=_SECONDS[1])))
+            answers.append(planned(replace(layout, effort=question.effort)))
         return sorted((each for each in answers if each is not None), key=lambda each: each.seconds)
 
     answers = best(estimates, _SHOWN)
@@ -121,7 +119,7 @@ def _quick(estimates: list[tuple[float, Layout]], progress: Callable[[str], None
                 continue
         progress(f"layout {plans + 1}: {name(layout)}")
         few = min(layout.microbatches, _PER_STAGE * layout.stages)
-        answer = planned(replace(layout, microbatches=few, effort=0, time_limit=_SECONDS[0]))
+        answer = planned(replace(layout, microbatches=few, effort=0))
         if answer is not None:
             plans += 1
             rest = (layout.microbatches - few) * max(answer.plan.timeline.busy) / few / 1e3

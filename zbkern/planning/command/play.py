@@ -27,12 +27,13 @@ from zbkern.planning.command.answer import search
 from zbkern.planning.command.question import Question, spelt
 from zbkern.planning.costs.chunks import Costs
 from zbkern.planning.costs.memory import exceeds
+from zbkern.planning.planner import native
 from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError
 
 PLAN = "plan"
-_SECONDS = 0.3  # of a search: a slider should not have to wait
+_EFFORT = 1  # some tenths of a second: a slider should not have to wait
 _MOST = {"stages": 32, "microbatches": 64, "slices": 16}
 _MOST_PASSES = 60_000  # of all that is drawn: two seconds
 _NUMBERS = ("forward", "backward", "weight", "communication", "attention", "memory")
@@ -73,6 +74,8 @@ def drawn(given: Mapping[str, str]) -> dict[str, str]:
     passes = 6 * math.prod(sizes.values()) * (len(names) + 3 * (PLAN in names))  # of two chunks; plans try several
     if passes > _MOST_PASSES:
         raise ValueError(f"{passes:,} passes are more than {_MOST_PASSES:,}: choose fewer schedules, stages or slices")
+    if PLAN in names and native.core is None:
+        raise ValueError("a plan needs a search, which is compiled: install a C++ compiler, then zbkern again")
     stages, limit = sizes["stages"], numbers["memory"] * sizes["stages"]
     share, times = numbers["attention"], {name: numbers[name] for name in _NUMBERS[:4]}
     costs = Costs(**times, attention_forward=share * times["forward"], attention_backward=share * times["backward"])
@@ -103,7 +106,7 @@ def _command(costs: Costs, sizes: Mapping[str, int], memory: float) -> str:
 def _planned(costs: Costs, sizes: Mapping[str, int], limit: float) -> list[Timeline]:
     """The best of one and two chunks per rank, of those that fit."""
     stages, memory, found = sizes["stages"], (limit, False), []
-    question = Question(stages, sizes["microbatches"], slices=sizes["slices"], memory=memory, time_limit=_SECONDS)
+    question = Question(stages, sizes["microbatches"], slices=sizes["slices"], memory=memory, effort=_EFFORT)
     for chunks in (1, 2):
         cut = comparison.rechunk(costs, stages, chunks * stages)
         with contextlib.suppress(ScheduleError):  # does not fit

@@ -50,7 +50,7 @@ def spelt(sizes: Mapping[str, int]) -> list[str]:
 class Question:
     """Which schedule is best for so many stages and microbatches, in what memory, and for which costs.
 
-    chunks, placement, recompute, slices, effort, time_limit: as for `plan`. measured: costs; setting: what they are
+    chunks, placement, recompute, slices, effort: as for `plan`. measured: costs; setting: what they are
     computed from instead, with a limit of memory; model: its name. schedule: a published one, and no search. memory:
     the most that a rank may hold, and whether that counts what one microbatch holds in the whole model. offload: GB/s,
     or memory per time of costs without units; 0 for what the costs have, None for none. compare: with published
@@ -70,7 +70,6 @@ class Question:
     offload: float | None = None
     recompute: bool = False
     effort: int = EFFORT
-    time_limit: float | None = None
     compare: bool = False
 
     @cached_property

@@ -24,8 +24,7 @@ from itertools import repeat
 
 from zbkern.planning.planner import native
 from zbkern.planning.planner.native import Effort, uncollected
-from zbkern.planning.planner.problem import Ordering, Problem, Rows, actions_of, schedule_of
-from zbkern.planning.simulation.simulator import simulate
+from zbkern.planning.planner.problem import Ordering, Problem, Rows, actions_of
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import Event
 from zbkern.schedules.schedule import Schedule
@@ -36,7 +35,6 @@ def anneal(problem: Problem, start: Ordering, effort: Effort, samples: Sequence[
 
     samples: the same problem with other times; the cost is then half that of the problem and half their mean.
     """
-    assert native.core is not None
     return Ordering(*native.core.anneal([problem, *samples], start.rows, start.fused, effort, problem.may_fuse))
 
 
@@ -70,7 +68,6 @@ def search_blocks(problem: Problem, fuse: bool, effort: Effort) -> Ordering | No
     this does. Warm-up and cool-down of what it finds are poor; it is where `anneal` starts from. It runs in C++
     (csrc/planner_blocks.cpp). fuse: all backwards are fused.
     """
-    assert native.core is not None
     orders = Ordering(*native.core.search_blocks(problem, fuse, effort))
     return orders if orders.rows else None
 
@@ -79,24 +76,13 @@ def measured(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[flo
     """The orders with their cost computed, and the most that every rank holds; None when they cannot run, as when
     microbatches do not pass in order.
     """
-    if native.core is None:
-        return _simulated(problem, orders)
     cost, peaks = native.core.measure(problem, orders.rows, orders.fused)
     return (replace(orders, cost=cost), peaks) if cost >= 0 else None
-
-
-def _simulated(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[float]]:
-    """The same without the compiled core, for orders of published schedules."""
-    timeline = simulate(schedule_of(orders, problem, "published"), problem.flat.given)
-    cost = timeline.makespan if problem.makespan else timeline.cost
-    beside = [peak - always for peak, always in zip(timeline.peak_memory, problem.flat.static, strict=True)]
-    return replace(orders, cost=round(cost * problem.time_scale)), [each * problem.memory_scale for each in beside]
 
 
 @uncollected()
 def timeline_of(orders: Ordering, problem: Problem, name: str) -> Timeline:
     """What `simulate` finds of these orders, by the compiled core: whole microbatches alone."""
-    assert native.core is not None
     rows: Rows = native.core.grouped(orders.rows, orders.fused)
     actions = actions_of(rows, problem, orders.fused)
     schedule = Schedule(actions, problem.placement, problem.microbatches, name).proven()

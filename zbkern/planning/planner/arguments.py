@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zbkern import schedules
-from zbkern.planning.costs.chunks import Costs, checked_number
+from zbkern.planning.costs.chunks import Costs
 from zbkern.planning.costs.equal_slices import SLICE_UNIT, equal_lengths, equal_times
 from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.costs.layers import ModelCosts
@@ -34,8 +34,6 @@ class PlanOptions:
     Args:
         objective: what to minimise, "cost" or "makespan" (see `Timeline`).
         partition: the first layer of every chunk, for `ModelCosts`; searched for where it is None.
-        time_limit: seconds after which the search ends, if `effort` is not over by then; the plan then depends on the
-            machine.
         seed: of the search; another one finds other plans.
         progress: is called with a line about the search before every round, and with an empty one at the end.
         slice_tokens: slices that are chosen are multiples of so many tokens, where the costs say how many a sequence
@@ -49,7 +47,6 @@ class PlanOptions:
 
     objective: str = "cost"
     partition: Sequence[float] | None = None
-    time_limit: float | None = None
     seed: int = 0
     progress: Callable[[str], None] = lambda line: None
     slice_tokens: int = SLICE_UNIT
@@ -60,8 +57,6 @@ class PlanOptions:
             raise ValueError(f"PlanOptions: objective must be one of {OBJECTIVES}; got {self.objective!r}")
         check_count("PlanOptions: seed", self.seed, 0)
         check_count("PlanOptions: slice_tokens", self.slice_tokens)
-        if self.time_limit is not None:
-            checked_number("PlanOptions", "time_limit", self.time_limit, math.inf)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zbkern.planning.costs.chunks import Costs
 from zbkern.planning.costs.flat import FlatCosts, Growth, Growths, kept_by_slices
@@ -101,6 +101,7 @@ def plan_batch(
     Raises ScheduleError where the batch does not fit the limit, TypeError or ValueError for other arguments,
     RuntimeError without the compiled search.
     """
+    native.check("plan_batch")
     if not isinstance(costs, Costs):
         raise TypeError(f"plan_batch: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
     if costs.tokens is None:
@@ -116,7 +117,7 @@ def plan_batch(
     limits = limits_of("plan_batch", memory_limit, stages)
     problem = _problem(FlatCosts.of(costs, owners), costs.tokens, lengths, limits, multiple, bool(packs))
     numbers = list(lengths)
-    best = _Found(*_core().plan_batch(problem, numbers, passes))
+    best = _Found(*native.core.plan_batch(problem, numbers, passes))
     published = _best_published(problem, numbers)
     if published is not None and published[1].makespan < best.makespan:
         best = published[1]
@@ -143,12 +144,6 @@ def sequence_work(costs: Costs, length: int) -> float:
     attention = sum(flat.attention_forward) + sum(flat.attention_backward)
     whole = sum(flat.forward) + sum(flat.fused)
     return (whole - attention) * share + attention * share * share
-
-
-def _core() -> Any:
-    if native.core is None:
-        raise RuntimeError("plan_batch: it needs the compiled search: install zbkern where there is a C++ compiler")
-    return native.core
 
 
 class _Problem(NamedTuple):
@@ -235,9 +230,9 @@ def _best_published(problem: _Problem, lengths: list[int]) -> tuple[str, _Found]
     """The best published schedule of whole packs within the limit, with the numbers of packs that people use."""
     ranks, best = max(problem.placement) + 1, None
     for count in (per_rank * ranks for per_rank in _PACKS) if problem.packs else (len(lengths),):
-        rows, cuts = _core().packed(problem, lengths, min(len(lengths), count))
+        rows, cuts = native.core.packed(problem, lengths, min(len(lengths), count))
         for name, orders in _published(problem.placement, len(rows)):
-            found = _Found(*_core().run_batch(problem, rows, cuts, lengths, orders))
+            found = _Found(*native.core.run_batch(problem, rows, cuts, lengths, orders))
             fits = not problem.limit or within(found.peaks, problem.limit)
             if fits and (best is None or found.makespan < best[1].makespan):
                 best = name, found

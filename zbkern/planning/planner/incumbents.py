@@ -1,9 +1,8 @@
-"""The best orders found so far, and when to stop looking for better ones."""
+"""The best orders found so far."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 
 from zbkern.planning.planner.annealing import measured
@@ -14,27 +13,14 @@ ROUNDING = 1e-9
 """Relative: a cost this near to another one, or to a lower bound, is the same."""
 
 
-class Budget:
-    """When to stop: after a number of rounds, which is work and not time; and after some seconds, if that is sooner."""
-
-    def __init__(self, rounds: int, seconds: float = float("inf")) -> None:
-        self._end = time.monotonic() + seconds
-        self.rounds = rounds
-
-    @property
-    def left(self) -> float:
-        """Seconds; infinite without a clock."""
-        return max(0.0, self._end - time.monotonic())
-
-
 class Incumbent:
     """The best orders of a problem found so far, None at first; `bound`: a lower bound on any cost.
 
     Their W are grouped as in the schedule that is made of them, so that orders are compared by what they will cost.
     """
 
-    def __init__(self, problem: Problem, budget: Budget | None = None) -> None:
-        self.problem, self.budget = problem, Budget(0) if budget is None else budget
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
         self.orders: Ordering | None = None
         self.bound = 0
 
@@ -56,9 +42,9 @@ class Incumbent:
 
     @property
     def over(self) -> bool:
-        """Whether nothing better is possible, or no time is left."""
-        return (self.orders is not None and self.orders.cost <= self.bound) or not self.budget.left
+        """Whether nothing better is possible."""
+        return self.orders is not None and self.orders.cost <= self.bound
 
     def effort(self, seed: int, temperatures: Sequence[int], work: int, spread: int = 1) -> Effort:
         """Of a search that ends there."""
-        return Effort(seed, temperatures, work, spread, self.bound, self.budget.left)
+        return Effort(seed, temperatures, work, spread, self.bound)

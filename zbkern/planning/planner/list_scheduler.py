@@ -15,7 +15,6 @@ It runs in C++ (csrc/planner_lists.cpp).
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -86,13 +85,9 @@ def list_schedule(problem: Problem, rule: Rule) -> Ordering | None:
     return found and found[0]
 
 
-def best_rules(problem: Problem, tried: Sequence[Rule], kept: int, seconds: float = math.inf) -> list[tuple[int, int]]:
-    """Costs and places of the best `kept` of these rules, the best first, of equal costs only the first.
-
-    seconds: stop after this long, once there is any.
-    """
-    assert native.core is not None
-    found: list[tuple[int, int]] = native.core.best_rules(problem, tried, kept, seconds)
+def best_rules(problem: Problem, tried: Sequence[Rule], kept: int) -> list[tuple[int, int]]:
+    """Costs and places of the best `kept` of these rules, the best first, of equal costs only the first."""
+    found: list[tuple[int, int]] = native.core.best_rules(problem, tried, kept)
     return found
 
 
@@ -101,7 +96,6 @@ def refine(problem: Problem, rule: Rule, effort: Effort) -> tuple[Ordering, Rule
 
     A move changes one choice, or the caps, of some neighbouring ranks at random.
     """
-    assert native.core is not None
     found, changed = native.core.refine(problem, rule, _may_follow(problem), effort)
     orders = Ordering(*found)
     return (orders, Rule(*changed)) if orders.rows else None

@@ -17,7 +17,6 @@ from zbkern.planning.costs.chunks import Costs
 from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.costs.needs import least_need, shortest
 from zbkern.planning.planner.arguments import DoesNotFit, Request, placement_of
-from zbkern.planning.planner.incumbents import Budget
 from zbkern.planning.planner.partition import balanced_partitions, busiest, even_partitions
 from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import Problem
@@ -29,8 +28,8 @@ from zbkern.schedules.units import amount
 class Candidates:
     """Of a request; for layers `partition`, `chunks` and `placement` are searched for where they are None."""
 
-    def __init__(self, request: Request, budget: Budget) -> None:
-        self._request, self._budget = request, budget
+    def __init__(self, request: Request) -> None:
+        self._request = request
         self._slices = request.slices_to_try()
         self._refused: list[DoesNotFit] = []
 
@@ -38,34 +37,29 @@ class Candidates:
         """Of the best by their constructive answers, fewest chunks first. Raises ScheduleError where none fits."""
         found: list[Search] = []
         for slices in self._slices:
-            found += self._searches(slices, SETTINGS.partitions_of_slices, bool(found))
+            found += self._searches(slices, SETTINGS.partitions_of_slices)
         if not found:
             raise self._nothing_fits()
         return found
 
     def promise(self) -> float:
         """Of the constructive answer on the most even partition, with slices of equal times; inf where none fits."""
-        found = self._searches(self._slices[0], 1, False, published=False)
+        found = self._searches(self._slices[0], 1, published=False)
         for each in found:
             each.construct(SETTINGS.partition_passes, shares=())
         return min((each.promise(0) for each in found), default=math.inf)
 
-    def _searches(self, slices: tuple[int, ...], most: int, others: bool, published: bool = True) -> list[Search]:
-        """The best of all placements in these slices; of every placement those of `most` partitions, with slices.
-
-        others: there are others, so that the search may end here where its time is over.
-        """
+    def _searches(self, slices: tuple[int, ...], most: int, published: bool = True) -> list[Search]:
+        """The best of all placements in these slices; of every placement those of `most` partitions, with slices."""
         candidates: list[Search] = []
         for name, owners in self._placements(len(slices)):
             here: list[Search] = []  # the most promising, the best constructive answer first
             for least, partition, problem in islice(self._fitting(owners, slices), most if len(slices) > 1 else None):
-                if (candidates or others) and not self._budget.left:
-                    break
                 if len(here) == 3 * SETTINGS.partitions and least >= here[-1].reached:
                     break  # nor is any that comes later better
                 if all(each.problem != problem for each in here):  # equal layers divided in another order
                     seed = self._request.options.seed
-                    here.append(Search(problem, self._budget, seed, name, partition, published))
+                    here.append(Search(problem, seed, name, partition, published))
                     if partition is not None:
                         here[-1].construct(SETTINGS.partition_passes, shares=())
                     here = sorted(here, key=lambda each: each.reached)[: 3 * SETTINGS.partitions]

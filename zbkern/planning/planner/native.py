@@ -1,23 +1,24 @@
-"""The compiled core of the planner (csrc/planner*.cpp), or None where there was no C++ compiler at installation.
-
-One that was compiled from other sources than these is not used: it would read problems wrongly.
+"""The compiled core of the planner (csrc/planner*.cpp), which every search needs: None where there was no C++ compiler
+at installation, or it was compiled from other sources than these, and would read problems wrongly.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-_VERSION = 13
+_VERSION = 14
 
+core: Any = None
 try:
-    from zbkern import _planner as core
+    from zbkern import _planner
 except ImportError:
-    core = None
+    pass
+else:
+    core = _planner
 if core is not None and getattr(core, "version", 1) != _VERSION:
     logging.getLogger("zbkern").warning(
         "the planner's compiled search is of another version of zbkern, and not used; install zbkern again"
@@ -25,13 +26,21 @@ if core is not None and getattr(core, "version", 1) != _VERSION:
     core = None
 
 
+def check(function: str) -> None:
+    """Raises RuntimeError, in the name of `function`, where there is no search."""
+    if core is None:
+        raise RuntimeError(
+            f"{function}: it needs the planner's search, which is compiled: install a C++ compiler, then zbkern again; "
+            "simulate and published schedules do without"
+        )
+
+
 class Effort(NamedTuple):
     """How long and how hot a search runs: simulated annealing at one temperature after the other.
 
     temperatures: in units of time. work: of annealing the passes that it runs again, the same at each temperature (a
     move counts as 50 besides); of the other searches the moves at each. spread: the weight of the ranks' mean span
-    beside the largest, in annealing and patterns. target: a cost at which to stop, such as a lower bound. seconds: stop
-    after this long.
+    beside the largest, in annealing and patterns. target: a cost at which to stop, such as a lower bound.
     """
 
     seed: int = 0
@@ -39,7 +48,6 @@ class Effort(NamedTuple):
     work: int = 0
     spread: int = 1
     target: int = 0
-    seconds: float = math.inf
 
 
 @contextmanager
@@ -54,4 +62,4 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-__all__ = ["Effort", "core", "uncollected"]
+__all__ = ["Effort", "check", "core", "uncollected"]

@@ -80,7 +80,7 @@ def with_fused(schedule: Schedule, costs: Costs) -> Iterator[Timeline]:
             tuple(action._replace(kind="BW") if action.kind == "B" else action for action in row if action.kind != "W")
             for row in schedule.actions
         )
-        yield simulate(replace(schedule, actions=tuple(rows)), costs)
+        yield simulate(replace(schedule, actions=tuple(rows), beside=()), costs)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ def _place(
         if row is None:
             return None
         rows.append(tuple(row))
-    return replace(schedule, actions=tuple(rows), name=f"{schedule.name}-saving")  # which simulate validates
+    # one pass after the other; simulate validates it
+    return replace(schedule, actions=tuple(rows), beside=(), name=f"{schedule.name}-saving")
 
 
 class _Row:

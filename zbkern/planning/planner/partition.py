@@ -86,7 +86,7 @@ def _balanced(
 ) -> tuple[Partition, ...]:
     equal = balanced_chunks(tuple(map(work_of, model.layers)), len(placement))
     found = [equal]
-    if native.core is not None and len(placement) > 1:  # without it there is no search either
+    if len(placement) > 1:
         problem, (hot, even) = _problem(model, placement, microbatches, limits), _VARIANTS[0]
         if len(set(placement)) < len(placement):
             balanced = (_annealed(problem._replace(limit=[], even=evenly), equal, first) for first, evenly in _VARIANTS)
@@ -181,7 +181,6 @@ def _annealed(problem: _Problem, start: Partition, hot: float) -> Partition:
     Of all that are passed the best has the least missing memory, then the least work of the busiest rank. Where there
     are limits it is empty if the start keeps them. It runs in C++ (csrc/planner_partition.cpp).
     """
-    assert native.core is not None
     cooled = [hot * (_COLD / hot) ** (step / _TEMPERATURES) for step in range(_TEMPERATURES)]
     effort = Effort(temperatures=_scaled(cooled, _STRAIN), work=_STEPS * (len(start) - 1) // _TEMPERATURES)
     return tuple(native.core.anneal_partition(problem, start, effort))

@@ -50,7 +50,6 @@ def search_patterns(problem: Problem, start: Pattern, effort: Effort = Effort())
 
     What merged W save is not taken into account.
     """
-    assert native.core is not None
     found, pattern = native.core.search_patterns(problem, start, effort)
     orders = Ordering(*found)
     return (orders, pattern) if orders.rows else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from zbkern.planning.planner.annealing import timeline_of
 from zbkern.planning.planner.arguments import PlanOptions, Request, Slices, problem_of
 from zbkern.planning.planner.bounds import cost_bound
 from zbkern.planning.planner.idle_time import IdleTime, idle_time
-from zbkern.planning.planner.incumbents import ROUNDING, Budget
+from zbkern.planning.planner.incumbents import ROUNDING
 from zbkern.planning.planner.model_search import Candidates
 from zbkern.planning.planner.offload import MORE_MEMORY, fit, with_fused
 from zbkern.planning.planner.portfolio import SETTINGS
@@ -27,8 +26,6 @@ from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.schedule import Schedule
-
-logger = logging.getLogger("zbkern")
 
 EFFORT = 4
 """The rounds of a search where nothing else is said: mostly one to ten seconds on one core."""
@@ -107,20 +104,19 @@ def plan(
         options: what few need to set.
 
     Every published schedule that fits takes part, for layers on even and on balanced partitions, so that none is
-    better. Where zbkern was installed without a C++ compiler the plan is the best of them, and a warning says so. The
-    answer is checked and simulated. Sources: arXiv 2401.10241, 2405.15362.
+    better. The answer is checked and simulated. Sources: arXiv 2401.10241, 2405.15362.
 
     Raises ScheduleError when no schedule fits the limit (it names the least that one fits), ValueError or TypeError for
-    other arguments.
+    other arguments, RuntimeError where zbkern was installed without a C++ compiler.
     """
+    native.check("plan")
     request = Request(costs, stages, microbatches, chunks, placement, memory_limit, effort, slices, options)
     limits = request.limits
     if not (offload or recompute) or limits is None:
         return _searched(request)
     plans: list[Plan] = []
     errors: list[ScheduleError] = []
-    share = None if options.time_limit is None else options.time_limit / len(MORE_MEMORY)
-    shorter = replace(request, effort=max(0, effort - 2), options=replace(options, time_limit=share))
+    shorter = replace(request, effort=max(0, effort - 2))
     for factor in MORE_MEMORY:
         more = None if factor is None else [factor * limit for limit in limits]
         try:
@@ -134,18 +130,16 @@ def _searched(request: Request) -> Plan:
     """The plan of an order that fits as it is: with each of some numbers of slices as if it were given, or one."""
     if request.slices != "auto":
         return _searched_slices(request)
-    numbers, limit = _best_numbers(request), request.options.time_limit
-    options = replace(request.options, time_limit=None if limit is None else limit / (1 + len(numbers)))
     plans: list[Plan] = []
     refused: list[ScheduleError] = []
-    for number in (1, *numbers):
+    for number in (1, *_best_numbers(request)):
         try:
-            plans.append(_searched_slices(replace(request, slices=number, options=options)))
+            plans.append(_searched_slices(replace(request, slices=number)))
         except ScheduleError as error:
             refused.append(error)
     if not plans:
         raise refused[0]
-    return min(plans, key=lambda each: getattr(each.timeline, options.objective))
+    return min(plans, key=lambda each: getattr(each.timeline, request.options.objective))
 
 
 def _best_numbers(request: Request) -> list[int]:
@@ -155,8 +149,7 @@ def _best_numbers(request: Request) -> list[int]:
         quick = replace(request, slices=number, effort=0)
         if number > 2 * min(reached, key=reached.__getitem__, default=number):
             break
-        budget = Budget(0, request.options.time_limit or math.inf)
-        reached[number] = Candidates(quick, budget).promise()
+        reached[number] = Candidates(quick).promise()
     fitting = [number for number in sorted(reached, key=reached.__getitem__) if reached[number] < math.inf]
     return fitting[: SETTINGS.numbers_searched]
 
@@ -164,22 +157,16 @@ def _best_numbers(request: Request) -> list[int]:
 def _searched_slices(request: Request) -> Plan:
     """With slices as they are given."""
     costs, options = request.costs, request.options
-    budget = Budget(0 if options.time_limit == 0 else request.effort, options.time_limit or math.inf)
-    candidates = Candidates(request, budget).searches()
-    rounds = search_all(candidates, budget, options.progress)
-    found = choose(candidates, options.steady, rounds)
+    candidates = Candidates(request).searches()
+    rounds = search_all(candidates, request.effort, options.progress)
+    found = choose(candidates, options.steady, rounds, request.effort)
     assert found.best.orders is not None
     problem, orders, name = found.problem, found.best.orders, f"plan-{found.name}"
-    if problem.passes > MANY and len(problem.slices) == 1 and native.core is not None:
+    if problem.passes > MANY and len(problem.slices) == 1:
         timeline = timeline_of(orders, problem, name)
     else:
         timeline = simulate(schedule_of(orders, problem, name), problem.flat.given)
     made = _compared(timeline, problem.flat, request.memory_limit, options.objective, found.bound)
-    if native.core is None and not made.optimal:
-        logger.warning(
-            "plan: the compiled search is not here, so that this is only the best of the published schedules; install "
-            "a C++ compiler, then install zbkern again"
-        )
     layers = None if isinstance(costs, Costs) else tuple(layer.name for layer in costs.layers)
     return replace(made, effort=rounds, partition=found.partition, layers=layers)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product, takewhile
+from itertools import product
 
-from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import anneal, search_blocks
 from zbkern.planning.planner.bounds import cost_bound, warm_up_forwards
 from zbkern.planning.planner.incumbents import Incumbent
@@ -33,10 +32,9 @@ def add_serial(best: Incumbent) -> None:
     """Adds what fits whenever anything does: building blocks, or one microbatch after the other."""
     problem = best.problem
     for fuse in (False, True)[: 1 + problem.may_fuse]:
-        if native.core is None or len(problem.slices) > 1:  # blocks of slices hold two microbatches at once
+        if len(problem.slices) > 1:  # blocks of slices hold two microbatches at once
             best.offer(serial_ordering(problem, fuse))
-        if native.core is not None:
-            best.offer(search_blocks(problem, fuse, Effort(seconds=best.budget.left)))
+        best.offer(search_blocks(problem, fuse, Effort()))
 
 
 _Find = Callable[[Problem, Sequence[int], int], list[tuple[int, int]]]
@@ -73,7 +71,7 @@ def best_tried_rules(best: Incumbent, most: int, shares: Sequence[float]) -> lis
     known: list[tuple[int, Rule]] = []
     for problem in [best.problem, *(tighter(best.problem, shares) if best.problem.passes <= MANY else ())]:
         choices = all_choices(problem)
-        found = _best_of(problem, len(choices), most, partial(_find_rules, choices, best.budget.left))
+        found = _best_of(problem, len(choices), most, partial(_find_rules, choices))
         rules = rules_to_try(problem, [choices[number] for _, number in found])
         for rule in rules[:1]:
             best.offer(list_schedule(problem, rule))
@@ -82,10 +80,10 @@ def best_tried_rules(best: Incumbent, most: int, shares: Sequence[float]) -> lis
 
 
 def _find_rules(
-    choices: Sequence[Choices], seconds: float, problem: Problem, numbers: Sequence[int], kept: int
+    choices: Sequence[Choices], problem: Problem, numbers: Sequence[int], kept: int
 ) -> list[tuple[int, int]]:
     tried = rules_to_try(problem, [choices[number] for number in numbers])
-    return [(cost, numbers[index]) for cost, index in best_rules(problem, tried, kept, seconds)]
+    return [(cost, numbers[index]) for cost, index in best_rules(problem, tried, kept)]
 
 
 def warm_start(best: Incumbent) -> Ordering | None:
@@ -98,7 +96,7 @@ def warm_start(best: Incumbent) -> Ordering | None:
         return None
     caps = warm_up_forwards(problem, cost_bound(problem)) or ()
     tried = list({rule._replace(caps=tuple(caps)): None for rule in rules_to_try(problem) if caps})
-    found = best_rules(problem, tried, 1, best.budget.left)
+    found = best_rules(problem, tried, 1)
     return list_schedule(problem, tried[found[0][1]]) if found else None
 
 
@@ -107,14 +105,13 @@ def first_pattern(best: Incumbent, passes: int) -> Pattern | None:
     if not is_v(best.problem):
         return None
     patterns = list(zb_v_patterns(best.problem))
-    found = _best_of(best.problem, len(patterns), passes, partial(_find_patterns, best))
+    found = _best_of(best.problem, len(patterns), passes, _find_patterns)
     return patterns[found[0][1]] if found else None
 
 
-def _find_patterns(best: Incumbent, problem: Problem, numbers: Sequence[int], kept: int) -> list[tuple[int, int]]:
+def _find_patterns(problem: Problem, numbers: Sequence[int], kept: int) -> list[tuple[int, int]]:
     patterns = list(zb_v_patterns(problem))
-    tried = takewhile(lambda number: best.budget.left > 0, numbers)
-    costs = [(found[0].cost, each) for each in tried if (found := search_patterns(problem, patterns[each]))]
+    costs = [(found[0].cost, each) for each in numbers if (found := search_patterns(problem, patterns[each]))]
     return sorted(costs)[:kept]
 
 

@@ -253,11 +253,8 @@ def ordering_of(schedule: Schedule) -> Ordering:
 
 
 def grouped(orders: Ordering) -> Ordering:
-    """The orders with W that follow each other grouped by chunk, which is free. The cost is the old one.
-
-    Without the compiled core they stay as they are: those of a published schedule.
-    """
-    return orders if native.core is None else replace(orders, rows=native.core.grouped(orders.rows, orders.fused))
+    """The orders with W that follow each other grouped by chunk, which is free. The cost is the old one."""
+    return replace(orders, rows=native.core.grouped(orders.rows, orders.fused))
 
 
 def actions_of(rows: Rows, problem: Problem, fused: Sequence[int]) -> tuple[tuple[Action, ...], ...]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 
 from zbkern import schedules
-from zbkern.planning.planner import native
 from zbkern.planning.planner.native import uncollected
 from zbkern.planning.planner.problem import Ordering, Rows, grouped, ordering_of
 from zbkern.schedules.schedule import Schedule
@@ -37,7 +36,7 @@ def _made(placement: tuple[int, ...], microbatches: int, slices: int, index: int
     def made(count: int) -> Ordering:
         return grouped(ordering_of(generators_of(placement)[index](max(placement) + 1, count, slices=slices)))
 
-    if slices > 1 or native.core is None or few == microbatches:
+    if slices > 1 or few == microbatches:
         return made(microbatches)
     return longer(made(few), made(few + period), len(placement), few, period, microbatches)
 

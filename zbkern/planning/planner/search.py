@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import anneal, at_speeds
 from zbkern.planning.planner.bounds import cost_bound
-from zbkern.planning.planner.incumbents import ROUNDING, Budget, Incumbent
+from zbkern.planning.planner.incumbents import ROUNDING, Incumbent
 from zbkern.planning.planner.list_scheduler import Rule
 from zbkern.planning.planner.portfolio import SETTINGS, Population, add_serial, best_tried_rules, temperatures
 from zbkern.planning.planner.problem import Ordering, Problem
@@ -28,7 +27,6 @@ class Search:
     def __init__(
         self,
         problem: Problem,
-        budget: Budget,
         seed: int,
         name: str = "",
         partition: tuple[float, ...] | None = None,
@@ -39,14 +37,14 @@ class Search:
         name: of the placement. partition: of layers, if it is of any.
         """
         self.name, self.partition = name, partition
-        self.problem, self.best, self._seed = problem, Incumbent(problem, budget), seed
+        self.problem, self.best, self._seed = problem, Incumbent(problem), seed
         self._population: Population | None = None
         self._rules: list[tuple[int, Rule]] = []
         self._tried = 0  # passes on which rules were tried
         known = published_orders(problem.placement, problem.microbatches, len(problem.slices)) if published else ()
         for orders in known:
             self.best.offer(orders)
-            if self.best.orders is not None and (problem.passes > MANY or not budget.left):
+            if self.best.orders is not None and problem.passes > MANY:
                 break  # to make one takes up to a second
         self.published = self.reached  # by a published schedule
 
@@ -79,7 +77,7 @@ class Search:
 
     def construct(self, passes: int, shares: Sequence[float] = SETTINGS.shares) -> None:
         """The constructive answer: the best of some rules, tried on at most so many passes. Again with more, or not."""
-        if native.core is not None and passes > self._tried:
+        if passes > self._tried:
             self._tried = passes
             found = best_tried_rules(self.best, passes, shares)
             self._rules = [*found, *self._rules][: 2 * SETTINGS.refined_rules]
@@ -109,7 +107,7 @@ class Search:
         self.best.offer(self._annealed(2 * SETTINGS.finish_share, rounds, samples), most * self.problem.time_scale)
 
     def _annealed(self, share: float, rounds: int, samples: Sequence[Problem] = ()) -> Ordering | None:
-        if self.best.orders is None or not self.best.budget.left:
+        if self.best.orders is None:
             return None
         passes = min(SETTINGS.first_round, SETTINGS.most_runs * self.problem.passes) * 2**rounds
         effort = self.best.effort(self._seed, temperatures(self.problem, *SETTINGS.finish), int(share * passes), 0)
@@ -118,7 +116,7 @@ class Search:
         return anneal(self.problem, self.best.orders, effort, samples)
 
 
-def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[str], None] = lambda line: None) -> int:
+def search_all(searches: Sequence[Search], effort: int, progress: Callable[[str], None] = lambda line: None) -> int:
     """All of them side by side; how many rounds were completed. progress: as in `PlanOptions`.
 
     Each round has twice the work of the one before, divided among half as many.
@@ -128,7 +126,7 @@ def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[s
             each.construct(SETTINGS.rule_passes // len(searches))
     first_round = SETTINGS.first_round if len(searches) == 1 else SETTINGS.first_round_of_several
     rounds = 0
-    while native.core is not None and rounds < budget.rounds and budget.left:
+    while rounds < effort:
         best = min(each.reached for each in searches)
         going_on = [each for each in searches if each.may_cost_less(best * (1 - ROUNDING))]
         promises = {each: each.promise(rounds) for each in going_on}
@@ -137,9 +135,8 @@ def search_all(searches: Sequence[Search], budget: Budget, progress: Callable[[s
             break
         progress(_describe(min(going_on, key=lambda each: each.reached), rounds))
         for each in going_on:
-            if budget.left:
-                each.round(rounds, first_round * 2**rounds // len(going_on))
-        rounds += budget.left > 0
+            each.round(rounds, first_round * 2**rounds // len(going_on))
+        rounds += 1
         min(searches, key=lambda each: each.reached).finish(rounds)  # after each, so that more are never worse
     progress("")
     return rounds
@@ -154,8 +151,8 @@ def _describe(search: Search, rounds: int) -> str:
     return f"round {rounds + 1}: {where}: the busiest rank is idle for {idle:.2%}"
 
 
-def choose(searches: Sequence[Search], steady: bool, rounds: int) -> Search:
-    """The search that has the best orders, of equals the first, after so many rounds.
+def choose(searches: Sequence[Search], steady: bool, rounds: int, effort: int) -> Search:
+    """The search that has the best orders, of equals the first, after so many rounds of all that were asked for.
 
     steady: its orders are then annealed with samples of the ranks' speeds, and may become 0.3% worse by it, but not
     worse than a published schedule. What is proven optimal stays so, and a published schedule that nothing is better
@@ -168,5 +165,5 @@ def choose(searches: Sequence[Search], steady: bool, rounds: int) -> Search:
     if steady and rounds and not (optimal and reached >= published * (1 - ROUNDING)):
         # what was optimal after few rounds is made to bear delays for as long as all others
         most = min(first.reached * (1 if optimal else 1 + _NEAR) * (1 + ROUNDING), published * (1 - ROUNDING))
-        first.make_steady(first.best.budget.rounds if optimal else rounds, most)
+        first.make_steady(effort if optimal else rounds, most)
     return first
