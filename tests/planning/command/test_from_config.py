@@ -249,3 +249,23 @@ def test_half_blocks_fill_what_whole_ones_leave_idle(run_plan: Run, tmp_path: Pa
     assert sum(sizes) == 34  # embedding, blocks, and norm with head
     assert out.read_text().startswith(f"# partition: {' '.join(map(str, partition))}\n")
     assert "argument --halves: " in run_plan("--stages", "2", "--microbatches", "4", "--halves", status=2)
+
+
+@pytest.mark.parametrize("more", [[], ["--halves", "--recompute"], ["--calibrate", "step.json", "--slices", "2"]])
+def test_the_costs_that_are_computed_can_be_written_and_planned_from(
+    more: list[str], run_plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last digit, of whole and of half blocks, also where they are corrected."""
+    monkeypatch.chdir(tmp_path)
+    small = json.loads(Path(path_of("llama-3-8b")).read_text()) | {"num_hidden_layers": 4}
+    Path("config.json").write_text(json.dumps(small))
+    Path("step.json").write_text('{"seconds": 30.0, "stages": 2, "microbatches": 32}')
+    sizes = ["--stages", 2, "--microbatches", 4, "--memory", "60e9", "--effort", 0]
+    computed = run_plan(*sizes, "--config", "config.json", *more, "--costs-out", "costs.json", "--out", "a.csv")
+    again = [each for each in more if each in ("--recompute", "--slices", "2")]
+    written = run_plan(*sizes, "--costs", "costs.json", *again, "--out", "b.csv")
+    assert Path("a.csv").read_text() == Path("b.csv").read_text()
+    named = ("bubble", "cost", "memory", "makespan", "slices")
+    figures = [[line for line in text.split("\n") if line.startswith(named)] for text in (computed, written)]
+    assert len(figures[0]) >= 4
+    assert figures[0] == figures[1]

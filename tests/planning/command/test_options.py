@@ -44,6 +44,7 @@ def given(tmp_path: Path) -> dict[str, list[str]]:
         "--stages": "2", "--microbatches": "4", "--gpus": "2", "--batch": "4", "--costs": str(chunk), "--memory": "4x",
         "--chunks": "2", "--placement": "loop", "--effort": "0", "--offload": "50", "--recompute": "", "--slices": "2",
         "--schedule": "zb_v", "--compare": "", "--out": str(tmp_path / "plan.csv"), "--config": config[1],
+        "--costs-out": str(tmp_path / "computed.json"),
         "--gpu": "h200", "--hardware": str(tmp_path / "hardware.json"), "--attention": "flash_attention_2",
         "--calibrate": str(tmp_path / "step.json"), "--tensor-parallel": "2", "--expert-parallel": "2",
         "--context-parallel": "2", "--data-parallel": "2", "--sequence": "512", "--microbatch-size": "2", "--fp8": "",

@@ -5,12 +5,13 @@ An error is one line that names the argument and what to do about it, and exit s
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import shutil
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,8 @@ OPTIONS = {
     "trains the model so, for torchrun)",
     "--config FILE": "plan for a model that was never run: its folder or config.json, as transformers writes it; "
     "--costs and --schedule do not go with it, and the table of published schedules is always printed",
+    "--costs-out FILE": "with --config: also writes the costs of every layer that are computed, with --gpus those of "
+    "the first layout; plans from them, as --costs, are the same",
     "--gpu NAME": "with --config: a GPU in the table of hardware (default h100)",
     "--hardware FILE": "with --config: a table of your own, in the form of zbkern/planning/cost_model/hardware.json",
     "--attention NAME": "with --config: the kernel of attention, one of the table for the GPU (default: the first)",
@@ -168,6 +171,9 @@ def run(arguments: Namespace) -> int:
         for path in arguments.out:
             _write(path, question, found, arguments.config)
             print(f"wrote {path}")
+        if arguments.costs_out is not None:
+            with _writing("--costs-out", arguments.costs_out):
+                print(f"wrote {question.costs.save(arguments.costs_out)}")
     except WrongArgument as error:
         print(f"zbkern plan: argument {error}", file=sys.stderr)
         return 2
@@ -258,10 +264,12 @@ def _width() -> int:
 
 def _check(arguments: Namespace) -> None:
     """Raises WrongArgument for what is missing or does not go together: before the search, so that it comes at once."""
+    costs = [] if arguments.costs_out is None else [("--costs-out", arguments.costs_out)]
+    for name, path in (*(("--out", path) for path in arguments.out), *costs):
+        nowhere = f"cannot write {path}: there is no folder {path.parent}; create it first"
+        _refuse(not path.parent.is_dir(), name, nowhere)
     for path in arguments.out:
         _refuse(not path.name.endswith(SUFFIXES), "--out", f"{path} must end in one of {', '.join(SUFFIXES)}")
-        nowhere = f"cannot write {path}: there is no folder {path.parent}; create it first"
-        _refuse(not path.parent.is_dir(), "--out", nowhere)
         program = path.suffix == ".py" and arguments.config is None
         _refuse(program, "--out", f"{path}: a program trains a model; give it with --config")
     compiled = "a search is compiled, and zbkern was installed without a C++ compiler: install one, then zbkern again"
@@ -271,7 +279,7 @@ def _check(arguments: Namespace) -> None:
     needed = "--gpus needs it: layouts are for a model and for so many sequences a step" if layouts else needed
     for name in ("config", "batch") if layouts else ("stages", "microbatches"):
         _refuse(getattr(arguments, name) is None, option(name), needed)
-    of_models = ("gpu", "hardware", "attention", "calibrate", *SIZES)
+    of_models = ("costs_out", "gpu", "hardware", "attention", "calibrate", *SIZES)
     for applies, names, why in (
         (not layouts, ("batch",), "it goes with --gpus; without, --microbatches says how much a step has"),
         (layouts, _DECIDED, "--gpus decides about it; leave one of the two out"),
@@ -292,7 +300,7 @@ def _check(arguments: Namespace) -> None:
 
 def _write(path: Path, question: Question, found: Plan, config: Path) -> None:
     schedule = found.schedule
-    try:
+    with _writing("--out", path):
         if path.suffix == ".py" and question.setting is not None:
             launch.write(path, found, question.setting, config)
         elif path.suffix == ".txt":
@@ -303,7 +311,14 @@ def _write(path: Path, question: Question, found: Plan, config: Path) -> None:
             path.write_text(cut + schedule.to_csv(header=header), encoding="utf-8")
         else:
             draw.save([found.timeline], path, costs=[found.costs], limit=question.limit)
+
+
+@contextlib.contextmanager
+def _writing(argument: str, path: Path) -> Iterator[None]:
+    """Raises WrongArgument for a file that cannot be written, and for a program that there cannot be."""
+    try:
+        yield
     except OSError as error:
-        raise WrongArgument("--out", f"cannot write {path}: {error.strerror}; choose another path") from error
-    except ValueError as error:  # of a program
-        raise WrongArgument("--out", f"{path}: {error}") from error
+        raise WrongArgument(argument, f"cannot write {path}: {error.strerror}; choose another path") from error
+    except ValueError as error:
+        raise WrongArgument(argument, f"{path}: {error}") from error
