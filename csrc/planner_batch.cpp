@@ -8,6 +8,8 @@
 namespace zbkern {
 namespace {
 
+constexpr int kTried = 2;  // sizes of units, of which all policies are tried in a limited memory
+
 // How units are ordered, and how ranks decide between what is ready.
 struct Policy {
   int fuse = 0;       // BW: never, always, on the first chunk, or on the first `ranks`
@@ -204,12 +206,33 @@ std::vector<int> expanded(const Batch& batch, const std::vector<int>& order) {
   return units;
 }
 
+// Whether some rank has no room for as many rows of the mean size as there are ranks.
+bool is_tight(const Batch& batch) {
+  for (std::size_t r = 0; r < batch.costs.limit.size(); r++) {
+    double all = 0;
+    for (int c : batch.mine[r])
+      for (int unit = 0; unit < batch.size(); unit++) all += static_cast<double>(batch.priced.activation[batch.at(c, unit)]);
+    if (static_cast<double>(batch.costs.limit[r]) * static_cast<double>(batch.groups.size()) < batch.ranks * all) return true;
+  }
+  return false;
+}
+
 struct Candidate {
   BatchRows rows;
   std::vector<int> order;  // of rows
   Policy policy;
   Time makespan = kForever;
 };
+
+// The rows by their work.
+std::vector<int> ascending(const Batch& batch) {
+  std::vector<int> order(batch.groups.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::vector<Time> works;
+  for (const auto& group : batch.groups) works.push_back(batch.work(group));
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return works[a] < works[b]; });
+  return order;
+}
 
 // Few small rows first, which fill the pipeline quickly, then the others, the largest first.
 std::vector<int> small_first(std::vector<int> ascending, int lead) {
@@ -241,21 +264,32 @@ BatchOrder plan_batch(const BatchCosts& costs, const std::vector<int>& lengths, 
     if (excess > 0) least_excess = std::min(least_excess, excess);
     return excess > 0 ? kForever : schedule.makespan;
   };
-  for (int per_rank : {6, 4, 8, 11, 3, 16, 2, 22, 32}) {  // units
+  std::vector<int> sizes{6, 4, 8, 11, 3, 16, 2, 22, 32};  // units per rank
+  if (is_tight(Batch(costs, units_of(costs, lengths, total / (sizes[0] * ranks)), lengths))) {
+    // small units hold little, and so many of them take a large part of the passes to try
+    std::vector<std::pair<Time, int>> quick;
+    for (int per_rank : sizes) {
+      const BatchRows rows = units_of(costs, lengths, total / (per_rank * ranks));
+      const Batch batch(costs, rows, lengths);
+      Policy policy;
+      policy.fuse = 1;  // which holds least
+      quick.push_back({evaluate(batch, small_first(ascending(batch), 0), policy, kForever), per_rank});
+    }
+    std::stable_sort(quick.begin(), quick.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    for (std::size_t i = 0; i < sizes.size(); i++) sizes[i] = quick[i].second;
+    if (quick[kTried - 1].first < kForever) sizes.resize(kTried);
+  }
+  for (int per_rank : sizes) {
     Candidate best{units_of(costs, lengths, total / (per_rank * ranks)), {}, {}, kForever};
     const Batch batch(costs, best.rows, lengths);
     if (batch.size() > 64 * ranks && !found.empty()) continue;
-    std::vector<int> ascending(batch.groups.size());
-    std::iota(ascending.begin(), ascending.end(), 0);
-    std::vector<Time> works;
-    for (const auto& group : batch.groups) works.push_back(batch.work(group));
-    std::stable_sort(ascending.begin(), ascending.end(), [&](int a, int b) { return works[a] < works[b]; });
+    const std::vector<int> sorted = ascending(batch);
     for (int fuse : {2, 0, 1})
-      for (int lead : {0, std::min<int>(static_cast<int>(ascending.size()) / 3, ranks / 2)})
+      for (int lead : {0, std::min<int>(static_cast<int>(sorted.size()) / 3, ranks / 2)})
         for (int forward : {0, 2}) {
           Policy policy;
           policy.fuse = fuse, policy.forward = forward;
-          const auto order = small_first(ascending, lead);
+          const auto order = small_first(sorted, lead);
           const Time makespan = evaluate(batch, order, policy, best.makespan);
           if (makespan < best.makespan) best.makespan = makespan, best.order = order, best.policy = policy;
         }

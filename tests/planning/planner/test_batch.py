@@ -215,3 +215,27 @@ def test_a_rank_has_the_room_that_its_own_weights_leave() -> None:
     assert steps[1] < 1.05 * steps[0]  # the last rank of 1F1B holds one sequence at a time
     with pytest.raises(ScheduleError, match=r"any order found needs .* more on some rank"):
         plan_batch([1024] * 8, last, 4, chunks=1, placement="linear", memory_limit=[10.0, 10.0, 10.0, 9.0])
+
+
+@pytest.mark.parametrize(("count", "median", "sigma", "longest"), [(128, 6000, 1.0, 65536), (256, 1000, 1.1, 32768)])
+def test_units_are_small_enough_where_memory_is_short(count: int, median: int, sigma: float, longest: int) -> None:
+    """16 ranks, of which each may hold little more than the longest sequence: within the passes of a usual search."""
+    linear, fixed, generator = 40_000, 144, random.Random(5)
+    costs = Costs(
+        forward=linear + fixed,
+        backward=1.75 * linear + fixed,
+        weight=linear / 2 + fixed,
+        communication=0.03 * linear,
+        activation=1.05 * linear / 2,
+        held=1.15 * linear / 2,
+        split_overhead=fixed,
+        attention_forward=linear / 2,
+        attention_backward=1.25 * linear,
+        overhead=fixed,
+        carried=0.025 * linear,
+        tokens=linear,
+    )
+    lengths = [max(64, min(longest, round(generator.lognormvariate(math.log(median), sigma)))) for _ in range(count)]
+    plan = plan_batch(lengths, costs, 16, memory_limit=1.28 * longest)
+    perfect = sum(3 * length + 3.5 * length * length / linear for length in lengths)
+    assert perfect / plan.makespan > 0.8
