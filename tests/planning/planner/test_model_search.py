@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,20 +96,6 @@ def test_all_of_it_can_be_given() -> None:
     assert plan(model, 3, 6, effort=0, options=options).schedule.chunks == 2
     assert plan(model, 3, 6, placement="v", effort=0).schedule.placement == (0, 1, 2, 2, 1, 0)
     assert plan(model, 3, 6, chunks=3, effort=0).schedule.chunks == 3
-
-
-@needs_core
-def test_the_same_plan_however_busy_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of the search is work: time that passes elsewhere does not matter."""
-    from zbkern.planning.planner import incumbents, search
-
-    short = replace(search.SETTINGS, first_round=5_000, rule_passes=3_000)
-    monkeypatch.setattr(search, "SETTINGS", short)
-    model = llama(7)
-    first = plan(model, 2, 4, 2, "v", 60.0, effort=1)
-    hours = iter(range(0, 10**9, 3600))
-    monkeypatch.setattr(incumbents.time, "monotonic", lambda: float(next(hours)))
-    assert plan(model, 2, 4, 2, "v", 60.0, effort=1) == first
 
 
 @needs_core
