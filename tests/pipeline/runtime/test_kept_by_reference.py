@@ -126,6 +126,19 @@ def test_values_that_w_reads_are_compared_in_two_steps_or_in_all(always: bool) -
     assert compared == [True] * 4 + [always] * 4
 
 
+def test_values_are_compared_in_the_first_two_steps_in_which_w_waits() -> None:
+    """Steps before have a schedule in which none does."""
+    module, data, compared = zbkern.convert(nn.Linear(4, 4)), torch.ones(4, 4), []
+    with one_rank(module, schedules.gpipe(1, 2)) as pipe:
+        pipe.queue.listeners.append(lambda tasks: compared.extend(task.sums is not None for task in tasks))
+        for _ in range(3):
+            pipe.step(data, data)
+        compared.clear()
+        for _ in range(3):
+            pipe.step(data, data, schedule=schedule_of(PLAIN, microbatches=2))
+    assert compared == [True] * 4 + [False] * 2
+
+
 def test_side_inputs_that_a_slice_changes_are_told() -> None:
     """A tensor that is not cut is every slice's, and every chunk reads it. Here from the second step on: in the first,
     a comparison with whole sequences would tell that they differ."""

@@ -18,8 +18,10 @@ import zbkern
 from tests.support.chunks import assert_same, one_rank, run_pipelines
 from tests.support.schedules import schedule_of
 from zbkern.pipeline import (
+    Action,
     Pipeline,
     PipelineError,
+    Schedule,
     StepOptions,
     Timeline,
 )
@@ -309,3 +311,30 @@ def test_a_step_that_fails_leaves_no_copies_behind() -> None:
     pipe.step(batch(2), batch(2))
     assert_same([p.grad for p in module.parameters()], expected)
     pipe.close()
+
+
+class Noisy(nn.Linear):
+    """Dropout of NumPy's random numbers, which an R does not draw again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        numpy = pytest.importorskip("numpy")
+        kept = torch.from_numpy(numpy.random.rand(*x.shape) > 0.5).to(x)
+        return torch.tanh(super().forward(x * kept * 2))
+
+
+@pytest.mark.parametrize("before", [0, 2, 3])
+def test_the_first_r_of_each_chunk_is_compared(before: int) -> None:
+    """Whatever other chunks have run again in steps before."""
+
+    def order(again: int) -> Schedule:
+        row = [Action("F", 0, 0), Action("F", 1, 0)]
+        for chunk in (1, 0):
+            row += [Action("R", chunk, 0), Action("BW", chunk, 0)] if chunk == again else [Action("BW", chunk, 0)]
+        return Schedule.build([row], (0, 0), 1)
+
+    chunks, data = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()), Noisy(8, 8)], torch.randn(16, 8)
+    with one_rank(chunks, order(0)) as pipe:
+        for _ in range(before):
+            pipe.step([data], [data])
+        with pytest.raises(PipelineError, match="Noisy gave one result, and another"):
+            pipe.step([data], [data], schedule=order(1))

@@ -384,7 +384,8 @@ class Traced(nn.Module):
         self.linear.weight.register_hook(lambda gradient: found.append(2))
         self.linear.weight.register_post_accumulate_grad_hook(lambda parameter: stepped.append(parameter.grad))
 
-    def forward(self, x: Tensor, carry: Any = None) -> Tensor:
+    def forward(self, x: Tensor, side: Tensor, carry: Any = None) -> Tensor:
+        side.add_(1)
         self.calls += 1
         self.forwards += 1
         self.seen.append(x)
@@ -397,9 +398,10 @@ def test_a_probe_leaves_no_trace() -> None:
     module.linear.weight.grad = gradient = torch.ones(WIDTH, WIDTH)
     x = torch.randint(9, (2, 24))
     before, numbers = copy.deepcopy(module.state_dict()), (torch.get_rng_state(), random.getstate())
-    check = pytest.raises(ValueError, match="random numbers of Python")
-    with check:
-        check_slices(module, x)
+    side = torch.zeros(3)
+    with pytest.raises(ValueError, match="random numbers of Python"):
+        check_slices(module, x, side={"side": side})
+    assert bool((side == 0).all())
     assert module.linear.weight.grad is gradient
     assert bool((gradient == 1).all())
     assert (module.forwards, module.seen, module.hooked, module.stepped) == (0, [], [], [])

@@ -261,7 +261,8 @@ class Comparison:
             values = leaf.detach() / shares if id(leaf) in whole else leaf.detach().clone()
             return values.requires_grad_(leaf.requires_grad and self._trains)
 
-        return pytree.tree_map_only(Tensor, own, inputs), {**side, **more}
+        keywords = {**side, **more}  # copies, which the module may write into
+        return pytree.tree_map_only(Tensor, own, inputs), pytree.tree_map_only(Tensor, Tensor.clone, keywords)
 
     def _share(self, length: int, carry: Any) -> Share:
         if self._case.parts is not None:
