@@ -76,6 +76,7 @@ class WGradQueue:
         self.wgrads_per_collective = wgrads_per_collective
         self.regather_inputs = regather_inputs
         self.check_values = False
+        self._kept_back: set[Hashable] = set()  # keys whose W no collective covers: what they need is elsewhere
         self.peak_bytes = 0
         self.listeners: list[Callable[[Sequence[WGradTask]], None]] = []
         self._held = HeldStorages()
@@ -198,10 +199,11 @@ class WGradQueue:
         ran = 0
         with self._lock:
             while ran < self.wgrads_per_collective:
-                first = next((task for task in self._tasks if not task.has_hooks), None)
+                ready = [task for task in self._tasks if task.key not in self._kept_back]
+                first = next((task for task in ready if not task.has_hooks), None)
                 if first is None:
                     break
-                self._run_weight_of(first, self._tasks)
+                self._run_weight_of(first, ready)
                 ran += 1
         return ran
 

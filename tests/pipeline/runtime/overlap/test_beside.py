@@ -170,3 +170,18 @@ def test_w_runs_beside_passes_one_task_at_a_turn() -> None:
     sum(mse(module(x), x) / 3 for x in batch()[0]).backward()
     for mine, parameter in zip(got, module.parameters(), strict=True):
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_collectives_cover_no_w_whose_tensors_are_offloaded() -> None:
+    schedule = schedule_of("0F0 0B0 0O0 0F1 0L0 0B1 0W0 0W1", microbatches=2)
+    module = nn.Sequential(InFlight(), InFlight()).double()
+    zbkern.convert(module)
+    xs = [torch.randn(8, WIDTH, dtype=torch.float64) for _ in range(2)]
+    with one_rank([module], schedule, mse) as pipe:
+        pipe.queue.wgrads_per_collective = 3
+        pipe.step(xs, xs)
+    found = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    sum(mse(module(x), x) / 2 for x in xs).backward()
+    for mine, parameter in zip(found, module.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=1e-12)

@@ -125,6 +125,7 @@ class Ledger:
         if any(self._held[key].loads for key in keys):
             self._run_as_loaded(keys)
         yield
+        self._queue._kept_back.difference_update(keys)
         for key in keys:
             del self._held[key]
 
@@ -157,6 +158,7 @@ class Ledger:
             storages.abandon()
         self._held.clear()
         self._again.clear()
+        self._queue._kept_back.clear()
 
     def close(self) -> None:
         """Waits for the copies under way; no-op the second time."""
@@ -174,6 +176,8 @@ class Ledger:
 
     def _hold_tasks(self, key: Key) -> None:
         storages = self._held[key] = self._storages("B", key)
+        if storages.began is not None:  # no collective may cover what its W do meanwhile
+            self._queue._kept_back.add(key)
         for task in reversed([task for task in self._queue.tasks() if task.key == key]):  # W begins with the last
             if storages.began is not None:  # tensors of ours: who else has one then has another in its storage
                 self._queue._exchange(task, [tensor.detach() for tensor in task.tensors])
