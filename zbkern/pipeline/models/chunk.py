@@ -32,6 +32,7 @@ from zbkern.pipeline.models.layers import encoder_of, is_transformer, is_within,
 from zbkern.pipeline.models.placeholders import PlaceholderUsed, placeholder, refuse_placeholders
 from zbkern.pipeline.models.router_losses import RouterLosses, has_router_loss
 from zbkern.pipeline.models.stand_ins import GIVE_TOKENS, Flow, Reached, result_of
+from zbkern.pipeline.models.whole_lengths import WholeLengths
 from zbkern.pipeline.transport.tensors import tensors_in
 
 
@@ -92,6 +93,7 @@ class Chunk(nn.Module):
         if first < self._encoder_layers < last:
             whole.get_submodule(encoder).register_forward_hook(flow.encode)
         routes = is_transformer(whole) and has_router_loss(whole)
+        self._lengths = WholeLengths(whole, self.layer_names) if is_transformer(whole) else None
         self._routers = RouterLosses(whole, [*self.layer_names], flow) if routes else None
         self._head = names[-1]
         if last == len(names) and is_transformer(whole):
@@ -195,6 +197,8 @@ class Chunk(nn.Module):
                 raise explained from error
             raise
         finally:
+            if self._lengths is not None:
+                self._lengths.end()
             sent, left, entered = self._flow.sent, self._flow.left, self._flow.entered
             encoded = self._flow.encoded
             self._flow.runs = False
@@ -233,10 +237,11 @@ class Chunk(nn.Module):
 
     def _run(self, inputs: Any, side: dict[str, Any]) -> Any:
         transformer = is_transformer(self.whole)
-        if transformer:
+        if self._lengths is not None:
             carry = side.get("carry")
             side = {name: value for name, value in side.items() if name != "carry"}
             refuse_unknown(self.whole, self._known_arguments, side)
+            self._lengths.begin(side, carry)
             side = {"use_cache": False, **side} | ({"output_router_logits": False} if self._routers else {})
             if carry is not None:
                 layers = map(self.get_submodule, self.layer_names)

@@ -98,6 +98,7 @@ class Microbatch(NamedTuple):
     side: dict[str, Any]
     versions: list[tuple[Tensor, int]]  # of the side inputs, as the step began
     tokens: int | None = None  # of a slice, where this rank was given any
+    length: int | None = None  # of its sequence, likewise
 
     def checked_side(self, unit: object) -> Mapping[str, Any]:
         """The side inputs. Raises RuntimeError, which names the unit, where they are not what they were."""
@@ -148,7 +149,7 @@ def split_batch(
         for place, part in zip(places, parts, strict=True):
             own = cut(side, tokens, place)
             length = place[1] - place[0] or None
-            batch.append(Microbatch(cut(first, tokens, place), part, own, _versions(own), length))
+            batch.append(Microbatch(cut(first, tokens, place), part, own, _versions(own), length, tokens or None))
     return batch
 
 

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+_SCALARS = bool | int | float | str | None
+
 
 class ForwardState:
-    """What forwards change besides activations: buffers, written in place or replaced, and the random numbers that come
-    next, torch's on the CPU and on one device, and Python's."""
+    """What forwards change besides activations: buffers, written in place or replaced, numbers that modules have as
+    attributes, and the random numbers that come next, torch's on the CPU and on one device, and Python's."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
         self._entries = [(part._buffers, dict(part._buffers)) for module in modules for part in module.modules()]
+        self._numbers = [_Numbers(part) for module in modules for part in module.modules()]
         buffers = [each for module in modules for each in module.buffers() if not (is_lazy(each) or _is_expanded(each))]
         self._copies = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
         self._random, self.device = random_state(device), device
@@ -29,12 +32,36 @@ class ForwardState:
         """Everything as it was when this was made, except buffers that were given up."""
         for present, entries in self._entries:
             present.update(entries)
+        for numbers in self._numbers:
+            numbers.restore()
         with torch.no_grad():
             for buffer, copy, version in self._copies:
                 # batch norm's kernels write running statistics, which its backward saves, and leave their version as
                 # it is: so must this
                 (buffer if buffer._version != version else buffer.data).copy_(copy)
         set_random_state(self._random, self.device)
+
+
+class _Numbers:
+    """The numbers that a module has as attributes: how many tokens it has seen, say."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._attributes = vars(module)
+        self._names = {*self._attributes}
+        self._values = self._present()
+
+    def restore(self) -> None:
+        for name in self._present():
+            if name not in self._names:
+                del self._attributes[name]
+        self._attributes.update(self._values)
+
+    def _present(self) -> dict[str, Any]:
+        return {name: value for name, value in self._attributes.items() if _is_number(value) and name != "training"}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, _SCALARS) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

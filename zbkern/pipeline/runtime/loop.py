@@ -178,7 +178,7 @@ class Loop:
         target = unit.target if chunk == self._last else None
         side = {
             **unit.checked_side(self.schedule.units[microbatch]),
-            **stage.carries.begin(microbatch, unit.tokens, inputs),
+            **stage.carries.begin(microbatch, unit.tokens, inputs, unit.length),
         }
         outputs = stage.forward(microbatch, inputs, target, side)
         self.in_flight += 1

@@ -23,8 +23,8 @@ from zbkern.wgrad.storages import storage_key
 class _Sequence:
     """What the slices of one sequence share."""
 
-    def __init__(self, slices: Sequence[int]) -> None:
-        self.slices = slices
+    def __init__(self, slices: Sequence[int], length: int | None) -> None:
+        self.slices, self.length = slices, length
         self.starts = [0]  # tokens before each slice
         self.ends: dict[Hashable, list[int]] = {}  # of what slices have appended, by key
         self.buffers: dict[Hashable, Tensor] = {}
@@ -60,6 +60,11 @@ class Carry:
     def end(self) -> int:
         """The place behind the slice's last token in the sequence, as in a Python slice."""
         return self._sequence.starts[self._index + 1]
+
+    @property
+    def length(self) -> int | None:
+        """The tokens of the whole sequence, where this rank was given any of the batch."""
+        return self._sequence.length
 
     @property
     def is_last(self) -> bool:
@@ -179,7 +184,7 @@ class _Append(torch.autograd.Function):
 
 def carries_of(slices: Sequence[int]) -> list[Carry]:
     """The carries of one sequence's slices, which have so many tokens each."""
-    sequence = _Sequence(slices)
+    sequence = _Sequence(slices, sum(slices))
     sequence.starts = [*accumulate(slices, initial=0)]
     return [Carry(sequence, index) for index in range(len(slices))]
 
@@ -201,10 +206,11 @@ class Carries:
         """Bytes of what is carried, and of its gradients."""
         return sum(sequence.nbytes for sequence in self._sequences.values())
 
-    def begin(self, microbatch: int, tokens: int | None, inputs: Any) -> Mapping[str, Carry]:
+    def begin(self, microbatch: int, tokens: int | None, inputs: Any, length: int | None = None) -> Mapping[str, Carry]:
         """The keyword argument of a slice's forward; none for a whole sequence.
 
-        tokens: of the slice, None where its inputs tell. Raises TypeError for inputs without a sequence.
+        tokens: of the slice, None where its inputs tell. length: of the sequence, where it is known. Raises TypeError
+        for inputs without a sequence.
         """
         number, index, slices = self._units[microbatch]
         if slices == 1:
@@ -216,7 +222,7 @@ class Carries:
                 f"{pytree.tree_map_only(Tensor, lambda tensor: list(tensor.shape), inputs)}"
             )
         if index == 0:
-            self._sequences[number] = _Sequence(self._schedule.slices_of(number))
+            self._sequences[number] = _Sequence(self._schedule.slices_of(number), length)
         sequence = self._sequences[number]
         sequence.starts.append(sequence.starts[index] + tokens)
         self.nbytes_of_one = sequence.nbytes

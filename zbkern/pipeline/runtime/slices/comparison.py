@@ -201,7 +201,7 @@ class Comparison:
             if traces is not None and number:
                 traces.restore_attributes()
             inputs, keywords = self._arguments(place, side)
-            carried = carries.begin(number, lengths[number], inputs)
+            carried = carries.begin(number, lengths[number], inputs, sum(lengths))
             share = self._share(lengths[number], carried.get("carry"))
             self._place = place
             self._calls: Counter[str] = Counter()
