@@ -35,6 +35,23 @@ def plain_names(model: nn.Module) -> frozenset[str]:
     return frozenset(names)
 
 
+def check_ties(chunk: Any, tied: Iterable[str]) -> None:
+    """Raises ValueError where peft was told to adapt a weight in all layers that have it, and another chunk has one.
+
+    tied: names of such weights as the model was cut. In a model with adapters they are names inside of these.
+    """
+    configs = [config for each in (chunk, chunk.whole) for config in getattr(each, "peft_config", {}).values()]
+    options = [
+        name for name in ("ensure_weight_tying", "trainable_token_indices") if any(vars(c).get(name) for c in configs)
+    ]
+    adapted = _adapted(chunk) if options else {}
+    if found := [name for name in tied if name.rpartition(".")[0] in adapted]:
+        raise ValueError(
+            f"cut: {found[0]!r} is tied to a layer of another chunk, and its adapter would have to be tied, too "
+            f"({options[0]}): put adapters into the model before you cut it"
+        )
+
+
 def merged(model: nn.Module, tensors: dict[str, Tensor], tied: Iterable[Tensor]) -> dict[str, Tensor]:
     """Some tensors of a model, under the names and with the values that they have once its adapters are merged."""
     for name, module in _adapted(model).items():

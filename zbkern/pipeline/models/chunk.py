@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbkern.pipeline.models.adapters import plain_names
+from zbkern.pipeline.models.adapters import check_ties, plain_names
 from zbkern.pipeline.models.arguments import (
     ArgumentElsewhere,
     known_arguments,
@@ -43,6 +43,7 @@ class Chunk(nn.Module):
     of layer 4. shared: {label: name of the parameter here} of what several layers share, label being its name in the
     first of them. elsewhere: {name of what stands beside the layers and is a placeholder here: the layer in whose chunk
     it is}, parameters and modules. halves: of blocks of which another chunk has one.
+    tied_elsewhere: of the names of `shared`, those that another chunk has, too.
     The first chunk takes what the model takes, any other what the one before returns, and all take keyword arguments
     of the model besides (side inputs). The last returns what the model returns, of the transformers library its logits.
     """
@@ -59,6 +60,7 @@ class Chunk(nn.Module):
         shared: Mapping[str, str],
         elsewhere: Mapping[str, str],
         halves: Mapping[str, Halves],
+        tied_elsewhere: Sequence[str],
     ) -> None:
         super().__init__()
         for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -67,7 +69,7 @@ class Chunk(nn.Module):
         self.training = whole.training
         self.layer_names = names[int(first) : ceil(last)]
         self.all_layers, self.begins_at, self._last, self.shared_names = names, first, last, dict(shared)
-        self._flow, self._elsewhere = flow, elsewhere
+        self._flow, self._elsewhere, self._tied_elsewhere = flow, elsewhere, tied_elsewhere
         # DistributedDataParallel would broadcast into placeholders, which have no memory of their own
         self._ddp_params_and_buffers_to_ignore = list(elsewhere)
         self.tensor_names = plain_names(self)  # what is wrapped later has others
@@ -103,8 +105,10 @@ class Chunk(nn.Module):
     def tied_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that several layers hold, by one name for all: a Pipeline sums gradients over their ranks.
 
-        Of a layer whose copy peft trains instead (`modules_to_save`), the layer's own.
+        Of a layer whose copy peft trains instead (`modules_to_save`), the layer's own. Raises ValueError for an adapter
+        that should be tied, and was made after the model was cut.
         """
+        check_ties(self, self._tied_elsewhere)
         tied = {}
         for label, name in self.shared_names.items():
             layer, _, key = name.rpartition(".")

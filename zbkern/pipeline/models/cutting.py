@@ -225,7 +225,9 @@ def _chunk(model: nn.Module, names: list[str], start: float, end: float) -> Chun
     shared: dict[str, str] = {}
     for name in names[first:last]:
         shared = {**ties.get(name, {}), **shared}
-    return Chunk(whole, flow, names, start, end, shared, elsewhere, cut_blocks)
+    others = {label for name in (*names[:first], *names[last:]) for label in ties.get(name, ())}
+    tied_elsewhere = [name for label, name in shared.items() if label in others]
+    return Chunk(whole, flow, names, start, end, shared, elsewhere, cut_blocks, tied_elsewhere)
 
 
 def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
