@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zbkern
-from tests.support.chunks import step_and_evaluate
+from tests.support.chunks import gradients_of, step_and_evaluate
 from tests.support.ranks import Ranks
 from zbkern.pipeline import (
     Optimizer,
@@ -181,40 +181,37 @@ def test_a_copy_of_a_tied_head_that_is_trained_is_tied_to_nothing() -> None:
 TIED = {
     "token indices": {"trainable_token_indices": [5, 7, 11]},
     "a copy": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-    "an adapter": {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
 }
 
 
 @pytest.mark.parametrize("kind", TIED)
-@pytest.mark.filterwarnings("ignore")
-def test_adapters_of_tied_weights_are_those_of_one_process_or_refused(kind: str) -> None:
-    """Made before the model is cut they are tied, and made after they cannot be: another chunk has the other layer."""
-    config = lora(**{"target_modules": ["q_proj"], **TIED[kind]})
-    model = peft.get_peft_model(base_model(tied=True).double(), config)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name or "lora_embedding_B" in name:
-            torch.nn.init.normal_(parameter)
+def test_adapters_of_tied_weights_that_are_made_before_cut_are_tied(kind: str) -> None:
+    model = peft.get_peft_model(base_model(tied=True).double(), lora(**{"target_modules": ["q_proj"], **TIED[kind]}))
     tokens, labels = batch(0)
     (loss, _), chunks = step_and_evaluate(
         model.get_base_model(), schedules.zb_h1(2, 2), None, token_loss, {"input_ids": tokens}, token_targets(labels, 2)
     )
     expected = model(input_ids=tokens, labels=labels, use_cache=False).loss
     expected.backward()
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     right = {name.removeprefix("base_model.model."): p.grad for name, p in model.named_parameters() if p.requires_grad}
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad and name in right:
-                torch.testing.assert_close(parameter.grad, right[name], rtol=1e-5, atol=1e-7)
-    for partition, rank in ((None, 0), ([0], 0)):  # with the head elsewhere, and in the same chunk
-        schedule = schedules.zb_h1(2 if partition is None else 1, 2)
-        (chunk,) = cut(base_model(tied=True), schedule, partition, rank=rank)
-        peft.inject_adapter_in_model(config, chunk.whole)
-        if partition is None:
-            with pytest.raises(ValueError, match=r"'model.embed_tokens.weight' is tied to a layer of another chunk"):
-                assert chunk.tied_parameters
-        else:
-            assert chunk.tied_parameters
+    found = gradients_of(chunks)
+    for name, gradient in right.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", TIED)
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_tied_weights_that_are_made_after_cut_are_refused(kind: str) -> None:
+    """Another chunk has the other layer, and would keep its weight."""
+    config = lora(**{"target_modules": ["q_proj"], **TIED[kind]})
+    (chunk,) = cut(base_model(tied=True), schedules.zb_h1(2, 2), rank=0)
+    peft.inject_adapter_in_model(config, chunk.whole)
+    with pytest.raises(ValueError, match=r"'model.embed_tokens.weight' is tied to a layer of another chunk"):
+        assert chunk.tied_parameters
+    (chunk,) = cut(base_model(tied=True), ALONE)
+    peft.inject_adapter_in_model(config, chunk.whole)
+    assert chunk.tied_parameters
 
 
 def test_only_the_weights_of_adapters_wait(tmp_path: Path) -> None:

@@ -345,4 +345,6 @@ def _of_the_files(settings: Any, chunk: Chunk) -> Any:
         settings.dtype = floating
     if hasattr(settings, "architectures"):  # cut builds this class again
         settings.architectures = [type(chunk.whole).__name__]
+    if getattr(settings, "quantization_config", None) is not None:  # of the files that were read: these have numbers
+        del settings.quantization_config
     return settings

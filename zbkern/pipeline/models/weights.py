@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zbkern.pipeline.models.chunk import Chunk
 from zbkern.pipeline.models.layers import is_transformer, is_within
+from zbkern.pipeline.models.quantised import check_stored, dequantizer
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Initialiser = Callable[[nn.Module], None]
@@ -38,12 +39,16 @@ def fill(
         )
     made: dict[int, Tensor] = {}  # by tensor on the meta device, which all chunks of a rank share
     with ExitStack() as files:
-        stored = None if folder is None else _with_tied_names(model, _stored(Path(folder), files))
+        stored, where, quantizer = None, f"weights in {folder}", None
+        if folder is not None:
+            given, quantizer = _stored(Path(folder), files), dequantizer(model, where)
+            check_stored(model, given, where, quantizer)
+            stored = _with_tied_names(model, given)
         for chunk in chunks:
             if not (empty := _empty(chunk)):
                 continue
             if stored is not None:
-                _load(chunk, stored, f"weights in {folder}", device)
+                _load(chunk, stored, where, device, quantizer)
             for name, original in empty.items():
                 loaded = _get(chunk, name)
                 if isinstance(original, nn.Parameter) and not loaded.is_meta:
@@ -53,7 +58,7 @@ def fill(
             missing = [name for name, tensor in unread.items() if isinstance(tensor, nn.Parameter)]
             if stored is not None and missing:
                 raise ValueError(
-                    f"cut: weights in {folder} must have all of the model; {missing[0]!r} is not there; names "
+                    f"cut: {where} must have all of the model; {missing[0]!r} is not there; names "
                     f"there are such as {min(stored, default='')!r}"
                 )
             layers = chunk.layer_names if stored is None else []  # else buffers alone are drawn, each in its module
@@ -185,11 +190,11 @@ def _reset(part: nn.Module) -> None:
 # ---- from files
 
 
-def _load(chunk: Chunk, stored: dict[str, Any], where: str, device: torch.device) -> None:
+def _load(chunk: Chunk, stored: dict[str, Any], where: str, device: torch.device, quantizer: Any) -> None:
     """Reads this chunk's tensors from the files of a folder, and no others."""
     converts = is_transformer(chunk.whole)
     if converts:
-        _load_by_the_library(chunk, stored, where, device)
+        _load_by_the_library(chunk, stored, where, device, quantizer)
     for name, tensor in [*chunk.named_parameters(remove_duplicate=False), *chunk.named_buffers()]:
         if name not in stored or (converts and not tensor.is_meta):  # the library reads no buffers of other chunks
             continue
@@ -250,16 +255,21 @@ def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
     return stored
 
 
-def _load_by_the_library(chunk: Chunk, stored: dict[str, Any], where: str, device: torch.device) -> None:
-    """With the names and layouts of other versions of the model, which the transformers library knows to convert."""
+def _load_by_the_library(
+    chunk: Chunk, stored: dict[str, Any], where: str, device: torch.device, quantizer: Any
+) -> None:
+    """With the names and layouts of other versions of the model, which the transformers library knows to convert; and
+    as numbers where they are quantised."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    mapping: Any = get_model_conversion_mapping(chunk.whole)
-    config = LoadStateDictConfig(device_map={"": device}, weight_mapping=mapping)
+    mapping: Any = get_model_conversion_mapping(chunk.whole, hf_quantizer=quantizer)
+    config = LoadStateDictConfig(device_map={"": device}, weight_mapping=mapping, hf_quantizer=quantizer)
     with _without_progress_bars():
         found, _ = convert_and_load_state_dict_in_model(chunk.whole, stored, config)
+    if quantizer is not None:  # an export writes numbers
+        chunk.whole._weight_conversions = get_model_conversion_mapping(chunk.whole)
     if found.mismatched_keys or found.conversion_errors:
         wrong = sorted(map(str, (*found.mismatched_keys, *found.conversion_errors.items())))
         raise ValueError(f"cut: {where} do not fit the model: {wrong[0]}")
