@@ -143,6 +143,51 @@ KINDS: dict[str, tuple[str, dict[str, Any], str, float]] = {
 }
 
 
+# images among the embeddings, as in those above
+_LLAMA, _SIGLIP = {**DECODER, "model_type": "llama"}, {**SEEN, "model_type": "siglip_vision_model"}
+_CLIP = {**SEEN, "model_type": "clip_vision_model", "patch_size": 8, "projection_dim": 32}
+for name, family, vision, text, more in (
+    (
+        "paligemma",
+        "PaliGemma",
+        {**_SIGLIP, "patch_size": 8, "projection_dim": 32},
+        {**DECODER, "model_type": "gemma", "head_dim": 8},
+        {"projection_dim": 32, "hidden_size": 32},
+    ),
+    (
+        "internvl",
+        "InternVL",
+        {**SEEN, "image_size": [16, 16], "patch_size": [4, 4]},
+        {**_LLAMA, "model_type": "qwen2"},
+        {"downsample_ratio": 0.5},
+    ),
+    ("smolvlm", "SmolVLM", {**SEEN, "patch_size": 4}, _LLAMA, {"scale_factor": 2, "pad_token_id": 0}),
+    (
+        "mistral3",
+        "Mistral3",
+        {**SEEN, "model_type": "pixtral", "patch_size": 4, "head_dim": 8},
+        {**_LLAMA, "model_type": "mistral", "head_dim": 8},
+        {"spatial_merge_size": 2},
+    ),
+    (
+        "aya_vision",
+        "AyaVision",
+        {**_SIGLIP, "patch_size": 4},
+        {**_LLAMA, "model_type": "cohere2"},
+        {"downsample_factor": 2},
+    ),
+    ("vipllava", "VipLlava", _CLIP, _LLAMA, {"vision_feature_layers": [-1, -2]}),
+    (
+        "glm4v",
+        "Glm4v",
+        {**QWEN, "out_hidden_size": 32, "intermediate_size": 48, "image_size": 16, "temporal_patch_size": 2},
+        {**QWEN_TEXT, "head_dim": 8},
+        {"image_start_token_id": 58, "image_end_token_id": 59, "video_token_id": 60},
+    ),
+):
+    KINDS[name] = (family, {"vision_config": vision, "text_config": text, "image_token_id": 57, **more}, IMAGES, 2e-6)
+
+
 def config_of(name: str, sizes: dict[str, Any]) -> Any:
     return getattr(transformers, f"{name}Config")(**sizes)
 
