@@ -16,7 +16,15 @@ _OF_ENCODERS = ("pixel_values", "input_features", "input_values")
 _EMBEDDED = ("inputs_embeds", *_OF_ENCODERS)
 _SIMILAR = 0.75  # attn_mask is to attention_mask, and attention_mask is not to output_attentions
 # Kinds of models that use what an encoder gives in no other place
-_ENCODERS_BEFORE_BLOCKS = ("llava", "vipllava", "qwen2_vl", "qwen2_5_vl", "glm4v", "gemma3", "paligemma")
+_ENCODERS_BEFORE_BLOCKS: tuple[str, ...] = (
+    "llava",
+    "vipllava",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "glm4v",
+    "gemma3",
+    "paligemma",
+)
 _ENCODERS_BEFORE_BLOCKS += ("internvl", "smolvlm", "mistral3", "aya_vision")
 
 

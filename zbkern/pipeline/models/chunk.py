@@ -31,7 +31,7 @@ from zbkern.pipeline.models.halves import CallCheck, Halves
 from zbkern.pipeline.models.layers import encoder_of, is_transformer, is_within, name_in
 from zbkern.pipeline.models.placeholders import PlaceholderUsed, placeholder, refuse_placeholders
 from zbkern.pipeline.models.router_losses import RouterLosses, has_router_loss
-from zbkern.pipeline.models.stand_ins import GIVE_TOKENS, Flow, Reached, result_of
+from zbkern.pipeline.models.stand_ins import GIVE_TOKENS, Flow, Reached, refuse_resizing, result_of
 from zbkern.pipeline.models.whole_lengths import WholeLengths
 from zbkern.pipeline.transport.tensors import tensors_in
 
@@ -95,6 +95,8 @@ class Chunk(nn.Module):
         if first < self._encoder_layers < last:
             whole.get_submodule(encoder).register_forward_hook(flow.encode)
         routes = is_transformer(whole) and has_router_loss(whole)
+        if is_transformer(whole) and (first > 0 or last < len(names)):
+            whole.__dict__["resize_token_embeddings"] = refuse_resizing
         self._lengths = WholeLengths(whole, self.layer_names) if is_transformer(whole) else None
         self._routers = RouterLosses(whole, [*self.layer_names], flow) if routes else None
         self._head = names[-1]
@@ -204,12 +206,12 @@ class Chunk(nn.Module):
             if self._lengths is not None:
                 self._lengths.end()
             sent, left, entered = self._flow.sent, self._flow.left, self._flow.entered
-            encoded = self._flow.encoded
+            encoded, ended = self._flow.encoded, self._flow.ended
             self._flow.runs = False
             self._flow.begin(None)
         if self._last < len(self.all_layers):
             if not left:
-                before, after = self.layer_names[-1], self.all_layers[int(self._last)]
+                before, after = self.layer_names[-1], ended or self.all_layers[int(self._last)]
                 raise ValueError(
                     f"cut: layer {before!r} must run before {after!r}; it did not: name the layers in the order in "
                     "which they run, each called once in every forward"
@@ -321,12 +323,14 @@ class Chunk(nn.Module):
         what = f"cut: {kind} in {self._words()}: {str(error).rstrip('.')}."
         if "NoneType" in str(error) and "input_ids" not in side:
             return ValueError(f"{what} They have no token ids; if the model uses these there, {GIVE_TOKENS}")
-        is_of_shapes = isinstance(error, IndexError) or type(error) is RuntimeError  # and not of memory
+        is_of_shapes = (
+            isinstance(error, IndexError | AssertionError) or type(error) is RuntimeError
+        )  # and not of memory
         if self._checked or not is_of_shapes:
             return None
         return ValueError(
-            f"{what} If the whole model takes this batch, it changes in place there what the layer before gave, "
-            "or computes with more than that: cut elsewhere, or make that computation a part of a layer"
+            f"{what} If the whole model takes this batch, it pads or changes there what the layer before gave, or "
+            "computes with more than that: cut elsewhere, or make that computation a part of a layer"
         )
 
     def _of_another(self, error: PlaceholderUsed, side: dict[str, Any]) -> ValueError:

@@ -69,7 +69,7 @@ def check_stored(model: nn.Module, stored: Mapping[str, Any], where: str, quanti
 
 def _is_quantised(kind: str) -> bool:
     """Whether numbers of this kind, by the name that safetensors has for it, need a scale."""
-    return kind.startswith(("F8", "F6", "F4", "I4", "U4")) or kind in ("I8", "U8")
+    return kind.startswith(("F8_", "F6_")) or kind in ("F4", "I8", "U8", "I4", "U4")
 
 
 def _taken(model: Any, stored: Iterable[str], tensors: Mapping[str, Tensor], quantizer: Any) -> dict[str, str | None]:

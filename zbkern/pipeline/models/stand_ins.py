@@ -26,6 +26,11 @@ class Reached(Exception):
         )
 
 
+def refuse_resizing(*_: Any, **__: Any) -> None:
+    """In the place of a model's `resize_token_embeddings`, where one chunk has the embedding and another the head."""
+    raise ValueError("cut: resize the embeddings of the whole model before you cut it: other chunks have parts of it")
+
+
 class Flow:
     """What goes into and out of the layers of a chunk in the forward that runs."""
 
@@ -39,6 +44,7 @@ class Flow:
     def begin(self, received: Any, encoded: Any = None) -> None:
         self.received, self.sent, self.encoded = received, None, encoded
         self.entered = self.left = False
+        self.ended = ""  # by a layer after the last, where the last has not run
         self.has_graph = torch.is_grad_enabled()
 
     def like_received(self, name: str) -> Any:
@@ -166,6 +172,7 @@ class After(_Absent):
         return super().__getattr__(name)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        self._flow.ended = self._name
         raise Reached
 
 
