@@ -535,3 +535,29 @@ def test_checkpointing_repeats_dropout_and_evaluation_has_none(dtype: torch.dtyp
     assert kept == again
     assert kept[0] != kept[1] == kept[2]
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+def test_embeddings_are_resized_before_the_model_is_cut() -> None:
+    for rank in range(2):
+        (chunk,) = cut(make("llama"), schedules.zb_h1(2, 2), rank=rank)
+        with pytest.raises(ValueError, match="cut: resize the embeddings of the whole model before you cut it"):
+            chunk.whole.resize_token_embeddings(70)
+    (chunk,) = cut(make("llama"), schedules.gpipe(1, 1))
+    chunk.whole.resize_token_embeddings(70)
+    assert chunk.get_parameter("model.embed_tokens.weight").shape[0] == 70
+
+
+def test_the_layer_of_a_later_chunk_that_runs_early_is_named() -> None:
+    class Early(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for number in (0, 3, 1, 2):
+                x = self.layers[number](x)
+            return x
+
+    (chunk,) = cut(Early(), schedules.zb_h1(2, 2), layers=["layers.*"], rank=0)
+    with pytest.raises(ValueError, match=r"layer 'layers.1' must run before 'layers.3'; it did not"):
+        chunk(torch.ones(2, 2))

@@ -145,10 +145,12 @@ def test_numbers_that_modules_have_as_attributes_are_restored() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).train()
     part: Any = module[1]
     part.seen, part.largest, part.text = 3, torch.tensor(2.0), "a"
+    part.table = table = torch.ones(3)
     state = ForwardState([module], torch.device("cpu"))
     part.seen, part.largest, part.text, part.late = 4, torch.tensor(5.0), None, 1
-    part.kept = [1]
+    part.kept, part.table = [1], table * 2
     module.eval()
     state.restore()
     assert (part.seen, part.largest.item(), part.text, hasattr(part, "late"), part.kept) == (3, 2.0, "a", False, [1])
+    assert part.table is table
     assert not part.training

@@ -43,7 +43,8 @@ class ForwardState:
 
 
 class _Numbers:
-    """The numbers that a module has as attributes: how many tokens it has seen, say."""
+    """The numbers that a module has as attributes, and tensors without a graph: how many tokens it has seen, say, and
+    its tables for as many."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._attributes = vars(module)
@@ -57,11 +58,11 @@ class _Numbers:
         self._attributes.update(self._values)
 
     def _present(self) -> dict[str, Any]:
-        return {name: value for name, value in self._attributes.items() if _is_number(value) and name != "training"}
+        return {name: value for name, value in self._attributes.items() if name != "training" and _is_number(value)}
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, _SCALARS) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+    return isinstance(value, _SCALARS) or (isinstance(value, torch.Tensor) and value.grad_fn is None)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
