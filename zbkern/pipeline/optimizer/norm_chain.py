@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class NormChain:
                 )
         place = ranks.index(transport.rank)
         end = max((at for at, rank in enumerate(ranks) if with_shards[rank]), default=len(ranks) - 1)
+        transport.connect([*pairwise(ranks[: end + 1]), *((ranks[end], rank) for rank in ranks[end + 1 :])])
         self.transport, self._timeout, self._end = transport, timeout, ranks[end]
         self._next = None if place == end else ranks[place + 1] if place < end else self._end
         self._sources = [*ranks[max(0, place - 1) : place]] if place <= end else []

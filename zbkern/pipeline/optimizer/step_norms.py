@@ -70,4 +70,5 @@ class StepNorms:
     def of(self, total: Tensor) -> tuple[list[float], list[float]]:
         """The norms that these sums of squares give, and the factors by which they clip gradients."""
         norms = [math.sqrt(squares) for squares in total.tolist()]
+        self.chain.transport.check_received()
         return norms, [clip_coefficient(norm, limit) for norm, limit in zip(norms, self.limits, strict=True)]

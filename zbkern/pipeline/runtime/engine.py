@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ class Pipeline:
         transport = connect(group, self.device)
         with closing_on_error(transport, transport is not group, "its Pipeline"):
             check_same_plan(schedules.first, transport)
+            transport.connect(pairwise(schedules.first.placement))
             boundary = boundary_of(self.modules.values())
             if boundary.state != "broken":
                 boundary.validate()  # before weights are compared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zbkern.pipeline.transport.framing import CallNotice, Notice, StallAnswer, StallQuery, decode, encode
@@ -22,6 +22,7 @@ class Transport(ABC):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.awaits: int | None = None  # the rank a message of which is waited for
+        self._device_awaits: int | None = None  # the same, where it is the device that waits
         self.begin_action("none")
         self._join(Mailbox(rank))
 
@@ -44,6 +45,12 @@ class Transport(ABC):
         if difference is not None:
             self.fail(difference)
             raise PipelineError(difference)
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:  # noqa: B027
+        """Before the first message: these pairs of ranks will send each other tensors. The same pairs on every rank."""
+
+    def check_received(self) -> None:  # noqa: B027
+        """After a wait for the device: raises PipelineError where messages that it waited for did not come."""
 
     def announce(self) -> None:
         """Tells the other ranks which call this one is in; those that are in another one fail, as this one does."""
@@ -78,6 +85,7 @@ class Transport(ABC):
         self.wait_for(peer, tag, timeout)
         message, works = self._mailbox.take(tag)
         if works:
+            self._watch(peer, tag, works, timeout)
             self._settle(message, works)
         return message
 
@@ -95,6 +103,9 @@ class Transport(ABC):
 
     def _settle(self, message: Any, works: Sequence[Any]) -> None:  # noqa: B027
         """Sees to it that a message is there for whoever uses it; without works it is."""
+
+    def _watch(self, peer: int, tag: Any, works: Sequence[Any], timeout: float | None) -> None:  # noqa: B027
+        """Fails, from another thread, where a message that is announced and not there yet does not come."""
 
     def forget(self, step: int) -> None:
         """Drops messages to this rank of steps before `step`, arrived or not: nobody will ask for them."""
@@ -171,7 +182,8 @@ class Transport(ABC):
     def _hear(self, sender: int, message: Notice) -> None:
         """The call that the sender is in, a question why this rank sends nothing, or the answer to one."""
         if isinstance(message, StallQuery):
-            if (awaits := self.awaits) is not None:
+            awaits = self._device_awaits if self.awaits is None else self.awaits
+            if awaits is not None:
                 self._tell(sender, StallAnswer(awaits))
                 return
             seconds = time.monotonic() - self._action_start

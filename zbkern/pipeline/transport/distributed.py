@@ -16,7 +16,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any
@@ -27,21 +27,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.transport.base import Transport
-from zbkern.pipeline.transport.framing import (
-    DTYPES,
-    FinalMessage,
-    Message,
-    Sizes,
-    TensorHeader,
-    frame,
-    receive_message,
-)
+from zbkern.pipeline.transport.framing import FinalMessage, Message, TensorHeader, frame, receive_message
 from zbkern.pipeline.transport.mailbox import Call, Mailbox, Note, PipelineError, Tag, described
+from zbkern.pipeline.transport.packing import pack, packed_bytes, shapes_of, unpack
 from zbkern.pipeline.transport.process_groups import (
     FOREVER,
+    ConnectionLost,
     backend_of,
+    check_hardware_queues,
     close_groups,
-    finish,
+    finish_receive,
     new_communicator,
     not_profiled,
     rendezvous_timeout,
@@ -53,10 +48,12 @@ logger = logging.getLogger("zbkern")
 
 _USUAL, _OTHER, _NEVER = 1, 2, 3  # tags of tensors, and of none; 0 is that of headers
 _PAUSE = 0.002  # seconds between looks at what has been sent
+_LOOK = 0.02  # seconds between looks at what the GPU waits for
 _LAST = timedelta(seconds=1)  # for the last message to a peer that is there
 _NOW = timedelta(milliseconds=1)
 _TOGETHER = 5.0  # seconds in which the others close, too
 _TOLD = 10.0  # seconds in which a rank whose connection broke is told why, however busy the machine
+_DRAINED = 2.0  # seconds that a GPU has, after a failure, for messages of calls that are over
 
 
 class DistributedTransport(Transport):
@@ -65,7 +62,10 @@ class DistributedTransport(Transport):
     group: the ranks of this pipeline, None for all. Each direction (to higher ranks, to lower ranks) has a communicator
     of its own: no order of NCCL calls can deadlock, and gloo's thread, which spins while somebody sends on the
     connection that it wants to read, seldom does. A header with tag, shapes and dtypes precedes each message, always
-    through gloo.
+    through gloo. The tensors follow in one buffer.
+
+    On a GPU a receive is posted when its header comes, and its kernel waits there for what the sender has yet to
+    compute. It waits for nothing but work that the sender's host has launched already.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -75,8 +75,12 @@ class DistributedTransport(Transport):
         self._on_cpu = device.type == "cpu"
         self._open()
 
-    def _open(self) -> None:
+    def _open(self, unfinished: str = "") -> None:
         with _meeting(self._group) as ranks:
+            if unfinished:
+                raise PipelineError(unfinished)
+            if not self._on_cpu:
+                check_hardware_queues(os.environ)
             ranks.exchange("connect")  # gloo would not say who has not come
             self._open_connections()
             try:
@@ -91,9 +95,15 @@ class DistributedTransport(Transport):
         self._up, self._down = self._headers_up, self._headers_down
         if not self._on_cpu:
             self._up, self._down = (new_communicator(ranks, backend_of(self._group, self.device)) for _ in range(2))
+            self._locks = {id(group): threading.Lock() for group in (self._up, self._down)}
+            self._receiving = torch.cuda.Stream(self.device)  # every stream more may share a hardware queue with others
         self._join(Mailbox(self.rank))
-        self._lost = False
-        self._usual_to: dict[int, Sizes] = {}  # what each peer has posted a receive for, once something was sent to it
+        self._lost = self._aborted = False
+        self._unfinished = ""  # why ranks cannot go on though all are there
+        self._pairs: set[tuple[int, int]] = set()  # of ranks that are connected for tensors
+        self._last_sent: dict[int, dist.Work] = {}  # by peer, on a GPU
+        self._earlier: list[Any] = []  # what calls before this one have left to the GPU
+        self._usual_to: dict[int, int] = {}  # bytes that each peer has posted a receive for, after the first message
         self._ending = threading.Lock()
         self._final_message: FinalMessage | None = None
         self._uninformed = list(self.peers)  # peers that it was not sent to
@@ -107,7 +117,11 @@ class DistributedTransport(Transport):
         self._process = os.getpid()  # a child that it forks inherits the connections, and must say nothing on them
         arguments = self._sends, self._receivers, self._unreachable
         self._sender = threading.Thread(target=self._finish_sends, args=arguments, name="zbkern-send", daemon=True)
-        for thread in (self._sender, *self._receivers.values()):
+        self._watched: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
+        self._watcher = threading.Thread(
+            target=self._watch_receives, args=(self._watched,), name="zbkern-watch", daemon=True
+        )
+        for thread in self._threads:
             thread.start()
         # multiprocessing's: it also runs where a child process ends, which has no atexit; the last one runs first
         connections = self._receivers, self._sender, (self._headers_up, self._headers_down)
@@ -119,24 +133,69 @@ class DistributedTransport(Transport):
             self._mailbox.put(tag, (message, ()), peer, self._mailbox.call)
             return
         leaves = tensors_in(message)
-        shapes = [(str(leaf.dtype), tuple(leaf.shape), leaf.requires_grad) for leaf in leaves]
-        tensors = [leaf.detach().contiguous() for leaf in leaves]
         # not its spec: torch 2.13 warns when one is unpickled; a single tensor, as most are, need not be walked
         skeleton = 0 if isinstance(message, Tensor) else pytree.tree_map_only(Tensor, lambda _: 0, message)
-        header = TensorHeader(*self._mailbox.call, tag, shapes, False, skeleton)
-        sizes = header.sizes
-        if self._on_cpu and sizes == self._usual_to.get(peer):
-            header = header._replace(usual=True)
-        if sizes:
-            self._usual_to.setdefault(peer, sizes)
+        packed = pack(leaves)
+        size = 0 if packed is None else packed.numel()
+        usual = self._on_cpu and size == self._usual_to.get(peer)
+        header = TensorHeader(*self._mailbox.call, tag, shapes_of(leaves), usual, skeleton)
+        if size:
+            self._usual_to.setdefault(peer, size)
         try:
             works = self._start_send(peer, header)
-            works += self._start_tensors(peer, tensors, _USUAL if header.usual else _OTHER)
+            if packed is not None:
+                works += self._start_tensors(peer, [packed], _USUAL if usual else _OTHER)
         except RuntimeError as error:  # the peer is gone: why, this rank's threads know or are about to
             reason = self._mailbox.why_unreachable(peer, _TOLD) or f"rank {peer} cannot be reached: {error}"
             self.fail(reason)
             raise PipelineError(reason) from error
         self._sends.put((peer, works))
+
+    def begin(self, call: str) -> None:
+        super().begin(call)
+        if not self._on_cpu:
+            received = torch.cuda.Event()
+            received.record(torch.cuda.current_stream(self.device))
+            self._earlier = [_EventWork(received), *self._last_sent.values()]
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """NCCL connects two ranks in their first message, while each waits for the other's call.
+
+        So all take the pairs in one order, from one thread, before anything that they could wait for is under way.
+        """
+        new = sorted({(min(pair), max(pair)) for pair in pairs} - self._pairs)
+        self._pairs.update(new)
+        mine = [pair for pair in new if self.rank in pair and pair[0] != pair[1]]
+        if self._on_cpu or not mine:
+            return
+        done = Note(len(self._pairs), "a connection of NCCL")
+        call = self._mailbox.call
+
+        def connect_all() -> None:
+            try:
+                for pair in mine:
+                    self._connect_pair(*pair)
+            except Exception as error:
+                self._stop(f"rank {self.rank}, connecting: {described(error)}")
+            self._mailbox.put(done, (None, ()), self.rank, call)
+
+        # not the caller's: NCCL waits for a rank that has ended meanwhile, and nothing would end that
+        threading.Thread(target=connect_all, name="zbkern-connect", daemon=True).start()
+        try:
+            self._mailbox.wait_for(self.rank, done, rendezvous_timeout())
+        except TimeoutError:
+            self.fail(f"rank {self.rank}: NCCL did not connect in {rendezvous_timeout():g} s")
+            raise PipelineError(self._mailbox.failure) from None
+        self._mailbox.take(done)
+
+    def _connect_pair(self, low: int, high: int) -> None:
+        peer = low + high - self.rank
+        with self._on_stream():
+            for group, sends in ((self._up, self.rank == low), (self._down, self.rank == high)):
+                token = torch.empty(1, dtype=torch.uint8, device=self.device)
+                with self._locks[id(group)]:
+                    (group.send if sends else group.recv)([token], peer, _OTHER).wait()
+                self._receiving.synchronize()  # before NCCL allocates for the other one, which waits for the device
 
     def _settle(self, message: Any, works: Sequence[dist.Work]) -> None:
         """The current stream waits for what still arrives; the memory stays until this stream is done with it."""
@@ -146,6 +205,28 @@ class DistributedTransport(Transport):
             stream = torch.cuda.current_stream(self.device)
             for tensor in tensors_in(message):
                 tensor.record_stream(stream)
+            self.check_received()
+
+    def _watch(self, peer: int, tag: Tag | Note, works: Sequence[dist.Work], timeout: float | None) -> None:
+        self._watched.put((peer, tag, works, timeout))
+
+    def _watch_receives(self, watched: queue.SimpleQueue[_Watched | None]) -> None:
+        """Thread: what the GPU waits for has the time-out of a message; a call that waits for the GPU has none."""
+        while (item := watched.get()) is not None:
+            peer, tag, works, timeout = item
+            start = time.monotonic()
+            while not all(work.is_completed() for work in works) and self._mailbox.failure is None:
+                self._device_awaits = peer
+                if timeout is not None and time.monotonic() - start > timeout:
+                    self._stop(self._why_nothing_comes(peer, f"{tag} was awaited for {timeout:g} s by the GPU"))
+                    return
+                time.sleep(_LOOK)
+            self._device_awaits = None
+            del item, works
+
+    def check_received(self) -> None:
+        if self._aborted:
+            raise PipelineError(self._mailbox.failure)
 
     def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
         return super().gather(value, rendezvous_timeout() if timeout is None else timeout)
@@ -159,7 +240,9 @@ class DistributedTransport(Transport):
         if self._lost:
             raise PipelineError(f"the pipeline cannot go on without a restart: {self._mailbox.failure}")
         self.close()
-        self._open()
+        pairs, unfinished = self._pairs, self._unfinished
+        self._open(unfinished)
+        self.connect(pairs)
 
     def _end_with_process(self) -> None:
         """At the exit of this process, which waits for peers that are gone, or frozen, at most _TOGETHER and _LAST."""
@@ -177,10 +260,11 @@ class DistributedTransport(Transport):
             return
         self._end(FinalMessage("closed", ""))
         wait = _TOGETHER if self._mailbox.failure is None else 2  # a frozen rank never answers
-        if _ended((*self._receivers.values(), self._sender), wait):
+        if _ended(self._threads, wait):
             self._end_threads.cancel()
         self._receivers = {}  # those that did not end in time have no say in connections opened later
-        close_groups([self._up, self._down])
+        if not self._aborted:
+            close_groups([self._up, self._down])
         self._headers_up = self._headers_down = self._up = self._down = None
 
     def _end(self, message: FinalMessage) -> None:
@@ -199,18 +283,43 @@ class DistributedTransport(Transport):
                     self._send_final(self._uninformed[-1], self._final_message)
                 self._uninformed.pop()
             self._sends.put(None)
+            self._watched.put(None)
             if message.ending != "closed":
                 self._mailbox.fail(self._final_message.reason or message.reason)
+                if not self._on_cpu and not self._aborted:
+                    self._abort()
+
+    def _abort(self) -> None:
+        """Ends what the GPU waits for, since it may never come: whoever waits for the GPU would never hear of it.
+
+        Messages of earlier calls come if all ranks are there. Where one does not, what those calls have returned is
+        wrong here, and ranks cannot go on.
+        """
+        deadline = time.monotonic() + _DRAINED
+        while late := [work for work in self._earlier if not work.is_completed()]:
+            if self._lost or time.monotonic() > deadline:
+                break
+            time.sleep(_PAUSE)
+        if late and not self._lost:
+            self._unfinished = (
+                f"the pipeline cannot go on without a restart: rank {self.rank} had messages of an earlier call under "
+                f"way that did not end: {self._mailbox.failure}"
+            )
+        self._aborted = True
+        close_groups([self._up, self._down], abort=True)
 
     def _send_final(self, peer: int, message: FinalMessage) -> None:
         try:
             works = self._start_send(peer, message)
-            if self._on_cpu:  # what the peer has posted a receive for
-                empty = [torch.empty(size, dtype=DTYPES[dtype]) for dtype, size in self._usual_to.get(peer, [])]
-                works += self._start_tensors(peer, empty, _USUAL)
+            if self._on_cpu and peer in self._usual_to:  # what the peer has posted a receive for
+                works += self._start_tensors(peer, [torch.empty(self._usual_to[peer], dtype=torch.uint8)], _USUAL)
             self._sends.put((peer, works))
         except RuntimeError as error:  # that peer is gone; the others still want to know
             logger.debug("rank %d could not tell rank %d: %s", self.rank, peer, error)
+
+    @property
+    def _threads(self) -> list[threading.Thread]:
+        return [self._sender, *self._receivers.values(), *([] if self._on_cpu else [self._watcher])]
 
     def _stop(self, reason: str) -> None:
         self._fail_all(FinalMessage("failed", reason))
@@ -234,8 +343,13 @@ class DistributedTransport(Transport):
 
     def _start_tensors(self, peer: int, tensors: list[Tensor], slot: int) -> _Works:
         group = self._up if peer > self.rank else self._down
-        with not_profiled() if self._on_cpu else contextlib.nullcontext():
-            return [(group.send([tensor], peer, slot), tensor) for tensor in tensors if tensor.numel()]
+        if self._on_cpu:
+            with not_profiled():
+                return [(group.send([tensor], peer, slot), tensor) for tensor in tensors]
+        with self._locks[id(group)]:
+            for tensor in tensors:  # its memory stays until NCCL has sent it: torch has recorded NCCL's stream on it
+                self._last_sent[peer] = group.send([tensor], peer, slot)
+        return []
 
     def _finish_sends(
         self,
@@ -243,7 +357,7 @@ class DistributedTransport(Transport):
         receivers: dict[int, threading.Thread],
         unreachable: set[int],
     ) -> None:
-        """Thread: frees sent tensors as soon as they have left, give or take a pause.
+        """Thread: frees what gloo has sent as soon as it has left, give or take a pause.
 
         gloo never completes a send that is itself the first to find its peer gone; every later one raises at once. So
         what went through gloo is waited for once another send to that peer has begun. The last one to a peer is kept
@@ -251,44 +365,46 @@ class DistributedTransport(Transport):
         receiver has not asked for when the connection closes, and the peer's last one may be there before this one's.
         """
         last: dict[int, _Works] = {}  # by peer
-        with self._stream_of_its_own() as stream:  # no other stream waits for a send
-            while (message := sends.get()) is not None:
-                peer, works = message
-                self._finish(last.pop(peer, []))
-                last[peer] = [work for work in works if work[1].device.type == "cpu"]
-                if stream is not None:
-                    self._finish([work for work in works if work[1].device.type != "cpu"])
-                    departure = torch.cuda.Event(blocking=True)
-                    departure.record(stream)
-                    departure.synchronize()
-                del message, works
-                if sends.empty():
-                    time.sleep(_PAUSE)  # waking up for every message took a tenth of a tiny step
+        while (message := sends.get()) is not None:
+            peer, works = message
+            self._finish(last.pop(peer, []))
+            last[peer] = works
+            del message, works
+            if sends.empty():
+                time.sleep(_PAUSE)  # waking up for every message took a tenth of a tiny step
         for peer, works in last.items():
             receivers[peer].join()
             if peer not in unreachable:
                 self._finish(works, _LAST)
 
     def _finish(self, works: _Works, timeout: timedelta = FOREVER) -> None:
-        for work, tensor in works:
+        for work, _ in works:
             try:
-                finish(work, tensor.device, timeout)
+                work.wait(timeout)
             except Exception as error:  # the receiver is gone; its receiver thread here says so
                 logger.debug("rank %d: a send was not finished: %s", self.rank, error)
 
     # ---- receiving
 
-    def _receive_tensors(self, peer: int, sizes: Sizes, slot: int) -> _Posted:
+    def _receive_tensors(self, peer: int, size: int, slot: int) -> _Posted:
         group = self._up if peer < self.rank else self._down
-        tensors = [torch.empty(size, dtype=DTYPES[dtype], device=self.device) for dtype, size in sizes]
-        return tensors, [group.recv([tensor], peer, slot) for tensor in tensors if tensor.numel()]
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if size == 0:
+            return buffer, []
+        if not self._on_cpu:
+            with self._locks[id(group)]:
+                return buffer, [group.recv([buffer], peer, slot)]
+        try:
+            return buffer, [group.recv([buffer], peer, slot)]
+        except RuntimeError as error:
+            raise ConnectionLost(str(error)) from error
 
     def _receive_from(self, peer: int) -> None:
         """Thread: files everything `peer` sends until it closes or fails."""
         group = self._headers_up if peer < self.rank else self._headers_down
         posted: _Posted | None = None
         try:
-            with self._stream_of_its_own():  # a receive begins at once, not after the work that is queued on another
+            with self._on_stream():  # a receive begins at once, not after the work that is queued on another
                 while True:
                     message = receive_message(group, peer)
                     if self._outlived():
@@ -303,12 +419,15 @@ class DistributedTransport(Transport):
                 self._mailbox.closed(peer)
             else:
                 self._fail_all(message)
-            with contextlib.suppress(RuntimeError):  # it has said its last, and may be gone
+            with contextlib.suppress(ConnectionLost):  # it has said its last, and may be gone
                 for work in posted[1] if posted else []:
-                    finish(work, self.device)
+                    finish_receive(work)
         except Exception as error:
             logger.debug("rank %d: receiving from rank %d: %s", self.rank, peer, error)
             if self._outlived():
+                return
+            if not isinstance(error, ConnectionLost):  # the peer is there, and this rank has failed
+                self._stop(f"rank {self.rank}, receiving from rank {peer}: {described(error)}")
                 return
             self._unreachable.add(peer)
             if self._final_message is None:
@@ -327,29 +446,36 @@ class DistributedTransport(Transport):
         one is there for the next message of the usual sizes, those of the first; only on a CPU, because NCCL's would
         keep multiprocessors busy.
         """
-        shapes, skeleton, usual, sizes = header.shapes, header.skeleton, header.usual, header.sizes
-        tensors, works = posted if usual and posted else self._receive_tensors(peer, sizes, _OTHER)
+        shapes, skeleton, usual = header.shapes, header.skeleton, header.usual
+        size = packed_bytes(shapes)
+        buffer, works = posted if usual and posted else self._receive_tensors(peer, size, _OTHER)
         if self._on_cpu:
             while works:
-                finish(works.pop(0), self.device)
-        arrived = (tensor.requires_grad_(shape[2]) for tensor, shape in zip(tensors, shapes, strict=True))
+                finish_receive(works.pop(0))
+        arrived = iter(unpack(buffer, shapes))
         tree = next(arrived) if skeleton == 0 else pytree.tree_map_only(int, lambda _: next(arrived), skeleton)
         difference = self._mailbox.put(header.tag, (tree, works), peer, Call(header.turn, header.name))
         if difference is not None:
             self._stop(difference)
-        if self._on_cpu and sizes and (usual or posted is None):
-            return self._receive_tensors(peer, sizes, _USUAL)
+        if self._on_cpu and size and (usual or posted is None):
+            return self._receive_tensors(peer, size, _USUAL)
         return posted
 
     @contextlib.contextmanager
-    def _stream_of_its_own(self) -> Iterator[torch.cuda.Stream | None]:
-        """For one of the threads: on CUDA, a stream that nothing else uses."""
-        if self.device.type != "cuda":
-            yield None
+    def _on_stream(self) -> Iterator[None]:
+        """For threads that receive: on CUDA, a stream that nothing else uses."""
+        if self._on_cpu:
+            yield
             return
-        stream = torch.cuda.Stream(self.device)
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            yield stream
+        with torch.cuda.device(self.device), torch.cuda.stream(self._receiving):
+            yield
+
+
+class _EventWork:
+    """An event as a Work is."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.is_completed = event.query
 
 
 def _ended(threads: Sequence[threading.Thread], wait: float) -> bool:
@@ -385,5 +511,6 @@ def _meeting(group: dist.ProcessGroup | None) -> RankExchange:
 
 
 _Threads = dict[int, threading.Thread]  # by peer
+_Watched = tuple[int, Tag | Note, Sequence["dist.Work"], float | None]
 _Works = list[tuple["dist.Work", Tensor]]
-_Posted = tuple[list[Tensor], list["dist.Work"]]
+_Posted = tuple[Tensor, list["dist.Work"]]

@@ -6,7 +6,6 @@ import functools
 import io
 import pickle
 import sys
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,32 +13,26 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.transport.mailbox import Note, Tag
-from zbkern.pipeline.transport.process_groups import finish
+from zbkern.pipeline.transport.packing import Shapes
+from zbkern.pipeline.transport.process_groups import receive_into
 
 _HEADER_BYTES = 1024  # what a receive is posted for; few messages need a second part
 _LENGTH_BYTES = 4
 
-DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-Sizes = list[tuple[str, tuple[int, ...]]]  # the name of a dtype, which is faster to send than itself; and a shape
-
 
 class TensorHeader(NamedTuple):
-    """A pytree of tensors, bytes, floats and None. The tensors follow on the communicator of tensors.
+    """A pytree of tensors, bytes, floats and None. The tensors follow, packed, on the communicator of tensors.
 
-    shapes: (dtype, shape, requires_grad) of every tensor. usual: they are of the first message's sizes, for which the
-    receiver has posted a receive. skeleton: the tree with 0 for every tensor. turn, name: the Call that it is sent in.
+    shapes: of every tensor. usual: they are as many bytes as the first message's, for which the receiver has posted a
+    receive. skeleton: the tree with 0 for every tensor. turn, name: the Call that it is sent in.
     """
 
     turn: int
     name: str
     tag: Tag | Note
-    shapes: Sequence[tuple[str, tuple[int, ...], bool]]
+    shapes: Shapes
     usual: bool
     skeleton: Any
-
-    @property
-    def sizes(self) -> Sizes:
-        return [shape[:2] for shape in self.shapes]
 
 
 class StallQuery(NamedTuple):
@@ -82,7 +75,7 @@ def frame(message: Message) -> list[Tensor]:
 
 
 def receive_message(group: Any, peer: int) -> Message:
-    """The next message of `peer` on this communicator; waits for it. Raises RuntimeError when the connection ends."""
+    """The next message of `peer` on this communicator; waits for it. Raises ConnectionLost when the connection ends."""
     data = _receive_bytes(group, peer, _HEADER_BYTES)
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     if end > _HEADER_BYTES:
@@ -94,7 +87,7 @@ def receive_message(group: Any, peer: int) -> Message:
 def _receive_bytes(group: Any, peer: int, count: int) -> bytes:
     data = bytearray(count)
     buffer = torch.frombuffer(data, dtype=torch.uint8)  # of the same memory, without NumPy, which may not be there
-    finish(group.recv([buffer], peer, 0), buffer.device)
+    receive_into(group, buffer, peer)
     return bytes(data)
 
 

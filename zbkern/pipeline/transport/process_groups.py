@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from zbkern.pipeline.transport.mailbox import PipelineError
 
 FOREVER = timedelta(days=365)
+_CTAS = 4  # blocks of a kernel of NCCL
+_QUEUES = 8  # of a GPU
 _calls: collections.Counter[str] = collections.Counter()
 
 
@@ -35,19 +38,61 @@ def new_communicator(ranks: Sequence[int], backend: str) -> Any:
 
     Raises PipelineError where one of them ends while they connect.
     """
-    kind: Any = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}.get(backend)
-    if kind is None:
+    name = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}.get(backend)
+    if name is None:
         return dist.new_group(ranks, timeout=FOREVER, backend=backend, use_local_synchronization=True)
+    kind = getattr(dist, name)
     place = place_in_store(ranks, "group"), ranks.index(dist.get_rank()), len(ranks)
-    if backend == "nccl":  # connects when it is first used
-        return getattr(dist, kind)(*place, FOREVER)
+    if backend == "nccl":  # two ranks connect in their first message
+        with _environ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # else its watchdog ends a process whose peer is gone
+            return kind(*place, nccl_options())
     try:  # gloo has one time-out to connect and for messages: `finish` has another for these
-        return getattr(dist, kind)(*place, timedelta(seconds=rendezvous_timeout()))
+        return kind(*place, timedelta(seconds=rendezvous_timeout()))
     except RuntimeError as error:
         raise PipelineError(
             f"Pipeline: {_missing(error, ranks)} ended, or froze, while ranks connected; start all again "
             f"({str(error).splitlines()[0]})"
         ) from error
+
+
+def nccl_options() -> Any:
+    """A message's kernel waits for the other rank on at most _CTAS multiprocessors: NCCL would take 16 or more."""
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = FOREVER
+    options.config.max_ctas = _CTAS
+    return options
+
+
+@contextlib.contextmanager
+def _environ(name: str, value: str) -> Iterator[None]:
+    """An environment variable that torch reads inside."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def check_hardware_queues(environ: Mapping[str, str]) -> None:
+    """Raises ValueError where a GPU has so few queues that a message waits behind one that waits for it.
+
+    environ: the environment of this process. Under MPS a process has two queues where it does not ask for more.
+    """
+    folder = environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    under_mps = "CUDA_MPS_PIPE_DIRECTORY" in environ or os.path.exists(os.path.join(folder, "control"))
+    given = environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    queues = int(given) if given and given.isdecimal() else 2 if under_mps else 8
+    if queues < _QUEUES:
+        found = f"got CUDA_DEVICE_MAX_CONNECTIONS={given}" if given else "the default under MPS is 2"
+        raise ValueError(
+            f"Pipeline: a GPU needs {_QUEUES} hardware queues or more, or ranks wait for each other for ever; {found}; "
+            "set CUDA_DEVICE_MAX_CONNECTIONS=32 before the process first uses its GPU, such as in the command of "
+            "torchrun"
+        )
 
 
 def _missing(error: RuntimeError, ranks: Sequence[int]) -> str:
@@ -56,12 +101,25 @@ def _missing(error: RuntimeError, ranks: Sequence[int]) -> str:
     return f"global rank {ranks[int(key[1])]}" if key and int(key[1]) < len(ranks) else "a rank"
 
 
-def finish(work: dist.Work, device: torch.device, timeout: timedelta = FOREVER) -> None:
-    """Waits for a message as long as it takes, or raises RuntimeError; on a GPU the current stream waits."""
-    if device.type == "cpu":
-        work.wait(timeout)
-    else:
-        work.wait()
+class ConnectionLost(RuntimeError):
+    """gloo's connection to a peer has ended."""
+
+
+def receive_into(group: Any, buffer: torch.Tensor, peer: int) -> None:
+    """Waits for the peer's next header on this communicator of gloo. Raises ConnectionLost when the connection ends."""
+    try:
+        work = group.recv([buffer], peer, 0)
+    except RuntimeError as error:
+        raise ConnectionLost(str(error)) from error
+    finish_receive(work)
+
+
+def finish_receive(work: dist.Work) -> None:
+    """Waits for what gloo receives as long as it takes, or raises ConnectionLost."""
+    try:
+        work.wait(FOREVER)
+    except RuntimeError as error:
+        raise ConnectionLost(str(error)) from error
 
 
 @contextlib.contextmanager
@@ -89,11 +147,15 @@ def place_in_store(ranks: Sequence[int], what: str) -> dist.PrefixStore:
     return dist.PrefixStore(f"{name}/{_calls[name]}", dist.distributed_c10d._get_default_store())
 
 
-def close_groups(groups: Iterable[Any]) -> None:
-    """Ends communicators. gloo's close their connections once nobody refers to them; NCCL's hold on to the device."""
+def close_groups(groups: Iterable[Any], abort: bool = False) -> None:
+    """Ends communicators. gloo's close their connections once nobody refers to them; NCCL's hold on to the device.
+
+    abort: what is under way ends, with whatever is in memory then. Otherwise it is waited for, which never ends where a
+    rank will not answer.
+    """
     for group in groups:
         if dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL):
-            group.shutdown()
+            group.abort() if abort else group.shutdown()
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:

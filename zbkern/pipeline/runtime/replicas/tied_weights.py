@@ -42,6 +42,11 @@ class TiedWeights:
         if transport.rank == 0:
             for warning in (*unmatched_names(named), *untied_copies(matrices)):
                 logger.warning(warning)
+        holders = [
+            [rank for rank, names in enumerate(named) if name in names]
+            for name in sorted({name for names in named for name in names})
+        ]
+        transport.connect((first, rank) for first, *others in holders for rank in others)
         for name in sorted(tied):
             ranks = [rank for rank, names in enumerate(named) if name in names]
             if len(ranks) == len(tied[name]) == 1:
