@@ -34,7 +34,7 @@ class Probes:
     """Of a chunk: the kinds of calls that it has been probed with."""
 
     def __init__(self, chunk: int, module: nn.Module) -> None:
-        self._chunk, self._module = chunk, module
+        self._chunk, self._module, self._parts = chunk, module, [*module.modules()]
         self._found: dict[object, tuple[int, str | None]] = {}  # by kind: tokens of its probe, and why it is refused
 
     def before(self, run: Callable[..., Any], inputs: Any, side: Mapping[str, Any]) -> None:
@@ -61,7 +61,7 @@ class Probes:
         self, what: str, run: Callable[..., Any], call: Call, difference: Callable[..., str | None]
     ) -> str | None:
         """Why calls of this kind are refused; None where a probe has found nothing."""
-        key = what, call.kind(), self._module.training, torch.is_grad_enabled()
+        key = what, call.kind(), self._mode()
         count, (known, refused) = min(TOKENS, call.total), self._found.get(key, (1, None))
         if count <= known or known < count < min(TOKENS, 2 * known):
             return refused
@@ -71,6 +71,13 @@ class Probes:
             self._found[key] = count, refused
         logger.info("chunk %d: a probe of %s took %.2f s", self._chunk, what, time.perf_counter() - start)
         return refused
+
+    def _mode(self) -> object:
+        """Which parts are in training, and which weights are trained."""
+        trained = [
+            each is not None and each.requires_grad for part in self._parts for each in part._parameters.values()
+        ]
+        return torch.is_grad_enabled(), (*(part.training for part in self._parts),), (*trained,)
 
 
 def kind_of_probes(is_sliced: bool, inputs: Any, side: Mapping[str, Any], tokens: int | None) -> object:
