@@ -87,6 +87,21 @@ class Counting(torch.optim.Optimizer):
                 parameter.sub_(moment / (1 - 0.9 ** group["step"]), alpha=group["lr"])
 
 
+class Writing(torch.optim.Optimizer):
+    """Uses gradients as memory of its own, as some of the fastest do."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1, "steps": 0})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter))
+            parameter.grad.mul_(0.5).add_(parameter, alpha=0.01)
+            moment.lerp_(parameter.grad, 0.3)
+            parameter.sub_(moment, alpha=self.param_groups[0]["lr"])
+
+
 class ScheduleFree(torch.optim.Optimizer):
     """Trains y and evaluates x, both in the parameter in turn, with z in the state; it replaces that in every step."""
 
@@ -158,6 +173,7 @@ OPTIMIZERS: dict[str, Make] = {
     "attributes": Attributes,
     "counting": Counting,
     "schedule-free": ScheduleFree,
+    "writing": Writing,
 }
 
 

@@ -15,15 +15,18 @@ import zbkern
 from zbkern import functional
 from zbkern.pipeline import (
     Costs,
+    DeferredLogits,
     Optimizer,
     Pipeline,
     Schedule,
     Timeline,
     checkpoint,
+    loss_traits,
     plan,
     profile,
     schedules,
     simulate,
+    token_log_probs,
 )
 
 
@@ -72,6 +75,14 @@ class Scale(zbkern.SeparableFunction):
 def own_op(x: Tensor, gain: Tensor) -> None:
     Scale.apply(x, weights=[gain], name="scale")
     Scale.apply(x)  # type: ignore[call-arg]
+
+
+@loss_traits(takes_deferred_logits=True, reduction="sum")
+def policy_loss(logits: Tensor | DeferredLogits, tokens: Tensor) -> Tensor:
+    return -token_log_probs(logits, tokens)[0].sum()
+
+
+assert_type(policy_loss(torch.ones(1, 2, 3), torch.ones(1, 2)), Tensor)
 
 
 def deferred() -> None:

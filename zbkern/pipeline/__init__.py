@@ -39,6 +39,7 @@ _HOME = {
     "layer_chunks": "zbkern.pipeline.models",
     "layers_of": "zbkern.pipeline.models",
     "layout_to_partition": "zbkern.schedules.layout",
+    "loss_traits": "zbkern.pipeline.models",
     "overlap_collectives": "zbkern.pipeline.runtime.overlap.collectives",
     "partition_to_layout": "zbkern.schedules.layout",
     "per_sequence": "zbkern.pipeline.models",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline.models.export import export_adapter as export_adapter
     from zbkern.pipeline.models.export import full_weights as full_weights
     from zbkern.pipeline.models.layers import layers_of as layers_of
+    from zbkern.pipeline.models.losses import loss_traits as loss_traits
     from zbkern.pipeline.models.losses import per_sequence as per_sequence
     from zbkern.pipeline.models.losses import sequence_targets as sequence_targets
     from zbkern.pipeline.models.losses import token_loss as token_loss

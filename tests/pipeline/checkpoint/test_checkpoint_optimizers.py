@@ -65,6 +65,15 @@ class Narrow(Homemade):
         parameter.sub_((state["q"] / 3 + state["signs"] + rows + sum(state["many"])) / state["step"], alpha=0.01)
 
 
+class Shared(Homemade):
+    """One tensor in the state of all parameters, as tables of quantised ones are, and here it changes, too."""
+
+    def update(self, parameter: Tensor, state: dict[Any, Any]) -> None:
+        state["scale"] = self.state[self.param_groups[0]["params"][0]].setdefault("scale", torch.ones(()))
+        state["scale"] += 1
+        parameter.sub_(parameter.grad / state["scale"], alpha=0.1)
+
+
 class OfNoParameter(Homemade):
     """A count beside the parameters' state."""
 
@@ -85,7 +94,7 @@ T = torch.optim
 KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     **{name: lambda p, name=name: getattr(T, name)(p, lr=0.01) for name in ("Adagrad", "Adafactor", "LBFGS", "NAdam")},
     **{str(entry): with_entry(entry) for entry in ("m", "exp.avg", 0, "master", ("m", 1), "")},
-    **{kind.__name__: kind for kind in (Nested, Narrow, OfNoParameter)},
+    **{kind.__name__: kind for kind in (Nested, Narrow, Shared, OfNoParameter)},
     "SGD": lambda p: T.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
     "RMSprop": lambda p: T.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
     "amsgrad": lambda p: T.AdamW(p, lr=0.01, amsgrad=True, foreach=True),
@@ -140,12 +149,12 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, kind: str, dtype: torch.dtype
     torch.testing.assert_close(train(again, other, range(3, 7)), expected, rtol=0, atol=0)
 
 
-class Shared(Homemade):
-    """One tensor in the state of all parameters."""
+class SharedInside(Homemade):
+    """One tensor in lists of the state of all parameters."""
 
     def update(self, parameter: Tensor, state: dict[Any, Any]) -> None:
-        state["scale"] = self.state[self.param_groups[0]["params"][0]].setdefault("scale", torch.ones(()))
-        state["scale"] += 1
+        state["scale"] = self.state[self.param_groups[0]["params"][0]].setdefault("scale", [torch.ones(())])
+        state["scale"][0] += 1
 
 
 class Opaque(Homemade):
@@ -156,7 +165,7 @@ class Opaque(Homemade):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Shared, r"the state of '0.bias' has a tensor of shape \[\] that the state has elsewhere, too"),
+        (SharedInside, r"the state of '0.bias' has a tensor in 'scale' that is elsewhere in it, too"),
         (Opaque, r"the optimizer's state of '0.weight'\['who'\] must be a number, .*; got PosixPath"),
     ],
 )
@@ -271,3 +280,25 @@ def test_masters_load_with_other_stages(two_ranks: Any, tmp_path: Path) -> None:
     optimizer = Optimizer(torch.optim.AdamW(whole.parameters()), master_weights=True)
     checkpoint.load(tmp_path, whole, optimizer)
     assert_same(state_by_name([whole], optimizer), expected)
+
+
+@pytest.mark.slow  # imports it
+@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
+def test_states_of_bitsandbytes_go_on(tmp_path: Path, name: str) -> None:
+    """All parameters have one table of what the codes of their states mean."""
+    kind = getattr(pytest.importorskip("bitsandbytes.optim", reason="pip install bitsandbytes"), name)
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 2048), nn.Tanh(), nn.Linear(2048, 2))
+        return module, kind(module.parameters(), lr=0.01)
+
+    module, optimizer = made()
+    train(module, optimizer, range(3))
+    checkpoint.save(tmp_path, 3, module, optimizer)
+    expected = train(module, optimizer, range(3, 6))
+    again, other = made()
+    checkpoint.load(tmp_path, again, other)
+    tables = {id(state["qmap1"]) for state in other.state.values() if "qmap1" in state}
+    assert len(tables) == 1
+    torch.testing.assert_close(train(again, other, range(3, 6)), expected, rtol=0, atol=0)

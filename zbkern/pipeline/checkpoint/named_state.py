@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class NamedState:
         values.NAME               all other entries of a parameter, packed
         others.RANK               the optimizer's state that is of no parameter; others.RANK.1 that of the second
                                   torch optimizer of several
+        shared.RANK               the entries of the optimizer's state that are one tensor
         group.RANK.INDEX          hyperparameters, the names of the parameters that have them, the kind of optimizer
 
     modules: a Pipeline, {chunk number: module}, or the whole model. optimizer: an Optimizer, a torch optimizer or None.
@@ -91,14 +92,15 @@ class NamedState:
         entries = self._entries()
         tensors = {f"model.{name}": v if isinstance(v, Tensor) else pack(v, name) for _, _, name, v in entries}
         states = {key: state for each in self._optimizers for key, state in each.state.items()}
-        self._check_unshared(states)
+        if shared := self._shared(states):
+            tensors[f"shared.{self.rank}"] = pack(shared, "shared state")
         for name, parameter in self._own.items():
             state = states.get(parameter)
             if state is None:
                 continue
             values = {}
             for entry, value in state.items():
-                if isinstance(value, Tensor) and type(entry) is str and "." not in entry:
+                if _is_tensor_entry(entry, value):
                     tensors[f"optimizer.{entry}.{name}"] = value
                 else:
                     values[entry] = value
@@ -120,17 +122,34 @@ class NamedState:
             tensors[f"group.{self.rank}.{index}"] = pack(described, "param_groups")
         return tensors
 
-    def _check_unshared(self, state: Mapping[Any, Any]) -> None:
-        """Raises ValueError for a tensor that is in the optimizer's state twice: it would be loaded as two."""
-        seen: set[int] = set()
-        for key, entries in state.items():
-            for leaf in tensors_in(entries):
-                if id(leaf) in seen:
-                    raise ValueError(
-                        f"checkpoint.save: the state of {self._names.get(id(key), [key])[0]!r} has a tensor of shape "
-                        f"{list(leaf.shape)} that the state has elsewhere, too: loaded, they would be two"
-                    )
-                seen.add(id(leaf))
+    def _shared(self, states: Mapping[Any, Any]) -> list[list[tuple[str, str]]]:
+        """Where each tensor is that several entries of the optimizer's state are, as (name, entry): a table, say.
+
+        Raises ValueError for one that is inside of an entry: it would be loaded as two.
+        """
+        places: dict[int, list[tuple[str, Any]]] = {}
+        inside: set[int] = set()
+        for key, entries in states.items():
+            for entry, value in entries.items() if isinstance(entries, dict) else [(None, entries)]:
+                for leaf in tensors_in(value):
+                    places.setdefault(id(leaf), []).append((self._names.get(id(key), [key])[0], entry))
+                    if leaf is not value or not _is_tensor_entry(entry, value) or not isinstance(key, Tensor):
+                        inside.add(id(leaf))
+        for key, several in places.items():
+            if len(several) > 1 and key in inside:
+                raise ValueError(
+                    f"checkpoint.save: the state of {several[1][0]!r} has a tensor in {several[1][1]!r} that is "
+                    "elsewhere in it, too: loaded, they would be two"
+                )
+        return [several for several in places.values() if len(several) > 1]
+
+    def _share(self, places: Sequence[tuple[str, str]]) -> None:
+        """Makes equal tensors one again that were one when they were saved."""
+        states = {key: state for each in self._optimizers for key, state in each.state.items()}
+        here = [(states[self._own[name]], entry) for name, entry in places if name in self._own]
+        for state, entry in here[1:]:
+            if torch.equal(state[entry], first := here[0][0][here[0][1]]):
+                state[entry] = first
 
     def targets(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
         """What to load into.
@@ -161,7 +180,7 @@ class NamedState:
             if kind == "optimizer" and name in self._own and [*what.size] == [*self._own[name].shape]:
                 like = self._own[name]  # a shard where the parameter is one
                 targets[key] = torch.empty_like(like, dtype=getattr(torch, what.dtype), requires_grad=False)
-            elif kind in ("group", "others") or (kind in ("optimizer", "values") and name in self._own):
+            elif kind in ("group", "others", "shared") or (kind in ("optimizer", "values") and name in self._own):
                 targets[key] = what.empty()
         masters = {id(master) for _, master in self._masters}
         for name, parameter in self._own.items():
@@ -245,6 +264,9 @@ class NamedState:
             for index, parameter in enumerate(in_order):
                 if self._names[id(parameter)][0] in self._as_saved:
                     _set_exactly(optimizer.state.get(parameter, {}), state[index], parameter.device)
+        for key, value in loaded.items():
+            for places in unpack(value) if _parse(key)[0] == "shared" else ():
+                self._share(places)
         with torch.no_grad():
             for parameter, master in self._masters:
                 master.copy_(loaded.get(f"master.{self._names[id(master)][0]}", parameter))
@@ -349,6 +371,11 @@ def digest(value: Any) -> str:
         )
         found.update(path.encode() + data)
     return found.hexdigest()
+
+
+def _is_tensor_entry(entry: Any, value: Any) -> bool:
+    """Whether an entry of an optimizer's state is stored as a tensor of its own."""
+    return isinstance(value, Tensor) and type(entry) is str and "." not in entry
 
 
 def _plain(leaf: Any) -> Any:

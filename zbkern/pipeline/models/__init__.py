@@ -4,7 +4,7 @@ from zbkern.pipeline.models.cutting import cut, layer_chunks
 from zbkern.pipeline.models.deferred_logits import DeferredLogits, token_log_probs
 from zbkern.pipeline.models.export import export, export_adapter, full_weights
 from zbkern.pipeline.models.layers import Layer, layers_of
-from zbkern.pipeline.models.losses import per_sequence, sequence_targets, token_loss, token_targets
+from zbkern.pipeline.models.losses import loss_traits, per_sequence, sequence_targets, token_loss, token_targets
 
 __all__ = [
     "DeferredLogits",
@@ -15,6 +15,7 @@ __all__ = [
     "full_weights",
     "layer_chunks",
     "layers_of",
+    "loss_traits",
     "per_sequence",
     "sequence_targets",
     "token_log_probs",

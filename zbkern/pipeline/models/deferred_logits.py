@@ -26,8 +26,8 @@ Autocast = tuple[str, torch.dtype, bool]  # a device's kind, and what torch.auto
 class DeferredLogits:
     """softcap tanh(scale head(hidden) / softcap), and without a softcap scale head(hidden), not computed.
 
-    hidden: [rows, length, features]. A loss of your own that says `loss.takes_deferred_logits = True` gets these in the
-    place of logits from a chunk of `cut` whose head is a linear one; where it is not, the loss gets logits.
+    hidden: [rows, length, features]. A loss of your own with `loss_traits(takes_deferred_logits=True)` gets these in
+    the place of logits from a chunk of `cut` whose head is a linear one; where it is not, the loss gets logits.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ def token_log_probs(logits: Tensor | DeferredLogits, tokens: Tensor, ignore_inde
     """(log_probs, entropy) for the loss of a policy: the logarithm of the probability of each token, and the entropy of
     what it was chosen from.
 
-    logits: [rows, length, vocabulary], or what a `loss_fn` with `takes_deferred_logits = True` gets. tokens: [rows,
+    logits: [rows, length, vocabulary], or what a `loss_fn` that takes `DeferredLogits` gets. tokens: [rows,
     length], of each position the token that follows it, ignore_index where that does not count. Both results are
     [rows, length], have a gradient, and are 0 where ignored; in float32, or float64.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,6 +61,26 @@ def _microbatches(labels: Any, microbatches: int) -> list[Tensor]:
     return parts
 
 
+Loss = TypeVar("Loss", bound=Callable[..., Any])
+
+
+def loss_traits(*, takes_deferred_logits: bool = False, reduction: str | None = None) -> Callable[[Loss], Loss]:
+    """Decorates a `loss_fn`: sets attributes of these names, which a Pipeline reads.
+
+    takes_deferred_logits: it gets `DeferredLogits` of a linear head. reduction: "sum" where the loss is a sum over
+    tokens, which slices and packs have their own of.
+    """
+    if reduction not in (None, "sum"):
+        raise ValueError(f"loss_traits: reduction must be 'sum', or None; got {reduction!r}")
+
+    def decorate(loss_fn: Loss) -> Loss:
+        vars(loss_fn).update(takes_deferred_logits=takes_deferred_logits, reduction=reduction)
+        return loss_fn
+
+    return decorate
+
+
+@loss_traits(takes_deferred_logits=True, reduction="sum")  # over the tokens of a slice, where sequences are in slices
 def token_loss(logits: Tensor | DeferredLogits, targets: TokenTargets) -> Tensor:
     """`loss_fn` of a Pipeline: cross-entropy of logits [rows, length, vocabulary], weighted as `token_targets` says.
 
@@ -78,10 +98,6 @@ def token_loss(logits: Tensor | DeferredLogits, targets: TokenTargets) -> Tensor
         wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return loss * weight.to(loss.dtype)
-
-
-token_loss.reduction = "sum"  # type: ignore[attr-defined] # over the tokens of a slice, where sequences are in slices
-token_loss.takes_deferred_logits = True  # type: ignore[attr-defined]
 
 
 # ---- losses of whole sequences, such as GRPO's mean of their means or GSPO's ratio of each, where rows are packs

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zbkern.pipeline.transport.tensors import local_part
 
@@ -83,6 +85,13 @@ def equal(a: Any, b: Any) -> bool:
     if type(a) in (list, tuple) and type(a) is type(b):
         return len(a) == len(b) and all(map(equal, a, b))
     return bool(a == b)
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a subclass holds, such as the codes and scales of a quantised state; of others itself."""
+    if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in plain_parts(getattr(tensor, name))]
 
 
 def is_view(tensor: Any) -> bool:

@@ -42,6 +42,17 @@ class PendingStep:
             [(p, gradient.clone() if id(gradient) in shared else gradient) for p, gradient in self.gradients]
         )
 
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Copies of the gradients, for `take_copies`."""
+        return [(parameter, gradient.clone()) for parameter, gradient in self.gradients]
+
+    def take_copies(self, copies: list[tuple[Tensor, Tensor]] | None) -> bool:
+        """After the step: whether it has written into gradients, in whose place copies from before it are kept then."""
+        versions = [gradient._version for _, gradient in self.gradients]
+        if versions != self._versions and copies is not None:
+            self.set_gradients(copies)
+        return versions != self._versions
+
     def record_weights(self, weights: Iterable[Tensor], values: bool) -> None:
         """For `check_weights`: what they are now, when the step is left to be validated. values: for `check_values`,
         too, with a copy of no tensor."""

@@ -140,6 +140,7 @@ class Optimizer(torch.optim.Optimizer):
         transport = connect(pipe, self.device) if calls is None else calls.transport
         self._owned = transport if calls is None and transport is not pipe else None
         self._cautious = False
+        self._writes_gradients: bool | None = None  # whether a torch optimizer does, once a step has shown it
         with closing_on_error(transport, self._owned is not None, "its Optimizer"):
             ranks = [*range(transport.size)] if calls is None else rank_order(calls.loop.schedule)
             cut = any(isinstance(p, DTensor) and p.requires_grad for p in self._model_parameters())
@@ -237,10 +238,12 @@ class Optimizer(torch.optim.Optimizer):
                 boundary.hold(step, total)
                 return loss
             if self._may_step(total):
+                spares = step.copies() if self._writes_gradients is not False and any(self._limits) else None
                 with step.in_place(self):
                     for part in self._parts:
                         part.undo.save(part.optimizer)
                         part.update()
+                self._writes_gradients = step.take_copies(spares) or bool(self._writes_gradients)
                 step.has_stepped, step.after = True, hyperparameters(self)
             if step.has_stepped and not (
                 any(self._norms.limits) or any(part.undo.needs_gradients for part in self._parts)

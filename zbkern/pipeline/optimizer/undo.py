@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.pipeline.optimizer.params import MASTERS, copy_, parameters
+from zbkern.pipeline.optimizer.params import MASTERS, copy_, parameters, plain_parts
 from zbkern.wgrad.accumulation import gradient_of
 
 
@@ -39,6 +39,7 @@ class Snapshot:
             for name, value in state.items():
                 entries[name] = value if isinstance(value, Tensor) else copy.deepcopy(value)
             originals += [value for value in entries.values() if isinstance(value, Tensor)]
+        originals = [part for original in originals for part in plain_parts(original)]
         self._attributes, self._originals = _copied_attributes(optimizer), originals
         if list(map(_kind, self._copies)) != list(map(_kind, originals)):
             self._copies = [torch.empty_like(original, requires_grad=False) for original in originals]
