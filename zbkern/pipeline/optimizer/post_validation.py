@@ -238,7 +238,7 @@ class Optimizer(torch.optim.Optimizer):
                 boundary.hold(step, total)
                 return loss
             if self._may_step(total):
-                spares = step.copies() if self._writes_gradients is not False and any(self._limits) else None
+                spares = step.copies() if self._writes_gradients is not False and any(self._norms.limits) else None
                 with step.in_place(self):
                     for part in self._parts:
                         part.undo.save(part.optimizer)

@@ -248,21 +248,21 @@ class Unrepeatable(nn.Module):
 
     def __init__(self, source: str) -> None:
         super().__init__()
-        self.linear, self.source, self.calls = nn.Linear(WIDTH, WIDTH), source, 0
+        self.linear, self.source, self.calls = nn.Linear(WIDTH, WIDTH), source, [0]  # a number alone would be put back
         self.generator = torch.Generator().manual_seed(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.calls[0] += 1
         if self.source == "numpy":
             factor: Any = np.random.rand()
         elif self.source == "generator":
             factor = torch.rand(WIDTH, generator=self.generator)
         elif self.source == "structure":
-            return self.linear(x).sin() if self.calls == 1 else self.linear(x).sin().tanh()
+            return self.linear(x).sin() if self.calls[0] == 1 else self.linear(x).sin().tanh()
         elif self.source == "order":
             return self.linear(x).sin()[torch.randperm(len(x), generator=self.generator)]
         else:
-            factor = 1 + 1e-3 * (self.calls if self.source == "counter" else max(0, self.calls - 14))
+            factor = 1 + 1e-3 * (self.calls[0] if self.source == "counter" else max(0, self.calls[0] - 14))
         return self.linear(x).sin() * factor
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -426,3 +428,14 @@ def test_compiled_parts_are_compared_as_they_are_written() -> None:
                     pipe.step(*batch(torch.float64))
             else:
                 pipe.step(*batch(torch.float64))
+
+
+def test_a_probe_keeps_nothing_of_a_pipeline() -> None:
+    """A circle of tensors and their hooks would stay for good."""
+    x = torch.randn(2, 8, WIDTH)
+    with one_rank(Causal(), schedules.gpipe(1, 2, slices=2)) as pipe:
+        pipe.step(x, torch.zeros_like(x))
+    queue = weakref.ref(pipe.queue)
+    del pipe
+    gc.collect()
+    assert queue() is None

@@ -142,9 +142,15 @@ class Comparison:
         self._takers: dict[_Key, str] = {}  # the part that is given what another has returned
         self._errors: list[tuple[_Key, Tensor]] = []
         self._off: list[tuple[_Key, Tensor, Tensor]] = []  # of gradients: by how much, and how large they are
-        whole = self._run_whole()
-        found = self._run_parts(keeps_attributes)
-        return self._first_that_differs() or self._other_outputs(whole, found) or self._other_gradients(whole, found)
+        try:
+            whole = self._run_whole()
+            found = self._run_parts(keeps_attributes)
+            return (
+                self._first_that_differs() or self._other_outputs(whole, found) or self._other_gradients(whole, found)
+            )
+        finally:  # their hooks have this, and a circle of tensors and hooks is not found by garbage collection
+            self._returned.clear()
+            self._forced.clear()
 
     def _run_whole(self) -> _Found:
         for number, side in enumerate(self._case.wholes):
