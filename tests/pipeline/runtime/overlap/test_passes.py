@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextvars
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -84,6 +85,8 @@ def test_where_one_fails_all_end_and_its_error_is_raised(passes: Passes, fails: 
 
 
 def test_ctrl_c_ends_all(passes: Passes) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+
     def interrupts() -> None:
         in_flight()
         _thread.interrupt_main()
@@ -91,8 +94,11 @@ def test_ctrl_c_ends_all(passes: Passes) -> None:
         in_flight()
         raise AssertionError("went on")
 
-    with pytest.raises(KeyboardInterrupt):
-        passes.run([lambda: [in_flight() for _ in range(3)], interrupts], [])
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            passes.run([lambda: [in_flight() for _ in range(3)], interrupts], [])
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_backward_runs_beside_a_forward_whose_gradients_are_on(passes: Passes) -> None:
