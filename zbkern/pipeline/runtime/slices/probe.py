@@ -35,7 +35,8 @@ class Probes:
 
     def __init__(self, chunk: int, module: nn.Module) -> None:
         self._chunk, self._module, self._parts = chunk, module, [*module.modules()]
-        self._found: dict[object, tuple[int, str | None]] = {}  # by kind: tokens of its probe, and why it is refused
+        # by kind: tokens of its probe, whether these were told apart, and why it is refused
+        self._found: dict[object, tuple[int, bool, str | None]] = {}
 
     def before(self, run: Callable[..., Any], inputs: Any, side: Mapping[str, Any]) -> None:
         """Before run(inputs, side), which calls the module. Raises ValueError for sequences that are cut, or packed, in
@@ -62,13 +63,13 @@ class Probes:
     ) -> str | None:
         """Why calls of this kind are refused; None where a probe has found nothing."""
         key = what, call.kind(), self._mode()
-        count, (known, refused) = min(TOKENS, call.total), self._found.get(key, (1, None))
-        if count <= known or known < count < min(TOKENS, 2 * known):
+        count, (known, told, refused) = min(TOKENS, call.total), self._found.get(key, (1, True, None))
+        is_known = count <= known or known < count < min(TOKENS, 2 * known)
+        if is_known and (told or not call.tells_tokens_apart(self._module)):
             return refused
         start = time.perf_counter()
         refused = difference(self._module, run, call)
-        if refused is not None or call.tells_tokens_apart(self._module):
-            self._found[key] = count, refused
+        self._found[key] = count, refused is not None or call.tells_tokens_apart(self._module), refused
         logger.info("chunk %d: a probe of %s took %.2f s", self._chunk, what, time.perf_counter() - start)
         return refused
 
