@@ -1,7 +1,7 @@
 #!/bin/bash
 # What a GPU that is lent for fifteen minutes tells, in two commands, of 5 and of 6.5 minutes:
 #
-#     bench/gpu_minutes.sh 1          W beside cuBLAS and the ceilings, every launch, designs of W, virtual stages, rows
+#     bench/gpu_minutes.sh 1          W beside cuBLAS, every launch, designs of W, processes and virtual stages, rows
 #     bench/gpu_minutes.sh 2          the tests, tiles of W, the sanitizer
 #     bench/gpu_minutes.sh 2 REGEX    in their place the jobs of bench/gpu_session.py with this regular expression
 #
@@ -10,7 +10,7 @@
 # .cache/gpu): session.md, session.json, log.txt, from the first seconds on. REHEARSE=--rehearse: without a GPU.
 cd "$(dirname "$0")/.." || exit 2
 case "$1" in
-  1) seconds=280 jobs='headline|every launch|W designs|virtual stages|rows' ;;
+  1) seconds=280 jobs='headline|every launch|W designs|processes on one GPU|virtual stages|rows' ;;
   2) seconds=370 jobs='tests|tiles|sanitizer' ;;
   *) sed -n '2,/^cd/{/^cd/!p}' "$0"; exit 2 ;;
 esac

@@ -81,6 +81,7 @@ def plan(work: Path, prepared: Path | None = None, rehearsed: bool = False) -> l
     """All jobs, in the order in which they are to run. work: where they write."""
     over = ["-m", "tests.emulator.gpu", "90"] if rehearsed else ["-m"]
     where = ["--device", "cpu", "--tiny"] if rehearsed else []
+    few = ["--tiny", "--ranks", "2"] if rehearsed else []
     several = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "--seconds", "{seconds}", "-n", str(os.cpu_count() or 1)]
 
     def program(name: str, command: Sequence[str], share: float, place: str = "") -> Job:
@@ -99,6 +100,7 @@ def plan(work: Path, prepared: Path | None = None, rehearsed: bool = False) -> l
         program(HEADLINE, [*rows, "--rows", *gpu_rows.HEADLINE], 12, "rows"),
         Job(REPLAYED, every_launch, 8),
         program("W designs", [*over, "bench.w_sweep", *where, "--seconds", "{seconds}"], 24),
+        program("processes on one GPU", ["-m", "bench.one_gpu", *few, "--seconds", "{seconds}"], 20),
         program("virtual stages", ["-m", "bench.virtual_stages", "--rounds", "5"], 8),
         program("rows", rows, 24),
         Job("tests", [*several, "-m", "gpu and not alone", "--deselect", launches, "tests/gpu"], 24),

@@ -92,9 +92,8 @@ class DistributedTransport(Transport):
     def _open_connections(self) -> None:
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         self._headers_up, self._headers_down = (new_communicator(ranks, "gloo") for _ in range(2))
-        self._up, self._down = self._headers_up, self._headers_down
+        self._up, self._down = self._communicators(ranks)
         if not self._on_cpu:
-            self._up, self._down = (new_communicator(ranks, backend_of(self._group, self.device)) for _ in range(2))
             self._locks = {id(group): threading.Lock() for group in (self._up, self._down)}
             self._receiving = torch.cuda.Stream(self.device)  # every stream more may share a hardware queue with others
         self._join(Mailbox(self.rank))
@@ -127,6 +126,13 @@ class DistributedTransport(Transport):
         connections = self._receivers, self._sender, (self._headers_up, self._headers_down)
         self._end_threads = Finalize(None, _end_threads, connections, exitpriority=0)
         self._close_at_exit = Finalize(None, self._end_with_process, exitpriority=0)
+
+    def _communicators(self, ranks: list[int]) -> tuple[Any, Any]:
+        """Of tensors, to higher and to lower ranks."""
+        if self._on_cpu:
+            return self._headers_up, self._headers_down
+        up, down = (new_communicator(ranks, backend_of(self._group, self.device)) for _ in range(2))
+        return up, down
 
     def send(self, peer: int, tag: Tag | Note, message: Any) -> None:
         if peer == self.rank:

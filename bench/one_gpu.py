@@ -1,0 +1,272 @@
+"""A pipeline of processes on one GPU: each rank has a share of its multiprocessors, and every schedule runs for real.
+
+Bubbles, launches, interpreters and queues are those of a pipeline; L2, memory and power are shared. MPS gives every
+process its share, in a daemon with folders of its own, which changes no setting of the GPU. Without it processes take
+turns, and times mean nothing. Messages are copies between the processes (bench/shared_memory.py), since NCCL refuses
+two ranks on a GPU. Every schedule's loss and gradients are compared with one process first. Beside its step stand the
+step that is simulated with its costs, and the one that is rehearsed, by all processes at once.
+
+    CUDA_DEVICE_MAX_CONNECTIONS=32 python -m bench.one_gpu --ranks 4 --seconds 200 [--out FOLDER]
+    python -m bench.one_gpu --ranks 2 --tiny        # on a CPU: the same program, whose times mean nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import zbkern
+from bench import report
+from bench.shared_memory import SharedMemoryTransport
+from bench.virtual_stages import Block
+from zbkern.pipeline import Costs, Pipeline, Schedule, plan, rehearse, schedules, simulate
+from zbkern.planning.simulation import drift
+from zbkern.reporting import markdown_table
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of a norm: bf16 gradients are rounded at every microbatch
+WARM_UP, LAST_SECONDS = 2, 15  # steps; what another schedule needs at least
+_MPS = ("/usr/bin", "/usr/local/nvidia/bin", "/usr/lib/nvidia/bin")
+LOSS = nn.MSELoss(reduction="sum")  # of each slice by itself
+
+
+class Stack(nn.Sequential):
+    """Blocks, whose tokens need nothing of earlier slices."""
+
+    def forward(self, x: Tensor, carry: Any = None) -> Tensor:
+        return super().forward(x)
+
+
+@contextlib.contextmanager
+def shares(ranks: int) -> Iterator[str]:
+    """Inside, processes that begin have a rank's share of the multiprocessors; yields what came of it."""
+    control = shutil.which("nvidia-cuda-mps-control", path=os.pathsep.join([os.environ.get("PATH", ""), *_MPS]))
+    if control is None or not torch.cuda.is_available():
+        yield "no MPS: nvidia-cuda-mps-control or the GPU is not there, so times mean nothing"
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        percent = str(100 // ranks)
+        places = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        environment = {**os.environ, **places}
+        began = subprocess.run([control, "-d"], env=environment, capture_output=True, text=True, timeout=20)
+        if began.returncode != 0:
+            yield f"no MPS, so times mean nothing: {(began.stderr or began.stdout)[-200:].strip()}"
+            return
+        os.environ.update(places, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=percent)
+        os.environ["CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING"] = "1"  # processes are told their share
+        try:
+            yield f"MPS, {percent}% of the multiprocessors for each rank"
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run([control], input="quit\n", env=environment, capture_output=True, text=True, timeout=20)
+
+
+def candidates(ranks: int, microbatches: int) -> dict[str, Schedule]:
+    """Those that need no costs."""
+    return {
+        "1F1B": schedules.one_f_one_b(ranks, microbatches),
+        "interleaved 1F1B": schedules.interleaved(ranks, microbatches, 2),
+        "ZB-H1": schedules.zb_h1(ranks, microbatches),
+        "ZB-H2": schedules.zb_h2(ranks, microbatches),
+        "ZB-V": schedules.zb_v(ranks, microbatches),
+        "ZB-V, slices": schedules.zb_v(ranks, max(ranks, microbatches // 2), slices=2),
+    }
+
+
+class Rank:
+    """One process, which has the whole model to compare with."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.options, self.device, self.end = options, device, time.monotonic() + options.seconds
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.model = [Block(options.width).to(device, dtype) for _ in range(2 * options.ranks)]
+        rows = options.microbatches, options.tokens, options.width
+        self.x, self.y = (torch.randn(rows, device=device, dtype=dtype) for _ in range(2))
+
+    def chunks(self, schedule: Schedule, rank: int) -> list[nn.Module]:
+        each = len(self.model) // len(schedule.placement)
+        parts = [self.model[chunk * each : (chunk + 1) * each] for chunk in schedule.chunks_of(rank)]
+        return [zbkern.convert(Stack(*copy.deepcopy(part))) for part in parts]
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        """A row for every schedule, the same on all ranks, as long as there is time."""
+        measured: dict[str, Costs] = {}
+        for name, schedule in candidates(self.options.ranks, self.options.microbatches).items():
+            if not self.has_time():
+                return
+            row, measured[name] = self.measure(name, schedule)
+            yield row
+        size = self.options.ranks, self.options.microbatches
+        for name, of, more in (("plan", "ZB-H1", {}), ("plan in a V", "ZB-V", {"chunks": 2, "placement": "v"})):
+            if not self.has_time():
+                return
+            made = [None]
+            if dist.get_rank() == 0:
+                made = [plan(measured[of], *size, memory_limit=size[0], effort=1, **more).schedule]
+            dist.broadcast_object_list(made)
+            yield self.measure(name, made[0])[0]
+
+    def has_time(self) -> bool:
+        answer = [self.end - time.monotonic() > LAST_SECONDS]
+        dist.broadcast_object_list(answer)
+        return answer[0]
+
+    def measure(self, name: str, schedule: Schedule) -> tuple[dict[str, Any], Costs]:
+        rank = dist.get_rank()
+        transport = SharedMemoryTransport(None, self.device)
+        with Pipeline(self.chunks(schedule, rank), schedule, LOSS, transport, timeout=60) as pipe:
+            self.check(name, pipe, pipe.step(self.x, self.y))
+            for _ in range(WARM_UP):
+                pipe.step(self.x, self.y)
+            timelines, hosts = [], []
+            for _ in range(self.options.rounds):
+                pipe.gather(None)
+                begin = time.perf_counter()
+                pipe.step(self.x, self.y)
+                hosts.append(time.perf_counter() - begin)
+                timelines.append(pipe.last.gather_timeline())
+            host = max(pipe.gather(median(hosts)))
+        transport.close()
+        rehearsed = rehearse(
+            lambda rank: self.chunks(schedule, rank), schedule, LOSS, self.x, self.y, device=self.device, repeats=3
+        ).timeline.cost
+        memory = Costs(activation=1 / schedule.chunks)  # of a rank
+        costs = drift.costs(timelines, memory)
+        simulated = simulate(schedule, costs)
+        middle = sorted(timelines, key=lambda timeline: timeline.cost)[len(timelines) // 2]
+        row = {
+            "schedule": name,
+            "step": middle.cost,
+            "simulated": simulated.cost,
+            "rehearsed": rehearsed,
+            "idle": middle.bubble_rate,
+            "simulated idle": simulated.bubble_rate,
+            "host": host,
+        }
+        return row, costs
+
+    def check(self, name: str, pipe: Pipeline, loss: Tensor | None) -> None:
+        """Raises AssertionError where the step's loss or gradients are not those of one process."""
+        whole, count = copy.deepcopy(self.model), pipe.schedule.microbatches
+        total = 0.0
+        for x, y in zip(self.x.chunk(count), self.y.chunk(count), strict=True):
+            part = LOSS(nn.Sequential(*whole)(x), y) / count
+            part.backward()
+            total += part.item()
+        pairs = [] if loss is None else [("loss", loss.detach(), torch.tensor(total, device=self.device))]
+        each = len(whole) // len(pipe.schedule.placement)
+        for chunk, module in pipe.modules.items():
+            theirs = nn.Sequential(*whole[chunk * each : (chunk + 1) * each])
+            named = zip(module.named_parameters(), theirs.parameters(), strict=True)
+            pairs += [(f"chunk {chunk}, {key}", ours.grad, other.grad) for (key, ours), other in named]
+            module.zero_grad()
+        for what, ours, expected in pairs:
+            differs = float((ours.float() - expected.float()).norm() / expected.float().norm())
+            if not differs < TOLERANCE[self.x.dtype]:
+                raise AssertionError(f"{name}, {what}: differs by {differs:.2g} of its norm from one process")
+
+
+def run(rank: int, options: argparse.Namespace, port: int, rows: Any) -> None:
+    """A process. rows: where rank 0 puts each row as it comes."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        print(f"rank {rank} is told of {count} multiprocessors", flush=True)
+    for row in Rank(options, device).run():
+        if rank == 0:
+            rows.put(row)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a microbatch")
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of every schedule")
+    parser.add_argument("--seconds", type=float, default=200.0, help="no schedule begins later than shortly before")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
+    report.add_out(parser)
+    options = parser.parse_args(argv)
+    if options.tiny:
+        options.width, options.tokens, options.rounds, options.microbatches = 64, 32, 3, 2 * options.ranks
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # under MPS the default is 2
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with shares(options.ranks) as how:
+        print(how, flush=True)
+        found = _rows(options, port)
+    print("\n" + table(found))
+    saved = {"how": how, "ranks": options.ranks, "rows": found}
+    print("\n" + report.write_json("one_gpu", saved, options.out if found else Path(os.devnull) and None))
+    return 0 if found else 1
+
+
+def _rows(options: argparse.Namespace, port: int) -> list[dict[str, Any]]:
+    """What the processes have measured, printed as it comes; some of it where one of them fails."""
+    context = mp.get_context("spawn")
+    queue, found = context.Manager().Queue(), []
+    processes = mp.spawn(run, (options, port, queue), options.ranks, join=False)
+    deadline = time.monotonic() + options.seconds + 60
+    try:
+        over = False
+        while not over and time.monotonic() < deadline:
+            over = processes.join(0.5)
+            while not queue.empty():
+                found.append(queue.get())
+                print(
+                    ", ".join(f"{key} {value:.5g}" if key != "schedule" else value for key, value in found[-1].items())
+                )
+    except mp.ProcessRaisedException as error:
+        print(error, file=sys.stderr)
+        found.clear()
+    finally:
+        for process in processes.processes:
+            if process.is_alive():
+                process.kill()
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Milliseconds, and speed over the first row's schedule."""
+    cells = [
+        (
+            row["schedule"],
+            *(f"{1e3 * row[name]:.2f}" for name in ("step", "simulated", "rehearsed", "host")),
+            *(f"{row[name]:.1%}" for name in ("idle", "simulated idle")),
+            *(f"{rows[0][name] / row[name]:.3f}" for name in ("step", "simulated", "rehearsed")),
+        )
+        for row in rows
+    ]
+    speeds = [f"speed over 1F1B{what}" for what in ("", ", simulated", ", rehearsed")]
+    return markdown_table(
+        ("schedule", "step, ms", "simulated", "rehearsed", "host", "idle", "simulated idle", *speeds), cells
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
