@@ -187,7 +187,7 @@ def check(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("default", "count", "largest"), [(0, 5, 40), pytest.param(1, 50, LONGEST, marks=pytest.mark.slow)]
+    ("default", "count", "largest"), [(0, 3, 40), pytest.param(1, 50, LONGEST, marks=pytest.mark.slow)]
 )
 def test_random_batches_train_as_one_process(default: int, count: int, largest: int) -> None:
     chosen = seed(default)
