@@ -32,6 +32,7 @@ def test_a_file_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert any("| one chunk" in line and "300.0" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_the_errors_that_a_plan_prints_are_those_of_the_runs() -> None:
     given = json.loads(published_runs.RUNS.read_text())
     found = published_runs.by_kind([published_runs.predict(run, given["models"]) for run in given["runs"]])

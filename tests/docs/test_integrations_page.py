@@ -181,7 +181,9 @@ def stages_by_the_page(kind: str) -> int:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["sharded", "sharded again", "checkpointed", "compiled"])
+@pytest.mark.parametrize(
+    "kind", ["sharded", "sharded again", "checkpointed", pytest.param("compiled", marks=pytest.mark.slow)]
+)
 def test_stages_that_a_framework_changes(two_ranks: Any, kind: str) -> None:
     # two steps, two chunks of two blocks: two linears, and the norm where nothing is compiled
     for deferred in two_ranks.run(stages_by_the_page, kind):

@@ -169,7 +169,10 @@ def test_autocast_is_that_of_the_forward() -> None:
 
 @pytest.mark.parametrize(
     ("each", "reshard", "policy"),
-    [(True, True, False), (True, False, False), (False, True, False), (False, False, False), (True, True, True)],
+    [
+        *((True, False, False), (False, True, False), (True, True, True)),
+        *(pytest.param(each, each, False, marks=pytest.mark.slow) for each in (True, False)),
+    ],
 )
 def test_fsdp(two_ranks: Any, each: bool, reshard: bool, policy: bool) -> None:
     """Under FSDP2 the head's weight may be gathered in its forward alone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from zbkern.planning.planner import native
 pytestmark = pytest.mark.skipif(native.core is None, reason="the planner's search is not compiled")
 
 LENGTHS = (90, 3, 5, 4, 40, 8, 2, 6)
+QUICK = {(torch.float32, "log_probs", False), (torch.float32, "token_log_probs", True)}
 COSTS = Costs(3.0, 5.0, 1.0, attention_forward=1.0, attention_backward=2.5, overhead=0.9, tokens=40)
 
 
@@ -71,9 +73,13 @@ def planned() -> Any:
     return batch
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", ["log_probs", "token_log_probs", "logits"])
-@pytest.mark.parametrize("of_sequences", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "how", "of_sequences"),
+    [
+        pytest.param(*each, marks=[] if each in QUICK else [pytest.mark.slow])
+        for each in product((torch.float32, torch.bfloat16), ("log_probs", "token_log_probs", "logits"), (False, True))
+    ],
+)
 def test_the_ratio_of_a_first_step_is_one(dtype: torch.dtype, how: str, of_sequences: bool) -> None:
     batch, schedule, policy = planned(), schedules.zb_v(2, 2), Policy(how != "logits", how)
     copies = [copy.deepcopy(make("llama")).to(dtype) for _ in range(2)]

@@ -27,7 +27,11 @@ from tests.support.small_models import (
 from zbkern.pipeline import Schedule, cut, layer_chunks, layers_of, schedules
 
 ROWS, LENGTH = 4, 12
-ALIKE = {"vipllava", "smolvlm", "aya_vision", "mistral3", "internvl"}  # to LLaVA, for the library's part in it
+# to LLaVA, BART, T5 and Qwen2-VL, for the library's part in it
+ALIKE = {
+    *("vipllava", "smolvlm", "aya_vision", "mistral3", "internvl"),
+    *("marian", "m2m_100", "t5_untied", "switch", "qwen2_5_vl"),
+}
 
 
 def batch(kind: str, model: Any) -> tuple[dict[str, Tensor], Tensor]:

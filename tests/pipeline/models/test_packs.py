@@ -115,7 +115,13 @@ def test_attention_that_takes_lengths_gets_no_mask() -> None:
     assert all(longest == most == max(b - a for a, b in pairwise(ends)) for ends, longest, most in TOLD)
 
 
-@pytest.mark.parametrize("family", ["mamba2", "bamba", "falcon_h1", "nemotron_h", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("mamba2", "lfm2"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("bamba", "falcon_h1", "nemotron_h", "qwen3_next")),
+    ],
+)
 def test_states_that_would_go_on_into_the_next_sequence_are_refused(family: str) -> None:
     model = make(family)
     for error in step(model):

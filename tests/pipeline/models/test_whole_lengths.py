@@ -77,7 +77,9 @@ def check(model: nn.Module, rows: str, slices: int, partition: list[float] | Non
 
 
 @pytest.mark.parametrize("kind", LONGROPE)
-@pytest.mark.parametrize(("rows", "slices"), [("plain", 2), ("plain", 4), ("right", 3)])
+@pytest.mark.parametrize(
+    ("rows", "slices"), [("plain", 4), ("right", 3), pytest.param("plain", 2, marks=pytest.mark.slow)]
+)
 def test_slices_have_the_frequencies_of_their_whole_sequence(kind: str, rows: str, slices: int) -> None:
     check(model_of(kind, 16), rows, slices, [0, 1.5])
 

@@ -33,11 +33,12 @@ RECOMPUTED = plan(
     Costs(checkpoint=0.1, held=0.5), 2, M, 1, memory_limit=1.2, recompute=True, effort=0
 ).schedule  # with an R
 SCHEDULES = [
-    schedules.one_f_one_b(4, M),
-    schedules.zb_h1(3, M),
-    schedules.zb_v(2, M),
     schedules.interleaved(2, M, 2),
     schedules.zb_v(2, M // 2, slices=2),
+    *(
+        pytest.param(schedule, marks=pytest.mark.slow)
+        for schedule in (schedules.one_f_one_b(4, M), schedules.zb_h1(3, M), schedules.zb_v(2, M))
+    ),
 ]
 
 
@@ -229,7 +230,7 @@ def test_a_slower_link_makes_a_longer_step() -> None:
 )
 def test_wrong_arguments(wrong: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        rehearsed(SCHEDULES[0], **wrong)
+        rehearsed(schedules.one_f_one_b(4, M), **wrong)
 
 
 def test_a_rank_alone_has_the_gradients_of_its_first_chunks() -> None:

@@ -173,7 +173,7 @@ def mesh_of(program: str) -> dict[str, int]:
     return dict(zip(names.replace('"', "").split(", "), map(int, sizes.split(", ")), strict=True))
 
 
-@pytest.mark.parametrize(("stages", "tensor", "replicas"), [(8, 2, 4), (2, 2, 8), (4, 1, 8), (2, 8, 2), (2, 1, 16)])
+@pytest.mark.parametrize(("stages", "tensor", "replicas"), [(2, 2, 8), (2, 8, 2), (2, 1, 16)])
 def test_replicas_are_where_the_costs_have_them(
     stages: int, tensor: int, replicas: int, run_plan: Any, tmp_path: Path
 ) -> None:
