@@ -14,10 +14,12 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from zbkern.planning.costs.chunks import Costs
-from zbkern.planning.costs.flat import FlatCosts, Growth, Growths, kept_by_slices
+from zbkern.planning.costs.flat import FlatCosts, Growth, Growths, flat_costs, kept_by_slices
 from zbkern.planning.costs.memory import Limit, limits_of
 from zbkern.planning.planner import native
 from zbkern.planning.planner.arguments import chunks_per_rank, placement_of
+from zbkern.planning.planner.idle_time import IdleTime
+from zbkern.planning.planner.plan import Plan, compared
 from zbkern.planning.planner.problem import within
 from zbkern.planning.planner.published import generators_of
 from zbkern.planning.simulation.timeline import Event, Timeline
@@ -41,19 +43,21 @@ class BatchPlan:
     rows: of each microbatch, the numbers of the sequences in it: one, whole or in slices (`schedule.slices_of`), or a
     pack of whole ones, in this order. ends: of each microbatch, where its sequences end, 0 first.
 
-    costs: those of the plan. makespan: from the first pass to the last. lower_bound: of any schedule of this batch,
-    what the busiest rank's passes take alone. peak_memory: of each rank. published: the name and the makespan of the
-    best published schedule of whole packs that fits, None for none.
+    costs: those of the plan. makespan: from the first pass to the last. peak_memory: of each rank. published: the name
+    and the makespan of the best published schedule of whole packs that fits, None for none. Worked out when it is asked
+    for: timeline; bubble_rate, idle, lower_bound and optimal as `Plan` has them for the makespan; the bound is of any
+    schedule of this batch, in which the busiest rank's passes follow one another.
     """
 
     schedule: Schedule
     rows: tuple[tuple[int, ...], ...]
     ends: tuple[tuple[int, ...], ...]
     makespan: float
-    lower_bound: float
     peak_memory: tuple[float, ...]
     published: tuple[str, float] | None
     costs: Costs = field(repr=False)
+    _least: float = field(repr=False)  # makespan
+    _limits: tuple[float, ...] | None = field(repr=False, compare=False)
     _times: tuple[list[tuple[float, float]], ...] = field(repr=False)
 
     def __repr__(self) -> str:
@@ -61,7 +65,7 @@ class BatchPlan:
         cut = sum(len(each) > 1 for each in self.schedule.own_slices)
         return (
             f"<BatchPlan: {sum(map(len, self.rows))} sequences in {len(self.rows)} microbatches, {cut} in slices; "
-            f"makespan {self.makespan:.4g}, at least {self.lower_bound:.4g}{better}>"
+            f"makespan {self.makespan:.4g}, at least {self._least:.4g}{better}>"
         )
 
     @functools.cached_property
@@ -72,6 +76,26 @@ class BatchPlan:
             for rank, (actions, times) in enumerate(zip(self.schedule.actions, self._times, strict=True))
         )
         return Timeline(self.schedule, events, self.peak_memory, self.costs.time_unit or "")
+
+    @functools.cached_property
+    def _compared(self) -> Plan:
+        return compared(self.timeline, flat_costs(self.costs, self.schedule), self._limits, "makespan", self._least)
+
+    @property
+    def bubble_rate(self) -> float:
+        return self.timeline.bubble_rate
+
+    @property
+    def lower_bound(self) -> float:
+        return self._compared.lower_bound
+
+    @property
+    def optimal(self) -> bool:
+        return self._compared.optimal
+
+    @property
+    def idle(self) -> IdleTime:
+        return self._compared.idle
 
 
 def plan_batch(
@@ -132,7 +156,7 @@ def plan_batch(
             f"plan_batch: memory_limit must let the largest unit run; got {amount(min(limits), unit)}, "
             f"and {fits}; raise the limit, or use more chunks or stages"
         )
-    return _plan_of(problem, numbers, best, published, costs)
+    return _plan_of(problem, numbers, best, published, costs, limits)
 
 
 def sequence_work(costs: Costs, length: int) -> float:
@@ -250,7 +274,12 @@ def _published(placement: tuple[int, ...], microbatches: int) -> list[tuple[str,
 
 
 def _plan_of(
-    problem: _Problem, lengths: Sequence[int], best: _Found, published: tuple[str, _Found] | None, costs: Costs
+    problem: _Problem,
+    lengths: Sequence[int],
+    best: _Found,
+    published: tuple[str, _Found] | None,
+    costs: Costs,
+    limits: Sequence[float] | None,
 ) -> BatchPlan:
     rows = tuple(tuple(Action(_KINDS[kind], chunk, unit) for kind, chunk, unit, _, _ in row) for row in best.events)
     cuts = tuple(map(tuple, best.cuts))
@@ -260,9 +289,10 @@ def _plan_of(
         rows=tuple(map(tuple, best.rows)),
         ends=tuple(tuple(accumulate((lengths[number] for number in row), initial=0)) for row in best.rows),
         makespan=best.makespan * time,
-        lower_bound=problem.lower_bound,
         peak_memory=tuple(own + peak * memory for own, peak in zip(problem.static, best.peaks, strict=True)),
         published=None if published is None else (published[0], published[1].makespan * time),
         costs=costs,
+        _least=problem.lower_bound,
+        _limits=None if limits is None else tuple(limits),
         _times=tuple([(start * time, end * time) for *_, start, end in row] for row in best.events),
     )

@@ -166,7 +166,7 @@ def _searched_slices(request: Request) -> Plan:
         timeline = timeline_of(orders, problem, name)
     else:
         timeline = simulate(schedule_of(orders, problem, name), problem.flat.given)
-    made = _compared(timeline, problem.flat, request.memory_limit, options.objective, found.bound)
+    made = compared(timeline, problem.flat, request.memory_limit, options.objective, found.bound)
     layers = None if isinstance(costs, Costs) else tuple(layer.name for layer in costs.layers)
     return replace(made, effort=rounds, partition=found.partition, layers=layers)
 
@@ -175,7 +175,7 @@ def judged(schedule: Schedule, costs: Costs, limit: Limit, objective: str) -> Pl
     """A schedule as a plan: beside it the lower bound for any order of its chunks within the limit, if there is one."""
     flat = flat_costs(costs, schedule)
     bound = _bound(flat, schedule.microbatches, limit, objective)
-    return _compared(simulate(schedule, costs), flat, limit, objective, bound)
+    return compared(simulate(schedule, costs), flat, limit, objective, bound)
 
 
 def _bound(flat: FlatCosts, microbatches: int, limit: Limit, objective: str) -> float:
@@ -184,7 +184,7 @@ def _bound(flat: FlatCosts, microbatches: int, limit: Limit, objective: str) -> 
     return cost_bound(problem) / problem.time_scale
 
 
-def _compared(timeline: Timeline, flat: FlatCosts, limit: Limit, objective: str, bound: float) -> Plan:
+def compared(timeline: Timeline, flat: FlatCosts, limit: Limit, objective: str, bound: float) -> Plan:
     """With the share of the ranks' time that is idle where the objective is at its lower bound, and whether it is."""
     reached, ranks = getattr(timeline, objective), timeline.schedule.ranks
     least = min(bound, reached)
@@ -221,5 +221,5 @@ def _saving(
         raise ScheduleError(f"{errors[-1]}; without, {errors[0]}")
     flat = flat_costs(best.costs, best.schedule)
     bound = _bound(flat, best.schedule.microbatches, None, objective)
-    found = _compared(best.timeline, flat, limits, objective, bound)
+    found = compared(best.timeline, flat, limits, objective, bound)
     return replace(found, effort=best.effort, partition=best.partition, layers=best.layers)
