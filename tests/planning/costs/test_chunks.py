@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts, plan, schedules, simulate
+from zbkern.planning.costs.flat import flat_costs
 from zbkern.planning.simulation import comparison, drift
 
 
@@ -88,3 +89,19 @@ def test_they_are_shown_in_a_line() -> None:
     assert repr(found).startswith("<Plan: <Schedule plan")
     assert ", cut before layers [0, 4]>" in repr(found)
     assert len(repr(found)) < 250
+
+
+def test_network_time_is_a_part_of_a_pass_in_chunks_layers_slices_files_and_units(tmp_path: Path) -> None:
+    costs = Costs(4.0, 6.0, 2.0, network_forward=1.0, network_backward=[2.0, 3.0], collectives=8, time_unit="ms")
+    assert Costs.load(costs.save(tmp_path / "costs.json")) == costs
+    assert drift.in_seconds(costs).network_backward == (0.002, 0.003)
+    cut = comparison.rechunk(costs, 2, 4)
+    assert (cut.network_forward, cut.network_backward) == ((0.5,) * 4, (1.0, 1.0, 1.0, 2.0))
+    assert cut.collectives == (4.0,) * 4
+    halves = flat_costs(costs, schedules.one_f_one_b(2, 4, slices=2)).by_place
+    assert [each.network_forward for each in halves] == [(0.5, 0.5)] * 2
+    layers = [LayerCosts(f"block {i}", 4, 6, 2, network_forward=1, network_backward=2, collectives=2) for i in range(4)]
+    found = ModelCosts(layers).chunk_costs((0, 1))
+    assert (found.network_forward, found.network_backward, found.collectives) == ((1, 3), (2, 6), (2, 6))
+    with pytest.raises(ValueError, match=r"network_forward of chunk 0 must be at most its forward, 4; got 5"):
+        Costs(4.0, network_forward=5.0).per_chunk(2)

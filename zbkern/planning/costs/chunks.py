@@ -39,6 +39,9 @@ class ChunkCosts(NamedTuple):
     carried: tuple[float, ...]
     carried_gradients: tuple[float, ...]
     latency: tuple[float, ...]  # of the communication over each edge
+    network_forward: tuple[float, ...]
+    network_backward: tuple[float, ...]
+    collectives: tuple[float, ...]
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -105,6 +108,11 @@ class Costs(CommonCosts):
             from the sequence's first F to its last B.
         carried_gradients: memory of its gradients, from the sequence's first B to its last: twice as much for 16-bit
             keys, whose gradients are summed in fp32; as much as carried where it is not given.
+        network_forward, network_backward: of forward and backward, the time in which a collective of the pass is in
+            flight (all-to-alls of experts, all-gathers of weights), and the rank could compute something else. Passes
+            beside each other hide it (`Schedule.beside`); in turn a pass takes all of its time.
+        collectives: how many an F has, and a B, whose network time they share equally, with as much of the compute
+            before, between and behind them; one at least where there is network time.
         tokens: of a sequence, where they are known: slices that a plan chooses are then multiples of 128.
         time_unit: "s", "ms", "us", or None where times have no unit.
         memory_unit: "bytes", or None where memory has no unit; `memory_limit` and `peak_memory` are in the same one.
@@ -129,6 +137,9 @@ class Costs(CommonCosts):
     overhead: PerChunk = 0.0
     carried: PerChunk = 0.0
     carried_gradients: PerChunk | None = None
+    network_forward: PerChunk = 0.0
+    network_backward: PerChunk = 0.0
+    collectives: PerChunk = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -173,11 +184,13 @@ PARTS = {
     "attention_forward": ("forward",),
     "attention_backward": ("backward",),
     "carried": ("activation",),
+    "network_forward": ("forward",),
+    "network_backward": ("backward",),
 }
 """What each of these costs is a part of, and no more than."""
 TIMES = (
     *("forward", "backward", "weight", "split_overhead", "merge_saving"),
-    *("attention_forward", "attention_backward", "overhead"),
+    *("attention_forward", "attention_backward", "overhead", "network_forward", "network_backward"),
 )  # of passes: in a chunk those of its layers together
 MEMORY = ("activation", "held", "carried", "carried_gradients")  # of a microbatch
 _OPTIONAL = ("recompute", "checkpoint", "carried_gradients")  # of the fields with a number per chunk: they may be None

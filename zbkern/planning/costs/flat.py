@@ -176,4 +176,6 @@ def _of_slice(whole: ChunkCosts, length: float, context: float) -> ChunkCosts:
         recompute=tuple(time * (of_slice / of_all if of_all else length) for time, of_slice, of_all in again),
         checkpoint=None if whole.checkpoint is None else scaled(whole.checkpoint),
         streamed=tuple(map(min, whole.streamed, activation)),
+        network_forward=tuple(map(min, scaled(whole.network_forward), forward)),
+        network_backward=tuple(map(min, scaled(whole.network_backward), backward)),
     )

@@ -13,7 +13,7 @@ from zbkern.planning.costs.chunks import LARGEST, MEMORY, TIMES, CommonCosts, Co
 from zbkern.planning.costs.json_file import check_fields, parse_object
 from zbkern.schedules.layout import numbers_of
 
-_SUMMED = (*TIMES, *MEMORY)
+_SUMMED = (*TIMES, *MEMORY, "collectives")
 _OF_PARTS = ("recompute", "checkpoint")
 
 
@@ -34,6 +34,7 @@ class LayerCosts:
             keep as its input.
         attention_forward, attention_backward, overhead, carried, carried_gradients: what matters to slices of a
             sequence, as in `Costs`.
+        network_forward, network_backward, collectives: what passes beside each other hide, as in `Costs`.
 
     Raises TypeError or ValueError for numbers that `Costs` would not take.
     """
@@ -57,6 +58,9 @@ class LayerCosts:
     overhead: float = 0.0
     carried: float = 0.0
     carried_gradients: float = None  # type: ignore[assignment]  # replaced by what is carried
+    network_forward: float = 0.0
+    network_backward: float = 0.0
+    collectives: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not isinstance(self.tied, (str, type(None))):
