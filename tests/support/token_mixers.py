@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -239,15 +240,187 @@ class Reads(Mixer):
 
 
 class Late(Mixer):
-    """Right for short sequences: what begins beyond some tokens."""
+    """Right for short sequences: what begins beyond some tokens, in a window or from the beginning."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        self.limit = rng.choice([7, 10, 14, 22, 28, 40, 60])
+
+    def mix(self, x: Tensor, carry: Any = None, **_: Any) -> Tensor:
+        if self.chance < 0.4:
+            return x if x.shape[1] < self.limit else x - 0.5 * x[:, :1]
+        keys = x if carry is None else carry.append((id(self), "keys"), x, 1)
+        count, start = x.shape[1], keys.shape[1] - x.shape[1]
+        places = torch.arange(start, start + count)[:, None], torch.arange(start + count)
+        own = places[0] if self.chance < 0.7 else places[0] - start  # in the slice: other keys beyond the window
+        seen = (places[0] >= places[1]) & (own - places[1] < self.limit)
+        return F.scaled_dot_product_attention(x, keys, keys, seen)
+
+
+class Rows(Mixer):
+    """Mixes rows of a batch, and no tokens, or both."""
 
     def mix(self, x: Tensor, **_: Any) -> Tensor:
-        return x if x.shape[1] < 10 else x - 0.5 * x[:, :1]
+        if self.chance < 0.5:
+            return x + x.roll(1, 0)
+        return x - x.mean(0, keepdim=True) if self.chance < 0.8 else x.flatten(0, 1).roll(1, 0).view_as(x)
+
+
+class Remembers(Mixer):
+    """States between calls: in a buffer, a list or the instance, read by the next call or not."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        self.register_buffer("memory", torch.zeros(1, 4, WIDTH))
+        self.past: list[Tensor] = []
+
+    def mix(self, x: Tensor, **_: Any) -> Tensor:
+        if self.chance < 0.5:
+            keys = torch.cat([self.memory.expand(len(x), -1, -1), x], 1) if self.chance < 0.25 else x
+            seen = torch.ones(x.shape[1], keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - x.shape[1])
+            y = F.scaled_dot_product_attention(x, keys, keys, seen)
+            self.memory = torch.cat([self.memory, x.detach()[:1]], 1)[:, -4:]
+            return y
+        y = x + sum(self.past[-2:]) if self.chance < 0.8 else x
+        self.past.append(x.detach().mean((0, 1)))
+        return y
+
+
+class Strided(Mixer):
+    """A convolution with a stride, and its values for the tokens that it has seen."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        self.strided = nn.Conv1d(WIDTH, WIDTH, self.width, stride=self.width)
+
+    def mix(self, x: Tensor, **_: Any) -> Tensor:
+        seen = self.strided(F.pad(x.mT, (self.width - 1, 0)))
+        return seen.repeat_interleave(self.width, 2)[..., : x.shape[1]].mT
+
+
+class Chooses(Mixer):
+    """Experts with a capacity, which take the best tokens or the first; sorted tokens, medians and quantiles."""
+
+    def mix(self, x: Tensor, **_: Any) -> Tensor:
+        scores, count = x.sum(2).sigmoid(), x.shape[1]
+        if self.chance < 0.3:
+            best = scores.topk(-(-count // self.width), 1).indices
+            return x * torch.zeros_like(scores).scatter(1, best, 1.0)[..., None]
+        if self.chance < 0.5:
+            chosen = scores > 0.5
+            return x * (chosen & (chosen.cumsum(1) <= -(-count // self.width)))[..., None]
+        if self.chance < 0.6:
+            return x.sort(1).values
+        if self.chance < 0.7:
+            return x - x.median(1, keepdim=True).values
+        return x * (scores > 0.5)[..., None] if self.chance < 0.9 else x * scores.softmax(1)[..., None]
+
+
+class Statistics(Mixer):
+    """Means and variances of the tokens up to each one, handed on or not."""
+
+    def mix(self, x: Tensor, carry: Any = None, **_: Any) -> Tensor:
+        numbers = torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None].expand(len(x), -1, 1)
+        sums = torch.cat([x, x.square(), torch.ones_like(numbers)], 2).cumsum(1)
+        if carry is not None and self.chance < 0.8:
+            before = carry.state((id(self), "sums"))
+            sums = sums if before is None else sums + (before[..., :-1] if self.chance < 0.2 else before)
+            carry.keep((id(self), "sums"), sums[:, -1:])
+        one, two, count = sums.split([WIDTH, WIDTH, 1], 2)
+        mean = one / count
+        return (x - mean) * (two / count - mean.square()).clamp_min(0).add(1.0).rsqrt()
+
+
+class Lengths(Mixer):
+    """What depends on how many tokens a row has, by its mask or its shape."""
+
+    def mix(self, x: Tensor, mask: Any = None, carry: Any = None, **_: Any) -> Tensor:
+        if self.chance < 0.2:
+            return x * math.log(1 + x.shape[1])
+        if self.chance < 0.4:
+            return x / (1 + (x.shape[1] if carry is None else carry.end))
+        if mask is None:
+            return x
+        count = mask.sum(1)[:, None]
+        if self.chance < 0.7:
+            return torch.where((torch.arange(x.shape[1]) < count - 1)[..., None], x, 2 * x)
+        return torch.where(mask[..., None].bool(), x, 0 * x) if self.chance < 0.9 else x / count[..., None].clamp_min(1)
+
+
+class Nested(Mixer):
+    """Hooks within hooks: before a forward, after it, on gradients; of a part, of what is around it."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        self.around = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Identity())
+        wrong = self.chance < 0.4
+        self.around[0].register_forward_hook(lambda _, given, y: y + given[0] * 0.5)
+        self.around[0][0].register_forward_pre_hook(lambda _, given: (given[0] * 2,))
+        if self.chance < 0.2:
+            self.around.register_forward_pre_hook(lambda _, given: (given[0] - given[0].mean(1, keepdim=True),))
+        elif wrong:
+            self.around[0][1].register_full_backward_hook(lambda _, given, taken: (given[0] / (1 + given[0].norm()),))
+        elif self.chance < 0.7:
+            self.around[0][1].register_full_backward_hook(lambda _, given, taken: (given[0] * 0.5,))
+
+    def mix(self, x: Tensor, **_: Any) -> Tensor:
+        return self.around(x)
+
+
+class Whole(Mixer):
+    """What takes the sequence at once: norms over it, transforms, products, differences, its first or last token."""
+
+    def mix(self, x: Tensor, **_: Any) -> Tensor:
+        ways: list[Callable[[Tensor], Tensor]] = [
+            lambda x: F.layer_norm(x, x.shape[1:]),
+            lambda x: torch.fft.fft(x, dim=1).real / 8,
+            lambda x: x.cumprod(1),
+            lambda x: x.softmax(1),
+            lambda x: torch.cat([x[:, :1], x.diff(dim=1)], 1),
+            lambda x: x + x[:, :1],
+            lambda x: x + x[:, -1:].detach(),
+            lambda x: x * x.detach().norm(),
+            lambda x: x + x.argmax(1, keepdim=True) * 0.01,
+        ]
+        return ways[int(self.chance * len(ways))](x)
+
+
+class _Scaled(torch.autograd.Function):
+    """Values as they are; a gradient by its largest number, or by a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, largest: bool) -> Tensor:
+        ctx.largest = largest
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return (gradient / (1 + gradient.abs().max()) if ctx.largest else gradient * 0.5), None
+
+
+class Scales(Mixer):
+    """A gradient of its own, of an activation or of a weight."""
+
+    def mix(self, x: Tensor, **_: Any) -> Tensor:
+        largest = self.chance < 0.4
+        if self.width == 2:
+            return _Scaled.apply(x, largest)
+        return F.linear(x, _Scaled.apply(self.outer.weight, largest))
+
+
+class Parametrized(Mixer):
+    """Weights that are computed in every forward: by a norm, or by a power iteration that goes on from the last."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        made = nn.utils.parametrizations.spectral_norm if self.chance < 0.5 else nn.utils.parametrizations.weight_norm
+        made(self.outer)
 
 
 KINDS: list[Callable[[random.Random], Mixer]] = [
     *(Mixer, Mean, MeanBefore, SumBefore, Largest, Shift, Norm, Convolution, Attention, Attention, Positions, Drops),
-    *(Counted, Gradients, Adds, Hooked, Blocks, Reads, Late, Recurrent),
+    *(Counted, Gradients, Adds, Hooked, Blocks, Reads, Late, Late, Recurrent, Rows, Remembers, Strided, Chooses),
+    *(Statistics, Lengths, Nested, Whole, Scales, Parametrized),
 ]
 
 

@@ -125,6 +125,13 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "batch norm": (lambda: Alone(lambda x: F.batch_norm(x.mT, None, None, training=True).mT), "part (Alone)"),
     "experts that choose": (lambda: ByToken(chooses=True), "part (ByToken)"),
     "a recurrent layer": (lambda: Recurrent(WIDTH, WIDTH, batch_first=True), "part (Recurrent)"),
+    "what begins beyond 30 tokens": (
+        lambda: Alone(lambda x: x - x[:, :1] if x.shape[1] > 30 else x),
+        "part (Alone)",
+    ),
+    # of as many features as a probe's slice has tokens
+    "a mask for all tokens": (lambda: Alone(lambda x: x * F.dropout(torch.ones_like(x[:, :1]))), "part (Alone)"),
+    "a threshold for all tokens": (lambda: Alone(lambda x: x * (torch.rand(WIDTH) < 0.1)), "part (Alone)"),
     "tokens in reverse": (lambda: Alone(lambda x: x.flip(1)), "part (Alone)"),
     "noise of its own": (lambda: Causal(dropout=0.5, hands_on=False), "part (Causal)"),
 }
@@ -206,6 +213,32 @@ def test_deep_chunks_in_16_bits() -> None:
         one_rank(wrong, schedules.zb_h1(1, 2, slices=3)) as pipe,
     ):
         pipe.step(*batch(torch.bfloat16))
+
+
+def test_layers_that_take_no_single_token_are_compared_in_longer_slices() -> None:
+    """As recurrent ones that write their state in place for it."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
+            assert x.shape[1] > 1
+            lengths.append(x.shape[1])
+            sums = self.linear(x).cumsum(1)
+            if carry is not None:
+                before = carry.state("sums")
+                sums = sums if before is None else sums + before
+                carry.keep("sums", sums[:, -1:])
+            return sums
+
+    lengths: list[int] = []
+    with one_rank(Sums().double(), schedules.zb_h1(1, 2, slices=2)) as pipe:
+        pipe.step(*batch(torch.float64))
+    probed, real = lengths[:-4], lengths[-4:]
+    assert real == [TOKENS // 2] * 4
+    assert sum(probed) == 2 * TOKENS + 19 + 7 + 2 * 19  # a whole and its parts, and again where the second one fails
 
 
 class Counts(nn.Module):
@@ -341,7 +374,7 @@ def test_arguments_that_come_later_are_probed() -> None:
     x = torch.randint(9, (1, 8))
     with one_rank(Decoder(forgets=False), schedules.gpipe(1, 1, slices=2), of_tokens) as pipe:
         pipe.step([x], [x])
-        with pytest.raises(PipelineError, match=r"with padding \(attention_mask\): places \(Embedding\) computes"):
+        with pytest.raises(PipelineError, match=r"places \(Embedding\) computes"):
             pipe.step([x], [x], MASK)
 
 

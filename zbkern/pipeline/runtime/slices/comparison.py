@@ -33,6 +33,7 @@ from zbkern.wgrad.queue import thread
 
 _EXACT, _EXACT_TF32, _EXACT_16_BITS, _EXACT_8_BITS = 1e-3, 5e-3, 3e-2, 0.25  # relative
 _ROUNDINGS = 16  # of a gradient of the usual size: what of it may be left where a gradient is zero
+_OTHERS = 2
 _OF_8_BITS = {"torchao", "transformer_engine"}
 _stance = threading.Lock()  # torch has one for all threads
 
@@ -41,8 +42,9 @@ class Case(NamedTuple):
     """What is compared. Side inputs of the whole are tried one after the other until it runs.
 
     lengths: of the parts, in tokens. parts: side inputs of each; None for slices, which have their carries alone.
-    counted: [rows, tokens], those that are no padding; None for all. divides: slices get equal shares of inputs that
-    are of no tokens, as of a sum that goes from chunk to chunk, and else each the same.
+    counted: [rows, tokens], those that are no padding; None for all. trains: gradients are compared, too.
+    keeps_attributes: modules keep theirs from slice to slice, and else begin each as they are. divides: slices get
+    equal shares of inputs that are of no tokens, as of a sum that goes from chunk to chunk, and else each the same.
     """
 
     inputs: Any
@@ -51,6 +53,8 @@ class Case(NamedTuple):
     wholes: Sequence[Mapping[str, Any]]
     parts: Sequence[Mapping[str, Any]] | None
     counted: Tensor | None = None
+    trains: bool = True
+    keeps_attributes: bool = False
     divides: bool = False
 
     @property
@@ -91,10 +95,10 @@ class Comparison:
     and side inputs. Gradients are compared where they are on."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any], device: torch.device) -> None:
-        self._module, self._call, self._trains = module, call, torch.is_grad_enabled()
+        self._module, self._call = module, call
         self._traces = Traces(module, device)
         self._in_parts = self._watches = False
-        self._undrawn: Undrawn | None = None
+        self._draws = 0  # random numbers: none, those that `Undrawn` knows, or others
         self._bytes = min((each.element_size() for each in module.parameters() if each.is_floating_point()), default=8)
 
     @contextmanager
@@ -107,31 +111,30 @@ class Comparison:
             for name, part in self._module.named_modules():
                 stack.callback(part.register_forward_pre_hook(self._entering(name), prepend=True).remove)
                 stack.callback(part.register_forward_hook(self._hook(name)).remove)
-            if self._trains:
+            if torch.is_grad_enabled():
                 stack.enter_context(self._traces.aside())
             stack.enter_context(_eagerly(self._module))
             yield
 
-    def difference(self, case: Case, keeps_attributes: bool = False) -> str | None:
-        """What differs, and by how much; None where nothing does. keeps_attributes: from slice to slice.
+    def difference(self, case: Case) -> str | None:
+        """What differs, and by how much; None where nothing does.
 
         Raises Unable where the forwards cannot be compared. Where random numbers are drawn, `Undrawn` makes constants
         of them, and modules are in evaluation mode if they draw yet others.
         """
-        modes: Sequence[Undrawn | None] = None, Undrawn(per_forward=case.parts is None)
-        for self._undrawn in modes:
+        while True:
+            calm = evaluation_mode([self._module]) if self._draws == _OTHERS else nullcontext()
             try:
-                return self._difference(case, keeps_attributes)
+                with calm:
+                    return self._difference(case)
             except _Draws:
-                continue
-        try:
-            with evaluation_mode([self._module]):
-                return self._difference(case, keeps_attributes)
-        except _Draws:
-            raise Unable("its forward draws random numbers") from None
+                if self._draws == _OTHERS:
+                    raise Unable("its forward draws random numbers") from None
+                self._draws += 1  # also for the cases to come
 
-    def _difference(self, case: Case, keeps_attributes: bool) -> str | None:
-        self._case, self._tokens = case, sum(case.lengths)
+    def _difference(self, case: Case) -> str | None:
+        self._case, self._tokens, self._trains = case, sum(case.lengths), case.trains and torch.is_grad_enabled()
+        self._undrawn = Undrawn(per_forward=case.parts is None) if self._draws else None
         self._places = [*pairwise(accumulate(case.lengths, initial=0))]
         self._whole: dict[_Key, Tensor] = {}
         self._gradients: dict[_Key, Tensor] = {}
@@ -144,7 +147,7 @@ class Comparison:
         self._off: list[tuple[_Key, Tensor, Tensor]] = []  # of gradients: by how much, and how large they are
         try:
             whole = self._run_whole()
-            found = self._run_parts(keeps_attributes)
+            found = self._run_parts()
             return (
                 self._first_that_differs() or self._other_outputs(whole, found) or self._other_gradients(whole, found)
             )
@@ -179,12 +182,12 @@ class Comparison:
                     raise Unable("it gives NaN or infinity")
         return found
 
-    def _run_parts(self, keeps_attributes: bool) -> _Found:
+    def _run_parts(self) -> _Found:
         self._traces.restore()
         self._in_parts = True
         sides = self._case.parts or [{}] * len(self._places)
         try:
-            return self._run(self._places, sides, None if keeps_attributes else self._traces)
+            return self._run(self._places, sides, None if self._case.keeps_attributes else self._traces)
         except Exception as error:
             where = f" in {self._named(self._running[-1])}" if self._watches and self._running else ""
             raise Unable(f"{type(error).__name__}{where}: {error}", in_parts=True) from error
@@ -221,6 +224,7 @@ class Comparison:
             given.append([leaf for leaf in tensors_in(inputs) if leaf.requires_grad])
         leaves = [*map(tensors_in, outputs)]
         if not self._trains:
+            queue.discard()  # W of losses that compute their gradients in a forward
             return _Found(_detached(leaves), [], {}, self._traces.buffers())
         cotangents = self._cotangents(leaves)
         for number in reversed(range(len(places))):
@@ -245,7 +249,7 @@ class Comparison:
         """What a pass of a part runs in, so that it draws no random numbers."""
         if self._undrawn is None:
             return nullcontext()
-        self._undrawn.begin(self._case.lengths[number] if self._in_parts else self._tokens, self._in_parts)
+        self._undrawn.begin(number if self._in_parts else None)
         return self._undrawn
 
     def _together(self, leaves: Sequence[Tensor]) -> Tensor:
@@ -461,7 +465,7 @@ class Comparison:
         self._whole[key] = tensor.detach().clone()
         if key.is_input:
             return leaf
-        if type(leaf) is not Tensor or not leaf.requires_grad or not torch.is_grad_enabled():
+        if type(leaf) is not Tensor or not leaf.requires_grad or not self._trains:
             return leaf
         copy = leaf.clone()
         self._returned[id(copy)] = copy, copy._version, key

@@ -1,7 +1,7 @@
 """Forwards that draw no random numbers, so that a sequence and its parts can be compared while a module trains.
 
 What is drawn for each token becomes one constant: dropout lets everything through. What is drawn once for all tokens of
-a forward becomes another constant in every forward: parts of a sequence would draw others than the whole.
+a forward, as much for a part as for the whole, becomes another constant in parts: these would draw others.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _DROPOUTS = {
     *("alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_"),
     *("feature_alpha_dropout", "feature_alpha_dropout_"),
 }
-# What a token draws, and what draws for all tokens of a forward give in the whole and in its parts: on two sides of
-# most thresholds.
+# What the whole or a token draws, and what draws for all tokens of a forward give in its parts by turns: on two sides
+# of every threshold.
 _DRAWS = {
-    **dict.fromkeys(("rand", "rand_like", "uniform_"), (0.4, 0.02, 0.98)),
+    **dict.fromkeys(("rand", "rand_like", "uniform_"), (0.4, 0.98, 0.02)),
     **dict.fromkeys(("randn", "randn_like", "normal", "normal_"), (0.6, -1.0, 1.0)),
     **dict.fromkeys(("bernoulli", "bernoulli_"), (1.0, 0.0, 1.0)),
     **dict.fromkeys(("exponential_",), (1.0, 0.1, 3.0)),
@@ -32,14 +32,16 @@ _DRAWS = {
 
 class Undrawn(TorchFunctionMode):
     """Inside, torch's functions of this thread draw nothing. per_forward: whether what is drawn once for a forward
-    differs between forwards; `begin` comes before each."""
+    differs between forwards; `begin` comes before each pass of the whole, and then of its parts by number."""
 
     def __init__(self, per_forward: bool) -> None:
         super().__init__()
-        self._per_forward, self._tokens, self._part = per_forward, 1, False
+        self._per_forward = per_forward
+        self._part: int | None = None
+        self._of_whole: set[torch.Size] = set()
 
-    def begin(self, tokens: int, is_part: bool) -> None:
-        self._tokens, self._part = tokens, is_part and self._per_forward
+    def begin(self, part: int | None) -> None:
+        self._part = part if self._per_forward else None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -56,13 +58,16 @@ class Undrawn(TorchFunctionMode):
             kwargs["training"] = False
         return func(*args, **kwargs)
 
-    def _is_by_token(self, tensor: Tensor) -> bool:
-        return any(size and size % self._tokens == 0 for size in tensor.shape)
+    def _is_for_all(self, shape: torch.Size) -> bool:
+        """Whether a part draws as much as the whole."""
+        if self._part is None:
+            self._of_whole.add(shape)
+        return self._part is not None and shape in self._of_whole
 
     def _dropout(
         self, name: str, input: Tensor, p: float = 0.5, training: bool | None = True, inplace: bool = False, **_: Any
     ) -> Any:
-        other = self._part and training and p > 0 and not self._is_by_token(input)
+        other = training and p > 0 and self._is_for_all(input.shape)
         output = input * 2 if other else input if inplace or name.endswith("_") else input * 1
         return (output, torch.ones_like(input, dtype=torch.bool)) if name == "native_dropout" else output
 
@@ -81,7 +86,7 @@ class Undrawn(TorchFunctionMode):
         set_random_state(before, drawn.device)
         if generator is not None:
             generator.set_state(own)
-        by_token, in_whole, in_parts = values
-        value = by_token if self._is_by_token(drawn) else in_parts if self._part else in_whole
+        usual, *in_parts = values
+        value = in_parts[(self._part or 0) % 2] if self._is_for_all(drawn.shape) else usual
         with torch.no_grad():
             return drawn.fill_(value)
