@@ -7,25 +7,12 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from zbkern.pipeline.models.layers import is_transformer
+from zbkern.pipeline.models.families import ENCODERS_BEFORE_BLOCKS, decoder_inputs, pools_by_padding
 
 # Beginnings of arguments' names in the library: of images, videos and sound; and of all that the first chunk takes.
 _OF_ENCODERS = ("pixel_values", "input_features", "input_values")
 _EMBEDDED = ("inputs_embeds", *_OF_ENCODERS)
 _SIMILAR = 0.75  # attn_mask is to attention_mask, and attention_mask is not to output_attentions
-# Kinds of models that use what an encoder gives in no other place
-_ENCODERS_BEFORE_BLOCKS: tuple[str, ...] = (
-    "llava",
-    "vipllava",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "glm4v",
-    "gemma3",
-    "paligemma",
-)
-_ENCODERS_BEFORE_BLOCKS += ("internvl", "smolvlm", "mistral3", "aya_vision")
 
 
 class ArgumentElsewhere:
@@ -58,22 +45,8 @@ def split_batch(whole: Any, has_encoder: bool, batch: Mapping[str, Any]) -> tupl
     here = first_alone if encoded or pools_by_padding(whole) else first_alone | {own}
     every = {name: value for name, value in batch.items() if name not in here | {"labels"} and value is not None}
     if has_encoder and "labels" in batch and not any(name.startswith("decoder_input") for name in every):
-        every["decoder_input_ids"] = _shifted(whole, batch["labels"])
+        every["decoder_input_ids"] = decoder_inputs(whole, batch["labels"])
     return {name: batch[name] for name in batch if name in here}, every
-
-
-def _shifted(whole: Any, labels: Tensor) -> Tensor:
-    """What a decoder reads to predict the labels, as the library makes it of them: by a method, or in its forward."""
-    if hasattr(whole, "prepare_decoder_input_ids_from_labels"):
-        return whole.prepare_decoder_input_ids_from_labels(labels)
-    forward, name = inspect.unwrap(type(whole).forward), "shift_tokens_right"
-    if name not in forward.__code__.co_names:
-        raise ValueError(
-            f"cut: a batch for {type(whole).__name__} must have decoder_input_ids, which the library does not "
-            "make of labels for it: the labels one later, behind config.decoder_start_token_id, on every rank"
-        )
-    config = whole.config
-    return forward.__globals__[name](labels, config.pad_token_id, config.decoder_start_token_id)
 
 
 def refuse_unknown(whole: Any, known: frozenset[str], side: dict[str, Any]) -> None:
@@ -96,10 +69,10 @@ def without_images(
     """Side inputs without those of an encoder beside the layers, whose chunk has put them among the embeddings."""
     encoded = [name for name in side if name.startswith(_OF_ENCODERS) and name != own]
     kind = whole.config.model_type
-    if encoded and kind not in _ENCODERS_BEFORE_BLOCKS:
+    if encoded and kind not in ENCODERS_BEFORE_BLOCKS:
         raise ValueError(
             f"cut: what {kind} makes of {encoded[0]!r} may go to layers of several chunks; only for "
-            f"{', '.join(_ENCODERS_BEFORE_BLOCKS)} it is known to go into the embeddings alone: train it on text, "
+            f"{', '.join(ENCODERS_BEFORE_BLOCKS)} it is known to go into the embeddings alone: train it on text, "
             "or write the chunks by hand"
         )
     if encoded and 1 in (first, last):
@@ -114,27 +87,3 @@ def without_images(
             "side={'input_ids': tokens, ...}, on every rank"
         )
     return side if first == 0 else {name: value for name, value in side.items() if name not in encoded}
-
-
-def known_arguments(whole: Any) -> frozenset[str]:
-    """What a forward in a model of transformers takes or looks up by name, and what the library hands on; else none."""
-    if not is_transformer(whole):
-        return frozenset()
-    from transformers.utils import TransformersKwargs
-
-    known = {*TransformersKwargs.__annotations__}
-    for kind in {type(module) for module in whole.modules()}:
-        forward = inspect.unwrap(kind.forward)
-        known.update(inspect.signature(forward).parameters)
-        if hasattr(forward, "__code__"):
-            known.update(each for each in forward.__code__.co_consts if isinstance(each, str) and each.isidentifier())
-    return frozenset(known)
-
-
-def pools_by_padding(whole: Any) -> bool:
-    """Whether its forward, under whatever decorators, looks for the last token of a row, before its padding or at an
-    end of text, or counts the choices of its rows."""
-    code = getattr(inspect.unwrap(whole.forward), "__code__", None)
-    names = {*code.co_names} if is_transformer(whole) and code is not None else set()
-    ends = {"pad_token_id", "argmax"} <= names or {"eos_token_id", "eq"} <= names
-    return ends or (code is not None and "num_choices" in code.co_varnames)

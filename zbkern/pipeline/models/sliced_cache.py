@@ -9,9 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, cache_utils, masking_utils
+from transformers import cache_utils, masking_utils
 
-_CACHE_ARGUMENTS = {"cache", "past_key_values", "cache_params"}  # of forwards; the first since transformers 5.24
+from zbkern.pipeline.models.families import (
+    asks_for_positions,
+    begins_with_state,
+    cache_argument,
+    makes_masks_of_positions,
+)
+
 _KNOWN_LAYERS = (cache_utils.DynamicLayer, cache_utils.LinearAttentionLayer, cache_utils.DummyLayer)
 
 
@@ -77,13 +83,13 @@ class SlicedCache(cache_utils.DynamicCache):
 def check_sliceable(model: Any) -> None:
     """Raises ValueError where a model cannot take slices, naming what needs the whole sequence."""
     name, config = type(model).__name__, model.config
-    if getattr(config, "is_encoder_decoder", False) or _cache_argument(model) is None:
+    if getattr(config, "is_encoder_decoder", False) or cache_argument(model) is None:
         raise _whole(f"{name} has no cache of earlier tokens that its forward reads")
     file = type(model).__module__
     beside = [each for each in vars(sys.modules[file]).values() if getattr(each, "__module__", None) == file]
     if any(isinstance(each, type) and each.__name__.endswith("Cache") for each in beside):
         raise _whole(f"{name} keeps earlier tokens in a cache of its own")
-    if stuck := [part for part, module in model.named_modules() if not _goes_on(module)]:
+    if stuck := [part for part, module in model.named_modules() if not begins_with_state(module)]:
         raise _whole(f"{stuck[0]} of {name} begins each forward with a new state")
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError(
@@ -100,7 +106,7 @@ def arguments_of_slice(model: Any, side: dict[str, Any], carry: Any) -> dict[str
     """The side inputs of a slice with its cache, and with a mask of all tokens so far. Raises ValueError for masks of
     another shape."""
     cache = SlicedCache(model.config, carry)
-    argument = _cache_argument(model)
+    argument = cache_argument(model)
     found = {**side, "use_cache": True, str(argument): cache}
     mask, positions = side.get("attention_mask"), side.get("position_ids")
     if not any(isinstance(layer, cache_utils.DynamicLayer) for layer in cache.layers):
@@ -112,11 +118,19 @@ def arguments_of_slice(model: Any, side: dict[str, Any], carry: Any) -> dict[str
                 f"{list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}"
             )
         found["attention_mask"] = carry.append("attention_mask", mask, 1)
-    elif positions is not None and positions.dim() == 2 and (_heeds_packing(model) or _is_attention_alone(model)):
+    elif (
+        positions is not None
+        and positions.dim() == 2
+        and (makes_masks_of_positions(model) or _is_attention_alone(model))
+    ):
         so_far = carry.append("position_ids", positions, 1)
         if (masks := _packed_masks(model, so_far, cache)) is not None:
             found["attention_mask"] = masks
-    if positions is None and "position_ids" in inspect.signature(model.forward).parameters and not _counts(model):
+    if (
+        positions is None
+        and "position_ids" in inspect.signature(model.forward).parameters
+        and not asks_for_positions(model)
+    ):
         found["position_ids"] = torch.arange(carry.start, carry.end, device=_first(model).device)[None]
     return found
 
@@ -124,7 +138,7 @@ def arguments_of_slice(model: Any, side: dict[str, Any], carry: Any) -> dict[str
 def needs_masks_of_packs(model: Any) -> bool:
     """Whether sequences packed into a row see each other unless it is given masks: gpt-oss makes none of positions
     that begin anew."""
-    return _is_attention_alone(model) and not _heeds_packing(model)
+    return _is_attention_alone(model) and not makes_masks_of_positions(model)
 
 
 def masks_of_pack(model: Any, side: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +152,7 @@ def masks_of_pack(model: Any, side: dict[str, Any]) -> dict[str, Any]:
 
 def _is_attention_alone(model: Any) -> bool:
     """Whether all that it keeps of earlier tokens are keys and values, of a decoder that takes positions."""
-    takes = _cache_argument(model) is not None and "position_ids" in inspect.signature(model.forward).parameters
+    takes = cache_argument(model) is not None and "position_ids" in inspect.signature(model.forward).parameters
     layers = cache_utils.DynamicCache(config=model.config).layers
     return takes and bool(layers) and all(isinstance(layer, cache_utils.DynamicLayer) for layer in layers)
 
@@ -182,36 +196,6 @@ def _packed_masks(model: Any, so_far: Tensor, cache: SlicedCache | None) -> Any:
 def _first(model: Any) -> Tensor:
     """A parameter, for its dtype and device; where a chunk has the head alone, the model below it has none."""
     return next(model.parameters(), torch.empty(0))
-
-
-def _heeds_packing(model: Any) -> bool:
-    """Whether the model makes its masks with positions, which begin anew with each sequence packed into a row; others
-    let a token see those of other sequences. Told by the names that its forward calls with."""
-    names = [each for code in _forwards(model) for each in code.co_consts if isinstance(each, tuple)]
-    return any({"config", "position_ids"} <= {*each} and not _CACHE_ARGUMENTS.isdisjoint(each) for each in names)
-
-
-def _counts(model: Any) -> bool:
-    """Whether its forward asks the cache for the positions of a slice; else they would begin anew with each."""
-    return any("get_seq_length" in code.co_names for code in _forwards(model))
-
-
-def _forwards(model: Any) -> list[Any]:
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return [inspect.unwrap(type(module).forward).__code__ for module in models]
-
-
-def _goes_on(module: nn.Module) -> bool:
-    """Whether a recurrent layer, which reads a state, begins there; those of the library hand it on by this name. What
-    a state is worth may be less than the rounding of 16 bits."""
-    code = inspect.unwrap(type(module).forward).__code__
-    names = {name for each in code.co_consts if isinstance(each, tuple) for name in each}
-    return "get_recurrent_state" not in code.co_names or bool(names & {"initial_state", "initial_states"})
-
-
-def _cache_argument(model: Any) -> str | None:
-    parameters = inspect.signature(model.forward).parameters
-    return next((name for name in parameters if name in _CACHE_ARGUMENTS), None)
 
 
 def _whole(why: str) -> ValueError:
