@@ -15,24 +15,6 @@ _EMBEDDED = ("inputs_embeds", *_OF_ENCODERS)
 _SIMILAR = 0.75  # attn_mask is to attention_mask, and attention_mask is not to output_attentions
 
 
-class ArgumentElsewhere:
-    """The model's first argument on a rank that does not have it: layers of other chunks take it, nothing else can."""
-
-    def __init__(self, name: str | None) -> None:
-        self.__dict__["name"] = name
-
-    def _refuse(self, *others: Any) -> Any:
-        name = self.__dict__["name"]
-        raise ValueError(
-            f"cut: the model's forward uses its argument {name!r} outside of its first layer, and other chunks do not "
-            f"have it: give it as a side input, pipe.step(None, targets, side={{{name!r}: tensor}}), on every rank"
-        )
-
-    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __hash__ = object.__hash__
-
-
 def split_batch(whole: Any, has_encoder: bool, batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of a batch by the names of the model's arguments, what the first chunk alone takes: its first argument, such
     as token ids, embeddings and pixels; and what every chunk takes. Labels are the loss function's. Token ids go to

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from zbkern.pipeline.models.adapters import check_ties, plain_names
-from zbkern.pipeline.models.arguments import ArgumentElsewhere, refuse_unknown, split_batch, without_images
+from zbkern.pipeline.models.arguments import refuse_unknown, split_batch, without_images
 from zbkern.pipeline.models.deferred_logits import deferred, in_place_of_head
 from zbkern.pipeline.models.families import known_arguments, pools_by_padding
 from zbkern.pipeline.models.halves import CallCheck, Halves
 from zbkern.pipeline.models.layers import encoder_of, is_transformer, is_within, name_in
 from zbkern.pipeline.models.placeholders import PlaceholderUsed, placeholder, refuse_placeholders
 from zbkern.pipeline.models.router_losses import RouterLosses, has_router_loss
-from zbkern.pipeline.models.stand_ins import GIVE_TOKENS, Flow, Reached, refuse_resizing, result_of
+from zbkern.pipeline.models.stand_ins import GIVE_TOKENS, ArgumentElsewhere, Flow, Reached, refuse_resizing, result_of
 from zbkern.pipeline.models.whole_lengths import WholeLengths
 from zbkern.pipeline.transport.tensors import tensors_in
 

@@ -1,4 +1,4 @@
-"""Modules in the place of layers that other chunks hold: what the model's forward finds there, and what it gives it."""
+"""What stands for layers and arguments that other chunks have: what the model's forward finds there, and gives it."""
 
 from __future__ import annotations
 
@@ -202,6 +202,24 @@ class Outside(_Absent):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         return self._like(inputs, keywords)
+
+
+class ArgumentElsewhere:
+    """The model's first argument on a rank that does not have it: layers of other chunks take it, nothing else can."""
+
+    def __init__(self, name: str | None) -> None:
+        self.__dict__["name"] = name
+
+    def _refuse(self, *others: Any) -> Any:
+        name = self.__dict__["name"]
+        raise ValueError(
+            f"cut: the model's forward uses its argument {name!r} outside of its first layer, and other chunks do not "
+            f"have it: give it as a side input, pipe.step(None, targets, side={{{name!r}: tensor}}), on every rank"
+        )
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __hash__ = object.__hash__
 
 
 def like_parameter(parameter: Tensor, owner: str) -> Placeholder:
