@@ -72,6 +72,11 @@ class FlatCosts:
             total[rank] += self.whole.static[chunk]
         return total
 
+    @cached_property
+    def has_network(self) -> bool:
+        """Whether passes have collectives that others can hide."""
+        return any(self.whole.network_forward) or any(self.whole.network_backward)
+
     def carried_change(self, kind: str, chunk: int, unit: int) -> float:
         """What a pass of this unit takes, or frees, of its sequence's keys and values and of their gradients."""
         place = self.places[unit % len(self.places)]

@@ -10,7 +10,7 @@ from zbkern.planning.costs.flat import FlatCosts
 from zbkern.schedules.actions import Action
 from zbkern.schedules.program import recomputed, streamed
 
-_ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
+ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 Limit = float | Sequence[float] | None  # one number, or one per rank
 
 
@@ -68,7 +68,7 @@ class Memory:
 
 def exceeds(peak: float, limit: float | None) -> bool:
     """Whether a rank holds more than it may, by more than rounding."""
-    return limit is not None and peak > limit * (1 + _ROUNDING)
+    return limit is not None and peak > limit * (1 + ROUNDING)
 
 
 def limits_of(function: str, given: Limit, stages: int) -> list[float] | None:

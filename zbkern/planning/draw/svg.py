@@ -174,7 +174,7 @@ def _bands(axis: _Axis) -> Iterator[tuple[str, int, str]]:
     for rank, row in enumerate(timeline.events):
         idle = ""
         if row:
-            left, length = axis.x(row[0].start), (row[-1].end - row[0].start) * axis.scale
+            left, length = axis.x(row[0].start), (max(event.end for event in row) - row[0].start) * axis.scale
             idle = f'<rect class="idle" x="{left:.7g}" width="{length:.7g}" height="{_ROW - 2}"/>'
         yield f"rank {rank}", _ROW, _band("outside", axis, _ROW, idle + _boxes(axis, rank, row, _ROW))
         for lane, copies in lanes(timeline, rank).items():

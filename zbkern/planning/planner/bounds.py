@@ -26,6 +26,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.planner.problem import BACKWARD, FORWARD, PassCosts, Problem
 
 _INFINITE = 2**62
@@ -40,6 +41,24 @@ def cost_bound(problem: Problem) -> int:
     if problem.placement == tuple(ranks) and not problem.makespan and len(problem.slices) == 1:
         bound = _joint_warm_up_bound(problem, bound)
     return bound
+
+
+def lanes_bound(flat: FlatCosts, units: int) -> float:
+    """The same where passes run beside each other, in the costs' unit: a rank computes one thing after the other, and
+    its network has one collective in flight."""
+    compute, network = [0.0] * len(flat.static), [0.0] * len(flat.static)
+    alike = units // len(flat.by_place)
+    for each in flat.by_place:
+        of_chunks = zip(
+            *(flat.placement, each.forward, each.backward, each.weight, each.merge_saving, each.fused),
+            *(each.network_forward, each.network_backward),
+            strict=True,
+        )
+        for rank, forward, backward, weight, saved, fused, in_forward, in_backward in of_chunks:
+            least = max(0.0, min(backward + weight - saved, fused) - in_backward)
+            compute[rank] += alike * (forward - in_forward + least)
+            network[rank] += alike * (in_forward + min(in_backward, fused))
+    return max(*compute, *network)
 
 
 def _arrivals(problem: Problem, slice: int = 0) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.costs.memory import Memory
-from zbkern.planning.simulation.timeline import Event, Timeline, arrival, ends_of
+from zbkern.planning.simulation.timeline import Event, Timeline, arrival, ended, ends_of
 
 _ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 
@@ -43,7 +43,7 @@ def idle_time(timeline: Timeline, costs: FlatCosts, objective: str, limits: Sequ
     shares = dict.fromkeys(("memory", "messages", "warm_up", "cool_down", "dependencies"), 0.0)
     if length <= 0:
         return IdleTime(0, 0.0, **shares)
-    spans = [row[-1].end - row[0].start for row in timeline.events]
+    spans = [ended(row) - row[0].start for row in timeline.events]
     slowest = spans.index(max(spans)) if objective == "cost" else busy.index(most)
     for cause, time in _causes(timeline, costs, slowest, limits):
         shares[cause] += time
@@ -51,7 +51,7 @@ def idle_time(timeline: Timeline, costs: FlatCosts, objective: str, limits: Sequ
         row = timeline.events[slowest]
         first = min(each[0].start for each in timeline.events)
         shares["warm_up"] += row[0].start - first
-        shares["cool_down"] += first + length - row[-1].end
+        shares["cool_down"] += first + length - ended(row)
     waited, idle = sum(shares.values()), length - most
     scale = idle / length  # ratios alone: a product of times may be 0 where they are not
     load = (ranks * most - sum(busy)) / (ranks * length)
@@ -105,4 +105,4 @@ def _causes(
                 break
         if event.action.kind == "F":
             forwards[event.action.chunk].pop()
-        clock = event.end
+        clock = max(clock, event.end)  # of passes beside each other the last begun may end first

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from zbkern.planning.costs.chunks import Costs
 from zbkern.planning.costs.flat import FlatCosts, flat_costs
 from zbkern.planning.costs.layers import ModelCosts
-from zbkern.planning.costs.memory import Limit, limits_of
+from zbkern.planning.costs.memory import Limit, exceeds, limits_of
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import timeline_of
 from zbkern.planning.planner.arguments import PlanOptions, Request, Slices, problem_of
-from zbkern.planning.planner.bounds import cost_bound
+from zbkern.planning.planner.beside import best_beside
+from zbkern.planning.planner.bounds import cost_bound, lanes_bound
 from zbkern.planning.planner.idle_time import IdleTime, idle_time
 from zbkern.planning.planner.incumbents import ROUNDING
 from zbkern.planning.planner.model_search import Candidates
@@ -166,6 +167,9 @@ def _searched_slices(request: Request) -> Plan:
         timeline = timeline_of(orders, problem, name)
     else:
         timeline = simulate(schedule_of(orders, problem, name), problem.flat.given)
+    if problem.flat.has_network and len(problem.slices) == 1:
+        others = best_beside(problem.flat, problem.microbatches, request.limits, options.objective)
+        timeline = min((timeline, *others), key=lambda each: getattr(each, options.objective))
     made = compared(timeline, problem.flat, request.memory_limit, options.objective, found.bound)
     layers = None if isinstance(costs, Costs) else tuple(layer.name for layer in costs.layers)
     return replace(made, effort=rounds, partition=found.partition, layers=layers)
@@ -185,8 +189,13 @@ def _bound(flat: FlatCosts, microbatches: int, limit: Limit, objective: str) -> 
 
 
 def compared(timeline: Timeline, flat: FlatCosts, limit: Limit, objective: str, bound: float) -> Plan:
-    """With the share of the ranks' time that is idle where the objective is at its lower bound, and whether it is."""
+    """With the share of the ranks' time that is idle where the objective is at its lower bound, and whether it is.
+
+    bound: of passes one after the other; costs with network time have another one.
+    """
     reached, ranks = getattr(timeline, objective), timeline.schedule.ranks
+    if flat.has_network:
+        bound = min(bound, lanes_bound(flat, len(timeline.schedule.units)))
     least = min(bound, reached)
     lower = max(0.0, 1.0 - sum(timeline.busy) / (ranks * least)) if least > 0 else 0.0
     idle = idle_time(timeline, flat, objective, limits_of("plan", limit, ranks))
@@ -206,7 +215,10 @@ def _saving(
         for make in generators_of(plan.schedule.placement):
             schedule = make(len(limits), plan.schedule.microbatches, slices=plan.schedule.slices)
             orders += [(plan, timeline) for timeline in with_fused(schedule, plan.costs)]
-    best: Plan | None = None
+    as_they_are = [  # what is saved has no passes beside each other
+        plan for plan in plans if plan.schedule.beside and not any(map(exceeds, plan.timeline.peak_memory, limits))
+    ]
+    best = min(as_they_are, key=lambda plan: getattr(plan.timeline, objective), default=None)
     for plan, timeline in sorted(orders, key=lambda order: getattr(order[1], objective)):
         if best is not None and getattr(timeline, objective) >= getattr(best.timeline, objective):
             break

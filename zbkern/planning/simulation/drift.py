@@ -16,7 +16,7 @@ from zbkern.planning.costs.chunks import TIMES, Costs
 from zbkern.planning.costs.flat import flat_costs
 from zbkern.planning.costs.memory import Memory
 from zbkern.planning.simulation.simulator import simulate
-from zbkern.planning.simulation.timeline import Timeline, arrival, ends_of, rescaled
+from zbkern.planning.simulation.timeline import Timeline, arrival, ended, ends_of, rescaled
 from zbkern.schedules.actions import Action
 from zbkern.schedules.dependencies import result
 from zbkern.schedules.units import TIME_UNITS, duration
@@ -241,18 +241,18 @@ class Drift:
 
     def _time_lost(self, rank: int) -> TimeLost:
         mine, plan = self.measured.events[rank], self.planned.events[rank]
-        busy = sum(e.end - e.start for e in mine) - sum(e.end - e.start for e in plan)
+        busy = self.measured.busy[rank] - self.planned.busy[rank]
         late = host = 0.0
         ends, schedule = ends_of(self.measured), self.measured.schedule
         flat = flat_costs(self.costs, schedule)
-        for before, event in pairwise(mine):
-            gap = max(0.0, event.start - before.end)
+        for behind, event in zip(accumulate((e.end for e in mine), max), mine[1:], strict=False):
+            gap = max(0.0, event.start - behind)
             travel = flat.of_unit(event.action.microbatch).communication
             _, arrived = arrival(event.action, ends, travel, schedule.placement)
-            waited = min(gap, max(0.0, arrived - before.end))
+            waited = min(gap, max(0.0, arrived - behind))
             late, host = late + waited, host + gap - waited
-        idle = sum(max(0.0, after.start - before.end) for before, after in pairwise(plan))
-        spans = [row[-1].end - row[0].start if row else 0.0 for row in (mine, plan)]
+        spans = [ended(row) - row[0].start if row else 0.0 for row in (mine, plan)]
+        idle = spans[1] - self.planned.busy[rank]
         return TimeLost(rank, spans[0] - spans[1], busy, late - idle, host)
 
 

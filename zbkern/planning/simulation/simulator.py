@@ -3,6 +3,7 @@
 F of a chunk waits for F of the chunk before it, B (or BW) for B of the chunk after it, and every action for the one
 before it on its rank. A message between chunks on different ranks takes the edge's communication; on one rank nothing.
 Copies run beside the passes (`copies.py`): a pass waits for its load, and a rank for its offload where the O stands.
+Passes beside each other begin once the inputs of all have arrived, and hide each other's collectives (`turns.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from zbkern.planning.costs.flat import FlatCosts, flat_costs
 from zbkern.planning.costs.memory import Limit, Memory, limits_of
 from zbkern.planning.simulation.copies import Copies
 from zbkern.planning.simulation.timeline import Event, Timeline, arrival
-from zbkern.schedules.actions import COPIES, Action, check_count
+from zbkern.planning.simulation.turns import Parts, in_turns
+from zbkern.schedules.actions import COPIES, Action, Ranges, check_count
 from zbkern.schedules.dependencies import Result, order_of_running, result
 from zbkern.schedules.program import FILLS, offloads_or_recomputes, recomputed
 from zbkern.schedules.schedule import Schedule
@@ -53,6 +55,9 @@ def simulate(
     O and L take memory per bandwidth, one after the other in each direction, and are in `Timeline.copies`, each as long
     as its transfers together, up to the end of the last; passes beside them take longer by `copy_slowdown`. Activations
     go in transfers of `copy_size` (`copies.py`). fill="eager" is for schedules without R, O and L.
+
+    Where costs have network time, passes beside each other (`Schedule.beside`) take turns, and their events overlap.
+    Without, with fill="eager", and on ranks that copy, they run one after the other.
 
     Raises ScheduleError when the schedule is not valid, TypeError or ValueError for other arguments.
     """
@@ -94,16 +99,29 @@ class _Run:
         }
         self._previous: list[Action | None] = [None] * len(self._rows)
         self._eager: list[deque[Action]] = []  # the pending W of every rank, oldest first; empty where W are planned
+        self._free = [0.0] * len(self._rows)  # when each rank has run what it was given
+        self._beside: list[Ranges] = []
+        if schedule.beside and costs.has_network:
+            self._beside = [() if rank in self._copies else each for rank, each in enumerate(schedule.beside)]
+        self._groups = {  # of each that runs beside others: all of them for the first, none for the others
+            action: tuple(row[first:end]) if action == row[first] else ()
+            for row, ranges in zip(schedule.actions, self._beside, strict=False)
+            for first, end in ranges
+            for action in row[first:end]
+        }
 
     def fill_eagerly(self, limits: Sequence[float]) -> None:
+        self._beside, self._groups = [], {}
         self._rows = [[action for action in row if action.kind != "W"] for row in self._rows]
         slack = _ROUNDING * max(limits)
         self._eager, self._limits = [deque() for _ in limits], [limit + slack for limit in limits]
 
     def timeline(self) -> Timeline:
-        for rank, action in order_of_running(self._rows, len(self._schedule.placement)):
-            travel = self._costs.of_unit(action.microbatch).communication
-            _, arrived = arrival(action, self._ends, travel, self._schedule.placement)
+        for rank, action in order_of_running(self._rows, len(self._schedule.placement), self._beside):
+            if action in self._groups:
+                self._take_turns(rank, self._groups[action])
+                continue
+            arrived = self._arrived(action)
             if self._eager:
                 self._fill(rank, self._eager[rank], action, arrived)
             self._execute(rank, action, arrived)
@@ -117,7 +135,7 @@ class _Run:
 
     def _execute(self, rank: int, action: Action, arrived: float = 0.0) -> None:
         events, copies, memory = self._events[rank], self._copies.get(rank), self._memory[rank]
-        start = max(events[-1].end if events else 0.0, arrived)
+        start = max(self._free[rank], arrived)
         if copies is None:
             end = start + self._length(rank, action)
         elif action.kind in COPIES:
@@ -131,9 +149,29 @@ class _Run:
         events.append(Event(rank, action, start, end))
         memory.account(action)
         self._previous[rank] = action
-        self._ends[result(action)] = end
+        self._ends[result(action)] = self._free[rank] = end
         if self._eager and action.kind == "B":
             self._eager[rank].append(action._replace(kind="W"))
+
+    def _arrived(self, action: Action) -> float:
+        travel = self._costs.of_unit(action.microbatch).communication
+        return arrival(action, self._ends, travel, self._schedule.placement)[1]
+
+    def _take_turns(self, rank: int, passes: Sequence[Action]) -> None:
+        if not passes:
+            return
+        memory, start = self._memory[rank], max(self._free[rank], *map(self._arrived, passes))
+        self._previous[rank] = None
+        times = in_turns([Parts.of(each, self._costs, self._length(rank, each)) for each in passes], start)
+        self._events[rank] += [Event(rank, action, *time) for action, time in zip(passes, times, strict=True)]
+        for action in [each for each in passes if each.kind == "F"]:  # which take memory before any other frees some
+            memory.account(action)
+        for _, action in sorted(zip(times, passes, strict=True), key=lambda each: each[0][1]):
+            if action.kind != "F":
+                memory.account(action)
+        for action, (_, end) in zip(passes, times, strict=True):
+            self._ends[result(action)] = end
+            self._free[rank] = max(self._free[rank], end)
 
     def _length(self, rank: int, action: Action) -> float:
         kind, chunk, microbatch = action
@@ -146,12 +184,12 @@ class _Run:
 
     def _fill(self, rank: int, pending: deque[Action], action: Action, arrived: float) -> None:
         """Runs pending W: as many as must free their memory for an F to fit, then until the input arrives."""
-        memory, events = self._memory[rank], self._events[rank]
+        memory = self._memory[rank]
         kind, chunk, microbatch = action
         carried = self._costs.carried_change(kind, chunk, microbatch)
         taken = self._costs.of_unit(microbatch).activation[chunk] + carried
         limit = self._limits[rank] - taken if action.kind == "F" else float("inf")
-        while pending and (memory.now > limit or events[-1].end < arrived):
+        while pending and (memory.now > limit or self._free[rank] < arrived):
             self._execute(rank, pending.popleft())
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,18 +55,18 @@ class Timeline:
     @property
     def cost(self) -> float:
         """The longest span of a rank, from its own first F to its own last W."""
-        return max((row[-1].end - row[0].start for row in self.events if row), default=0.0)
+        return max((ended(row) - row[0].start for row in self.events if row), default=0.0)
 
     @property
     def makespan(self) -> float:
         """From the first start to the last end over all ranks."""
         rows = [row for row in self.events if row]
-        return max(row[-1].end for row in rows) - min(row[0].start for row in rows) if rows else 0.0
+        return max(map(ended, rows)) - min(row[0].start for row in rows) if rows else 0.0
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time each rank spends in actions."""
-        return tuple(sum(event.end - event.start for event in row) for row in self.events)
+        """Time each rank spends in actions, that of several beside each other once."""
+        return tuple(map(_spent, self.events))
 
     @property
     def bubble_rate(self) -> float:
@@ -100,6 +102,16 @@ class Timeline:
     def save(self, path: str | Path) -> Path:
         """Writes the picture or trace that the suffix names: .svg, .html, or .json (Perfetto)."""
         return draw.save([self], path)
+
+
+def ended(row: Sequence[Event]) -> float:
+    """When the last of a rank's actions ends: of those beside each other the last begun may end first."""
+    return max(event.end for event in row)
+
+
+def _spent(row: Sequence[Event]) -> float:
+    behind = accumulate((event.end for event in row), max, initial=-math.inf)
+    return sum(max(0.0, event.end - max(event.start, until)) for event, until in zip(row, behind, strict=False))
 
 
 def rescaled(timeline: Timeline, factor: float, unit: str, first: float = 0.0) -> Timeline:
