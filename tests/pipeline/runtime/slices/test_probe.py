@@ -129,7 +129,6 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Alone(lambda x: x - x[:, :1] if x.shape[1] > 30 else x),
         "part (Alone)",
     ),
-    # of as many features as a probe's slice has tokens
     "a mask for all tokens": (lambda: Alone(lambda x: x * F.dropout(torch.ones_like(x[:, :1]))), "part (Alone)"),
     "a threshold for all tokens": (lambda: Alone(lambda x: x * (torch.rand(WIDTH) < 0.1)), "part (Alone)"),
     "tokens in reverse": (lambda: Alone(lambda x: x.flip(1)), "part (Alone)"),
@@ -213,6 +212,35 @@ def test_deep_chunks_in_16_bits() -> None:
         one_rank(wrong, schedules.zb_h1(1, 2, slices=3)) as pipe,
     ):
         pipe.step(*batch(torch.bfloat16))
+
+
+@pytest.mark.parametrize("tokens", [4, 6, TOKENS])
+def test_one_draw_for_all_tokens_is_found_in_sequences_of_any_length(tokens: int) -> None:
+    """Also where it has as many numbers, or twice as many, as a part has tokens."""
+    module = chunk_with(Alone(lambda x: x * F.dropout(torch.ones_like(x[:, :1]))), torch.float64)
+    x, y = torch.randn(2, 3, tokens, WIDTH, dtype=torch.float64)
+    with (
+        pytest.raises(PipelineError, match=r"part \(Alone\) computes something else"),
+        one_rank(module, schedules.zb_h1(1, 1, slices=2)) as pipe,
+    ):
+        pipe.step(x, y)
+
+
+def test_packs_are_probed_in_rows_as_long_as_those_of_the_call() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, cu_seqlens: Any = None) -> Tensor:
+            return self.linear(x if x.shape[1] < 30 else x - x[:, :1])
+
+    side = [{"cu_seqlens": torch.tensor([0, 20, 29, TOKENS])}] * 2
+    with (
+        pytest.raises(PipelineError, match=r"cannot take sequences packed into a row: it \(Late\) computes"),
+        one_rank(Late().double(), schedules.zb_h1(1, 2), nn.MSELoss(reduction="sum")) as pipe,
+    ):
+        pipe.step(*batch(torch.float64), side)
 
 
 def test_layers_that_take_no_single_token_are_compared_in_longer_slices() -> None:

@@ -120,7 +120,7 @@ def _difference_of_packs(module: nn.Module, run: Callable[..., Any], call: Call)
     """What is different for sequences that are packed into a row; None for nothing."""
 
     def cases(lengths: _Lengths, draw: Draw, told: bool) -> _Cases:
-        for each, trains in (lengths.two, False), (lengths.uneven, True):
+        for each, trains in (lengths.many, False), (lengths.uneven, True):
             inputs, side = drawn_inputs(call, module, sum(each), draw)
             parts = [of_sequences(call, [length], told) for length in each]
             yield "", Case(inputs, side, each, [of_sequences(call, each, True)], parts, trains=trains)
@@ -167,11 +167,12 @@ def _first_difference(
 
 
 class _Lengths(NamedTuple):
-    """Of the parts of sequences of a probe: three and two, and two of a longer sequence."""
+    """Of the parts of sequences of a probe: three and two, two of a longer sequence, and more in a longer row."""
 
     uneven: Sequence[int]
     two: Sequence[int]
     longer: Sequence[int]
+    many: Sequence[int]
 
 
 def _attempts(call: Call) -> Iterator[tuple[_Lengths, Draw]]:
@@ -179,12 +180,16 @@ def _attempts(call: Call) -> Iterator[tuple[_Lengths, Draw]]:
     count = min(_TOKENS, call.total)
     first, few = max(1, count * 7 // _TOKENS), min(13, count)
     uneven = [first, 1, count - first - 1] if count > 2 else [1, 1]
-    longer = _in_two(few if call.total <= _TOKENS else min(MOST_TOKENS, call.total))
-    yield _Lengths(uneven, _in_two(few), longer), Draw()
-    yield _Lengths(uneven, _in_two(few), longer), Draw(resampled=True, shrinks=True)
+    two = longer = many = _in_two(few)
+    if (most := min(MOST_TOKENS, call.total)) > _TOKENS:
+        longer = _in_two(most)
+        # no sequence is longer than those of the other row
+        many = [min(uneven[2], most - start) for start in range(0, most, uneven[2])]
+    yield _Lengths(uneven, two, longer, many), Draw()
+    yield _Lengths(uneven, two, longer, many), Draw(resampled=True, shrinks=True)
     length = min(call.tokens, _LARGEST)
     own = [length, min(length, max(1, call.total - length))]
-    yield _Lengths(own, own, own), Draw(resampled=True)
+    yield _Lengths(own, own, own, own), Draw(resampled=True)
 
 
 def _in_two(count: int) -> list[int]:
