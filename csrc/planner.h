@@ -110,6 +110,7 @@ struct PartitionProblem {
   std::vector<Time> in_flight;          // [chunks] microbatches that it holds, in units of kOneInFlight
   std::vector<Time> limit;              // [ranks], or empty
   double even;                          // what even chunks count
+  std::vector<double> slowness;         // [ranks] the time that each takes for one of work
 };
 
 // The first layer of every chunk: the best partition found from `start` on; empty where there are limits, and that

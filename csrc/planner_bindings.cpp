@@ -95,7 +95,7 @@ using Ints = std::vector<int>;
 using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, bool, bool>;
 using EffortTuple = std::tuple<std::uint64_t, std::vector<Time>, std::int64_t, Time, Time>;
 using Times = std::vector<Time>;
-using PartitionTuple = std::tuple<Ints, Times, Times, Times, Ints, Times, Times, double>;
+using PartitionTuple = std::tuple<Ints, Times, Times, Times, Ints, Times, Times, double, std::vector<double>>;
 
 template <typename Struct, typename Tuple>
 Struct made_of(const Tuple& tuple) {
@@ -106,7 +106,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.planning.planner, compiled.";
-  module.attr("version") = 14;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 15;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
              [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept) {
                const Problem problem = problem_from(source);

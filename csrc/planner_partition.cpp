@@ -1,5 +1,6 @@
 // Simulated annealing of partitions: single layers go from a chunk to the one before it or behind it.
 #include <algorithm>
+#include <cmath>
 
 #include "planner.h"
 #include "planner_random.h"
@@ -29,7 +30,8 @@ class Division {
     const int owner = p_.placement[chunk], tied = p_.tied[layer];
     Rank& rank = ranks_[owner];
     strain_ -= rank.strain + uneven(chunk);
-    const Time work = sign * p_.work[layer], held = sign * p_.held[layer];
+    const Time held = sign * p_.held[layer];
+    const Time work = sign * std::llround(static_cast<double>(p_.work[layer]) * p_.slowness[owner]);
     in_chunk_[chunk] += work, rank.work += work;
     rank.once += held, rank.in_flight += held * p_.in_flight[chunk];
     int others = 0;  // layers of the rank with the same weights

@@ -43,6 +43,7 @@ def given(tmp_path: Path) -> dict[str, list[str]]:
     values = {
         "--stages": "2", "--microbatches": "4", "--gpus": "2", "--batch": "4", "--costs": str(chunk), "--memory": "4x",
         "--chunks": "2", "--placement": "loop", "--effort": "0", "--offload": "50", "--recompute": "", "--slices": "2",
+        "--speeds": "1,.7",
         "--schedule": "zb_v", "--compare": "", "--out": str(tmp_path / "plan.csv"), "--config": config[1],
         "--costs-out": str(tmp_path / "computed.json"),
         "--gpu": "h200", "--hardware": str(tmp_path / "hardware.json"), "--attention": "flash_attention_2",

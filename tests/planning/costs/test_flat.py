@@ -184,3 +184,29 @@ def test_a_schedule_whose_sequences_have_slices_of_their_own_is_made_to_fit() ->
     least = simulate(replace(schedule, actions=tuple(map(tuple, rows))), costs).peak_memory
     limit = (max(simulate(schedule, costs).peak_memory) + max(least)) / 2
     assert max(fit(schedule, costs, limit, offload=False, recompute=True).peak_memory) <= limit * (1 + 1e-9)
+
+
+def test_passes_take_what_the_speed_of_their_rank_says() -> None:
+    """Times of every kind, and neither messages nor memory; the same from a file, and for layers."""
+    costs = Costs(2, 4, 6, 0.5, 1, 1, 1, 2, 8, 3, 0.5, 1, 1, 0.5, tokens=512, speeds=(1, 0.5))
+    sent = replace(costs, network_forward=1, network_backward=3)
+    assert FlatCosts.of(sent, (0, 1)).whole.forward == (2, 3)
+    assert FlatCosts.of(sent, (0, 1)).whole.fused == (9, 15)
+    assert FlatCosts.of(sent, (0, 1)).whole.network_backward == (3, 3)
+    found = FlatCosts.of(Costs.from_json(costs.to_json()), (0, 1, 1, 0)).whole
+    equal = FlatCosts.of(replace(costs, speeds=None), (0, 1, 1, 0)).whole
+    times = ("forward", "backward", "weight", "fused", "merge_saving", "recompute", "overhead")
+    for name in equal._fields:
+        factor = 2 if name in times or name.startswith("attention") else 1
+        before = getattr(equal, name)
+        middle = (1, 2) if len(before) == 4 else (1,)
+        expected = [each * (factor if at in middle else 1) for at, each in enumerate(before)]
+        assert getattr(found, name) == tuple(expected), name
+    with pytest.raises(ValueError, match=r"speeds must be one number per rank \(3\)"):
+        FlatCosts.of(costs, (0, 1, 2))
+    for wrong in ((), 0.5, (1, 0)):
+        with pytest.raises(ValueError, match="speeds must be"):
+            Costs(speeds=wrong)
+    layers = ModelCosts([LayerCosts(f"{n}", 1, 1, 1) for n in range(4)], speeds=(1, 0.5))
+    assert FlatCosts.of(layers.chunk_costs([0, 2], [0, 1]), (0, 1)).whole.forward == (2, 4)
+    assert layers.chunk_costs([0, 1, 2]).speeds is None  # of two ranks, and for three

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from random import Random
 
@@ -33,7 +34,7 @@ def loads(costs: ModelCosts, partition: tuple[int, ...], placement: tuple[int, .
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=4, max_size=9), st.integers(1, 4))
 def test_the_largest_chunk_is_as_small_as_possible(work: list[int], chunks: int) -> None:
-    starts = balanced_chunks(tuple(work), chunks)
+    starts = balanced_chunks(tuple(work), (1.0,) * chunks)
     assert starts[0] == 0
     assert len(starts) == chunks
 
@@ -44,7 +45,7 @@ def test_the_largest_chunk_is_as_small_as_possible(work: list[int], chunks: int)
 
 
 def test_rounding_does_not_leave_a_cut_without_layers() -> None:
-    starts = balanced_chunks((0.15, *[3.0] * 23), 16)
+    starts = balanced_chunks((0.15, *[3.0] * 23), (1.0,) * 16)
     assert starts[0] == 0
     assert all(first < second for first, second in pairwise([*starts, 24])), starts
 
@@ -118,3 +119,21 @@ def test_even_partitions_may_leave_the_last_layers_alone() -> None:
     found = even_partitions(34, 8)
     assert (0, 5, 10, 15, 20, 25, 29, 33) in found
     assert (0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 29, 32) in even_partitions(34, 16)
+
+
+@needs_core
+def test_ranks_get_the_layers_that_their_speeds_can_carry() -> None:
+    """With one chunk per rank and with several no cut has a busiest rank that takes less."""
+    random = Random(1)
+    for _ in range(10):
+        costs = model([random.choice((1.0, 1.5, 2.0)) for _ in range(12)])
+        for placement in ((0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1)):
+            speeds = [random.choice((0.5, 0.7, 1.0)) for _ in range(max(placement) + 1)]
+            found = balanced_partitions(replace(costs, speeds=speeds), placement, 8, None)[0]
+
+            def most(cut: tuple[int, ...]) -> float:
+                times = zip(loads(costs, cut, placement), speeds, strict=True)  # noqa: B023  # is called here
+                return max(work / speed for work, speed in times)
+
+            every = combinations(range(1, 12), len(placement) - 1)
+            assert most(found) == pytest.approx(min(most((0, *cuts)) for cuts in every))

@@ -146,3 +146,21 @@ def test_a_better_schedule_for_the_costs_that_a_step_has_shown() -> None:
     measured = simulate(schedules.one_f_one_b(4, 8), COSTS)
     found = plan(drift.compare(measured).costs, 4, 8, effort=1)
     assert simulate(found.schedule, COSTS).cost < measured.cost
+
+
+def test_a_slow_rank_has_its_speed_and_a_new_cut_a_gain() -> None:
+    schedule, costs = schedules.zb_v(4, 8), replace(COSTS, forward=2, backward=2, weight=1)
+    found = drift.compare(simulate(schedule, replace(costs, speeds=(1, 0.5, 1, 1))), costs)
+    assert found.speeds == (1, 0.5, 1, 1)
+    assert (
+        0.3 < found.gain_of_new_cut < 0.5
+    )  # of 160 for the slow rank, 160 / 3.5 x 2 with a cut by speed, and idle time
+    assert "speeds are 1 0.5 1 1: a cut by them" in found.to_text()
+    as_planned = drift.compare(found.measured, replace(costs, speeds=(1, 0.5, 1, 1)))
+    assert as_planned.speeds == (1, 0.5, 1, 1)
+    assert as_planned.actions()[0][1] == pytest.approx(0)
+    slower = drift.compare(simulate(schedule, replace(costs, speeds=(0.8,) * 4)), costs)
+    assert slower.speeds == (1, 1, 1, 1)
+    assert "speeds" not in slower.to_text()
+    measured = drift.costs([found.measured], replace(costs, speeds=(1, 0.5, 1, 1)))  # are in the times
+    assert simulate(schedule, measured).cost == pytest.approx(found.measured.cost)

@@ -147,7 +147,7 @@ def _fits(question: Question, name: str, value: int) -> bool:
 
 def search(question: Question, progress: Callable[[str], None] = lambda line: None) -> Plan:
     """Raises ScheduleError where nothing fits."""
-    names = ("stages", "microbatches", "chunks", "placement", "effort", "recompute", "slices")
+    names = ("stages", "microbatches", "chunks", "placement", "effort", "recompute", "slices", "speeds")
     given: dict[str, Any] = {name: getattr(question, name) for name in names}
     options = PlanOptions(progress=progress)
     offload = question.offload is not None

@@ -21,7 +21,7 @@ from zbkern.planning import draw
 from zbkern.planning.command import from_config, launch, layouts, report
 from zbkern.planning.command.answer import answer
 from zbkern.planning.command.question import LAYOUT_EFFORT, SIZES, LayoutQuestion, Question, WrongArgument, option
-from zbkern.planning.costs.chunks import ChunkCosts, Costs
+from zbkern.planning.costs.chunks import ChunkCosts, Costs, checked_speeds
 from zbkern.planning.costs.json_file import read_text
 from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.planner import Plan, native
@@ -71,6 +71,16 @@ def _placement(text: str) -> str | tuple[int, ...]:
     return _numbers(text, PLACEMENTS, f"{', '.join(PLACEMENTS)} or a rank per chunk")
 
 
+def _speeds(text: str) -> tuple[float, ...]:
+    """Of every rank: numbers with commas between them, or those in a file, a JSON list."""
+    try:
+        if not re.fullmatch(r"[\d.,e+-]+", text):
+            text = read_text(text).strip().removeprefix("[").removesuffix("]")
+        return checked_speeds("--speeds", [*map(float, text.split(","))])
+    except (OSError, ValueError) as error:
+        raise ArgumentTypeError(f"expected a speed for every rank, such as 1,1,.7,1, or a file: {error}") from error
+
+
 def _slices(text: str) -> Slices:
     slices = _numbers(text, ["auto"], "auto, a number of slices, or lengths such as 3,2,2", 1)
     return slices[0] if isinstance(slices, tuple) and len(slices) == 1 else slices
@@ -98,6 +108,8 @@ OPTIONS = {
     "--recompute": "activations may be recomputed; --costs of chunks must have the checkpoint, what an F keeps then",
     "--slices N": "sequences go through the pipeline in slices: as many as are best (auto), a number, whose lengths "
     "are chosen, or lengths such as 3,2,2, in any unit; for causal models, see docs/long_context.md",
+    "--speeds LIST": "of the ranks, one number for each, such as 1,1,.7,1, or a file with them: a rank of .7 takes "
+    "1/.7 times as long; layers are cut so that each has what it can carry (default: those in --costs, else equal)",
     "--schedule NAME": f"this schedule instead of a search: {', '.join(schedules.NAMES)}",
     "--compare": "also a table of all published schedules and the plan",
     "--out FILE": "files to write, by suffix: .svg .html (pictures), .json (a trace for Perfetto), .csv, .torch.csv "
@@ -131,6 +143,7 @@ _READERS = {
     "ROUNDS": _number(int, "a number of rounds from 0 to 99", most=99),
     "GB/s": _number(float, "a bandwidth in GB/s above 0, such as 50", 1e-9),
     "LIMIT": _memory,
+    "LIST": _speeds,
     "FILE": Path,
     "NAME": str,
 }
@@ -145,7 +158,7 @@ _DIFFERENT: dict[str, dict[str, Any]] = {
 SUFFIXES = (".svg", ".html", ".json", ".torch.csv", ".csv", ".txt", ".py")
 _DECIDED = (
     *("context_parallel", "costs", "memory", "chunks", "placement"),
-    *("schedule", "slices", "offload", "recompute", "compare"),
+    *("schedule", "slices", "speeds", "offload", "recompute", "compare"),
 )
 """Arguments that a search of layouts has answers for."""
 
@@ -290,6 +303,8 @@ def _check(arguments: Namespace) -> None:
             _refuse(getattr(arguments, name) is not None, option(name), why)
     if layouts:
         return
+    count = arguments.stages if arguments.speeds is None else len(arguments.speeds)
+    _refuse(count != arguments.stages, "--speeds", f"it must have one number per rank, {arguments.stages}; got {count}")
     try:
         given = arguments.slices
         slices = 1 if given in (None, "auto") else given if isinstance(given, int) else len(given)

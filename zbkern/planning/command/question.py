@@ -50,7 +50,7 @@ def spelt(sizes: Mapping[str, int]) -> list[str]:
 class Question:
     """Which schedule is best for so many stages and microbatches, in what memory, and for which costs.
 
-    chunks, placement, recompute, slices, effort: as for `plan`. measured: costs; setting: what they are
+    chunks, placement, recompute, slices, speeds, effort: as for `plan`. measured: costs; setting: what they are
     computed from instead, with a limit of memory; model: its name. schedule: a published one, and no search. memory:
     the most that a rank may hold, and whether that counts what one microbatch holds in the whole model. offload: GB/s,
     or memory per time of costs without units; 0 for what the costs have, None for none. compare: with published
@@ -69,6 +69,7 @@ class Question:
     memory: tuple[float, bool] | None = None
     offload: float | None = None
     recompute: bool = False
+    speeds: tuple[float, ...] | None = None
     effort: int = EFFORT
     compare: bool = False
 
@@ -76,6 +77,7 @@ class Question:
     def costs(self) -> Costs | ModelCosts:
         """Raises ValueError where the setting has sizes that do not go together."""
         costs = self.measured if self.setting is None else self.setting.costs
+        costs = costs.at_speeds(self.stages) if self.speeds is None else replace(costs, speeds=self.speeds)
         rate = self.offload
         if not rate:
             return costs

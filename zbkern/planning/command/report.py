@@ -87,6 +87,8 @@ def _figures(answer: Answer) -> Iterator[tuple[str, str]]:
         whole = sum(schedule.slices)
         tokens = "tokens" if plan.costs.tokens == whole else f"of {whole}"
         yield "slices", f"{' '.join(map(str, schedule.slices))} {tokens}, first to last"
+    if plan.costs.speeds is not None:
+        yield "speeds", f"{' '.join(map(number, plan.costs.speeds))} by rank, of passes"
     passes = Counter(action.kind for row in schedule.actions for action in row)
     if passes["BW"]:
         yield "backward", f"{passes['BW']} of {passes['BW'] + passes['B']} in one pass, BW, the others as B and W"
@@ -144,6 +146,8 @@ def idle_causes(answer: Answer) -> list[str]:
 def _about_load(plan: Plan, layers: ModelCosts | None) -> str:
     """With layers, how little it could be by their work alone: in so many stages, and in a number that suits better."""
     cause, stages = f"rank {plan.idle.busiest} has the most work", plan.schedule.ranks
+    if plan.costs.speeds is not None:
+        return f"{cause} for its speed: divide the model more finely"
     if layers is None:
         recomputes = recomputed(plan.schedule.actions[plan.idle.busiest])
         return f"{cause}, R included: a higher limit" if recomputes else f"{cause}: divide the model more evenly"

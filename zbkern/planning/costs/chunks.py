@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zbkern.planning.costs.json_file import JsonFile
 from zbkern.schedules.actions import check_count
 from zbkern.schedules.units import MEMORY_UNITS, TIME_UNITS
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 PerChunk = float | Sequence[float]
 COPY_SIZE = 64 * 2**20  # bytes: a millisecond or two of a link to the host, and a small part of a chunk's activations
 _EXPECTED = "a number or one number per chunk"
+_SLOWEST = 1e-3  # of ranks: one that is slower than that is broken
 _ROUNDING = 1e-9  # relative: sums of parts and of wholes differ in the last digits
 LARGEST = 1e100  # of any cost: sums and ratios of costs then stay far from the ends of floating point
 
@@ -46,7 +50,8 @@ class ChunkCosts(NamedTuple):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class CommonCosts(JsonFile):
-    """What costs of chunks and of layers share: messages and copies, the length of sequences, and units."""
+    """What costs of chunks and of layers share: messages and copies, the length of sequences, the speeds of ranks, and
+    units."""
 
     latency: float = 0.0
     offload_bandwidth: float | None = None
@@ -54,6 +59,7 @@ class CommonCosts(JsonFile):
     copy_slowdown: float = 0.0
     copy_size: float | None = None
     tokens: int | None = None
+    speeds: tuple[float, ...] | None = None
     time_unit: str | None = None
     memory_unit: str | None = None
 
@@ -74,6 +80,12 @@ class CommonCosts(JsonFile):
             raise ValueError(
                 f"{owner}: tokens must be those of a sequence, a whole number, or None; got {self.tokens!r}"
             )
+        if self.speeds is not None:
+            object.__setattr__(self, "speeds", checked_speeds(owner, self.speeds))
+
+    def at_speeds(self, ranks: int) -> Self:
+        """For so many ranks: without speeds that are of another number."""
+        return self if self.speeds is None or len(self.speeds) == ranks else replace(self, speeds=None)
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,6 +126,8 @@ class Costs(CommonCosts):
         collectives: how many an F has, and a B, whose network time they share equally, with as much of the compute
             before, between and behind them; one at least where there is network time.
         tokens: of a sequence, where they are known: slices that a plan chooses are then multiples of 128.
+        speeds: of the ranks, where they differ: passes of a chunk take its times, without those of the
+            network, divided by the speed of its rank.
         time_unit: "s", "ms", "us", or None where times have no unit.
         memory_unit: "bytes", or None where memory has no unit; `memory_limit` and `peak_memory` are in the same one.
             Tables, pictures and errors print the units that are known (15 ms, 24.5 GB) and plain numbers otherwise.
@@ -227,6 +241,18 @@ def checked_number(owner: str, name: str, value: Any, most: float = LARGEST, exp
         bound = f"from 0 to {most:g}, in whatever unit makes it so" if most < math.inf else "at least 0"
         raise ValueError(f"{owner}: {name} must be {bound}; got {number:g}")
     return number
+
+
+def checked_speeds(owner: str, value: Any, ranks: int | None = None) -> tuple[float, ...]:
+    """The speed of every rank. Raises TypeError or ValueError in the name of `owner`."""
+    each = checked(owner, "speeds", value)
+    count = len(each) if isinstance(each, tuple) else 0
+    if count != ranks if ranks else not count:
+        raise ValueError(f"{owner}: speeds must be one number per rank{f' ({ranks})' if ranks else ''}; got {value!r}")
+    assert isinstance(each, tuple)
+    if not all(_SLOWEST <= speed <= 1 / _SLOWEST for speed in each):
+        raise ValueError(f"{owner}: speeds must be from {_SLOWEST:g} to {1 / _SLOWEST:g}, 1 as measured; got {value!r}")
+    return each
 
 
 def _spread(name: str, value: Any, count: int) -> tuple[float, ...]:

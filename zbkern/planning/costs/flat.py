@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from zbkern.planning.costs.chunks import ChunkCosts, Costs
+from zbkern.planning.costs.chunks import ChunkCosts, Costs, checked_speeds
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.slices import Unit, units_of
 
@@ -49,7 +49,7 @@ class FlatCosts:
         own_slices: Sequence[Sequence[int]] = (),
     ) -> FlatCosts:
         """Where there is no schedule yet."""
-        whole = costs.per_chunk(len(placement))
+        whole = _on_ranks(costs.per_chunk(len(placement)), costs, placement)
         if own_slices:
             by_place = _of_own_slices(whole, own_slices, costs.tokens)
         elif len(slices) == 1:
@@ -139,6 +139,34 @@ class Growths(NamedTuple):
 def kept_by_slices(whole: ChunkCosts) -> list[float]:
     """Of the activation of a whole sequence, what its slices hold apart from what is carried."""
     return [max(0.0, activation - carried) for activation, carried in zip(whole.activation, whole.carried, strict=True)]
+
+
+_TIMES = (
+    *("forward", "backward", "weight", "fused", "merge_saving", "recompute"),
+    *("attention_forward", "attention_backward", "overhead"),
+)
+
+
+def _on_ranks(whole: ChunkCosts, costs: Costs, placement: Sequence[int]) -> ChunkCosts:
+    """Times of passes as the rank of every chunk takes them; collectives are in flight as long as on any rank."""
+    if costs.speeds is None:
+        return whole
+    speeds = checked_speeds("Costs", costs.speeds, max(placement) + 1)
+    in_flight = {
+        "forward": whole.network_forward,
+        "recompute": whole.network_forward,
+        "backward": whole.network_backward,
+        "fused": whole.network_backward,
+    }
+
+    def times(name: str) -> tuple[float, ...]:
+        found = []
+        for chunk, (rank, time) in enumerate(zip(placement, getattr(whole, name), strict=True)):
+            network = min(time, in_flight[name][chunk]) if name in in_flight else 0.0
+            found.append((time - network) / speeds[rank] + network)
+        return tuple(found)
+
+    return whole._replace(**{name: times(name) for name in _TIMES})
 
 
 def _of_own_slices(

@@ -81,8 +81,8 @@ class ModelCosts(CommonCosts):
     latency is in the unit of the layers' times, bandwidth in their memory per their time: those of the slowest link.
     forward_overhead: what every forward of a chunk takes besides its layers (masks, rotary embeddings), a time, too.
     pass_overhead: what every F, B and W of a chunk takes besides (launches, the engine), and a fused backward once.
-    tokens, the units, and the bandwidths, copy_slowdown and copy_size that schedules with offloading need, are as in
-    `Costs`.
+    tokens, speeds, the units, and the bandwidths, copy_slowdown and copy_size that schedules with offloading need, are
+    as in `Costs`.
 
     Raises TypeError or ValueError for numbers that `Costs` would not take.
     """
@@ -141,13 +141,15 @@ class ModelCosts(CommonCosts):
         summed["forward"] = [time + self.forward_overhead for time in summed["forward"]]
         for name in ("forward", "backward", "weight", "split_overhead", "overhead"):
             summed[name] = [time + self.pass_overhead for time in summed[name]]
-        return Costs(
+        common = {field.name: getattr(self, field.name) for field in fields(CommonCosts)}
+        found = Costs(
             **summed,
             **self._of_recomputation(chunks),
             communication=[self.latency + chunk[-1].output / self.bandwidth for chunk in chunks[:-1]],
             static=self._static(chunks, ranks),
-            **{field.name: getattr(self, field.name) for field in fields(CommonCosts)},
+            **common,
         )
+        return found.at_speeds(max(ranks) + 1)
 
     def _of_recomputation(self, chunks: Sequence[Sequence[LayerCosts]]) -> dict[str, Any]:
         if self.layers[0].checkpoint is None:

@@ -17,7 +17,7 @@ from zbkern.planning.costs.chunks import Costs
 from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.costs.needs import least_need, shortest
 from zbkern.planning.planner.arguments import DoesNotFit, Request, placement_of
-from zbkern.planning.planner.partition import balanced_partitions, busiest, even_partitions
+from zbkern.planning.planner.partition import balanced_partitions, busiest, even_partitions, slowness_of
 from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import Problem
 from zbkern.planning.planner.search import Search
@@ -91,7 +91,9 @@ class Candidates:
             microbatches, work = self._request.microbatches, [*map(shortest, model.layers)]
             found = even_partitions(len(work), len(owners))
             found += balanced_partitions(model, owners, microbatches, self._request.limits)
-            for least, starts in sorted((microbatches * busiest(work, each, owners), each) for each in {*found}):
+            slowness = slowness_of(model, self._request.stages)
+            times = ((microbatches * busiest(work, each, owners, slowness), each) for each in {*found})
+            for least, starts in sorted(times):
                 partition = model.partition_of(starts)
                 yield least, partition, model.chunk_costs(partition, owners)
 

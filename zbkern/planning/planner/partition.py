@@ -33,12 +33,19 @@ def work_of(layer: LayerCosts) -> float:
     return layer.forward + layer.backward + layer.weight
 
 
-def busiest(work: Sequence[float], starts: Partition, placement: Sequence[int]) -> float:
-    """The most work of a rank, from that of every layer."""
+def busiest(
+    work: Sequence[float], starts: Partition, placement: Sequence[int], slowness: Sequence[float] | None = None
+) -> float:
+    """The most time of a rank, from the work of every layer and the time that each rank takes for one of it."""
     found = [0.0] * (max(placement) + 1)
     for rank, (begin, end) in zip(placement, pairwise([*starts, len(work)]), strict=True):
         found[rank] += sum(work[begin:end])
-    return max(found)
+    return max(found if slowness is None else (time * slow for time, slow in zip(found, slowness, strict=True)))
+
+
+def slowness_of(model: ModelCosts, ranks: int) -> list[float]:
+    """The time that each rank takes for one of work."""
+    return [1 / speed for speed in model.at_speeds(ranks).speeds or [1.0] * ranks]
 
 
 def even_partitions(layers: int, chunks: int) -> list[Partition]:
@@ -75,7 +82,8 @@ def balanced_partitions(
     """Partitions of about equal work per rank, the most equal first, then some that hold less where work is; of a
     model in half blocks then those of its whole blocks, even ones among them.
 
-    placement: the rank of every chunk. limits: the memory of every rank, None for no limit.
+    placement: the rank of every chunk. limits: the memory of every rank, None for no limit. Work is equal where ranks
+    take equally long for it, by the model's speeds.
     """
     return list(_balanced(model, tuple(placement), microbatches, None if limits is None else tuple(limits)))
 
@@ -84,13 +92,14 @@ def balanced_partitions(
 def _balanced(
     model: ModelCosts, placement: tuple[int, ...], microbatches: int, limits: tuple[float, ...] | None
 ) -> tuple[Partition, ...]:
-    equal = balanced_chunks(tuple(map(work_of, model.layers)), len(placement))
+    slowness = slowness_of(model, max(placement) + 1)
+    equal = balanced_chunks(tuple(map(work_of, model.layers)), tuple(slowness[rank] for rank in placement))
     found = [equal]
     if len(placement) > 1:
         problem, (hot, even) = _problem(model, placement, microbatches, limits), _VARIANTS[0]
         if len(set(placement)) < len(placement):
             balanced = (_annealed(problem._replace(limit=[], even=evenly), equal, first) for first, evenly in _VARIANTS)
-            found = sorted(balanced, key=lambda each: busiest(problem.work, each, placement))
+            found = sorted(balanced, key=lambda each: busiest(problem.work, each, placement, slowness))
         shares = ([int(share * most) for most in problem.in_flight] for share in _IN_FLIGHT)
         smaller = (_annealed(problem._replace(in_flight=each, even=even), found[0], hot) for each in shares)
         found += takewhile(bool, smaller)  # what fits does so for fewer microbatches, too
@@ -111,18 +120,23 @@ def _joined(model: ModelCosts, blocks: Sequence[int]) -> ModelCosts:
         both = model.layers[begin:end]
         sums = {name: sum(getattr(layer, name) for layer in both) for name in names}
         layers.append(LayerCosts(f"layer {len(layers)}", tied=both[0].tied, **sums))
-    return ModelCosts(tuple(layers))
+    return ModelCosts(tuple(layers), speeds=model.speeds)
 
 
 @lru_cache(maxsize=64)  # asked for again for every placement
-def balanced_chunks(work: tuple[float, ...], chunks: int) -> Partition:
-    """The first layer of every chunk: the most work in a chunk is as little as possible, then that of squares."""
+def balanced_chunks(work: tuple[float, ...], slowness: tuple[float, ...]) -> Partition:
+    """The first layer of every chunk: the most time of a chunk is as little as possible, then that of squares.
+
+    slowness: the time that each chunk takes for one of work.
+    """
+    chunks = len(slowness)
     count, unit = len(work), max(sum(work), 1e-300) / 2**50  # whole numbers: equal layers have equal sums
-    prefix = [*accumulate((round(each / unit) for each in work), initial=0)]
+    done = [*accumulate((round(each / unit) for each in work), initial=0)]
     nothing: tuple[float, int, Partition] = (math.inf, 0, ())
     best = [(0.0, 0, ()), *[nothing] * count]  # [end]: the most in a chunk so far, the squares, and the chunks
     for chunk in range(chunks):
         further = [nothing] * (count + 1)
+        prefix = [round(each * slowness[chunk]) for each in done]
         for end in range(chunk + 1, count - (chunks - chunk - 1) + 1):
             for begin in range(end - 1, chunk - 1, -1):
                 inside = prefix[end] - prefix[begin]
@@ -147,6 +161,7 @@ class _Problem(NamedTuple):
     in_flight: list[int]
     limit: list[int]
     even: float
+    slowness: list[float]
 
 
 def _problem(
@@ -154,7 +169,7 @@ def _problem(
 ) -> _Problem:
     """With memory for as many microbatches as 1F1B holds. Where a limit is more than that, it is that."""
     layers, ranks, chunks = model.layers, max(placement) + 1, len(placement)
-    work = list(map(work_of, layers))
+    work, slowness = list(map(work_of, layers)), slowness_of(model, ranks)
     shared = {layer.tied: layer.static for layer in sorted(layers, key=lambda layer: layer.static)}  # the largest
     static = [layer.static if layer.tied is None else shared[layer.tied] for layer in layers]
     held = [max(layer.activation, layer.held) for layer in layers]
@@ -163,7 +178,7 @@ def _problem(
     enough = sum(static) / ranks + sum(layer.activation for layer in layers)
     return _Problem(
         placement,
-        _scaled(work, _MEAN * ranks / (sum(work) or 1.0)),
+        _scaled(work, _MEAN * sum(1 / each for each in slowness) / (sum(work) or 1.0)),
         _scaled(held, memory),
         _scaled(static, memory),
         [-1 if layer.tied is None else tied[layer.tied] for layer in layers],
@@ -171,6 +186,7 @@ def _problem(
         _scaled([min(microbatches, ranks * (chunks - chunk) / chunks) for chunk in range(chunks)], _ONE_IN_FLIGHT),
         _scaled([min(limit * (1 + 1e-9), enough) for limit in limits or [math.inf] * ranks], memory),
         even=0.0,
+        slowness=slowness,
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zbkern.planning.costs.chunks import Costs
+from zbkern.planning.costs.chunks import Costs, checked_speeds
 from zbkern.planning.costs.flat import FlatCosts, flat_costs
 from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.costs.memory import Limit, exceeds, limits_of
@@ -72,6 +72,7 @@ def plan(
     placement: str | Sequence[int] | None = None,
     memory_limit: Limit = None,
     *,
+    speeds: Sequence[float] | None = None,
     effort: int = EFFORT,
     offload: bool = False,
     recompute: bool = False,
@@ -91,6 +92,8 @@ def plan(
             and more chunks; for layers "linear" is one chunk per rank where `chunks` is not given.
         memory_limit: of one rank's `peak_memory`, in the unit of `costs.activation` and including what the rank holds
             all the time: one number, one per rank, or None for none.
+        speeds: one number per rank: 1 takes the times of the costs, .7 takes 1/.7 times as long; layers are cut so that
+            each rank has what it can carry. By default those of the costs, where they are of so many ranks.
         effort: rounds of search, each of twice the work of the one before (0: the constructive answer alone, about a
             second or less). Work is counted, and not time, so that the plan is the same on every machine, however busy.
             More effort is never worse, but by 0.3% for a plan that slow ranks delay less (`PlanOptions.steady`). Of up
@@ -111,7 +114,11 @@ def plan(
     other arguments, RuntimeError where zbkern was installed without a C++ compiler.
     """
     native.check("plan")
-    request = Request(costs, stages, microbatches, chunks, placement, memory_limit, effort, slices, options)
+    if speeds is not None:
+        costs = replace(costs, speeds=checked_speeds("plan", speeds, stages))
+    request = Request(
+        costs.at_speeds(stages), stages, microbatches, chunks, placement, memory_limit, effort, slices, options
+    )
     limits = request.limits
     if not (offload or recompute) or limits is None:
         return _searched(request)

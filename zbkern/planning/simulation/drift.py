@@ -16,10 +16,12 @@ from zbkern.planning.costs.chunks import TIMES, Costs
 from zbkern.planning.costs.flat import flat_costs
 from zbkern.planning.costs.memory import Memory
 from zbkern.planning.simulation.simulator import simulate
-from zbkern.planning.simulation.timeline import Timeline, arrival, ended, ends_of, rescaled
+from zbkern.planning.simulation.timeline import Event, Timeline, arrival, ended, ends_of, rescaled
 from zbkern.schedules.actions import Action
 from zbkern.schedules.dependencies import result
-from zbkern.schedules.units import TIME_UNITS, duration
+from zbkern.schedules.units import TIME_UNITS, duration, number
+
+_WORTH_A_CUT = 0.03  # of the cost: layers are seldom divided more evenly
 
 
 def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
@@ -66,6 +68,7 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
         split_overhead=0.0,
         merge_saving=0.0,
         latency=0.0,
+        speeds=None,  # are in the times
         time_unit=timelines[0].unit or None,
     )
 
@@ -210,6 +213,29 @@ class Drift:
         """Per rank, where the time went."""
         return tuple(self._time_lost(rank) for rank in range(self.measured.schedule.ranks))
 
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Of the ranks, for `plan(..., speeds=)`: the time of all passes at a speed of 1, over that which was measured.
+
+        They are relative to the median rank, the faster of two: a step that all ranks take longer for has equal ones.
+        Only the costs of a plan tell: with the step's own medians no rank is slow.
+        """
+        before = self.costs.speeds or (1.0,) * self.measured.schedule.ranks
+        times = zip(map(_time_of, self.planned.events), map(_time_of, self.measured.events), before, strict=True)
+        rates = [speed * planned / max(measured, 1e-300) for planned, measured, speed in times]
+        usual = statistics.median_high(rates)
+        return tuple(round(rate / usual, 3) for rate in rates)
+
+    @property
+    def gain_of_new_cut(self) -> float:
+        """The share of the measured cost that a cut by `speeds` would save, if layers could be divided at will.
+
+        The busiest rank is then as busy as all others; what ranks idle besides stays as it was.
+        """
+        busy = [_time_of(row) for row in self.measured.events]
+        work = sum(time * speed for time, speed in zip(busy, self.speeds, strict=True))
+        return max(0.0, (max(busy) - work / sum(self.speeds)) / self.measured.cost)
+
     def actions(self) -> list[tuple[Action, float]]:
         """Every pass with its measured minus its planned duration, largest first."""
         planned, measured = _passes(self.planned), _passes(self.measured)
@@ -231,6 +257,9 @@ class Drift:
         for lost in self.time_lost:
             shares = (lost.cost, lost.compute, lost.late, lost.host)
             lines.append(f"{lost.rank:>4}" + "".join(f"{share / whole:>+9.1%}" for share in shares))
+        if self.given and (gain := self.gain_of_new_cut) >= _WORTH_A_CUT:
+            speeds = " ".join(map(number, self.speeds))
+            lines.append(f"the ranks' speeds are {speeds}: a cut by them, plan(..., speeds=), saves up to {gain:.0%}")
         slow = ", ".join(f"{action} {extra / whole:+.1%}" for action, extra in self.actions()[:worst])
         return "\n".join([*lines, f"furthest from the plan: {slow}"] if slow else lines)
 
@@ -254,6 +283,10 @@ class Drift:
         spans = [ended(row) - row[0].start if row else 0.0 for row in (mine, plan)]
         idle = spans[1] - self.planned.busy[rank]
         return TimeLost(rank, spans[0] - spans[1], busy, late - idle, host)
+
+
+def _time_of(events: Sequence[Event]) -> float:
+    return sum(event.end - event.start for event in events)
 
 
 def _passes(timeline: Timeline) -> dict[tuple[str, int, int], float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import median, median_low
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from zbkern.planning.costs.layers import LayerCosts, ModelCosts
 from zbkern.planning.simulation import drift
 from zbkern.planning.simulation.timeline import Timeline
 
+AS_FAST = 0.05  # ranks whose speeds differ by less are equal: times vary as much
 SLICES = (1, 7, 8)  # of 16 tokens and more: the first tells the overhead, the others attention
 # in which layers of one kind are equal
 _TIMES = (
@@ -133,9 +134,16 @@ def layer_costs(steps: Measurements) -> ModelCosts:
     assert steps.link is not None
     costs = chunk_costs(steps)
     alike = _alike(steps.chunks)
-    flat = costs.per_chunk(len(steps.chunks))
-    flat = flat._replace(**{name: _medians(getattr(flat, name), alike) for name in _TIMES})
-    within, besides = (_medians([getattr(c, name) for c in steps.chunks], alike) for name in ("within", "besides"))
+    flat, owners = costs.per_chunk(len(steps.chunks)), steps.separate[0].schedule.placement
+    times = [sum(each) for each in zip(flat.forward, flat.backward, flat.weight, strict=True)]
+    speeds = speeds_of(times, alike, owners)
+
+    def medians(values: Sequence[float]) -> tuple[float, ...]:
+        """As a rank of speed 1 takes them."""
+        return _medians([value * speeds[rank] for value, rank in zip(values, owners, strict=True)], alike)
+
+    flat = flat._replace(**{name: medians(getattr(flat, name)) for name in _TIMES})
+    within, besides = (medians([getattr(chunk, name) for chunk in steps.chunks]) for name in ("within", "besides"))
     forward = [max(inside, f - outside) for inside, f, outside in zip(within, flat.forward, besides, strict=True)]
     layers = [
         LayerCosts(
@@ -170,9 +178,30 @@ def layer_costs(steps: Measurements) -> ModelCosts:
         forward_overhead=overhead,
         copy_size=costs.copy_size,
         tokens=costs.tokens,
+        speeds=None if {*speeds} == {1.0} else speeds,
         time_unit="ms",
         memory_unit="bytes",
     )
+
+
+def speeds_of(times: Sequence[float], alike: Sequence[Hashable], owners: Sequence[int]) -> tuple[float, ...]:
+    """The speed of every rank, from what each layer takes on its rank: 1 for the usual one.
+
+    Layers that are alike are compared with the median of their ranks, the faster of two. A rank without layers that
+    others have, and one whose speed differs by less than noise, has 1.
+    """
+    of_ranks: dict[Hashable, dict[int, list[float]]] = {}
+    for key, rank, time in zip(alike, owners, times, strict=True):
+        of_ranks.setdefault(key, {}).setdefault(rank, []).append(time)
+    taken, usual = ([0.0] * (max(owners) + 1) for _ in range(2))
+    for each in of_ranks.values():
+        own = {rank: median(found) for rank, found in each.items()}
+        if len(own) > 1:
+            for rank, time in own.items():
+                taken[rank] += time * len(each[rank])
+                usual[rank] += median_low(own.values()) * len(each[rank])
+    speeds = [u / t if t and u else 1.0 for u, t in zip(usual, taken, strict=True)]
+    return tuple(1.0 if abs(speed - 1) < AS_FAST else round(min(max(speed, 0.01), 100.0), 3) for speed in speeds)
 
 
 def _alike(chunks: Sequence[MeasuredChunk]) -> list[Hashable]:

@@ -81,9 +81,11 @@ def profile_layers(
     a layer sends, and are those of the slowest link. Without a second rank there is no link, and messages take no time.
     forward_overhead is what a forward of one of `layer_chunks` takes besides its layer; the layers' times do not have
     it. Layers with the same classes, settings, parameters and size of output take equally long, the median of their
-    times; the first and the last, which gives no gradient of its input and which computes the loss, are apart. Layers
-    are tied (`LayerCosts.tied`) that declare a shared parameter, as `layer_chunks` do, on whichever ranks they are, or
-    that share one on a rank. Raises TypeError or ValueError as `profile` does.
+    times; the first and the last, which gives no gradient of its input and which computes the loss, are apart. Where
+    ranks take 5% longer or shorter for such layers than the median rank does, speeds has that of every rank, and layers
+    have the times of a rank of speed 1. Layers are tied (`LayerCosts.tied`) that declare a shared parameter, as
+    `layer_chunks` do, on whichever ranks they are, or that share one on a rank. Raises TypeError or ValueError as
+    `profile` does.
     """
     group = or_alone(group)
     batch = inputs, targets, side
