@@ -52,9 +52,8 @@ def arriving(gradient: DTensor) -> DTensor:
     part = gradient._local_tensor
     if not is_wrapped(part) or torch.is_grad_enabled():
         return gradient
-    if not part.completed:  # type: ignore[attr-defined]
-        wgrad.in_flight()
-    return ShardLayout.of(gradient).tensor(arrived(part))
+    waits = not part.completed  # type: ignore[attr-defined]
+    return ShardLayout.of(gradient).tensor(wgrad.in_flight(lambda: arrived(part)) if waits else arrived(part))
 
 
 def local_of(tensor: DTensor, placements: Sequence[Placement] | None = None) -> Tensor:
@@ -112,8 +111,7 @@ class AllToAll(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
         ctx.route = sent, received, group
         y, work = _start(x, sent, received, group)
-        wgrad.in_flight()
-        work.wait()
+        wgrad.in_flight(work.wait)
         return y
 
     @staticmethod
@@ -122,8 +120,7 @@ class AllToAll(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return AllToAll.apply(dy, received, sent, group), None, None, None
         dx, work = _start(dy, received, sent, group)
-        wgrad.in_flight()
-        work.wait()
+        wgrad.in_flight(work.wait)
         return dx, None, None, None
 
 
@@ -139,8 +136,7 @@ def exchange_counts(sent: Tensor, ranks: int, group: Any) -> tuple[Tensor, list[
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received, sent, group=group, async_op=True)
     if sent.device.type != "cuda":
-        wgrad.in_flight()
-        work.wait()
+        wgrad.in_flight(work.wait)
         both = torch.stack((sent, received))
     else:
         side = torch.cuda.Stream(sent.device)
@@ -151,8 +147,7 @@ def exchange_counts(sent: Tensor, ranks: int, group: Any) -> tuple[Tensor, list[
             both[0].copy_(sent, non_blocking=True)
             both[1].copy_(received, non_blocking=True)
             arrived = side.record_event()
-        wgrad.in_flight()
-        arrived.synchronize()  # whatever uses `received` comes after this
+        wgrad.in_flight(arrived.synchronize)  # whatever uses `received` comes after this
     out, back = both.view(2, ranks, -1).sum(2).tolist()
     return received, out, back
 

@@ -352,3 +352,38 @@ def test_edges_that_differ_have_a_time_each() -> None:
 
     assert communication([timeline([1, 1.5])], 3) == 1
     assert communication([timeline([1, 5])], 3) == [1, 5]
+
+
+class Waiting(torch.autograd.Function):
+    """Waits for two collectives forward, and for one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            zbkern.in_flight(lambda: time.sleep(0.004))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.002)
+        assert zbkern.in_flight(lambda: time.sleep(0.006) or 7) == 7
+        return dy
+
+
+class Communicating(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Waiting.apply(super().forward(x))
+
+
+def test_the_time_in_which_a_pass_waits_for_collectives_is_measured() -> None:
+    chunks = [zbkern.convert(nn.Linear(4, 4)), zbkern.convert(nn.Sequential(Communicating(4, 4), nn.Tanh()))]
+    x = torch.randn(MICROBATCHES, 4)
+    costs = profile(chunks, [0, 0], lambda y, _: y.sum(), x, x, MICROBATCHES)
+    assert costs.network_forward[0] == costs.network_backward[0] == costs.collectives[0] == 0
+    assert 8 <= costs.network_forward[1] <= costs.forward[1]
+    assert 6 <= costs.network_backward[1] <= costs.backward[1] - 2
+    assert costs.collectives[1] == 2
+    layers = dict(zip(["a", "b"], chunks, strict=True))
+    of_layers = profile_layers(layers, lambda y, _: y.sum(), x, x, MICROBATCHES).layers
+    assert of_layers[1].network_forward >= 8
+    assert plan(costs, 1, 8, 2, effort=0).schedule.beside

@@ -21,7 +21,7 @@ SLICES = (1, 7, 8)  # of 16 tokens and more: the first tells the overhead, the o
 # in which layers of one kind are equal
 _TIMES = (
     *("forward", "backward", "weight", "fused", "merge_saving", "recompute"),
-    *("attention_forward", "attention_backward", "overhead"),
+    *("attention_forward", "attention_backward", "overhead", "network_forward", "network_backward"),
 )
 
 
@@ -44,6 +44,9 @@ class MeasuredChunk(NamedTuple):
     carried: int  # bytes that a sequence keeps for its later slices; 0 where not asked for
     carried_gradients: int  # bytes of its gradients
     tokens: int | None  # of a sequence, where the rank knows
+    network_forward: float  # ms of an F in which it waits for collectives, and of a B
+    network_backward: float
+    collectives: float  # of an F or a B
 
 
 class Measurements(NamedTuple):
@@ -75,6 +78,9 @@ def chunk_costs(steps: Measurements) -> Costs:
         checkpoint=[0, *(chunk.output for chunk in chunks[:-1])],
         split_overhead=overhead,
         merge_saving=saving,
+        network_forward=[min(c.network_forward, time) for c, time in zip(chunks, alone.forward, strict=True)],
+        network_backward=[min(c.network_backward, time) for c, time in zip(chunks, alone.backward, strict=True)],
+        collectives=[chunk.collectives for chunk in chunks],
         copy_size=max(chunk.transfer for chunk in chunks),
         memory_unit="bytes",
     )
@@ -166,6 +172,9 @@ def layer_costs(steps: Measurements) -> ModelCosts:
             overhead=flat.overhead[at],
             carried=flat.carried[at],
             carried_gradients=flat.carried_gradients[at],
+            network_forward=min(flat.network_forward[at], forward[at]),
+            network_backward=flat.network_backward[at],
+            collectives=flat.collectives[at],
         )
         for at, chunk in enumerate(steps.chunks)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -20,6 +20,7 @@ from zbkern.pipeline.runtime.forward_state import left_as_they_were
 from zbkern.pipeline.runtime.measure.clock import EventClock
 from zbkern.pipeline.runtime.measure.links import slowest_link
 from zbkern.pipeline.runtime.measure.measured_costs import SLICES, MeasuredChunk, Measurements
+from zbkern.pipeline.runtime.measure.network import NetworkWatch
 from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.memory.recomputation import Parts, parts_of
 from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions
@@ -36,6 +37,7 @@ from zbkern.schedules.slices import order_of_backward
 logger = logging.getLogger("zbkern")
 
 STEADY = 0.1  # no more steps where the quartiles of each pass's times are this near to each other
+_NOTHING = nullcontext()
 PATIENCE = 4  # times as many steps at most
 _WHICH_LAYER = {"idx", "index", "layer_id", "layer_idx", "number", "zbkern_name"}  # attributes, in any library
 
@@ -46,6 +48,7 @@ class _Kind(NamedTuple):
     schedule: Schedule
     merge: bool = False
     ledger: Ledger | None = None
+    network: NetworkWatch | None = None
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,11 @@ class ProbeSteps:
                 stack.enter_context(watch.watching())
             record = StepOptions(record=True)
             pipe = stack.enter_context(Pipeline(modules, apart, self.loss_fn, self.group, device, options=record))
-            counting = self._ledger(pipe)
+            counting, network = self._ledger(pipe), NetworkWatch(pipe._calls.loop.recorder)
             self._step(pipe, _Kind(apart, ledger=counting))
             held_bytes, held = counting.kept_sizes, _held_bytes(pipe)
             kinds = {
-                "separate": _Kind(apart),
+                "separate": _Kind(apart, network=network),
                 "merged": _Kind(apart, merge=True),
                 "fused": _Kind(_changed(apart, _fused)),
                 **self._recomputing(pipe, apart, layers),
@@ -123,6 +126,9 @@ class ProbeSteps:
                     carried=carries.nbytes_of_one,
                     carried_gradients=carries.gradient_nbytes_of_one,
                     tokens=length_of(self.batch[0]),
+                    network_forward=network.milliseconds("F", chunk),
+                    network_backward=network.milliseconds("B", chunk),
+                    collectives=network.count(chunk),
                 )
             everywhere = {chunk: one for of_rank in pipe.gather(known) for chunk, one in of_rank.items()}
             chunks = [everywhere[chunk] for chunk in range(len(placement))]
@@ -152,7 +158,8 @@ class ProbeSteps:
             parameter.grad = None
         pipe.queue.merge = kind.merge
         pipe._calls.loop.use_ledger(kind.ledger)
-        pipe.step(*self.batch, schedule=kind.schedule)
+        with _NOTHING if kind.network is None else kind.network.watching():
+            pipe.step(*self.batch, schedule=kind.schedule)
         return rescaled(pipe.last.gather_timeline(), 1e3, "ms")
 
     def _warn_of_noise(self, spread: float) -> None:

@@ -44,7 +44,7 @@ class Recorder:
         self._sample = sample
         self._holders: Sequence[Any] = ()
         self._clock = EventClock(device)
-        self.now = self._clock.now
+        self.now, self.seconds = self._clock.now, self._clock.seconds
         self.clear()
 
     def clear(self) -> None:
