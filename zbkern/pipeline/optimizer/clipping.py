@@ -22,13 +22,13 @@ def check_max_norm(caller: str, max_norm: Any) -> None:
         raise ValueError(f"{caller}: max_norm must be above 0; got {max_norm}; pass math.inf to clip nothing")
 
 
-def sum_of_squares(groups: Sequence[Sequence[Tensor]], uncounted: Sequence[Tensor] = ()) -> Tensor:
-    """The sums of the squares of all elements, fp64 [groups], on the device of the gradients.
+def squared_norms(groups: Sequence[Sequence[Tensor]], uncounted: Sequence[Tensor] = ()) -> Tensor:
+    """The squared norm of each gradient, fp64 [groups, gradients], 0 in the rows of other groups; on their device.
 
-    groups: the gradients of each norm. uncounted: tensors that are part of no sum. A sum is not finite when an element
-    of its gradients or of an uncounted tensor is not. Also infinite when a single gradient's norm is beyond fp32. Not
-    finite on every rank of a mesh when one of them alone has such a value in what all of them hold alike, or else they
-    would not validate the same steps.
+    Shards have one column for all of a placement. groups: the gradients of each norm. uncounted: tensors that are part
+    of no norm. A row has a value that is not finite when an element of its gradients or of an uncounted tensor is not.
+    Also infinite when a single gradient's norm is beyond fp32. Not finite on every rank of a mesh when one of them
+    alone has such a value in what all of them hold alike, or else they would not validate the same steps.
     """
     places: dict[Any, list[list[Tensor]]] = {}  # where gradients are: those of each norm, then the uncounted
     for index, gradients in enumerate((*groups, uncounted)):
@@ -44,27 +44,35 @@ def sum_of_squares(groups: Sequence[Sequence[Tensor]], uncounted: Sequence[Tenso
     whole, cut = [], []
     for where, lists in places.items():
         device = next(gradient.device for gradients in lists for gradient in gradients)
-        *counted, others = (_squared_norm(gradients, device) for gradients in lists)
-        total = torch.stack(counted) + _unless_finite(others)
+        *counted, others = (_squares(gradients, device) for gradients in lists)
+        found = _unless_finite(others.sum()).expand(len(groups), 1)
         if where is None or all(placement.is_replicate() for placement in where[1]):
-            whole.append(total)
+            whole += [torch.block_diag(*(each[None] for each in counted)), found]
         else:
-            cut.append((total, where))
-    result = torch.zeros(len(groups), dtype=torch.float64)
+            cut.append((torch.stack([each.sum() for each in counted])[:, None] + found, where))
     if not whole and not cut:
-        return result
+        return torch.zeros(len(groups), 0, dtype=torch.float64)
     device = whole[0].device if whole else cut[0][0].device
-    result = sum((value.to(device) for value in whole), result.to(device))
-    found = _unless_finite(result.sum())  # what the sums over shards bring to the other ranks
+    columns = [value.to(device) for value in whole]
+    # what the sums over shards bring to the other ranks
+    found = _unless_finite(sum((each.sum() for each in columns), torch.zeros((), dtype=torch.float64, device=device)))
     for part, (mesh, placements) in cut:
         sums = [placement if placement.is_replicate() else Partial() for placement in placements]  # replicas count once
         shards = DTensor.from_local(part + found.to(part.device), mesh, sums, run_check=False)
-        result = result + shards.full_tensor().to(device)
-    return result
+        columns.append(shards.full_tensor().to(device))
+    return torch.cat(columns, 1)
 
 
-def _squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of all elements, fp64 [], on this device.
+def exact_sum(squares: Sequence[float]) -> float:
+    """The sum, rounded once: the same for any order, and so for any cut of the model into stages."""
+    try:
+        return math.fsum(squares)
+    except OverflowError:
+        return math.inf
+
+
+def _squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The squared norm of each, fp64 [gradients], on this device.
 
     The norms of single tensors are taken in fp32 at least: infinite where one is beyond that.
     """
@@ -74,7 +82,7 @@ def _squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
         alike.setdefault((gradient.device, torch.promote_types(gradient.dtype, torch.float32)), []).append(gradient)
     norms = [torch.stack(torch._foreach_norm(found, 2, dtype=wide)) for (_, wide), found in alike.items()]
     squares = [norm.to(device, torch.float64) for norm in norms]
-    return torch.cat(squares or [torch.zeros(0, dtype=torch.float64, device=device)]).square().sum()
+    return torch.cat(squares or [torch.zeros(0, dtype=torch.float64, device=device)]).square()
 
 
 def _unless_finite(value: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Optimizer: steps before the norm over all stages is known, and validates the step afterwards.
 
 The norm of all gradients and the check for non-finite values need every stage, and an all-reduce before the step would
-make every stage wait for the slowest. Instead each rank receives the sum of squares of the ranks before it, adds its
-own and sends it on (norm_chain.py); if the sum so far requires neither clipping nor skipping, the rank steps at once.
-The last rank knows the total and sends it to all while the forwards of the next step begin. If the total requires
+make every stage wait for the slowest. Instead each rank receives the squared norms of the ranks before it, and
+sends them on with its own (norm_chain.py); if their sum requires neither clipping nor skipping, it steps at once. The
+last rank knows the total and sends it to all while the forwards of the next step begin. If the total requires
 clipping or skipping, the ranks that have stepped roll the step back, and step again with scaled gradients, or not at
 all. The result is that of a synchronous step.
 

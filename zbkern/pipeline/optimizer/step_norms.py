@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zbkern.pipeline.optimizer.clipping import clip_coefficient, sum_of_squares
+from zbkern.pipeline.optimizer.clipping import clip_coefficient, exact_sum, squared_norms
 from zbkern.pipeline.optimizer.norm_chain import NormChain
 from zbkern.pipeline.optimizer.parts import Part
 
@@ -46,7 +46,8 @@ class StepNorms:
         self._uncounted |= {id(master) for parameter, master in pairs if id(parameter) in self._uncounted}
 
     def pass_on(self, gradients: Sequence[list[tuple[Tensor, Tensor]]], step: int) -> Tensor:
-        """The sums of squares of this rank and of those whose sums it receives, fp64 [norms]; sent to the next rank.
+        """The squares of this rank and of those whose squares it receives, fp64 [norms, gradients]; sent to the next
+        rank. Where the chain ends they are summed, [norms, 1].
 
         gradients: (parameter, gradient) of each torch optimizer. step: the number of the optimizer's step.
         """
@@ -62,13 +63,15 @@ class StepNorms:
             # with this rank's shards, other pipelines of its mesh learn what ranks without shards have found
             received = self.chain.receive_sums(step)
             uncounted += received
-        total = sum_of_squares(counted, uncounted).to(self._device)
-        total = sum(received or self.chain.receive_sums(step), total)
-        self.chain.send_sum(step, total)
-        return total
+        own = squared_norms(counted, uncounted).to(self._device)
+        squares = torch.cat([*(received or self.chain.receive_sums(step)), own], 1)
+        if self.chain.ends_here:  # each is added once, or the sum would depend on where ranks begin
+            return torch.tensor([[exact_sum(row)] for row in squares.tolist()], dtype=torch.float64)
+        self.chain.send_sum(step, squares)
+        return squares
 
     def of(self, total: Tensor) -> tuple[list[float], list[float]]:
-        """The norms that these sums of squares give, and the factors by which they clip gradients."""
-        norms = [math.sqrt(squares) for squares in total.tolist()]
+        """The norms that these squares give, and the factors by which they clip gradients."""
+        norms = [math.sqrt(exact_sum(squares)) for squares in total.tolist()]
         self.chain.transport.check_received()
         return norms, [clip_coefficient(norm, limit) for norm, limit in zip(norms, self.limits, strict=True)]

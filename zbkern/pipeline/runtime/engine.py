@@ -19,6 +19,7 @@ from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.replicas.data_parallel import check_apart
 from zbkern.pipeline.runtime.replicas.tied_weights import TiedWeights, all_ties
 from zbkern.pipeline.runtime.run_ahead import run_ahead
+from zbkern.pipeline.runtime.same_bits import check_one_use
 from zbkern.pipeline.runtime.step_schedules import StepSchedules
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place, telling_on_error
@@ -77,9 +78,11 @@ class Pipeline:
             self._checks_values = options.check_values
             self._checked: Counter[object] = Counter()  # steps in which values that W read were compared, by kind
             self.device = device_of(device, modules)
-            self.queue = WGradQueue(max_bytes=options.max_wgrad_bytes)
+            self.queue = WGradQueue(max_bytes=options.max_wgrad_bytes, merge=not options.same_bits)
             by_chunk = dict(zip(schedules.first.chunks_of(self.rank), modules, strict=True))
             check_apart(by_chunk, group)
+            if options.same_bits:
+                check_one_use(by_chunk.values())
             recorder = Recorder(self.rank, self.device, self.queue, options.record)
             self._calls = Calls(by_chunk, schedules, loss_fn, recorder, options, fill, timeout)
             copies = all_ties(modules, tied)

@@ -22,6 +22,9 @@ class StepOptions:
             "layers.*.mlp") and classes (torch.nn.SiLU); the whole chunk where there are none.
         check_values: compare what an R computes with what its F did, and what W reads with what it was in B, in every
             step, and not in the first two only.
+        same_bits: gradients that are the same to the bit for any number of stages and any schedule of the same
+            microbatches and slices (docs/same_bits.md): no W are merged, and schedules are refused whose order of
+            passes would change a sum. On every rank.
 
     Raises TypeError or ValueError for other numbers and parts.
     """
@@ -31,6 +34,7 @@ class StepOptions:
     copy_size: int = COPY_SIZE
     recompute: Sequence[str | type] = ()
     check_values: bool = False
+    same_bits: bool = False
 
     def __post_init__(self) -> None:
         _check(self)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zbkern.pipeline.runtime.options import StepOptions
+from zbkern.pipeline.runtime.same_bits import check_order
 from zbkern.planning.simulation.comparison import with_microbatches
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.program import offloads_or_recomputes
@@ -76,4 +77,6 @@ class StepSchedules:
                 f"(R, O, L), whose memory is counted in its own order; got {self._fill!r} and "
                 f"{self._options.max_wgrad_bytes}"
             )
+        if self._options.same_bits:
+            check_order(call, schedule)
         return schedule
