@@ -21,6 +21,7 @@ from tests.support.chunks import make_data, make_model, needed, on_threads, plai
 from zbkern.pipeline import Optimizer, Pipeline, checkpoint, schedules
 from zbkern.pipeline.transport import distributed
 from zbkern.pipeline.transport.base import PipelineError
+from zbkern.pipeline.transport.framing import Incoming
 from zbkern.pipeline.transport.local import LocalTransport
 
 
@@ -181,18 +182,18 @@ def test_a_rank_that_does_not_construct_its_pipeline_is_named(two_ranks: Any, wr
 def failing_over_gloo(slow_receiver: bool) -> tuple[str, Any]:
     if not slow_receiver:
         return failing_then_working(None, ArithmeticError("wrong"))
-    receive, kept, alive = distributed.receive_message, [], []
+    receive, kept, alive = Incoming.receive, [], []
 
-    def receive_late(group: Any, peer: int) -> Any:
-        time.sleep(0.05 if peer == 0 else 0)
-        return receive(group, peer)
+    def receive_late(incoming: Incoming) -> Any:
+        time.sleep(0.05 if incoming._peer == 0 else 0)
+        return receive(incoming)
 
     def keep_open(groups: list[Any]) -> None:  # as what else is under way may do
         alive.extend(thread.name for thread in threading.enumerate() if thread.name.startswith("zbkern-"))
         kept.extend(groups)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "receive_message", receive_late)
+        patch.setattr(Incoming, "receive", receive_late)
         patch.setattr(distributed, "close_groups", keep_open)
         found = failing_over_gloo(False)
     assert not alive, "these waited in vain for the last message of a peer"

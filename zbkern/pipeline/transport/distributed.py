@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.transport.base import Transport
-from zbkern.pipeline.transport.framing import FinalMessage, Message, TensorHeader, frame, receive_message
+from zbkern.pipeline.transport.framing import FinalMessage, Incoming, Message, Outgoing, TensorHeader
 from zbkern.pipeline.transport.mailbox import Call, Mailbox, Note, PipelineError, Tag, described
 from zbkern.pipeline.transport.packing import pack, packed_bytes, shapes_of, unpack
 from zbkern.pipeline.transport.process_groups import (
@@ -46,7 +46,7 @@ from zbkern.pipeline.transport.tensors import tensors_in
 
 logger = logging.getLogger("zbkern")
 
-_USUAL, _OTHER, _NEVER = 1, 2, 3  # tags of tensors, and of none; 0 is that of headers
+_HEADER, _TENSORS, _NEVER = 0, 1, 2  # tags of gloo's messages, and of none
 _PAUSE = 0.002  # seconds between looks at what has been sent
 _LOOK = 0.02  # seconds between looks at what the GPU waits for
 _LAST = timedelta(seconds=1)  # for the last message to a peer that is there
@@ -62,7 +62,7 @@ class DistributedTransport(Transport):
     group: the ranks of this pipeline, None for all. Each direction (to higher ranks, to lower ranks) has a communicator
     of its own: no order of NCCL calls can deadlock, and gloo's thread, which spins while somebody sends on the
     connection that it wants to read, seldom does. A header with tag, shapes and dtypes precedes each message, always
-    through gloo. The tensors follow in one buffer.
+    through gloo. The tensors follow in one buffer; on a CPU small ones come with their header.
 
     On a GPU a receive is posted when its header comes, and its kernel waits there for what the sender has yet to
     compute. It waits for nothing but work that the sender's host has launched already.
@@ -102,7 +102,7 @@ class DistributedTransport(Transport):
         self._pairs: set[tuple[int, int]] = set()  # of ranks that are connected for tensors
         self._last_sent: dict[int, dist.Work] = {}  # by peer, on a GPU
         self._earlier: list[Any] = []  # what calls before this one have left to the GPU
-        self._usual_to: dict[int, int] = {}  # bytes that each peer has posted a receive for, after the first message
+        self._outgoing = {peer: Outgoing(carries=self._on_cpu) for peer in self.peers}
         self._ending = threading.Lock()
         self._final_message: FinalMessage | None = None
         self._uninformed = list(self.peers)  # peers that it was not sent to
@@ -141,16 +141,9 @@ class DistributedTransport(Transport):
         leaves = tensors_in(message)
         # not its spec: torch 2.13 warns when one is unpickled; a single tensor, as most are, need not be walked
         skeleton = 0 if isinstance(message, Tensor) else pytree.tree_map_only(Tensor, lambda _: 0, message)
-        packed = pack(leaves)
-        size = 0 if packed is None else packed.numel()
-        usual = self._on_cpu and size == self._usual_to.get(peer)
-        header = TensorHeader(*self._mailbox.call, tag, shapes_of(leaves), usual, skeleton)
-        if size:
-            self._usual_to.setdefault(peer, size)
+        header = TensorHeader(*self._mailbox.call, tag, shapes_of(leaves), skeleton)
         try:
-            works = self._start_send(peer, header)
-            if packed is not None:
-                works += self._start_tensors(peer, [packed], _USUAL if usual else _OTHER)
+            works = self._start_send(peer, header, leaves)
         except RuntimeError as error:  # the peer is gone: why, this rank's threads know or are about to
             reason = self._mailbox.why_unreachable(peer, _TOLD) or f"rank {peer} cannot be reached: {error}"
             self.fail(reason)
@@ -200,7 +193,7 @@ class DistributedTransport(Transport):
             for group, sends in ((self._up, self.rank == low), (self._down, self.rank == high)):
                 token = torch.empty(1, dtype=torch.uint8, device=self.device)
                 with self._locks[id(group)]:
-                    (group.send if sends else group.recv)([token], peer, _OTHER).wait()
+                    (group.send if sends else group.recv)([token], peer, _TENSORS).wait()
                 self._receiving.synchronize()  # before NCCL allocates for the other one, which waits for the device
 
     def _settle(self, message: Any, works: Sequence[dist.Work]) -> None:
@@ -317,8 +310,6 @@ class DistributedTransport(Transport):
     def _send_final(self, peer: int, message: FinalMessage) -> None:
         try:
             works = self._start_send(peer, message)
-            if self._on_cpu and peer in self._usual_to:  # what the peer has posted a receive for
-                works += self._start_tensors(peer, [torch.empty(self._usual_to[peer], dtype=torch.uint8)], _USUAL)
             self._sends.put((peer, works))
         except RuntimeError as error:  # that peer is gone; the others still want to know
             logger.debug("rank %d could not tell rank %d: %s", self.rank, peer, error)
@@ -342,20 +333,20 @@ class DistributedTransport(Transport):
         with contextlib.suppress(RuntimeError):  # it is gone: that, too, is about to be known
             self._sends.put((peer, self._start_send(peer, message)))
 
-    def _start_send(self, peer: int, message: Message) -> _Works:
-        group = self._headers_up if peer > self.rank else self._headers_down
-        with self._header_lock, not_profiled():  # both parts of one message before those of another thread's
-            return [(group.send([part], peer, 0), part) for part in frame(message)]
-
-    def _start_tensors(self, peer: int, tensors: list[Tensor], slot: int) -> _Works:
-        group = self._up if peer > self.rank else self._down
-        if self._on_cpu:
-            with not_profiled():
-                return [(group.send([tensor], peer, slot), tensor) for tensor in tensors]
-        with self._locks[id(group)]:
-            for tensor in tensors:  # its memory stays until NCCL has sent it: torch has recorded NCCL's stream on it
-                self._last_sent[peer] = group.send([tensor], peer, slot)
-        return []
+    def _start_send(self, peer: int, message: Message, tensors: Sequence[Tensor] = ()) -> _Works:
+        """Sends a message, and its tensors. One that is interrupted here is the last but for the final one."""
+        headers, group = (self._headers_up, self._up) if peer > self.rank else (self._headers_down, self._down)
+        packed = None if self._on_cpu else pack(tensors)
+        with self._header_lock, not_profiled():  # all parts of one message before those of another thread's
+            parts, carried = self._outgoing[peer].frame(message, tensors)
+            works = [(headers.send([part], peer, _HEADER), part) for part in parts]
+            if self._on_cpu and not carried and (packed := pack(tensors)) is not None:
+                works.append((headers.send([packed], peer, _TENSORS), packed))
+            self._outgoing[peer].sent()
+        if packed is not None and not self._on_cpu:
+            with self._locks[id(group)]:  # its memory stays until NCCL has sent it: torch has recorded NCCL's stream
+                self._last_sent[peer] = group.send([packed], peer, _TENSORS)
+        return works
 
     def _finish_sends(
         self,
@@ -392,42 +383,38 @@ class DistributedTransport(Transport):
 
     # ---- receiving
 
-    def _receive_tensors(self, peer: int, size: int, slot: int) -> _Posted:
+    def _receive_tensors(self, peer: int, size: int) -> tuple[Tensor, list[dist.Work]]:
         group = self._up if peer < self.rank else self._down
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         if size == 0:
             return buffer, []
         if not self._on_cpu:
             with self._locks[id(group)]:
-                return buffer, [group.recv([buffer], peer, slot)]
+                return buffer, [group.recv([buffer], peer, _TENSORS)]
         try:
-            return buffer, [group.recv([buffer], peer, slot)]
+            return buffer, [group.recv([buffer], peer, _TENSORS)]
         except RuntimeError as error:
             raise ConnectionLost(str(error)) from error
 
     def _receive_from(self, peer: int) -> None:
         """Thread: files everything `peer` sends until it closes or fails."""
-        group = self._headers_up if peer < self.rank else self._headers_down
-        posted: _Posted | None = None
+        incoming = Incoming(self._headers_up if peer < self.rank else self._headers_down, peer, carries=self._on_cpu)
         try:
             with self._on_stream():  # a receive begins at once, not after the work that is queued on another
                 while True:
-                    message = receive_message(group, peer)
+                    message, carried = incoming.receive()
                     if self._outlived():
                         return
                     if isinstance(message, FinalMessage):
                         break
                     if isinstance(message, TensorHeader):
-                        posted = self._receive_tree(peer, message, posted)
+                        self._receive_tree(peer, message, carried)
                     else:
                         self._hear(peer, message)
             if message.ending == "closed":
                 self._mailbox.closed(peer)
             else:
                 self._fail_all(message)
-            with contextlib.suppress(ConnectionLost):  # it has said its last, and may be gone
-                for work in posted[1] if posted else []:
-                    finish_receive(work)
         except Exception as error:
             logger.debug("rank %d: receiving from rank %d: %s", self.rank, peer, error)
             if self._outlived():
@@ -445,27 +432,20 @@ class DistributedTransport(Transport):
         """Whether the connections of the calling thread, a receiver, were closed before it ended."""
         return threading.current_thread() not in self._receivers.values()
 
-    def _receive_tree(self, peer: int, header: TensorHeader, posted: _Posted | None) -> _Posted | None:
-        """Files a message; returns the receive that is posted for the next one with tensors.
-
-        Where nobody waits for a receive to be posted, a message takes half the time: the sender's call sends it. So
-        one is there for the next message of the usual sizes, those of the first; only on a CPU, because NCCL's would
-        keep multiprocessors busy.
-        """
-        shapes, skeleton, usual = header.shapes, header.skeleton, header.usual
-        size = packed_bytes(shapes)
-        buffer, works = posted if usual and posted else self._receive_tensors(peer, size, _OTHER)
+    def _receive_tree(self, peer: int, header: TensorHeader, carried: Tensor | None) -> None:
+        """Files a message. carried: the bytes of its tensors, if they came with it."""
+        shapes, skeleton = header.shapes, header.skeleton
+        works: list[dist.Work] = []
+        if carried is None:
+            carried, works = self._receive_tensors(peer, packed_bytes(shapes))
         if self._on_cpu:
             while works:
                 finish_receive(works.pop(0))
-        arrived = iter(unpack(buffer, shapes))
+        arrived = iter(unpack(carried, shapes))
         tree = next(arrived) if skeleton == 0 else pytree.tree_map_only(int, lambda _: next(arrived), skeleton)
         difference = self._mailbox.put(header.tag, (tree, works), peer, Call(header.turn, header.name))
         if difference is not None:
             self._stop(difference)
-        if self._on_cpu and size and (usual or posted is None):
-            return self._receive_tensors(peer, size, _USUAL)
-        return posted
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -519,4 +499,3 @@ def _meeting(group: dist.ProcessGroup | None) -> RankExchange:
 _Threads = dict[int, threading.Thread]  # by peer
 _Watched = tuple[int, Tag | Note, Sequence["dist.Work"], float | None]
 _Works = list[tuple["dist.Work", Tensor]]
-_Posted = tuple[Tensor, list["dist.Work"]]

@@ -1,11 +1,14 @@
-"""The messages that ranks exchange beside tensors, and how each becomes bytes of a gloo communicator and back."""
+"""The messages that ranks exchange, and how each becomes bytes of a gloo communicator and back."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import io
 import pickle
+import struct
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,25 +16,26 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.transport.mailbox import Note, Tag
-from zbkern.pipeline.transport.packing import Shapes
+from zbkern.pipeline.transport.packing import Shapes, copy_packed, packed_bytes
 from zbkern.pipeline.transport.process_groups import receive_into
 
-_HEADER_BYTES = 1024  # what a receive is posted for; few messages need a second part
+_HEADER_BYTES = 1024  # what a receive is posted for; few headers need a second part
 _LENGTH_BYTES = 4
+_CARRIED_BYTES = 1 << 18  # of tensors: to copy more takes longer than a message of their own
+_FORMS = 256  # of headers that a connection remembers
+_NUMBERS = struct.Struct("<IIqqqq")  # a header whose form is known: 0 for a length, the form, turn, step, chunk, unit
 
 
 class TensorHeader(NamedTuple):
-    """A pytree of tensors, bytes, floats and None. The tensors follow, packed, on the communicator of tensors.
+    """A pytree of tensors, bytes, floats and None. The tensors come with it or follow, packed.
 
-    shapes: of every tensor. usual: they are as many bytes as the first message's, for which the receiver has posted a
-    receive. skeleton: the tree with 0 for every tensor. turn, name: the Call that it is sent in.
+    shapes: of every tensor. skeleton: the tree with 0 for every tensor. turn, name: the Call that it is sent in.
     """
 
     turn: int
     name: str
     tag: Tag | Note
     shapes: Shapes
-    usual: bool
     skeleton: Any
 
 
@@ -66,29 +70,104 @@ Message = TensorHeader | Notice | FinalMessage
 _KINDS: tuple[Any, ...] = (TensorHeader, StallQuery, StallAnswer, CallNotice, FinalMessage)
 
 
-def frame(message: Message) -> list[Tensor]:
-    """The bytes of a message: uint8 [1024], and the rest where it is longer."""
+class Outgoing:
+    """Messages to one peer as bytes: each says only what `Incoming` does not know from those before it.
+
+    carries: whether tensors travel with their header. A message of their own takes as long as the first, or twice as
+    long where its receive is not posted yet. The posted one has room for the largest tensors so far, of a limited size.
+    """
+
+    def __init__(self, carries: bool) -> None:
+        self._limit = _CARRIED_BYTES if carries else 0
+        self._room = self._next_room = 0  # beside the header, in this message and the next
+        self._forms: dict[Any, int] = {}
+
+    def frame(self, message: Message, tensors: Sequence[Tensor] = ()) -> tuple[list[Tensor], bool]:
+        """The bytes of a message, uint8 [posted], and the rest of a longer header; whether its tensors are in them."""
+        posted = torch.empty(_HEADER_BYTES + self._room, dtype=torch.uint8)
+        data, carried = b"", False
+        if isinstance(message, TensorHeader):
+            size = packed_bytes(message.shapes)
+            carried = 0 < size <= self._room
+            if carried:
+                copy_packed(tensors, posted.data_ptr() + _HEADER_BYTES)
+            data = self._as_known(message)
+            self._next_room = _room_after(self._room, size, self._limit)
+        data = data or _pickled(message)
+        ctypes.memmove(posted.data_ptr(), data, min(len(data), _HEADER_BYTES))
+        rest = data[_HEADER_BYTES:]
+        return [posted, torch.frombuffer(bytearray(rest), dtype=torch.uint8)] if rest else [posted], carried
+
+    def sent(self) -> None:
+        """The peer has what `frame` returned last. An interruption before that leaves the room that it has posted."""
+        self._room = self._next_room
+
+    def _as_known(self, header: TensorHeader) -> bytes:
+        """Empty for a form that the peer does not know."""
+        tag = header.tag
+        if not isinstance(tag, Tag):
+            return b""
+        skeleton = header.skeleton if header.skeleton == 0 else encode(header.skeleton)  # which hashes
+        form = header.name, tag.kind, header.shapes, skeleton
+        number = self._forms.get(form)
+        if number is not None:
+            return _NUMBERS.pack(0, number, header.turn, tag.step, tag.chunk, tag.unit)
+        if len(self._forms) < _FORMS:
+            self._forms[form] = len(self._forms)
+        return b""
+
+
+class Incoming:
+    """The messages of one peer. group: its communicator. carries: as the peer's `Outgoing` has it."""
+
+    def __init__(self, group: Any, peer: int, carries: bool) -> None:
+        self._group, self._peer = group, peer
+        self._limit = _CARRIED_BYTES if carries else 0
+        self._room = 0
+        self._forms: list[TensorHeader] = []
+
+    def receive(self) -> tuple[Message, Tensor | None]:
+        """The next message, and the bytes of its tensors if they came with it; waits for it.
+
+        Raises ConnectionLost when the connection ends.
+        """
+        posted = self._receive_bytes(_HEADER_BYTES + self._room)
+        data = _read(posted, _HEADER_BYTES)
+        zero, form, turn, step, chunk, unit = _NUMBERS.unpack_from(data)
+        if zero == 0:
+            _, name, tag, shapes, skeleton = self._forms[form]
+            message: Message = TensorHeader(turn, name, Tag(step, tag.kind, chunk, unit), shapes, skeleton)
+        else:
+            end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+            if end > _HEADER_BYTES:
+                data += _read(self._receive_bytes(end - _HEADER_BYTES), end - _HEADER_BYTES)
+            kind, *fields = decode(data[_LENGTH_BYTES:end])
+            message = _KINDS[kind](*fields)
+            if isinstance(message, TensorHeader) and isinstance(message.tag, Tag) and len(self._forms) < _FORMS:
+                self._forms.append(message)
+        if not isinstance(message, TensorHeader):
+            return message, None
+        size, room = packed_bytes(message.shapes), self._room
+        self._room = _room_after(room, size, self._limit)
+        return message, posted[_HEADER_BYTES : _HEADER_BYTES + size] if 0 < size <= room else None
+
+    def _receive_bytes(self, count: int) -> Tensor:
+        buffer = torch.empty(count, dtype=torch.uint8)
+        receive_into(self._group, buffer, self._peer)
+        return buffer
+
+
+def _room_after(room: int, size: int, limit: int) -> int:
+    return size if room < size <= limit else room
+
+
+def _pickled(message: Message) -> bytes:
     payload = encode((_KINDS.index(type(message)), *message))  # by number: a class's name costs microseconds
-    data = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
-    parts = data[:_HEADER_BYTES].ljust(_HEADER_BYTES, b"\0"), data[_HEADER_BYTES:]
-    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
+    return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
 
 
-def receive_message(group: Any, peer: int) -> Message:
-    """The next message of `peer` on this communicator; waits for it. Raises ConnectionLost when the connection ends."""
-    data = _receive_bytes(group, peer, _HEADER_BYTES)
-    end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
-    if end > _HEADER_BYTES:
-        data += _receive_bytes(group, peer, end - _HEADER_BYTES)
-    kind, *fields = decode(data[_LENGTH_BYTES:end])
-    return _KINDS[kind](*fields)
-
-
-def _receive_bytes(group: Any, peer: int, count: int) -> bytes:
-    data = bytearray(count)
-    buffer = torch.frombuffer(data, dtype=torch.uint8)  # of the same memory, without NumPy, which may not be there
-    receive_into(group, buffer, peer)
-    return bytes(data)
+def _read(buffer: Tensor, count: int) -> bytes:
+    return ctypes.string_at(buffer.data_ptr(), count)  # without NumPy, which may not be there
 
 
 encode = pickle.dumps

@@ -5,6 +5,7 @@ NCCL launches a kernel for every send, which waits for the other side, and knows
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,7 @@ Shapes = Sequence[tuple[str, tuple[int, ...], bool]]  # of tensors: dtype by its
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
     # the name of a dtype is faster to send than itself
-    return [(str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
+    return tuple((str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad) for tensor in tensors)
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -35,6 +36,17 @@ def pack(tensors: Sequence[Tensor]) -> Tensor | None:
     return buffer
 
 
+def copy_packed(tensors: Sequence[Tensor], address: int) -> None:
+    """The same bytes, of tensors of the CPU, to memory that has room for `packed_bytes`."""
+    if len(tensors) == 1:  # as most messages; views of it take longer than the copy
+        tensor = tensors[0].detach().contiguous()
+        ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
+        return
+    packed = pack(tensors)
+    assert packed is not None
+    ctypes.memmove(address, packed.data_ptr(), packed.nbytes)
+
+
 def packed_bytes(shapes: Shapes) -> int:
     """What `pack` makes of tensors of these shapes."""
     return _places([_nbytes(dtype, shape) for dtype, shape, _ in shapes])[1]
@@ -43,12 +55,12 @@ def packed_bytes(shapes: Shapes) -> int:
 def unpack(buffer: Tensor, shapes: Shapes) -> list[Tensor]:
     """The tensors again, in the buffer's memory, each with a version of its own, as one that was sent alone."""
     starts, _ = _places([_nbytes(dtype, shape) for dtype, shape, _ in shapes])
-    storage = buffer.untyped_storage()
+    storage, first = buffer.untyped_storage(), buffer.storage_offset()
     tensors = []
     for start, (name, shape, requires_grad) in zip(starts, shapes, strict=True):
         dtype = DTYPES[name]
         tensor = torch.empty(0, dtype=dtype, device=buffer.device)
-        tensor.set_(storage, start // dtype.itemsize, shape)  # type: ignore[call-overload]
+        tensor.set_(storage, (first + start) // dtype.itemsize, shape)  # type: ignore[call-overload]
         tensors.append(tensor.requires_grad_(requires_grad))
     return tensors
 
