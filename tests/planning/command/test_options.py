@@ -49,7 +49,7 @@ def given(tmp_path: Path) -> dict[str, list[str]]:
         "--gpu": "h200", "--hardware": str(tmp_path / "hardware.json"), "--attention": "flash_attention_2",
         "--calibrate": str(tmp_path / "step.json"), "--tensor-parallel": "2", "--expert-parallel": "2",
         "--context-parallel": "2", "--data-parallel": "2", "--sequence": "512", "--microbatch-size": "2", "--fp8": "",
-        "--fully-shard": "", "--halves": "",
+        "--fully-shard": "", "--halves": "", "--weight-bytes": "8", "--optimizer-bytes": "8",
     }  # fmt: skip
     found = {name: [name, value] if value else [name] for name, value in values.items()}
     found |= {"chunks": [*OF_STAGES, "--costs", str(chunk)], "layers": [*OF_STAGES, "--costs", str(of_layers)]}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bench.split_models import LLAMA
+from tests.support.configurations import setting_of
 from tests.support.llama_block import held_and_saved
 from zbkern.pipeline import ModelCosts, layers_of
 from zbkern.planning.cost_model.architecture import FAMILIES, Architecture, architecture, load_architecture
@@ -23,7 +24,7 @@ from zbkern.planning.cost_model.model_costs import Job, Setting
 CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
 H100 = load_hardware("h100")
 LLAMA_8B = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
-IDEAL = dataclasses.replace(H100, matmul_ramp=0, pass_time=0, layer_time=0, expert_time=0, split_share=0)
+IDEAL = replace(H100, matmul_ramp=0, pass_time=0, layer_time=0, expert_time=0, split_share=0)
 """On which small products are as fast as large ones, and nothing takes time besides flops, bytes and messages."""
 SMALL = {
     "model_type": "llama",
@@ -145,7 +146,7 @@ def test_groups_of_few_rows_take_longest() -> None:
 
 
 def test_what_a_step_has_besides_its_passes() -> None:
-    bare = dataclasses.replace(H100, overlap_share=0)
+    bare = replace(H100, overlap_share=0)
     alone, few, many = (Setting(LLAMA_8B, bare, Job(4096, data_parallel=ranks)).beside(1) for ranks in (1, 64, 512))
     adam = 30 * 8.03e9 / (H100.memory_bandwidth * H100.memory_share)
     assert alone == pytest.approx(adam, rel=1e-3)
@@ -167,7 +168,7 @@ def test_sharded_weights_take_what_their_own_layer_does_not_hide() -> None:
     assert static[0] == pytest.approx(8.03e9 * (6 + 12 / 16), rel=1e-3)
     assert static[1] == pytest.approx(8.03e9 * 18 / 16 + 2 * 6 * head, rel=1e-3)  # of two large layers
     for bandwidth in (50e9, 2e9):
-        gpu = dataclasses.replace(H100, network_bandwidth=bandwidth, overlap_share=0.8, split_share=0)
+        gpu = replace(H100, network_bandwidth=bandwidth, overlap_share=0.8, split_share=0)
         before, after = (Setting(LLAMA_8B, gpu, job).costs.layers[1] for job in (whole, shared))
         gathered = 2e3 * block * 15 / 16 / (8 * bandwidth * gpu.network_share)
         forward, backward = gathered - 0.8 * before.forward, 3 * gathered - 0.8 * (before.backward + before.weight)
@@ -175,7 +176,7 @@ def test_sharded_weights_take_what_their_own_layer_does_not_hide() -> None:
         assert after.forward - before.forward == pytest.approx(max(0, forward))
         assert after.backward - before.backward == pytest.approx(max(0, backward))
         assert after.weight == before.weight
-    slow = dataclasses.replace(H100, network_bandwidth=2e9)
+    slow = replace(H100, network_bandwidth=2e9)
     assert Setting(LLAMA_8B, slow, shared).beside(1) == pytest.approx(
         Setting(LLAMA_8B, H100, shared).beside(1)
     )  # it is in the passes
@@ -183,7 +184,7 @@ def test_sharded_weights_take_what_their_own_layer_does_not_hide() -> None:
 
 
 def test_the_gpus_of_a_sequence_share_its_tokens_and_send_keys() -> None:
-    free = dataclasses.replace(IDEAL, exposed_share=0.0)
+    free = replace(IDEAL, exposed_share=0.0)
     whole, half, sent = (
         Setting(LLAMA_8B, gpu, Job(8192, context_parallel=ranks, data_parallel=2)).costs.layers[1]
         for gpu, ranks in ((free, 1), (free, 2), (IDEAL, 2))
@@ -300,9 +301,9 @@ def test_windows_are_those_of_the_library(kind: str, use: bool | None) -> None:
 def test_computing_hides_no_more_of_a_message_than_a_share_of_its_own_time() -> None:
     sizes = {"split_share": 0, "exposed_share": 0.25}
     for rate, hidden in ((450e9, 0.4), (45e9, 0.4), (45e9, 0.0)):
-        gpu = dataclasses.replace(H100, link_bandwidth=rate, hiding_share=hidden, **sizes)
+        gpu = replace(H100, link_bandwidth=rate, hiding_share=hidden, **sizes)
         job = Job(8192, tensor_parallel=8)
-        free = Setting(LLAMA_8B, dataclasses.replace(gpu, link_bandwidth=1e30, latency=1e-30), job).costs.layers[1]
+        free = Setting(LLAMA_8B, replace(gpu, link_bandwidth=1e30, latency=1e-30), job).costs.layers[1]
         block = Setting(LLAMA_8B, gpu, job).costs.layers[1]
         message = 2 * 1e3 * (4 * 8192 * 4096 * 7 / 8 / (rate * gpu.network_share) + 2 * gpu.latency)
         assert block.forward - free.forward == pytest.approx(max(message / 4, message - hidden * free.forward))
@@ -330,10 +331,10 @@ def sent_bytes(expert_parallel: int, gpus_per_node: int, kind: str = "network", 
     """Per token and feature, that a block of DeepSeek-V3 sends in F beyond its GPU or node, there and back."""
     config = {**json.loads((CONFIGURATIONS / "deepseek-v3.json").read_text()), **routing}
     whole = {"network_share": 1.0, "all_to_all_share": 1.0, "exposed_share": 1.0}
-    free = dataclasses.replace(H100, gpus_per_node=gpus_per_node, latency=1e-30, **whole)
+    free = replace(H100, gpus_per_node=gpus_per_node, latency=1e-30, **whole)
     job = Job(64, expert_parallel=expert_parallel)
     silent, slow = (
-        Setting(architecture(config), dataclasses.replace(free, **links), job).costs.layers[-4]
+        Setting(architecture(config), replace(free, **links), job).costs.layers[-4]
         for links in (
             {f"{name}_bandwidth": rate if name == kind else 1e30 for name in ("network", "link")}
             for rate in (1e30, 1e6)
@@ -434,10 +435,10 @@ def test_the_table_of_hardware(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"attention of a100 must be one of flash_attention_2, .*; got 'cudnn'"):
         load_hardware("a100", attention="cudnn")
     assert load_hardware("a100").host_bandwidth == 32e9  # PCIe 4.0 x16
-    assert dataclasses.replace(H100, host_bandwidth=None).host_bandwidth is None
+    assert replace(H100, host_bandwidth=None).host_bandwidth is None
     own.write_text(json.dumps({"mine": {"like": "h200", "title": "mine"}, "other": {"like": "mine"}}))
     like, h200 = load_hardware("mine", own), load_hardware("h200")
-    assert dataclasses.replace(h200, title="mine", name="") == like
+    assert replace(h200, title="mine", name="") == like
     with pytest.raises(ValueError, match=r"like of other must be one of a100, .*; got 'mine'"):
         load_hardware("other", own)
     for kernels in ("cudnn", {"cudnn": 0.5}, {"cudnn": [0.5]}):
@@ -458,14 +459,14 @@ def test_the_table_of_hardware(tmp_path: Path) -> None:
         load_hardware("mine", own)
     for change, error in (({"memory": -1}, ValueError), ({"memory": "80 GB"}, TypeError), ({"title": 3}, TypeError)):
         with pytest.raises(error, match=r"Hardware: (memory|title) must be"):
-            dataclasses.replace(H100, **change)
+            replace(H100, **change)
 
 
 def test_copies_to_the_host_take_the_hosts_link() -> None:
     job = Job(4096)
     costs = Setting(LLAMA_8B, H100, job).costs
     assert costs.offload_bandwidth == costs.reload_bandwidth == pytest.approx(64e9 * 0.91 / 1e3)  # bytes per ms
-    unknown = Setting(LLAMA_8B, dataclasses.replace(H100, host_bandwidth=None), job).costs
+    unknown = Setting(LLAMA_8B, replace(H100, host_bandwidth=None), job).costs
     assert unknown.offload_bandwidth is None
 
 
@@ -498,9 +499,7 @@ def test_parameters_are_those_of_the_librarys_models(kind: str) -> None:
 def test_halves_are_together_what_a_block_is(name: str) -> None:
     model = load_architecture(CONFIGURATIONS / f"{name}.json")
     job = Job(8192, tensor_parallel=2, expert_parallel=1 if model.experts is None else 32)
-    whole, parts = (
-        Setting(model, H100, dataclasses.replace(job, halves=halves)).costs.layers for halves in (False, True)
-    )
+    whole, parts = (Setting(model, H100, replace(job, halves=halves)).costs.layers for halves in (False, True))
     assert len(parts) == len(whole) + len(model.blocks)
     for number in (1, len(model.blocks)):
         block, (first, second) = whole[number], parts[2 * number - 1 : 2 * number + 1]
@@ -553,3 +552,15 @@ def test_a_folder_and_capitals_will_do(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     assert load_architecture(tmp_path) == architecture(SMALL)
     assert load_hardware("H100") == H100
+
+
+def test_bytes_per_parameter_are_those_that_are_given() -> None:
+    """AdamW in fp32, and in 8 bits; three of four bytes of what four pipelines share are with the others."""
+    usual = setting_of("llama-3-8b", data_parallel=4)
+    parameters = usual.architecture.blocks[0].parts
+    count = sum(part.parameters() for part in parameters)
+    block = usual.costs.layers[1].static
+    for weight, optimizer in ((8.0, 8.0), (6.0, 6.0), (2.0, 0.0)):
+        job = replace(usual.job, weight_bytes=weight, optimizer_bytes=optimizer)
+        less = (6 - weight) + (12 - optimizer) / 4
+        assert block - usual._replace(job=job).costs.layers[1].static == pytest.approx(count * less, rel=1e-3)

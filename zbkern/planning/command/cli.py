@@ -20,7 +20,15 @@ from zbkern import schedules
 from zbkern.planning import draw
 from zbkern.planning.command import from_config, launch, layouts, report
 from zbkern.planning.command.answer import answer
-from zbkern.planning.command.question import LAYOUT_EFFORT, SIZES, LayoutQuestion, Question, WrongArgument, option
+from zbkern.planning.command.question import (
+    BYTES,
+    LAYOUT_EFFORT,
+    SIZES,
+    LayoutQuestion,
+    Question,
+    WrongArgument,
+    option,
+)
 from zbkern.planning.costs.chunks import ChunkCosts, Costs, checked_speeds
 from zbkern.planning.costs.json_file import read_text
 from zbkern.planning.costs.layers import ModelCosts
@@ -134,6 +142,10 @@ OPTIONS = {
     "--fp8": 'with --config: F and B of linears in FP8, as recipe="fp8_blockwise" of zbkern.convert',
     "--fully-shard": "with --config and --stages 1: data-parallel GPUs share weights and gradients, too, gathered "
     "layer by layer (FSDP, ZeRO-3); with --gpus it is tried anyway, and can be named to compare with",
+    "--weight-bytes B": "with --config: bytes of a weight and its gradient (default 6: bf16, and fp32)",
+    "--optimizer-bytes B": "with --config: bytes of the optimizer's state for a parameter, which replicas share "
+    "(default 12: AdamW's moments and an fp32 master; 8 for AdamW in fp32, 6 in 8 bits with a master; a snapshot has "
+    "12 more)",
     "--halves": "with --config: stages may also begin between attention and MLP of a block",
 }
 """Every option, with the kind of value that it takes, and what it is for."""
@@ -144,6 +156,7 @@ _READERS = {
     "GB/s": _number(float, "a bandwidth in GB/s above 0, such as 50", 1e-9),
     "LIMIT": _memory,
     "LIST": _speeds,
+    "B": _number(float, "a number of bytes, at least 0"),
     "FILE": Path,
     "NAME": str,
 }
@@ -209,7 +222,7 @@ def _of_stages(arguments: Namespace) -> tuple[Question, Plan]:
 def _of_gpus(arguments: Namespace) -> tuple[Question, Plan]:
     """Searches layouts, prints the best, and returns the first and its plan."""
     model, gpu = from_config.read(vars(arguments))
-    given = _given(arguments, ("gpus", "batch", "sequence", "fp8", "halves", "effort"))
+    given = _given(arguments, ("gpus", "batch", "sequence", "fp8", "halves", "effort", *BYTES))
     question = LayoutQuestion(model, gpu, own=_given(arguments, from_config.CHOSEN), **given)
     found = layouts.search(question, _show_progress)
     if not found:

@@ -10,7 +10,7 @@ from typing import Any
 
 from zbkern import schedules
 from zbkern.planning.command.answer import step_time
-from zbkern.planning.command.question import SIZES, Question, WrongArgument, option
+from zbkern.planning.command.question import BYTES, SIZES, Question, WrongArgument, option
 from zbkern.planning.cost_model import calibration
 from zbkern.planning.cost_model.architecture import Architecture, load_architecture
 from zbkern.planning.cost_model.hardware import Hardware, load_hardware
@@ -24,7 +24,7 @@ _STEP = '{"seconds": 12.3, "schedule": "one_f_one_b", "stages": 8, "microbatches
 
 _LONGEST = 1e6  # seconds of a step
 
-CHOSEN = ("stages", "microbatches", *(name for name in SIZES if name not in ("sequence", "fp8", "halves")))
+CHOSEN = ("stages", "microbatches", *(name for name in SIZES if name not in ("sequence", "fp8", "halves", *BYTES)))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from zbkern.planning.command import report
 from zbkern.planning.command.answer import search as plan_of
-from zbkern.planning.command.question import SIZES, LayoutQuestion, Question, spelt
+from zbkern.planning.command.question import BYTES, SIZES, LayoutQuestion, Question, spelt
 from zbkern.planning.cost_model.exactness import how_exact
 from zbkern.planning.cost_model.model_costs import Job, Setting
 from zbkern.planning.costs.needs import SAVING_CHUNKS, fits, least_need, least_work
@@ -144,6 +144,7 @@ def layouts(question: LayoutQuestion) -> Iterator[Layout]:
                 for size, shard in product(_MICROBATCH_SIZES, (False, True) if data > stages == 1 else (False,)):
                     if batch // data % size == 0:
                         job = Job(sequence, size, tensor, expert, data, 1, fp8, shard, halves and stages > 1)
+                        job = replace(job, **{name: getattr(question, name) for name in BYTES})
                         setting = Setting(architecture, hardware, job)
                         yield Layout(stages=stages, microbatches=batch // data // size, setting=setting)
 
@@ -242,6 +243,7 @@ def _options(answer: Planned) -> str:
     """Of `zbkern plan` instead of --gpus and --batch."""
     sizes = {**answer.layout.options, "recompute": any(map(recomputed, answer.plan.schedule.actions))}
     del sizes["context_parallel"]
+    sizes = {name: size for name, size in sizes.items() if name not in BYTES or size != getattr(Job, name)}
     if sizes["stages"] == 1:
         sizes["chunks"] = answer.plan.schedule.chunks
     return " ".join(spelt(sizes))

@@ -21,6 +21,9 @@ from zbkern.schedules.units import TIME_UNITS
 SIZES = tuple(field.name for field in fields(Job))
 """What says how a model is trained: arguments of a `Job`, and options."""
 
+BYTES = ("weight_bytes", "optimizer_bytes")
+"""Those that every layout of a search has in common."""
+
 LAYOUT_EFFORT = 2
 """Rounds of search for each of the best few layouts."""
 
@@ -148,3 +151,5 @@ class LayoutQuestion(NamedTuple):
     halves: bool = False
     own: Mapping[str, int] = {}
     effort: int = LAYOUT_EFFORT
+    weight_bytes: float = Job.weight_bytes
+    optimizer_bytes: float = Job.optimizer_bytes

@@ -19,7 +19,7 @@ from zbkern.planning.cost_model.expert_traffic import reached
 from zbkern.planning.cost_model.hardware import Hardware
 from zbkern.planning.cost_model.layer_kinds import Core, Experts, Part, Product
 from zbkern.planning.cost_model.places import in_a_node
-from zbkern.planning.costs.chunks import COPY_SIZE
+from zbkern.planning.costs.chunks import COPY_SIZE, checked_number
 from zbkern.planning.costs.layers import LayerCosts, ModelCosts
 from zbkern.schedules.actions import check_count
 from zbkern.schedules.layout import HALVES
@@ -31,7 +31,6 @@ _SOME = 1 / 8  # of a sequence: from what so many rows take follows what does no
 _REDUCED = 2  # of a gradient that travels between pipelines
 _QUANTISED = 3  # bytes read and written for a number that becomes FP8
 _STEP = 30  # bytes that AdamW reads and writes per parameter: gradient, both moments, fp32 weight, and the bf16 one
-_OPTIMIZER = 12  # bytes per parameter: two moments and the fp32 weight
 _LOGITS = 1024  # rows whose logits a head has at a time: `CrossEntropyOptions.chunk`
 
 
@@ -45,7 +44,10 @@ class Job:
     as few as have room for the experts. fully_shard: they share weights and gradients, too (FSDP2, ZeRO-3), gathered
     for every F and B and reduced after every W: of pipelines of one stage. fp8: products of F and B are in FP8, W in
     bf16 (`recipe="fp8_blockwise"`). halves: chunks may begin inside blocks.
-    sequence: tokens of a sequence; microbatch_size: sequences of a microbatch. Raises TypeError or ValueError.
+    sequence: tokens of a sequence; microbatch_size: sequences of a microbatch. weight_bytes, optimizer_bytes: of every
+    parameter, its weight with its gradient, and what of it the pipelines share: 6 and 12 for bf16 weights with fp32
+    gradients, two moments and an fp32 master; 8 and 8 for AdamW in fp32, 6 and 6 with moments of 8 bits, 12 more for an
+    optimizer that can be undone by a snapshot. Raises TypeError or ValueError.
     """
 
     sequence: int = 4096
@@ -57,10 +59,14 @@ class Job:
     fp8: bool = False
     fully_shard: bool = False
     halves: bool = False
+    weight_bytes: float = 6.0
+    optimizer_bytes: float = 12.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name not in ("fp8", "fully_shard", "halves"):
+            if name.endswith("_bytes"):
+                checked_number("Job", name, value)
+            elif name not in ("fp8", "fully_shard", "halves"):
                 check_count(f"Job: {name}", value, int(name != "data_parallel"))
         if self.tensor_parallel * self.replicas % self.expert_parallel:
             raise ValueError(
@@ -179,7 +185,7 @@ def _layers(setting: Setting) -> list[_Layer]:
         for layer in layers:
             layer.wait_for_shards()
         largest = max(reversed(layers), key=lambda layer: layer.whole)  # the head, where it is tied to the embedding
-        largest.static += 2 * (_WIDTH + _WIDE) * largest.whole  # its own, and those of the layer before or after it
+        largest.static += 2 * job.weight_bytes * largest.whole  # its own, and those of the layer before or after it
     return layers
 
 
@@ -292,7 +298,7 @@ class _Layer:
         """Parameters on this GPU, whose optimizer state so many replicas share; 0 for all pipelines."""
         copies = replicas or self.job.replicas
         shards = copies if self.job.fully_shard else 1
-        self.static += count * ((_WIDTH + _WIDE) / shards + _OPTIMIZER / copies)
+        self.static += count * (self.job.weight_bytes / shards + self.job.optimizer_bytes / copies)
         self.whole += count if shards > 1 else 0
         self.stepped += self.seconds(_STEP * count / copies)
         if copies > 1:
