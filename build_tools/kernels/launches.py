@@ -90,6 +90,8 @@ def runs(capability: int) -> Iterator[Run]:
     yield from norms()
     yield from rotary()
     yield from loss()
+    if capability >= 89:
+        yield from casts()
     for shape in ATTENTION:
         yield attention(*shape)
     yield from attention_tables()
@@ -248,6 +250,20 @@ def rotary() -> Iterator[Run]:
         x, angles = empty(1, SIZE, 32, size), empty(SIZE, half, dtype=SINGLE)
         run = functools.partial(backend().rotary_fwd, x, angles, angles, interleaved, x)
         yield f"rotary {'interleaved ' if interleaved else ''}{2 * half} of {size}", run
+
+
+def casts() -> Iterator[Run]:
+    """To 8 bits, of rows and of columns, with a scale for each and for all."""
+    parts = empty(512, dtype=SINGLE)
+    for kind, dtype in itertools.product((torch.float8_e4m3fn, torch.float8_e5m2), (HALF, SINGLE)):
+        for turned, amax, features in itertools.product((False, True), (None, parts), (SIZE, 7 * SIZE)):
+            x = empty(features, ROWS + 1, dtype=dtype).t() if turned else empty(ROWS, features, dtype=dtype)
+            y, scale = empty(*x.shape, dtype=kind), empty(1 if amax is parts else len(x), dtype=SINGLE)
+            name = f"float8_cast {short(dtype)} to {str(kind)[13:]} of {features}" + " turned" * turned
+            run = functools.partial(backend().float8_cast, x, amax, True, y, scale)
+            yield name + " one scale" * (amax is not None), run
+    x = empty(SIZE, SIZE)
+    yield "float8_amax bf16", lambda: backend().float8_amax(x, parts)
 
 
 def loss() -> Iterator[Run]:

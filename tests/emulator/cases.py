@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
 class _Cases:
     def __init__(self, capability: int, dtype: torch.dtype, device: str) -> None:
-        self.dtype, self.device = dtype, device
+        self.capability, self.dtype, self.device = capability, dtype, device
         self.found: list[Case] = []
 
     @property
@@ -44,10 +44,10 @@ class _Cases:
 
     def add(
         self, name: str, check: Callable[..., object], *arguments: Any, large: bool = False, scale: float = 0.5,
-        **more: Any,
+        values: str = "normal", **more: Any,
     ) -> None:  # fmt: skip
         def run(launches: ModuleType) -> None:
-            check(launches, checks.Random(self.dtype, self.device, scale=scale), *arguments, **more)
+            check(launches, checks.Random(self.dtype, self.device, scale=scale, kind=values), *arguments, **more)
 
         self.found.append(Case(f"{name}{' large tiles' * large}", run, large))
 
@@ -143,6 +143,20 @@ class _Cases:
         for kind in ("large", "special"):
             self.add_typed(f"adversarial rows {kind}", row_checks.adversarial, self.device, kind, 60, 120)
 
+    def float8(self) -> None:
+        if self.capability < 89:  # has no instruction that rounds once
+            return
+        sizes = ((1, 1), (3, 63), (77, 1030), (5, 20000), (40, 700))
+        kinds = torch.float8_e4m3fn, torch.float8_e5m2
+        for size, kind, parts, layout in itertools.product(sizes, kinds, (0, 1, 7), ("plain", "odd", "transposed")):
+            name = f"float8 {_x(size)} {str(kind)[6:]} {layout}{f' {parts} parts' * (parts > 0)}"
+            self.add(name, row_checks.float8, *size, kind, layout == "odd", parts, layout, scale=1)
+        for values, parts, power in itertools.product(checks.KINDS[1:], (0, 7), (False, True)):
+            name = f"float8 {values}{' parts' * (parts > 0)}{' power of 2' * power}"
+            self.add(name, row_checks.float8, 60, 120, kinds[0], power, parts, scale=1, values=values)
+        for kind in kinds:
+            self.add(f"float8 edges {str(kind)[6:]}", row_checks.float8, 500, 5, kind, True, edges=True, scale=1)
+
     def loss(self) -> None:
         smooth = spec.CrossEntropyOptions(ignore_index=3, label_smoothing=0.1, z_loss=1e-3, chunk=100, softcap=2.0)
         heads = (([5], 7, 16, True), ([130, 0, 29], 500, 72, False), ([57], 8001, 64, True))
@@ -199,6 +213,8 @@ class _Cases:
 
     def repeats(self) -> None:
         names = {name for names in spec.OPS.values() for name in names} - {"norm_partials"}
+        if self.capability < 89:
+            names -= set(spec.OPS["float8"])
         for name in sorted(names):
             self.add(f"repeats {name}", _repeat, name, scale=0.3)
 
@@ -216,7 +232,7 @@ def cases(capability: int, dtype: torch.dtype, device: str = "cpu") -> list[Case
     made = _Cases(capability, dtype, device)
     for part in (
         *(made.linear, made.gated, made.merged, made.grouped),
-        *(made.rows, made.loss, made.attention, made.repeats),
+        *(made.rows, made.float8, made.loss, made.attention, made.repeats),
     ):
         part()
     return made.found

@@ -63,7 +63,11 @@ def test_every_launch(capability: int, dimension: int, monkeypatch: pytest.Monke
         expected = every_launch.cases(reference, every_launch.Random(torch.float16, "cpu", scale=0.3), *sizes)
         torch.manual_seed(0)
         for name, case in every_launch.cases(triton_kernels, Far(torch.float16, "cpu", scale=0.3), *sizes).items():
+            if capability == 80 and name in spec.OPS["float8"]:
+                continue  # it has no instruction for them
             for got, wanted in zip(case.results(), expected[name].results(), strict=True):
+                if got.itemsize == 1:
+                    got, wanted = got.float(), wanted.float()
                 if got.shape != wanted.shape:  # as many partial sums as a backend likes
                     got, wanted = got.sum(1), wanted.sum(1)
                 testing.assert_close(got, wanted, name, tolerance=0.02)

@@ -48,6 +48,8 @@ CHECKS = {
     "cross_entropy_wgrad": lambda launches: row_checks.cross_entropy(
         launches, random(), [12, 3], 30, 8, FULL, True, True
     ),
+    "float8_amax": lambda launches: row_checks.float8(launches, random(), 5, 40, torch.float8_e5m2, parts=3),
+    "float8_cast": lambda launches: row_checks.float8(launches, random(), 5, 40, torch.float8_e4m3fn, True),
 }
 
 

@@ -48,6 +48,8 @@ def test_triton_says_why_not(fresh: None, monkeypatch: pytest.MonkeyPatch) -> No
         assert "unset TRITON_INTERPRET" in reason("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "compute capability 8.0 or later; this GPU has 7.5" in reason("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert "8 bits need compute capability 8.9" in dispatch.why_not("float8", "triton", "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert reason("cuda") is None or "lacks" in reason("cuda")
     assert "not float64" in reason("cuda", torch.float64)

@@ -140,4 +140,8 @@ def cases(
     segments_of_loss, options_of_loss = [(x, rows, lines, dloss)], {**head, "options": counted}
     outputs = [dweight, dbias]
     add("cross_entropy_wgrad", [x, dloss], outputs, segments_of_loss, outputs, True, **options_of_loss)
+
+    parts, short, scales = torch.empty(1, **wide), random.empty(k, m, dtype=torch.float8_e5m2), torch.empty(k, **wide)
+    add("float8_amax", [x], [parts], x, parts)
+    add("float8_cast", [x], [short, scales], x.t(), None, True, short, scales)
     return found

@@ -159,3 +159,30 @@ def adversarial(launches: ModuleType, dtype: torch.dtype, device: str, kind: str
         assert beside_nan[1].isnan().all()
         beside_nan[1] = clean[1]
         assert torch.equal(beside_nan, clean)
+
+
+def float8(
+    launches: ModuleType, random: Random, rows: int, columns: int, kind: torch.dtype, power_of_2: bool = False,
+    parts: int = 0, layout: str = "plain", edges: bool = False,
+) -> None:  # fmt: skip
+    """The bits of a cast to 8 bits, and of its scales, of rows or of all in so many parts. edges: rows whose scales lie
+    about a power of two."""
+    x = random(rows, columns, layout=layout)
+    if edges:
+        steps = torch.arange(-4, rows - 4, device=random.device)[:, None]
+        x[:, :1] = torch.nextafter(torch.exp2(steps % 37.0) * torch.finfo(kind).max, (steps % 3 - 1) * 1e38)
+        x[:, 1:] *= 2.0**-40
+    y, wanted = (torch.ones(rows, columns + 3, device=random.device).to(kind)[:, :columns] for _ in range(2))
+    scales = [torch.full((rows,) if not parts else (), -1.0, device=random.device) for _ in range(2)]
+    amax = torch.full((parts,), -1.0, device=random.device) if parts else None
+    if amax is not None:
+        launches.float8_amax(x, amax)
+        torch.testing.assert_close(amax.max(), x.abs().max().float(), rtol=0, atol=0, equal_nan=True)
+        assert not (amax < 0).any()
+    launches.float8_cast(x, amax, power_of_2, y, scales[0])
+    reference.float8_cast(x, amax, power_of_2, wanted, scales[1])
+    torch.testing.assert_close(*scales, rtol=0, atol=0, equal_nan=True)
+    bits, numbers = [each.view(torch.uint8).clone() for each in (y, wanted)], wanted.float().isnan().logical_not()
+    assert torch.equal(y.float().isnan(), ~numbers), "nan is in other places"
+    assert torch.equal(bits[0][numbers], bits[1][numbers]), "bits differ"
+    assert (y._base[:, columns:].float() == 1).all(), "wrote beside its output"

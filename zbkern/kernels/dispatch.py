@@ -51,7 +51,7 @@ def why_not(op: str, impl: str, device: torch.device | str, dtype: torch.dtype |
         return f"there is no implementation {impl!r}; choose from {', '.join(spec.IMPLEMENTATIONS)} or 'auto'"
     reason = None
     if impl == "triton":
-        reason = _why_not_triton(torch.device(device), dtype)
+        reason = _why_not_triton(op, torch.device(device), dtype)
     elif impl == "cuda":
         reason = _why_not_cuda(op, torch.device(device), dtype)
     if reason is not None:
@@ -144,7 +144,7 @@ def _why_not_cuda(op: str, device: torch.device, dtype: torch.dtype | None) -> s
     return module.why_not(device) or why_not(op, _FALLBACK_BACKEND["cuda"], device, dtype)
 
 
-def _why_not_triton(device: torch.device, dtype: torch.dtype | None) -> str | None:
+def _why_not_triton(op: str, device: torch.device, dtype: torch.dtype | None) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; it comes with CUDA builds of torch on Linux"
     if dtype is not None and dtype not in _TRITON_DTYPES:
@@ -163,4 +163,6 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype | None) -> str | No
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return "its kernels need compute capability 8.0 or later; this GPU has {}.{}".format(*capability)
+    if op == "float8" and capability < (8, 9):
+        return "numbers of 8 bits need compute capability 8.9 or later; this GPU has {}.{}".format(*capability)
     return None

@@ -11,7 +11,8 @@ Notation
         Hq query, Hk key/value heads
 
 Rules
-    - A kernel is named `{op}_{fwd,dgrad,bwd,wgrad}`, writes into the outputs it is given and returns None.
+    - A kernel is named `{op}_{fwd,dgrad,bwd,wgrad}`, or for what it makes where nothing is differentiated. It writes
+      into the outputs it is given and returns None.
     - It runs on the current stream, never synchronises, and a wgrad allocates only what its docstring says.
     - A wgrad is `kernel(segments, outputs, accumulate)`: it sums over all segments (one per microbatch, of any length)
       and writes (accumulate=False) or adds (accumulate=True) to every output that is not None. This is the kernel
@@ -96,6 +97,16 @@ Kernels
                                                                (dweight, dbias) | None: of the sum of all losses
     cross_entropy_wgrad([(x, target, lse, dloss [M]), ...], (dweight, dbias), accumulate, weight, bias | None, options)
                                                                sums of dz^T x and of dz, of logits computed again
+
+    float8_amax(x, amax [P] float32)                           the largest |x| of P parts of x, 0 of an empty part; nan
+                                                               is the largest. P is whatever the caller likes, and
+                                                               amax and scale are contiguous
+    float8_cast(x [M, K], amax [P] | None, power_of_2, y [M, K] in 8 bits, scale float32)
+                                                               y = x scale in float32, rounded to the nearest, with
+                                                               scale = y's largest finite number / max(a,
+                                                               SMALLEST_AMAX), in float64: a is each row's largest |x|
+                                                               and scale [M], or with amax the largest of that and scale
+                                                               one number. power_of_2: 2^floor(log2(scale)). K > 0
 """
 
 from __future__ import annotations
@@ -125,12 +136,16 @@ OPS = {
     "attention": ("attention_fwd", "attention_dgrad", "norm_wgrad"),
     "rotary": ("rotary_fwd", "rotary_dgrad"),
     "linear_cross_entropy": ("cross_entropy_fwd", "cross_entropy_wgrad"),
+    "float8": ("float8_amax", "float8_cast"),
 }
 """The kernels that a backend must have to run an op."""
 
 KERNELS = tuple(dict.fromkeys(kernel for kernels in OPS.values() for kernel in kernels))
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
+
+SMALLEST_AMAX = 1e-12
+"""Below it a scale to 8 bits grows no more, as in torchao."""
 
 IMPLEMENTATIONS = ("cuda", "triton", "torch")
 """In the order in which impl="auto" prefers them."""

@@ -45,6 +45,7 @@ constexpr auto kMax = [](auto a, auto b) {
 constexpr auto kMinNaN = [](auto a, auto b) { return a != a || b != b ? static_cast<decltype(a)>(NAN) : kMin(a, b); };
 constexpr auto kMaxNaN = [](auto a, auto b) { return a != a || b != b ? static_cast<decltype(a)>(NAN) : kMax(a, b); };
 constexpr auto kMinRelu = [](auto a, auto b) { return std::max(std::min(a, b), decltype(a){0}); };
+constexpr auto kMaxRelu = [](auto a, auto b) { return std::max(std::max(a, b), decltype(a){0}); };
 constexpr auto kAbs = [](auto a) { return std::fabs(a); };
 constexpr auto kNeg = [](auto a) { return -a; };
 constexpr auto kSqrt = [](auto a) { return std::sqrt(a); };
@@ -166,6 +167,7 @@ Handler shift_of(const Instr& I) {
     case Type::u16: return shift<U16, LEFT>;
     case Type::b32:
     case Type::u32: return shift<U32, LEFT>;
+    case Type::s16: return shift<S16, LEFT>;
     case Type::s32: return shift<S32, LEFT>;
     case Type::b64:
     case Type::u64: return shift<U64, LEFT>;
@@ -220,6 +222,7 @@ Handler compare(const Instr& I, F) {
     case Type::b64: return setp<U64, F>;
     case Type::s64: return setp<S64, F>;
     case Type::f32: return setp<F32, F>;
+    case Type::f64: return setp<F64, F>;
     case Type::f16: return setp<F16, F>;
     case Type::bf16: return setp<BF16, F>;
     default: return nullptr;
@@ -373,6 +376,7 @@ Handler between(Instr& I) {
   if (op == "shfl") return I.members = 4, how == "up" || how == "bfly" || how == "idx" ? shfl : nullptr;
   I.members = 2;
   if (how == "add" && I.type == Type::s32) return redux<S32, decltype(kAdd)>;
+  if (how == "max" && I.type == Type::s32) return redux<S32, decltype(kMax)>;
   return how == "max" && I.type == Type::f32 && I.parts.size() == 4 ? redux<F32, decltype(kMax)> : nullptr;
 }
 
@@ -391,7 +395,8 @@ Handler choose_alu(Instr& I) {
   static const std::set<std::string> ways = {"rn", "approx", "full", "ftz", "lo", "wide", "NaN", "relu", "f32x2"};
   for (std::size_t i = 1; i + 1 < I.parts.size(); ++i)
     if (!ways.count(I.parts[i])) return nullptr;
-  if (I.has("relu")) return op == "min" ? integers<2>(I, kMinRelu) : nullptr;
+  if (I.has("relu"))
+    return op == "min" ? integers<2>(I, kMinRelu) : op == "max" ? integers<2>(I, kMaxRelu) : nullptr;
   if (I.has("wide")) return op == "mul" ? wide_of<false>(I) : op == "mad" ? wide_of<true>(I) : nullptr;
   if (I.has("NaN")) return op == "min" ? floats<2>(I, kMinNaN) : op == "max" ? floats<2>(I, kMaxNaN) : nullptr;
   if (op == "add") return numbers<2>(I, kAdd);

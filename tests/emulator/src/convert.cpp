@@ -18,18 +18,20 @@ float e5m2_of(u8 bits) { return f16_of(static_cast<u32>(bits) << 8); }
 
 namespace {
 
-u32 to_e4m3(float f) {  // saturating
+// To the nearest, ties to even, saturating: MANTISSA bits behind exponents from LEAST on, up to the number TOP.
+template <int MANTISSA, int LEAST, u32 TOP>
+u32 to_f8(float f) {
   const u32 sign = std::signbit(f) ? 0x80 : 0;
   const float a = std::fabs(f);
   if (std::isnan(f)) return 0x7f;
-  if (a >= 448.0f) return sign | 0x7e;
   if (a == 0) return sign;
+  if (a >= 65536.0f) return sign | TOP;
   int exponent;
   std::frexp(a, &exponent);
-  exponent = std::max(exponent - 1, -6);
+  exponent = std::max(exponent - 1, LEAST);
   // With the hidden bit; one that is rounded up to the next power of two carries into the exponent.
-  const u32 place = static_cast<u32>(std::nearbyint(a / std::ldexp(1.0f, exponent - 3)));
-  return sign | ((static_cast<u32>(exponent + 6) << 3) + place);
+  const u32 place = static_cast<u32>(std::nearbyint(a / std::ldexp(1.0f, exponent - MANTISSA)));
+  return sign | std::min((static_cast<u32>(exponent - LEAST) << MANTISSA) + place, TOP);
 }
 
 template <class TI, class TO>
@@ -55,10 +57,23 @@ void cvt_pair(Warp& w, const Instr& I, u32 m) {
   each_lane(w, I.args[0].base, m, [&](u32 l) { return TO::to(f32_of(a[l])) << 16 | TO::to(f32_of(b[l])); });
 }
 
-void cvt_e4m3x2(Warp& w, const Instr& I, u32 m) {
+struct E4M3 {
+  static u32 to(float f) { return to_f8<3, -6, 0x7e>(f); }
+};
+
+struct E5M2 {
+  static u32 to(float f) { return to_f8<2, -14, 0x7b>(f); }
+};
+
+template <class TO>
+void cvt_f8x2(Warp& w, const Instr& I, u32 m) {
   const u32 *a = in32(w, I.args[1].base), *b = in32(w, I.args[2].base);
-  each_lane(w, I.args[0].base, m, [&](u32 l) { return to_e4m3(f32_of(a[l])) << 8 | to_e4m3(f32_of(b[l])); });
+  each_lane(w, I.args[0].base, m, [&](u32 l) { return TO::to(f32_of(a[l])) << 8 | TO::to(f32_of(b[l])); });
 }
+
+struct Floor {
+  float operator()(float v) const { return std::floor(v); }
+};
 
 }  // namespace
 
@@ -71,7 +86,9 @@ Handler choose_convert(Instr& I) {
       {"s64.s32", cvt<S32, S64>},      {"u64.u32", cvt<U32, U64>},
       {"u32.u64", cvt<U64, U32>},      {"u32.u16", cvt<U16, U32>},
       {"u16.u32", cvt<U32, U16>},      {"rn.bf16x2.f32", cvt_pair<BF16>},
-      {"rn.f16x2.f32", cvt_pair<F16>}, {"rn.satfinite.e4m3x2.f32", cvt_e4m3x2}};
+      {"rn.f16x2.f32", cvt_pair<F16>}, {"rn.satfinite.e4m3x2.f32", cvt_f8x2<E4M3>},
+      {"rn.f32.f64", cvt<F64, F32>},   {"rn.satfinite.e5m2x2.f32", cvt_f8x2<E5M2>},
+      {"rmi.ftz.f32.f32", nary<F32, F32, 1, Floor>}};
   if (I.parts[0] != "cvt") return nullptr;
   std::string name = I.parts[1];
   for (std::size_t i = 2; i < I.parts.size(); ++i) name += "." + I.parts[i];

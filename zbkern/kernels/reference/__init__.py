@@ -12,6 +12,7 @@ from zbkern.kernels.reference.activation import (
 )
 from zbkern.kernels.reference.attention import attention_dgrad, attention_fwd
 from zbkern.kernels.reference.embedding import embedding_fwd, embedding_wgrad
+from zbkern.kernels.reference.float8 import float8_amax, float8_cast
 from zbkern.kernels.reference.grouped import (
     grouped_gated_dgrad,
     grouped_gated_fwd,

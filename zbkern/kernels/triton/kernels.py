@@ -7,6 +7,7 @@ from zbkern.kernels.triton.activation import activation_bwd, activation_fwd, gat
 from zbkern.kernels.triton.attention_backward import attention_dgrad
 from zbkern.kernels.triton.attention_forward import attention_fwd
 from zbkern.kernels.triton.embedding import embedding_fwd, embedding_wgrad
+from zbkern.kernels.triton.float8 import float8_amax, float8_cast
 from zbkern.kernels.triton.gated import (
     gated_linear_dgrad,
     gated_linear_fwd,
