@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from bench import gpu_peers
 from bench.gpu_case import Bench, Case, Run
 from zbkern import testing
+from zbkern.kernels import reference
 
 
 def copies(bench: Bench) -> Iterator[Case]:
@@ -150,3 +152,30 @@ def rotary(bench: Bench, interleaved: bool = False) -> Iterator[Case]:
         2.4,
         2.9,
     )
+
+
+def float8_cast(bench: Bench, turned: bool, whole: bool = False) -> Iterator[Case]:
+    """Of an activation's rows, or (turned) of a weight's columns, with a scale for each or for all: what F and B of
+    torchao's layers cast. The peer has torchao's operations one by one, and copies what a product wants turned."""
+    (m, k), (n, _), kind = bench.sizes.norm, bench.sizes.layers[-1], torch.float8_e4m3fn
+    backend, x = bench.backend("float8"), bench.random(n, k).t() if turned else bench.random(m, k)
+    scale, other_scale = (bench.zeros(1 if whole else len(x)) for _ in range(2))
+    amax, y = bench.zeros(512) if whole else None, bench.empty(*x.shape, dtype=kind)
+    other, copied = torch.empty_like(x, dtype=kind), torch.empty_like(y)
+
+    def cast(kernels: Any, y: Tensor, scale: Tensor) -> None:
+        if amax is not None:
+            kernels.float8_amax(x, amax)
+        kernels.float8_cast(x, amax, True, y, scale)
+
+    def torchs() -> None:
+        cast(reference, other, other_scale)
+        if other.stride() != copied.stride():
+            copied.copy_(other)
+
+    def check() -> None:
+        torchs()
+        testing.assert_close(y.float() / scale.view(-1, 1), other.float() / other_scale.view(-1, 1), "y", 1e-6)
+
+    work = x.numel() * (x.element_size() + y.element_size())
+    yield Case(f"M={len(x)} K={x.shape[1]}", lambda: cast(backend, y, scale), {"torch": torchs}, check, work, 1.0, 3.0)

@@ -101,6 +101,7 @@ def plan(work: Path, prepared: Path | None = None, rehearsed: bool = False) -> l
         Job(REPLAYED, every_launch, 8),
         program("W designs", [*over, "bench.w_sweep", *where, "--seconds", "{seconds}"], 24),
         program("processes on one GPU", ["-m", "bench.one_gpu", *few, "--seconds", "{seconds}"], 20),
+        program("deciding rows", [*rows, "--rows", *gpu_rows.DECIDING], 10, "rows"),
         program("virtual stages", ["-m", "bench.virtual_stages", "--rounds", "5"], 8),
         program("rows", rows, 24),
         Job("tests", [*several, "-m", "gpu and not alone", "--deselect", launches, "tests/gpu"], 24),

@@ -170,6 +170,7 @@ gpu_session.session(jobs, time.monotonic() + 100, Path({str(tmp_path)!r}), work,
 
 def test_the_list_names_programs_tests_and_rows_that_there_are() -> None:
     assert {*gpu_rows.HEADLINE} <= {row.name for row in gpu_rows.ROWS}
+    assert all(any(part in row.name for row in gpu_rows.ROWS) for part in gpu_rows.DECIDING)
     jobs = gpu_session.plan(Path("out"))
     assert [job.name for job in jobs[:2]] == [gpu_session.HEADLINE, gpu_session.REPLAYED]
     for job in jobs:
