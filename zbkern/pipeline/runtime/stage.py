@@ -72,6 +72,7 @@ class Stage:
     def begin(self, returns_outputs: bool) -> None:
         """Before a step or evaluation, or forwards that return what the last chunk does, for `loss_fn` to see later."""
         self._returns_outputs = returns_outputs
+        self.probes.begin()
         self.losses.begin(reports=not returns_outputs)
 
     @property

@@ -26,6 +26,9 @@ WIDTH, TOKENS, ROWS = 8, 48, 2
 class Unprobed:
     """In the place of `Probes`, which lets everything through."""
 
+    def begin(self) -> None:
+        pass
+
     def before(self, run: Any, inputs: Any, side: Any) -> None:
         pass
 
@@ -404,6 +407,49 @@ def test_arguments_that_come_later_are_probed() -> None:
         pipe.step([x], [x])
         with pytest.raises(PipelineError, match=r"places \(Embedding\) computes"):
             pipe.step([x], [x], MASK)
+
+
+class Switched(nn.Module):
+    """Mixes tokens where something says so that is no mode and no other tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mixes = nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x: Tensor, how: Any = "", scale: Any = 0.0, carry: Any = None) -> Tensor:
+        mixes = self.mixes or how == "mixed" or bool(scale) or torch.is_autocast_enabled("cpu")
+        return self.linear(x.cumsum(1) if mixes else x)
+
+
+def a_flag(module: Switched) -> None:
+    module.mixes = True
+
+
+def a_hook(module: Switched) -> None:
+    module.linear.register_forward_hook(lambda part, given, y: y.cumsum(1))
+
+
+def a_hook_on_a_weight(module: Switched) -> None:
+    module.linear.weight.register_hook(lambda gradient: gradient / gradient.norm())
+
+
+@pytest.mark.parametrize(
+    "later", [a_flag, a_hook, a_hook_on_a_weight, {"how": "mixed"}, {"scale": 1.5}, {"scale": torch.tensor(2.0)}, None]
+)
+def test_what_is_switched_on_in_a_later_step_is_probed(later: Any) -> None:
+    module, data = Switched().double(), batch(torch.float64)
+    given = later if isinstance(later, dict) else {}
+    begun = {name: value * 0 for name, value in given.items()}
+    with one_rank(module, schedules.zb_h1(1, 2, slices=2)) as pipe:
+        pipe.step(*data, [begun] * 2)
+        pipe.step(*data, [begun] * 2)
+        if callable(later):
+            later(module)
+        with (
+            pytest.raises(PipelineError, match="something else"),
+            torch.autocast("cpu", torch.bfloat16, enabled=later is None),
+        ):
+            pipe.step(*data, [given] * 2)
 
 
 def test_a_gradient_that_needs_the_whole_sequence_is_named() -> None:

@@ -16,15 +16,28 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zbkern.pipeline.runtime.slices.carry import carries_of
 from zbkern.pipeline.runtime.slices.comparison import Case, Comparison, Unable
-from zbkern.pipeline.runtime.slices.probe_inputs import ROWS, Call, Draw, drawn_inputs, of_sequences, padding
+from zbkern.pipeline.runtime.slices.probe_inputs import (
+    LONGEST,
+    ROWS,
+    Call,
+    Draw,
+    drawn_inputs,
+    kind_of,
+    of_sequences,
+    padding,
+)
 from zbkern.pipeline.runtime.slices.sliced_batch import length_of, tells_ends
+from zbkern.pipeline.runtime.slices.traces import hooks_of
 from zbkern.pipeline.transport.tensors import tensors_in
 
 _TOKENS = 19  # of a probe: slices of prime lengths, which divide few other sizes
 MOST_TOKENS = 64  # of its longer sequence: on a CPU as long as a few, for reading weights is what takes time
+_DDP = nn.parallel.DistributedDataParallel
+_FLAGS = bool | str | None
 _LARGEST = 512  # tokens of a slice, for what takes no others than those of the call
 _Cases = Iterator[tuple[str, Case]]  # each with what it is called
 
@@ -36,8 +49,14 @@ class Probes:
 
     def __init__(self, chunk: int, module: nn.Module) -> None:
         self._chunk, self._module, self._parts = chunk, module, [*module.modules()]
+        self._is_collective = _is_collective(module)
+        self._traits: object = None  # of the parts, as of the last `begin`
         # by kind: tokens of its probe, whether these were told apart, and why it is refused
         self._found: dict[object, tuple[int, bool, str | None]] = {}
+
+    def begin(self) -> None:
+        """Before the forwards of a step: parts may have changed since those of the last one."""
+        self._traits = None
 
     def before(self, run: Callable[..., Any], inputs: Any, side: Mapping[str, Any]) -> None:
         """Before run(inputs, side), which calls the module. Raises ValueError for sequences that are cut, or packed, in
@@ -74,18 +93,38 @@ class Probes:
         return refused
 
     def _mode(self) -> object:
-        """Which parts are in training, and which weights are trained."""
-        trained = [
-            each is not None and each.requires_grad for part in self._parts for each in part._parameters.values()
-        ]
-        return torch.is_grad_enabled(), (*(part.training for part in self._parts),), (*trained,)
+        """What a module may ask for that is no argument: modes of torch, and what parts are between steps."""
+        if self._traits is None:
+            self._traits = tuple([_traits(part, self._is_collective) for part in self._parts])
+        casts = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
+        return torch.is_grad_enabled(), *casts, self._traits
+
+
+def _traits(part: nn.Module, is_collective: bool) -> object:
+    """A part's mode, its trained weights, its hooks, and its attributes that say yes or no or have a name. Of a chunk
+    whose passes are collective these two are left out: they may be of some ranks alone, which would be probed alone."""
+    trained = [each is not None and each.requires_grad for each in part._parameters.values()]
+    if is_collective:
+        return part.training, *trained
+    hooks = [getattr(hook, "__code__", type(hook)) for hook in hooks_of(part)]
+    is_own = type(part).__module__.partition(".")[0] == "zbkern"  # what those note in a first forward changes nothing
+    flags = [] if is_own else [(name, value) for name, value in vars(part).items() if isinstance(value, _FLAGS)]
+    return part.training, *trained, *hooks, *flags
+
+
+def _is_collective(module: nn.Module) -> bool:
+    """Whether passes may communicate with other ranks."""
+    sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    parts = (isinstance(part, _DDP) or getattr(part, "collective_forward", False) for part in module.modules())
+    return sharded or any(parts)
 
 
 def kind_of_probes(is_sliced: bool, inputs: Any, side: Mapping[str, Any], tokens: int | None) -> object:
     """What tells which probes a microbatch may have: ranks whose passes are collective must make the same."""
-    names = sorted({*side, *(inputs if isinstance(inputs, dict) else ())})
-    if not is_sliced and not tells_ends(side) and "position_ids" not in names:
+    named = {**(inputs if isinstance(inputs, dict) else {}), **side}
+    if not is_sliced and not tells_ends(side) and "position_ids" not in named:
         return None
+    names = sorted((name, kind_of(value)) for name, value in named.items() if name not in LONGEST)
     return is_sliced, names, min(MOST_TOKENS, tokens or length_of(inputs, side) or 0)
 
 

@@ -51,9 +51,12 @@ class Call(NamedTuple):
 
     def kind(self) -> tuple[object, ...]:
         """What a probe proves goes for all calls of this kind."""
-        leaves, structure = pytree.tree_flatten_with_path((self.inputs, dict(self.side)))
+        named = {name: None if name in LONGEST else value for name, value in self.side.items()}
+        leaves, structure = pytree.tree_flatten_with_path((self.inputs, named))
         return str(structure), *(
-            (leaf.dtype, leaf.dim(), self.is_cut(leaf), leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
+            (leaf.dtype, leaf.dim(), self.is_cut(leaf), leaf.requires_grad, kind_of(leaf))
+            if isinstance(leaf, Tensor)
+            else kind_of(leaf)
             for _, leaf in leaves
         )
 
@@ -62,6 +65,14 @@ class Call(NamedTuple):
         given = [leaf for leaf in tensors_in(self.inputs) if self.is_cut(leaf)]
         given = given or [leaf for leaf in tensors_in(dict(self.side)) if self.is_cut(leaf)]
         return any(leaf.is_floating_point() or len(_values(leaf, module)) > 1 for leaf in given) or not given
+
+
+def kind_of(value: Any) -> object:
+    """What an argument says that is no data: its type, a name or a truth, and of a number whether it is zero."""
+    if isinstance(value, str | bool | None):
+        return value
+    is_number = type(value) is Tensor and value.dim() == 0 and value.device.type == "cpu"  # no wait for a GPU
+    return type(value).__name__, bool(value) if is_number or isinstance(value, int | float) else None
 
 
 class Draw(NamedTuple):

@@ -140,22 +140,24 @@ def _with_attributes(module: nn.Module) -> Iterable[nn.Module]:
     return (part for part in module.modules() if not isinstance(part, LazyModuleMixin))
 
 
+def hooks_of(part: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Hooks of others than torch and this library, of a module's own forwards and backwards and of its weights."""
+    hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
+    hooks += [*part._backward_hooks.values(), *part._backward_pre_hooks.values()]
+    for parameter in part._parameters.values():
+        hooks += (getattr(parameter, "_backward_hooks", None) or {}).values()
+    for hook in hooks:
+        if (getattr(hook, "__module__", None) or "").partition(".")[0] not in ("torch", "zbkern"):
+            yield hook
+
+
 def _cells(module: nn.Module) -> Iterator[Any]:
-    """The variables that hooks of others have around them."""
+    """The variables that hooks have around them."""
     for part in module.modules():
-        hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
-        hooks += [*part._backward_hooks.values(), *part._backward_pre_hooks.values()]
-        for parameter in part._parameters.values():
-            hooks += (getattr(parameter, "_backward_hooks", None) or {}).values()
-        for hook in hooks:
-            yield from _cells_of(hook)
-
-
-def _cells_of(hook: Callable[..., Any]) -> Iterable[Any]:
-    function = hook.__func__ if isinstance(hook, MethodType) else hook
-    if not isinstance(function, FunctionType) or function.__module__.partition(".")[0] in ("torch", "zbkern"):
-        return ()
-    return function.__closure__ or ()
+        for hook in hooks_of(part):
+            function = hook.__func__ if isinstance(hook, MethodType) else hook
+            if isinstance(function, FunctionType):
+                yield from function.__closure__ or ()
 
 
 def _is_kept(cell: Any) -> bool:
