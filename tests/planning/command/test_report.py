@@ -174,3 +174,18 @@ def test_nothing_is_advised_that_was_searched_or_is_not_there() -> None:
     tight = plan(costs, 4, 16, memory_limit=3, effort=0)
     assert f"{waits}: more memory" in advice(tight, costs, 3)
     assert "more memory" not in advice(tight, costs)
+
+
+def test_the_last_line_says_whether_it_is_worth_it() -> None:
+    found, text = told(Costs(communication=0), 4, 8)
+    usual, more = (simulate(schedules.one_f_one_b(4, m), Costs(communication=0)) for m in (8, 32))
+    last = text.split("\n")[-1]
+    assert last.startswith(f"worth     1F1B idles {usual.bubble_rate:.0%}, this plan {found.bubble_rate:.0%}: ")
+    assert f"{usual.cost / found.timeline.cost:.3g} times as fast; with 32 microbatches 1F1B would idle " in last
+    assert last.endswith(f"{more.bubble_rate:.0%}")
+    _, text = told(Costs(1, 1, 0, communication=0), 2, 64)
+    assert text.split("\n")[-1].startswith("worth     nothing: 1F1B idles 2% and this plan ")
+    assert "worth" not in told(Costs(), 1, 4)[1]
+    layers = ModelCosts([LayerCosts(f"{n}", 1, 1, 1, 1) for n in range(8)])
+    tight = report.describe(answer(Question(4, 8, layers, memory=(5.0, False), effort=0)), 200)
+    assert "where 1F1B needs 8 and does not fit; with 32 microbatches" in tight.split("\n")[-1]

@@ -31,6 +31,7 @@ _WORTH_TRYING = 0.01  # of the cost
 _COSTS = {"F": "forward", "B": "backward", "W": "weight", "messages": "communication"}
 _TENTH = 1.1
 _MOST_ACTIONS = 10_000
+_MORE = 4  # times as many microbatches, to say what 1F1B idles with them
 _QUICK = 2  # rounds of the searches that only tell what an option would give
 _TIMES = [2**power for power in range(1, 10)]  # as many, or as few
 _WIDEST, _SHORTEST = 64, 256  # tensor parallelism, and tokens, that are worth naming
@@ -41,13 +42,15 @@ _LEAST_LIMIT = 1e6  # bytes: a limit below is taken for one in GB
 class Answer:
     """plan: the best that was found. gains: quick plans by the option with which they are faster. published: timelines
     of the published schedules, where they are compared. errors: by how much of itself the cost grows, and by how
-    much the bubble rate, where one of the costs is a tenth more."""
+    much the bubble rate, where one of the costs is a tenth more. usual: 1F1B of the same microbatches, and of
+    some times as many, which idles less; none on one rank."""
 
     question: Question
     plan: Plan
     gains: Mapping[str, Plan] = field(default_factory=dict)
     published: Sequence[Timeline] = ()
     errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    usual: Sequence[Timeline] = ()
 
 
 def answer(question: Question, progress: Callable[[str], None] = lambda line: None) -> Answer:
@@ -59,7 +62,23 @@ def answer(question: Question, progress: Callable[[str], None] = lambda line: No
         ways |= _halves(question)
     compare = question.compare or question.setting is not None
     published = _published(question, found) if compare else ()
-    return Answer(question, found, _fitting(ways), published, _errors(found))
+    return Answer(question, found, _fitting(ways), published, _errors(found), _usual(question, found))
+
+
+def _usual(question: Question, found: Plan) -> list[Timeline]:
+    """Of whole sequences, on the cut that suits it; whether it fits the limit or not."""
+    stages = question.stages
+    timelines: list[Timeline] = []
+    for microbatches in (question.microbatches, _MORE * question.microbatches) if stages > 1 else ():
+        if timelines and stages * microbatches > _MOST_ACTIONS:
+            break
+        schedule, costs = schedules.one_f_one_b(stages, microbatches), question.costs
+        if isinstance(costs, ModelCosts):
+            timelines.append(_on_its_best_cut(schedule, costs, None))
+        else:
+            chunks = len(found.schedule.placement)
+            timelines.append(simulate(schedule, comparison.rechunk(costs, chunks, stages)))
+    return timelines
 
 
 def _errors(found: Plan) -> dict[str, tuple[float, float]]:

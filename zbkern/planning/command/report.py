@@ -31,6 +31,7 @@ from zbkern.schedules.units import amount, duration, number
 _MARGIN = 10  # columns of the names of figures
 _WORTH_STAGES = 0.01  # of the cost: for less nobody changes the number of stages
 SHOWN = 0.001  # of the cost: less idle time than that is not worth a line
+_WORTH_A_CHANGE = 1.01  # times as fast
 _LEAST_BOUND = 5e-5  # printed as 0.00%, which says nothing
 _RECHUNKED = "other numbers of chunks: the same model cut evenly; more work of its first or last chunk is not divided"
 
@@ -105,6 +106,26 @@ def _figures(answer: Answer) -> Iterator[tuple[str, str]]:
         yield from _of_model(question, plan, question.setting)
     elif isinstance(question.costs, ModelCosts):
         yield from _cut(plan, question.costs)
+    if answer.usual:
+        yield "worth", _worth(answer)
+
+
+def _worth(answer: Answer) -> str:
+    """What a user gains over 1F1B, in words."""
+    question, timeline, (usual, *more) = answer.question, answer.plan.timeline, answer.usual
+    beside = 0.0 if question.setting is None else 1e3 * question.setting.beside(question.stages)
+    faster = (usual.cost + beside) / (timeline.cost + beside) if timeline.cost else 1.0
+    which = "this plan" if question.schedule is None else question.schedule
+    peak = max(usual.peak_memory)
+    fits = not exceeds(peak, question.limit)
+    if fits and faster < _WORTH_A_CHANGE:
+        return f"nothing: 1F1B idles {usual.bubble_rate:.0%} and {which} {timeline.bubble_rate:.0%}, and is no faster"
+    said = f"1F1B idles {usual.bubble_rate:.0%}, {which} {timeline.bubble_rate:.0%}: {faster:.3g} times as fast"
+    if not fits:
+        said += f", where 1F1B needs {amount(peak, usual.memory_unit)} and does not fit"
+    if more:
+        said += f"; with {more[0].schedule.microbatches} microbatches 1F1B would idle {more[0].bubble_rate:.0%}"
+    return said
 
 
 def _cut(plan: Plan, costs: ModelCosts, which: str = "") -> Iterator[tuple[str, str]]:
