@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -62,6 +63,8 @@ ZERO_BUBBLE = {
 
 
 RUNS = Path(__file__).with_suffix(".json")
+UNSEEN = RUNS.with_stem("published_runs_unseen")
+"""Runs to which nothing is fitted."""
 
 
 class Software(NamedTuple):
@@ -105,7 +108,14 @@ def software(run: Mapping[str, Any]) -> Software:
 def hardware_of(run: Mapping[str, Any]) -> Hardware:
     ran = software(run)
     gpu = load_hardware(ran.gpus.get(run["gpu"], run["gpu"]), attention=ran.attention)
+    gpu = replace(gpu, gpus_per_node=run.get("gpus_per_node", gpu.gpus_per_node))
     return gpu if ran.exposed_share is None else replace(gpu, exposed_share=ran.exposed_share)
+
+
+def generation(run: Mapping[str, Any]) -> str:
+    """Of the software, by the release of NVIDIA's containers that a run or its source names."""
+    found = re.search(r"\b2\d\.\d\d\b", f"{run.get('source', '')} {run['run']}")
+    return found[0] if found else "no release named"
 
 
 def predict(run: Mapping[str, Any], models: Mapping[str, Any] = {}, hardware: Hardware | None = None) -> Result:
@@ -233,6 +243,22 @@ def by_kind(results: Sequence[Result]) -> dict[str, dict[str, float]]:
     }
 
 
+def by_generation(results: Sequence[Result]) -> dict[str, dict[str, list[float]]]:
+    """Of every kind of run, and every generation of software, how many there are, and their least and largest error."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for each in results:
+        found.setdefault(each.kind, {}).setdefault(generation(each.run), []).append(each.error)
+    return {
+        kind: {when: [len(some), round(min(some), 3), round(max(some), 3)] for when, some in sorted(errors.items())}
+        for kind, errors in sorted(found.items())
+    }
+
+
+def unseen() -> dict[str, dict[str, list[float]]]:
+    given = json.loads(UNSEEN.read_text(encoding="utf-8"))
+    return by_generation([predict(run, given["models"]) for run in given["runs"]])
+
+
 def fitted(runs: Sequence[Mapping[str, Any]], models: Mapping[str, Any]) -> str:
     """Tables of the shares, and of the errors by kind of run: with the table's, of the fit, and where a fit had none of
     this kind."""
@@ -267,7 +293,7 @@ def fitted(runs: Sequence[Mapping[str, Any]], models: Mapping[str, Any]) -> str:
     return "\n\n".join(tables)
 
 
-def _a_row_a_line(rows: Mapping[str, Mapping[str, float]]) -> str:
+def _a_row_a_line(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return "{\n  " + ",\n  ".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()) + "\n }"
 
 
@@ -300,7 +326,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"\n{errors}, {right} of {pairs} pairs of layouts ranked as measured")
     if options.write:
         gains = {"a100": gains_table()[1]}
-        text = f'{{\n "speeds": {_a_row_a_line(kinds)},\n "gains": {_a_row_a_line(gains)}\n}}\n'
+        text = f'{{\n "speeds": {_a_row_a_line(kinds)},\n "unseen": {_a_row_a_line(unseen())},\n "gains": '
+        text += f"{_a_row_a_line(gains)}\n}}\n"
         exactness.TABLE.write_text(text, encoding="utf-8")
     return 0
 

@@ -37,9 +37,21 @@ def test_the_errors_that_a_plan_prints_are_those_of_the_runs() -> None:
     given = json.loads(published_runs.RUNS.read_text())
     found = published_runs.by_kind([published_runs.predict(run, given["models"]) for run in given["runs"]])
     assert json.loads(exactness.TABLE.read_text())["speeds"] == found
+    assert json.loads(exactness.TABLE.read_text())["unseen"] == published_runs.unseen()
     for kind, errors in found.items():
         most = 0.2 if "experts" in kind or "longer" in kind else 0.12
         assert errors["rms"] <= most, kind
+
+
+def test_the_generation_of_software_is_the_release_that_is_named() -> None:
+    for run, source, when in (
+        ("70B", "NeMo Megatron, README_70b (24.09)", "24.09"),
+        ("GB200 (26.02)", "Megatron-Bridge", "26.02"),
+        ("8B", "torchtitan, benchmarks/llama3_h100_202412", "no release named"),
+    ):
+        assert published_runs.generation({"run": run, "source": source}) == when
+    results = [published_runs.Result({"measured": 10, "run": "24.09"}, "dense", speed) for speed in (9, 12)]
+    assert published_runs.by_generation(results) == {"dense": {"24.09": [2, -0.1, 0.2]}}
 
 
 def test_experts_across_nodes_are_as_much_slower_as_published() -> None:

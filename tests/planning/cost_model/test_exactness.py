@@ -22,7 +22,7 @@ from zbkern.planning.cost_model.model_costs import Job
         ("llama-3-8b", "h100", Job(8193), ""),
         ("llama-3-8b", "mi300x", Job(8192), ""),
         ("llama-3-8b", "h100", Job(8192, fp8=True), ""),
-        ("llama-3-8b", "h100", Job(8192, context_parallel=2), ""),
+        ("llama-3-8b", "h100", Job(8193, context_parallel=3), ""),
         ("gpt-oss-120b", "h100", Job(4096, expert_parallel=8), "h100, experts within a node"),
         ("gpt-oss-120b", "h100", Job(4096, expert_parallel=64), "h100, experts across nodes"),
         ("gpt-oss-120b", "gb200", Job(4096, expert_parallel=64), "gb200, experts within a node"),
@@ -36,6 +36,17 @@ def test_it_is_that_of_runs_of_the_same_kind(model: str, gpu: str, job: Job, kin
     errors = json.loads(TABLE.read_text())["speeds"][kind]
     which = f"{errors['runs']} published runs ({kind})"
     assert said.startswith(f"rms error {errors['rms']:.1%} in {which}, {abs(errors['mean']):.1%} too ")
+
+
+def test_runs_that_nothing_is_fitted_to_are_told_by_their_software() -> None:
+    model = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
+    said = how_exact(model, load_hardware("h100"), Job(8192), split=False)
+    for when, (runs, least, most) in json.loads(TABLE.read_text())["unseen"]["h100, dense, up to 8K tokens"].items():
+        assert f"; {runs} not fitted, software {when}: {least:+.0%}" in said
+        assert f" to {most:+.0%}" in said or runs == 1
+    both = how_exact(model, load_hardware("h100"), Job(8192, context_parallel=2), split=False)
+    assert both.startswith("nothing is fitted to such runs (h100, dense, up to 8K tokens, context parallel); ")
+    assert "not fitted, software 24.09: -" in both
 
 
 def test_gains_of_the_split_are_checked_where_somebody_measured_them() -> None:

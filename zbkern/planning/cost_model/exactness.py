@@ -1,6 +1,7 @@
 """How far the model of costs was from published runs like the one that is planned: errors.json, or that none is known.
 
-`python -m bench.published_runs --write` computes that file from bench/published_runs.json.
+`python -m bench.published_runs --write` computes that file: from bench/published_runs.json, to which shares are
+fitted, and from bench/published_runs_unseen.json, by generation of the software that ran.
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ def how_exact(architecture: Architecture, hardware: Hardware, job: Job, split: b
     if hardware.calibration.source:
         return hardware.calibration.describe()
     kind, errors = group(architecture, hardware, job), json.loads(TABLE.read_text(encoding="utf-8"))
-    said = f"its speed is not checked against any run ({kind})"
+    unseen = errors["unseen"].get(kind, {})
+    said = f"{'nothing is fitted to such runs' if unseen else 'its speed is not checked against any run'} ({kind})"
     if found := errors["speeds"].get(kind):
         which = "1 published run" if found["runs"] == 1 else f"{found['runs']} published runs"
         bias = f"{abs(found['mean']):.1%} too {'fast' if found['mean'] > 0 else 'slow'} on average"
         said = f"rms error {found['rms']:.1%} in {which} ({kind}), {bias}"
+    for when, (runs, least, most) in unseen.items():
+        spread = f"{least:+.0%}" if runs == 1 else f"{least:+.0%} to {most:+.0%}"
+        said += f"; {runs} not fitted, software {when}: {spread}"
     if not split:
         return said
     said, gain = f"{said}; the gain of B and W apart", errors["gains"].get(hardware.name)
