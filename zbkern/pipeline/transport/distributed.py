@@ -139,7 +139,7 @@ class DistributedTransport(Transport):
             self._mailbox.put(tag, (message, ()), peer, self._mailbox.call)
             return
         leaves = tensors_in(message)
-        # not its spec: torch 2.13 warns when one is unpickled; a single tensor, as most are, need not be walked
+        # not its spec: torch 2.13 warns when one is unpickled
         skeleton = 0 if isinstance(message, Tensor) else pytree.tree_map_only(Tensor, lambda _: 0, message)
         header = TensorHeader(*self._mailbox.call, tag, shapes_of(leaves), skeleton)
         try:

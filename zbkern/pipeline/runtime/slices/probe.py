@@ -288,9 +288,10 @@ def _packed(count: int) -> list[int]:
 def _packs_alone(inputs: Any, side: Mapping[str, Any]) -> Tensor | None:
     """Positions that alone may tell of sequences in a row; under a mask they are those of padded rows."""
     given = {**(inputs if isinstance(inputs, dict) else {}), **side}
-    positions, tokens = given.get("position_ids"), length_of(inputs, side)
-    is_theirs = isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] == tokens
-    return positions if is_theirs and given.get("attention_mask") is None else None
+    positions = given.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or given.get("attention_mask") is not None:
+        return None
+    return positions if positions.shape[1] == length_of(inputs, side) else None
 
 
 def _begin_anew(positions: Tensor | None, carry: Any) -> bool:
