@@ -115,7 +115,7 @@ def hardware_of(run: Mapping[str, Any]) -> Hardware:
 def generation(run: Mapping[str, Any]) -> str:
     """Of the software, by the release of NVIDIA's containers that a run or its source names."""
     found = re.search(r"\b2\d\.\d\d\b", f"{run.get('source', '')} {run['run']}")
-    return found[0] if found else "no release named"
+    return found[0] if found else "of no named release"
 
 
 def predict(run: Mapping[str, Any], models: Mapping[str, Any] = {}, hardware: Hardware | None = None) -> Result:

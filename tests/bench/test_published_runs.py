@@ -47,7 +47,7 @@ def test_the_generation_of_software_is_the_release_that_is_named() -> None:
     for run, source, when in (
         ("70B", "NeMo Megatron, README_70b (24.09)", "24.09"),
         ("GB200 (26.02)", "Megatron-Bridge", "26.02"),
-        ("8B", "torchtitan, benchmarks/llama3_h100_202412", "no release named"),
+        ("8B", "torchtitan, benchmarks/llama3_h100_202412", "of no named release"),
     ):
         assert published_runs.generation({"run": run, "source": source}) == when
     results = [published_runs.Result({"measured": 10, "run": "24.09"}, "dense", speed) for speed in (9, 12)]

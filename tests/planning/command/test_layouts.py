@@ -11,6 +11,7 @@ import pytest
 from tests.support.configurations import H100, model_of, path_of
 from zbkern.planning.command import layouts
 from zbkern.planning.command.question import LAYOUT_EFFORT, LayoutQuestion
+from zbkern.planning.cost_model.architecture import architecture
 from zbkern.planning.cost_model.model_costs import Job, Setting
 
 EIGHT = ["--config", path_of("llama-3-405b"), "--gpus", "8", "--batch"]
@@ -176,3 +177,13 @@ def test_a_layout_to_compare_with_says_why_it_loses(run_plan) -> None:
 )
 def test_errors_name_the_argument_and_the_remedy(run_plan, arguments: list[str], message: str) -> None:
     assert message in run_plan(*arguments, status=2)
+
+
+def test_it_says_what_was_not_tried() -> None:
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "num_hidden_layers": 4, "vocab_size": 512, "tie_word_embeddings": False}
+    for halves in (False, True):
+        question = LayoutQuestion(architecture(config), H100, 2, 4, 256, halves=halves, effort=0)
+        last = layouts.describe(question, layouts.search(question), 300).split("\n")[-1]
+        assert last.startswith("not tried context parallelism and slices: ")
+        assert ("--halves" in last) != halves

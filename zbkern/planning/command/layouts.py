@@ -216,6 +216,9 @@ def describe(question: LayoutQuestion, answers: list[Planned], width: int) -> st
         *(("behind", why(best, other)) for other in answers[1:]),
         ("first", f"alone, searched for longer, with its assumptions: {_options(best)}"),
     ]
+    halves = "" if question.halves else "; --halves, cuts inside blocks, was not given"
+    untried = f"context parallelism and slices: --stages with --context-parallel or --slices auto plans them{halves}"
+    figures.append(("not tried", untried))
     if question.own and not any(each.layout.has(question.own) for each in answers):
         figures.append(("yours", why_not(question)))
     return f"{report.columns(rows, str.ljust)}\n\n{report.lines(figures, width)}"
