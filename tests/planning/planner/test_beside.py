@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.overlap_planned import costs_of
-from zbkern.pipeline import Costs, LayerCosts, ModelCosts, plan, schedules, simulate
+from zbkern.pipeline import Costs, LayerCosts, ModelCosts, PlanOptions, plan, schedules, simulate
 from zbkern.planning.costs.flat import FlatCosts, flat_costs
 from zbkern.planning.planner.beside import best_beside
 from zbkern.planning.planner.bounds import lanes_bound
@@ -45,6 +45,17 @@ def test_a_plan_of_layers_has_passes_beside_each_other() -> None:
     found = plan(ModelCosts(layers), 2, 8, effort=0)
     assert found.schedule.beside
     assert found.partition is not None
+
+
+@pytest.mark.parametrize("microbatches", [6, 8])
+def test_passes_of_a_chunk_in_fully_shard_are_apart(microbatches: int) -> None:
+    options = PlanOptions(fully_shard=True)
+    found = plan(costs_of(0.4, 2), 4, microbatches, 2, "v", effort=0, options=options).schedule
+    assert found.beside
+    for row, ranges in zip(found.actions, found.beside, strict=True):
+        for first, end in ranges:
+            chunks = [action.chunk for action in row[first:end] if action.kind != "W"]
+            assert len({*chunks}) == len(chunks)
 
 
 def test_saving_memory_keeps_a_plan_whose_passes_beside_each_other_fit() -> None:

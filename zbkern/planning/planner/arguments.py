@@ -41,6 +41,7 @@ class PlanOptions:
         steady: the best orders are searched once more for orders that cost less in the mean of two: as planned, and
             where ranks are up to 20% slower or faster. They are taken if they cost at most 0.3% more as planned, and
             nothing more where the best are proven optimal. False for the best as they are.
+        fully_shard: chunks are in `fully_shard`, so that no two F or B of one chunk may run beside each other.
 
     Raises TypeError or ValueError for what is none of these.
     """
@@ -51,6 +52,7 @@ class PlanOptions:
     progress: Callable[[str], None] = lambda line: None
     slice_tokens: int = SLICE_UNIT
     steady: bool = True
+    fully_shard: bool = False
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:

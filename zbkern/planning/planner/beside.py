@@ -49,16 +49,16 @@ _turns = lru_cache(maxsize=4096)(in_turns)
 
 
 def best_beside(
-    flat: FlatCosts, microbatches: int, limits: Sequence[float] | None, objective: str
+    flat: FlatCosts, microbatches: int, limits: Sequence[float] | None, objective: str, apart: bool = False
 ) -> Iterator[Timeline]:
     """The fastest orders with passes beside each other that fit, the published ones of this placement among them.
 
-    limits: the memory of every rank. For whole sequences.
+    limits: the memory of every rank. apart: no two F or B of one chunk are beside each other. For whole sequences.
     """
     tried = max(1, _WORK // (3 * microbatches * len(flat.placement)))
     found = []
     for setting in islice(_SETTINGS, tried):
-        lists = _ListScheduler(flat, microbatches, limits, setting)
+        lists = _ListScheduler(flat, microbatches, limits, setting, apart)
         schedule = lists.schedule()
         if schedule is not None and schedule.beside:
             found.append((lists.reached(objective), schedule))
@@ -68,6 +68,10 @@ def best_beside(
         timeline = simulate(schedule, flat.given)
         if limits is None or not any(map(exceeds, timeline.peak_memory, limits)):
             yield timeline
+
+
+def _is_of_one_chunk(pair: Sequence[Action]) -> bool:
+    return pair[0].chunk == pair[1].chunk
 
 
 class _Rank:
@@ -86,9 +90,11 @@ class _Rank:
 class _ListScheduler:
     """Runs all ranks in the order of time, each as far as it gets."""
 
-    def __init__(self, flat: FlatCosts, microbatches: int, limits: Sequence[float] | None, setting: Setting) -> None:
+    def __init__(
+        self, flat: FlatCosts, microbatches: int, limits: Sequence[float] | None, setting: Setting, apart: bool
+    ) -> None:
         self._costs, self._microbatches, self._setting = flat.of_unit(0), microbatches, setting
-        self._placement = flat.placement
+        self._placement, self._apart = flat.placement, apart
         self._last = len(self._placement) - 1
         count = len(flat.static)
         limits = [math.inf] * count if limits is None else limits
@@ -152,8 +158,6 @@ class _ListScheduler:
             forwards.append(Action("F", chunk, queue[0][0]))
             memory += costs.activation[chunk]
         backwards.sort(key=lambda each: (each.microbatch, -each.chunk))
-        if not setting.alike:
-            del backwards[1:], forwards[1:]
         if not backwards and not forwards:
             return self._weight_alone(rank, now, short)
         if setting.waits and not (backwards and forwards):
@@ -162,14 +166,15 @@ class _ListScheduler:
             soon = min((q[0][1] for q in queues.values() if q and q[0][1] > now), default=math.inf)
             if soon <= now + setting.waits * costs.forward[0]:
                 return self._weight_alone(rank, now, False)
-        if forwards and backwards and len(forwards) > 1 and forwards[0].chunk == backwards[0].chunk:
-            forwards[:2] = forwards[1::-1]  # one chunk of FSDP2 runs one of both at a time
         if setting.fused and forwards:
             backwards = [each._replace(kind="BW") for each in backwards]
-        group = forwards[:1] + backwards[:1]
+        pairs = [(f, b) for f, b in product(forwards, backwards) if not self._apart or f.chunk != b.chunk]
+        group = [*min(pairs, key=_is_of_one_chunk, default=(backwards + forwards)[:1])]
         if setting.alike:
-            group += (backwards[1:] + forwards[1:])[: setting.most - len(group)]
-        group = group[: setting.most]
+            for each in backwards + forwards:
+                fits = not self._apart or all(each.chunk != other.chunk for other in group)
+                if len(group) < setting.most and fits and each not in group:
+                    group.append(each)
         network = sum(self._parts[each.kind, each.chunk].network for each in group)
         for action in list(rank.weights)[: setting.most - len(group)] if network else ():
             group.append(action)

@@ -175,7 +175,7 @@ def _searched_slices(request: Request) -> Plan:
     else:
         timeline = simulate(schedule_of(orders, problem, name), problem.flat.given)
     if problem.flat.has_network and len(problem.slices) == 1:
-        others = best_beside(problem.flat, problem.microbatches, request.limits, options.objective)
+        others = best_beside(problem.flat, problem.microbatches, request.limits, options.objective, options.fully_shard)
         timeline = min((timeline, *others), key=lambda each: getattr(each, options.objective))
     made = compared(timeline, problem.flat, request.memory_limit, options.objective, found.bound)
     layers = None if isinstance(costs, Costs) else tuple(layer.name for layer in costs.layers)

@@ -61,7 +61,8 @@ class Replicas:
             if passes > 1 and isinstance(self._reducers.get(chunk), FSDPReducer):
                 raise ValueError(
                     f"Pipeline: chunk {chunk} is in fully_shard, and {beside} would use its weights at once; use a "
-                    "schedule in which passes of different chunks run beside each other, such as dualpipe_v"
+                    "schedule in which passes of different chunks run beside each other, such as dualpipe_v, or "
+                    "plan(..., options=PlanOptions(fully_shard=True))"
                 )
 
     def begin(self, microbatches: int) -> None:
