@@ -456,6 +456,14 @@ def test_layers_in_another_order_or_twice() -> None:
         ({"layers": ["model", "model.norm"]}, "'model.norm' inside of 'model'"),
         ({"layers": {"model.norm": "nose"}}, "kind of layer 'model.norm' must be one of"),
         ({"layers": "model"}, "must be a list of names of modules"),
+        (
+            {
+                "model": nn.ModuleDict(
+                    {"body": nn.ModuleDict({"wte": nn.Linear(1, 1), "h": nn.ModuleList()}), "d": nn.Dropout()}
+                )
+            },
+            r"such as layers=\['body.wte', 'body.h.\*'\]",
+        ),
         ({"model": nn.Linear(2, 2)}, "Linear is no model of the transformers library; name them"),
         ({"rank": None}, "rank must be given"),
         ({"weights": "nowhere"}, "weights must be None for a model that has its weights"),
@@ -476,7 +484,8 @@ def test_models_that_are_no_chain_are_refused() -> None:
             num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
         )
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"Wav2Vec2Model has no embedding of tokens or images.*; name them: layers="):
+    words = r"Wav2Vec2Model has no embedding of tokens or images.*; name them .*, such as layers="
+    with pytest.raises(ValueError, match=words):
         cut(speech, schedules.zb_h1(2, 2), rank=0)
 
 

@@ -172,7 +172,7 @@ def _layers_of_the_library(model: nn.Module) -> dict[str, str]:
     if not is_transformer(model):
         if isinstance(model, nn.Sequential):
             return {name: "block" for name, _ in model.named_children()}
-        raise ValueError(f"layers_of: {type(model).__name__} is no model of the transformers library; {_REMEDY}")
+        raise ValueError(f"layers_of: {type(model).__name__} is no model of the transformers library; {_remedy(model)}")
     has_router_loss(model)
     dropped = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
     if dropping := next((name for name in dropped if getattr(model.config, name, 0)), None):
@@ -202,7 +202,7 @@ def _of_stack(model: Any, stack: str, outermost: str) -> dict[str, str]:
     if not embedding or len(blocks) != 1:
         raise ValueError(
             f"layers_of: {type(model).__name__} must have one embedding and one list of its blocks, of "
-            f"{count} or of one kind; got {embedding or None!r} and {blocks}; {_REMEDY}"
+            f"{count} or of one kind; got {embedding or None!r} and {blocks}; {_remedy(model)}"
         )
     if not isinstance(model.get_submodule(embedding), nn.Embedding):  # of images: with its positions
         outer = [embedding.rsplit(".", count)[0] for count in range(embedding.count(".") + 1)]
@@ -223,10 +223,30 @@ def _of_stack(model: Any, stack: str, outermost: str) -> dict[str, str]:
     return {embedding: "embedding", **dict.fromkeys(early, "norm"), **of_blocks, **late}
 
 
+def _remedy(model: nn.Module) -> str:
+    names = _own_names(model, "")
+    return "name them in the order in which they run" + (f", such as layers={names}" if names else "")
+
+
+def _own_names(model: nn.Module, parent: str) -> list[str]:
+    """Of modules with parameters, as they are defined: those around a list in their parts, and a list by one name."""
+    found: list[str] = []
+    for name in _children(model, parent):
+        module = model.get_submodule(name)
+        if type(module) is nn.ModuleList:
+            found.append(f"{name}.*")
+        elif any(type(each) is nn.ModuleList for each in module.modules()):
+            found += _own_names(model, name)
+        elif any(True for _ in module.parameters()):
+            found.append(name)
+    return found
+
+
 def _without_embedding(model: nn.Module) -> ValueError:
     return ValueError(
         f"layers_of: {type(model).__name__} has no embedding of tokens or images, by which layers would be found; "
-        f"{_REMEDY}; or put its modules into a torch.nn.Sequential, each of which takes what the one before returns"
+        f"{_remedy(model)}; or put its modules into a torch.nn.Sequential, each of which takes what the one before "
+        "returns"
     )
 
 
@@ -259,7 +279,6 @@ def name_in(model: nn.Module, module: Any) -> str:
     return next((name for name, each in model.named_modules() if each is module), "")
 
 
-_REMEDY = 'name them: layers=["embed", "blocks.*", "norm", "head"], in the order in which they run'
 _NORM_OF_EMBEDDINGS = ".layernorm_embedding"  # BART's, which is defined after the blocks and runs before them
 _NORM_AT_THE_END = "bigbird_pegasus"  # where the one of that name runs after them
 
