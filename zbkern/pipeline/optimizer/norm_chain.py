@@ -76,7 +76,7 @@ class NormChain:
         return self.transport.ready(total_tag(step))
 
     def receive_total(self, step: int) -> Tensor:
-        """The sum of all ranks, on all but the one where the chain ends. fp64 [norms]."""
+        """The sum of all ranks, on all but the one where the chain ends. fp64 [norms, 1]."""
         return torch.tensor(self.transport.receive(self._end, total_tag(step), self._timeout), dtype=torch.float64)
 
     def send_total(self, step: int, total: Tensor) -> None:

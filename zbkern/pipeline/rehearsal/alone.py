@@ -111,7 +111,7 @@ class AloneTransport(Transport):
     def __init__(self, rank: int, size: int, messages: Messages, tied: Mapping[str, Tensor]) -> None:
         super().__init__(rank, size)
         self._messages, self._tied = messages, tied
-        self._squares = torch.zeros(1, dtype=torch.float64)  # the last sum of squares of gradients that it has sent
+        self._squares = torch.zeros(0, dtype=torch.float64)  # the last squared norms of gradients that it has sent
 
     @property
     def peers(self) -> list[int]:

@@ -83,18 +83,22 @@ class BatchPlan:
 
     @property
     def bubble_rate(self) -> float:
+        """The share of time in which ranks are idle (`Timeline.bubble_rate`)."""
         return self.timeline.bubble_rate
 
     @property
     def lower_bound(self) -> float:
+        """The least share of ranks times makespan that is idle in any schedule of this batch."""
         return self._compared.lower_bound
 
     @property
     def optimal(self) -> bool:
+        """Whether it is proven that no schedule of this batch is faster."""
         return self._compared.optimal
 
     @property
     def idle(self) -> IdleTime:
+        """Where the idle time comes from, in shares of the makespan."""
         return self._compared.idle
 
 
