@@ -341,7 +341,7 @@ class DistributedTransport(Transport):
             parts, carried = self._outgoing[peer].frame(message, tensors)
             works = [(headers.send([part], peer, _HEADER), part) for part in parts]
             if self._on_cpu and not carried and (packed := pack(tensors)) is not None:
-                works.append((headers.send([packed], peer, _TENSORS), packed))
+                works.append((group.send([packed], peer, _TENSORS), packed))
             self._outgoing[peer].sent()
         if packed is not None and not self._on_cpu:
             with self._locks[id(group)]:  # its memory stays until NCCL has sent it: torch has recorded NCCL's stream
