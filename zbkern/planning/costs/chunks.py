@@ -206,6 +206,10 @@ TIMES = (
     *("forward", "backward", "weight", "split_overhead", "merge_saving"),
     *("attention_forward", "attention_backward", "overhead", "network_forward", "network_backward"),
 )  # of passes: in a chunk those of its layers together
+COMPUTED = (
+    *("forward", "backward", "weight", "fused", "merge_saving", "recompute"),
+    *("attention_forward", "attention_backward", "overhead"),
+)  # times of `ChunkCosts` that depend on how fast a rank computes
 MEMORY = ("activation", "held", "carried", "carried_gradients")  # of a microbatch
 _OPTIONAL = ("recompute", "checkpoint", "carried_gradients")  # of the fields with a number per chunk: they may be None
 

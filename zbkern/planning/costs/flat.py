@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from zbkern.planning.costs.chunks import ChunkCosts, Costs, checked_speeds
+from zbkern.planning.costs.chunks import COMPUTED, ChunkCosts, Costs, checked_speeds
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.slices import Unit, units_of
 
@@ -141,12 +141,6 @@ def kept_by_slices(whole: ChunkCosts) -> list[float]:
     return [max(0.0, activation - carried) for activation, carried in zip(whole.activation, whole.carried, strict=True)]
 
 
-_TIMES = (
-    *("forward", "backward", "weight", "fused", "merge_saving", "recompute"),
-    *("attention_forward", "attention_backward", "overhead"),
-)
-
-
 def _on_ranks(whole: ChunkCosts, costs: Costs, placement: Sequence[int]) -> ChunkCosts:
     """Times of passes as the rank of every chunk takes them; collectives are in flight as long as on any rank."""
     if costs.speeds is None:
@@ -166,7 +160,7 @@ def _on_ranks(whole: ChunkCosts, costs: Costs, placement: Sequence[int]) -> Chun
             found.append((time - network) / speeds[rank] + network)
         return tuple(found)
 
-    return whole._replace(**{name: times(name) for name in _TIMES})
+    return whole._replace(**{name: times(name) for name in COMPUTED})
 
 
 def _of_own_slices(

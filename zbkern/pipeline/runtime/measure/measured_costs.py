@@ -11,7 +11,7 @@ import torch
 
 from zbkern.pipeline.runtime.measure.links import Link
 from zbkern.pipeline.runtime.slices.sliced_batch import edges
-from zbkern.planning.costs.chunks import Costs
+from zbkern.planning.costs.chunks import COMPUTED, Costs
 from zbkern.planning.costs.layers import LayerCosts, ModelCosts
 from zbkern.planning.simulation import drift
 from zbkern.planning.simulation.timeline import Timeline
@@ -19,10 +19,7 @@ from zbkern.planning.simulation.timeline import Timeline
 AS_FAST = 0.05  # ranks whose speeds differ by less are equal: times vary as much
 SLICES = (1, 7, 8)  # of 16 tokens and more: the first tells the overhead, the others attention
 # in which layers of one kind are equal
-_TIMES = (
-    *("forward", "backward", "weight", "fused", "merge_saving", "recompute"),
-    *("attention_forward", "attention_backward", "overhead", "network_forward", "network_backward"),
-)
+_TIMES = (*COMPUTED, "network_forward", "network_backward")
 
 
 class MeasuredChunk(NamedTuple):
