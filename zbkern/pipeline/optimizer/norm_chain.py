@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbkern.pipeline.optimizer.own_settings import Settings
 from zbkern.pipeline.transport.base import Transport, total_tag
 from zbkern.pipeline.transport.mailbox import Note
 
@@ -62,14 +63,15 @@ class NormChain:
         """Whether this rank knows the total first."""
         return self._next is None
 
-    def receive_sums(self, step: int) -> list[Tensor]:
-        """The sums of the ranks that send theirs to this one, of the optimizer's n-th step."""
+    def receive_sums(self, step: int) -> list[tuple[Tensor, Settings]]:
+        """What the ranks that send their sums to this one have sent, of the optimizer's n-th step."""
         return [self.transport.receive(rank, _tag(rank, step), self._timeout) for rank in self._sources]
 
-    def send_sum(self, step: int, total: Tensor) -> None:
-        """Sends the sum of this rank and those before it to the next; no-op where the chain ends."""
+    def send_sum(self, step: int, total: Tensor, settings: Settings) -> None:
+        """Sends the sum of this rank and those before it to the next; no-op where the chain ends. settings: what their
+        optimizers have set in the step before."""
         if self._next is not None:
-            self.transport.send(self._next, _tag(self.transport.rank, step), total)
+            self.transport.send(self._next, _tag(self.transport.rank, step), (total, settings))
 
     def total_is_here(self, step: int) -> bool:
         """Whether `receive_total` would return at once."""

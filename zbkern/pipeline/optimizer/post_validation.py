@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from zbkern.pipeline.optimizer.clipping import scale_gradients_
 from zbkern.pipeline.optimizer.norm_chain import NormChain
+from zbkern.pipeline.optimizer.own_settings import COMPARED, settings_of_step
 from zbkern.pipeline.optimizer.params import hyperparameters, is_view, move_, parameters
 from zbkern.pipeline.optimizer.parts import Pairs, check_unique, parts_of, prepare_undo
 from zbkern.pipeline.optimizer.pending_step import PendingStep
@@ -402,6 +403,7 @@ class Optimizer(torch.optim.Optimizer):
         finite = all(map(math.isfinite, self.last_norms))
         good = finite and min(factors) == 1
         self._cautious = not good
+        after = step.after
         if not (good and step.has_stepped):
             step.check_weights()
             with step.in_place(self):
@@ -412,6 +414,10 @@ class Optimizer(torch.optim.Optimizer):
                     gradients = [p.grad for p in parameters(part.optimizer) if p.grad is not None]
                     scale_gradients_(gradients, factors[part.norm])
                     part.update()
+                after = hyperparameters(self)
+        names = (part.name for part in self._parts for _ in part.optimizer.param_groups)
+        is_compared = self.boundary.steps < COMPARED
+        self._norms.settings = settings_of_step(names, step.before, after) if is_compared else {}
         self.skipped += not finite
         self.clipped += finite and not good
         return not good

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zbkern.pipeline.optimizer.clipping import clip_coefficient, exact_sum, squared_norms
 from zbkern.pipeline.optimizer.norm_chain import NormChain
+from zbkern.pipeline.optimizer.own_settings import Settings, joined
 from zbkern.pipeline.optimizer.parts import Part
 
 
@@ -32,6 +33,7 @@ class StepNorms:
     ) -> None:
         self.chain, self.limits = chain, limits
         self._parts, self._device = parts, device
+        self.settings: Settings = {}  # what the optimizers have set in the last step, which all ranks must have alike
         self._uncounted: set[int] = set()  # ids of parameters that have another copy in the norm, and of their masters
         counted = {*chain.counted}
         for key, name in shared.items():
@@ -61,13 +63,22 @@ class StepNorms:
             isinstance(gradient, DTensor) for gradient in itertools.chain(*counted, uncounted)
         ):
             # with this rank's shards, other pipelines of its mesh learn what ranks without shards have found
-            received = self.chain.receive_sums(step)
+            received = self._receive(step)
             uncounted += received
         own = squared_norms(counted, uncounted).to(self._device)
-        squares = torch.cat([*(received or self.chain.receive_sums(step)), own], 1)
+        squares = torch.cat([*(received or self._receive(step)), own], 1)
         if self.chain.ends_here:  # each is added once, or the sum would depend on where ranks begin
             return torch.tensor([[exact_sum(row)] for row in squares.tolist()], dtype=torch.float64)
-        self.chain.send_sum(step, squares)
+        self.chain.send_sum(step, squares, self.settings)
+        return squares
+
+    def _receive(self, step: int) -> list[Tensor]:
+        """The squares of the ranks before this one, whose optimizers must be the same as those here."""
+        squares, settings = [], []
+        for received in self.chain.receive_sums(step):
+            squares.append(received[0])
+            settings.append(received[1])
+        self.settings = joined(self.chain.transport.rank, self.settings, settings)
         return squares
 
     def of(self, total: Tensor) -> tuple[list[float], list[float]]:

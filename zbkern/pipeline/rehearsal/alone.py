@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.transport.base import Transport, total_tag
 from zbkern.pipeline.transport.framing import Notice
-from zbkern.pipeline.transport.mailbox import Mailbox, Tag
+from zbkern.pipeline.transport.mailbox import Mailbox, Note, Tag
 
 Key = tuple[int, int]  # the chunk that takes a message, and its unit
 
@@ -120,8 +120,8 @@ class AloneTransport(Transport):
     def send(self, peer: int, tag: Any, message: Any) -> None:
         if isinstance(tag, Tag) and tag.kind == "F":
             self._messages.note(tag.chunk, tag.unit, message)
-        elif isinstance(message, Tensor) and message.dtype == torch.float64 and not isinstance(tag, Tag):
-            self._squares = message
+        elif isinstance(tag, Note) and tag.what.startswith("the squared gradient norm"):
+            self._squares, _ = message
         if peer == self.rank:
             self._mailbox.put(tag, (message, ()), peer, self._mailbox.call)
 
@@ -141,7 +141,7 @@ class AloneTransport(Transport):
         for name, weight in self._tied.items():
             if tag.what.startswith(f"the gradient of tied {name!r} "):
                 return torch.zeros_like(weight).requires_grad_(weight.requires_grad)
-        return self._squares.tolist() if tag == total_tag(tag.number) else torch.zeros_like(self._squares)
+        return self._squares.tolist() if tag == total_tag(tag.number) else (torch.zeros_like(self._squares), {})
 
     def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
         return [value] * self.size
