@@ -1,7 +1,6 @@
 """What `zbkern plan --gpus` answers where somebody has published a layout, and where that layout stands.
 
-Costs are those of `zbkern plan --config` on H100s: a model of flops and bytes, and no measurement. Every layout is
-planned for five minutes at most instead of 20 seconds, so that a busy machine finds the same.
+Costs are those of `zbkern plan --config` on H100s: a model of flops and bytes, and no measurement.
 
     python -m bench.layouts [--only llama-3-8b] [--out bench/results]
 """
@@ -13,7 +12,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 from bench import report
 from zbkern.planning.command import layouts
@@ -61,10 +59,9 @@ def figures(name: str) -> dict[str, Any]:
     case = CASES[name]
     model, gpu = load_architecture(CONFIGURATIONS / f"{name}.json"), load_hardware("h100")
     question = LayoutQuestion(model, gpu, case.gpus, case.batch, case.sequence, own=case.published)
-    with mock.patch.object(layouts, "_SECONDS", (60.0, 300.0)):
-        best, *others = found = layouts.search(question)
+    best, *others = found = layouts.search(question)
     place = next((place for place, each in enumerate(found) if each.layout.has(case.published)), None)
-    layer = best.layout.setting.costs.layers[1]
+    layer = best.layout.costs.layers[1]
     return {
         "model": name,
         "sizes": [case.gpus, case.batch, case.sequence],

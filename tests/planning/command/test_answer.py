@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.configurations import setting_of
 from zbkern.pipeline import LayerCosts, ModelCosts, simulate
-from zbkern.planning.command.answer import published_timelines
+from zbkern.planning.command.published import published_timelines
 from zbkern.planning.planner.partition import balanced_partitions, even_partitions
 
 

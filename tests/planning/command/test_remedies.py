@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.configurations import question_of, setting_of
 from zbkern.pipeline import LayerCosts, ModelCosts, ScheduleError, plan
-from zbkern.planning.command.answer import answer, remedies, why_not
+from zbkern.planning.command.answer import answer
+from zbkern.planning.command.remedies import remedies, why_not
 from zbkern.planning.costs.needs import least_need, least_uneven, least_work
 
 LIMIT = 72e9

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts, PlanOptions, draw, plan, schedules, simulate
-from zbkern.planning.command import report
+from zbkern.planning.command import report, tables
 from zbkern.planning.command.answer import Answer, answer
-from zbkern.planning.command.question import Question
+from zbkern.planning.command.question import Measured, Question
 from zbkern.planning.draw.svg import note
 from zbkern.planning.planner import Plan
 
@@ -16,7 +16,7 @@ from zbkern.planning.planner import Plan
 def told(costs: Costs, stages: int, microbatches: int, limit: float | None = None, effort: int = 0) -> tuple[Plan, str]:
     """The plan, and what is said of it."""
     memory = None if limit is None else (limit, False)
-    found = answer(Question(stages, microbatches, costs, memory=memory, effort=effort))
+    found = answer(Question(stages, microbatches, Measured(costs), memory=memory, effort=effort))
     return found.plan, report.describe(found, 120)
 
 
@@ -24,7 +24,7 @@ def told(costs: Costs, stages: int, microbatches: int, limit: float | None = Non
 @pytest.mark.parametrize("name", ["zb_h1", "zb_v", "dualpipe_v"])
 def test_a_grid_is_cut_to_the_width_in_its_middle(name: str, width: int) -> None:
     schedule = getattr(schedules, name)(3, 12)
-    *lines, note = report.grid(schedule, width).split("\n")
+    *lines, note = tables.grid(schedule, width).split("\n")
     whole = [line.split()[2:] for line in schedule.to_text().split("\n")]
     assert max(map(len, lines)) <= width
     first, last, total = (int(word) for word in note.replace("(", " ").split() if word.isdigit())
@@ -53,7 +53,7 @@ def test_it_says_what_an_error_of_each_cost_changes() -> None:
 
 
 def test_a_bound_of_zero_is_not_printed_as_one() -> None:
-    found = answer(Question(4, 8, Costs(communication=0.1), memory=(4, False), effort=0))
+    found = answer(Question(4, 8, Measured(Costs(communication=0.1)), memory=(4, False), effort=0))
     text = report.describe(replace(found, plan=replace(found.plan, optimal=False, lower_bound=0.0)), 120)
     assert "0.00%" not in text
     assert "how much less any order of these chunks in this memory could have is not known" in text
@@ -61,7 +61,7 @@ def test_a_bound_of_zero_is_not_printed_as_one() -> None:
 
 def test_a_plan_that_offloads_is_not_told_to_offload() -> None:
     costs = Costs(1, 1, 1, checkpoint=0.1, offload_bandwidth=0.5, reload_bandwidth=0.5)
-    short = Question(4, 12, costs, memory=(2.0, False), effort=0)
+    short = Question(4, 12, Measured(costs), memory=(2.0, False), effort=0)
     plain, saving = answer(short), answer(replace(short, offload=0.0, recompute=True))
     assert any(action.kind in "OR" for row in saving.plan.schedule.actions for action in row)
     assert min(plain.plan.idle.memory, saving.plan.idle.memory) > 0.001
@@ -75,11 +75,11 @@ def test_what_does_not_fit_on_any_cut_has_no_time() -> None:
     costs = Costs(activation=2.5e9, memory_unit="bytes", time_unit="ms")
     timelines = [simulate(schedules.gpipe(2, 8), costs), simulate(schedules.one_f_one_b(2, 8), costs)]
     for tokens in (0, 1000):
-        _, fits, not_fitting = report.table(timelines, 6e9, tokens=tokens, cuts=True).split("\n")
+        _, fits, not_fitting = tables.table(timelines, 6e9, tokens=tokens, cuts=True).split("\n")
         assert fits.startswith("one_f_one_b")
         assert "%" in fits
         assert re.fullmatch(r"gpipe +1 +20 GB +at least: does not fit", not_fitting)
-    assert re.search(r"gpipe .*%.* over the limit", report.table(timelines, 6e9))
+    assert re.search(r"gpipe .*%.* over the limit", tables.table(timelines, 6e9))
 
 
 def test_memory_in_bytes_is_printed_for_people() -> None:
@@ -87,16 +87,16 @@ def test_memory_in_bytes_is_printed_for_people() -> None:
     timeline = simulate(schedules.one_f_one_b(2, 4), costs)
     text = told(costs, 2, 4, 5e9)[1]
     assert re.search(r"^memory +5(\.\d+)? \d+(\.\d+)? GB by rank \(limit 5 GB, 1x\)$", text, re.MULTILINE), text
-    assert " 5 GB  1.00x" in report.table([timeline], None, 5e9)
+    assert " 5 GB  1.00x" in tables.table([timeline], None, 5e9)
     with pytest.raises(ValueError, match=r"memory_limit=1 GB .* any schedule fits is 2\.5 GB"):
         plan(costs, 2, 4, memory_limit=1e9)
 
 
 def test_times_have_their_unit_where_it_is_known() -> None:
     timeline = simulate(schedules.one_f_one_b(2, 4), Costs(time_unit="ms"))
-    assert "15 ms" in report.table([timeline], None, 1)
+    assert "15 ms" in tables.table([timeline], None, 1)
     nothing = simulate(schedules.one_f_one_b(2, 4), Costs(0, 0, 0, time_unit="ms"))
-    assert re.search(r"0\.00% +0 ms", report.table([nothing], None, 1))
+    assert re.search(r"0\.00% +0 ms", tables.table([nothing], None, 1))
     assert "makespan 15 ms" in note(timeline)
     assert "cost 15 ms" in repr(timeline)
 
@@ -105,7 +105,7 @@ def test_times_have_their_unit_where_it_is_known() -> None:
 def test_without_units_there_are_plain_numbers_however_large(size: float) -> None:
     costs = Costs(size, size, size, activation=size)
     found, text = told(costs, 2, 4, 2 * size)
-    texts = [text, report.table([found.timeline], None, 1)]
+    texts = [text, tables.table([found.timeline], None, 1)]
     for text in (*texts, note(found.timeline), repr(found.timeline), draw.svg([found.timeline], costs=[costs])):
         assert not re.search(r"\d ([kMGT]?B|bytes|m?s)\b", text), text
 
@@ -123,7 +123,7 @@ def test_a_plan_says_when_the_model_is_cut_badly() -> None:
 
 def test_a_rank_that_recomputes_needs_memory_and_no_other_cut() -> None:
     costs = Costs(1, 1, 1, activation=1, recompute=1, checkpoint=0.1)
-    found = answer(Question(4, 16, costs, memory=(2.5, False), recompute=True, effort=1))
+    found = answer(Question(4, 16, Measured(costs), memory=(2.5, False), recompute=True, effort=1))
     busiest = found.plan.idle.busiest
     assert any(action.kind == "R" for action in found.plan.schedule.actions[busiest])
     text = report.describe(found, 120)
@@ -138,7 +138,7 @@ def layers(blocks: int, head: float) -> ModelCosts:
 def advice(found: Plan, costs: ModelCosts, limit: float | None = None, chunks: int | None = None) -> str:
     """chunks: as they were given; None where they were searched for."""
     memory = None if limit is None else (limit, False)
-    return "\n".join(report.idle_causes(Answer(Question(4, 4, costs, memory=memory, chunks=chunks), found)))
+    return "\n".join(report.idle_causes(Answer(Question(4, 4, Measured(costs), memory=memory, chunks=chunks), found)))
 
 
 @pytest.mark.parametrize("overhead", [0.0, 0.05])
@@ -187,5 +187,5 @@ def test_the_last_line_says_whether_it_is_worth_it() -> None:
     assert text.split("\n")[-1].startswith("worth     nothing: 1F1B idles 2% and this plan ")
     assert "worth" not in told(Costs(), 1, 4)[1]
     layers = ModelCosts([LayerCosts(f"{n}", 1, 1, 1, 1) for n in range(8)])
-    tight = report.describe(answer(Question(4, 8, layers, memory=(5.0, False), effort=0)), 200)
+    tight = report.describe(answer(Question(4, 8, Measured(layers), memory=(5.0, False), effort=0)), 200)
     assert "where 1F1B needs 8 and does not fit; with 32 microbatches" in tight.split("\n")[-1]

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts, PlanOptions, plan, schedules, simulate
-from zbkern.planning.command.answer import published_timelines
-from zbkern.planning.command.question import Setting
+from zbkern.planning.command.published import published_timelines
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job
+from zbkern.planning.cost_model.model_costs import Job, Setting
 from zbkern.planning.planner import native
 
 pytestmark = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")

@@ -16,7 +16,7 @@ from zbkern.pipeline import (
     schedules,
     simulate,
 )
-from zbkern.planning.command.answer import published_timelines
+from zbkern.planning.command.published import published_timelines
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
 from zbkern.planning.cost_model.model_costs import Job, Setting

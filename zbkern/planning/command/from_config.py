@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from zbkern import schedules
-from zbkern.planning.command.answer import step_time
-from zbkern.planning.command.question import BYTES, SIZES, Question, WrongArgument, option
+from zbkern.planning.command.published import on_best_cut
+from zbkern.planning.command.question import SIZES, LayoutQuestion, Question, WrongArgument, option
 from zbkern.planning.cost_model import calibration
 from zbkern.planning.cost_model.architecture import Architecture, load_architecture
 from zbkern.planning.cost_model.hardware import Hardware, load_hardware
@@ -24,7 +24,7 @@ _STEP = '{"seconds": 12.3, "schedule": "one_f_one_b", "stages": 8, "microbatches
 
 _LONGEST = 1e6  # seconds of a step
 
-CHOSEN = ("stages", "microbatches", *(name for name in SIZES if name not in ("sequence", "fp8", "halves", *BYTES)))
+CHOSEN = tuple(name for name in ("stages", "microbatches", *SIZES) if name not in LayoutQuestion._fields)
 
 
 @contextlib.contextmanager
@@ -102,11 +102,12 @@ def _calibration(
     if None in (stages, microbatches) or name not in schedules.NAMES:
         raise ValueError(f"it must have stages, microbatches and a schedule of {', '.join(schedules.NAMES)}: {_STEP}")
     setting = Setting(architecture, hardware, _job(run))
-    question = Question(stages, microbatches, setting=setting, chunks=chunks, schedule=name)
+    question = Question(stages, microbatches, setting, chunks=chunks, schedule=name)
     if chunks not in (None, question.named.chunks):
         raise ValueError(f"chunks: {name} has {question.named.chunks} per rank; leave chunks out")
     _, used = question.speed(seconds)
     if used > ((hardware.fp8_flops or 0.0) / hardware.matmul_flops if run["fp8"] else 1.0):
         much = f"a step of {number(seconds)} s would use {used:.0%} of the peak flops"
         raise ValueError(f"{much}: give all sizes of the run, as in {_STEP}")
-    return calibration.of_step(step_time(question), seconds, source)
+    passes = on_best_cut(question.named, setting.costs, None).makespan
+    return calibration.of_step(passes / 1e3 + question.beside, seconds, source)

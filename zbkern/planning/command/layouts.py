@@ -9,14 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
-from zbkern.planning.command import report
 from zbkern.planning.command.answer import search as plan_of
+from zbkern.planning.command.model_report import splits
 from zbkern.planning.command.question import BYTES, SIZES, LayoutQuestion, Question, spelt
+from zbkern.planning.command.report import SHOWN
+from zbkern.planning.command.tables import columns, lines
 from zbkern.planning.cost_model.exactness import how_exact
 from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.costs.needs import SAVING_CHUNKS, fits, least_need, least_work
 from zbkern.planning.planner import Plan
 from zbkern.schedules.actions import ScheduleError
@@ -38,10 +42,22 @@ class Layout(Question):
 
     setting: Setting
 
+    @cached_property
+    def costs(self) -> ModelCosts:
+        return self.setting.costs
+
+    @property
+    def limit(self) -> float:
+        return self.setting.limit
+
+    @property
+    def job(self) -> Job:
+        return self.setting.job
+
     @property
     def options(self) -> dict[str, int]:
         """Its sizes by the arguments of `zbkern plan` that give them."""
-        sizes = {name: getattr(self.setting.job, name) for name in SIZES}
+        sizes = {name: getattr(self.job, name) for name in SIZES}
         return {"stages": self.stages, "microbatches": self.microbatches, **sizes}
 
     def has(self, sizes: Mapping[str, int]) -> bool:
@@ -89,7 +105,7 @@ def why_not(question: LayoutQuestion) -> str:
     given = ", ".join(spelt(question.own))
     which = [each for each in layouts(question) if each.has(question.own)]
     try:
-        needs = [(least_need(each.setting.costs, each.stages), each) for each in which]
+        needs = [(least_need(each.costs, each.stages), each) for each in which]
     except ValueError as error:
         return f"{given}: {error}"
     if not needs:
@@ -107,7 +123,7 @@ def _quick(estimates: list[tuple[float, Layout]], progress: Callable[[str], None
     found: dict[tuple[int, int, int], tuple[float, Layout]] = {}
     plans = 0
     for estimated, layout in sorted(estimates, key=lambda pair: pair[0]):
-        job = layout.setting.job
+        job = layout.job
         fastest = min((seconds for seconds, _ in found.values()), default=math.inf)
         if plans == _PLANNED or (len(found) >= _SHOWN and estimated > fastest):
             break
@@ -157,15 +173,15 @@ def estimate(layout: Layout) -> tuple[float, Layout] | None:
     With the memory of 1F1B a zero-bubble schedule idles little; with a third of it for about two thirds of p
     microbatches (V-Min, arXiv 2405.15362), which is no faster than recomputing as many as do not fit.
     """
-    setting, stages, microbatches = layout.setting, layout.stages, layout.microbatches
+    stages, microbatches, limit = layout.stages, layout.microbatches, layout.limit
     try:
-        costs = setting.costs
+        costs = layout.costs
     except ValueError:  # heads that cannot be divided so
         return None
-    whole = fits(costs, stages, setting.limit)
-    if not whole and not fits(costs, stages, setting.limit, saves=True):
+    whole = fits(costs, stages, limit)
+    if not whole and not fits(costs, stages, limit, saves=True):
         return None
-    room = setting.limit - least_need(costs, stages).static
+    room = limit - least_need(costs, stages).static
     needed = sum(layer.activation for layer in costs.layers) * min(1.0, microbatches / stages)
     missing = max(0.0, 1 - room / needed)
     work = least_work(costs, stages)
@@ -176,7 +192,7 @@ def estimate(layout: Layout) -> tuple[float, Layout] | None:
     if not whole or missing > 1 - _ROOMY:
         chunks = min(SAVING_CHUNKS, len(costs.layers)) if stages == 1 else None
         layout = replace(layout, recompute=True, chunks=chunks)
-    return step / 1e3 + setting.beside(stages), layout
+    return step / 1e3 + layout.beside, layout
 
 
 def planned(layout: Layout) -> Planned | None:
@@ -185,17 +201,17 @@ def planned(layout: Layout) -> Planned | None:
         found = plan_of(layout)
     except ScheduleError:
         return None
-    setting, costs, microbatches = layout.setting, layout.setting.costs, layout.microbatches
+    setting, microbatches = layout.setting, layout.microbatches
     gpu = replace(setting.hardware, exposed_share=0.0, hiding_share=1.0, link_bandwidth=1e30, network_bandwidth=1e30)
     silent = setting._replace(hardware=gpu, job=replace(setting.job, fully_shard=False)).costs
-    work, computing = (microbatches * least_work(each, layout.stages) / 1e3 for each in (costs, silent))
+    work, computing = (microbatches * least_work(each, layout.stages) / 1e3 for each in (layout.costs, silent))
     busy = max(found.timeline.busy) / 1e3
     parts = {
         "computing": computing,
         "messages of tensor and expert parallelism, and of weights that are sharded": work - computing,
         "uneven stages, passes of more chunks, and recomputation": busy - work,
         "idle time": found.timeline.cost / 1e3 - busy,
-        "the optimizer and traffic between pipelines": setting.beside(layout.stages),
+        "the optimizer and traffic between pipelines": layout.beside,
     }
     return Planned(layout, found, parts)
 
@@ -212,7 +228,7 @@ def describe(question: LayoutQuestion, answers: list[Planned], width: int) -> st
         step = f"{number(seconds)} s", f"{tokens:,.0f}", f"{share:.1%}"
         rows.append([name(layout), schedule, *step, memory, f"{behind:.1%}"])
     figures = [
-        ("exact", f"of the first: {how_exact(*best.layout.setting, split=report.splits(best.plan.schedule))}"),
+        ("exact", f"of the first: {how_exact(*best.layout.setting, split=splits(best.plan.schedule))}"),
         *(("behind", why(best, other)) for other in answers[1:]),
         ("first", f"alone, searched for longer, with its assumptions: {_options(best)}"),
     ]
@@ -221,12 +237,12 @@ def describe(question: LayoutQuestion, answers: list[Planned], width: int) -> st
     figures.append(("not tried", untried))
     if question.own and not any(each.layout.has(question.own) for each in answers):
         figures.append(("yours", why_not(question)))
-    return f"{report.columns(rows, str.ljust)}\n\n{report.lines(figures, width)}"
+    return f"{columns(rows, str.ljust)}\n\n{lines(figures, width)}"
 
 
 def name(layout: Layout) -> str:
     """tp 8, pp 4, dp 2, 64 microbatches of 1."""
-    job = layout.setting.job
+    job = layout.job
     data = "fsdp" if job.fully_shard else "dp"
     sizes = {"tp": job.tensor_parallel, "pp": layout.stages, data: job.data_parallel, "ep": job.expert_parallel}
     parallel = ", ".join(f"{kind} {size}" for kind, size in sizes.items() if size > 1)
@@ -236,8 +252,8 @@ def name(layout: Layout) -> str:
 def why(best: Planned, other: Planned) -> str:
     """What takes the other layout longer, the largest part first, as shares of the best one's step."""
     differences = sorted(((other.parts[part] - best.parts[part]) / best.seconds, part) for part in best.parts)
-    more = [f"{share:.1%} more of {part}" for share, part in reversed(differences) if share >= report.SHOWN]
-    less = [f"{-share:.1%} less of {part}" for share, part in differences if -share >= report.SHOWN]
+    more = [f"{share:.1%} more of {part}" for share, part in reversed(differences) if share >= SHOWN]
+    less = [f"{-share:.1%} less of {part}" for share, part in differences if -share >= SHOWN]
     behind = f"{other.seconds / best.seconds - 1:.1%} behind"
     return f"{name(other.layout)}: {behind}: {'; '.join([*more, *less]) or 'no part differs by 0.1%'}"
 

@@ -22,9 +22,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from zbkern import schedules
 from zbkern.planning import draw
-from zbkern.planning.command import report
 from zbkern.planning.command.answer import search
-from zbkern.planning.command.question import Question, spelt
+from zbkern.planning.command.question import Measured, Question, spelt
+from zbkern.planning.command.tables import table
 from zbkern.planning.costs.chunks import Costs
 from zbkern.planning.costs.memory import exceeds
 from zbkern.planning.planner import native
@@ -92,7 +92,7 @@ def drawn(given: Mapping[str, str]) -> dict[str, str]:
         "idle": "-" if best is None else f"{best.bubble_rate:.1%}",
         "best": "none of these fits the memory" if best is None else f"of the time is idle with {best.schedule.name}",
         "svg": draw.svg(timelines, costs=each, limit=limit),
-        "table": report.table(timelines, limit, float(stages)),
+        "table": table(timelines, limit, float(stages)),
         "command": _command(costs, sizes, numbers["memory"]),
     }
 
@@ -110,7 +110,7 @@ def _planned(costs: Costs, sizes: Mapping[str, int], limit: float) -> list[Timel
     for chunks in (1, 2):
         cut = comparison.rechunk(costs, stages, chunks * stages)
         with contextlib.suppress(ScheduleError):  # does not fit
-            found.append(search(replace(question, measured=cut, chunks=chunks)).timeline)
+            found.append(search(replace(question, setting=Measured(cut), chunks=chunks)).timeline)
     return sorted(found, key=lambda timeline: timeline.cost)[:1]
 
 

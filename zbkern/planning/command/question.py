@@ -49,22 +49,36 @@ def spelt(sizes: Mapping[str, int]) -> list[str]:
     ]
 
 
+class Measured(NamedTuple):
+    """Costs as they are given, where a `Setting` computes them: of a model and a machine that are not known."""
+
+    costs: Costs | ModelCosts = Costs()
+    limit: float | None = None
+
+    def tokens(self, microbatches: int) -> int:
+        """Of a step; 0 where that is not known."""
+        return 0
+
+    def beside(self, stages: int) -> float:
+        """Seconds of a step that no pass has."""
+        return 0.0
+
+
 @dataclass(frozen=True)
 class Question:
     """Which schedule is best for so many stages and microbatches, in what memory, and for which costs.
 
-    chunks, placement, recompute, slices, speeds, effort: as for `plan`. measured: costs; setting: what they are
-    computed from instead, with a limit of memory; model: its name. schedule: a published one, and no search. memory:
-    the most that a rank may hold, and whether that counts what one microbatch holds in the whole model. offload: GB/s,
-    or memory per time of costs without units; 0 for what the costs have, None for none. compare: with published
-    schedules.
+    setting: where the costs come from, and what else is known of the model; name: of the model. chunks, placement,
+    recompute, slices, speeds, effort: as for `plan`. schedule: a published one, and no search. memory: the most that a
+    rank may hold, and whether that counts what one microbatch holds in the whole model; None for what the setting has.
+    offload: GB/s, or memory per time of costs without units; 0 for what the costs have, None for none. compare: with
+    published schedules.
     """
 
     stages: int
     microbatches: int
-    measured: Costs | ModelCosts = Costs()  # noqa: RUF009  # it is frozen
-    setting: Setting | None = None
-    model: str = ""
+    setting: Measured | Setting = Measured()  # noqa: RUF009  # it is frozen
+    name: str = ""
     chunks: int | None = None
     placement: str | tuple[int, ...] | None = None
     schedule: str | None = None
@@ -78,8 +92,8 @@ class Question:
 
     @cached_property
     def costs(self) -> Costs | ModelCosts:
-        """Raises ValueError where the setting has sizes that do not go together."""
-        costs = self.measured if self.setting is None else self.setting.costs
+        """As the ranks compute and copy. Raises ValueError where the setting has sizes that do not go together."""
+        costs = self.setting.costs
         costs = costs.at_speeds(self.stages) if self.speeds is None else replace(costs, speeds=self.speeds)
         rate = self.offload
         if not rate:
@@ -88,7 +102,7 @@ class Question:
             rate *= 1e9 / TIME_UNITS[costs.time_unit]
         return replace(costs, offload_bandwidth=rate, reload_bandwidth=rate)
 
-    @property
+    @cached_property
     def parts(self) -> ChunkCosts | ModelCosts:
         """The costs of every layer, or of every chunk. Raises ValueError where they are of another number of chunks."""
         if isinstance(self.costs, ModelCosts):
@@ -123,15 +137,25 @@ class Question:
     def limit(self) -> float | None:
         """What a rank may hold, in the unit of the costs."""
         if self.memory is None:
-            return None if self.setting is None else self.setting.limit
+            return self.setting.limit
         value, relative = self.memory
         return value * self._sum("activation") if relative else value
 
+    @cached_property
+    def beside(self) -> float:
+        """Seconds of a step that no pass has. Raises ValueError as `Setting.beside`."""
+        return self.setting.beside(self.stages)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step; 0 where that is not known."""
+        return self.setting.tokens(self.microbatches)
+
     def speed(self, seconds: float) -> tuple[float, float]:
         """Tokens per second on each GPU in steps that take so long, and the share of its peak flops, in bf16."""
-        assert self.setting is not None
+        assert isinstance(self.setting, Setting)
         model, gpu, job = self.setting
-        rate = self.setting.tokens(self.microbatches) / seconds / job.gpus(self.stages)
+        rate = self.tokens / seconds / job.gpus(self.stages)
         return rate, rate * model.flops(job.sequence) / gpu.matmul_flops
 
 

@@ -74,6 +74,7 @@ class Request:
     effort: int
     slices: Slices
     options: PlanOptions
+    schedule: str | None = None  # a published one, for which there is no search
 
     def __post_init__(self) -> None:
         costs, slices = self.costs, self.slices

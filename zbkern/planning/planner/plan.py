@@ -23,10 +23,12 @@ from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import schedule_of
 from zbkern.planning.planner.published import MANY, generators_of
 from zbkern.planning.planner.search import choose, search_all
+from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.schedule import Schedule
+from zbkern.schedules.units import amount, enough
 
 EFFORT = 4
 """The rounds of a search where nothing else is said: mostly one to ten seconds on one core."""
@@ -182,11 +184,21 @@ def _searched_slices(request: Request) -> Plan:
     return replace(made, effort=rounds, partition=found.partition, layers=layers)
 
 
-def judged(schedule: Schedule, costs: Costs, limit: Limit, objective: str) -> Plan:
-    """A schedule as a plan: beside it the lower bound for any order of its chunks within the limit, if there is one."""
+def judged(request: Request) -> Plan:
+    """The published schedule that is asked for, with `Costs` of its chunks, beside the lower bound for any order of
+    them within the limit. Raises ScheduleError where it does not fit."""
+    costs, limit, objective = request.costs, request.memory_limit, request.options.objective
+    assert isinstance(costs, Costs)
+    assert request.schedule is not None
+    assert not isinstance(request.slices, str)
+    schedule = comparison.build(request.schedule, request.stages, request.microbatches, request.chunks, request.slices)
+    timeline, unit = simulate(schedule, costs), costs.memory_unit
+    for peak, most in sorted(zip(timeline.peak_memory, request.limits or [], strict=False), reverse=True):
+        if exceeds(peak, most):
+            held = f"{enough(peak, unit)} on one rank, more than {amount(most, unit)}"
+            raise ScheduleError(f"{schedule.name} holds {held}")
     flat = flat_costs(costs, schedule)
-    bound = _bound(flat, schedule.microbatches, limit, objective)
-    return compared(simulate(schedule, costs), flat, limit, objective, bound)
+    return compared(timeline, flat, limit, objective, _bound(flat, schedule.microbatches, limit, objective))
 
 
 def _bound(flat: FlatCosts, microbatches: int, limit: Limit, objective: str) -> float:
