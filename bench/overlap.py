@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ SHARES = (0.25, 0.40)
 class Way(NamedTuple):
     name: str
     schedule: Schedule
-    wgrads_per_collective: int = 0
+    wgrads_per_collective: int | Literal["eager"] = 0
 
     @property
     def is_beside(self) -> bool:
@@ -65,6 +65,9 @@ class _Late:
     def wait(self) -> None:
         self._work.wait()
         time.sleep(max(0.0, self._end - time.perf_counter()))
+
+    def is_completed(self) -> bool:
+        return time.perf_counter() >= self._end and self._work.is_completed()
 
 
 class Layer(nn.Module):
@@ -101,7 +104,9 @@ def ways_of(stages: int, microbatches: int) -> list[Way]:
             Way("in turn", turns),
             Way("in turn, W in collectives", turns, 2),
             Way("F beside B", pairs),
-            Way("F beside B and W", pairs, 2),
+            Way("F beside B, 1 W", pairs, 1),
+            Way("F beside B, 2 W", pairs, 2),
+            Way("F beside B and W", pairs, "eager"),
         ]
     pairs = schedules.dualpipe_v(stages, microbatches)
     return [
@@ -109,7 +114,8 @@ def ways_of(stages: int, microbatches: int) -> list[Way]:
         Way("ZB-V, W in collectives", schedules.zb_v(stages, microbatches), 2),
         Way("DualPipe-V in turn", replace(pairs, beside=())),
         Way("DualPipe-V's pairs", pairs),
-        Way("DualPipe-V's pairs and W", pairs, 2),
+        Way("DualPipe-V's pairs and 2 W", pairs, 2),
+        Way("DualPipe-V's pairs and W", pairs, "eager"),
     ]
 
 

@@ -104,7 +104,7 @@ def order_rank(wgrads_per_collective: int) -> tuple[list[str], list[Tensor]]:
 
     class Recorded:
         def __init__(self, work: Any) -> None:
-            self.wait = lambda: (events.append("wait"), work.wait())
+            self.wait, self.is_completed = lambda: (events.append("wait"), work.wait()), work.is_completed
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         events.append("start")

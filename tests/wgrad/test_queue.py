@@ -282,6 +282,25 @@ def test_w_during_a_collective() -> None:
     assert zbkern.WGradQueue().run_during_collective() == 0
 
 
+def test_eager_w_ends_with_the_collective() -> None:
+    _, twin = make_pair()
+    queue = zbkern.WGradQueue(wgrads_per_collective="eager", merge=False)
+    for key, x in enumerate(batches(2)):
+        with queue.defer(key):
+            twin(x).square().sum().backward()
+    whole = queue.pending()
+    answers = iter([False, False, True])
+    with queue.defer(2):
+        assert zbkern.in_flight(lambda: "arrived", lambda: next(answers)) == "arrived"
+        assert queue.pending() == whole - 2
+        zbkern.in_flight()  # nobody knows when it ends
+        assert queue.pending() == whole - 3
+    assert queue.run_during_collective(lambda: False) == whole - 3
+    queue.regather_inputs = True
+    with pytest.raises(ValueError, match="wgrads_per_collective must be a number with regather_inputs=True"):
+        queue.run_during_collective(lambda: False)
+
+
 def test_inputs_and_output_gradients_are_held_and_nothing_else() -> None:
     """Every tensor that B leaves alive is found through the garbage collector, not through the queue."""
     _, twin = make_pair()

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -40,11 +40,12 @@ class WGradQueue:
             are computed on the current stream.
         wgrads_per_collective: how many pending W run while a collective of a pass inside `defer` is in flight
             (`in_flight`): backwards of tensor-parallel layers, and `zbkern.nn.ExpertParallel`, start the collective,
-            run so many W, and only then wait for it.
+            run so many W, and only then wait for it. "eager" runs W until the collective has ended, by the clock of
+            this rank; a single one where a collective does not tell that.
         regather_inputs: True lets a sequence-parallel linear keep this rank's shard of its input instead of the
             gathered input, and W all-gathers it again: less memory, one more all-gather. Such a W communicates, so all
             ranks of a tensor-parallel group must then run the same W in the same order (not `fill="eager"`, nor a
-            `max_bytes`). These two may be set at any time, as attributes.
+            `max_bytes`, nor `wgrads_per_collective="eager"`). These two may be set at any time, as attributes.
 
     Attributes:
         listeners: functions, called with the tasks that have just run, once their gradients are complete.
@@ -66,7 +67,7 @@ class WGradQueue:
         merge: bool = True,
         stream: torch.cuda.Stream | None = None,
         *,
-        wgrads_per_collective: int = 0,
+        wgrads_per_collective: int | Literal["eager"] = 0,
         regather_inputs: bool = False,
     ) -> None:
         self._side: side_stream.SideStream | None = None
@@ -190,19 +191,32 @@ class WGradQueue:
                 self._run_weight_of(first, selected)
         return True
 
-    def run_during_collective(self) -> int:
+    def run_during_collective(self, is_completed: Callable[[], bool] | None = None) -> int:
         """Runs `wgrads_per_collective` of the oldest W, fewer where fewer are pending. Returns how many.
 
         `in_flight` calls it. W with hooks are left: this backward may have more to add to the same parameter. Those of
-        one weight count as one when merging. A count, not a time: all ranks of a group run the same W.
+        one weight count as one when merging. A number is the same on all ranks of a group; "eager" asks is_completed
+        before each W, on a GPU once the device has come as far as the host.
         """
-        ran = 0
+        ran, most = 0, self.wgrads_per_collective
+        if most == "eager":
+            if self.regather_inputs:
+                raise ValueError(
+                    'WGradQueue: wgrads_per_collective must be a number with regather_inputs=True, got "eager": such a '
+                    "W communicates, and all ranks must run the same"
+                )
+            most = 1 if is_completed is None else len(self)
         with self._lock:
-            while ran < self.wgrads_per_collective:
+            while ran < most:
                 ready = [task for task in self._tasks if task.key not in self._kept_back]
                 first = next((task for task in ready if not task.has_hooks), None)
                 if first is None:
                     break
+                if self.wgrads_per_collective == "eager" and is_completed is not None:
+                    if first.tensors[0].is_cuda:
+                        torch.cuda.current_stream(first.tensors[0].device).synchronize()
+                    if is_completed():
+                        break
                 self._run_weight_of(first, ready)
                 ran += 1
         return ran

@@ -111,7 +111,7 @@ class AllToAll(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
         ctx.route = sent, received, group
         y, work = _start(x, sent, received, group)
-        wgrad.in_flight(work.wait)
+        wgrad.in_flight(work.wait, work.is_completed)
         return y
 
     @staticmethod
@@ -120,7 +120,7 @@ class AllToAll(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return AllToAll.apply(dy, received, sent, group), None, None, None
         dx, work = _start(dy, received, sent, group)
-        wgrad.in_flight(work.wait)
+        wgrad.in_flight(work.wait, work.is_completed)
         return dx, None, None, None
 
 
@@ -136,7 +136,7 @@ def exchange_counts(sent: Tensor, ranks: int, group: Any) -> tuple[Tensor, list[
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received, sent, group=group, async_op=True)
     if sent.device.type != "cuda":
-        wgrad.in_flight(work.wait)
+        wgrad.in_flight(work.wait, work.is_completed)
         both = torch.stack((sent, received))
     else:
         side = torch.cuda.Stream(sent.device)
@@ -147,7 +147,7 @@ def exchange_counts(sent: Tensor, ranks: int, group: Any) -> tuple[Tensor, list[
             both[0].copy_(sent, non_blocking=True)
             both[1].copy_(received, non_blocking=True)
             arrived = side.record_event()
-        wgrad.in_flight(arrived.synchronize)  # whatever uses `received` comes after this
+        wgrad.in_flight(arrived.synchronize, arrived.query)  # whatever uses `received` comes after this
     out, back = both.view(2, ranks, -1).sum(2).tolist()
     return received, out, back
 

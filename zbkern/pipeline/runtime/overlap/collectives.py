@@ -54,7 +54,7 @@ class _Work(dist._Work):
     def wait(self, *arguments: Any, **named: Any) -> Any:
         if not self._waited:
             self._waited = True
-            return in_flight(lambda: self._work.wait(*arguments, **named))
+            return in_flight(lambda: self._work.wait(*arguments, **named), self._work.is_completed)
         return self._work.wait(*arguments, **named)
 
     def __getattribute__(self, name: str) -> Any:
