@@ -22,12 +22,13 @@ MEMORY = (1.0, 1.25, 1.5, 2.0)  # of 1F1B
 COLLECTIVES = 4  # of an F of a chunk, and of a B
 
 
-def costs_of(share: float, chunks: int) -> Costs:
-    """Of ranks where F, B and W compute for 1 each; what W holds is 0.6 of the activation."""
+def costs_of(share: float, chunks: int, unit: float = 1.0) -> Costs:
+    """Of ranks where F, B and W compute for `unit` each; what W holds is 0.6 of the activation."""
     network = 1.5 * share / (1 - share)
-    times = {"forward": 1 + network, "backward": 1 + network, "weight": 1.0, "activation": 1.0, "held": 0.6}
+    times = {"forward": 1 + network, "backward": 1 + network, "weight": 1.0}
     times |= {"network_forward": network, "network_backward": network}
-    return Costs(**{name: time / chunks for name, time in times.items()}, collectives=COLLECTIVES)  # type: ignore[arg-type]
+    memory = {"activation": 1 / chunks, "held": 0.6 / chunks}
+    return Costs(**{name: unit * time / chunks for name, time in times.items()}, **memory, collectives=COLLECTIVES)  # type: ignore[arg-type]
 
 
 def measure(ranks: int, microbatches: int, share: float, memory: float, effort: int) -> dict[str, Any]:

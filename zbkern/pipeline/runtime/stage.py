@@ -165,7 +165,7 @@ class Stage:
         """W of these microbatches, merged into one launch per weight. in_turns: one at a turn, beside other passes."""
         keys: list[Any] = [(self.chunk, microbatch) for microbatch in microbatches]
         with _NOTHING if self.ledger is None else self.ledger.weight(keys):
-            while in_turns and self.queue.run_one(keys):
+            while in_turns and self.queue.run_one(keys) and self.queue.pending(keys):
                 in_flight()
             self.queue.run(keys)
 
