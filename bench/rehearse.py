@@ -1,8 +1,10 @@
 """Rehearsed steps beside real ones: each rank of a pipeline alone, and all of them together as gloo processes.
 
-The blocks of bench.pipeline, microbatches of 256 tokens, AdamW, one thread per rank. Every schedule runs as a pipeline,
-several steps in a row, and is rehearsed by every process at the same time, in turns. Memory is what microbatches hold
-at most, with weights, gradients and states. The last line has the worst of all schedules: rehearsed over real.
+The blocks of bench.pipeline, two for each rank, microbatches of 256 tokens, AdamW, one thread per rank. Every schedule
+runs as a pipeline, several steps in a row, and is rehearsed by every process at the same time, in turns. Where ranks
+have no core each, blocks sleep for most of a pass, as a host does whose GPU computes: ranks that share a core compute
+faster while others wait. Memory is what microbatches hold at most, with weights, gradients and states. The last line
+has the worst of all schedules: rehearsed over real.
 
     python -m bench.rehearse [--ranks 2] [--microbatches 8] [--rounds 4] [--out FOLDER]
 """
@@ -11,40 +13,55 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import zbkern
 from bench import ranks
-from bench.pipeline import BLOCKS, TOKENS, WIDTH, Block
+from bench.pipeline import TOKENS, WIDTH, Block
 from bench.report import add_out, write_json
+from bench.sleeping_ranks import Sleep
 from zbkern.pipeline import Pipeline, Schedule, StepOptions, schedules
 from zbkern.pipeline.rehearsal.rehearse import peak_bytes, rehearse
 from zbkern.reporting import environment, machine_line, markdown_table
 
-STEPS = 4
+STEPS = 2  # in a row, of a pipeline and of a rehearsal
+NARROW, SLEEP = 64, (0.010, 0.010, 0.008)  # of blocks that sleep: their width, and seconds of F, B and W
 NAMES = ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "zb_v", "interleaved")
+
+
+class Sleeping(nn.Module):
+    """Computes little, and sleeps: a pass of another process on the same core makes it no longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.sum = nn.Linear(NARROW, NARROW), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleep.apply(x + nn.functional.gelu(self.linear(x)), self.sum, SLEEP)
 
 
 def adam(pipe: Pipeline) -> torch.optim.Optimizer:
     return torch.optim.AdamW([each for chunk in pipe.modules.values() for each in chunk.parameters()], lr=1e-3)
 
 
-def run(names: list[str], microbatches: int, rounds: int) -> list[dict[str, Any]]:
+def run(names: list[str], block: type[nn.Module], microbatches: int, rounds: int) -> list[dict[str, Any]]:
     """On every rank: by schedule, seconds of a step and bytes of the fullest rank, rehearsed and real."""
     torch.manual_seed(0)
-    model = [Block() for _ in range(BLOCKS)]
-    batch = torch.randn(microbatches * TOKENS, WIDTH), torch.randn(microbatches * TOKENS, WIDTH)
+    model = [block() for _ in range(2 * dist.get_world_size())]
+    shape = microbatches * TOKENS, WIDTH if block is Block else NARROW
+    batch = torch.randn(shape), torch.randn(shape)
     rows = []
     for name in names:
         schedule = getattr(schedules, name)(dist.get_world_size(), microbatches)
-        each = BLOCKS // len(schedule.placement)
+        each = len(model) // len(schedule.placement)
 
         def chunks_of(rank: int, schedule: Schedule = schedule, each: int = each) -> list[nn.Module]:
             parts = [model[chunk * each : (chunk + 1) * each] for chunk in schedule.chunks_of(rank)]
@@ -86,19 +103,21 @@ def _compared(
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--only", nargs="+", default=[*NAMES], choices=NAMES)
     add_out(parser)
-    arguments = parser.parse_args()
-    rows = ranks.run(arguments.ranks, run, arguments.only, arguments.microbatches, arguments.rounds)
+    arguments = parser.parse_args(argv)
+    block = Block if arguments.ranks <= len(os.sched_getaffinity(0)) else Sleeping
+    rows = ranks.run(arguments.ranks, run, arguments.only, block, arguments.microbatches, arguments.rounds)
     forms = {"real_ms": ".0f", "rehearsed_ms": ".0f", "step": ".2f", "memory": ".2f"}
     cells = [(row["schedule"], *(format(row[name], form) for name, form in forms.items())) for row in rows]
     header = ("schedule", "real step, ms", "rehearsed, ms", "rehearsed / real", "memory, rehearsed / real")
-    print(f"{machine_line(environment())}\n\n{markdown_table(header, cells)}\n")
+    said = f"{machine_line(environment())}; {arguments.ranks} ranks{', sleeping' * (block is Sleeping)}"
+    print(f"{said}\n\n{markdown_table(header, cells)}\n")
     print(write_json("rehearse", rows, arguments.out))
     step, memory = (max((row[name] for row in rows), key=lambda ratio: abs(ratio - 1)) for name in ("step", "memory"))
     print(f"step {step:.2f} memory {memory:.2f}")

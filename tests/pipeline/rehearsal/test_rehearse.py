@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,10 @@ import zbkern
 from tests.support.chunks import make_data, make_model, one_rank, results_on_threads
 from zbkern.__main__ import main
 from zbkern.pipeline import (
+    Action,
     Carry,
     Costs,
+    Event,
     Optimizer,
     Pipeline,
     Schedule,
@@ -25,19 +28,26 @@ from zbkern.pipeline import (
     simulate,
 )
 from zbkern.pipeline.rehearsal.rehearse import Rehearsal, joined, peak_bytes
+from zbkern.pipeline.rehearsal.rehearse import _lengths as lengths
 from zbkern.pipeline.rehearsal.table import table
 from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.schedules.actions import COPIES
 
 M = 8
 RECOMPUTED = plan(
     Costs(checkpoint=0.1, held=0.5), 2, M, 1, memory_limit=1.2, recompute=True, effort=0
 ).schedule  # with an R
+OFFLOADED = plan(
+    Costs(held=0.5, offload_bandwidth=2.0, reload_bandwidth=2.0), 2, M, 1, memory_limit=1.2, offload=True, effort=0
+).schedule  # with an O and an L
 SCHEDULES = [
+    RECOMPUTED,
+    OFFLOADED,
     schedules.interleaved(2, M, 2),
     schedules.zb_v(2, M // 2, slices=2),
     *(
         pytest.param(schedule, marks=pytest.mark.slow)
-        for schedule in (schedules.one_f_one_b(4, M), schedules.zb_h1(3, M), schedules.zb_v(2, M))
+        for schedule in (schedules.one_f_one_b(8, M), schedules.zb_h1(3, M), schedules.dualpipe_v(2, M))
     ),
 ]
 
@@ -70,12 +80,13 @@ def rehearsed(schedule: Schedule, **options: Any) -> Rehearsal:
     return rehearse(chunks_of(schedule), schedule, nn.functional.mse_loss, *batch, repeats=1, **options)
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, RECOMPUTED], ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_every_rank_runs_its_whole_row(schedule: Schedule) -> None:
     found = rehearsed(schedule, optimizer=adam)
     for rank, row in enumerate(schedule.actions):
-        assert [action for action, _ in found.ranks[rank].passes] == [*row]
-        assert [event.action for event in found.timeline.events[rank]] == [*row]
+        passes = [action for action in row if action.kind not in COPIES]
+        assert [action for action, _ in found.ranks[rank].passes] == passes
+        assert [event.action for event in found.timeline.events[rank]] == passes
         assert found.ranks[rank].optimizer > 0
     assert found.seconds > found.timeline.cost > 0
 
@@ -220,9 +231,47 @@ def test_a_slower_link_makes_a_longer_step() -> None:
     assert narrow.timeline.cost > 10
 
 
+def test_ranks_have_their_own_speeds() -> None:
+    """All that was measured of a rank takes 1/speed of the time, also of one that did not run."""
+    schedule, speeds = schedules.one_f_one_b(4, M), (1.0, 0.5, 1.0, 0.25)
+    found = rehearsed(schedule, ranks=[0, 1, 2], speeds=speeds, optimizer=adam)
+    for rank in range(4):
+        for ours, alike in zip(found.timeline.events[rank], found.alike.events[rank], strict=True):
+            assert ours.end - ours.start == pytest.approx((alike.end - alike.start) / speeds[rank])
+    assert sum(length for _, length in found.ranks[1].passes) == pytest.approx(found.timeline.busy[1])
+    assert found.costs.speeds == speeds
+    assert found.costs.forward[1] == pytest.approx(rehearsal_of(found).costs.forward[1])
+    again = simulate(schedule, found.costs)
+    assert again.busy[3] / again.busy[2] == pytest.approx(4.0, rel=0.05)
+    assert "speeds 1 0.5 1 0.25" in table(found)
+
+
+def rehearsal_of(found: Rehearsal) -> Rehearsal:
+    """The same, of ranks as fast as this device."""
+    return Rehearsal(found.schedule, found.ranks, found.alike, found.alike)
+
+
+def test_a_pass_that_ends_before_the_one_it_ran_beside_takes_no_more_time() -> None:
+    first, second, third = (Action("F", 0, 1), Action("BW", 1, 0), Action("F", 0, 2))
+    events = [Event(0, first, 1.0, 5.0), Event(0, second, 1.0, 4.0), Event(0, third, 4.0, 7.0)]
+    assert lengths(events) == [(first, 4.0), (second, 0.0), (third, 2.0)]
+
+
+def test_a_batch_whose_sequences_are_cut_each_in_its_own_way_is_rehearsed() -> None:
+    """Its costs by chunk, and other schedules by these, are refused."""
+    order = [Action.parse(each) for each in ("0F0", "0F1", "0F2", "0F3", "0BW1", "0BW0", "0BW3", "0BW2")]
+    schedule = Schedule.build([order], [0], 2, own_slices=[(3, 4), (2, 3)])
+    inputs, targets = [torch.randn(1, n, 4) for n in (7, 5)], [torch.randn(1, n, 4) for n in (7, 5)]
+    found = rehearse(lambda rank: Sliced(nn.Linear(4, 4)), schedule, nn.MSELoss(reduction="sum"), inputs, targets)
+    assert [action for action, _ in found.ranks[0].passes] == [*order]
+    with pytest.raises(ValueError, match=r"all sequences must be cut alike.*BatchPlan\.published"):
+        found.compare()
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
     [
+        ({"speeds": [1.0, 2.0]}, ValueError, "rehearse: speeds must be one number per rank \\(4\\)"),
         ({"ranks": [4]}, ScheduleError, "ranks must be from 0 to 3; got \\[4\\]"),
         ({"latency": -1.0}, ValueError, "latency must be"),
         ({"bandwidth": 0.0}, ValueError, "bandwidth must be a number above 0"),
@@ -270,3 +319,37 @@ def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert "interleaved" in text
     assert main([*given, "--ranks", "3"]) == 2
     assert "ranks must be from 0 to 2" in capsys.readouterr().err
+
+
+def test_the_command_takes_from_the_plan_what_it_is_for_and_refuses_what_a_rank_alone_has_not(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=50, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "plan.csv"
+    rehearse_it = ["rehearse", "--config", str(tmp_path), "--plan", str(file)]
+    plan_it = ["plan", "--config", str(tmp_path), "--stages", "2", "--microbatches", "2", "--effort", "0"]
+    more = ["--sequence", "24", "--microbatch-size", "2", "--data-parallel", "3", "--speeds", "1,.5"]
+    assert main([*plan_it, *more, "--out", str(file)]) == 0
+    capsys.readouterr()
+    assert main(rehearse_it) == 0
+    text = capsys.readouterr().out
+    assert "the speeds 1 0.5" in text
+    assert "3 pipelines share" in text
+    rate, step, optimizer = (
+        float(re.search(rf"([\d.,]+) {said}", text)[1].replace(",", ""))  # type: ignore[index]
+        for said in ("tokens/s", "ms and", "ms for the optimizer")
+    )
+    assert rate * 2 * (step + optimizer) / 1e3 == pytest.approx(2 * 2 * 24, rel=0.05)
+    text, order = file.read_text(), "0F0,0F1,0F2,0F3,0B1,0B0,0B3,0B2"
+    for written, said in (
+        (f"# tensor_parallel: 2\n{text}", "is for tensor_parallel 2, and a rank that runs alone"),
+        ("# partition: 0 x\n0F0,0B0\n", "partition in .* must be numbers"),
+        (f"# slices: 3 4, 2 3\n{order}\n", "cuts each sequence in its own way.*zbkern.pipeline.rehearse"),
+    ):
+        file.write_text(written)
+        assert main(rehearse_it) == 2
+        assert re.search(said, capsys.readouterr().err)
+    assert main(["rehearse", "--config", str(tmp_path / "none"), "--plan", str(file)]) == 2

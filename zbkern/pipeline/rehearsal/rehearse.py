@@ -8,8 +8,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any
 
@@ -24,7 +24,7 @@ from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.replicas.tied_weights import all_ties
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn
-from zbkern.planning.costs.chunks import Costs
+from zbkern.planning.costs.chunks import Costs, checked_speeds
 from zbkern.planning.simulation import comparison, drift
 from zbkern.planning.simulation.timeline import Event, Timeline, arrival
 from zbkern.schedules.actions import COPIES, Action, ScheduleError, check_count
@@ -48,17 +48,24 @@ class Rank:
     optimizer: float
     peak_bytes: int
 
+    def at(self, speed: float) -> Rank:
+        """As it runs where passes take 1/speed of the time."""
+        return replace(self, passes=[(a, each / speed) for a, each in self.passes], optimizer=self.optimizer / speed)
+
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What `rehearse` returns. ranks: those that ran, by number; timeline: of the step that all would make, in seconds.
+    """What `rehearse` returns. ranks: those that ran, by number, each at its own speed; timeline: of the step that all
+    would make, in seconds; alike: the same, were all as fast as this device.
 
-    Passes of ranks that did not run take as long as those of the nearest chunk that did.
+    Passes of ranks that did not run take as long as those of the nearest chunk that did, at their own speed.
     """
 
     schedule: Schedule
     ranks: Mapping[int, Rank]
     timeline: Timeline
+    alike: Timeline
+    speeds: tuple[float, ...] | None = None
 
     @property
     def seconds(self) -> float:
@@ -67,11 +74,17 @@ class Rehearsal:
 
     @property
     def costs(self) -> Costs:
-        """Costs of the chunks in seconds, as measured. Raises ValueError where sequences have slices of their own."""
-        return drift.costs([self.timeline])
+        """Costs of the chunks in seconds, as measured here, with the speeds of the ranks. Raises ValueError where
+        sequences have slices of their own."""
+        if self.schedule.own_slices:
+            raise ValueError(
+                f"Rehearsal.costs: all sequences must be cut alike; {self.schedule.name} cuts each in its own way: "
+                "profile a step of whole sequences for costs, and compare with BatchPlan.published"
+            )
+        return replace(drift.costs([self.alike]), speeds=self.speeds)
 
     def compare(self, names: Iterable[str] = ("one_f_one_b", "interleaved")) -> list[Timeline]:
-        """Published schedules of the same model and batch, simulated with `costs`."""
+        """Published schedules of the same model and batch, simulated with `costs`. Raises ValueError as these do."""
         schedule = self.schedule
         count, slices = schedule.microbatches, schedule.slices
         return comparison.timelines(self.costs, schedule.ranks, count, schedule.chunks, slices, [*names])
@@ -94,6 +107,7 @@ def rehearse(
     device: torch.device | str | None = None,
     latency: float = 0.0,
     bandwidth: float = math.inf,
+    speeds: Sequence[float] | None = None,
     repeats: int = 3,
     options: StepOptions | None = None,
 ) -> Rehearsal:
@@ -109,11 +123,13 @@ def rehearse(
             and states then count.
         device: None for that of the chunks.
         latency, bandwidth: of a message between ranks, in seconds and bytes per second.
+        speeds: of the ranks, where they differ, 1 for this device, as in `plan`.
         repeats: measured steps, after one to warm up.
 
     Messages from other ranks are made up: random numbers in the shapes and of the size that a rank before has sent. A
     rank whose messages turn out to have another shape runs again. Other ranks' share of tied weights is zero. Times are
-    medians; a rank's passes have what its host does between them. Replicas and tensor parallelism are not rehearsed.
+    medians; a rank's passes have what its host does between them. Replicas and tensor parallelism are not rehearsed, so
+    passes beside each other hide nothing.
 
     Raises TypeError and ValueError as `Pipeline` does, ScheduleError for a rank that the schedule has not.
     """
@@ -121,6 +137,7 @@ def rehearse(
     for name, value, least in (("latency", latency, -1.0), ("bandwidth", bandwidth, 0.0)):
         if not value > least:
             raise ValueError(f"rehearse: {name} must be a number above {max(least, 0):g}; got {value!r}")
+    rates = None if speeds is None else checked_speeds("rehearse", speeds, schedule.ranks)
     schedule.validate()
     wanted = [*range(schedule.ranks)] if ranks is None else sorted({*ranks})
     if unknown := [rank for rank in wanted if rank not in range(schedule.ranks)]:
@@ -136,8 +153,12 @@ def rehearse(
         if not again:
             break
         found.update({rank: step.alone(rank) for rank in sorted(again)})
-    timeline = joined(schedule, {rank: found[rank].passes for rank in found}, step.travel(latency, bandwidth))
-    return Rehearsal(schedule, {rank: found[rank] for rank in wanted}, timeline)
+    passes, travel = {rank: found[rank].passes for rank in found}, step.travel(latency, bandwidth)
+    alike = joined(schedule, passes, travel)
+    if rates is None:
+        return Rehearsal(schedule, {rank: found[rank] for rank in wanted}, alike, alike)
+    ran = {rank: found[rank].at(rates[rank]) for rank in wanted}
+    return Rehearsal(schedule, ran, joined(schedule, passes, travel, rates), alike, rates)
 
 
 class _Step:
@@ -209,10 +230,16 @@ class _Step:
         return seconds
 
 
-def joined(schedule: Schedule, passes: Mapping[int, Passes], travel: Callable[[int], Sequence[float]]) -> Timeline:
+def joined(
+    schedule: Schedule,
+    passes: Mapping[int, Passes],
+    travel: Callable[[int], Sequence[float]],
+    speeds: Sequence[float] | None = None,
+) -> Timeline:
     """The timeline of a step whose ranks take so long for their passes, each in its order.
 
     travel: by unit, the seconds of a message over each edge. Ranks without passes have those of the nearest chunk.
+    speeds: of the ranks, by which all that is measured is divided.
     """
     lengths = {action: length for some in passes.values() for action, length in some}
     known = sorted({action.chunk for action in lengths})
@@ -222,6 +249,7 @@ def joined(schedule: Schedule, passes: Mapping[int, Passes], travel: Callable[[i
     for rank, action in order_of_running(rows, len(schedule.placement)):
         nearest = min(known, key=lambda chunk: (abs(chunk - action.chunk), -chunk))
         length = lengths.get(action, lengths.get(action._replace(chunk=nearest), 0.0))
+        length /= speeds[rank] if speeds else 1.0
         _, arrived = arrival(action, ends, travel(action.microbatch), schedule.placement)
         start = max(events[rank][-1].end if events[rank] else 0.0, arrived)
         events[rank].append(Event(rank, action, start, start + length))
@@ -230,9 +258,10 @@ def joined(schedule: Schedule, passes: Mapping[int, Passes], travel: Callable[[i
 
 
 def _lengths(events: Sequence[Event]) -> Passes:
-    """Each with what its host did before: nothing else keeps a rank that is alone from its next pass."""
-    first = events[0]._replace(end=events[0].start)
-    return [(event.action, event.end - before.end) for before, event in pairwise([first, *events])]
+    """Each with what its host did before: nothing else keeps a rank that is alone from its next pass. One that ends
+    before the one in front of it, beside which it ran, took no more time."""
+    ends = accumulate((event.end for event in events), max, initial=events[0].start)
+    return [(event.action, end - before) for event, (before, end) in zip(events, pairwise(ends), strict=True)]
 
 
 def peak_bytes(

@@ -37,6 +37,8 @@ def table(
     said = f"{number(1e3 * timeline.cost)} ms and {number(1e3 * (found.seconds - timeline.cost))} ms for the optimizer"
     rate = "" if tokens is None else f"; {tokens / found.seconds / found.schedule.ranks:,.0f} tokens/s on each rank"
     lines = [markdown_table(header, rows), "", f"step {said}{rate}", f"idle {timeline.bubble_rate:.1%}"]
+    if found.speeds is not None:
+        lines.append(f"ranks have the speeds {' '.join(map(number, found.speeds))}, and this device 1")
     for other in found.compare() if compare else ():
         cost, idle = number(1e3 * other.cost), f"{other.bubble_rate:.1%}"
         lines.append(f"{other.schedule.name}, simulated with these passes: {cost} ms, idle {idle}")

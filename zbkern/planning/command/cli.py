@@ -19,7 +19,7 @@ from zbkern.planning import draw
 from zbkern.planning.command import from_config, launch, layouts, report
 from zbkern.planning.command.answer import answer
 from zbkern.planning.command.options import NEEDS, OPTIONS, WITHOUT
-from zbkern.planning.command.question import LayoutQuestion, Measured, Question, WrongArgument, option
+from zbkern.planning.command.question import BYTES, LayoutQuestion, Measured, Question, WrongArgument, option
 from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.planning.costs.chunks import ChunkCosts, Costs
 from zbkern.planning.costs.json_file import read_text
@@ -191,10 +191,22 @@ def _write(path: Path, question: Question, found: Plan, config: Path) -> None:
             path.write_text(schedule.to_text() + "\n", encoding="utf-8")
         elif path.suffix == ".csv":
             header = not path.name.endswith(".torch.csv")
-            cut = f"# partition: {' '.join(map(str, found.partition))}\n" if header and found.partition else ""
-            path.write_text(cut + schedule.to_csv(header=header), encoding="utf-8")
+            above = "".join(f"# {name}: {value}\n" for name, value in _made_for(question, found)) if header else ""
+            path.write_text(above + schedule.to_csv(header=header), encoding="utf-8")
         else:
             draw.save([found.timeline], path, costs=[found.costs], limit=question.limit)
+
+
+def _made_for(question: Question, found: Plan) -> Iterator[tuple[str, object]]:
+    """What a schedule is of, beside its actions, for `zbkern rehearse`: by the names of options."""
+    if found.partition:
+        yield "partition", " ".join(map(str, found.partition))
+    if question.costs.speeds is not None:
+        yield "speeds", " ".join(map(str, question.costs.speeds))
+    if isinstance(question.setting, Setting):
+        given = ((each, getattr(question.setting.job, each.name)) for each in fields(question.setting.job))
+        in_plan = ("halves", *BYTES)
+        yield from ((each.name, value) for each, value in given if value != each.default and each.name not in in_plan)
 
 
 @contextlib.contextmanager
