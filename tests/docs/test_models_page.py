@@ -351,6 +351,32 @@ def test_a_diffusion_models_time_is_passed_from_block_to_block(two_ranks: Any) -
         torch.testing.assert_close((first | second)[name], gradient, rtol=1e-12, atol=1e-14)
 
 
+def unet_program() -> tuple[torch.Tensor | None, dict[str, torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
+    """The page's loss and gradients, and those of one process."""
+    torch.manual_seed(0)
+    made = {name: getattr(zbkern.pipeline, name) for name in ("Pipeline", "cut")} | {"torch": torch, "zbkern": zbkern}
+    made |= {"enter": nn.Conv1d(1, 2, 1), "middle": nn.Conv1d(2, 2, 1), "leave": nn.Conv1d(2, 1, 1)}
+    made |= {"down": [nn.Conv1d(2, 2, 2, 2) for _ in range(3)], "up": [nn.Conv1d(4, 2, 1) for _ in range(3)]}
+    made |= {"x": torch.randn(4, 1, 8), "noise": torch.randn(4, 1, 8), "partition": [0, 2, 4, 6]}
+    made["schedule"] = schedules.zb_v(2, 4)
+    exec(block(PAGES[0], "class UNet"), made)
+    found = {name: each.grad.clone() for chunk in made["chunks"] for name, each in chunk.named_parameters()}
+    model = made["model"]
+    model.zero_grad()
+    expected = nn.functional.mse_loss(model(made["x"]), made["noise"])
+    expected.backward()
+    return made["loss"], found, expected.detach(), {name: each.grad for name, each in model.named_parameters()}
+
+
+@pytest.mark.dist
+def test_a_u_net_is_cut_with_its_skips(two_ranks: Any) -> None:
+    (loss, first, expected, wanted), (_, second, *_) = two_ranks.run(unet_program)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert (first | second).keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close((first | second)[name], gradient, rtol=1e-5, atol=1e-7)
+
+
 COMMANDS = [
     pytest.param(page, line, marks=pytest.mark.slow if "--gpus" in line or page.parent != ROOT else ())
     for page in sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])

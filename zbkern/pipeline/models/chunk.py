@@ -37,7 +37,8 @@ class Chunk(nn.Module):
     of layer 4. shared: {label: name of the parameter here} of what several layers share, label being its name in the
     first of them. elsewhere: {name of what stands beside the layers and is a placeholder here: the layer in whose chunk
     it is}, parameters and modules. halves: of blocks of which another chunk has one.
-    tied_elsewhere: of the names of `shared`, those that another chunk has, too.
+    tied_elsewhere: of the names of `shared`, those that another chunk has, too. skips: the layers up to the last whose
+    outputs later chunks take.
     The first chunk takes what the model takes, any other what the one before returns, and all take keyword arguments
     of the model besides (side inputs). The last returns what the model returns, of the transformers library its logits.
     """
@@ -55,6 +56,7 @@ class Chunk(nn.Module):
         elsewhere: Mapping[str, str],
         halves: Mapping[str, Halves],
         tied_elsewhere: Sequence[str],
+        skips: Sequence[str],
     ) -> None:
         super().__init__()
         for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -82,10 +84,17 @@ class Chunk(nn.Module):
             whole.get_submodule(name).register_forward_pre_hook(_refusal_of(name), with_kwargs=True)
         encoder = encoder_of(whole)
         self._encoder_layers = sum(name.startswith(f"{encoder}.") for name in names) if encoder else 0
+        self._skips = [name for name in skips if name != names[int(last) - 1] or last % 1]  # that one is sent anyway
+        before = names[int(first) - 1] if first and not first % 1 else ""
+        self._entry = before if before in self._skips else ""
+        mine = (name for name in self._skips if name in self.layer_names)
+        self._last_hooks: dict[str, Any] = {name: partial(flow.skip, name) for name in mine}
         if last < len(names):
             # of an encoder's last layer with what the encoder does after it
-            self._end = encoder if last == self._encoder_layers else flow.last
-            self._ending = whole.get_submodule(self._end).register_forward_hook(flow.leave)
+            self._last_hooks[encoder if last == self._encoder_layers else flow.last] = flow.leave
+        self._handles = {
+            name: whole.get_submodule(name).register_forward_hook(h) for name, h in self._last_hooks.items()
+        }
         if first < self._encoder_layers < last:
             whole.get_submodule(encoder).register_forward_hook(flow.encode)
         routes = is_transformer(whole) and has_router_loss(whole)
@@ -157,14 +166,24 @@ class Chunk(nn.Module):
         self.whole.training = mode
         return super().train(mode)
 
-    def forward(self, *inputs: Any, passed: Any = None, encoded: Any = None, routed: Any = None, **side: Any) -> Any:
+    def forward(
+        self,
+        *inputs: Any,
+        passed: Any = None,
+        encoded: Any = None,
+        routed: Any = None,
+        skipped: Mapping[str, Any] | None = None,
+        **side: Any,
+    ) -> Any:
         if torch.compiler.is_compiling():
             _refuse_to_compile()
         received = passed if passed is not None else inputs[0] if inputs else None
         encoded = received if self.begins_at == self._encoder_layers > 0 else encoded
         if self._routers is not None:
             self._routers.begin()
-        output, encoded = self._own_output(received, encoded, inputs, side)
+        if self._entry:
+            skipped = {**(skipped or {}), self._entry: received}
+        output, encoded, skipped = self._own_output(received, encoded, skipped, inputs, side)
         if self._routers is not None:
             routed = self._routers.sums(routed, side.get("attention_mask"))
         if not self._checked:
@@ -172,15 +191,16 @@ class Chunk(nn.Module):
             self._checked = True
         if self._last == len(self.all_layers):
             return output if self._routers is None else self._routers.add(output, routed, side.get("carry"))
-        given = {"passed": output, "encoded": encoded, "routed": routed}
+        given = {"passed": output, "encoded": encoded, "routed": routed, "skipped": skipped or None}
         given = {name: value for name, value in given.items() if value is not None}
         return output if isinstance(output, Tensor) and len(given) == 1 else given
 
-    def _own_output(self, received: Any, encoded: Any, inputs: Any, side: dict[str, Any]) -> tuple[Any, Any]:
-        """What the last of the layers gives; and what the encoder gave, where layers of a decoder follow."""
-        self._flow.begin(None if self.begins_at == 0 else received, encoded)
-        if self._last < len(self.all_layers):
-            self._put_ending_last()
+    def _own_output(
+        self, received: Any, encoded: Any, skipped: Mapping[str, Any] | None, inputs: Any, side: dict[str, Any]
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """What the last of the layers gives; what the encoder gave, where layers of a decoder follow; and skips."""
+        self._flow.begin(None if self.begins_at == 0 else received, encoded, skipped)
+        self._put_hooks_last()
         if self.begins_at % 1:  # before the hooks of `fully_shard`, which are for what is received
             hooks = self.whole.get_submodule(self._flow.first)._forward_pre_hooks
             if self._entering.id in hooks:
@@ -200,7 +220,7 @@ class Chunk(nn.Module):
             if self._lengths is not None:
                 self._lengths.end()
             sent, left, entered = self._flow.sent, self._flow.left, self._flow.entered
-            encoded, ended = self._flow.encoded, self._flow.ended
+            encoded, ended, skips = self._flow.encoded, self._flow.ended, self._flow.skips
             self._flow.runs = False
             self._flow.begin(None)
         if self._last < len(self.all_layers):
@@ -218,22 +238,24 @@ class Chunk(nn.Module):
             )
         else:
             output = deferred(result_of(output))
+        skipped = skips.of(self._skips)
         try:
-            refuse_placeholders(output)
+            refuse_placeholders((output, skipped))
         except PlaceholderUsed as error:
             raise self._of_another(error, side) from error
-        return output, encoded
+        return output, encoded, skipped
 
-    def _put_ending_last(self) -> None:
-        """Moves the hook that ends the chunk behind all others: those of `fully_shard`, say, are for what is sent.
+    def _put_hooks_last(self) -> None:
+        """Moves the hooks of what is sent behind all others: those of `fully_shard`, say, are for what is sent.
 
         A layer may have been wrapped since, and the wrapper gets the hook.
         """
-        end = self.whole.get_submodule(self._end)
-        if self._ending.id not in end._forward_hooks:
-            self._ending.remove()
-            self._ending = end.register_forward_hook(self._flow.leave)
-        end._forward_hooks.move_to_end(self._ending.id)
+        for name, hook in self._last_hooks.items():
+            layer = self.whole.get_submodule(name)
+            if self._handles[name].id not in layer._forward_hooks:
+                self._handles[name].remove()
+                self._handles[name] = layer.register_forward_hook(hook)
+            layer._forward_hooks.move_to_end(self._handles[name].id)
 
     def _run(self, inputs: Any, side: dict[str, Any]) -> Any:
         transformer = is_transformer(self.whole)
@@ -344,6 +366,9 @@ class Chunk(nn.Module):
             )
         user = f"{self._words()} use" if error.user is None else f"layer {error.user!r} uses"
         remedy = "cut elsewhere, or make that computation a part of a layer"
+        if origin in self.all_layers:
+            last = error.user or self.layer_names[-1]
+            remedy = f"name it, cut(..., skips={{{origin!r}: {last!r}}}), with the last layer that uses it; or {remedy}"
         if is_transformer(self.whole) and "input_ids" not in side:
             remedy += f"; if that comes of token ids, {GIVE_TOKENS}"
         return ValueError(

@@ -25,7 +25,8 @@ from zbkern.pipeline.models.layers import (
     shared_parameters,
 )
 from zbkern.pipeline.models.residual import WholeBlock
-from zbkern.pipeline.models.stand_ins import After, Before, Entry, Flow, Outside, Zeros, like_parameter
+from zbkern.pipeline.models.skips import last_users
+from zbkern.pipeline.models.stand_ins import After, Before, Entry, Flow, Outside, Skipped, Zeros, like_parameter
 from zbkern.pipeline.transport.process_groups import place_in
 from zbkern.schedules.layout import check_partition, layer_of, layout_to_partition, numbers_of
 from zbkern.schedules.schedule import Schedule
@@ -37,6 +38,7 @@ def cut(
     partition: Sequence[float] | str | None = None,
     *,
     layers: Sequence[str] | Mapping[str, str] | None = None,
+    skips: Mapping[str, str] | None = None,
     weights: str | os.PathLike | None = None,
     init: Callable[[nn.Module], None] | None = None,
     seed: int = 0,
@@ -54,6 +56,8 @@ def cut(
             attention is in the chunk before; or Megatron's layout, as in "Ett|ttL"; None for the plan's, or an even
             one.
         layers: as for `layers_of`.
+        skips: {layer: the last layer that uses its output}, of layers whose output more than the next one uses, as a
+            U-Net's: it is sent from chunk to chunk up to there, and its gradient comes back.
         weights: a folder of safetensors files, as `from_pretrained` reads it, for a model on the meta device; this
             rank's tensors alone are read.
         init: for such a model without weights, init(module) sets the parameters of a module; None for the model's own
@@ -77,7 +81,9 @@ def cut(
     check_encoder("cut", model, [layer.name for layer in found], partition)
     bounds = [*pairwise(partition), (partition[-1], len(found))]
     mine = schedule.chunks_of(_rank(rank, group, schedule))
-    chunks = [_chunk(model, [layer.name for layer in found], *bounds[number]) for number in mine]
+    names = [layer.name for layer in found]
+    used = last_users("cut", skips, names)
+    chunks = [_chunk(model, names, *bounds[number], used) for number in mine]
     if device is None or torch.device(device).type != "meta":
         loading.fill(model, chunks, weights, init, seed, torch.device(device or "cpu"))
     return chunks
@@ -87,6 +93,7 @@ def layer_chunks(
     model: nn.Module | Any,
     *,
     layers: Sequence[str] | Mapping[str, str] | None = None,
+    skips: Mapping[str, str] | None = None,
     halves: bool = False,
     weights: str | os.PathLike | None = None,
     init: Callable[[nn.Module], None] | None = None,
@@ -118,8 +125,9 @@ def layer_chunks(
     check_encoder("layer_chunks", model, names, range(len(names)))
     mine = range(len(names) * rank // ranks, len(names) * (rank + 1) // ranks)
     wholes = [*dict.fromkeys(map(layer_of, names) if halves else names)]
-    numbers = [*numbers_of(names), len(wholes)]
-    found = {names[index]: _chunk(model, wholes, *numbers[index : index + 2]) for index in mine}
+    bounds = [*pairwise([*numbers_of(names), len(wholes)])]
+    used = last_users("layer_chunks", skips, wholes)
+    found = {names[index]: _chunk(model, wholes, *bounds[index], used) for index in mine}
     loading.fill(model, [*found.values()], weights, init, seed, torch.device(device or "cpu"))
     return found
 
@@ -189,15 +197,17 @@ def _rank(rank: int | None, group: dist.ProcessGroup | None, schedule: Schedule)
     return 0
 
 
-def _chunk(model: nn.Module, names: list[str], start: float, end: float) -> Chunk:
+def _chunk(model: nn.Module, names: list[str], start: float, end: float, used: Mapping[str, int]) -> Chunk:
     """Layers from start to before end: a copy of the model that shares their parameters, without the other layers, and
-    without the other half of one that begins or ends within it."""
+    without the other half of one that begins or ends within it. used: {layer: number of the last that uses its output},
+    of skips."""
     flow = Flow()
     memo: dict[int, Any] = {}
     first, last = int(start), ceil(end)
     for index, name in enumerate(names):
         if not first <= index < last:
-            kind = After if index >= last else Entry if index == start - 1 else Before
+            before = Skipped if start - 1 < used.get(name, 0) else Before
+            kind = After if index >= last else Entry if index == start - 1 else before
             layer = model.get_submodule(name)
             memo[id(layer)] = kind(layer, name, flow)
     cut_blocks: dict[str, Halves] = {}
@@ -227,7 +237,8 @@ def _chunk(model: nn.Module, names: list[str], start: float, end: float) -> Chun
         shared = {**ties.get(name, {}), **shared}
     others = {label for name in (*names[:first], *names[last:]) for label in ties.get(name, ())}
     tied_elsewhere = [name for label, name in shared.items() if label in others]
-    return Chunk(whole, flow, names, start, end, shared, elsewhere, cut_blocks, tied_elsewhere)
+    sent = [name for name, last in used.items() if names.index(name) <= end - 1 < last]
+    return Chunk(whole, flow, names, start, end, shared, elsewhere, cut_blocks, tied_elsewhere, sent)
 
 
 def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, int]:

@@ -55,8 +55,10 @@ class Placeholder(Tensor):
             try:
                 with torch.no_grad():
                     result = function(*args, **kwargs)
-            except (IndexError, RuntimeError) as error:  # its shape is no more than likely
-                raise PlaceholderUsed(origins) from error
+            except (IndexError, RuntimeError):  # its shape is no more than likely: nor is that of the result
+                result = placeholder(placeholders_in((args, kwargs))[0], origins)
+                result.may_be_tuple = True
+                return result
         return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, origins), result)
 
     def __iter__(self) -> Iterator[Any]:

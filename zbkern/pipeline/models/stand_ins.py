@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.models.placeholders import Placeholder, placeholder
+from zbkern.pipeline.models.skips import Skips
 from zbkern.pipeline.transport.tensors import tensors_in
 
 _SETTING = bool | int | float | str
@@ -41,8 +42,8 @@ class Flow:
         self.runs = False  # else a layer runs alone, again in an R, and gives what it gives
         self.begin(None)
 
-    def begin(self, received: Any, encoded: Any = None) -> None:
-        self.received, self.sent, self.encoded = received, None, encoded
+    def begin(self, received: Any, encoded: Any = None, skipped: Mapping[str, Any] | None = None) -> None:
+        self.received, self.sent, self.encoded, self.skips = received, None, encoded, Skips(skipped)
         self.entered = self.left = False
         self.ended = ""  # by a layer after the last, where the last has not run
         self.has_graph = torch.is_grad_enabled()
@@ -67,11 +68,12 @@ class Flow:
     def enter_inside(self, module: nn.Module, inputs: Any, keywords: Any) -> Any:
         """Hook before a block of which the chunk has the second half: it is given what was received.
 
-        The placeholder that it was given knows that from then on, for activation checkpointing, which calls again.
+        What it was given, a placeholder or a skip, knows that from then on: activation checkpointing calls again.
         """
         given: Any = inputs[0] if inputs else keywords.get(self.argument)
-        if torch.compiler.is_compiling() or (isinstance(given, Tensor) and not isinstance(given, Placeholder)):
-            return None  # behind `call_inside`
+        is_final = self.entered if self.runs else not hasattr(given, "in_its_place")  # behind `call_inside`
+        if torch.compiler.is_compiling() or (is_final and not isinstance(given, Placeholder)):
+            return None
         if self.has_graph and not torch.is_grad_enabled():
             raise ValueError(
                 f"cut: {self.first!r} begins with its second half here and would get no gradient from activation "
@@ -94,6 +96,11 @@ class Flow:
             return output
         self.sent, self.left = result_of(output), True
         return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, self.last), output)
+
+    def skip(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Hook of a layer whose output layers of later chunks take."""
+        if self.runs:
+            self.skips.keep(name, output)
 
     def encode(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Hook of an encoder, in the chunk of its last layer: all layers of the decoder take what it gives."""
@@ -150,6 +157,13 @@ class Before(_Absent):
         output = self._flow.tensor_like_received(self._name)
         output.may_be_tuple = True
         return output
+
+
+class Skipped(_Absent):
+    """A layer of an earlier chunk whose output this one has received."""
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        return self._flow.skips[self._name]
 
 
 class Entry(_Absent):
