@@ -9,6 +9,7 @@
 #include <cstring>
 #include <iterator>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <random>
 #include <stdexcept>
@@ -77,6 +78,7 @@ struct Parameter {
   int type = -1, swizzle = 0;  // of a descriptor; its lengths, strides in bytes and box, the innermost first
   std::vector<std::uint64_t> lengths, strides;
   std::vector<std::uint32_t> box;
+  std::unordered_map<Address, TensorMap> known;  // of some addresses: the driver takes about a microsecond for each
 
   std::size_t size() const { return operand < 0 ? bytes.size() : type < 0 ? sizeof(Address) : sizeof(TensorMap); }
 };
@@ -87,14 +89,14 @@ struct Launch {
   std::vector<Parameter> parameters;
 };
 
-constexpr std::size_t kMostParameters = 256, kMostMaps = 64;
+constexpr std::size_t kMostParameters = 256, kMostMaps = 64, kMostKnown = 64;
 
 Parameter parameter_from(const py::handle& source) {
-  if (py::isinstance<py::bytes>(source)) return {-1, source.cast<std::string>(), -1, 0, {}, {}, {}};
-  if (py::isinstance<py::int_>(source)) return {source.cast<int>(), {}, -1, 0, {}, {}, {}};
+  if (py::isinstance<py::bytes>(source)) return {-1, source.cast<std::string>(), -1, 0, {}, {}, {}, {}};
+  if (py::isinstance<py::int_>(source)) return {source.cast<int>(), {}, -1, 0, {}, {}, {}, {}};
   const auto [operand, type, swizzle, lengths, strides, box] = source.cast<
       std::tuple<int, int, int, std::vector<std::uint64_t>, std::vector<std::uint64_t>, std::vector<std::uint32_t>>>();
-  return {operand, {}, type, swizzle, lengths, strides, box};
+  return {operand, {}, type, swizzle, lengths, strides, box, {}};
 }
 
 // Raises an error where the machine code takes other parameters than these: another Triton might.
@@ -147,35 +149,48 @@ class Launches {
 
   // Launches all on the stream. entered: in a thread without a context, in that of the launches; without it false, and
   // nothing launched, where the current one is not theirs.
-  bool run(void* stream, const std::vector<Address>& addresses, bool entered) const {
+  bool run(void* stream, const std::vector<Address>& addresses, bool entered) {
     const py::gil_scoped_release release;  // a full queue makes the driver wait
     void* current = nullptr;
     driver().check(driver().current(&current), "asking for the context");
     if (!entered && current != context_) return false;
     if (!current) driver().check(driver().enter(context_), "entering the context");
-    for (const Launch& launch : launches_) start(launch, stream, addresses);
+    for (Launch& launch : launches_) start(launch, stream, addresses);
     return true;
   }
 
  private:
-  static void start(const Launch& launch, void* stream, const std::vector<Address>& addresses) {
+  void start(Launch& launch, void* stream, const std::vector<Address>& addresses) {
     TensorMap maps[kMostMaps];
     void* values[kMostParameters];
     std::size_t map = 0, place = 0;
-    for (const Parameter& p : launch.parameters) {
+    std::unique_lock<std::mutex> alone(encoding_);  // another thread may make the same call
+    for (Parameter& p : launch.parameters) {
       void*& value = values[place++];
       if (p.operand < 0) {
-        value = const_cast<char*>(p.bytes.data());
+        value = p.bytes.data();
       } else if (p.type < 0) {
         value = const_cast<Address*>(&addresses[p.operand]);
       } else {
-        value = &maps[map++];
-        encode(p, addresses[p.operand], static_cast<TensorMap*>(value));
+        value = &maps[map];
+        describe(p, addresses[p.operand], maps[map++]);
       }
     }
+    alone.unlock();
     LaunchConfig config = launch.config;
     config.stream = stream;
     driver().check(driver().launch(&config, launch.function, values, nullptr), "launching a kernel");
+  }
+
+  static void describe(Parameter& p, Address address, TensorMap& map) {
+    const auto known = p.known.find(address);
+    if (known != p.known.end()) {
+      map = known->second;
+      return;
+    }
+    encode(p, address, &map);
+    if (p.known.size() >= kMostKnown) p.known.erase(p.known.begin());
+    p.known.emplace(address, map);
   }
 
   static void encode(const Parameter& p, Address address, TensorMap* map) {
@@ -187,6 +202,7 @@ class Launches {
   }
 
   std::vector<Launch> launches_;
+  std::mutex encoding_;
   void* context_ = nullptr;  // the device's primary one, in which Triton has loaded the kernels
   std::vector<Address> recorded_;
   std::vector<std::size_t> first_;  // the first operand at the address of each

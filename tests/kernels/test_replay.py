@@ -168,6 +168,37 @@ def test_a_profiler_hears_of_every_launch(worked_out: list[int]) -> None:
     assert len(worked_out) == 2
 
 
+def encoded() -> int:
+    """Descriptors that the driver has been asked for."""
+    return int(library.load().emu_encoded())
+
+
+def test_descriptors_are_encoded_once_for_each_address(worked_out: list[int]) -> None:
+    """Of the three of a W: those of a microbatch's operands come round, the weight's stays."""
+    dweight, batches = torch.zeros(64, 64), [(torch.randn(64, 64), torch.randn(64, 64)) for _ in range(4)]
+    calls = [w_of(x.half(), dy.half(), dweight, None, accumulate=True) for x, dy in batches]
+    expected = [through_triton(call) for call in calls]
+    calls[0]()
+    for call in calls:
+        call()
+    begin = encoded()
+    assert [given_to_driver(call) for call in calls] == expected
+    assert encoded() == begin
+    assert len(worked_out) == len(calls) + 1
+
+
+def test_descriptors_of_more_addresses_than_are_kept(worked_out: list[int]) -> None:
+    """All calls are right, whatever was kept at the place of an address."""
+    memory, dy, dweight = torch.randn(400, 32, 16).half(), torch.randn(32, 16).half(), torch.empty(16, 16)
+    calls = [w_of(x, dy, dweight, None) for x in memory]
+    expected = [through_triton(call) for call in calls[:3]]
+    for _ in range(2):
+        given = [given_to_driver(call) for call in calls]
+        assert given[:3] == expected
+        assert len({*given}) == len(calls)
+    assert len(worked_out) == 4
+
+
 def test_on_another_device(worked_out: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     current, entered = [0], []
     call, emulator = w_of(torch.randn(32, 16), torch.randn(32, 16)), library.load()

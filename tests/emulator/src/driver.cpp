@@ -20,6 +20,7 @@ std::vector<std::unique_ptr<Module>> modules;
 std::vector<std::unique_ptr<Handle>> handles;
 thread_local CUcontext current;  // none in a new thread
 bool keeps = false;
+long encoded = 0;   // descriptors
 std::string given;  // to launches since emu_keep(1): the function, the configuration, the parameters
 
 void keep(const void* bytes, std::size_t count) { given.append(static_cast<const char*>(bytes), count); }
@@ -136,6 +137,7 @@ long emu_launches(char* out, long most) { return hand_over(launched, out, most);
 void emu_keep(int value) { keeps = value, given.clear(); }
 const char* emu_given(size_t* bytes) { return *bytes = given.size(), given.data(); }
 const char* emu_error() { return what; }
+long emu_encoded() { return encoded; }  // descriptors, by now
 
 // ---- libcuda ----
 
@@ -243,6 +245,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
     return refuse("a tensor that begins at " + hex(reinterpret_cast<u64>(address)));
   if (interleave || fill) return refuse("an interleaved tensor, or one that is filled with nan");
   if (static_cast<unsigned>(swizzle) > 3) return refuse("swizzle " + number(swizzle));
+  ++encoded;
   TensorMap made{};
   made.mark = kMark, made.address = reinterpret_cast<u64>(address), made.type = static_cast<u8>(type),
   made.rank = static_cast<u8>(rank);
