@@ -37,7 +37,7 @@ USED = {
     "torch._higher_order_ops": "operators with effects, before torch 2.10",
     "torch._inductor": "memory that a deferred W reads is not used again by compiled code",
     "torch._library": "operators with effects, since torch 2.10",
-    "torch.autograd.Variable._execution_engine": "a callback at the end of backward, as FSDP2 and DDP have",
+    "torch.autograd.Variable._execution_engine": "a callback at the end of backward, as FSDP2 and DDP have; a B",
     "torch.autograd._profiler_enabled": "whether names of actions are worth their time",
     "torch.autograd.forward_ad._current_level": "whether forward-mode AD is around a call",
     "torch.compiler._is_exporting_flag": "is_exporting() is True in what older compilers trace",

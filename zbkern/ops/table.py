@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbkern.kernels import dispatch
+from zbkern.kernels import dispatch, reference
 from zbkern.ops import autograd, compiled
 from zbkern.ops.functions import collectives, grouped, sharded
 from zbkern.ops.functions import embedding as embeddings
@@ -21,6 +21,7 @@ from zbkern.ops.functions import linear as linears
 from zbkern.ops.functions import loss as losses
 from zbkern.ops.functions import norm as norms
 from zbkern.ops.route import ARRIVING, PLAIN, route
+from zbkern.wgrad import queue
 
 Params = tuple[Any, ...]  # tensors or None
 
@@ -55,6 +56,8 @@ class Op:
     function: an autograd function, forward(ctx, call, x, *options, *edges). with_torch(*params, x, *options): the same
     in torch's own operations. compiled, compiled_dtensors: as with_torch, with a tap
     at which W is deferred. dtensors(call, x, *options).
+
+    is_small(x, first parameter): whether with_torch is faster on a CPU, where no W waits; None for never.
     """
 
     name: str
@@ -65,11 +68,13 @@ class Op:
     dtensors: Callable[..., Any] | None = None
     cast: Callable[[str, Tensor, Params], Tensor] = cast_product
     kernels: str = ""
+    is_small: Callable[[Tensor, Tensor], bool] | None = None
 
 
 LINEAR = Op(
     *("linear", linears.LinearFunction, linears.linear_with_torch),
     *(compiled.linear, compiled.sharded_linear, sharded.linear),
+    is_small=linears.is_small,
 )
 GATED_MLP = Op(
     *("gated_mlp", linears.GatedMLPFunction, linears.gated_mlp_with_torch),
@@ -115,6 +120,8 @@ def run(op: Op, x: Tensor, params: Params, *options: Any, impl: str, name: str, 
         x = op.cast(op.name, x, params)
         deciding = x if x.is_floating_point() else params[0]  # an embedding's x is integers
         backend = dispatch.resolve(op.kernels or op.name, impl, deciding.device, deciding.dtype)
+        if backend is reference and _is_for_autograd(op, x, params):
+            return op.with_torch(*params, x, *options)
         return autograd.apply(op.function, autograd.OpCall(params, backend, name), x, *options)
     form = getattr(op, way)
     if form is None:
@@ -125,3 +132,10 @@ def run(op: Op, x: Tensor, params: Params, *options: Any, impl: str, name: str, 
     if way != "with_torch":
         x = op.cast(op.name, x, params)
     return form(*params, x, *options)
+
+
+def _is_for_autograd(op: Op, x: Tensor, params: Params) -> bool:
+    """Whether torch's own autograd does what our function would, in less time."""
+    if not queue.leaves_to_autograd() or op.is_small is None or not op.is_small(x, params[0]):
+        return False
+    return not any(hasattr(parameter, "main_grad") for parameter in params)  # which autograd would not find

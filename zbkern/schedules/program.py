@@ -38,6 +38,11 @@ def merge_neighbours(actions: Sequence[Action]) -> Iterable[tuple[Action, ...]]:
         yield tuple(run)
 
 
+def fused(actions: Iterable[Action]) -> set[tuple[int, int]]:
+    """(chunk, microbatch) of every backward whose W does not wait."""
+    return {action[1:] for action in actions if action.kind == "BW"}
+
+
 def recomputed(actions: Iterable[Action]) -> set[tuple[int, int]]:
     """(chunk, microbatch) of every R: what F keeps no activations of."""
     return {(action.chunk, action.microbatch) for action in actions if action.kind == "R"}

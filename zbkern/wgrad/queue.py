@@ -369,10 +369,7 @@ class WGradQueue:
 
 
 AT_ONCE = object()
-"""A key of `WGradQueue.defer` under which nothing waits: each W runs in its backward.
-
-A forward that runs again there, of an activation checkpoint, computes and saves what it did within `defer`.
-"""
+"""A key of `WGradQueue.defer` for the forward and the backward of a pass of which nothing waits: each W runs in it."""
 
 
 class _Scope:
@@ -454,6 +451,12 @@ def may_defer() -> bool:
     """False inside `no_defer`."""
     stack = thread.stack
     return not stack or stack[-1][0] is not None
+
+
+def leaves_to_autograd() -> bool:
+    """Whether no W of this thread's passes waits, or must be a kernel of its own: torch's autograd may do all of it."""
+    where = current()
+    return where is not None and where[1] is AT_ONCE and where[0].merge
 
 
 def run_in_backward(task: WGradTask) -> None:

@@ -102,7 +102,7 @@ class Microbatch(NamedTuple):
 
     def checked_side(self, unit: object) -> Mapping[str, Any]:
         """The side inputs. Raises RuntimeError, which names the unit, where they are not what they were."""
-        if any(tensor._version != version for tensor, version in self.versions):
+        if self.versions and any(tensor._version != version for tensor, version in self.versions):
             raise RuntimeError(
                 f"side inputs of {unit}, {sorted(self.side)}, were modified in place by a forward "
                 "before; others read them, too: modify a copy"
@@ -183,6 +183,8 @@ def _check_rows(call: str, inputs: Sequence[Any], sides: Sequence[Mapping[str, A
 
 def _versions(side: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
     """The tensors, with a number that grows when one is modified."""
+    if not side:  # which a walk would take microseconds to find
+        return []
     return [(tensor, tensor._version) for tensor in tensors_in(dict(side)) if not tensor.is_inference()]
 
 
@@ -195,7 +197,7 @@ def _inputs(
     Which that is, modules tell in `split_batch`, as those of `cut` do. Raises as `split` does.
     """
     sides = [{}] * count if side is None else split(call, "side", side, count)
-    if not all(isinstance(part, Mapping) for part in sides):
+    if side is not None and not all(isinstance(part, Mapping) for part in sides):
         raise TypeError(
             f"Pipeline.{call}: side must be {{name: tensor}}, or a list with one such dict per microbatch, which "
             f"chunks get as keyword arguments; got {type(side).__name__}"
@@ -250,7 +252,7 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
                 "pass one entry per microbatch, one tensor to be split, or schedule= for that number"
             )
         return value
-    leaves, spec = pytree.tree_flatten(value)
+    leaves, spec = ([value], None) if isinstance(value, Tensor) else pytree.tree_flatten(value)
     tensors = [leaf for leaf in leaves if leaf is not None]
     others = [leaf for leaf in tensors if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.is_nested]
     if not leaves or others:
@@ -265,6 +267,8 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
                 f"{list(tensor.shape)}; change the batch size or pass a list of microbatches"
             )
     parts = [[None] * count if leaf is None else leaf.tensor_split(count) for leaf in leaves]
+    if spec is None:
+        return [*parts[0]]
     return [pytree.tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
 
 

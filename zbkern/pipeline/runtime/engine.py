@@ -117,8 +117,8 @@ class Pipeline:
         calls, loop, replicas = self._calls, self._calls.loop, self._calls.replicas
         calls.boundary.reload_states()
         calls.begin("step", (inputs, targets, side), schedule)
-        row = self.schedule.actions[self.rank]
-        kinds = {(action.chunk, action.kind, self.schedule.is_sliced) for action in row if action.kind in ("W", "BW")}
+        row, is_sliced = self.schedule.actions[self.rank], self.schedule.is_sliced
+        kinds = {(action.chunk, action.kind, is_sliced) for action in row if action.kind in ("W", "BW")}
         self.queue.check_values = self._checks_values or any(self._checked[kind] < 2 for kind in kinds)
         self._checked.update(kinds)
         replicas.begin(len(self.schedule.units))

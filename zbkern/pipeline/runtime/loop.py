@@ -7,7 +7,7 @@ runs task by task whenever the rank would otherwise wait, or when it must make r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -26,7 +26,7 @@ from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.transport.base import Tag, Transport
 from zbkern.schedules.actions import Action, Beside
 from zbkern.schedules.dependencies import producer
-from zbkern.schedules.program import Program, offloads_or_recomputes, peak_microbatches, program_of
+from zbkern.schedules.program import Program, fused, offloads_or_recomputes, peak_microbatches, program_of
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.warmup import speculative_forwards
 
@@ -74,7 +74,7 @@ class Loop:
             modules = {chunk: stage.module for chunk, stage in self.stages.items()}
             ledger = Ledger(modules, self.recorder, self._options)
         if ledger is not None:
-            ledger.use(row)  # raises before anything has changed
+            ledger.use(row, self._at_once(row))  # raises before anything has changed
         self.schedule, self._last = schedule, len(schedule.placement) - 1
         if ledger is not self._ledger:
             self.use_ledger(ledger)
@@ -83,7 +83,7 @@ class Loop:
         self.max_in_flight = peak_microbatches(row)
         self.max_ahead = speculative_forwards(schedule)[self.recorder.rank]
         for stage in self.stages.values():
-            stage.use(schedule)
+            stage.use(schedule, self._at_once(row))
 
     def use_ledger(self, ledger: Ledger | None) -> None:
         """Between steps: from now on this one holds what microbatches need between passes; None: autograd itself."""
@@ -94,7 +94,12 @@ class Loop:
             stage.ledger = ledger
         self.recorder.watch([] if ledger is None else [ledger, *self.stages.values()])
         if ledger is not None:
-            ledger.use(self.schedule.actions[self.recorder.rank])
+            row = self.schedule.actions[self.recorder.rank]
+            ledger.use(row, self._at_once(row))
+
+    def _at_once(self, row: Sequence[Action]) -> Collection[tuple[int, int]]:
+        """(chunk, microbatch) of those of which no W waits: none with replicas, which reduce gradients while W run."""
+        return () if self._replicas else fused(row)
 
     def begin(self, batch: Sequence[Microbatch], step: int, returns_outputs: bool) -> None:
         """Before the first action of a step or evaluation, or of a forward that returns what the last chunk does."""
@@ -176,10 +181,9 @@ class Loop:
         self.forward_input = inputs
         start = self.recorder.now()
         target = unit.target if chunk == self._last else None
-        side = {
-            **unit.checked_side(self.schedule.units[microbatch]),
-            **stage.carries.begin(microbatch, unit.tokens, inputs, unit.length),
-        }
+        side = unit.checked_side(self.schedule.units[microbatch])
+        if carry := stage.carries.begin(microbatch, unit.tokens, inputs, unit.length):
+            side = {**side, **carry}
         outputs = stage.forward(microbatch, inputs, target, side)
         self.in_flight += 1
         if chunk < self._last:
@@ -187,7 +191,7 @@ class Loop:
         elif self._returns_outputs:
             self.results += self._returned(microbatch, outputs, side)
         elif outputs is not None:  # the loss; with slices of whole sequences, behind the last
-            self.results.append(outputs.detach())
+            self.results.append(outputs)
         self.forward_input = None
         self.recorder.done((action,), start)
 
@@ -217,8 +221,7 @@ class Loop:
         kind, chunk, microbatch = action
         self.stages[chunk].prepare(microbatch)
         start = self.recorder.now()
-        fused = kind == "BW" and not self._replicas  # whose reductions begin while other W run: these come after B
-        outputs = self.stages[chunk].backward_input(microbatch, gradients, fused=fused)
+        outputs = self.stages[chunk].backward_input(microbatch, gradients)
         if kind == "BW":
             self._replicas.backward_done(chunk)
             self.stages[chunk].weight(microbatch)

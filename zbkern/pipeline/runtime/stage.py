@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.auxiliary_losses import AuxiliaryLosses, Share
-from zbkern.pipeline.runtime.memory.ledger import Ledger
+from zbkern.pipeline.runtime.memory.ledger import Key, Ledger
 from zbkern.pipeline.runtime.replicas.data_parallel import sharded_roots
 from zbkern.pipeline.runtime.slices.carry import Carries
 from zbkern.pipeline.runtime.slices.probe import Probes
@@ -30,6 +30,9 @@ logger = logging.getLogger("zbkern")
 # In torch 2.8 the edge of a function written in Python, as our layers are, does not keep the graph alive.
 _EDGES_OWN = "ownership_token" in GradientEdge._fields
 _NOTHING = nullcontext()  # around what needs no other context
+# What torch.autograd.backward ends with: its checks of a loss and its gradient take a sixth of a tiny B
+_backward = torch.autograd.Variable._execution_engine.run_backward
+_OF_BACKWARD = (False, False, ())  # retain_graph, create_graph, inputs
 
 
 class Stage:
@@ -50,10 +53,15 @@ class Stage:
         self.splits: bool | None = None  # whether its first B left any W behind
         self._returns_outputs = False  # of the last chunk, whatever the loss
         self._followed = False  # whether a first F has shown where gradients enter
-        self._saved: dict[int, tuple[Any, list[Tensor | GradientEdge | None]]] = {}
+        # inputs, where gradients enter, and what a loss counts for
+        self._saved: dict[int, tuple[Any, list[Tensor | GradientEdge | None], float | None]] = {}
 
-    def use(self, schedule: Schedule) -> None:
-        """Between steps: from now on this schedule, which says which slices microbatches are, if any."""
+    def use(self, schedule: Schedule, at_once: Collection[Key] = ()) -> None:
+        """Between steps: from now on this schedule, which says which slices microbatches are, if any.
+
+        at_once: (chunk, microbatch) of those of which no W waits.
+        """
+        self._at_once = at_once
         self.carries, self._shares = Carries(schedule), _shares(schedule)
         self._unit_loss: LossFn | None = self.loss_fn  # of what an F runs
         self._sequence_losses: SequenceLosses | None = None  # in its place, where it does not add up over slices
@@ -93,23 +101,32 @@ class Stage:
         self.probes.before(self.call, inputs, side)
         key = self.chunk, microbatch
         run = self._outputs if self.ledger is None else partial(self.ledger.forward, key, self._outputs)
-        share = Share(self._shares[microbatch], *(() if carry is None else carry.place))
-        with self.queue.defer(key), self.losses.during(microbatch, share):  # layers then know that their W will wait
+        share = self._shares[microbatch]
+        if carry is not None:
+            share = Share(share.whole, *carry.place)
+        scope = self._scope(microbatch)  # layers then know whether their W will wait
+        with self.queue.defer(scope), self.losses.during(microbatch, share):
             self.queue._in_slice = carry is not None
             outputs = run(inputs, target, side)
             self.queue._in_slice = False
-        leaves, structure = pytree.tree_flatten(outputs)
+        leaves, structure = ([outputs], None) if isinstance(outputs, Tensor) else pytree.tree_flatten(outputs)
         self._check_outputs(leaves)
+        weight = None if target is None or not self._gives_loss else target.weight
         if torch.is_grad_enabled():
             roots = [self._root(leaf) for leaf in leaves]
-            self._saved[microbatch] = (inputs, roots)
+            self._saved[microbatch] = (inputs, roots, weight)
             if not self._followed:
                 self._warn_of_lost_graph(roots)
         self.carries.end_forward(microbatch, side)
-        outputs = pytree.tree_unflatten([None if leaf is None else _to_send(leaf) for leaf in leaves], structure)
+        if weight is not None:  # B begins with it: the product needs no backward
+            return outputs.detach() * weight
+        if structure is None:
+            outputs = _to_send(outputs)
+        else:
+            outputs = pytree.tree_unflatten([None if leaf is None else _to_send(leaf) for leaf in leaves], structure)
         if self._sequence_losses is None or target is None or self._returns_outputs:
             return outputs
-        with self.queue.defer(key), self.losses.during(None, Share(target.weight)):
+        with self.queue.defer(scope), self.losses.during(None, Share(target.weight)):
             return self._sequence_losses.forward(microbatch, outputs, carry, target)
 
     def call(self, inputs: Any, side: Mapping[str, Any]) -> Any:
@@ -128,46 +145,53 @@ class Stage:
             for microbatch in microbatches:
                 self.ledger.prepare((self.chunk, microbatch))
 
-    def backward_input(self, microbatch: int, gradients: Any, *, fused: bool = False) -> Any:
+    def backward_input(self, microbatch: int, gradients: Any) -> Any:
         """B: runs the backward with every W deferred under (chunk, microbatch); returns the gradients of the inputs.
 
-        fused: BW, in which each layer's W runs right after its B, and nothing is held for it.
+        Of one that `use` has named, each layer's W runs right after its B, and nothing is held for it.
 
         The gradients come and go in the tree of the outputs and inputs, None where a tensor takes none. Those of the
         first chunk's inputs, if they ask for any, stay with the caller's tensors.
         """
-        inputs, roots = self._saved.pop(microbatch)
-        key = self.chunk, microbatch
+        inputs, roots, weight = self._saved.pop(microbatch)
+        key, scope = (self.chunk, microbatch), self._scope(microbatch)
         if self._sequence_losses is not None:
-            with self.queue.defer(key):
+            with self.queue.defer(scope):
                 gradients = self._sequence_losses.gradients(microbatch)
-        loss = self._unit_loss is not None
-        leaves = [None] if loss else pytree.tree_leaves(gradients)
-        pairs = [
-            (root, gradient)
-            for root, gradient in zip(roots, leaves, strict=True)
-            if root is not None and (gradient is not None or loss)
-        ]
+        if weight is not None:
+            leaves: list[Any] = [torch.full_like(loss, weight) for loss in roots if isinstance(loss, Tensor)] or [None]
+        else:
+            leaves = [gradients] if isinstance(gradients, Tensor) else pytree.tree_leaves(gradients)
+        pairs = [pair for pair in zip(roots, leaves, strict=True) if pair[0] is not None and pair[1] is not None]
         pairs += self.carries.gradients(microbatch)
         with _NOTHING if self.ledger is None else self.ledger.backward(key):
             if pairs:
-                with self.queue.defer(AT_ONCE if fused else key), self.losses.during(microbatch):
+                with self.queue.defer(scope), self.losses.during(microbatch):
                     ends, arrived = zip(*pairs, strict=True)
-                    torch.autograd.backward(ends, arrived)
-                if self.splits is None and not fused:
+                    _backward(ends, arrived, *_OF_BACKWARD, allow_unreachable=True, accumulate_grad=True)
+                if self.splits is None and scope is not AT_ONCE:
                     may_have_run = self.queue.max_bytes is not None
                     is_trained = any(parameter.requires_grad for parameter in self.module.parameters())
                     self.splits = may_have_run or self.queue.pending(key) > 0 or not is_trained
         self.carries.end_backward(microbatch)
-        return pytree.tree_map(_take_gradient, inputs) if self.chunk > 0 else None
+        if self.chunk == 0:
+            return None
+        return _take_gradient(inputs) if isinstance(inputs, Tensor) else pytree.tree_map(_take_gradient, inputs)
 
     def weight(self, *microbatches: int, in_turns: bool = False) -> None:
         """W of these microbatches, merged into one launch per weight. in_turns: one at a turn, beside other passes."""
+        if self.ledger is None and not len(self.queue):
+            return
         keys: list[Any] = [(self.chunk, microbatch) for microbatch in microbatches]
         with _NOTHING if self.ledger is None else self.ledger.weight(keys):
             while in_turns and self.queue.run_one(keys) and self.queue.pending(keys):
                 in_flight()
             self.queue.run(keys)
+
+    def _scope(self, microbatch: int) -> Any:
+        """The key of its passes in the queue."""
+        key = self.chunk, microbatch
+        return AT_ONCE if key in self._at_once else key
 
     def warn_of_fused_backward(self) -> None:
         """Says once that this chunk's B does everything, so that the schedule's W are empty."""
@@ -197,6 +221,11 @@ class Stage:
             self._sequence_losses.reset()
         self.carries.reset()
         self.losses.clear()
+
+    @property
+    def _gives_loss(self) -> bool:
+        """Whether an F that has a target returns a loss of its own."""
+        return self._unit_loss is not None and not self._returns_outputs
 
     def _root(self, output: Any) -> Tensor | GradientEdge | None:
         """Where this output's gradient enters the graph: the output itself need not live on to its B."""
@@ -235,17 +264,18 @@ class Stage:
                 f"Pipeline: chunk {self.chunk} must leave torch's grad mode as it was: use torch.no_grad() or "
                 "set_grad_enabled in a with statement"
             )
-        if self._unit_loss is None or target is None or self._returns_outputs:
+        if target is None or not self._gives_loss:
             return outputs
         if outputs is None:
             raise TypeError(f"Pipeline: chunk {self.chunk} must return what loss_fn takes; got None{_FORGOTTEN}")
+        assert self._unit_loss is not None
         return loss_of(self._unit_loss, outputs, target)
 
 
-def _shares(schedule: Schedule) -> list[float]:
+def _shares(schedule: Schedule) -> list[Share]:
     """The weight of each unit's microbatch in the step's loss: equal for all, or by tokens where these are known."""
     tokens = [sum(lengths) for lengths in schedule.own_slices] or [1] * schedule.microbatches
-    return [tokens[number] / sum(tokens) for number, _, _ in schedule.units]
+    return [Share(tokens[number] / sum(tokens)) for number, _, _ in schedule.units]
 
 
 _FORGOTTEN = ": is there a return at the end of its forward?"

@@ -28,6 +28,7 @@ from zbkern.pipeline.runtime.measure import probe_steps
 from zbkern.pipeline.runtime.measure.clock import EventClock
 from zbkern.pipeline.runtime.measure.measured_costs import SLICES, communication, overhead_and_attention
 from zbkern.pipeline.runtime.slices.sliced_batch import edges
+from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.planning.simulation import drift
@@ -272,19 +273,18 @@ def test_layers_of_one_process_need_no_group() -> None:
 
 def test_merged_w_and_a_fused_backward_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sleeps stand for kernels: a W takes 8 ms, a merged one the same for all; a B 4 ms more where W is apart."""
-    queue_run, backward = zbkern.WGradQueue.run, torch.autograd.backward
+    weight, backward_input = Stage.weight, Stage.backward_input
 
-    def run(self: zbkern.WGradQueue, key: Any = None) -> int:
-        if key is not None:
-            time.sleep(0.008 * (1 if self.merge else len(key)))
-        return queue_run(self, key)
+    def slow_weight(self: Stage, *microbatches: int, **keywords: Any) -> None:
+        time.sleep(0.008 * (1 if self.queue.merge else len(microbatches)))
+        weight(self, *microbatches, **keywords)
 
-    def slow_backward(*arguments: Any, **keywords: Any) -> None:
+    def slow_backward(self: Stage, *arguments: Any) -> Any:
         time.sleep(0.004)
-        backward(*arguments, **keywords)
+        return backward_input(self, *arguments)
 
-    monkeypatch.setattr(zbkern.WGradQueue, "run", run)
-    monkeypatch.setattr(torch.autograd, "backward", slow_backward)
+    monkeypatch.setattr(Stage, "weight", slow_weight)
+    monkeypatch.setattr(Stage, "backward_input", slow_backward)
     costs = measure([SlowBlock(0, 0)])[0].per_chunk(1)
     assert costs.weight[0] == pytest.approx(8, abs=4)
     assert costs.merge_saving[0] == pytest.approx(8, abs=4)

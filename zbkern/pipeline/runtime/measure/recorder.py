@@ -17,6 +17,8 @@ from zbkern.schedules.actions import Action
 from zbkern.schedules.schedule import Schedule
 from zbkern.wgrad import WGradQueue
 
+_NOTHING = contextlib.nullcontext()
+
 
 class Recorded(NamedTuple):
     """What a rank knows of its last step."""
@@ -106,7 +108,7 @@ class Recorder:
         """A range with the action's name, such as 2B5, where torch's profiler (or its NVTX form) is on."""
         if torch.autograd._profiler_enabled():
             return torch.profiler.record_function(str(action))
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def events(self) -> list[Event]:
         """The marks as events, in the order of their starts; actions that ran as one launch share its time equally."""

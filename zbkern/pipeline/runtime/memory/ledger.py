@@ -7,7 +7,7 @@ to its W what its W need. Parameters, buffers and the batch stay on the device, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.schedules.actions import Action
 from zbkern.schedules.program import offloaded_after, recomputed, streamed
 from zbkern.wgrad import WGradTask
+from zbkern.wgrad.queue import AT_ONCE
 
 Key = tuple[int, int]  # chunk, microbatch
 
@@ -55,12 +56,16 @@ class Ledger:
         self.kept_sizes: dict[int, list[int]] = {}  # by chunk, bytes of the storages that its last F has left
         self.output_again_bytes: dict[int, int] = {}  # of its output, what the R computes again
 
-    def use(self, row: Sequence[Action]) -> None:
-        """Between steps: from now on this rank has these actions, which tell a pass what becomes of what it leaves."""
+    def use(self, row: Sequence[Action], at_once: Collection[Key] = ()) -> None:
+        """Between steps: from now on this rank has these actions, which tell a pass what becomes of what it leaves.
+
+        at_once: those of which no W waits.
+        """
         again = recomputed(row)
         for chunk in {chunk for chunk, _ in again} - self._parts.keys():
             self._parts[chunk] = named_parts(self._modules[chunk], chunk, self._options.recompute)
         self._streamed, self._offloaded, self._recomputed = streamed(row), offloaded_after(row), again
+        self._at_once = at_once
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +141,7 @@ class Ledger:
         self._give_back()
         present = ForwardState([self._modules[action.chunk]], self._lanes.device)
         try:
-            self._again.pop(key).run(partial(self._queue.defer, key))
+            self._again.pop(key).run(partial(self._queue.defer, AT_ONCE if key in self._at_once else key))
         finally:
             present.restore()
         self._recorder.done((action,), start)

@@ -61,6 +61,8 @@ class Probes:
     def before(self, run: Callable[..., Any], inputs: Any, side: Mapping[str, Any]) -> None:
         """Before run(inputs, side), which calls the module. Raises ValueError for sequences that are cut, or packed, in
         a way that the chunk cannot take."""
+        if not side and not isinstance(inputs, dict):
+            return
         carry, plain = side.get("carry"), {name: value for name, value in side.items() if name != "carry"}
         has_ends, positions = tells_ends(side), _packs_alone(inputs, side)
         if carry is None and positions is None and not has_ends:

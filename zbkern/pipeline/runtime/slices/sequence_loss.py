@@ -20,7 +20,7 @@ from zbkern.schedules.slices import Unit
 
 
 def loss_of(loss_fn: LossFn, outputs: Any, target: Target) -> Tensor:
-    """The share of the step's loss that a microbatch has. Raises TypeError for what is not a loss of these outputs."""
+    """The loss of a microbatch. Raises TypeError for what is not one of these outputs."""
     loss = loss_fn(outputs, target.value)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -32,7 +32,7 @@ def loss_of(loss_fn: LossFn, outputs: Any, target: Target) -> Tensor:
             "Pipeline: loss_fn must return a loss that depends on the output's graph; got one that is detached; "
             "leave out .item(), .detach() and torch.no_grad()"
         )
-    return loss * target.weight
+    return loss
 
 
 class _Begun(NamedTuple):
@@ -64,6 +64,7 @@ class SequenceLosses:
         parts = self._waiting.pop(number)
         leaves, structure = put_together(parts)
         loss = loss_of(self._loss_fn, pytree.tree_unflatten([leaf for leaf, _ in leaves], structure), target)
+        loss = loss * target.weight
         if torch.is_grad_enabled():
             places = [*pairwise(accumulate((length for length, _ in parts), initial=0))]
             self._begun[number] = _Begun(loss, leaves, places, structure)
