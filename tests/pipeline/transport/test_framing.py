@@ -19,16 +19,26 @@ class Wire:
     """A communicator of gloo over libuv, which waits for ever where a receive is longer than what was sent."""
 
     def __init__(self) -> None:
-        self.sent: collections.deque[Tensor] = collections.deque()
+        self.sent: dict[int, list[Tensor]] = collections.defaultdict(list)
+        self._posted: dict[int, list[Tensor]] = collections.defaultdict(list)
+
+    def send(self, part: Tensor, tag: int) -> None:
+        self.sent[tag].append(part)
+        self._match(tag)
 
     def recv(self, buffers: list[Tensor], peer: int, tag: int) -> Wire:
-        part = self.sent.popleft()
-        assert part.numel() == buffers[0].numel()
-        buffers[0].copy_(part)
+        self._posted[tag].append(buffers[0])
+        self._match(tag)
         return self
 
     def wait(self, timeout: timedelta) -> bool:
         return True
+
+    def _match(self, tag: int) -> None:
+        while self.sent[tag] and self._posted[tag]:
+            part, buffer = self.sent[tag].pop(0), self._posted[tag].pop(0)
+            assert part.numel() == buffer.numel()
+            buffer.copy_(part)
 
 
 class Connection:
@@ -40,11 +50,12 @@ class Connection:
         """Whether its tensors came with it, and its header's bytes; it arrives as it was."""
         parts, carried = self.outgoing.frame(message, tensors)
         self.outgoing.sent()
-        self.wire.sent.extend(parts)
+        for part, tag in zip(parts, (framing.HEADER, framing.REST), strict=False):
+            self.wire.send(part, tag)
         arrived, data = self.incoming.receive()
         assert arrived == message
         assert type(getattr(arrived, "tag", None)) is type(getattr(message, "tag", None))
-        assert not self.wire.sent
+        assert not any(self.wire.sent.values())
         assert carried is (data is not None)
         if data is not None:
             for sent, received in zip(tensors, unpack(data, shapes_of(tensors)), strict=True):
@@ -95,16 +106,39 @@ def test_notes_are_not_forms_and_forms_are_limited(monkeypatch: pytest.MonkeyPat
             assert (data[:4] == bytes(4)) is (turn == 1 and size <= 3)
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 5])
 @pytest.mark.parametrize("carries", [True, False])
-def test_tensors_come_with_their_header_once_a_receive_has_room(carries: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_come_with_their_header_once_a_receive_has_room(
+    carries: bool, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(framing, "_CARRIED_BYTES", 4000)
+    monkeypatch.setattr(framing, "_AHEAD", ahead)
     connection = Connection(carries)
-    found = []
-    for count in (100, 100, 20, 500, 300, 2000, 1000, 1000):
+    sizes: list[int] = []  # of all messages
+    for count in (100, 100, 20, 500, 300, 2000, 1000, 1000, 1000, 20, 1000):
         x = torch.randn(count).to(torch.float32)
-        found.append(connection.pass_on(header(Tag(0, "F", 1, 0), x), x)[0])
+        room = max([size for size in sizes[: len(sizes) + 1 - ahead] if size <= 4000], default=0)
+        assert connection.pass_on(header(Tag(0, "F", 1, 0), x), x)[0] is (carries and x.nbytes <= room)
         connection.pass_on(CallNotice(4, "x" * count))  # some are longer than what is posted for a header
-    assert found == [carries and fits for fits in (False, True, True, False, True, False, False, True)]
+        sizes += [x.nbytes, 0]
+
+
+def test_a_message_is_there_when_all_of_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "_AHEAD", 2)
+    connection, x = Connection(carries=True), torch.randn(10)
+    assert connection.incoming.has_tensors() is None  # nothing was received yet
+    for _ in range(3):
+        connection.pass_on(header(Tag(0, "F", 1, 0), x), x)
+    assert connection.incoming.has_tensors() is None
+    (part,), carried = connection.outgoing.frame(header(Tag(0, "F", 1, 7), x), [x])
+    assert carried
+    arriving = connection.incoming._posted[0][0]
+    arriving[:-1].copy_(part[:-1])
+    assert connection.incoming.has_tensors() is None
+    arriving[-1:].copy_(part[-1:])
+    assert connection.incoming.has_tensors()
+    arriving.copy_(connection.outgoing.frame(CallNotice(1, "x"))[0][0])
+    assert connection.incoming.has_tensors() is False
 
 
 def test_an_interruption_leaves_the_room_that_the_peer_has_posted() -> None:
@@ -120,7 +154,8 @@ def test_what_is_carried_is_what_is_packed() -> None:
     assert packed is not None
     connection = Connection(carries=True)
     message = header(Tag(0, "F", 1, 0), *tensors, skeleton=(0, 0, 0, 0))
-    assert not connection.pass_on(message, *tensors)[0]
+    while not connection.pass_on(message, *tensors)[0]:
+        pass
     assert connection.pass_on(message, *tensors)[0]
 
 
@@ -129,6 +164,6 @@ def test_only_data_is_read() -> None:
     parts, _ = connection.outgoing.frame(CallNotice(1, "x"))
     bad = pickle.dumps((3, 1, print))
     data = (len(bad).to_bytes(4, "little") + bad).ljust(parts[0].numel(), b"\0")
-    connection.wire.sent.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    connection.wire.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), framing.HEADER)
     with pytest.raises(TypeError, match="cannot send a"):
         connection.incoming.receive()

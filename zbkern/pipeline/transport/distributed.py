@@ -1,10 +1,11 @@
 """DistributedTransport: how tensors travel between the ranks of torch.distributed.
 
 A message is a pytree of tensors under a `Tag`. Sending never blocks. Receiving is posted ahead for good: one thread per
-peer takes whatever that peer sends next, of any shape, and files it in a `Mailbox` until the engine asks for the tag. A
-rank that fails tells its peers the same way, and they tell theirs, so every rank ends with the first rank's message.
-A rank's final message goes out before anything here raises, so that a rank that was only told of a failure, and ends,
-is never taken for its origin.
+peer takes whatever that peer sends next, of any shape, and files it in a `Mailbox` until the engine asks for the tag.
+On CPUs the engine takes small messages itself, where they have come when it asks (turns.py). A rank that fails tells
+its peers the same way, and they tell theirs, so every rank ends with the first rank's message. A rank's final message
+goes out before anything here raises, so that a rank that was only told of a failure, and ends, is never taken for its
+origin.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -27,7 +29,17 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.transport.base import Transport
-from zbkern.pipeline.transport.framing import FinalMessage, Incoming, Message, Outgoing, TensorHeader
+from zbkern.pipeline.transport.framing import (
+    HEADER,
+    NEVER,
+    REST,
+    TENSORS,
+    FinalMessage,
+    Incoming,
+    Message,
+    Outgoing,
+    TensorHeader,
+)
 from zbkern.pipeline.transport.mailbox import Call, Mailbox, Note, PipelineError, Tag, described
 from zbkern.pipeline.transport.packing import pack, packed_bytes, shapes_of, unpack
 from zbkern.pipeline.transport.process_groups import (
@@ -39,15 +51,16 @@ from zbkern.pipeline.transport.process_groups import (
     finish_receive,
     new_communicator,
     not_profiled,
+    post_receive,
     rendezvous_timeout,
 )
 from zbkern.pipeline.transport.rank_exchange import RankExchange
 from zbkern.pipeline.transport.tensors import tensors_in
+from zbkern.pipeline.transport.turns import Turn
 
 logger = logging.getLogger("zbkern")
 
-_HEADER, _TENSORS, _NEVER = 0, 1, 2  # tags of gloo's messages, and of none
-_PAUSE = 0.002  # seconds between looks at what has been sent
+_PAUSE = 0.01  # seconds between looks at what has been sent
 _LOOK = 0.02  # seconds between looks at what the GPU waits for
 _LAST = timedelta(seconds=1)  # for the last message to a peer that is there
 _NOW = timedelta(milliseconds=1)
@@ -109,6 +122,12 @@ class DistributedTransport(Transport):
         self._header_lock = threading.Lock()
         self._sends: queue.SimpleQueue[tuple[int, _Works] | None] = queue.SimpleQueue()
         self._unreachable: set[int] = set()  # peers whose connection has ended
+        self._incoming = {
+            peer: Incoming(self._headers_up if peer < self.rank else self._headers_down, peer, carries=self._on_cpu)
+            for peer in self.peers
+        }
+        self._turns = {peer: Turn(self._mailbox) for peer in self.peers}
+        self._is_asked_ahead = not self._on_cpu  # whether messages must be here before they are asked for
         self._receivers = {
             peer: threading.Thread(target=self._receive_from, args=(peer,), name=f"zbkern-from-{peer}", daemon=True)
             for peer in self.peers
@@ -193,7 +212,7 @@ class DistributedTransport(Transport):
             for group, sends in ((self._up, self.rank == low), (self._down, self.rank == high)):
                 token = torch.empty(1, dtype=torch.uint8, device=self.device)
                 with self._locks[id(group)]:
-                    (group.send if sends else group.recv)([token], peer, _TENSORS).wait()
+                    (group.send if sends else group.recv)([token], peer, TENSORS).wait()
                 self._receiving.synchronize()  # before NCCL allocates for the other one, which waits for the device
 
     def _settle(self, message: Any, works: Sequence[dist.Work]) -> None:
@@ -265,6 +284,7 @@ class DistributedTransport(Transport):
         if not self._aborted:
             close_groups([self._up, self._down])
         self._headers_up = self._headers_down = self._up = self._down = None
+        self._incoming = {}
 
     def _end(self, message: FinalMessage) -> None:
         """Sends this rank's final message to every peer, and only then lets its calls raise. Peers answer with theirs.
@@ -339,13 +359,13 @@ class DistributedTransport(Transport):
         packed = None if self._on_cpu else pack(tensors)
         with self._header_lock, not_profiled():  # all parts of one message before those of another thread's
             parts, carried = self._outgoing[peer].frame(message, tensors)
-            works = [(headers.send([part], peer, _HEADER), part) for part in parts]
+            works = [(headers.send([part], peer, tag), part) for part, tag in zip(parts, (HEADER, REST), strict=False)]
             if self._on_cpu and not carried and (packed := pack(tensors)) is not None:
-                works.append((group.send([packed], peer, _TENSORS), packed))
+                works.append((group.send([packed], peer, TENSORS), packed))
             self._outgoing[peer].sent()
         if packed is not None and not self._on_cpu:
             with self._locks[id(group)]:  # its memory stays until NCCL has sent it: torch has recorded NCCL's stream
-                self._last_sent[peer] = group.send([packed], peer, _TENSORS)
+                self._last_sent[peer] = group.send([packed], peer, TENSORS)
         return works
 
     def _finish_sends(
@@ -383,6 +403,28 @@ class DistributedTransport(Transport):
 
     # ---- receiving
 
+    def ready(self, tag: Tag | Note) -> bool:
+        self._is_asked_ahead = True
+        return super().ready(tag)
+
+    def wait_for(self, peer: int, tag: Any, timeout: float | None, instead: Any = None) -> None:
+        if self._is_asked_ahead or instead is not None or peer == self.rank or not _can_receive_here():
+            for turn in self._turns.values():
+                turn.call()
+            super().wait_for(peer, tag, timeout, instead)
+        elif self._mailbox.failure is not None or not self._turns[peer].ask(tag, partial(self._read_arrived, peer)):
+            super().wait_for(peer, tag, timeout)
+            self._turns[peer].settle()
+
+    def _read_arrived(self, peer: int) -> bool | None:
+        """Reads the peer's next message in this thread, as `Turn.ask` has it."""
+        found = self._incoming[peer].has_tensors()
+        if found:
+            message, carried = self._incoming[peer].receive()
+            assert isinstance(message, TensorHeader)
+            self._receive_tree(peer, message, carried)
+        return found
+
     def _receive_tensors(self, peer: int, size: int) -> tuple[Tensor, list[dist.Work]]:
         group = self._up if peer < self.rank else self._down
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -390,26 +432,24 @@ class DistributedTransport(Transport):
             return buffer, []
         if not self._on_cpu:
             with self._locks[id(group)]:
-                return buffer, [group.recv([buffer], peer, _TENSORS)]
-        try:
-            return buffer, [group.recv([buffer], peer, _TENSORS)]
-        except RuntimeError as error:
-            raise ConnectionLost(str(error)) from error
+                return buffer, [group.recv([buffer], peer, TENSORS)]
+        return buffer, [post_receive(group, buffer, peer, TENSORS)]
 
     def _receive_from(self, peer: int) -> None:
         """Thread: files everything `peer` sends until it closes or fails."""
-        incoming = Incoming(self._headers_up if peer < self.rank else self._headers_down, peer, carries=self._on_cpu)
+        incoming, turn = self._incoming[peer], self._turns[peer]
         try:
             with self._on_stream():  # a receive begins at once, not after the work that is queued on another
                 while True:
-                    message, carried = incoming.receive()
-                    if self._outlived():
-                        return
+                    with turn:
+                        message, carried = incoming.receive()
+                        if self._outlived():
+                            return
+                        if isinstance(message, TensorHeader):
+                            self._receive_tree(peer, message, carried)
                     if isinstance(message, FinalMessage):
                         break
-                    if isinstance(message, TensorHeader):
-                        self._receive_tree(peer, message, carried)
-                    else:
+                    if not isinstance(message, TensorHeader):
                         self._hear(peer, message)
             if message.ending == "closed":
                 self._mailbox.closed(peer)
@@ -457,6 +497,11 @@ class DistributedTransport(Transport):
             yield
 
 
+def _can_receive_here() -> bool:
+    """Whether a tensor that the calling thread makes is one for any call, and in no profile, as gloo's must be."""
+    return not (torch.is_inference_mode_enabled() or torch.autograd._profiler_enabled())
+
+
 class _EventWork:
     """An event as a Work is."""
 
@@ -478,7 +523,7 @@ def _end_threads(receivers: _Threads, sender: threading.Thread, communicators: S
     for peer, thread in receivers.items():
         for communicator in communicators if thread.is_alive() else ():
             with contextlib.suppress(RuntimeError):
-                communicator.recv([torch.empty(1)], peer, _NEVER).wait(_NOW)
+                communicator.recv([torch.empty(1)], peer, NEVER).wait(_NOW)
     _ended((*receivers.values(), sender), _LAST.total_seconds())
 
 

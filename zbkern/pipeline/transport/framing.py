@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import io
@@ -12,15 +13,20 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.transport.mailbox import Note, Tag
 from zbkern.pipeline.transport.packing import Shapes, copy_packed, packed_bytes
-from zbkern.pipeline.transport.process_groups import receive_into
+from zbkern.pipeline.transport.process_groups import finish_receive, post_receive
 
+HEADER, TENSORS, NEVER, REST = range(4)  # tags of gloo's messages: REST of a longer header; NEVER of none
+_AHEAD = 4  # receives that are posted: pipelines send so many messages or more before they need one back
 _HEADER_BYTES = 1024  # what a receive is posted for; few headers need a second part
 _LENGTH_BYTES = 4
+_TRAILER_BYTES = 8  # behind the tensors: zeros, where before the message there is something else
+_ZEROS = bytes(_TRAILER_BYTES)
 _CARRIED_BYTES = 1 << 18  # of tensors: to copy more takes longer than a message of their own
 _FORMS = 256  # of headers that a connection remembers
 _NUMBERS = struct.Struct("<IIqqqq")  # a header whose form is known: 0 for a length, the form, turn, step, chunk, unit
@@ -74,25 +80,27 @@ class Outgoing:
     """Messages to one peer as bytes: each says only what `Incoming` does not know from those before it.
 
     carries: whether tensors travel with their header. A message of their own takes as long as the first, or twice as
-    long where its receive is not posted yet. The posted one has room for the largest tensors so far, of a limited size.
+    long where its receive is not posted yet. A posted one has room for the largest tensors, of a limited size, of the
+    messages that had been read when it was posted: all but the last _AHEAD.
     """
 
     def __init__(self, carries: bool) -> None:
-        self._limit = _CARRIED_BYTES if carries else 0
-        self._room = self._next_room = 0  # beside the header, in this message and the next
+        self._rooms = _Rooms(_CARRIED_BYTES if carries else 0)
+        self._size = 0  # of the tensors of the message that was framed last
         self._forms: dict[Any, int] = {}
 
     def frame(self, message: Message, tensors: Sequence[Tensor] = ()) -> tuple[list[Tensor], bool]:
         """The bytes of a message, uint8 [posted], and the rest of a longer header; whether its tensors are in them."""
-        posted = torch.empty(_HEADER_BYTES + self._room, dtype=torch.uint8)
-        data, carried = b"", False
+        room = self._rooms.of_next
+        posted = _buffer(_HEADER_BYTES + room + _TRAILER_BYTES)
+        ctypes.memset(posted.data_ptr() + _HEADER_BYTES + room, 0, _TRAILER_BYTES)
+        data, carried, self._size = b"", False, 0
         if isinstance(message, TensorHeader):
-            size = packed_bytes(message.shapes)
-            carried = 0 < size <= self._room
+            self._size = packed_bytes(message.shapes)
+            carried = 0 < self._size <= room
             if carried:
                 copy_packed(tensors, posted.data_ptr() + _HEADER_BYTES)
             data = self._as_known(message)
-            self._next_room = _room_after(self._room, size, self._limit)
         data = data or _pickled(message)
         ctypes.memmove(posted.data_ptr(), data, min(len(data), _HEADER_BYTES))
         rest = data[_HEADER_BYTES:]
@@ -100,7 +108,7 @@ class Outgoing:
 
     def sent(self) -> None:
         """The peer has what `frame` returned last. An interruption before that leaves the room that it has posted."""
-        self._room = self._next_room
+        self._rooms.passed(self._size)
 
     def _as_known(self, header: TensorHeader) -> bytes:
         """Empty for a form that the peer does not know."""
@@ -118,20 +126,26 @@ class Outgoing:
 
 
 class Incoming:
-    """The messages of one peer. group: its communicator. carries: as the peer's `Outgoing` has it."""
+    """The messages of one peer. group: its communicator. carries: as the peer's `Outgoing` has it.
+
+    Receives of the next _AHEAD messages are posted: a sender that finds none sends twice as often.
+    """
 
     def __init__(self, group: Any, peer: int, carries: bool) -> None:
         self._group, self._peer = group, peer
-        self._limit = _CARRIED_BYTES if carries else 0
-        self._room = 0
+        self._rooms = _Rooms(_CARRIED_BYTES if carries else 0)
         self._forms: list[TensorHeader] = []
+        self._posted: collections.deque[tuple[Tensor, dist.Work]] = collections.deque()
 
     def receive(self) -> tuple[Message, Tensor | None]:
         """The next message, and the bytes of its tensors if they came with it; waits for it.
 
         Raises ConnectionLost when the connection ends.
         """
-        posted = self._receive_bytes(_HEADER_BYTES + self._room)
+        while len(self._posted) < _AHEAD:  # before the first message
+            self._post(0)
+        posted, work = self._posted.popleft()
+        finish_receive(work)
         data = _read(posted, _HEADER_BYTES)
         zero, form, turn, step, chunk, unit = _NUMBERS.unpack_from(data)
         if zero == 0:
@@ -140,25 +154,59 @@ class Incoming:
         else:
             end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
             if end > _HEADER_BYTES:
-                data += _read(self._receive_bytes(end - _HEADER_BYTES), end - _HEADER_BYTES)
+                rest = _buffer(end - _HEADER_BYTES)
+                finish_receive(post_receive(self._group, rest, self._peer, REST))
+                data += _read(rest, end - _HEADER_BYTES)
             kind, *fields = decode(data[_LENGTH_BYTES:end])
             message = _KINDS[kind](*fields)
             if isinstance(message, TensorHeader) and isinstance(message.tag, Tag) and len(self._forms) < _FORMS:
                 self._forms.append(message)
-        if not isinstance(message, TensorHeader):
+        if isinstance(message, FinalMessage):
             return message, None
-        size, room = packed_bytes(message.shapes), self._room
-        self._room = _room_after(room, size, self._limit)
-        return message, posted[_HEADER_BYTES : _HEADER_BYTES + size] if 0 < size <= room else None
+        size = packed_bytes(message.shapes) if isinstance(message, TensorHeader) else 0
+        carried = posted[_HEADER_BYTES : _HEADER_BYTES + size] if 0 < size <= self._rooms.of_next else None
+        self._post(self._rooms.passed(size))
+        return message, carried
 
-    def _receive_bytes(self, count: int) -> Tensor:
-        buffer = torch.empty(count, dtype=torch.uint8)
-        receive_into(self._group, buffer, self._peer)
-        return buffer
+    def has_tensors(self) -> bool | None:
+        """Whether the next message is there, a header that is known and its tensors; None where nothing is there."""
+        if not self._posted:
+            return None
+        address, room = self._posted[0][0].data_ptr(), self._rooms.of_next
+        if ctypes.string_at(address + _HEADER_BYTES + room, _TRAILER_BYTES) != _ZEROS:
+            return None
+        zero, form = _NUMBERS.unpack(ctypes.string_at(address, _NUMBERS.size))[:2]
+        return zero == 0 and 0 < packed_bytes(self._forms[form].shapes) <= room
+
+    def _post(self, room: int) -> None:
+        buffer = _buffer(_HEADER_BYTES + room + _TRAILER_BYTES)
+        ctypes.memset(buffer.data_ptr() + _HEADER_BYTES + room, 255, _TRAILER_BYTES)
+        self._posted.append((buffer, post_receive(self._group, buffer, self._peer, HEADER)))
 
 
-def _room_after(room: int, size: int, limit: int) -> int:
-    return size if room < size <= limit else room
+class _Rooms:
+    """How much room for tensors the next messages have, beside their headers. Both sides count alike."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._largest = 0
+        self._next = collections.deque([0] * _AHEAD)
+
+    @property
+    def of_next(self) -> int:
+        return self._next[0]
+
+    def passed(self, size: int) -> int:
+        """After a message with tensors of this size; returns the room of the one that comes _AHEAD after it."""
+        if self._largest < size <= self._limit:
+            self._largest = size
+        self._next.popleft()
+        self._next.append(self._largest)
+        return self._largest
+
+
+def _buffer(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8, device="cpu")  # whatever torch.set_default_device says
 
 
 def _pickled(message: Message) -> bytes:

@@ -105,13 +105,12 @@ class ConnectionLost(RuntimeError):
     """gloo's connection to a peer has ended."""
 
 
-def receive_into(group: Any, buffer: torch.Tensor, peer: int) -> None:
-    """Waits for the peer's next header on this communicator of gloo. Raises ConnectionLost when the connection ends."""
+def post_receive(group: Any, buffer: torch.Tensor, peer: int, tag: int) -> dist.Work:
+    """Of what the peer sends next under this tag by gloo. Raises ConnectionLost when the connection has ended."""
     try:
-        work = group.recv([buffer], peer, 0)
+        return group.recv([buffer], peer, tag)
     except RuntimeError as error:
         raise ConnectionLost(str(error)) from error
-    finish_receive(work)
 
 
 def finish_receive(work: dist.Work) -> None:
