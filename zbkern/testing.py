@@ -6,7 +6,7 @@ import functools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,6 @@ __all__ = [
     "attention_flops",
     "linear_flops",
     "measure",
-    "storage_bytes",
     "tolerance_of",
 ]
 
@@ -174,11 +173,6 @@ def _beyond_cache(device: torch.device) -> Tensor:
     """Twice what the L2 cache holds."""
     size = torch.cuda.get_device_properties(device).L2_cache_size
     return torch.zeros(2 * size, dtype=torch.int8, device=device)
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages these tensors live in, each storage once: what they keep allocated."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def linear_flops(rows: int, inputs: int, outputs: int) -> int:

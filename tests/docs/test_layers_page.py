@@ -17,13 +17,35 @@ from zbkern.pipeline import Pipeline, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 
 PAGE = Path(__file__).parents[2] / "docs" / "layers.md"
-MODULES, WAITING, CLASSES, PIPELINE = blocks(PAGE)
+MODULES, FUNCTIONS, WAITING, CLASSES, PIPELINE = blocks(PAGE)
 
 
 def test_the_modules_of_the_page() -> None:
     names: dict[str, Any] = {}
     exec(MODULES, names)
     assert names["y"].shape == (2, 16, 64)
+
+
+def test_the_functions_of_the_page() -> None:
+    """What they give is what torch's operations make of the same weights."""
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"torch": torch}
+    exec(FUNCTIONS, names)
+    rows = []
+    for x, gate_up, down, last in zip(
+        names["x"].split(names["counts"]), *(names[n] for n in ("gate_up", "down", "last")), strict=True
+    ):
+        gate, up = (x @ gate_up.T / 8).chunk(2, -1)
+        rows.append(F.silu(gate.clamp(max=7)) * up.clamp(-7, 7) @ down.T / 11 @ last.T / 8)
+    q = F.rms_norm(torch.cat(rows), (64,)).view(1, 16, 4, 16).transpose(1, 2)
+    near = torch.ones(16, 16, dtype=torch.bool).tril().triu(-7)
+    h = F.scaled_dot_product_attention(q, q, q, near).transpose(1, 2).flatten(2)[0]
+    torch.testing.assert_close(names["h"], h, rtol=1e-4, atol=1e-5)
+    logits, labels = h @ names["head"].T, names["labels"]
+    torch.testing.assert_close(names["loss"], F.cross_entropy(30 * (logits / 30).tanh(), labels), rtol=1e-4, atol=1e-5)
+    log_p = logits.log_softmax(-1)
+    torch.testing.assert_close(names["log_probs"], log_p.gather(-1, labels[:, None])[:, 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(names["entropy"], -(log_p.exp() * log_p).sum(-1), rtol=1e-4, atol=1e-5)
 
 
 def test_what_does_not_wait_holds_nothing() -> None:

@@ -1,7 +1,8 @@
-"""The programs of pages that have one or two: schedules.md, offload.md, kernels.md and gradients.md in docs/."""
+"""The programs of pages that have one or two: of schedules, offload, long context, kernels and gradients."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections import OrderedDict
@@ -41,6 +42,13 @@ def test_a_plan_that_offloads_and_recomputes() -> None:
     exec(code.replace("stages=8, microbatches=32", "stages=6, microbatches=8, effort=0"), names)
     assert max(names["p"].timeline.peak_memory) <= 20e9
     assert {action.kind for row in names["p"].schedule.actions for action in row} & {"O", "R"}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_slices_are_checked(causal: bool) -> None:
+    names = {"module": zbkern.nn.Attention(8, 2, causal=causal), "inputs": torch.randn(2, 16, 8)}
+    with contextlib.nullcontext() if causal else pytest.raises(ValueError, match="slices"):
+        exec(block(DOCS / "long_context.md", "import check_slices"), names)
 
 
 def test_parts_of_a_chunk() -> None:
