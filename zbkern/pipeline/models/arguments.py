@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zbkern.pipeline.models.families import ENCODERS_BEFORE_BLOCKS, decoder_inputs, pools_by_padding
+from zbkern.pipeline.models.families import ENCODERS_BEFORE_BLOCKS, decoder_inputs, known_arguments, pools_by_padding
+from zbkern.pipeline.models.rewritten import Place
 
 # Beginnings of arguments' names in the library: of images, videos and sound; and of all that the first chunk takes.
 _OF_ENCODERS = ("pixel_values", "input_features", "input_values")
@@ -31,7 +32,54 @@ def split_batch(whole: Any, has_encoder: bool, batch: Mapping[str, Any]) -> tupl
     return {name: batch[name] for name in batch if name in here}, every
 
 
-def refuse_unknown(whole: Any, known: frozenset[str], side: dict[str, Any]) -> None:
+class LibraryArguments:
+    """The side inputs of a chunk's forward as a model of the transformers library takes them: with the cache of a slice
+    and masks of packs, without what other chunks alone take, and none that it does not know."""
+
+    def __init__(self, whole: Any, place: Place) -> None:
+        self._whole, self._place = whole, place
+        self._known = known_arguments(whole)  # before layers are converted
+        self._needs_masks: bool | None = None  # of packs
+
+    def begin(self, side: dict[str, Any], carry: Any) -> dict[str, Any]:
+        whole, place = self._whole, self._place
+        side = {name: value for name, value in side.items() if name != "carry"}
+        _refuse_unknown(whole, self._known, side)
+        side = {"use_cache": False, **side}
+        if carry is not None:
+            layers = map(whole.get_submodule, place.layers)
+            if any(getattr(layer, "gradient_checkpointing", False) for layer in layers):
+                check_sliceable(whole)  # it was switched on since, and layers would read no earlier slice
+            side = _sliced_cache().arguments_of_slice(whole, side, carry)
+        elif side.get("position_ids") is not None:
+            if self._needs_masks is None:
+                self._needs_masks = _sliced_cache().needs_masks_of_packs(whole)
+            side = _sliced_cache().masks_of_pack(whole, side) if self._needs_masks else side
+        if place.first > 0 or not place.is_last:
+            side = _without_images(whole, side, place.names, place.first, place.last)
+        return side
+
+    def end(self) -> None:
+        """There is nothing that it has changed."""
+
+
+def check_sliceable(whole: Any) -> None:
+    """Raises ValueError where a model of the library cannot take slices, naming what needs the whole sequence."""
+    if pools_by_padding(whole):
+        raise ValueError(
+            f"cut: {type(whole).__name__} looks for the last token of whole sequences: use a schedule without slices"
+        )
+    _sliced_cache().check_sliceable(whole)
+
+
+def _sliced_cache() -> Any:
+    """The module that needs the transformers library."""
+    from zbkern.pipeline.models import sliced_cache
+
+    return sliced_cache
+
+
+def _refuse_unknown(whole: Any, known: frozenset[str], side: dict[str, Any]) -> None:
     """The library's models take any further argument, and do nothing with it."""
     for name in side if known else ():
         if name not in known:
@@ -45,10 +93,11 @@ def refuse_unknown(whole: Any, known: frozenset[str], side: dict[str, Any]) -> N
             )
 
 
-def without_images(
-    whole: Any, own: str | None, side: dict[str, Any], layers: Sequence[str], first: float, last: float
+def _without_images(
+    whole: Any, side: dict[str, Any], layers: Sequence[str], first: float, last: float
 ) -> dict[str, Any]:
     """Side inputs without those of an encoder beside the layers, whose chunk has put them among the embeddings."""
+    own = next(iter(inspect.signature(whole.forward).parameters), None)
     encoded = [name for name in side if name.startswith(_OF_ENCODERS) and name != own]
     kind = whole.config.model_type
     if encoded and kind not in ENCODERS_BEFORE_BLOCKS:

@@ -7,8 +7,7 @@ with numbers and the softcap that follow (Gemma, Cohere, Granite); for any other
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -118,20 +117,25 @@ pytree.register_pytree_node(
 )
 
 
-@contextmanager
-def in_place_of_head(chunk: nn.Module, name: str) -> Iterator[None]:
-    """Inside, the module of that name gives logits that are not computed, if it is a head whose loss needs none."""
-    parent, _, key = name.rpartition(".")
-    modules: Any = chunk.get_submodule(parent)._modules
-    head = modules[key]
-    if not _can_wait(chunk, name):
-        yield
-        return
-    modules[key] = _Head(head)
-    try:
-        yield
-    finally:
-        modules[key] = head
+class Head:
+    """The head of a model, if this chunk has it: while a forward runs for a loss that needs no logits, a stand-in is in
+    its place, which gives some that are not computed. name: "" where another chunk has it."""
+
+    def __init__(self, chunk: nn.Module, name: str) -> None:
+        self.name, self.may_wait, self._chunk = name, False, chunk
+
+    def begin(self, side: dict[str, Any], carry: Any) -> dict[str, Any]:
+        if self.name and self.may_wait and _can_wait(self._chunk, self.name):
+            self._put(_Head(self._chunk.get_submodule(self.name)))
+        return side
+
+    def end(self) -> None:
+        if self.name and isinstance(stand_in := self._chunk.get_submodule(self.name), _Head):
+            self._put(stand_in.head)
+
+    def _put(self, module: nn.Module) -> None:
+        parent, _, key = self.name.rpartition(".")
+        self._chunk.get_submodule(parent)._modules[key] = module
 
 
 def deferred(output: Any) -> Any:

@@ -7,6 +7,7 @@ So every chunk adds the sums of its layers to those that come with the activatio
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,24 +16,27 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.auxiliary_losses import add_loss
-from zbkern.pipeline.models.stand_ins import Flow
 
 
 class RouterLosses:
-    """The routers in some layers of a model, and what they add to its loss. flow: says when its forward runs."""
+    """The routers in some layers of a model, and what they add to its loss, which the library does not compute."""
 
-    def __init__(self, whole: nn.Module, layers: list[str], flow: Flow) -> None:
+    def __init__(self, whole: nn.Module, layers: Sequence[str]) -> None:
         recorded, self._top_k, self._coefficient = _settings(whole)
-        self._index, self._flow = recorded.index, flow
+        self._index, self._runs = recorded.index, False
         self._found: list[tuple[nn.Module, Tensor]] = []
         for layer in layers:
             for name, part in whole.get_submodule(layer).named_modules(prefix=layer):
                 if isinstance(part, recorded.target_class) and f".{recorded.layer_name or layer}." in f".{name}.":
                     part.register_forward_hook(self._note)
 
-    def begin(self) -> None:
-        """Before a forward."""
+    def begin(self, side: dict[str, Any], carry: Any) -> dict[str, Any]:
         self._found.clear()
+        self._runs = True
+        return {**side, "output_router_logits": False}
+
+    def end(self) -> None:
+        self._runs = False  # else a layer runs alone, again in an R
 
     def sums(self, before: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """After it: the sums of the layers before, and of these; None where there are no routers yet.
@@ -68,7 +72,7 @@ class RouterLosses:
         return pytree.tree_unflatten(leaves, structure)
 
     def _note(self, router: nn.Module, inputs: Any, output: Any) -> None:
-        if self._flow.runs:
+        if self._runs:
             logits = output[self._index] if isinstance(output, tuple) else output
             self._found.append((router, logits.full_tensor() if isinstance(logits, DTensor) else logits))
 

@@ -48,6 +48,9 @@ class Flow:
         self.ended = ""  # by a layer after the last, where the last has not run
         self.has_graph = torch.is_grad_enabled()
 
+    def end(self) -> None:
+        self.runs = False
+
     def like_received(self, name: str) -> Any:
         """Placeholders for what a layer gives that is of the class of the one whose output is received."""
         return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, name), self.received)

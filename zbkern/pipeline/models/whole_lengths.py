@@ -6,7 +6,7 @@ length from the largest position that it sees: that of a slice, or of the longes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,13 +54,13 @@ class WholeLengths:
         if (window := getattr(whole.config, "keep_window_size", None)) is not None:
             self._limits.append(_Limit("mask", window))
 
-    def begin(self, side: Mapping[str, Any], carry: Any) -> None:
+    def begin(self, side: dict[str, Any], carry: Any) -> dict[str, Any]:
         """Before a forward. Raises ValueError where it would compute a sequence in another way than a whole one."""
         self._length = 0
         found: _Limit | None = None
         positions: Any = side.get("position_ids")
         if not self._limits:
-            return
+            return side
         if carry is not None and (positions is None or _count_on(positions, carry)):
             found = next((limit for limit in self._limits if limit.differs_in_slices(carry)), None)
             self._length = carry.length or 0
@@ -75,6 +75,7 @@ class WholeLengths:
                 f"whole sequence, which {'slices' if carry is not None else 'packed sequences'} do not show: give "
                 "whole sequences, one in a row, or shorter ones"
             )
+        return side
 
     def end(self) -> None:
         self._length = 0
