@@ -2,25 +2,13 @@
 import sys
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import zbkern
-from zbkern.pipeline import (
-    Costs,
-    Optimizer,
-    Pipeline,
-    PlannedBatches,
-    cut,
-    full_weights,
-    per_sequence,
-    schedules,
-    sequence_targets,
-    token_log_probs,
-)
+from zbkern import pipeline
 
 TOKEN, GROUP, END = 5, 4, 1  # the rewarded token; answers to a prompt; the token that ends one
-COSTS = Costs(2.0, 3.5, 1.0, attention_forward=1.0, attention_backward=2.5, overhead=0.01, tokens=32)  # or `profile`
+COSTS = pipeline.Costs(2.0, 3.5, 1.0, attention_forward=1.0, attention_backward=2.5, overhead=0.01, tokens=32)
 
 
 def rollouts(engine, step):
@@ -29,10 +17,8 @@ def rollouts(engine, step):
     found = []
     for length in (3, 7, 11):
         prompt = torch.randint(2, engine.config.vocab_size, (1, length))
-        how = {"do_sample": True, "max_new_tokens": 24, "num_return_sequences": GROUP, "pad_token_id": 0}
-        answers = engine.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
-        ends = [[*row[length:].tolist(), END].index(END) + length + 1 for row in answers]
-        rows = [row[:end] for row, end in zip(answers, ends, strict=True)]
+        answers = engine.generate(prompt, do_sample=True, max_new_tokens=24, num_return_sequences=GROUP, pad_token_id=0)
+        rows = [row[: length + [*row[length:].tolist(), END].index(END) + 1] for row in answers]
         rewards = torch.stack([(row[length:] == TOKEN).float().mean() for row in rows])
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
         next_tokens = [torch.cat([torch.full((length - 1,), -100), row[length:], torch.tensor([-100])]) for row in rows]
@@ -43,7 +29,7 @@ def rollouts(engine, step):
 def policy_loss(logits, target):
     """Of one answer: the mean over its tokens; where there are no old log-probabilities, these."""
     tokens, advantage, old, ratios = target
-    log_probs = token_log_probs(logits, tokens[None])[0][0]
+    log_probs = pipeline.token_log_probs(logits, tokens[None])[0][0]
     if old is None:
         return log_probs
     ratio = (log_probs - old).exp()
@@ -55,39 +41,37 @@ def policy_loss(logits, target):
 def main(folder, replicas, steps):
     """Of each inner step the loss and how far a ratio is from 1, on ranks with the last chunk; and the weights."""
     stages = torch.distributed.get_world_size() // replicas
-    mesh = init_device_mesh("cpu", (replicas, stages), mesh_dim_names=("replica", "stage"))  # "cuda" on GPUs
+    mesh = torch.distributed.init_device_mesh(
+        "cpu", (replicas, stages), mesh_dim_names=("replica", "stage")
+    )  # "cuda" on GPUs
     replica, stage = mesh.get_coordinate()
-    schedule, config = schedules.zb_v(stages, stages), AutoConfig.from_pretrained(folder)
-    chunks = [zbkern.convert(c.float()) for c in cut(config, schedule, weights=folder, rank=stage)]
+    schedule, config = pipeline.schedules.zb_v(stages, stages), AutoConfig.from_pretrained(folder)
+    chunks = [zbkern.convert(c.float()) for c in pipeline.cut(config, schedule, weights=folder, rank=stage)]
+    chunks = [torch.nn.parallel.DistributedDataParallel(c, process_group=mesh.get_group("replica")) for c in chunks]
     adamw = torch.optim.AdamW(torch.nn.ModuleList(chunks).parameters(), lr=3e-3)
-    if replicas > 1:
-        group = mesh.get_group("replica")
-        chunks = [torch.nn.parallel.DistributedDataParallel(c, process_group=group) for c in chunks]
-    engine, log = AutoModelForCausalLM.from_config(config).eval(), []
-    with Pipeline(chunks, schedule, per_sequence(policy_loss), mesh.get_group("stage")) as pipe, torch.no_grad():
-        optimizer = Optimizer(adamw, pipe, max_norm=0.5)
+    engine, log, ratios = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False), [], []
+    with pipeline.Pipeline(chunks, schedule, pipeline.per_sequence(policy_loss), mesh.get_group("stage")) as pipe:
+        optimizer = pipeline.Optimizer(adamw, pipe, max_norm=0.5)
         for step in range(steps):
-            for name, weight in full_weights(pipe):
+            for name, weight in pipeline.full_weights(pipe):
                 engine.get_parameter(name).copy_(weight)
             data = rollouts(engine, step)
             how = {"sequences": len(data), "multiple": 8, "replica": replica, "replicas": replicas}
-            (batch,) = PlannedBatches([row.tolist() for row, _, _ in data], COSTS, stages, **how)
-            plan, ratios = batch.plan, []
+            (batch,) = pipeline.PlannedBatches([row.tolist() for row, _, _ in data], COSTS, stages, **how)
             answers = [(*data[number][1:], None, ratios) for number in batch.sequences]
-            given = batch.inputs, sequence_targets(answers, plan), batch.side
-            olds = pipe.forward(*given, schedule=plan.schedule) or [None] * len(answers)
+            given = batch.inputs, pipeline.sequence_targets(answers, batch.plan), batch.side
+            olds = pipe.forward(*given, schedule=batch.plan.schedule) or [None] * len(answers)
             answers = [(*answer[:2], old, ratios) for answer, old in zip(answers, olds, strict=True)]
-            targets = sequence_targets(answers, plan, sequences=len(data) / replicas)
+            targets = pipeline.sequence_targets(answers, batch.plan, sequences=len(data) / replicas)
             for _ in range(2):
                 ratios.clear()
                 optimizer.zero_grad()
-                with torch.enable_grad():
-                    loss = pipe.step(batch.inputs, targets, batch.side, schedule=plan.schedule)
+                loss = pipe.step(batch.inputs, targets, batch.side, schedule=batch.plan.schedule)
                 optimizer.step()
                 if loss is not None:
                     log.append((loss.item(), max(ratios)))
                     print(f"step {step}: loss {log[-1][0]:.4f}, ratios within {log[-1][1]:.2g} of 1", flush=True)
-        return log, {name: weight.clone() for name, weight in full_weights(pipe)}
+        return log, {name: weight.clone() for name, weight in pipeline.full_weights(pipe)}
 
 
 if __name__ == "__main__":
