@@ -22,11 +22,13 @@ using Row = std::vector<int>;
 using Rows = std::vector<Row>;
 
 // A unit is a microbatch, or a slice of one. Slices go back in the opposite order, so that the k-th B of a chunk runs
-// after all F of its microbatch; otherwise the passes of a chunk are in order, as without slices.
+// after all F of its microbatch; otherwise the passes of a chunk are in order, as without slices. Units of a batch cost
+// and are what their sequences are: a batch is a problem for each order of its rows.
 struct Problem {
   int ranks = 0, chunks = 0, units = 0;
-  int slices = 1;                                        // of a microbatch
+  int slices = 1;                                        // of a microbatch, at most
   std::vector<int> placement;                            // [chunks] rank of each
+  std::vector<int> ends;  // [k] how many F of a chunk run before its k-th B: all of its microbatch, and those before
   std::vector<Time> forward, backward, weight, fused;    // [chunk * units + k] durations
   std::vector<Time> forward_lag, backward_lag;           // [the same] of the message that an F, or a B, waits for
   std::vector<Time> activation, freed, held;             // [the same] memory: taken by F, freed by B, held from B to W
@@ -34,8 +36,8 @@ struct Problem {
   std::vector<Time> limit;                               // [ranks]
   bool makespan = false;                                 // minimise makespan instead of cost
   int passes() const { return 3 * chunks * units; }
-  // How many F of a chunk run before its k-th B.
-  int forwards_before(int k) const { return (k / slices + 1) * slices; }
+  // Whether unit k is the first of its microbatch.
+  bool begins(int k) const { return !k || ends[k - 1] == k; }
 };
 
 // How long and how hot a search runs; see `Effort` in native.py.
@@ -50,9 +52,9 @@ struct Effort {
 // How the ranks decide in the list scheduler; see `Rule` in list_scheduler.py.
 struct Rule {
   std::vector<int> priority, patience, late_forward, late_backward;  // [ranks]
-  std::vector<int> caps;  // [chunks] how many forwards each may be ahead of its backwards
-  bool fuse, follow;
-  auto parts() const { return std::tie(priority, patience, late_forward, late_backward, caps, fuse, follow); }
+  std::vector<int> caps, fuse;  // [chunks] how many forwards each may be ahead of its backwards; whether these are BW
+  bool follow, reserve;
+  auto parts() const { return std::tie(priority, patience, late_forward, late_backward, caps, fuse, follow, reserve); }
   bool operator==(const Rule& other) const { return parts() == other.parts(); }
 };
 

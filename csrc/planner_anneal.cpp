@@ -46,7 +46,7 @@ class Annealer {
     }
     for (int c = 0; c < n_; c++)
       for (int j = 0; j < m_; j++) {
-        if (j % p_.slices == 0) before_[id(kForward, c, p_.forwards_before(j) - 1)] = id(kBackward, c, j);
+        if (p_.begins(j)) before_[id(kForward, c, p_.ends[j] - 1)] = id(kBackward, c, j);
         before_[id(kBackward, c, j)] = id(kWeight, c, j);
       }
     const int ranks = p_.ranks;

@@ -1,338 +1,205 @@
 #include "planner_batch.h"
 
-#include <queue>
+#include <algorithm>
+#include <numeric>
 
-#include "planner_batch_units.h"
+#include "planner_lists.h"
 #include "planner_random.h"
 
 namespace zbkern {
 namespace {
 
-constexpr int kTried = 2;  // sizes of units, of which all policies are tried in a limited memory
+constexpr int kSizes[] = {6, 4, 8, 11, 3, 16, 2, 22, 32};  // units per rank
+constexpr int kTried = 2;      // sizes of units, of which all rules are tried in a limited memory
+constexpr int kMostUnits = 64;  // per rank
+constexpr std::int64_t kTemperatures = 256;
 
-// How units are ordered, and how ranks decide between what is ready.
-struct Policy {
-  int fuse = 0;       // BW: never, always, on the first chunk, or on the first `ranks`
-  int ranks = 0;
-  int forward = 0;    // F before B: never, always, or after a B
-  int newest = 0;     // of several B the one of the first unit of the order, not the one that came first
-  int late = 1;       // of several F that of the rank's last chunk
-  int patience = 2;   // quarters of a W that a wait must be as long as for W to fill it
-  int share = 256;    // of 256 parts of the limit, what the first rank uses
-  int slope = 0;      // and how many fewer the last one does
+// The microbatches of a batch in some order, and how ranks decide between what is ready.
+struct State {
+  std::vector<int> order;
+  Rule rule;
+  bool operator==(const State& other) const { return order == other.order && rule == other.rule; }
 };
 
-// Runs a batch by a policy: each rank takes what is ready. F run in the order of the units, B of a sequence from its
-// last slice, W in the order of their B.
-class ListSchedule {
+// A choice of units, and the problem that it is in any order.
+class Candidate {
  public:
-  ListSchedule(const Batch& batch, const std::vector<int>& order, const Policy& policy)
-      : batch_(batch), order_(order), policy_(policy), n_(batch.size()), place_(n_),
-        forward_(batch.chunks * static_cast<std::size_t>(n_), kForever), backward_(forward_), done_(forward_.size(), 0),
-        next_(batch.chunks, 0), ready_(batch.chunks), ranks_(batch.ranks) {
-    for (int i = 0; i < n_; i++) place_[order[i]] = i, forward_[i] = 0;
+  Candidate(const BatchCosts& costs, const std::vector<int>& lengths, int count)
+      : rows_(units_of(costs, lengths, count)), natural_(problem_of(costs, rows_, lengths)), ordered_(natural_) {
+    for (int k = 0; k < natural_.units; k = natural_.ends[k]) begins_.push_back(k);
   }
 
-  // Ends once it takes longer than `bound`; record: keeps the events.
-  void run(Time bound, bool record) {
-    record_ = record;
-    std::int64_t left = 2ll * batch_.chunks * n_;
-    for (int r = 0; r < batch_.ranks; r++) heap_.emplace(0, r);
-    while (!heap_.empty()) {
-      const auto [now, r] = heap_.top();
-      heap_.pop();
-      if (ranks_[r].free > now) continue;
-      left -= step(now, r);
-      if (makespan > bound) return;
+  // The cost of a state; kForever where that exceeds the cutoff, or ranks wait for each other.
+  Time run(const State& state, Time cutoff) {
+    reorder(state.order);
+    ListScheduler lists(ordered_);
+    const bool ended = lists.run(state.rule, cutoff);
+    ran += lists.ran();
+    if (!ended) return kForever;
+    orders_ = lists.orders();
+    return orders_.cost;
+  }
+  Time excess() const { return ListScheduler(natural_).excess(); }
+  int passes() const { return natural_.passes(); }
+  std::int64_t ran = 0;  // passes
+  const Problem& problem() const { return natural_; }
+
+  // Those that fill the pipeline, few small microbatches, and then the others, the largest first.
+  std::vector<int> small_first(int lead) const {
+    const int count = static_cast<int>(begins_.size());
+    std::vector<int> ascending(count), order;
+    std::vector<char> taken(count, 0);
+    std::iota(ascending.begin(), ascending.end(), 0);
+    std::vector<Time> works(count, 0);
+    for (int at = 0; at < natural_.chunks * natural_.units; at++) {
+      const auto behind = std::upper_bound(begins_.begin(), begins_.end(), at % natural_.units);
+      works[behind - begins_.begin() - 1] += natural_.forward[at] + natural_.backward[at] + natural_.weight[at];
     }
-    for (const Rank& rank : ranks_) complete = complete && rank.weights == rank.pending.size();
-    complete = complete && left == 0;
+    std::stable_sort(ascending.begin(), ascending.end(), [&](int a, int b) { return works[a] < works[b]; });
+    for (int i = 0; i < lead && 2 * i < count; i++) order.push_back(ascending[2 * i]), taken[2 * i] = 1;
+    for (int i = count - 1; i >= 0; i--)
+      if (!taken[i]) order.push_back(ascending[i]);
+    return order;
   }
 
-  bool complete = true;
-  Time makespan = 0;
-  std::vector<std::vector<BatchEvent>> events;
-  std::vector<Time> peaks() const {
-    std::vector<Time> found;
-    for (const Rank& rank : ranks_) found.push_back(rank.peak);
-    return found;
+  BatchOrder found(const State& state) {
+    BatchOrder result;
+    run(state, kForever);
+    for (int row : state.order)
+      result.rows.members.push_back(rows_.members[row]), result.rows.cuts.push_back(rows_.cuts[row]);
+    result.orders = {grouped(orders_), orders_.fused}, result.problem = ordered_;
+    return result;
   }
 
  private:
-  struct Rank {
-    Time free = 0, held = 0, peak = 0, reserved = 0;
-    int before = kForward;
-    std::vector<std::pair<int, int>> pending;  // chunk and unit of W
-    std::size_t weights = 0;                   // of these, those that ran
-  };
-
-  const Batch& batch_;
-  const std::vector<int>& order_;
-  const Policy& policy_;
-  int n_;
-  std::vector<int> place_;
-  std::vector<Time> forward_, backward_;  // when inputs and gradients arrive
-  std::vector<char> done_;                // whether a B has run
-  std::vector<int> next_;                 // of the order, the next F of each chunk
-  std::vector<std::vector<int>> ready_;   // units whose gradient is on its way or there, by chunk
-  std::vector<Rank> ranks_;
-  bool record_ = false;
-  std::priority_queue<std::pair<Time, int>, std::vector<std::pair<Time, int>>, std::greater<>> heap_;
-
-  bool fuses(int r, int chunk) const {
-    return policy_.fuse == 1 || (policy_.fuse == 2 && chunk == 0) || (policy_.fuse == 3 && r < policy_.ranks);
-  }
-  // What a unit, or a whole sequence with its first slice, may come to hold on a rank.
-  Time need(int r, int unit) const {
-    const BatchUnit& u = batch_.units[unit];
-    if (u.slice > 0) return 0;
-    Time sum = 0;
-    for (int slice = 0; slice < u.slices; slice++)
-      for (int c : batch_.mine[r]) sum += most(c, unit + slice);
-    for (int c : batch_.mine[r]) sum += u.slices > 1 ? batch_.carried_most(batch_.at(c, unit)) : 0;
-    return sum;
-  }
-  Time most(int chunk, int unit) const {
-    const std::size_t i = batch_.at(chunk, unit);
-    return std::max(batch_.priced.activation[i], batch_.priced.held[i]);
+  void reorder(const std::vector<int>& order) {
+    const Problem& p = natural_;
+    int at = 0;
+    for (int row : order) {
+      const int end = at + p.ends[begins_[row]] - begins_[row];
+      while (at < end) ordered_.ends[at++] = end;
+    }
+    for (std::vector<Time> Problem::*each :
+         {&Problem::forward, &Problem::backward, &Problem::weight, &Problem::fused, &Problem::forward_lag,
+          &Problem::backward_lag, &Problem::activation, &Problem::freed, &Problem::held, &Problem::merge_saving}) {
+      auto target = (ordered_.*each).begin();
+      for (int c = 0; c < p.chunks; c++) {
+        const auto source = (p.*each).begin() + static_cast<std::ptrdiff_t>(c) * p.units;
+        for (int row : order) target = std::copy(source + begins_[row], source + p.ends[begins_[row]], target);
+      }
+    }
   }
 
-  // Starts one pass on a rank, if any can; how many F and B that are.
-  int step(Time now, int r) {
-    Rank& rank = ranks_[r];
-    const auto& mine = batch_.mine[r];
-    Time next = kForever;  // when more arrives
-    std::pair<Time, int> best{kForever, 0};
-    int kind = -1, chunk = 0, unit = 0;
-    for (int c : mine)
-      for (int i : ready_[c]) {
-        const BatchUnit& u = batch_.units[i];
-        if (u.slice + 1 < u.slices && !done_[batch_.at(c, i + 1)]) continue;
-        const Time arrival = backward_[batch_.at(c, i)];
-        if (arrival > now) {
-          next = std::min(next, arrival);
-          continue;
-        }
-        const std::pair<Time, int> key = policy_.newest ? std::pair<Time, int>{place_[i], -c} : std::pair{arrival, -c};
-        if (key < best) best = key, kind = kBackward, chunk = c, unit = i;
-      }
-    bool blocked = false;  // an F that memory has no room for
-    const auto& limits = batch_.costs.limit;
-    const Time limit =
-        limits.empty() ? kForever : limits[r] / 256 * (policy_.share - policy_.slope * r / batch_.ranks);
-    for (std::size_t i = 0; i < mine.size(); i++) {
-      const int c = mine[policy_.late ? mine.size() - 1 - i : i];
-      if (next_[c] >= n_) continue;
-      const int u = order_[next_[c]];
-      const Time arrival = forward_[batch_.at(c, u)];
-      if (arrival > now) {
-        next = std::min(next, arrival);
-        continue;
-      }
-      if (c == mine[0] && rank.reserved > 0 && batch_.units[u].slice == 0 && rank.reserved + need(r, u) > limit) {
-        blocked = true;
-        continue;
-      }
-      if (kind < 0 || policy_.forward == 1 || (policy_.forward == 2 && rank.before == kBackward))
-        kind = kForward, chunk = c, unit = u;
-      break;
-    }
-    if (kind < 0 && rank.weights < rank.pending.size()) {
-      const auto [c, u] = rank.pending[rank.weights];
-      const Time length = batch_.priced.time[kWeight][batch_.at(c, u)];
-      if (blocked || next == kForever || 4 * (next - now) >= policy_.patience * length)
-        kind = kWeight, chunk = c, unit = u;
-    }
-    if (kind < 0) {
-      if (next < kForever) heap_.emplace(next, r);
-      return 0;
-    }
-    start(now, r, kind, chunk, unit);
-    return kind != kWeight;
-  }
-
-  void start(Time now, int r, int kind, int chunk, int unit) {
-    Rank& rank = ranks_[r];
-    const std::size_t i = batch_.at(chunk, unit);
-    const int what = kind == kBackward && fuses(r, chunk) ? kFused : kind;
-    const Time end = now + batch_.priced.time[what][i];
-    if (kind == kForward) {
-      next_[chunk]++;
-      if (chunk == batch_.mine[r][0]) rank.reserved += need(r, unit);
-      if (chunk + 1 < batch_.chunks) {
-        arrive(forward_, chunk + 1, unit, end + batch_.lag(chunk, chunk + 1, unit));
-      } else {
-        backward_[i] = end;
-        ready_[chunk].push_back(unit);
-      }
-    } else if (kind == kBackward) {
-      done_[i] = 1;
-      auto& waiting = ready_[chunk];
-      waiting.erase(std::find(waiting.begin(), waiting.end(), unit));
-      if (what == kFused) rank.reserved -= most(chunk, unit);
-      else rank.pending.emplace_back(chunk, unit);
-      const BatchUnit& u = batch_.units[unit];
-      if (u.slices > 1 && u.slice == 0) rank.reserved -= batch_.carried_most(i);
-      if (chunk > 0) {
-        arrive(backward_, chunk - 1, unit, end + batch_.lag(chunk, chunk - 1, unit));
-        ready_[chunk - 1].push_back(unit);
-      }
-    } else {
-      rank.weights++;
-      rank.reserved -= most(chunk, unit);
-    }
-    const Time change = batch_.change(what, chunk, unit);
-    rank.held += change;  // what a pass frees is free at its end, and the rank runs one at a time
-    rank.peak = std::max(rank.peak, rank.held);
-    rank.before = kind;
-    rank.free = end;
-    makespan = std::max(makespan, end);
-    if (record_) {
-      events.resize(batch_.ranks);
-      events[r].push_back({what, chunk, unit, now, end});
-    }
-    heap_.emplace(end, r);
-  }
-
-  void arrive(std::vector<Time>& arrivals, int chunk, int unit, Time time) {
-    arrivals[batch_.at(chunk, unit)] = time;
-    heap_.emplace(time, batch_.costs.placement[chunk]);
-  }
+  BatchRows rows_;
+  Problem natural_, ordered_;
+  std::vector<int> begins_;  // the first unit of each microbatch
+  Ordering orders_;          // of the last run
 };
 
-std::vector<int> expanded(const Batch& batch, const std::vector<int>& order) {
-  std::vector<int> units;
-  for (int group : order) units.insert(units.end(), batch.groups[group].begin(), batch.groups[group].end());
-  return units;
-}
-
-// Whether some rank has no room for as many rows of the mean size as there are ranks.
-bool is_tight(const Batch& batch) {
-  for (std::size_t r = 0; r < batch.costs.limit.size(); r++) {
-    double all = 0;
-    for (int c : batch.mine[r])
-      for (int unit = 0; unit < batch.size(); unit++) all += static_cast<double>(batch.priced.activation[batch.at(c, unit)]);
-    if (static_cast<double>(batch.costs.limit[r]) * static_cast<double>(batch.groups.size()) < batch.ranks * all) return true;
-  }
+// Whether some rank has no room for as many microbatches of the mean size as there are ranks.
+bool is_tight(const Candidate& candidate) {
+  const Problem& p = candidate.problem();
+  std::vector<double> all(p.ranks, 0);
+  for (int at = 0; at < p.chunks * p.units; at++) all[p.placement[at / p.units]] += p.activation[at];
+  const double rows = static_cast<double>(candidate.small_first(0).size());
+  for (int rank = 0; rank < p.ranks; rank++)
+    if (static_cast<double>(p.limit[rank]) * rows < p.ranks * all[rank]) return true;
   return false;
 }
 
-struct Candidate {
-  BatchRows rows;
-  std::vector<int> order;  // of rows
-  Policy policy;
-  Time makespan = kForever;
-};
+enum Fused { kNone, kFirst, kAll };  // which chunks have BW: nobody waits for the first one's B
 
-// The rows by their work.
-std::vector<int> ascending(const Batch& batch) {
-  std::vector<int> order(batch.groups.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::vector<Time> works;
-  for (const auto& group : batch.groups) works.push_back(batch.work(group));
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return works[a] < works[b]; });
-  return order;
+Rule rule_of(const Problem& p, int forward, Fused fused) {
+  const auto each = [&](int choice) { return std::vector<int>(p.ranks, choice); };
+  Rule rule{each(forward), each(2), each(1), each(1), std::vector<int>(p.chunks, p.units),
+            std::vector<int>(p.chunks, fused == kAll), false, true};
+  if (fused == kFirst) rule.fuse[0] = 1;
+  return rule;
 }
 
-// Few small rows first, which fill the pipeline quickly, then the others, the largest first.
-std::vector<int> small_first(std::vector<int> ascending, int lead) {
-  std::vector<int> order;
-  std::vector<char> taken(ascending.size(), 0);
-  for (int i = 0; i < lead && 2 * i < static_cast<int>(ascending.size()); i++)
-    order.push_back(ascending[2 * i]), taken[2 * i] = 1;
-  for (int i = static_cast<int>(ascending.size()) - 1; i >= 0; i--)
-    if (!taken[i]) order.push_back(ascending[i]);
-  return order;
+void change(State& state, const Problem& problem, Random& random) {
+  const int count = static_cast<int>(state.order.size());
+  const int kind = random.below(100), a = random.below(count), b = random.below(count);
+  if (kind < 40) {
+    std::swap(state.order[a], state.order[b]);
+  } else if (kind < 65) {
+    const int row = state.order[a];
+    state.order.erase(state.order.begin() + a), state.order.insert(state.order.begin() + b, row);
+  } else if (kind < 75) {
+    state.rule.fuse[random.below(problem.chunks)] ^= 1;
+  } else {
+    change(state.rule, problem, false, random);
+  }
 }
 
 }  // namespace
 
-BatchOrder plan_batch(const BatchCosts& costs, const std::vector<int>& lengths, std::int64_t passes) {
-  const Work work(costs);
-  double total = 0;
-  for (int length : lengths) total += work.of(length);
-  const int ranks = 1 + *std::max_element(costs.placement.begin(), costs.placement.end());
-  std::vector<Candidate> found;
-  Time least_excess = kForever;
-  const auto evaluate = [&](const Batch& batch, const std::vector<int>& order, const Policy& policy, Time bound) {
-    const auto units = expanded(batch, order);
-    ListSchedule schedule(batch, units, policy);
-    schedule.run(bound, false);
-    passes -= 3ll * batch.chunks * batch.size();
-    if (!schedule.complete || schedule.makespan > bound) return kForever;
-    const Time excess = batch.excess(schedule.peaks());
-    if (excess > 0) least_excess = std::min(least_excess, excess);
-    return excess > 0 ? kForever : schedule.makespan;
-  };
-  std::vector<int> sizes{6, 4, 8, 11, 3, 16, 2, 22, 32};  // units per rank
-  if (is_tight(Batch(costs, units_of(costs, lengths, total / (sizes[0] * ranks)), lengths))) {
-    // small units hold little, and so many of them take a large part of the passes to try
-    std::vector<std::pair<Time, int>> quick;
-    for (int per_rank : sizes) {
-      const BatchRows rows = units_of(costs, lengths, total / (per_rank * ranks));
-      const Batch batch(costs, rows, lengths);
-      Policy policy;
-      policy.fuse = 1;  // which holds least
-      quick.push_back({evaluate(batch, small_first(ascending(batch), 0), policy, kForever), per_rank});
-    }
-    std::stable_sort(quick.begin(), quick.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-    for (std::size_t i = 0; i < sizes.size(); i++) sizes[i] = quick[i].second;
-    if (quick[kTried - 1].first < kForever) sizes.resize(kTried);
-  }
-  for (int per_rank : sizes) {
-    Candidate best{units_of(costs, lengths, total / (per_rank * ranks)), {}, {}, kForever};
-    const Batch batch(costs, best.rows, lengths);
-    if (batch.size() > 64 * ranks && !found.empty()) continue;
-    const std::vector<int> sorted = ascending(batch);
-    for (int fuse : {2, 0, 1})
-      for (int lead : {0, std::min<int>(static_cast<int>(sorted.size()) / 3, ranks / 2)})
-        for (int forward : {0, 2}) {
-          Policy policy;
-          policy.fuse = fuse, policy.forward = forward;
-          const auto order = small_first(sorted, lead);
-          const Time makespan = evaluate(batch, order, policy, best.makespan);
-          if (makespan < best.makespan) best.makespan = makespan, best.order = order, best.policy = policy;
-        }
-    if (best.makespan < kForever) found.push_back(best);
-    if (passes <= 0 && !found.empty()) break;
-  }
+BatchOrder plan_batch(const BatchCosts& costs, const std::vector<int>& lengths, std::int64_t passes,
+                      const std::vector<Ordering>& published) {
+  const int ranks = static_cast<int>(costs.limit.size());
+  const auto candidate = [&](int per_rank) { return Candidate(costs, lengths, per_rank * ranks); };
   BatchOrder result;
-  result.least_excess = least_excess;
-  if (found.empty()) return result;
-  std::stable_sort(found.begin(), found.end(),
-                   [](const Candidate& a, const Candidate& b) { return a.makespan < b.makespan; });
-  Candidate best = found[0], now = best;
-  const Batch batch(costs, best.rows, lengths);
-  Random random(1);
-  const int count = static_cast<int>(best.order.size());
-  for (const std::int64_t budget = passes; passes > 0;) {
-    Candidate next = now;
-    Policy& policy = next.policy;
-    const int kind = random.below(100), a = random.below(count), b = random.below(count);
-    if (kind < 40) std::swap(next.order[a], next.order[b]);
-    else if (kind < 65) {
-      next.order.erase(next.order.begin() + a);
-      next.order.insert(next.order.begin() + b, now.order[a]);
-    } else if (kind < 72) policy.newest ^= 1;
-    else if (kind < 78) policy.patience = random.below(7);
-    else if (kind < 85) policy.share = 80 + random.below(177);
-    else if (kind < 89) policy.forward = random.below(3);
-    else if (kind < 92) policy.late ^= 1;
-    else if (kind < 95) policy.slope = random.below(200);
-    else policy.fuse = random.below(4), policy.ranks = random.below(ranks);
-    // accepts what is worse by a share that falls to 0 as the budget is used
-    const Time slack = now.makespan / 170 * passes / budget * random.exponential() / 65536;
-    const Time bound = now.makespan + slack;
-    next.makespan = evaluate(batch, next.order, policy, bound);
-    if (next.makespan > bound) continue;
-    now = next;
-    if (now.makespan < best.makespan) best = now;
+  std::vector<std::pair<Time, int>> sizes;
+  const bool tight = is_tight(candidate(kSizes[0]));
+  for (int per_rank : kSizes) {
+    Candidate each = candidate(per_rank);
+    const Time excess = each.excess();
+    result.excess = std::min(result.excess, excess);
+    if (excess > 0) continue;
+    // small units hold little, and so many of them take a large part of the passes to try
+    Time quick = 0;
+    if (tight) quick = each.run({each.small_first(0), rule_of(each.problem(), 0, kAll)}, kForever);
+    passes -= each.ran;
+    sizes.push_back({quick, per_rank});
   }
-  const auto order = expanded(batch, best.order);
-  ListSchedule schedule(batch, order, best.policy);
-  schedule.run(kForever, true);
-  result.rows = best.rows, result.units = batch.units, result.events = schedule.events;
-  result.makespan = schedule.makespan, result.peaks = schedule.peaks();
+  std::stable_sort(sizes.begin(), sizes.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  if (tight && sizes.size() > kTried) sizes.resize(kTried);
+  State best;
+  Time cost = kForever;
+  int size = 0;
+  for (const auto& [quick, per_rank] : sizes) {
+    Candidate each = candidate(per_rank);
+    if (each.problem().units > kMostUnits * ranks && size) continue;
+    for (Fused fused : {kFirst, kNone, kAll})
+      for (int lead : {0, std::min(static_cast<int>(each.small_first(0).size()) / 3, ranks / 2)})
+        for (int forward : {0, 2}) {
+          const State state{each.small_first(lead), rule_of(each.problem(), forward, fused)};
+          const Time found = each.run(state, cost);
+          if (found < cost) cost = found, best = state, size = per_rank;
+        }
+    passes -= each.ran;
+    if (passes <= 0 && size) break;
+  }
+  if (size) {
+    Candidate each = candidate(size);
+    Effort effort;
+    const std::int64_t moves = 2 * std::max<std::int64_t>(0, passes) / each.passes(), steps = std::min(moves, kTemperatures);
+    effort.seed = 1, effort.work = steps ? moves / steps : 0;
+    for (std::int64_t left = steps; left > 0; left--) effort.temperatures.push_back(cost / 340 * left / steps);
+    Time now = cost;
+    improve(
+        best, cost, effort, [&](State& trial, Random& random) { return change(trial, each.problem(), random), true; },
+        [&](const State& trial, Time threshold) { return now = each.run(trial, threshold); },
+        [&](const State& taken) {
+          if (now < cost) cost = now, best = taken;
+          return false;
+        });
+    const Time excess = result.excess;
+    result = each.found(best), result.excess = excess;
+    cost = measure(result.problem, result.orders).cost;  // where merged W save time, less than the list scheduler knows
+  }
+  for (std::size_t index = 0; index < published.size(); index++) {
+    const BatchRows rows = packed(costs, lengths, static_cast<int>(published[index].fused.size() / costs.placement.size()));
+    const Problem problem = problem_of(costs, rows, lengths);
+    const Measured found = measure(problem, published[index]);
+    bool fits = true;
+    for (int rank = 0; rank < ranks; rank++) fits = fits && found.peaks[rank] <= costs.limit[rank];
+    if (!fits || (result.published >= 0 && found.cost >= result.published_cost)) continue;
+    result.published = static_cast<int>(index), result.published_cost = found.cost;
+    if (found.cost >= cost) continue;
+    cost = found.cost;
+    result.rows = rows, result.problem = problem, result.orders = published[index];
+  }
   return result;
 }
 

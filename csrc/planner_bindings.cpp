@@ -32,6 +32,7 @@ Problem problem_from(const py::object& source) {
   p.forward = each("forward"), p.backward = each("backward"), p.weight = each("weight"), p.fused = each("fused");
   p.activation = each("activation"), p.freed = each("freed"), p.held = each("held"),
   p.merge_saving = each("merge_saving");
+  for (int k = 0; k < m; k++) p.ends.push_back((k / n + 1) * n);
   const std::vector<Time> lags = each("communication");
   p.forward_lag.assign(static_cast<std::size_t>(p.chunks) * m, 0), p.backward_lag = p.forward_lag;
   for (int c = 0; c + 1 < p.chunks; c++)
@@ -63,24 +64,14 @@ BatchCosts batch_costs_from(const py::object& source) {
   costs.placement = source.attr("placement").cast<std::vector<int>>();
   costs.forward = growth_from(source, "forward"), costs.backward = growth_from(source, "backward"),
   costs.weight = growth_from(source, "weight"), costs.fused = growth_from(source, "fused");
-  costs.lag = growth_from(source, "lag"), costs.activation = growth_from(source, "activation"),
+  costs.communication = growth_from(source, "communication"), costs.activation = growth_from(source, "activation"),
   costs.held = growth_from(source, "held"), costs.carried = growth_from(source, "carried");
   costs.carried_gradients = growth_from(source, "carried_gradients");
+  costs.merge_saving = source.attr("merge_saving").cast<std::vector<double>>();
   costs.limit = source.attr("limit").cast<std::vector<Time>>();
   costs.multiple = source.attr("multiple").cast<int>();
   costs.packs = source.attr("packs").cast<bool>();
   return costs;
-}
-
-// Rows and their cuts, the events of every rank, the makespan, peaks, and by how much orders exceed the limits.
-py::tuple tuple_from(const BatchOrder& order) {
-  py::list events;
-  for (const auto& row : order.events) {
-    py::list all;
-    for (const auto& each : row) all.append(py::make_tuple(each.kind, each.chunk, each.unit, each.start, each.end));
-    events.append(all);
-  }
-  return py::make_tuple(order.rows.members, order.rows.cuts, events, order.makespan, order.peaks, order.least_excess);
 }
 
 // The result of a search, during which other threads may run.
@@ -92,7 +83,7 @@ auto without_gil(Search search) {
 
 // As in list_scheduler.py and native.py.
 using Ints = std::vector<int>;
-using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, bool, bool>;
+using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, Ints, bool, bool>;
 using EffortTuple = std::tuple<std::uint64_t, std::vector<Time>, std::int64_t, Time, Time>;
 using Times = std::vector<Time>;
 using PartitionTuple = std::tuple<Ints, Times, Times, Times, Ints, Times, Times, double, std::vector<double>>;
@@ -106,7 +97,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.planning.planner, compiled.";
-  module.attr("version") = 15;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 16;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
              [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept) {
                const Problem problem = problem_from(source);
@@ -138,20 +129,20 @@ PYBIND11_MODULE(_planner, module) {
     const auto found = without_gil([&] { return search_patterns(problem, start, made_of<Effort>(effort)); });
     return py::make_tuple(tuple_from(found.first), found.second);
   });
-  module.def("plan_batch", [](const py::object& source, const std::vector<int>& lengths, std::int64_t passes) {
+  module.def("plan_batch", [](const py::object& source, const std::vector<int>& lengths, std::int64_t passes,
+                              const std::vector<std::pair<Rows, std::vector<int>>>& published) {
     const BatchCosts costs = batch_costs_from(source);
-    return tuple_from(without_gil([&] { return plan_batch(costs, lengths, passes); }));
-  });
-  module.def("packed", [](const py::object& source, const std::vector<int>& lengths, int count) {
-    const BatchRows rows = packed(batch_costs_from(source), lengths, count);
-    return py::make_tuple(rows.members, rows.cuts);
-  });
-  module.def("run_batch", [](const py::object& source, const std::vector<std::vector<int>>& members,
-                             const std::vector<std::vector<int>>& cuts, const std::vector<int>& lengths,
-                             const std::vector<std::vector<int>>& orders) {
-    const BatchCosts costs = batch_costs_from(source);
-    const BatchRows rows{members, cuts};
-    return tuple_from(without_gil([&] { return run_batch(costs, rows, lengths, orders); }));
+    std::vector<Ordering> known;
+    for (const auto& [rows, fused] : published) known.push_back(ordering_from(rows, fused));
+    const BatchOrder found = without_gil([&] { return plan_batch(costs, lengths, passes, known); });
+    py::object times = py::none(), peaks = py::none();
+    if (!found.orders.rows.empty()) {
+      times = py::cast(timed(found.problem, found.orders, source.attr("time_scale").cast<double>()));
+      peaks = py::cast(measure(found.problem, found.orders).peaks);
+    }
+    return py::make_tuple(found.rows.members, found.rows.cuts, found.orders.rows,
+                          std::vector<int>(found.orders.fused.begin(), found.orders.fused.end()), times, peaks,
+                          found.published, found.published_cost, found.excess);
   });
   module.def("anneal_partition", [](const PartitionTuple& problem, const Ints& start, const EffortTuple& effort) {
     return without_gil(

@@ -1,72 +1,34 @@
-// The list scheduler: every rank decides what to run next by its rule; see planner/list_scheduler.py.
+#include "planner_lists.h"
+
 #include <algorithm>
 #include <utility>
 
-#include "planner.h"
-#include "planner_random.h"
-
 namespace zbkern {
-namespace {
 
-constexpr Time kNever = kForever;
-
-struct RankState {
-  Time clock = 0, memory = 0, held = 0;
-  Time start = -1;
-  Time rest = 0;  // the least time that its passes which are left take
-  bool last_was_forward = false;
-  int following = -1;  // the chunk whose F or B comes next by `follow`
-  std::size_t next_weight = 0;  // of `pending_`
-};
-
-struct Step {
-  int kind = -1, chunk = -1;  // kind -1: there is nothing to run
-  bool fuse = false;
-  Time next = kNever;  // when an input arrives
-};
-
-class ListScheduler {
- public:
-  explicit ListScheduler(const Problem& problem)
-      : p_(problem), n_(problem.chunks), m_(problem.units), chunks_(problem.ranks), pending_(problem.ranks) {
-    for (int c = 0; c < n_; c++) chunks_[p_.placement[c]].push_back(c);
-    orders_.rows.resize(p_.ranks);
-    for (int k = 0; k < m_; k++)
-      microbatch_.push_back(k / p_.slices), forwards_before_.push_back(p_.forwards_before(k));
-    microbatch_.push_back(m_ / p_.slices), forwards_before_.push_back(m_ + 1);
-    to_finish_ = p_.activation;
-    for (int at = n_ * m_ - 2; at >= 0; at--)
-      if ((at + 1) % p_.slices) to_finish_[at] += to_finish_[at + 1];
+ListScheduler::ListScheduler(const Problem& problem)
+    : p_(problem), n_(problem.chunks), m_(problem.units), chunks_(problem.ranks), pending_(problem.ranks), ends_(p_.ends) {
+  for (int c = 0; c < n_; c++) chunks_[p_.placement[c]].push_back(c);
+  orders_.rows.resize(p_.ranks);
+  ends_.push_back(m_ + 1);
+  to_finish_ = p_.activation;
+  whole_.assign(static_cast<std::size_t>(p_.ranks) * m_, 0);
+  for (int at = n_ * m_ - 1; at >= 0; at--) {
+    const int k = at % m_;
+    if (k + 1 < m_ && !p_.begins(k + 1)) to_finish_[at] += to_finish_[at + 1];
+    if (p_.begins(k)) whole_[p_.placement[at / m_] * m_ + k] += to_finish_[at] + std::max<Time>(0, -p_.freed[at]);
   }
+}
 
-  // Whether the rule makes orders, `orders()`, that cost no more than `cutoff`.
-  bool run(const Rule& rule, Time cutoff);
-  const Ordering& orders() const { return orders_; }
-
- private:
-  void reset(const Rule& rule);
-  Step choose(const Rule& rule, int rank, Time now) const;
-  int execute(const Rule& rule, int rank, Time now, Step step);
-  int id(int kind, int chunk, int k) const { return (kind * n_ + chunk) * m_ + k; }
-
-  const Problem& p_;
-  const int n_, m_;
-  std::vector<Time> turns_;  // [rank] its next one; kNever while it waits for what has not been sent
-  std::vector<std::vector<int>> chunks_,
-      pending_;  // [rank] its chunks; the chunk of every B whose W is apart, in order
-  std::vector<RankState> ranks_;
-  std::vector<Time> arrives_;                          // [pass] of F and B: when the input arrives
-  std::vector<Time> least_after_backward_;             // [chunk * units + k] the least time of B and W together
-  std::vector<int> forwards_, backwards_, weights_;    // [chunk] how many have run
-  std::vector<int> microbatch_, forwards_before_;  // [k] of the k-th pass of a chunk; and for one that has none left
-  std::vector<Time> to_finish_;  // [chunk * units + k] what F k and later ones of its microbatch take
-  Ordering orders_;
-};
+Time ListScheduler::excess() const {
+  Time most = -kForever;
+  for (int at = 0; at < p_.ranks * m_; at++) most = std::max(most, whole_[at] - p_.limit[at / m_]);
+  return most;
+}
 
 void ListScheduler::reset(const Rule& rule) {
   turns_.assign(p_.ranks, 0);
   ranks_.assign(p_.ranks, RankState{});
-  arrives_.assign(2 * n_ * m_, kNever);
+  arrives_.assign(2 * n_ * m_, kForever);
   std::fill(arrives_.begin(), arrives_.begin() + m_, 0), std::fill(arrives_.end() - m_, arrives_.end(), 0);
   forwards_.assign(n_, 0), backwards_ = weights_ = forwards_;
   for (auto& row : orders_.rows) row.clear();
@@ -75,27 +37,27 @@ void ListScheduler::reset(const Rule& rule) {
   orders_.cost = 0;
   least_after_backward_.resize(static_cast<std::size_t>(n_) * m_);
   for (int at = 0; at < n_ * m_; at++) {
-    least_after_backward_[at] = rule.fuse ? p_.fused[at] : std::min(p_.fused[at], p_.backward[at] + p_.weight[at]);
+    least_after_backward_[at] = rule.fuse[at / m_] ? p_.fused[at] : std::min(p_.fused[at], p_.backward[at] + p_.weight[at]);
     ranks_[p_.placement[at / m_]].rest += p_.forward[at] + least_after_backward_[at];
   }
 }
 
 bool ListScheduler::run(const Rule& rule, Time cutoff) {
   reset(rule);
-  for (int left = p_.passes(); left > 0;) {
+  for (left_ = p_.passes(); left_ > 0;) {
     int rank = 0;  // whose turn is the first, of equals the first, without the branches of std::min_element
     Time now = turns_[0];
     for (int each = 1; each < p_.ranks; each++) {
       const Time turn = turns_[each];
       rank = turn < now ? each : rank, now = std::min(now, turn);
     }
-    if (now >= kNever) return false;
+    if (now >= kForever) return false;
     const Step step = choose(rule, rank, now);
     RankState& state = ranks_[rank];
     if (step.kind >= 0) {
-      left -= execute(rule, rank, now, step);
+      left_ -= execute(rule, rank, now, step);
     } else {
-      state.clock = step.next < kNever ? step.next : now;
+      state.clock = step.next < kForever ? step.next : now;
       turns_[rank] = step.next;
     }
     if (state.start >= 0 && state.clock - state.start + state.rest > cutoff) return false;
@@ -104,7 +66,7 @@ bool ListScheduler::run(const Rule& rule, Time cutoff) {
   return true;
 }
 
-Step ListScheduler::choose(const Rule& rule, int rank, Time now) const {
+ListScheduler::Step ListScheduler::choose(const Rule& rule, int rank, Time now) const {
   const RankState& state = ranks_[rank];
   const auto& chunks = chunks_[rank];
   Step step;
@@ -115,23 +77,26 @@ Step ListScheduler::choose(const Rule& rule, int rank, Time now) const {
         state.last_was_forward == is_forward && (state.following == later || state.following == earlier);
     return follows ? state.following == later : late;
   };
-  int oldest = m_;  // the first microbatch that has a forward left here: there must always be room to finish it
-  for (int c : chunks) oldest = std::min(oldest, microbatch_[forwards_[c]]);
+  int oldest = m_ + 1;  // the end of the first microbatch that has a forward left here: there must be room to finish it
+  for (int c : chunks) oldest = std::min(oldest, ends_[forwards_[c]]);
   Time to_finish = 0;  // the memory for it, and for what its first backward takes even if it is fused
   for (int c : chunks) {
-    if (forwards_[c] < m_ && microbatch_[forwards_[c]] == oldest) to_finish += to_finish_[c * m_ + forwards_[c]];
+    if (forwards_[c] < m_ && ends_[forwards_[c]] == oldest) to_finish += to_finish_[c * m_ + forwards_[c]];
     if (backwards_[c] < m_) to_finish += std::max<Time>(0, -p_.freed[c * m_ + backwards_[c]]);
   }
   for (int c : chunks) {
-    if (forwards_[c] >= forwards_before_[backwards_[c]]) {
+    if (forwards_[c] >= ends_[backwards_[c]]) {
       const Time arrives = arrives_[id(kBackward, c, backwards_[c])];
       if (arrives > now) step.next = std::min(step.next, arrives);
       else if (backward < 0 || prefers(c, backward, rule.late_backward[rank], false)) backward = c;
     }
     if (forwards_[c] < m_ && forwards_[c] - backwards_[c] < rule.caps[c]) {
       const Time arrives = arrives_[id(kForward, c, forwards_[c])];
-      const Time need = to_finish + (microbatch_[forwards_[c]] == oldest ? 0 : p_.activation[c * m_ + forwards_[c]]);
-      if (arrives >= kNever || state.memory - state.held + need > p_.limit[rank]) continue;
+      const int k = forwards_[c];
+      const Time need =
+          rule.reserve ? state.reserved + (begins(rank, c, k) ? whole_[rank * m_ + k] : 0)
+                       : state.memory - state.held + to_finish + (ends_[k] == oldest ? 0 : p_.activation[c * m_ + k]);
+      if (arrives >= kForever || need > p_.limit[rank]) continue;
       if (arrives > now) step.next = std::min(step.next, arrives);
       else if (forward < 0 || prefers(c, forward, rule.late_forward[rank], true)) forward = c;
     }
@@ -145,7 +110,6 @@ Step ListScheduler::choose(const Rule& rule, int rank, Time now) const {
     forward_first = priority == 1 || (priority == 2 && !state.last_was_forward);
     if (state.following == (state.last_was_forward ? forward : backward)) forward_first = state.last_was_forward;
   }
-  step.fuse = rule.fuse;
   if (forward >= 0 && forward_first) {
     if (state.memory + p_.activation[forward * m_ + forwards_[forward]] > p_.limit[rank]) take(kWeight, weight);
     else take(kForward, forward);
@@ -153,10 +117,11 @@ Step ListScheduler::choose(const Rule& rule, int rank, Time now) const {
     const int at = backward * m_ + backwards_[backward];
     const bool full = state.memory + p_.held[at] - p_.freed[at] > p_.limit[rank];
     const bool no_room = state.memory - p_.freed[at] > p_.limit[rank];
-    if (full && (!rule.fuse || no_room) && weight >= 0) take(kWeight, weight);
-    else if (!no_room) take(kBackward, backward), step.fuse = rule.fuse || full;
+    const bool fuse = rule.fuse[backward];
+    if (full && (!fuse || no_room) && weight >= 0) take(kWeight, weight);
+    else if (!no_room) take(kBackward, backward), step.fuse = fuse || full;
   } else if (weight >= 0 &&
-             (step.next >= kNever ||
+             (step.next >= kForever ||
               4 * (step.next - now) >= rule.patience[rank] * p_.weight[weight * m_ + weights_[weight]])) {
     take(kWeight, weight);
   }
@@ -175,10 +140,12 @@ int ListScheduler::execute(const Rule& rule, int rank, Time now, Step step) {
   if (kind == kForward) {
     length = p_.forward[at];
     state.memory += p_.activation[at];
+    if (begins(rank, chunk, unit)) state.reserved += whole_[rank * m_ + unit];
     state.rest -= length;
   } else if (kind == kBackward) {
     length = fuse ? p_.fused[at] : p_.backward[at];
     state.memory -= p_.freed[at];
+    state.reserved -= std::max<Time>(0, p_.freed[at]);
     state.rest -= least_after_backward_[at];
     orders_.fused[at] = fuse;
     if (!fuse) {
@@ -212,10 +179,12 @@ int ListScheduler::execute(const Rule& rule, int rank, Time now, Step step) {
     if (!any) return ran;
     arrives_[id(kind, consumer, unit)] = state.clock + lags[consumer * m_ + unit];
     const int peer = p_.placement[consumer];  // which looks again, if it waited without knowing for how long
-    if (turns_[peer] >= kNever) turns_[peer] = ranks_[peer].clock = std::max(ranks_[peer].clock, now);
+    if (turns_[peer] >= kForever) turns_[peer] = ranks_[peer].clock = std::max(ranks_[peer].clock, now);
   }
   return ran;
 }
+
+namespace {
 
 // Takes up to three neighbouring entries of `changed`.
 void take_some(std::vector<int>& entries, const std::vector<int>& changed, Random& random) {
@@ -224,7 +193,8 @@ void take_some(std::vector<int>& entries, const std::vector<int>& changed, Rando
   std::copy(changed.begin() + first, changed.begin() + end, entries.begin() + first);
 }
 
-// One choice, or the caps, of some neighbouring ranks.
+}  // namespace
+
 void change(Rule& rule, const Problem& p, bool may_follow, Random& random) {
   const int what = random.below(20);
   if (what == 1 && may_follow) {
@@ -243,14 +213,12 @@ void change(Rule& rule, const Problem& p, bool may_follow, Random& random) {
   }
 }
 
-}  // namespace
-
 std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::vector<Rule>& rules, int kept) {
   ListScheduler lists(problem);
   std::vector<std::pair<Time, int>> found;
   for (int index = 0; index < static_cast<int>(rules.size()); index++) {
     const bool full = static_cast<int>(found.size()) == kept;
-    if (!lists.run(rules[index], full ? found.back().first - 1 : kNever)) continue;
+    if (!lists.run(rules[index], full ? found.back().first - 1 : kForever)) continue;
     const Time cost = lists.orders().cost;
     if (std::any_of(found.begin(), found.end(), [&](const auto& each) { return each.first == cost; })) continue;
     found.push_back({cost, index});
@@ -264,11 +232,11 @@ std::pair<Ordering, Rule> refine(const Problem& problem, const Rule& start, bool
   ListScheduler lists(problem);
   std::pair<Ordering, Rule> best{{}, start};
   for (int& cap : best.second.caps) cap = std::min(cap, problem.units);
-  if (!lists.run(best.second, kNever)) return best;
+  if (!lists.run(best.second, kForever)) return best;
   improve(
       best.second, lists.orders().cost, effort,
       [&](Rule& trial, Random& random) { return change(trial, problem, may_follow, random), true; },
-      [&](const Rule& trial, Time threshold) { return lists.run(trial, threshold) ? lists.orders().cost : kNever; },
+      [&](const Rule& trial, Time threshold) { return lists.run(trial, threshold) ? lists.orders().cost : kForever; },
       [&](const Rule& now) { return best = {lists.orders(), now}, best.first.cost <= effort.target; });
   return best;
 }

@@ -113,7 +113,7 @@ bool Patterns::run(const Pattern& pattern, Time threshold) {
     for (auto& k = place_[rank]; k < script.size(); k++) {
       const int phase = script[k] / 4, kind = script[k] / 2 % 2, c = script[k] % 2 ? n_ - 1 - rank : rank;
       const int item = kind * n_ + c, j = count_[item], pass = item * m_ + j, here = c * m_ + j;
-      if (kind == kBackward && count_[c] < p_.forwards_before(j)) return false;
+      if (kind == kBackward && count_[c] < p_.ends[j]) return false;
       Time at;
       if (!ranks_.arrived(passes_, pass, rank, at)) return true;
       const Time patience = pattern[kPatience + phase][rank];

@@ -10,6 +10,7 @@ import torch
 
 from zbkern.pipeline import Costs, PlannedBatches
 from zbkern.planning.planner import native
+from zbkern.planning.planner.batch import PASSES, plan_batch
 
 pytestmark = pytest.mark.skipif(native.core is None, reason="the planner's search is not compiled")
 
@@ -199,3 +200,16 @@ def test_a_place_is_one_of_the_same_order() -> None:
         PlannedBatches(dataset_of(20), COSTS, 2, sequences=6, seed=4).load_state_dict(state)
     with pytest.raises(ValueError, match="with length 21; got 20"):
         PlannedBatches(dataset_of(21), COSTS, 2, sequences=6, seed=3).load_state_dict(state)
+
+
+def test_a_step_is_planned_with_as_many_passes_as_are_asked_for(monkeypatch) -> None:
+    asked = []
+
+    def noted(lengths, costs, **how):
+        asked.append(how["passes"])
+        return plan_batch(lengths, costs, **how)
+
+    monkeypatch.setattr("zbkern.pipeline.batches.plan_batch", noted)
+    for passes in ({}, {"passes": 5000}):
+        next(iter(PlannedBatches(dataset_of(8), COSTS, 2, sequences=8, multiple=8, **passes)))
+    assert sorted({*asked}) == [5000, PASSES]

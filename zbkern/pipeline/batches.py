@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zbkern.pipeline.models.losses import IGNORED, TokenTargets, token_targets
 from zbkern.planning.costs.chunks import Costs
-from zbkern.planning.planner.batch import BatchPlan, plan_batch, sequence_work
+from zbkern.planning.planner.batch import PASSES, BatchPlan, plan_batch, sequence_work
 from zbkern.schedules.units import some
 
 
@@ -50,7 +50,7 @@ class PlannedBatches:
         dataset: has a length, and gives for a number a list of tokens, or a mapping with "input_ids" and, where not all
             tokens count, "labels" (-100 for those that do not) or a mask such as "completion_mask". What is padding by
             "attention_mask" is left out.
-        costs, stages, chunks, placement, memory_limit, multiple, packs: as for `plan_batch`.
+        costs, stages, chunks, placement, memory_limit, multiple, packs, passes: as for `plan_batch`.
         sequences, tokens: how many a step has, one of the two; the last step of an epoch may have fewer.
         replica, replicas: which of how many data-parallel pipelines this is: each step's sequences are divided over
             them by work, and the losses' mean over replicas is that over all tokens.
@@ -74,6 +74,7 @@ class PlannedBatches:
         memory_limit: float | None = None,
         multiple: int = 128,
         packs: bool = True,
+        passes: int = PASSES,
         replica: int = 0,
         replicas: int = 1,
         seed: int = 0,
@@ -96,6 +97,7 @@ class PlannedBatches:
             "memory_limit": memory_limit,
             "multiple": multiple,
             "packs": packs,
+            "passes": passes,
         }
         self._epoch = self._first = 0  # of the epoch's order, the first sequence of the next step
 

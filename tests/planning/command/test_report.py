@@ -54,7 +54,7 @@ def test_it_says_what_an_error_of_each_cost_changes() -> None:
 
 def test_a_bound_of_zero_is_not_printed_as_one() -> None:
     found = answer(Question(4, 8, Measured(Costs(communication=0.1)), memory=(4, False), effort=0))
-    text = report.describe(replace(found, plan=replace(found.plan, optimal=False, lower_bound=0.0)), 120)
+    text = report.describe(replace(found, plan=replace(found.plan, bound=0.0)), 120)
     assert "0.00%" not in text
     assert "how much less any order of these chunks in this memory could have is not known" in text
 

@@ -41,6 +41,7 @@ def costs_of(chunks: int, generator: random.Random, same: bool = False) -> Costs
         attention_backward=tuple(2.5 * each for each in attention),
         overhead=overhead,
         static=each(0, 3),
+        merge_saving=generator.choice([0.0, 0.05, 1.0]),
         tokens=TOKENS,
     )
     return replace(costs, carried_gradients=tuple(2 * each for each in costs.carried))  # of 16-bit keys, in fp32

@@ -123,6 +123,11 @@ class Growths(NamedTuple):
     apart: Growth
     communication: Growth
 
+    @property
+    def fused(self) -> Growth:
+        parts = zip(self.backward, self.weight, self.apart, strict=True)  # fixed, linear and quadratic
+        return Growth(*(tuple(max(0.0, b + w - d) for b, w, d in zip(*each, strict=True)) for each in parts))
+
     @classmethod
     def of(cls, whole: ChunkCosts) -> Growths:
         none = (0.0,) * len(whole.forward)

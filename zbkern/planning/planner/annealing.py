@@ -26,7 +26,7 @@ from zbkern.planning.planner import native
 from zbkern.planning.planner.native import Effort, uncollected
 from zbkern.planning.planner.problem import Ordering, Problem, Rows, actions_of
 from zbkern.planning.simulation.timeline import Timeline
-from zbkern.schedules.actions import Event
+from zbkern.schedules.actions import Action, Event
 from zbkern.schedules.schedule import Schedule
 
 
@@ -84,13 +84,20 @@ def measured(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[flo
 def timeline_of(orders: Ordering, problem: Problem, name: str) -> Timeline:
     """What `simulate` finds of these orders, by the compiled core: whole microbatches alone."""
     rows: Rows = native.core.grouped(orders.rows, orders.fused)
-    actions = actions_of(rows, problem, orders.fused)
+    actions = actions_of(rows, orders.fused, problem.order_of_backward)
     schedule = Schedule(actions, problem.placement, problem.microbatches, name).proven()
-    costs, times = problem.flat.given, native.core.timed(problem, rows, orders.fused)
-    events = tuple(
-        tuple(map(tuple.__new__, repeat(Event), zip(repeat(rank), row, starts, ends)))
-        for rank, (row, (starts, ends)) in enumerate(zip(actions, times, strict=True))
-    )
+    costs = problem.flat.given
+    events = events_of(actions, native.core.timed(problem, rows, orders.fused))
     _, peaks = native.core.measure(problem, rows, orders.fused)
     held = tuple(peak / problem.memory_scale + always for peak, always in zip(peaks, problem.flat.static, strict=True))
     return Timeline(schedule, events, held, unit=costs.time_unit or "", memory_unit=costs.memory_unit or "")
+
+
+def events_of(
+    actions: Sequence[Sequence[Action]], times: Sequence[tuple[Sequence[float], Sequence[float]]]
+) -> tuple[tuple[Event, ...], ...]:
+    """times: when the actions of each rank begin, and when they end."""
+    return tuple(
+        tuple(map(tuple.__new__, repeat(Event), zip(repeat(rank), row, starts, ends)))
+        for rank, (row, (starts, ends)) in enumerate(zip(actions, times, strict=True))
+    )

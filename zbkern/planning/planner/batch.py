@@ -1,29 +1,31 @@
 """plan_batch: a schedule for one batch of sequences of unequal lengths, made before its step.
 
-Long sequences are cut into slices and short ones are put together in packs, so that all units take about as long; then
-each rank's passes are ordered by a list scheduler and random changes (csrc/planner_batch.h). Whole packs in published
-schedules are tried as well. The result depends on the lengths and the costs alone, so that every rank finds the same.
+Long sequences are cut into slices and short ones are put together in packs, so that all units take about as long. The
+order of the microbatches and the rule of the list scheduler are then changed at random (csrc/planner_batch.cpp). Whole
+packs in published schedules are tried as well. The result depends on the lengths and the costs alone, so that every
+rank finds the same.
 """
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 from zbkern.planning.costs.chunks import Costs
-from zbkern.planning.costs.flat import FlatCosts, Growth, Growths, flat_costs, kept_by_slices
+from zbkern.planning.costs.flat import FlatCosts, Growth, Growths, kept_by_slices
 from zbkern.planning.costs.memory import Limit, limits_of
 from zbkern.planning.planner import native
+from zbkern.planning.planner.annealing import events_of
 from zbkern.planning.planner.arguments import chunks_per_rank, placement_of
-from zbkern.planning.planner.idle_time import IdleTime
-from zbkern.planning.planner.plan import Plan, compared
-from zbkern.planning.planner.problem import within
-from zbkern.planning.planner.published import generators_of
-from zbkern.planning.simulation.timeline import Event, Timeline
-from zbkern.schedules.actions import Action, ScheduleError, check_count
+from zbkern.planning.planner.bounds import batch_bound
+from zbkern.planning.planner.plan import Plan
+from zbkern.planning.planner.problem import Rows, actions_of
+from zbkern.planning.planner.published import published_orders
+from zbkern.planning.simulation.timeline import Timeline
+from zbkern.schedules.actions import ScheduleError, check_count
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.units import amount, enough
 
@@ -32,74 +34,29 @@ PASSES = 400_000
 _SCALE = float(2**44)  # of times and memory, which the search has as whole numbers
 _UNLIMITED = float(2**60)
 _SLACK = 1e-9  # relative, of a limit: sums of fractions of one number differ in the last digits
-_KINDS = ("F", "B", "W", "BW")
 _PACKS = (1, 2, 4)  # per rank
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """A schedule of one batch, and what its microbatches are.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class BatchPlan(Plan):
+    """A plan of one batch for the makespan, and what its microbatches are. Its bound is of any schedule of this batch.
 
     rows: of each microbatch, the numbers of the sequences in it: one, whole or in slices (`schedule.slices_of`), or a
-    pack of whole ones, in this order. ends: of each microbatch, where its sequences end, 0 first.
-
-    costs: those of the plan. makespan: from the first pass to the last. peak_memory: of each rank. published: the name
-    and the makespan of the best published schedule of whole packs that fits, None for none. Worked out when it is asked
-    for: timeline; bubble_rate, idle, lower_bound and optimal as `Plan` has them for the makespan; the bound is of any
-    schedule of this batch, in which the busiest rank's passes follow one another.
+    pack of whole ones, in this order. ends: of each microbatch, where its sequences end, 0 first. published: the name
+    and the makespan of the best published schedule of whole packs that fits, None for none.
     """
 
-    schedule: Schedule
     rows: tuple[tuple[int, ...], ...]
     ends: tuple[tuple[int, ...], ...]
-    makespan: float
-    peak_memory: tuple[float, ...]
     published: tuple[str, float] | None
-    costs: Costs = field(repr=False)
-    _least: float = field(repr=False)  # makespan
-    _limits: tuple[float, ...] | None = field(repr=False, compare=False)
-    _times: tuple[list[tuple[float, float]], ...] = field(repr=False)
 
     def __repr__(self) -> str:
         better = "" if self.published is None else f", {self.published[0]} of packs {self.published[1]:.4g}"
         cut = sum(len(each) > 1 for each in self.schedule.own_slices)
         return (
             f"<BatchPlan: {sum(map(len, self.rows))} sequences in {len(self.rows)} microbatches, {cut} in slices; "
-            f"makespan {self.makespan:.4g}, at least {self._least:.4g}{better}>"
+            f"makespan {self.makespan:.4g}, at least {self.bound:.4g}{better}>"
         )
-
-    @functools.cached_property
-    def timeline(self) -> Timeline:
-        """When each pass runs by the costs."""
-        events = tuple(
-            tuple(Event(rank, action, *time) for action, time in zip(actions, times, strict=True))
-            for rank, (actions, times) in enumerate(zip(self.schedule.actions, self._times, strict=True))
-        )
-        return Timeline(self.schedule, events, self.peak_memory, self.costs.time_unit or "")
-
-    @functools.cached_property
-    def _compared(self) -> Plan:
-        return compared(self.timeline, flat_costs(self.costs, self.schedule), self._limits, "makespan", self._least)
-
-    @property
-    def bubble_rate(self) -> float:
-        """The share of time in which ranks are idle (`Timeline.bubble_rate`)."""
-        return self.timeline.bubble_rate
-
-    @property
-    def lower_bound(self) -> float:
-        """The least share of ranks times makespan that is idle in any schedule of this batch."""
-        return self._compared.lower_bound
-
-    @property
-    def optimal(self) -> bool:
-        """Whether it is proven that no schedule of this batch is faster."""
-        return self._compared.optimal
-
-    @property
-    def idle(self) -> IdleTime:
-        """Where the idle time comes from, in shares of the makespan."""
-        return self._compared.idle
 
 
 def plan_batch(
@@ -143,15 +100,16 @@ def plan_batch(
         chunks = 2 if placement is None else chunks_per_rank(placement, stages)
     _, owners = placement_of("v" if placement is None and chunks == 2 else placement or "loop", stages, chunks)
     limits = limits_of("plan_batch", memory_limit, stages)
-    problem = _problem(FlatCosts.of(costs, owners), costs.tokens, lengths, limits, multiple, bool(packs))
-    numbers = list(lengths)
-    best = _Found(*native.core.plan_batch(problem, numbers, passes))
-    published = _best_published(problem, numbers)
-    if published is not None and published[1].makespan < best.makespan:
-        best = published[1]
-    if not best.events:
+    flat = FlatCosts.of(costs, owners)
+    problem = _BatchCosts.of(flat, costs.tokens, lengths, limits, multiple, packs)
+    wanted = [per_rank * stages for per_rank in _PACKS] if packs else [len(lengths)]
+    counts_of_packs = dict.fromkeys(min(len(lengths), count) for count in wanted)
+    known = [each for count in counts_of_packs for each in published_orders(owners, count)]
+    orders = [(each.rows, each.fused) for _, each in known]
+    found = _Found(*native.core.plan_batch(problem, list(lengths), passes, orders))
+    if found.times is None:
         assert limits is not None
-        unit, more = costs.memory_unit, best.least_excess / problem.memory_scale
+        unit, more = costs.memory_unit, found.excess / problem.memory_scale
         if len({*limits}) == 1:
             fits = f"the least that any order found needs is {enough(limits[0] + more, unit)}"
         else:
@@ -160,7 +118,25 @@ def plan_batch(
             f"plan_batch: memory_limit must let the largest unit run; got {amount(min(limits), unit)}, "
             f"and {fits}; raise the limit, or use more chunks or stages"
         )
-    return _plan_of(problem, numbers, best, published, costs, limits)
+    best = found.published
+    published = None if best < 0 else (known[best][0], found.published_cost / problem.time_scale)
+    cuts = tuple(map(tuple, found.cuts))
+    ends = zip(accumulate(map(len, cuts)), cuts, strict=True)
+    order = [end - 1 - slice for end, cut in ends for slice in range(len(cut))]  # of the units' B
+    actions = actions_of(found.rows, found.fused, order)
+    peaks = (own + peak / problem.memory_scale for own, peak in zip(flat.static, found.peaks, strict=True))
+    schedule = Schedule(actions, owners, len(cuts), "plan-batch", own_slices=cuts).proven()
+    events, unit = events_of(actions, found.times), costs.time_unit or ""
+    return BatchPlan(
+        timeline=Timeline(schedule, events, tuple(peaks), unit, memory_unit=costs.memory_unit or ""),
+        costs=costs,
+        objective="makespan",
+        bound=problem.bound,
+        limits=None if limits is None else tuple(limits),
+        rows=tuple(map(tuple, found.members)),
+        ends=tuple(tuple(accumulate((lengths[number] for number in row), initial=0)) for row in found.members),
+        published=published,
+    )
 
 
 def sequence_work(costs: Costs, length: int) -> float:
@@ -174,129 +150,89 @@ def sequence_work(costs: Costs, length: int) -> float:
     return (whole - attention) * share + attention * share * share
 
 
-class _Problem(NamedTuple):
-    """What the compiled search reads; times and memory in its own units."""
+class _BatchCosts(NamedTuple):
+    """What the compiled search reads (csrc/planner_batch.h); times and memory in its own units.
+
+    communication: of a message from a chunk to the next. limit: of each rank, beside what it holds all the time.
+    bound: in the unit of the costs.
+    """
 
     placement: tuple[int, ...]
     forward: Growth
     backward: Growth
     weight: Growth
     fused: Growth
-    lag: Growth
+    communication: Growth
     activation: Growth
     held: Growth
     carried: Growth
     carried_gradients: Growth
-    limit: tuple[int, ...]  # of each rank, beside what it holds all the time; empty for none
+    merge_saving: tuple[float, ...]
+    limit: tuple[int, ...]
     multiple: int
     packs: bool
     time_scale: float
     memory_scale: float
-    static: tuple[float, ...]
-    lower_bound: float
+    bound: float
+
+    @classmethod
+    def of(
+        cls,
+        flat: FlatCosts,
+        tokens: int,
+        lengths: Sequence[int],
+        limits: Sequence[float] | None,
+        multiple: int,
+        packs: bool,
+    ) -> _BatchCosts:
+        whole, shares = flat.whole, [length / tokens for length in lengths]
+        none, ranks = (0.0,) * len(flat.placement), len(flat.static)
+        bound = batch_bound(flat, shares)
+        time_scale = _SCALE / max(ranks * bound, 1e-300)
+        most = (sum(whole.activation) + sum(whole.held)) * max(sum(shares), sum(share * share for share in shares))
+        memory_scale = _SCALE / max(most, 1e-300)
+
+        def per_token(growth: Growth, scale: float) -> Growth:
+            factors = scale, scale / tokens, scale / tokens**2
+            return Growth(*(tuple(value * by for value in part) for part, by in zip(growth, factors, strict=True)))
+
+        def memory(values: Sequence[float]) -> Growth:
+            return per_token(Growth(none, tuple(values), none), memory_scale)
+
+        growths = Growths.of(whole)
+        rooms = [most - own for most, own in zip(limits or [math.inf] * ranks, flat.static, strict=True)]
+        return cls(
+            placement=flat.placement,
+            forward=per_token(growths.forward, time_scale),
+            backward=per_token(growths.backward, time_scale),
+            weight=per_token(growths.weight, time_scale),
+            fused=per_token(growths.fused, time_scale),
+            communication=per_token(growths.communication, time_scale),
+            activation=memory(kept_by_slices(whole)),
+            held=memory(whole.held),
+            carried=memory(whole.carried),
+            carried_gradients=memory(whole.carried_gradients),
+            merge_saving=tuple(value * time_scale for value in whole.merge_saving),
+            limit=tuple(round(min(room * (1 + _SLACK) * memory_scale, _UNLIMITED)) for room in rooms),
+            multiple=multiple,
+            packs=bool(packs),
+            time_scale=time_scale,
+            memory_scale=memory_scale,
+            bound=bound,
+        )
 
 
 class _Found(NamedTuple):
-    rows: list[list[int]]
+    """What the compiled search finds: of every microbatch its sequences and the lengths of its slices, orders, when
+    passes begin and end (None where nothing fits), the most that each rank holds, the best of the published orders and
+    its cost, and by how much limits are exceeded where nothing fits."""
+
+    members: list[list[int]]
     cuts: list[list[int]]
-    events: list[list[tuple[int, int, int, int, int]]]
-    makespan: int
+    rows: Rows
+    fused: list[int]
+    times: list[tuple[list[float], list[float]]] | None
     peaks: list[int]
-    least_excess: int
-
-
-def _problem(
-    flat: FlatCosts, tokens: int, lengths: Sequence[int], limits: Sequence[float] | None, multiple: int, packs: bool
-) -> _Problem:
-    owners, whole, shares = flat.placement, flat.whole, [length / tokens for length in lengths]
-    all_, pairs = sum(shares), sum(share * share for share in shares)
-    none = (0.0,) * len(owners)
-
-    def per_token(growth: Growth) -> Growth:
-        linear = tuple(value / tokens for value in growth.linear)
-        return Growth(growth.fixed, linear, tuple(value / tokens**2 for value in growth.quadratic))
-
-    def times(growth: Growth, scale: float) -> Growth:
-        return Growth(*(tuple(value * scale for value in part) for part in growth))
-
-    def memory(values: Sequence[float]) -> Growth:
-        return times(per_token(Growth(none, tuple(values), none)), memory_scale)
-
-    forward, backward, weight, apart, lag = map(per_token, Growths.of(whole))
-    parts = [[*zip(*each, strict=True)] for each in zip(backward, weight, apart, strict=True)]  # of each kind of growth
-    fused = Growth(*(tuple(max(0.0, b + w - split) for b, w, split in each) for each in parts))
-    busy = [0.0] * (max(owners) + 1)
-    for chunk, owner in enumerate(owners):
-        for growth in (forward, fused):
-            of_batch = growth.fixed[chunk] + growth.linear[chunk] * sum(lengths)
-            busy[owner] += of_batch + growth.quadratic[chunk] * sum(length * length for length in lengths)
-    time_scale = _SCALE / max(sum(busy), 1e-300)
-    memory_scale = _SCALE / max((sum(whole.activation) + sum(whole.held)) * max(all_, pairs), 1e-300)
-    rooms = [] if limits is None else [most - own for most, own in zip(limits, flat.static, strict=True)]
-    return _Problem(
-        placement=owners,
-        forward=times(forward, time_scale),
-        backward=times(backward, time_scale),
-        weight=times(weight, time_scale),
-        fused=times(fused, time_scale),
-        lag=times(Growth(*((*part, 0.0) for part in lag)), time_scale),
-        activation=memory(kept_by_slices(whole)),
-        held=memory(whole.held),
-        carried=memory(whole.carried),
-        carried_gradients=memory(whole.carried_gradients),
-        limit=tuple(round(min(room * (1 + _SLACK) * memory_scale, _UNLIMITED)) for room in rooms),
-        multiple=multiple,
-        packs=packs,
-        time_scale=time_scale,
-        memory_scale=memory_scale,
-        static=tuple(flat.static),
-        lower_bound=max(busy),
-    )
-
-
-def _best_published(problem: _Problem, lengths: list[int]) -> tuple[str, _Found] | None:
-    """The best published schedule of whole packs within the limit, with the numbers of packs that people use."""
-    ranks, best = max(problem.placement) + 1, None
-    for count in (per_rank * ranks for per_rank in _PACKS) if problem.packs else (len(lengths),):
-        rows, cuts = native.core.packed(problem, lengths, min(len(lengths), count))
-        for name, orders in _published(problem.placement, len(rows)):
-            found = _Found(*native.core.run_batch(problem, rows, cuts, lengths, orders))
-            fits = not problem.limit or within(found.peaks, problem.limit)
-            if fits and (best is None or found.makespan < best[1].makespan):
-                best = name, found
-    return best
-
-
-@functools.lru_cache(16)
-def _published(placement: tuple[int, ...], microbatches: int) -> list[tuple[str, list[list[int]]]]:
-    """Those for chunks in these places, as the rows that the compiled search reads."""
-    made = [make(max(placement) + 1, microbatches) for make in generators_of(placement)]
-    return [
-        (each.name, [[n for a in row for n in (_KINDS.index(a.kind), a.chunk, a.microbatch)] for row in each.actions])
-        for each in made
-    ]
-
-
-def _plan_of(
-    problem: _Problem,
-    lengths: Sequence[int],
-    best: _Found,
-    published: tuple[str, _Found] | None,
-    costs: Costs,
-    limits: Sequence[float] | None,
-) -> BatchPlan:
-    rows = tuple(tuple(Action(_KINDS[kind], chunk, unit) for kind, chunk, unit, _, _ in row) for row in best.events)
-    cuts = tuple(map(tuple, best.cuts))
-    time, memory = 1 / problem.time_scale, 1 / problem.memory_scale
-    return BatchPlan(
-        schedule=Schedule(rows, problem.placement, len(cuts), "plan-batch", own_slices=cuts).proven(),
-        rows=tuple(map(tuple, best.rows)),
-        ends=tuple(tuple(accumulate((lengths[number] for number in row), initial=0)) for row in best.rows),
-        makespan=best.makespan * time,
-        peak_memory=tuple(own + peak * memory for own, peak in zip(problem.static, best.peaks, strict=True)),
-        published=None if published is None else (published[0], published[1].makespan * time),
-        costs=costs,
-        _least=problem.lower_bound,
-        _limits=None if limits is None else tuple(limits),
-        _times=tuple([(start * time, end * time) for *_, start, end in row] for row in best.events),
-    )
+    published: int
+    published_cost: int
+    excess: int

@@ -26,7 +26,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from zbkern.planning.costs.flat import FlatCosts
+from zbkern.planning.costs.flat import FlatCosts, Growths
 from zbkern.planning.planner.problem import BACKWARD, FORWARD, PassCosts, Problem
 
 _INFINITE = 2**62
@@ -59,6 +59,23 @@ def lanes_bound(flat: FlatCosts, units: int) -> float:
             compute[rank] += alike * (forward - in_forward + least)
             network[rank] += alike * (in_forward + min(in_backward, fused))
     return max(*compute, *network)
+
+
+def batch_bound(flat: FlatCosts, shares: Sequence[float]) -> float:
+    """The same of a batch, whatever its sequences are cut into and packed with: the busiest rank's passes follow one
+    another, and each chunk has one unit at least.
+
+    shares: the sequences' lengths, of the one that the costs are of. A W that is merged may save no more than is fixed
+    in a backward, or all of it counts as saved: then many units may take less than one.
+    """
+    busy, growths = [0.0] * len(flat.static), Growths.of(flat.whole)
+    tokens, pairs = sum(shares), sum(share * share for share in shares)
+    forward, backward, fused = (each.at(tokens, pairs) for each in (growths.forward, growths.backward, growths.fused))
+    for chunk, (rank, saved) in enumerate(zip(flat.placement, flat.whole.merge_saving, strict=True)):
+        more = max(0.0, saved - growths.apart.fixed[chunk])  # than a fused backward saves
+        least = fused[chunk] - more if more <= growths.fused.fixed[chunk] else min(fused[chunk], backward[chunk])
+        busy[rank] += forward[chunk] + max(0.0, least)
+    return max(busy)
 
 
 def _arrivals(problem: Problem, slice: int = 0) -> list[int]:

@@ -26,18 +26,19 @@ from zbkern.planning.planner.problem import Ordering, Problem
 _FREE = 2**30  # a cap that is none
 _SLOPES = (0, 50, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160, 180)
 Each = tuple[int, ...]  # one per rank or per chunk
-Choices = tuple[int, int, int, int, int, bool, bool]  # those of `all_choices`
+Choices = tuple[int, int, int, int, int, int, bool]  # those of `all_choices`
 
 
 class Rule(NamedTuple):
-    """How the ranks decide, for any number of microbatches; one entry per rank, and of `caps` per chunk.
+    """How the ranks decide, for any number of microbatches; one entry per rank, and of `caps` and `fuse` per chunk.
 
     priority: with a forward and a backward ready, run 0 the backward, 1 the forward, 2 the one that was not run last.
     patience: a W may start when the next input arrives no sooner than in this many quarters of the W's
     length, or has not been sent yet.
     late_forward, late_backward: of several chunks ready, run the last. caps: how many forwards a chunk may be ahead of
-    its backwards. fuse: all backwards are fused; without it, those that would leave more than the memory has room for.
-    follow: after the F or B of a chunk comes that of its neighbour, where the same rank has it.
+    its backwards. fuse: all of these are fused; without it, those that would leave more than the memory has room for.
+    follow: after the F or B of a chunk comes that of its neighbour, where the same rank has it. reserve: a microbatch
+    begins where there is room for all of it, without which unequal ones could wait for each other's memory.
     """
 
     priority: Each
@@ -45,8 +46,9 @@ class Rule(NamedTuple):
     late_forward: Each
     late_backward: Each
     caps: Each
-    fuse: bool
+    fuse: Each
     follow: bool
+    reserve: bool = False
 
 
 def rules_to_try(problem: Problem, choices: Sequence[Choices] | None = None) -> list[Rule]:
@@ -57,7 +59,7 @@ def rules_to_try(problem: Problem, choices: Sequence[Choices] | None = None) -> 
         all_choices(problem) if choices is None else choices
     ):
         of_ranks = (priority,) * every, (patience,) * every, (forward,) * every, (backward,) * every
-        rules.append(Rule(*of_ranks, caps[slope], fuse, follow))
+        rules.append(Rule(*of_ranks, caps[slope], (fuse,) * problem.chunks, follow))
     return rules
 
 
@@ -69,7 +71,7 @@ def all_choices(problem: Problem) -> list[Choices]:
 @functools.cache
 def _product(several: bool, may_fuse: bool, may_follow: bool) -> list[Choices]:
     late = (1, 0) if several else (1,)
-    fuse, follow = (False, True)[: 1 + may_fuse], (False, True)[: 1 + may_follow]
+    fuse, follow = (0, 1)[: 1 + may_fuse], (False, True)[: 1 + may_follow]
     return list(product(range(3), range(5), range(len(_SLOPES)), late, late, fuse, follow))
 
 

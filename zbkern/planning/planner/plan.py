@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from zbkern.planning.costs.chunks import Costs, checked_speeds
 from zbkern.planning.costs.flat import FlatCosts, flat_costs
 from zbkern.planning.costs.layers import ModelCosts
-from zbkern.planning.costs.memory import Limit, exceeds, limits_of
+from zbkern.planning.costs.memory import Limit, exceeds
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import timeline_of
 from zbkern.planning.planner.arguments import PlanOptions, Request, Slices, problem_of
@@ -38,21 +39,19 @@ EFFORT = 4
 class Plan:
     """A schedule, its timeline, and a lower bound on the bubble rate of any schedule of its work.
 
-    costs: of the schedule's chunks. partition: the first layer of every chunk, where `plan` was given layers, as
-    `cut` takes it, and layers: the names of all of them. idle: where the idle time comes from. lower_bound belongs to
-    the objective: to `timeline.bubble_rate` for "cost", and for "makespan" to the share of ranks times makespan that is
-    idle; it is of these chunks in this memory, whatever their order. optimal: it is proven that no order of these
-    chunks in this memory is better; other cuts of the model may be. effort: the rounds of search that were completed;
-    `plan(..., effort=)` with the same seed repeats them.
+    timeline: as simulated. costs: of the schedule's chunks. objective: what was minimised, "cost" or "makespan" (see
+    `Timeline`); bound: no order of these chunks within `limits`, the memory of every rank, takes less; other cuts of
+    the model may. effort: the rounds of search that were completed; `plan(..., effort=)` with the same seed repeats
+    them. partition: the first layer of every chunk, where `plan` was given layers, as `cut` takes it, and layers: the
+    names of all of them.
     """
 
-    schedule: Schedule
     timeline: Timeline
-    lower_bound: float
-    optimal: bool
-    effort: int
     costs: Costs
-    idle: IdleTime
+    objective: str
+    bound: float
+    limits: tuple[float, ...] | None = field(compare=False)
+    effort: int = 0
     partition: tuple[float, ...] | None = None
     layers: tuple[str, ...] | None = None
 
@@ -62,8 +61,44 @@ class Plan:
         return f"<Plan: {self.schedule}, {self.timeline}, {bound}{where}>"
 
     @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
+
+    @property
+    def makespan(self) -> float:
+        return self.timeline.makespan
+
+    @property
+    def peak_memory(self) -> tuple[float, ...]:
+        """What each rank holds at most, with what it holds all the time."""
+        return self.timeline.peak_memory
+
+    @property
     def bubble_rate(self) -> float:
+        """The share of time in which ranks are idle (`Timeline.bubble_rate`)."""
         return self.timeline.bubble_rate
+
+    @cached_property
+    def reached(self) -> float:
+        """The objective."""
+        found: float = getattr(self.timeline, self.objective)
+        return found
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """The share of the ranks' time that is idle where the objective is at its bound."""
+        least = min(self.bound, self.reached)
+        return max(0.0, 1.0 - sum(self.timeline.busy) / (self.schedule.ranks * least)) if least > 0 else 0.0
+
+    @property
+    def optimal(self) -> bool:
+        """Whether it is proven that no order is better."""
+        return self.reached - min(self.bound, self.reached) <= ROUNDING * self.reached
+
+    @cached_property
+    def idle(self) -> IdleTime:
+        """Where the idle time comes from."""
+        return idle_time(self.timeline, flat_costs(self.costs, self.schedule), self.objective, self.limits)
 
 
 def plan(
@@ -149,7 +184,7 @@ def _searched(request: Request) -> Plan:
             refused.append(error)
     if not plans:
         raise refused[0]
-    return min(plans, key=lambda each: getattr(each.timeline, request.options.objective))
+    return min(plans, key=lambda each: each.reached)
 
 
 def _best_numbers(request: Request) -> list[int]:
@@ -179,7 +214,7 @@ def _searched_slices(request: Request) -> Plan:
     if problem.flat.has_network and len(problem.slices) == 1:
         others = best_beside(problem.flat, problem.microbatches, request.limits, options.objective, options.fully_shard)
         timeline = min((timeline, *others), key=lambda each: getattr(each, options.objective))
-    made = compared(timeline, problem.flat, request.memory_limit, options.objective, found.bound)
+    made = _plan_of(timeline, problem.flat, request.limits, options.objective, found.bound)
     layers = None if isinstance(costs, Costs) else tuple(layer.name for layer in costs.layers)
     return replace(made, effort=rounds, partition=found.partition, layers=layers)
 
@@ -187,38 +222,31 @@ def _searched_slices(request: Request) -> Plan:
 def judged(request: Request) -> Plan:
     """The published schedule that is asked for, with `Costs` of its chunks, beside the lower bound for any order of
     them within the limit. Raises ScheduleError where it does not fit."""
-    costs, limit, objective = request.costs, request.memory_limit, request.options.objective
+    costs, limits, objective = request.costs, request.limits, request.options.objective
     assert isinstance(costs, Costs)
     assert request.schedule is not None
     assert not isinstance(request.slices, str)
     schedule = comparison.build(request.schedule, request.stages, request.microbatches, request.chunks, request.slices)
     timeline, unit = simulate(schedule, costs), costs.memory_unit
-    for peak, most in sorted(zip(timeline.peak_memory, request.limits or [], strict=False), reverse=True):
+    for peak, most in sorted(zip(timeline.peak_memory, limits or [], strict=False), reverse=True):
         if exceeds(peak, most):
             held = f"{enough(peak, unit)} on one rank, more than {amount(most, unit)}"
             raise ScheduleError(f"{schedule.name} holds {held}")
     flat = flat_costs(costs, schedule)
-    return compared(timeline, flat, limit, objective, _bound(flat, schedule.microbatches, limit, objective))
+    return _plan_of(timeline, flat, limits, objective, _bound(flat, schedule.microbatches, limits, objective))
 
 
 def _bound(flat: FlatCosts, microbatches: int, limit: Limit, objective: str) -> float:
-    """What no order of these chunks within the limit is below."""
+    """What no order of these chunks within the limit is below, where passes run one after the other."""
     problem = problem_of(flat, microbatches, limit, objective)
     return cost_bound(problem) / problem.time_scale
 
 
-def compared(timeline: Timeline, flat: FlatCosts, limit: Limit, objective: str, bound: float) -> Plan:
-    """With the share of the ranks' time that is idle where the objective is at its lower bound, and whether it is.
-
-    bound: of passes one after the other; costs with network time have another one.
-    """
-    reached, ranks = getattr(timeline, objective), timeline.schedule.ranks
+def _plan_of(timeline: Timeline, flat: FlatCosts, limits: Sequence[float] | None, objective: str, bound: float) -> Plan:
+    """bound: of passes one after the other; costs with network time have another one."""
     if flat.has_network:
         bound = min(bound, lanes_bound(flat, len(timeline.schedule.units)))
-    least = min(bound, reached)
-    lower = max(0.0, 1.0 - sum(timeline.busy) / (ranks * least)) if least > 0 else 0.0
-    idle = idle_time(timeline, flat, objective, limits_of("plan", limit, ranks))
-    return Plan(timeline.schedule, timeline, lower, reached - least <= ROUNDING * reached, 0, flat.given, idle)
+    return Plan(timeline, flat.given, objective, bound, None if limits is None else tuple(limits))
 
 
 def _saving(
@@ -237,20 +265,19 @@ def _saving(
     as_they_are = [  # what is saved has no passes beside each other
         plan for plan in plans if plan.schedule.beside and not any(map(exceeds, plan.timeline.peak_memory, limits))
     ]
-    best = min(as_they_are, key=lambda plan: getattr(plan.timeline, objective), default=None)
+    best = min(as_they_are, key=lambda plan: plan.reached, default=None)
     for plan, timeline in sorted(orders, key=lambda order: getattr(order[1], objective)):
-        if best is not None and getattr(timeline, objective) >= getattr(best.timeline, objective):
+        if best is not None and getattr(timeline, objective) >= best.reached:
             break
         try:
             fitted = fit(timeline.schedule, plan.costs, limits, **added, objective=objective)
         except ScheduleError as error:
             errors.append(error)
             continue
-        if best is None or getattr(fitted, objective) < getattr(best.timeline, objective):
-            best = replace(plan, schedule=fitted.schedule, timeline=fitted)
+        if best is None or getattr(fitted, objective) < best.reached:
+            best = replace(plan, timeline=fitted)
     if best is None:
         raise ScheduleError(f"{errors[-1]}; without, {errors[0]}")
     flat = flat_costs(best.costs, best.schedule)
-    bound = _bound(flat, best.schedule.microbatches, None, objective)
-    found = compared(best.timeline, flat, limits, objective, bound)
+    found = _plan_of(best.timeline, flat, limits, objective, _bound(flat, best.schedule.microbatches, None, objective))
     return replace(found, effort=best.effort, partition=best.partition, layers=best.layers)

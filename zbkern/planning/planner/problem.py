@@ -138,6 +138,11 @@ class Problem:
     def microbatches(self) -> int:
         return self.units // len(self.slices)
 
+    @property
+    def order_of_backward(self) -> list[int]:
+        """The units in the order in which every chunk runs their B."""
+        return order_of_backward(self.units, len(self.slices))
+
     @cached_property
     def chunks_of(self) -> list[list[int]]:
         """Those of every rank."""
@@ -257,21 +262,21 @@ def grouped(orders: Ordering) -> Ordering:
     return replace(orders, rows=native.core.grouped(orders.rows, orders.fused))
 
 
-def actions_of(rows: Rows, problem: Problem, fused: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
-    """Rows of numbers as actions."""
-    half, order = len(fused), order_of_backward(problem.units, len(problem.slices))
+def actions_of(rows: Rows, fused: Sequence[int], order: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
+    """Rows of numbers as actions. order: the units in the order of their B, which is the same in every chunk."""
+    half, count = len(fused), len(order)
     actions: list[Action | None] = []  # by number
-    for kind, units in (("F", range(problem.units)), ("B", order), ("W", order)):
-        for chunk in range(problem.chunks):
+    for kind, units in (("F", range(count)), ("B", order), ("W", order)):
+        for chunk in range(half // count):
             fields = zip(repeat(kind), repeat(chunk), units)
             actions += map(tuple.__new__, repeat(Action), fields)  # a third of the time that Action takes
     for at in (at for at, both in enumerate(fused) if both):
-        chunk, place = divmod(at, problem.units)
+        chunk, place = divmod(at, count)
         actions[half + at], actions[2 * half + at] = Action("BW", chunk, order[place]), None
     return tuple(tuple(action for number in row if (action := actions[number])) for row in rows)
 
 
 def schedule_of(orders: Ordering, problem: Problem, name: str) -> Schedule:
     """Orders as a schedule, validated and with W grouped."""
-    rows = actions_of(grouped(orders).rows, problem, orders.fused)
+    rows = actions_of(grouped(orders).rows, orders.fused, problem.order_of_backward)
     return Schedule.build(rows, problem.placement, problem.microbatches, name, problem.slices)

@@ -18,27 +18,29 @@ MANY = 100_000
 """Passes: the simulator takes a second for as many."""
 
 
-def published_orders(placement: tuple[int, ...], microbatches: int, slices: int = 1) -> Iterator[Ordering]:
-    """The orders of every schedule with this placement, the rank of every chunk.
+def published_orders(placement: tuple[int, ...], microbatches: int, slices: int = 1) -> Iterator[tuple[str, Ordering]]:
+    """The name and the orders of every schedule with this placement, the rank of every chunk.
 
     slices: of every microbatch. Where microbatches are many, schedules are made for fewer and repeat their period;
     GPipe has none, and is left out there.
     """
     made = (_made(placement, microbatches, slices, index) for index in range(len(generators_of(placement))))
-    return (orders for orders in made if orders is not None)
+    return ((name, orders) for name, orders in made if orders is not None)
 
 
 @lru_cache(maxsize=32)
 @uncollected()
-def _made(placement: tuple[int, ...], microbatches: int, slices: int, index: int) -> Ordering | None:
+def _made(placement: tuple[int, ...], microbatches: int, slices: int, index: int) -> tuple[str, Ordering | None]:
     few, period = few_of(placement, microbatches)
 
-    def made(count: int) -> Ordering:
-        return grouped(ordering_of(generators_of(placement)[index](max(placement) + 1, count, slices=slices)))
+    def made(count: int) -> tuple[str, Ordering]:
+        schedule = generators_of(placement)[index](max(placement) + 1, count, slices=slices)
+        return schedule.name, grouped(ordering_of(schedule))
 
     if slices > 1 or few == microbatches:
         return made(microbatches)
-    return longer(made(few), made(few + period), len(placement), few, period, microbatches)
+    (name, short), (_, next_) = made(few), made(few + period)
+    return name, longer(short, next_, len(placement), few, period, microbatches)
 
 
 _ONE_CHUNK = (schedules.zb_h2, schedules.zb_h1, schedules.one_f_one_b, schedules.gpipe)

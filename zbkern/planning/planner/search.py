@@ -42,7 +42,7 @@ class Search:
         self._rules: list[tuple[int, Rule]] = []
         self._tried = 0  # passes on which rules were tried
         known = published_orders(problem.placement, problem.microbatches, len(problem.slices)) if published else ()
-        for orders in known:
+        for _, orders in known:
             self.best.offer(orders)
             if self.best.orders is not None and problem.passes > MANY:
                 break  # to make one takes up to a second
