@@ -20,6 +20,7 @@ from zbkern.pipeline import ScheduleError, Timeline, plan, schedules, simulate
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
 from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.software import under
 from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.planner import Plan
@@ -32,7 +33,7 @@ QUARTER = 0.25
 
 
 class Case(NamedTuple):
-    """How a model is trained: stages, and the parallelism beside them."""
+    """How a model is trained: stages, and the parallelism beside them, of tensors as Megatron overlaps it."""
 
     stages: int
     job: Job
@@ -40,9 +41,9 @@ class Case(NamedTuple):
 
     def setting(self, name: str, gpu: str, **sizes: Any) -> Setting:
         """sizes: of the Job, in place of the case's."""
-        hardware = load_hardware(gpu)
+        hardware = under(load_hardware(gpu), "megatron")
         if self.hides_messages:
-            hardware = replace(hardware, exposed_share=0.0, hiding_share=1.0)
+            hardware = replace(hardware, exposed_share=0.0, tensor_exposed_share=0.0, hiding_share=1.0)
         return Setting(load_architecture(CONFIGURATIONS / f"{name}.json"), hardware, replace(self.job, **sizes))
 
 

@@ -18,6 +18,7 @@ from zbkern.planning.command import layouts
 from zbkern.planning.command.question import LayoutQuestion
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
+from zbkern.planning.cost_model.software import under
 from zbkern.reporting import markdown_table
 
 CONFIGURATIONS = Path(__file__).parent / "configurations"
@@ -57,7 +58,7 @@ CASES = {
 def figures(name: str) -> dict[str, Any]:
     """One row of the table."""
     case = CASES[name]
-    model, gpu = load_architecture(CONFIGURATIONS / f"{name}.json"), load_hardware("h100")
+    model, gpu = load_architecture(CONFIGURATIONS / f"{name}.json"), under(load_hardware("h100"), "megatron")
     question = LayoutQuestion(model, gpu, case.gpus, case.batch, case.sequence, own=case.published)
     best, *others = found = layouts.search(question)
     place = next((place for place, each in enumerate(found) if each.layout.has(case.published)), None)

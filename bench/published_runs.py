@@ -6,9 +6,12 @@
 
 FILE.json (by default bench/published_runs.json): {"models": {...}, "runs": [...]}, each run with a model by its name or
 as the transformers library writes it, a GPU, the layout (1 where it is left out) and the measured speed, in TFLOP/s per
-GPU with attention counted as a full square, or in tokens/s per GPU. SOFTWARE says what is different in what ran them.
+GPU with attention counted as a full square, or in tokens/s per GPU. SOFTWARE says what ran them. Of the software of
+these files the older half of the runs is fitted: those of a release, or those that its source has first. Other runs are
+in bench/published_runs_unseen.json, and nothing is fitted to them.
 
---write: errors by kind of run and of gains, as zbkern/planning/cost_model/errors.json, which `zbkern plan` prints.
+--write: errors by kind of run and of gains, as zbkern/planning/cost_model/errors.json, which `zbkern plan` prints; of
+runs that are fitted what a fit to all others says (minutes).
 --fit: the shares of bench/shares.py, fitted to the runs, beside those of the table; and how far runs of every kind are
 from what a fit to all others says.
 --gains: what ZB-1p and ZB-2p gain over 1F1B in Table 4 of arXiv 2401.10241, predicted from the shapes of its Table 3
@@ -21,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +37,7 @@ from zbkern.planning.cost_model import exactness
 from zbkern.planning.cost_model.architecture import Architecture, architecture
 from zbkern.planning.cost_model.hardware import Hardware, load_hardware
 from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.software import under
 from zbkern.planning.planner.partition import balanced_partitions, even_partitions
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.reporting import markdown_table
@@ -68,22 +71,27 @@ UNSEEN = RUNS.with_stem("published_runs_unseen")
 
 
 class Software(NamedTuple):
-    """What ran: its kernel of attention, the table's name for its GPU, how much of messages it hides, and what it
-    computes again of the products of F where a run says "selective"; None and {} for what is as on today's H100s."""
+    """What ran: its name in the cost model, its kernel of attention, the table's name for its GPU, how much of messages
+    it does not hide, and what it computes again of the products of F where a run says "selective"; None and {} for what
+    is as on today's H100s."""
 
+    name: str = "torch"
     attention: str | None = None
     gpus: Mapping[str, str] = {}
     exposed_share: float | None = None
     selective: float = 0.0
 
 
-SOFTWARE = {  # by a word of a run's source, of which the first counts
-    "llm-foundry": Software("flash_attention_1"),  # torch 1.13 and the Triton kernel, by its submit_benchmarks.py
-    "2205.05198": Software("unfused"),  # "selective" recomputes the core of attention alone
-    # every second product; tensor parallelism is not overlapped, of which 0.9 is fitted
-    "torchtitan": Software("flash_attention_2", {"h100": "h100-500w"}, 0.9, 0.5),
-    "Megatron": Software("cudnn"),
-    "NeMo": Software("cudnn"),
+SOFTWARE = {  # by a word of a run and its source, of which the first counts
+    "llm-foundry": Software(attention="flash_attention_1"),  # torch 1.13 and the Triton kernel, by submit_benchmarks.py
+    "2205.05198": Software("megatron", "unfused"),  # "selective" recomputes the core of attention alone
+    "torchtitan": Software("torch", "flash_attention_2", {"h100": "h100-500w"}, 0.9, 0.5),  # every second product
+    "KempnerForge": Software("kempnerforge", "cudnn"),
+    "Megatron-Bridge": Software("megatron-bridge", "cudnn"),
+    "25.0": Software("nemo-25.04", "cudnn"),
+    "dgxc-benchmarking": Software("nemo-24", "cudnn"),
+    "Automodel": Software(attention="cudnn"),
+    "Megatron": Software("megatron", "cudnn"),
 }
 _ONE = ("microbatch_size", "tensor_parallel", "expert_parallel", "data_parallel", "context_parallel")
 
@@ -102,26 +110,21 @@ class Result(NamedTuple):
 
 
 def software(run: Mapping[str, Any]) -> Software:
-    return next((found for word, found in SOFTWARE.items() if word in run.get("source", "")), Software())
+    said = f"{run.get('source', '')} {run.get('run', '')}"
+    return next((found for word, found in SOFTWARE.items() if word in said), Software())
 
 
 def hardware_of(run: Mapping[str, Any]) -> Hardware:
     ran = software(run)
     gpu = load_hardware(ran.gpus.get(run["gpu"], run["gpu"]), attention=ran.attention)
     gpu = replace(gpu, gpus_per_node=run.get("gpus_per_node", gpu.gpus_per_node))
-    return gpu if ran.exposed_share is None else replace(gpu, exposed_share=ran.exposed_share)
-
-
-def generation(run: Mapping[str, Any]) -> str:
-    """Of the software, by the release of NVIDIA's containers that a run or its source names."""
-    found = re.search(r"\b2\d\.\d\d\b", f"{run.get('source', '')} {run['run']}")
-    return found[0] if found else "of no named release"
+    return under(gpu if ran.exposed_share is None else replace(gpu, exposed_share=ran.exposed_share), ran.name)
 
 
 def predict(run: Mapping[str, Any], models: Mapping[str, Any] = {}, hardware: Hardware | None = None) -> Result:
     """The speed of interleaved 1F1B, or of 1F1B for one chunk, with what a step has outside of its passes."""
     model = architecture(models[run["model"]] if isinstance(run["model"], str) else run["model"])
-    hardware = hardware or hardware_of(run)
+    hardware = under(hardware or hardware_of(run), software(run).name)
     sizes = {name: run.get(name, 1) for name in _ONE}
     job = Job(run["sequence"], **sizes, fully_shard=run.get("fully_shard", False))
     stages = run.get("pipeline_parallel", 1)
@@ -232,31 +235,54 @@ def ranked(results: Sequence[Result]) -> tuple[int, int]:
     return right, count
 
 
-def by_kind(results: Sequence[Result]) -> dict[str, dict[str, float]]:
-    """Of every kind of run how many there are, and their errors."""
-    kinds: dict[str, list[Result]] = {}
+def grouped(results: Sequence[Result]) -> dict[tuple[str, str], list[Result]]:
+    """By kind of run and software."""
+    found: dict[tuple[str, str], list[Result]] = {}
     for each in results:
-        kinds.setdefault(each.kind, []).append(each)
-    return {
-        kind: {"runs": len(some), "rms": round(rms(some), 4), "mean": round(sum(e.error for e in some) / len(some), 4)}
-        for kind, some in sorted(kinds.items())
-    }
+        found.setdefault((each.kind, software(each.run).name), []).append(each)
+    return dict(sorted(found.items()))
 
 
-def by_generation(results: Sequence[Result]) -> dict[str, dict[str, list[float]]]:
-    """Of every kind of run, and every generation of software, how many there are, and their least and largest error."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for each in results:
-        found.setdefault(each.kind, {}).setdefault(generation(each.run), []).append(each.error)
-    return {
-        kind: {when: [len(some), round(min(some), 3), round(max(some), 3)] for when, some in sorted(errors.items())}
-        for kind, errors in sorted(found.items())
-    }
+def after_one(results: Sequence[Result]) -> float:
+    """The rms error of the others where one step of each in turn corrects all, as `--calibrate` does; 0 for one run."""
+    pairs = [(1 + other.error) / (1 + one.error) - 1 for one in results for other in results if other is not one]
+    return math.sqrt(sum(each**2 for each in pairs) / len(pairs)) if pairs else 0.0
 
 
-def unseen() -> dict[str, dict[str, list[float]]]:
+Errors = dict[str, dict[str, list[float]]]  # by kind of run and software: how many runs, rms, least and largest error
+
+
+def errors_of(results: Sequence[Result]) -> Errors:
+    table: Errors = {}
+    for (kind, ran), some in grouped(results).items():
+        errors = [each.error for each in some]
+        table.setdefault(kind, {})[ran] = [
+            len(some),
+            *(round(each, 3) for each in (rms(some), min(errors), max(errors))),
+        ]
+    return table
+
+
+def unseen() -> Errors:
     given = json.loads(UNSEEN.read_text(encoding="utf-8"))
-    return by_generation([predict(run, given["models"]) for run in given["runs"]])
+    return errors_of([predict(run, given["models"]) for run in given["runs"]])
+
+
+def cell(errors: Sequence[float] | None) -> str:
+    """Of one kind and software, as docs/cost_model.md has it."""
+    if errors is None:
+        return ""
+    runs, mean, least, most = errors
+    spread = f"{least:+.0%}" if runs == 1 else f"{mean:.0%} ({least:+.0%} to {most:+.0%})"
+    return f"{runs:.0f}: {spread}"
+
+
+def left_out(runs: Sequence[Mapping[str, Any]], models: Mapping[str, Any]) -> list[Result]:
+    """Of every run what a fit to all others predicts."""
+    gpus = [hardware_of(run) for run in runs]
+    found = shares.fit(gpus, lambda run, gpu: math.log1p(predict(runs[run], models, gpu).error))
+    alone = [shares.scaled(gpu, shares.without(found, gpus, [number])) for number, gpu in enumerate(gpus)]
+    return [predict(run, models, gpu) for run, gpu in zip(runs, alone, strict=True)]
 
 
 def fitted(runs: Sequence[Mapping[str, Any]], models: Mapping[str, Any]) -> str:
@@ -276,7 +302,7 @@ def fitted(runs: Sequence[Mapping[str, Any]], models: Mapping[str, Any]) -> str:
     kinds: dict[str, list[int]] = {}
     results = [predict(run, models, gpu) for run, gpu in zip(runs, gpus, strict=True)]
     for run, result in enumerate(results):
-        kinds.setdefault(result.kind, []).append(run)
+        kinds.setdefault(f"{result.kind}, {software(runs[run]).name}", []).append(run)
     errors = []
     for kind, some in sorted(kinds.items()):
         others = shares.without(found, gpus, some)
@@ -317,16 +343,20 @@ def main(arguments: list[str] | None = None) -> int:
         for each in results
     ]
     print(markdown_table(["run", "kind", "predicted", "published", "error"], rows))
-    kinds = by_kind(results)
-    lines = [[kind, each["runs"], f"{each['rms']:.1%}", f"{each['mean']:+.1%}"] for kind, each in kinds.items()]
-    print("\n" + markdown_table(["kind", "runs", "rms", "mean"], lines))
+    lines = []
+    for (kind, ran), some in grouped(results).items():
+        errors = [each.error for each in some]
+        figures = [f"{rms(some):.1%}", f"{min(errors):+.1%}", f"{max(errors):+.1%}"]
+        lines.append([kind, ran, len(some), *figures, f"{after_one(some):.1%}" if some[1:] else ""])
+    print("\n" + markdown_table(["kind", "software", "runs", "rms", "least", "most", "after a step of one"], lines))
     dense, experts = ([each for each in results if ("experts" in each.kind) == kind] for kind in (False, True))
     right, pairs = ranked(results)
     errors = f"dense rms {rms(dense):.1%}, experts rms {rms(experts):.1%}"
     print(f"\n{errors}, {right} of {pairs} pairs of layouts ranked as measured")
     if options.write:
         gains = {"a100": gains_table()[1]}
-        text = f'{{\n "speeds": {_a_row_a_line(kinds)},\n "unseen": {_a_row_a_line(unseen())},\n "gains": '
+        alone = errors_of(left_out(given["runs"], given["models"]))
+        text = f'{{\n "speeds": {_a_row_a_line(alone)},\n "unseen": {_a_row_a_line(unseen())},\n "gains": '
         text += f"{_a_row_a_line(gains)}\n}}\n"
         exactness.TABLE.write_text(text, encoding="utf-8")
     return 0

@@ -30,23 +30,28 @@ class Share(NamedTuple):
     why: str
     gpu: str = ""
     attention: str = ""
+    software: str = ""
 
     @property
     def name(self) -> str:
-        return " ".join(filter(None, (self.gpu, self.attention, self.fields[0])))
+        return " ".join(filter(None, (self.gpu, self.attention, self.software, self.fields[0])))
 
     def of(self, gpu: Hardware) -> bool:
-        """Whether this GPU has the factor."""
-        return self.gpu in ("", gpu.name) and self.attention in ("", gpu.attention)
+        """Whether this GPU has the factor, and what is not 0 to multiply by it."""
+        same = (self.gpu, gpu.name), (self.attention, gpu.attention), (self.software, gpu.software)
+        return all(mine in ("", its) for mine, its in same) and getattr(gpu, self.fields[0]) > 0
 
 
 _CORE = ("attention_forward_share", "attention_backward_share")
 SHARES = (
     Share(("matmul_share",), 0.7, 0.1, "0.8 in a benchmark of 8192, 0.6 to 0.7 at full power", "h100"),
     Share(("matmul_share",), 0.85, 0.1, "as benchmarks reach that draw less than its power", "a100"),
-    Share(("matmul_share", *_CORE), 0.61, 0.2, "clocks go with the root of the power, 500 of 700 W", "h100-500w"),
+    Share(("matmul_share",), 0.61, 0.2, "clocks go with the root of the power, 500 of 700 W", "h100-500w"),
     Share(("matmul_share",), 0.7, 0.2, "an H100's", "b200"),
     Share(("matmul_share",), 0.7, 0.2, "an H100's", "gb200"),
+    Share(("matmul_share",), 0.8, 0.2, "a GB200's and more power", "gb300"),
+    Share(("matmul_share",), 0.72, 0.1, "what others reach", "h100", software="nemo-24"),
+    Share(("matmul_share",), 0.72, 0.2, "what others reach, with compiled operations beside", "h200"),
     Share(("matmul_ramp",), 128, 0.5, "the width of a tile"),
     Share(("expert_share",), 0.7, 0.3, "groups fill their tiles less"),
     Share(_CORE, 0.35, 0.15, "0.3 to 0.4 in arXiv 2307.08691", "a100", "flash_attention_1"),
@@ -55,12 +60,16 @@ SHARES = (
     Share(("attention_ramp",), 512, 0.5, "a few tiles"),
     Share(("memory_share",), 0.6, 0.4, "0.9 in a benchmark; copies and norms that are not fused count besides"),
     Share(("network_share",), 0.9, 0.05, "an adapter"),
+    Share(("tensor_share",), 0.6, 0.3, "all-gathers of NCCL reach 0.8, and copies are beside them", software="torch"),
+    Share(("tensor_share",), 0.6, 0.3, "the same", software="kempnerforge"),
     Share(("all_to_all_share",), 0.9, 0.1, "43 to 47 of 50 GB/s (DeepEP)"),
     Share(("exposed_share",), 0.5, 0.5, "between all and nothing"),
     Share(("hiding_share",), 0.5, 0.5, "between all and nothing"),
     Share(("pass_time",), 0.5e-3, 0.5, "0.6 to 0.8 ms in the tables of arXiv 2401.10241, and less today"),
     Share(("layer_time",), 0.05e-3, 0.5, "ten launches of 5 us"),
     Share(("expert_time",), 0.5e-3, 0.7, "routing and waiting for counts"),
+    Share(("expert_time",), 5e-3, 2.0, "launches for every expert, of which nothing is known", software="nemo-25.04"),
+    Share(("unfused_share",), 1.0, 0.5, "counted: a read or a write of gate and up for every operation"),
 )
 
 Predict = Callable[[int, Hardware], float]  # the logarithm of predicted over measured speed, of a run by its number

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import zbkern
-from bench import context, gpu, layouts, models
+from bench import context, gpu, layouts, models, published_runs
 from zbkern.kernels import dispatch, spec
 from zbkern.pipeline import Costs, schedules, simulate
 from zbkern.pipeline.runtime.last_step import LastStep
@@ -24,6 +24,7 @@ from zbkern.planning.cost_model import exactness
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
 from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.software import under
 from zbkern.planning.planner import native
 
 ROOT = Path(__file__).parents[2]
@@ -209,7 +210,7 @@ def test_the_plans_for_known_models() -> None:
 def of_layout(row: dict[str, Any]) -> Setting:
     sizes = {name: size for name, size in row["options"].items() if name not in ("stages", "microbatches")}
     model = load_architecture(layouts.CONFIGURATIONS / f"{row['model']}.json")
-    return Setting(model, load_hardware("h100"), Job(**sizes))
+    return Setting(model, under(load_hardware("h100"), "megatron"), Job(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -243,11 +244,13 @@ def test_layouts_beside_published_ones() -> None:
 
 
 def test_the_errors_of_the_cost_model() -> None:
-    kinds = json.loads(exactness.TABLE.read_text(encoding="utf-8"))["speeds"]
-    rows = tables(page("cost_model.md"), "runs")
-    assert [row[0] for row in rows] == [f"{kind} ({errors['runs']})" for kind, errors in kinds.items()]
-    shown = [float(row[1].removesuffix(" %")) / 100 for row in rows]
-    assert shown == pytest.approx([errors["rms"] for errors in kinds.values()], abs=6e-4)  # rounded twice
+    errors = json.loads(exactness.TABLE.read_text(encoding="utf-8"))
+    fitted, unseen = errors["speeds"], errors["unseen"]
+    rows = tables(page("cost_model.md"), "group")
+    pairs = {(kind, ran) for table in (fitted, unseen) for kind, found in table.items() for ran in found}
+    assert [(row[0], row[1]) for row in rows] == sorted(pairs)
+    for kind, ran, *cells in rows:
+        assert cells == [published_runs.cell(table.get(kind, {}).get(ran)) for table in (fitted, unseen)], (kind, ran)
 
 
 # ---- schedules.md: its formulas, its tables and its pictures, and those of the other pages

@@ -173,6 +173,16 @@ def mesh_of(program: str) -> dict[str, int]:
     return dict(zip(names.replace('"', "").split(", "), map(int, sizes.split(", ")), strict=True))
 
 
+@pytest.mark.parametrize(("counted", "undo"), [(12, "inverse"), (24, "snapshot")])
+def test_a_step_is_undone_exactly_where_the_plan_has_counted_the_copies(
+    counted: int, undo: str, tmp_path: Path
+) -> None:
+    text = planned(tmp_path, optimizer_bytes=counted).read_text()
+    assert re.search(r'undo="(\w+)"\)', text)[1] == undo
+    compile(text, "launch.py", "exec")
+    assert ("--optimizer-bytes 24" in text) == (counted < 24)
+
+
 @pytest.mark.parametrize(("stages", "tensor", "replicas"), [(2, 2, 8), (2, 8, 2), (2, 1, 16)])
 def test_replicas_are_where_the_costs_have_them(
     stages: int, tensor: int, replicas: int, run_plan: Any, tmp_path: Path

@@ -13,6 +13,7 @@ from zbkern.planning.cost_model.calibration import of_step
 from zbkern.planning.cost_model.exactness import TABLE, how_exact
 from zbkern.planning.cost_model.hardware import load_hardware
 from zbkern.planning.cost_model.model_costs import Job
+from zbkern.planning.cost_model.software import under
 
 
 @pytest.mark.parametrize(
@@ -25,28 +26,39 @@ from zbkern.planning.cost_model.model_costs import Job
         ("llama-3-8b", "h100", Job(8193, context_parallel=3), ""),
         ("gpt-oss-120b", "h100", Job(4096, expert_parallel=8), "h100, experts within a node"),
         ("gpt-oss-120b", "h100", Job(4096, expert_parallel=64), "h100, experts across nodes"),
-        ("gpt-oss-120b", "gb200", Job(4096, expert_parallel=64), "gb200, experts within a node"),
+        ("gpt-oss-120b", "gb200", Job(4096, expert_parallel=64), ""),
     ],
 )
 def test_it_is_that_of_runs_of_the_same_kind(model: str, gpu: str, job: Job, kind: str) -> None:
     said = how_exact(load_architecture(CONFIGURATIONS / f"{model}.json"), load_hardware(gpu), job, split=False)
     if not kind:
-        assert said.startswith("its speed is not checked against any run (")
+        assert said.startswith(f"group {gpu}, ")
+        assert "; software torch: no published run checks its speed" in said
         return
-    errors = json.loads(TABLE.read_text())["speeds"][kind]
-    which = f"{errors['runs']} published runs ({kind})"
-    assert said.startswith(f"rms error {errors['rms']:.1%} in {which}, {abs(errors['mean']):.1%} too ")
+    runs, rms, least, most = json.loads(TABLE.read_text())["speeds"][kind]["torch"]
+    count = f"{runs} published runs" if runs > 1 else "1 published run"
+    spread = f"rms {rms:.0%}, {least:+.0%} to {most:+.0%}" if runs > 1 else f"{least:+.0%}"
+    assert said.startswith(f"group {kind}; software torch: {count} each left out of the fit, {spread}")
 
 
-def test_runs_that_nothing_is_fitted_to_are_told_by_their_software() -> None:
-    model = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
-    said = how_exact(model, load_hardware("h100"), Job(8192), split=False)
-    for when, (runs, least, most) in json.loads(TABLE.read_text())["unseen"]["h100, dense, up to 8K tokens"].items():
-        assert f"; {runs} not fitted, software {when}: {least:+.0%}" in said
-        assert f" to {most:+.0%}" in said or runs == 1
-    both = how_exact(model, load_hardware("h100"), Job(8192, context_parallel=2), split=False)
-    assert both.startswith("nothing is fitted to such runs (h100, dense, up to 8K tokens, context parallel); ")
-    assert "not fitted, software 24.09: -" in both
+def test_runs_are_told_by_their_software_and_by_whether_they_are_fitted() -> None:
+    model, kind = (
+        load_architecture(CONFIGURATIONS / "llama-3-8b.json"),
+        "h100, dense, up to 8K tokens, context parallel",
+    )
+    errors = json.loads(TABLE.read_text())
+    (fitted, *_), (unseen, _, least, _) = (errors[table][kind]["nemo-24"] for table in ("speeds", "unseen"))
+    assert unseen == 1
+    told = f"{fitted} published runs each left out of the fit, rms "
+    last = f" and 1 published run not fitted, {least:+.0%}"
+    job, h100 = Job(8192, context_parallel=2), load_hardware("h100")
+    for gpu, start in (
+        (h100, "software torch: no published run checks its speed; "),
+        (under(h100, "nemo-24"), "software "),
+    ):
+        said = how_exact(model, gpu, job, split=False)
+        assert said.startswith(f"group {kind}; {start}nemo-24: {told}")
+        assert said.endswith(last)
 
 
 def test_gains_of_the_split_are_checked_where_somebody_measured_them() -> None:

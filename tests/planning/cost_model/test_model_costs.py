@@ -20,9 +20,11 @@ from zbkern.planning.cost_model.architecture import FAMILIES, Architecture, arch
 from zbkern.planning.cost_model.hardware import TABLE, load_hardware
 from zbkern.planning.cost_model.layer_kinds import Experts, attention, mlp
 from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.software import under
 
 CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
 H100 = load_hardware("h100")
+GPT_OSS = load_architecture(CONFIGURATIONS / "gpt-oss-120b.json")
 LLAMA_8B = load_architecture(CONFIGURATIONS / "llama-3-8b.json")
 IDEAL = replace(H100, matmul_ramp=0, pass_time=0, layer_time=0, expert_time=0, split_share=0)
 """On which small products are as fast as large ones, and nothing takes time besides flops, bytes and messages."""
@@ -299,14 +301,64 @@ def test_windows_are_those_of_the_library(kind: str, use: bool | None) -> None:
 
 
 def test_computing_hides_no_more_of_a_message_than_a_share_of_its_own_time() -> None:
-    sizes = {"split_share": 0, "exposed_share": 0.25}
+    sizes = {"split_share": 0, "tensor_exposed_share": 0.25}
     for rate, hidden in ((450e9, 0.4), (45e9, 0.4), (45e9, 0.0)):
         gpu = replace(H100, link_bandwidth=rate, hiding_share=hidden, **sizes)
         job = Job(8192, tensor_parallel=8)
         free = Setting(LLAMA_8B, replace(gpu, link_bandwidth=1e30, latency=1e-30), job).costs.layers[1]
         block = Setting(LLAMA_8B, gpu, job).costs.layers[1]
-        message = 2 * 1e3 * (4 * 8192 * 4096 * 7 / 8 / (rate * gpu.network_share) + 2 * gpu.latency)
+        message = 2 * 1e3 * (4 * 8192 * 4096 * 7 / 8 / (rate * gpu.tensor_share) + 2 * gpu.latency)
         assert block.forward - free.forward == pytest.approx(max(message / 4, message - hidden * free.forward))
+
+
+def test_two_gpus_of_a_board_without_a_switch_have_their_link_alone() -> None:
+    board = replace(H100, gpus_per_node=4)
+    assert [board.links(ranks) for ranks in (2, 3, 4)] == pytest.approx([150e9, 300e9, 450e9])
+    assert [replace(board, largest_mesh=0).links(2), H100.links(2), replace(H100, gpus_per_node=2).links(2)] == [
+        450e9
+    ] * 3
+    assert load_hardware("mi300x").links(2) == pytest.approx(448e9 / 7)
+    seconds = [Setting(LLAMA_8B, gpu, Job(8192, tensor_parallel=2)).costs.layers[1].forward for gpu in (board, H100)]
+    message = 2 * 2 * 4096 * 8192 * 2 / 2 / H100.tensor_share  # an all-gather and a reduce-scatter of each part, bytes
+    assert seconds[0] - seconds[1] == pytest.approx(1e3 * message * (1 / 150e9 - 1 / 450e9))
+
+
+def test_tensor_parallelism_is_torchs_unless_the_software_overlaps_it() -> None:
+    job = Job(8192, tensor_parallel=8)
+    ours, theirs = (Setting(LLAMA_8B, gpu, job).costs.layers[1] for gpu in (H100, under(H100, "megatron")))
+    assert ours.forward > 1.1 * theirs.forward
+    assert ours.weight == theirs.weight
+    whole = [Setting(LLAMA_8B, gpu, Job(8192)).costs for gpu in (H100, under(H100, "megatron"))]
+    assert whole[0] == whole[1]
+    experts = [Setting(GPT_OSS, gpu, Job(4096, expert_parallel=8)).costs for gpu in (H100, under(H100, "megatron"))]
+    assert experts[0] == experts[1]
+
+
+def test_a_row_of_software_replaces_shares_of_every_gpu_and_of_some() -> None:
+    older = under(H100, "nemo-24")
+    assert (older.matmul_share, older.tensor_share, older.software) == (0.8, 0.91, "nemo-24")
+    assert under(older, "nemo-24") is older
+    assert under(load_hardware("gb200"), "nemo-24").matmul_share == load_hardware("gb200").matmul_share
+    assert under(H100, "megatron-bridge").expert_time == 0
+    with pytest.raises(ValueError, match=r"software: it must be one of torch, .*; got 'megatorn'"):
+        under(H100, "megatorn")
+
+
+def test_what_no_kernel_joins_is_moved_and_hides_no_messages() -> None:
+    """gpt-oss: 28 times gate and up of 4 experts, 2,880 each, of which 11 in F."""
+    sizes = {"hiding_share": 1.0, "exposed_share": 0.0, "split_share": 0.0}
+    for ranks, halves in ((1, False), (64, False), (64, True)):
+        job = Job(4096, expert_parallel=ranks, halves=halves)
+        joined, apart = (
+            Setting(GPT_OSS, replace(H100, unfused_share=share, **sizes), job).costs.layers[2 if halves else 1]
+            for share in (0.0, 1.0)
+        )
+        moved = 4096 * 4 * 2 * 2880 * 2 / (H100.memory_bandwidth * H100.memory_share) * 1e3
+        assert apart.forward - joined.forward == pytest.approx(11 * moved)
+        assert apart.backward - joined.backward == pytest.approx(17 * moved)
+    qwen = load_architecture(CONFIGURATIONS / "qwen3-235b.json")
+    costs = [Setting(qwen, replace(H100, unfused_share=share), Job(4096)).costs for share in (0.0, 1.0)]
+    assert costs[0] == costs[1]
 
 
 def test_small_heads_and_fast_gpus_wait_for_exponentials() -> None:
@@ -331,7 +383,7 @@ def sent_bytes(expert_parallel: int, gpus_per_node: int, kind: str = "network", 
     """Per token and feature, that a block of DeepSeek-V3 sends in F beyond its GPU or node, there and back."""
     config = {**json.loads((CONFIGURATIONS / "deepseek-v3.json").read_text()), **routing}
     whole = {"network_share": 1.0, "all_to_all_share": 1.0, "exposed_share": 1.0}
-    free = replace(H100, gpus_per_node=gpus_per_node, latency=1e-30, **whole)
+    free = replace(H100, gpus_per_node=gpus_per_node, latency=1e-30, largest_mesh=0, **whole)
     job = Job(64, expert_parallel=expert_parallel)
     silent, slow = (
         Setting(architecture(config), replace(free, **links), job).costs.layers[-4]

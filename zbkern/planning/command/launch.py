@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from string import Template
 
-from zbkern.planning.cost_model.model_costs import Setting
+from zbkern.planning.cost_model.model_costs import Job, Setting
 from zbkern.planning.cost_model.places import mesh
 from zbkern.planning.planner import Plan
 from zbkern.schedules.layout import layer_of
@@ -124,8 +124,8 @@ def chunks_of(config: object, mesh: DeviceMesh, device: torch.device) -> list[to
     return chunks""",
     "optimizer": """\
     pipe = Pipeline(chunks, SCHEDULE, token_loss, mesh.get_group("stage"), device)
-    # "snapshot" would be exact, and needs 12 bytes more for each parameter, which the plan has not counted
-    optimizer = Optimizer(adam, pipe, max_norm=1.0, master_weights=REPLICAS == 1, undo="inverse")""",
+    # $undone
+    optimizer = Optimizer(adam, pipe, max_norm=1.0, master_weights=REPLICAS == 1, undo="$undo")""",
     "step": "        loss = pipe.step(tokens, targets)",
     "end": "pipe.close()",
 }
@@ -181,6 +181,13 @@ _FP8 = """\
 """
 
 
+_SNAPSHOT = 12  # bytes of a parameter: a copy of its master and moments
+_EXACT = Job.optimizer_bytes + _SNAPSHOT
+_UNDONE = (
+    f'"snapshot" would be exact: plan with --optimizer-bytes {_EXACT:g}, which counts its copies',
+    "exact: the plan has counted the copies",
+)
+
 _CONSTANTS = {"stage": "STAGES", "replica": "REPLICAS", "tensor": "TENSOR_PARALLEL"}
 
 
@@ -199,6 +206,7 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
     tensor, most = job.tensor_parallel, hardware.gpus_per_node
     per_node = min(gpus, most // tensor * tensor or most)  # whole groups of tensor parallelism, where they fit a node
     nodes, rest = math.ceil(gpus / per_node), gpus % per_node
+    is_exact = job.optimizer_bytes >= _EXACT
     sizes = mesh({"replica": job.pipelines, "stage": stages, "tensor": job.tensor_parallel})
     if not job.fully_shard:
         schedule.write_text(found.schedule.to_csv(), encoding="utf-8")
@@ -223,6 +231,8 @@ def write(path: Path, found: Plan, setting: Setting, config: Path) -> None:
         partition=list(found.partition or ()),
         microbatches=found.schedule.microbatches,
         recomputed=_recomputed(found),
+        undo="snapshot" if is_exact else "inverse",
+        undone=_UNDONE[is_exact],
     )
     path.write_text(program, encoding="utf-8")
 

@@ -118,10 +118,10 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
 
 FAMILIES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "families.json").read_text(encoding="utf-8"))
 """What is known of models by their model_type, where it is not as in most: names of embedding, blocks and norm; norms
-of a block; parallel, as in `Block`; gated: MLPs are; hidden: the name of their size; experts: in some layers; mixed:
-layers of several kinds, also without a window; alone: a layer is attention or MLP or what is in the place of one;
-latent: attention; output_gate: on attention's output; state_space: names of heads, their size, states, groups, kernel
-and chunk."""
+of a block; parallel, as in `Block`; gated: MLPs are; hidden: the name of their size; experts: in some layers; clamped:
+gate and up of these; mixed: layers of several kinds, also without a window; alone: a layer is attention or MLP or what
+is in the place of one; latent: attention; output_gate: on attention's output; state_space: names of heads, their size,
+states, groups, kernel and chunk."""
 
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of nemotron_h
 _DELTA_RULE = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
@@ -302,7 +302,7 @@ def _experts(numbers: _Numbers) -> tuple[Part, ...]:
     if kind == "nemotron_h":
         shared = numbers["moe_shared_expert_intermediate_size"] * numbers.get("n_shared_experts", 1)
     experts = Experts(count, chosen, groups, numbers.get("topk_group", groups))
-    routed = kinds.routed_mlp(features, hidden, experts, gated)
+    routed = kinds.routed_mlp(features, hidden, experts, gated, "clamped" in numbers.family)
     return (routed, kinds.mlp(features, shared, gated, beside=True)) if shared else (routed,)
 
 

@@ -1,12 +1,14 @@
 """How far the model of costs was from published runs like the one that is planned: errors.json, or that none is known.
 
-`python -m bench.published_runs --write` computes that file: from bench/published_runs.json, to which shares are
-fitted, and from bench/published_runs_unseen.json, by generation of the software that ran.
+`python -m bench.published_runs --write` computes that file, by kind of run and by the software that ran. Runs of
+bench/published_runs.json are fitted; of each the error is what a fit to all others leaves. To those of
+bench/published_runs_unseen.json nothing is fitted.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from zbkern.planning.cost_model.architecture import Architecture
@@ -35,18 +37,29 @@ def how_exact(architecture: Architecture, hardware: Hardware, job: Job, split: b
     if hardware.calibration.source:
         return hardware.calibration.describe()
     kind, errors = group(architecture, hardware, job), json.loads(TABLE.read_text(encoding="utf-8"))
-    unseen = errors["unseen"].get(kind, {})
-    said = f"{'nothing is fitted to such runs' if unseen else 'its speed is not checked against any run'} ({kind})"
-    if found := errors["speeds"].get(kind):
-        which = "1 published run" if found["runs"] == 1 else f"{found['runs']} published runs"
-        bias = f"{abs(found['mean']):.1%} too {'fast' if found['mean'] > 0 else 'slow'} on average"
-        said = f"rms error {found['rms']:.1%} in {which} ({kind}), {bias}"
-    for when, (runs, least, most) in unseen.items():
-        spread = f"{least:+.0%}" if runs == 1 else f"{least:+.0%} to {most:+.0%}"
-        said += f"; {runs} not fitted, software {when}: {spread}"
+    fitted, unseen = (errors[table].get(kind, {}) for table in ("speeds", "unseen"))
+    known = fitted.keys() | unseen.keys()
+    its = _runs(hardware.software, fitted, unseen) or "no published run checks its speed"
+    mine = f"software {hardware.software}: {its}"
+    others = [f"{ran}: {_runs(ran, fitted, unseen)}" for ran in sorted(known - {hardware.software})]
+    told = "; ".join((f"group {kind}", mine, *others))
     if not split:
-        return said
-    said, gain = f"{said}; the gain of B and W apart", errors["gains"].get(hardware.name)
+        return told
+    gain = errors["gains"].get(hardware.name)
     if gain is None:
-        return f"{said} is not checked on this GPU"
-    return f"{said}: rms error {100 * gain['rms']:.1f} points in {gain['runs']} published ones"
+        return f"{told}; the gain of B and W apart is not checked on this GPU"
+    return (
+        f"{told}; the gain of B and W apart: rms error {100 * gain['rms']:.1f} points in {gain['runs']} published ones"
+    )
+
+
+def _runs(ran: str, *tables: Mapping[str, tuple[int, float, float, float]]) -> str:
+    """Of runs by this software how many there are, and the errors of their speed, above 0 where it is too fast."""
+    said = []
+    for table, how in zip(tables, ("each left out of the fit", "not fitted"), strict=True):
+        if ran in table:
+            runs, rms, least, most = table[ran]
+            count = "1 published run" if runs == 1 else f"{runs} published runs"
+            spread = f"{least:+.0%}" if runs == 1 else f"rms {rms:.0%}, {least:+.0%} to {most:+.0%}"
+            said.append(f"{count} {how}, {spread}")
+    return " and ".join(said)

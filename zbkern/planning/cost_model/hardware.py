@@ -18,6 +18,7 @@ _UNITS = {
 }
 _MAY_BE_ZERO = (
     *("exposed_share", "hiding_share", "overlap_share", "softmax_share", "split_share", "fragmented_share"),
+    *("tensor_exposed_share", "unfused_share", "largest_mesh"),
     *("matmul_ramp", "attention_ramp", "pass_time", "layer_time", "expert_time", "context_memory", "group_memory"),
 )
 _H100 = 989.4e12  # peak flops of the GPU for which ramps are given
@@ -33,7 +34,8 @@ class Hardware:
     bytes. memory_bandwidth: bytes/s.
     gpus_per_node: GPUs that link_bandwidth joins; network_bandwidth joins nodes, and host_bandwidth a GPU and the
     memory of its host, which offloading needs (None: not known); all in bytes/s per GPU and direction. name: in the
-    table that comes with zbkern. attention: the kernel whose shares are taken.
+    table that comes with zbkern. attention: the kernel whose shares are taken. software: what runs, by software.json.
+    largest_mesh: no switch joins so many GPUs in a node, or fewer: two of them have their part of link_bandwidth alone.
 
     The rest is what programs get of these peaks, fitted to the runs of bench/published_runs.json (bench/shares.py says
     from which anchors); `errors.json` has what is left.
@@ -46,13 +48,16 @@ class Hardware:
     size d 1 + softmax_share * (128/d - 1) times (64 for 128 costs FlashAttention 3 a fourth, arXiv 2407.08608, fig. 5),
     both on an H100: exponentials are no faster on a faster GPU. memory_share: of the bandwidth, with norms, activations
     and copies that frameworks do not fuse. network_share: also of the links in a node and to the host; all_to_all_share
-    of that, of all-to-alls between nodes. exposed_share: of the time of messages of tensor and expert parallelism that
-    computing never hides; it hides at most hiding_share of its own time. overlap_share: of one microbatch's passes,
-    what traffic between pipelines hides behind. split_share: what B and W take longer apart than in one piece, of both;
-    the gains in Table 4 of arXiv 2401.10241 fit with 0.02, eight H800s in an issue of its repository (21) with 0.06.
+    of that, of all-to-alls between nodes. exposed_share: of the time of messages of expert and context parallelism that
+    computing never hides; it hides at most hiding_share of its own time. tensor_share, tensor_exposed_share: the same
+    for collectives of tensor parallelism: what they reach of the links, and what of their time is never hidden.
+    overlap_share: of one microbatch's passes, what traffic between pipelines hides behind. split_share: what B and W
+    take longer apart than in one piece, of both; the gains in Table 4 of arXiv 2401.10241 fit with 0.02, eight H800s in
+    an issue of its repository (21) with 0.06.
     latency: seconds that a message takes besides its bytes. pass_time: seconds of each F, B and W of a chunk (the
     engine); layer_time, expert_time: of each in a layer, and in one with experts besides that, however few tokens there
-    are (launches, routing, waiting for the counts). context_memory, group_memory: bytes that the CUDA context with its
+    are (launches, routing, waiting for the counts). unfused_share: of the bytes that bias, clamp and gate of gpt-oss's
+    experts move without a kernel that joins them. context_memory, group_memory: bytes that the CUDA context with its
     libraries, and every group of ranks that communicates, take of a GPU; fragmented_share: of its memory that the
     allocator cannot use. These three are assumptions.
 
@@ -72,6 +77,7 @@ class Hardware:
     source: str = ""
     name: str = ""
     attention: str = ""
+    software: str = "torch"
     matmul_share: float = 0.72
     forward_backward_share: float = 0.73
     matmul_ramp: float = 124.0
@@ -82,11 +88,15 @@ class Hardware:
     softmax_share: float = 0.3
     memory_share: float = 0.41
     network_share: float = 0.91
+    tensor_share: float = 0.5
+    tensor_exposed_share: float = 1.0
+    largest_mesh: int = 4
     all_to_all_share: float = 0.85
     exposed_share: float = 0.375
     hiding_share: float = 0.41
     overlap_share: float = 1.0
     split_share: float = 0.03
+    unfused_share: float = 0.0
     latency: float = 1e-5
     pass_time: float = 0.315e-3
     layer_time: float = 0.05e-3
@@ -95,6 +105,12 @@ class Hardware:
     group_memory: float = 0.5e9
     fragmented_share: float = 0.04
     calibration: Calibration = Calibration()  # noqa: RUF009  # it is frozen
+
+    def links(self, ranks: int) -> float:
+        """Bytes per second between a GPU and the others of a group of so many in its node."""
+        if self.gpus_per_node > self.largest_mesh or ranks < 2:
+            return self.link_bandwidth
+        return self.link_bandwidth * min(1.0, (ranks - 1) / (self.gpus_per_node - 1))
 
     def usable(self, groups: int) -> float:
         """Bytes for what a rank holds, where it is in so many groups of ranks."""
@@ -110,14 +126,14 @@ class Hardware:
             raise TypeError(f"Hardware: calibration is for zbkern plan --calibrate; got {self.calibration!r}")
         for name in (field.name for field in fields(self) if field.name != "calibration"):
             value = getattr(self, name)
-            if name in ("title", "source", "name", "attention"):
+            if name in ("title", "source", "name", "attention", "software"):
                 if not isinstance(value, str):
                     raise TypeError(f"Hardware: {name} must be text; got {value!r}")
                 continue
             if name in ("host_bandwidth", "fp8_flops") and value is None:
                 continue
             checked_number("Hardware", name, value, most=1.0 if name.endswith("_share") else 1e30)
-            if name == "gpus_per_node" and value % 1 != 0:
+            if name in ("gpus_per_node", "largest_mesh") and value % 1 != 0:
                 raise ValueError(f"Hardware: {name} must be a whole number; got {value!r}")
             if not (value or name in _MAY_BE_ZERO):
                 raise ValueError(f"Hardware: {name} must be above 0; got {value!r}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 _STATISTIC = 2  # bf16 numbers in an fp32 one: the log-sum-exp of each query and head
+_CLAMPED = 11, 17  # times that bias, clamps and gate of gpt-oss's experts read or write gate and up, forward, backward
 _DELTA_CHUNK = 64  # tokens that the gated delta rule's kernels work on at once
 
 
@@ -64,7 +65,8 @@ class Part:
     unheld: inputs and outputs of products that are counted twice, or not held for W. heads: what tensor parallelism
     must divide, 0 for anything.
     keys: of the first product's outputs those of keys and values, in so many key_heads, of which every GPU needs one.
-    carried: numbers that stay for later slices of the sequence. other: parameters of no product.
+    carried: numbers that stay for later slices of the sequence. other: parameters of no product. unfused: what is moved
+    besides, forward and backward, by programs without a kernel that joins the operations between two products.
     """
 
     products: tuple[Product, ...]
@@ -78,6 +80,7 @@ class Part:
     carried: int = 0
     experts: Experts | None = None
     other: int = 0
+    unfused: tuple[float, float] = (0.0, 0.0)
 
     def of(self, ranks: int) -> Part:
         """With a head of keys for every GPU that shares the part. Raises ValueError for heads that do not divide."""
@@ -177,8 +180,9 @@ def mlp(features: int, hidden: int, gated: bool = True, beside: bool = False) ->
     )
 
 
-def routed_mlp(features: int, hidden: int, experts: Experts, gated: bool = True) -> Part:
-    """Router and experts, over rows that are sorted by expert, and sorted back with a weight each."""
+def routed_mlp(features: int, hidden: int, experts: Experts, gated: bool = True, clamped: bool = False) -> Part:
+    """Router and experts, over rows that are sorted by expert, and sorted back with a weight each. clamped: gate and up
+    have biases and limits."""
     inner = (1 + gated) * hidden
     row = 2 * features + inner + hidden  # input, gate and up, their product, output
     products = Product(features, experts.count, "tokens"), Product(features, inner, grouped=True)
@@ -188,6 +192,7 @@ def routed_mlp(features: int, hidden: int, experts: Experts, gated: bool = True)
         moved=(experts.chosen * (4 * features + inner + hidden), experts.chosen * (4 * features + 3 * inner)),
         unheld=experts.count,
         experts=experts,
+        unfused=(clamped * _CLAMPED[0] * experts.chosen * inner, clamped * _CLAMPED[1] * experts.chosen * inner),
     )
 
 

@@ -9,6 +9,7 @@ window or makes them from small vectors, as caches of the transformers library h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from math import gcd
@@ -196,7 +197,7 @@ class _Layer:
         self.name, self.tied, self.features = name, tied, setting.architecture.features
         _, self.hardware, self.job = setting
         self.forward = self.backward = self.weight = self.saving = 0.0
-        self.gathered = self.reduced = self.stepped = self.whole = self.messages = 0.0
+        self.gathered = self.reduced = self.stepped = self.whole = self.messages = self.waits = 0.0
         self.activation = self.held = self.static = 0.0
         self.attention_forward = self.attention_backward = self.overhead = self.carried = 0.0
 
@@ -260,7 +261,8 @@ class _Layer:
         if part.core is not None:
             self.core(part.core)
             ranks = job.context_parallel  # keys and values go around the GPUs of a sequence
-            self.exchange(rows * part.keys, ranks, ranks * job.tensor_parallel)
+            gpu, neighbours = self.hardware, ranks * job.tensor_parallel
+            self.exchange(rows * part.keys, ranks, neighbours, gpu.network_share, gpu.exposed_share)
         self.elementwise(rows, *part.moved)
         self.keep(rows, part.kept, part.held)
         self.weights(part.other / job.tensor_parallel)
@@ -304,7 +306,8 @@ class _Layer:
         if copies > 1:
             gpu = self.hardware
             near = in_a_node(gpu.gpus_per_node, self.job.expert_parallel if replicas else self.job.tensor_parallel)
-            bandwidth = gpu.link_bandwidth if copies <= near else min(near * gpu.network_bandwidth, gpu.link_bandwidth)
+            links = gpu.links(int(min(copies, near)))
+            bandwidth = links if copies <= near else min(near * gpu.network_bandwidth, gpu.link_bandwidth)
             time = count * (copies - 1) / copies / (bandwidth * gpu.network_share)
             self.gathered += _WIDTH * time
             self.reduced += (_WIDE if self.job.fully_shard else _REDUCED) * time
@@ -317,15 +320,16 @@ class _Layer:
 
     def gather_and_scatter(self) -> None:
         """Tensor parallelism around attention or an MLP: an all-gather and a reduce-scatter, forward and backward."""
-        ranks = self.job.tensor_parallel
-        self.exchange(2 * self.job.rows * self.features / ranks, ranks, ranks)
+        gpu, ranks = self.hardware, self.job.tensor_parallel
+        numbers = 2 * self.job.rows * self.features / ranks
+        self.exchange(numbers, ranks, ranks, gpu.tensor_share, gpu.tensor_exposed_share)
 
-    def exchange(self, numbers: float, ranks: int, neighbours: int) -> None:
-        """Each of `ranks`, among so many neighbours, sends so many numbers to every other one."""
+    def exchange(self, numbers: float, ranks: int, neighbours: int, share: float, exposed: float) -> None:
+        """Each of `ranks`, among so many neighbours, sends so many numbers to every other one; as for `_message`."""
         gpu = self.hardware
-        bandwidth = gpu.link_bandwidth if neighbours <= gpu.gpus_per_node else gpu.network_bandwidth
         if ranks > 1:
-            self._message(_WIDTH * numbers * (ranks - 1) / bandwidth)
+            bandwidth = gpu.links(ranks) if neighbours <= gpu.gpus_per_node else gpu.network_bandwidth
+            self._message(_WIDTH * numbers * (ranks - 1) / bandwidth, share, exposed)
 
     def dispatch_and_combine(self, tokens: float, experts: Experts) -> None:
         """Expert parallelism: tokens go to the GPUs of their experts and return, forward and backward.
@@ -334,10 +338,10 @@ class _Layer:
         is handed on to every GPU there that has some while the next ones travel (arXiv 2412.19437, section 3.2.2). What
         goes to its own node or GPU takes no time.
         """
-        ranks, size = self.job.expert_parallel, _WIDTH * tokens * self.features
+        gpu, ranks, size = self.hardware, self.job.expert_parallel, _WIDTH * tokens * self.features
         if experts.count % ranks:
             raise ValueError(f"model_costs: expert_parallel must divide the {experts.count} experts; got {ranks}")
-        inside, here = min(ranks, self.hardware.gpus_per_node), experts.count // ranks
+        inside, here = min(ranks, gpu.gpus_per_node), experts.count // ranks
         gpus = sum(reached(experts, (here,) * ranks))
         places = [here * min(inside, ranks - first) for first in range(0, ranks, inside)]
         nodes = sum(
@@ -345,10 +349,10 @@ class _Layer:
             for share, place in zip(reached(experts, tuple(places)), places, strict=True)
         )
         time = max(
-            nodes * size / (self.hardware.network_bandwidth * self.hardware.all_to_all_share),
-            gpus * size * (inside - 1) / inside / self.hardware.link_bandwidth,
+            nodes * size / (gpu.network_bandwidth * gpu.all_to_all_share),
+            gpus * size * (inside - 1) / inside / gpu.links(inside),
         )
-        self._message(2 * time)
+        self._message(2 * time, gpu.network_share, gpu.exposed_share)
 
     def seconds(self, moved: float) -> float:
         """For so many bytes of this GPU's memory."""
@@ -365,9 +369,12 @@ class _Layer:
         rest["carried_gradients"] = _WIDE / _WIDTH * self.carried
         return LayerCosts(self.name, **times, **rest, merge_saving=_MS * self.saving, output=output, tied=self.tied)
 
-    def _message(self, time: float) -> None:
-        """Two messages that take so long together at the peak bandwidth, forward and again backward."""
-        self.messages += time / self.hardware.network_share + 2 * self.hardware.latency
+    def _message(self, time: float, share: float, exposed: float) -> None:
+        """Two messages that take so long together at the peak bandwidth, forward and again backward; share: what they
+        get of it; exposed: what of their time is never hidden."""
+        time = time / share + 2 * self.hardware.latency
+        self.messages += time
+        self.waits += exposed * time
 
     def wait_for_messages(self, other: _Layer | None = None) -> None:
         """What F and B take longer for their messages: what computing cannot hide, because it waits or is too short.
@@ -375,12 +382,18 @@ class _Layer:
         other: the other half of a block, each of which hides messages of both.
         """
         gpu, layers = self.hardware, [self, *([] if other is None else [other])]
-        messages = sum(layer.messages for layer in layers)
+        messages, waits = (sum(getattr(layer, name) for layer in layers) for name in ("messages", "waits"))
         for name in ("forward", "backward"):
             hidden = gpu.hiding_share * sum(getattr(layer, name) for layer in layers)
-            exposed = max(gpu.exposed_share * messages, messages - hidden)
+            exposed = max(waits, messages - hidden)
             for layer in layers if messages else ():
                 setattr(layer, name, getattr(layer, name) + exposed * layer.messages / messages)
+
+    def wait_for_unfused(self, parts: Sequence[Part]) -> None:
+        """What no kernel joins is between a token's way to its experts and back, and hides neither."""
+        rows = self.hardware.unfused_share * self.job.rows / self.job.tensor_parallel
+        for part in parts:
+            self.elementwise(rows, *part.unfused)
 
 
 def rising_share(window: float) -> float:
@@ -427,6 +440,8 @@ def _blocks(block: Block, setting: Setting) -> list[_Layer]:
     halves = zip(HALVES, block.halves, strict=True)
     first, second = (_block(name, replace(block, parts=parts), setting, share=0.5) for name, parts in halves)
     first.wait_for_messages(second)
+    for layer, parts in zip((first, second), block.halves, strict=True):
+        layer.wait_for_unfused(parts)
     return [first, second]
 
 
@@ -447,4 +462,5 @@ def _block(name: str, block: Block, setting: Setting, joined: bool = False, shar
         layer.part(part)
     if share == 1.0:
         layer.wait_for_messages()
+        layer.wait_for_unfused(block.parts)
     return layer
