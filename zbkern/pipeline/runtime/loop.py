@@ -192,8 +192,9 @@ class Loop:
             self.results += self._returned(microbatch, outputs, side)
         elif outputs is not None:  # the loss; with slices of whole sequences, behind the last
             self.results.append(outputs)
-        self.forward_input = None
         self.recorder.done((action,), start)
+        stage.probes.check(stage.call, inputs, side)  # while the next rank has its input, and is probed, too
+        self.forward_input = None
 
     def _returned(self, microbatch: int, outputs: Any, side: Mapping[str, Any]) -> list[tuple[int, Any]]:
         """What `forward` returns for a microbatch, behind its last slice, or for each sequence of a pack; numbered."""

@@ -98,7 +98,6 @@ class Stage:
         """
         side = side or {}
         carry = side.get("carry")
-        self.probes.before(self.call, inputs, side)
         key = self.chunk, microbatch
         run = self._outputs if self.ledger is None else partial(self.ledger.forward, key, self._outputs)
         share = self._shares[microbatch]

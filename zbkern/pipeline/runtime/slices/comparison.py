@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
@@ -100,6 +100,8 @@ class Comparison:
         self._in_parts = self._watches = False
         self._draws = 0  # random numbers: none, those that `Undrawn` knows, or others
         self._bytes = min((each.element_size() for each in module.parameters() if each.is_floating_point()), default=8)
+        kinds = {kind.__module__.partition(".")[0] for part in module.modules() for kind in type(part).__mro__}
+        self._of_8_bits = bool(kinds & _OF_8_BITS)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -135,19 +137,23 @@ class Comparison:
     def _difference(self, case: Case) -> str | None:
         self._case, self._tokens, self._trains = case, sum(case.lengths), case.trains and torch.is_grad_enabled()
         self._undrawn = Undrawn(per_forward=case.parts is None) if self._draws else None
-        self._places = [*pairwise(accumulate(case.lengths, initial=0))]
         self._whole: dict[_Key, Tensor] = {}
+        self._usual: dict[_Key, tuple[Tensor, float]] = {}  # of these: the size of each token, and the usual one
         self._gradients: dict[_Key, Tensor] = {}
         self._returned: _Seen = {}  # by parts
         self._same: dict[_Key, _Key] = {}  # what is given to a part, or returned by it, of what another has returned
         self._forced: _Seen = {}  # what stands in the place of what parts return
         self._followed: set[_Key] = set()  # of which gradients are noted
         self._takers: dict[_Key, str] = {}  # the part that is given what another has returned
-        self._errors: list[tuple[_Key, Tensor]] = []
-        self._off: list[tuple[_Key, Tensor, Tensor]] = []  # of gradients: by how much, and how large they are
         try:
             whole = self._run_whole()
-            found = self._run_parts()
+            try:
+                found = self._run_parts(case.lengths)
+            except Unable:
+                # layers that go on from a state may not do so for a single token: its slice raises in any step
+                if case.parts is not None or case.lengths[1:2] != [1]:
+                    raise
+                found = self._run_parts([case.lengths[0], sum(case.lengths[1:])])
             return (
                 self._first_that_differs() or self._other_outputs(whole, found) or self._other_gradients(whole, found)
             )
@@ -182,9 +188,13 @@ class Comparison:
                     raise Unable("it gives NaN or infinity")
         return found
 
-    def _run_parts(self) -> _Found:
+    def _run_parts(self, lengths: Sequence[int]) -> _Found:
         self._traces.restore()
         self._in_parts = True
+        self._places = [*pairwise(accumulate(lengths, initial=0))]
+        self._forced.clear()
+        self._errors: list[tuple[_Key, float]] = []  # of what is not exact
+        self._off: list[tuple[_Key, Tensor]] = []  # of gradients: by how much
         sides = self._case.parts or [{}] * len(self._places)
         try:
             return self._run(self._places, sides, None if self._case.keeps_attributes else self._traces)
@@ -240,7 +250,7 @@ class Comparison:
                 with queue.defer(number), losses.during(number), self._calm(number):
                     torch.autograd.backward(roots, arrived)
             carries.end_backward(number)
-            queue.run(number)
+        queue.run([*range(len(places))])  # those of one weight at once: its gradient is read and written once
         of_inputs = [self._together(parts) for parts in zip(*given, strict=True)]
         parameters = take_gradients(self._module)
         return _Found(_detached(leaves), of_inputs, parameters, self._traces.buffers())
@@ -314,17 +324,17 @@ class Comparison:
     def _first_that_differs(self) -> str | None:
         """The part that first returned something else, or was given another gradient, and by how much."""
         exact = self._exact()
-        wrong = [(key, float(error)) for key, error in self._errors if not error <= exact]
+        wrong = [(key, error) for key, error in self._errors if not error <= exact]
         for key, error in wrong:
             if not key.is_input:
                 # its inputs are something else, so that it is not the one: that was computed around it
                 before = any(other[:2] == key[:2] and other.is_input for other, _ in wrong)
                 name = self._around(key.part) if before else key.part
                 return f"{self._named(name)} computes something else, {_by(error)},"
-        sizes = sorted(float(each) for each in map(_largest, self._gradients.values()))
-        usual = sizes[len(sizes) // 2] if sizes else 0.0
-        for key, off, size in self._off:
-            if not (error := _relative(off, size, usual)) <= exact:
+        sizes = {key: float(_largest(gradient)) for key, gradient in self._gradients.items()}
+        usual = _median(sizes.values())
+        for key, off in self._off:
+            if not (error := _relative(off, sizes[key], usual)) <= exact:
                 taker = self._takers.get(key)
                 name = self._around(key.part) if taker is None else taker
                 return f"{self._named(name)} gives another gradient for what it is given, {_by(error)},"
@@ -363,11 +373,14 @@ class Comparison:
                 error = min(error, _error(other / len(self._places), one, 0.0))
             if not error <= exact:
                 return f"the gradient of what it ({self._kind('')}) is given is something else, {_by(error)},"
-        sizes = sorted(float(gradient.abs().max()) for gradient in whole.parameters.values() if gradient.numel())
-        usual = sizes[len(sizes) // 2] if sizes else 0.0
-        for name, like in {**found.parameters, **whole.parameters}.items():
-            one, other = (each.parameters.get(name, torch.zeros_like(like)) for each in (whole, found))
-            if not (error := _error(other, one, usual)) <= exact:
+        sizes = {name: float(_largest(gradient)) for name, gradient in whole.parameters.items() if gradient.numel()}
+        usual = _median(sizes.values())
+        for name in {**found.parameters, **whole.parameters}:
+            one, other = whole.parameters.get(name), found.parameters.get(name)
+            if one is None or other is None:
+                given = other if one is None else one
+                one, other = (torch.zeros_like(given) if each is None else each for each in (one, other))
+            if not (error := _error(other, one, usual, sizes.get(name))) <= exact:
                 owner = name.rpartition(".")[0]
                 return f"the gradient of {name} ({self._kind(owner)}) is something else, {_by(error)},"
         return None
@@ -396,8 +409,7 @@ class Comparison:
 
     def _exact(self) -> float:
         """How much rounding may leave in a part."""
-        kinds = {kind.__module__.partition(".")[0] for part in self._module.modules() for kind in type(part).__mro__}
-        if kinds & _OF_8_BITS:
+        if self._of_8_bits:
             return _EXACT_8_BITS
         if self._bytes <= 2:
             return _EXACT_16_BITS
@@ -420,8 +432,12 @@ class Comparison:
                 pass  # parts whose forwards a module has ended by an exception of its own
             call = self._calls[name]
             self._calls[name] += 1
-            for at, leaf in enumerate(pytree.tree_leaves(inputs)):
+            plain = all(isinstance(each, Tensor) for each in inputs)
+            for at, leaf in enumerate(inputs if plain else pytree.tree_leaves(inputs)):
                 self._seen(_Key(name, call, at, True), leaf)
+            if isinstance(output, Tensor):  # as most are: a walk takes microseconds
+                seen = self._seen(_Key(name, call, 0, False), output)
+                return None if seen is output else seen
             leaves, structure = pytree.tree_flatten(output)
             seen = [self._seen(_Key(name, call, at, False), leaf) for at, leaf in enumerate(leaves)]
             changed = any(one is not other for one, other in zip(seen, leaves, strict=True))
@@ -431,7 +447,7 @@ class Comparison:
 
     def _seen(self, key: _Key, leaf: Any) -> Any:
         """Keeps what is returned for the whole, and gives it in the place of what is returned for a part."""
-        tensor = local_part(wait_for(leaf))
+        tensor = leaf if type(leaf) is Tensor else local_part(wait_for(leaf))
         if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.dim() < 2 or not tensor.numel():
             return leaf
         self._bytes = min(self._bytes, tensor.element_size())
@@ -443,15 +459,12 @@ class Comparison:
         if whole is None or whole[:, place].shape != tensor.shape:
             return leaf
         self._compare(key, whole, tensor.detach(), place)
-        if type(leaf) is not Tensor:
+        if type(leaf) is not Tensor or key.is_input:
             return leaf
-        if key.is_input:
-            return leaf
-        if leaf.requires_grad and torch.is_grad_enabled():
-            arrived = partial(self._arrived, key, place) if key in self._followed else _unchanged
-            forced = _Forced.apply(leaf, whole[:, place], arrived)
-        else:
-            forced = torch.empty_like(leaf).copy_(whole[:, place])
+        forced = leaf.clone()
+        forced.data.copy_(whole[:, place])  # past autograd's sight, which has nothing of a copy
+        if key in self._followed and forced.requires_grad:
+            forced.register_hook(partial(self._arrived, key, place))
         self._forced[id(forced)] = forced, forced._version, key
         return forced
 
@@ -474,7 +487,14 @@ class Comparison:
         return copy
 
     def _compare(self, key: _Key, whole: Tensor, tensor: Tensor, place: slice) -> None:
-        sizes, off = _sizes(whole), _sizes(torch.where(whole[:, place] == tensor, 0, whole[:, place] - tensor))
+        if key not in self._usual:
+            sizes = _sizes(whole)
+            self._usual[key] = sizes, float(sizes.nanmedian())
+        sizes, usual = self._usual[key]
+        off = whole[:, place] - tensor
+        if float(_largest(off)) <= self._exact() * usual:
+            return
+        off = _sizes(torch.where(whole[:, place] == tensor, 0, off))
         off = off.masked_fill(whole[:, place].isnan().unsqueeze(-1).flatten(2).any(2), 0)
         counted = self._case.counted
         if counted is not None:
@@ -482,7 +502,7 @@ class Comparison:
                 return
             off = off.masked_fill(~counted[:, place] & ~off.isnan(), 0)  # a gradient of zero times NaN is NaN
         error = off / sizes[:, place].clamp_min(sizes.nanmedian()).clamp_min(torch.finfo(sizes.dtype).tiny)
-        self._errors.append((key, torch.where(off == 0, 0, error).max()))  # also where both are NaN
+        self._errors.append((key, float(torch.where(off == 0, 0, error).max())))  # also where both are NaN
 
     def _note_gradient(self, key: _Key, gradient: Tensor) -> None:
         """Of what a part has returned for the whole."""
@@ -498,7 +518,7 @@ class Comparison:
         counted = self._case.counted
         if counted is not None:
             counted = counted[:, place] if off.shape[:2] == counted[:, place].shape else None
-        self._off.append((key, _largest(off if counted is None else off[counted]), _largest(whole)))
+        self._off.append((key, _largest(off if counted is None else off[counted])))
         return wanted
 
 
@@ -511,27 +531,10 @@ class _Found(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-class _Forced(torch.autograd.Function):
-    """Other values in the place of a tensor's; `arrived` gives another gradient in the place of what came for it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, values: Tensor, arrived: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.arrived = arrived
-        return torch.empty_like(tensor).copy_(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.arrived(gradient), None, None
-
-
 def _found_in(seen: _Seen, leaf: Any) -> _Key | None:
     """The key of a tensor that was seen, and has not been written since."""
     found = seen.get(id(leaf))
     return None if found is None or found[1] != leaf._version else found[2]
-
-
-def _unchanged(gradient: Tensor) -> Tensor:
-    return gradient
 
 
 def _detached(outputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
@@ -553,20 +556,26 @@ def _largest(tensor: Tensor) -> Tensor:
     return tensor.detach().abs().max() if tensor.numel() else torch.zeros((), dtype=tensor.dtype, device=tensor.device)
 
 
-def _relative(off: Tensor, size: Tensor, usual: float) -> float:
+def _median(sizes: Iterable[float]) -> float:
+    ordered = sorted(sizes)
+    return ordered[len(ordered) // 2] if ordered else 0.0
+
+
+def _relative(off: Tensor, size: float, usual: float) -> float:
     """What a largest difference is to a size, or to the rounding of a usual one."""
-    floor = _ROUNDINGS * torch.finfo(off.dtype).eps * usual
+    limits = torch.finfo(off.dtype)
     difference = float(off)
-    return 0.0 if difference <= floor else difference / max(float(size), torch.finfo(off.dtype).tiny)
+    return 0.0 if difference <= _ROUNDINGS * limits.eps * usual else difference / max(size, limits.tiny)
 
 
-def _error(actual: Tensor, expected: Tensor, usual: float) -> float:
-    """NaN for NaN, and infinity for infinity, are right: a gradient that has them has them in slices, too."""
+def _error(actual: Tensor, expected: Tensor, usual: float, size: float | None = None) -> float:
+    """NaN for NaN, and infinity for infinity, are right: a gradient that has them has them in slices, too. size: the
+    largest expected number, where it is known."""
     off = _largest(actual - expected)
     if not bool(torch.isfinite(off)):
         same = (actual == expected) | (actual.isnan() & expected.isnan())
-        off, expected = _largest((actual - expected).masked_fill(same, 0)), expected.nan_to_num(0, 0, 0)
-    return _relative(off, _largest(expected), usual)
+        off, expected, size = _largest((actual - expected).masked_fill(same, 0)), expected.nan_to_num(0, 0, 0), None
+    return _relative(off, float(_largest(expected)) if size is None else size, usual)
 
 
 def _are_close(one: Tensor, other: Tensor, exact: float = 1e-6) -> bool:
