@@ -76,12 +76,13 @@ class Positions(nn.Embedding):
 
 
 class ByToken(nn.Module):
-    """Experts that choose tokens, or are chosen by them."""
+    """Experts that choose tokens, or are chosen by them; limited: by a quarter of the tokens at most, the first."""
 
-    def __init__(self, chooses: bool) -> None:
+    def __init__(self, chooses: bool, limited: bool = False) -> None:
         super().__init__()
-        self.router, self.chooses = nn.Linear(WIDTH, 4), chooses
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        count = 16 if limited else 4
+        self.router, self.chooses, self.limited = nn.Linear(WIDTH, count), chooses, limited
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.router(x).flatten(0, 1).softmax(-1)
@@ -89,6 +90,7 @@ class ByToken(nn.Module):
         chosen = scores.argmax(-1)
         for index, expert in enumerate(self.experts):
             rows = scores[:, index].topk(len(y) // 4).indices if self.chooses else (chosen == index).nonzero()[:, 0]
+            rows = rows[: -(-len(y) // 4)] if self.limited else rows
             y = y.index_add(0, rows, expert(x.flatten(0, 1)[rows]) * scores[rows, index, None])
         return y.view_as(x)
 
@@ -126,6 +128,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "group norm": (lambda: Alone(lambda x: F.group_norm(x.mT, 2).mT), "part (Alone)"),
     "batch norm": (lambda: Alone(lambda x: F.batch_norm(x.mT, None, None, training=True).mT), "part (Alone)"),
     "experts that choose": (lambda: ByToken(chooses=True), "part (ByToken)"),
+    "experts with a capacity": (lambda: ByToken(chooses=False, limited=True), "part (ByToken)"),
     "a recurrent layer": (lambda: Recurrent(WIDTH, WIDTH, batch_first=True), "part (Recurrent)"),
     "what begins beyond 30 tokens": (
         lambda: Alone(lambda x: x - x[:, :1] if x.shape[1] > 30 else x),
@@ -295,6 +298,26 @@ def test_both_modes_are_compared_and_buffers_put_back(wrong_in: bool | None) -> 
                 return
             call(*batch(torch.float64))
             assert module.calls == 4 * (number + 1)
+
+
+def test_a_buffer_that_comes_a_little_nearer_in_every_forward_is_named() -> None:
+    """As the vectors of a spectral norm do: those of slices are others."""
+
+    class Iterates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("estimate", torch.full((WIDTH,), 1 - 2e-4))
+
+        def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
+            self.estimate.lerp_(torch.ones_like(self.estimate), 0.5)
+            return self.linear(x) * self.estimate.clone()
+
+    with (
+        pytest.raises(PipelineError, match=r"it \(Iterates\) leaves something else in its buffer estimate"),
+        one_rank(Iterates().double(), schedules.zb_h1(1, 2, slices=2)) as pipe,
+    ):
+        pipe.step(*batch(torch.float64))
 
 
 def test_a_forward_that_takes_no_whole_sequences_is_refused() -> None:

@@ -115,6 +115,8 @@ def drawn_inputs(
             some = values[torch.randperm(len(values), generator=generator)[: max(2, count // 2)]]
             steps = torch.randint(1, max(2, len(some)), shape, generator=generator)
             made = some[steps.cumsum(1) % len(some)]  # neighbours differ
+        for half in made.tensor_split(2, 1):
+            half[:, ::2] = half[:1, :1].clone()  # more alike than an expert with a capacity takes
         return made.to(leaf).requires_grad_(leaf.requires_grad)
 
     inputs, side = pytree.tree_map(drawn, (call.inputs, dict(call.side)))
