@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.support.checkpointed import LAYERS, MICROBATCHES, assert_same, chunks, layers, state_by_name
 from tests.support.checkpointed import train as train_in
+from tests.support.chunks import results_on_threads
 from zbkern.pipeline import Optimizer, Pipeline, checkpoint, schedules
+from zbkern.pipeline.transport.local import LocalTransport
 
 
 class Homemade(torch.optim.Optimizer):
@@ -302,3 +308,73 @@ def test_states_of_bitsandbytes_go_on(tmp_path: Path, name: str) -> None:
     tables = {id(state["qmap1"]) for state in other.state.values() if "qmap1" in state}
     assert len(tables) == 1
     torch.testing.assert_close(train(again, other, range(3, 6)), expected, rtol=0, atol=0)
+
+
+class Halved(Homemade):
+    """State in a subclass of tensors that holds two others, as codes and scales, and cannot be cut."""
+
+    def update(self, parameter: Tensor, state: dict[Any, Any]) -> None:
+        moment = state.get("m")
+        a, b = (0, 0) if moment is None else (moment.a, moment.b)
+        state["m"] = TwoTensor(a * 0.9 + parameter.grad, b + parameter.grad.sign())
+        parameter.sub_(state["m"].a * 0.1 + state["m"].b * 0.01)
+
+
+def test_state_in_codes_and_scales_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    module = model()
+    optimizer = Halved(module.parameters())
+    train(module, optimizer, range(3))
+    again = model()
+    other = Halved(again.parameters())
+    with torch.serialization.safe_globals([TwoTensor]):  # as torchao does for its own
+        checkpoint.save(tmp_path, 3, module, optimizer)
+        expected = train(module, optimizer, range(3, 7))
+        checkpoint.load(tmp_path, again, other)
+    torch.testing.assert_close(train(again, other, range(3, 7)), expected, rtol=0, atol=0)
+
+
+def save_a_shard(folder: Path) -> None:
+    module = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(module.parameters())
+    mesh = init_device_mesh("cpu", (2,))
+    part = DTensor.from_local(TwoTensor(torch.ones(2, 4), torch.ones(2, 4)), mesh, [Shard(0)], run_check=False)
+    optimizer.state[module.weight] = {"m": part}
+    with pytest.raises(Exception, match=r"state 'm' of '.\.weight' is a shard .* of TwoTensor, whose scales"):
+        checkpoint.save(folder, 1, {dist.get_rank(): module}, optimizer, rename=lambda chunk, key: f"{chunk}.{key}")
+
+
+@pytest.mark.dist
+def test_shards_in_codes_and_scales_are_refused_when_they_are_saved(two_ranks: Any, tmp_path: Path) -> None:
+    two_ranks.run(save_a_shard, tmp_path)
+
+
+@pytest.mark.slow  # imports it
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_states_of_torchao_go_on_with_any_number_of_ranks(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 2, 4 and 1 ranks in turn, saved and loaded in between."""
+    kind = getattr(pytest.importorskip("torchao.optim", reason="pip install torchao"), name)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # torchao's would take a minute
+
+    def of_rank(transport: LocalTransport, folder: Path, steps: range) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        share = 4 // transport.size
+        every = [(f"layer{n}", nn.Linear(64, 64)) for n in range(4)]  # large enough to be quantised
+        chunk = nn.Sequential(OrderedDict(every[transport.rank * share : (transport.rank + 1) * share]))
+        with Pipeline([chunk], schedules.one_f_one_b(transport.size, 4), nn.functional.mse_loss, transport) as pipe:
+            optimizer = Optimizer(kind(chunk.parameters(), lr=0.01), pipe)
+            checkpoint.load(folder, pipe, optimizer)
+            for step in steps:
+                for key, parameter in chunk.named_parameters():
+                    generator = torch.Generator().manual_seed(step + 100 * int(key[5]))
+                    parameter.grad = torch.randn(parameter.shape, generator=generator)
+                optimizer.step()
+            checkpoint.save(folder, steps.stop, pipe, optimizer)
+        return dict(chunk.state_dict())
+
+    (expected,) = results_on_threads(1, lambda transport: of_rank(transport, tmp_path / "one", range(9)))
+    for ranks, first in ((2, 0), (4, 3), (1, 6)):
+        steps = range(first, first + 3)
+        found = results_on_threads(ranks, lambda t, steps=steps: of_rank(t, tmp_path / "several", steps))
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=0)

@@ -227,8 +227,10 @@ def _copy(data: bytes, piece: Piece, target: Tensor, offset: list[int], size: li
     stored = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     target = local_part(target).detach()
     for dimension, (start, stop) in enumerate(_overlap(piece, offset, size) or ()):
-        stored = stored.narrow(dimension, start - piece.offset[dimension], stop - start)
-        target = target.narrow(dimension, start - offset[dimension], stop - start)
+        if stop - start < stored.shape[dimension]:  # a tensor in codes and scales cannot be narrowed
+            stored = stored.narrow(dimension, start - piece.offset[dimension], stop - start)
+        if stop - start < target.shape[dimension]:
+            target = target.narrow(dimension, start - offset[dimension], stop - start)
     target.copy_(stored)
 
 

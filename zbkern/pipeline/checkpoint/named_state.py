@@ -9,10 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.checkpoint.dcp_format import Stored
-from zbkern.pipeline.optimizer.params import check_whole, equal, hyperparameters, kinds_of, parameters, same_kind
+from zbkern.pipeline.optimizer.params import (
+    check_whole,
+    equal,
+    hyperparameters,
+    is_composite,
+    kinds_of,
+    parameters,
+    same_kind,
+)
 from zbkern.pipeline.optimizer.post_validation import Optimizer
 from zbkern.pipeline.optimizer.step_boundary import StepBoundary, boundaries_of
 from zbkern.pipeline.runtime.engine import Pipeline
@@ -29,7 +38,7 @@ class NamedState:
         model.NAME                parameters and buffers
         master.NAME               fp32 master weights of an Optimizer
         optimizer.ENTRY.NAME      the optimizer's state of a parameter, where it is a tensor and ENTRY has no dot
-        values.NAME               all other entries of a parameter, packed
+        values.NAME               all other entries of a parameter, packed; also tensors in codes and scales
         others.RANK               the optimizer's state that is of no parameter; others.RANK.1 that of the second
                                   torch optimizer of several
         shared.RANK               the entries of the optimizer's state that are one tensor
@@ -100,6 +109,7 @@ class NamedState:
                 continue
             values = {}
             for entry, value in state.items():
+                _check_shard(name, entry, value)
                 if _is_tensor_entry(entry, value):
                     tensors[f"optimizer.{entry}.{name}"] = value
                 else:
@@ -375,7 +385,17 @@ def digest(value: Any) -> str:
 
 def _is_tensor_entry(entry: Any, value: Any) -> bool:
     """Whether an entry of an optimizer's state is stored as a tensor of its own."""
-    return isinstance(value, Tensor) and type(entry) is str and "." not in entry
+    return isinstance(value, Tensor) and type(entry) is str and "." not in entry and not is_composite(value)
+
+
+def _check_shard(name: str, entry: Any, value: Any) -> None:
+    """Raises ValueError for a shard of codes and scales, of which another division could not be read."""
+    if isinstance(value, DTensor) and is_composite(value.to_local()):
+        raise ValueError(
+            f"checkpoint.save: the optimizer's state {entry!r} of {name!r} is a shard (DTensor) of "
+            f"{type(value.to_local()).__name__}, whose scales are of blocks that other shards do not have; use an "
+            "optimizer whose state is in 16 or 32 bits under fully_shard, or save without optimizer= the model alone"
+        )
 
 
 def _plain(leaf: Any) -> Any:

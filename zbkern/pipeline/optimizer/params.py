@@ -87,9 +87,14 @@ def equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def plain_parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors that a subclass holds, such as the codes and scales of a quantised state; of others itself."""
-    if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(tensor):
+def is_composite(tensor: Tensor) -> bool:
+    """Whether it is of a subclass that holds other tensors, such as the codes and scales of a quantised state."""
+    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
+
+
+def plain_parts(tensor: Any) -> list[Tensor]:
+    """The tensors that a composite one holds; of others itself."""
+    if not is_composite(tensor):
         return [tensor]
     return [part for name in tensor.__tensor_flatten__()[0] for part in plain_parts(getattr(tensor, name))]
 
