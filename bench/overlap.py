@@ -2,9 +2,9 @@
 
 Every all-to-all takes so much longer that all of them are 25 %, and then 40 %, of a step in turn; no core computes
 meanwhile. With 2 ranks, one stage of expert-parallel layers: F beside B, and W in all collectives. With 4, two stages
-of two expert ranks: the pairs of DualPipe-V, which torch's schedule has, too. All ways take their steps in turn in one
-run. No figure without a check that the gradients are those of the first way. The last line has, for each share, the
-time of the best way beside each other, over that without latency, and over the best way in turn.
+of two expert ranks: the pairs of DualPipe-V, in zbkern and in torch's own engine, and a plan. All ways take their steps
+in turn in one run. No figure without a check that the gradients are those of the first way. The last line has, for each
+share, the time of zbkern's best way beside each other, over that without latency, and over the best way in turn.
 
     python -m bench.overlap [--ranks 2] [--microbatches 8] [--tokens 512] [--rounds 5] [--out FOLDER]
 """
@@ -25,8 +25,10 @@ from torch import Tensor, nn
 
 import zbkern
 from bench import ranks, report
+from bench.overlap_planned import costs_of
+from bench.overlap_torch import TorchPairs
 from zbkern import testing
-from zbkern.pipeline import Action, Pipeline, Schedule, schedules
+from zbkern.pipeline import Action, Pipeline, Schedule, plan, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.reporting import environment, machine_line
 
@@ -39,10 +41,11 @@ class Way(NamedTuple):
     name: str
     schedule: Schedule
     wgrads_per_collective: int | Literal["eager"] = 0
+    is_torchs: bool = False
 
     @property
     def is_beside(self) -> bool:
-        return bool(self.schedule.beside)
+        return bool(self.schedule.beside) and not self.is_torchs
 
 
 class Network:
@@ -105,7 +108,6 @@ def ways_of(stages: int, microbatches: int) -> list[Way]:
             Way("in turn, W in collectives", turns, 2),
             Way("F beside B", pairs),
             Way("F beside B, 1 W", pairs, 1),
-            Way("F beside B, 2 W", pairs, 2),
             Way("F beside B and W", pairs, "eager"),
         ]
     pairs = schedules.dualpipe_v(stages, microbatches)
@@ -114,8 +116,9 @@ def ways_of(stages: int, microbatches: int) -> list[Way]:
         Way("ZB-V, W in collectives", schedules.zb_v(stages, microbatches), 2),
         Way("DualPipe-V in turn", replace(pairs, beside=())),
         Way("DualPipe-V's pairs", pairs),
-        Way("DualPipe-V's pairs and 2 W", pairs, 2),
         Way("DualPipe-V's pairs and W", pairs, "eager"),
+        Way("plan", plan(costs_of(max(SHARES), 2), stages, microbatches, 2, "v").schedule),
+        Way("torch's DualPipe-V, two threads", pairs, is_torchs=True),
     ]
 
 
@@ -128,7 +131,10 @@ def measure(stages: int, microbatches: int, tokens: int, rounds: int) -> list[di
 
     mesh = init_device_mesh("cpu", (stages, EXPERT_RANKS), mesh_dim_names=("stage", "expert"))
     stage, network = mesh["stage"].get_local_rank(), Network()
-    ways, pipes, layers = ways_of(stages, microbatches), [], []
+    generator = torch.Generator().manual_seed(mesh["expert"].get_local_rank())
+    xs = [torch.randn(tokens, WIDTH, generator=generator) for _ in range(microbatches)]
+    ways, layers = ways_of(stages, microbatches), []
+    pipes: list[Pipeline | TorchPairs] = []
     for way in ways:
         count = len(way.schedule.placement)
         size = LAYERS * stages // count
@@ -141,11 +147,13 @@ def measure(stages: int, microbatches: int, tokens: int, rounds: int) -> list[di
                 part.append(found[number])
             chunks.append(part)
         group = LocalTransport.ring(1)[0] if stages == 1 else mesh.get_group("stage")
-        pipes.append(Pipeline(chunks, way.schedule, mean_square, group, timeout=300))
-        pipes[-1].queue.merge, pipes[-1].queue.wgrads_per_collective = False, way.wgrads_per_collective
+        if way.is_torchs:
+            pipes.append(TorchPairs(chunks, microbatches, xs[0], mean_square, group))
+        else:
+            pipe = Pipeline(chunks, way.schedule, mean_square, group, timeout=300)
+            pipe.queue.merge, pipe.queue.wgrads_per_collective = False, way.wgrads_per_collective
+            pipes.append(pipe)
         layers.append(found)
-    generator = torch.Generator().manual_seed(mesh["expert"].get_local_rank())
-    xs = [torch.randn(tokens, WIDTH, generator=generator) for _ in range(microbatches)]
 
     def step(index: int) -> float:
         for layer in layers[index].values():
