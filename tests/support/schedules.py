@@ -3,6 +3,7 @@ ones with R, O and L, every other one disturbed, with rules of their own of what
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -83,6 +84,38 @@ def with_neighbours_beside(rng: random.Random, schedule: Schedule, forwards: int
             except ScheduleError:
                 found[rank].pop()
     return replace(schedule, beside=tuple(map(tuple, found)) if any(found) else ())
+
+
+@functools.cache
+def published() -> dict[tuple[int, ...], list[Callable[..., Schedule]]]:
+    """Functions of a number of microbatches that make published schedules, by where these have their chunks."""
+    found: dict[tuple[int, ...], list[Callable[..., Schedule]]] = {}
+    for name in schedules.NAMES:
+        for ranks in range(1, 5):
+            make = functools.partial(getattr(schedules, name), ranks)
+            found.setdefault(make(4).placement, []).append(make)
+    return found
+
+
+def random_schedule(rng: random.Random, placement: tuple[int, ...]) -> Schedule:
+    while True:
+        rows, _, microbatches = random_rows(rng, rng.choice(published()[placement])(rng.randint(1, 5)))
+        if is_valid(rows, placement, microbatches):
+            return Schedule.build(rows, placement, microbatches)
+
+
+def sliced_schedule(rng: random.Random, placement: tuple[int, ...]) -> Schedule:
+    """Of slices that all sequences have, or of their own; every other one offloads and recomputes."""
+    if rng.random() < 0.3:
+        own = [tuple(rng.randint(1, 3) for _ in range(rng.randint(1, 3))) for _ in range(rng.randint(1, 4))]
+        schedule = all_forwards_first(own, placement, split=rng.random() < 0.5)
+    else:
+        make = rng.choice(published()[placement])
+        schedule = make(rng.randint(1, 3), slices=rng.choice([2, 3, (1, 2, 3), (4, 2)]))
+    if rng.random() < 0.5:
+        return schedule
+    saved = {"F": [None, "copied", "recomputed"], "B": [None, "copied"]}
+    return with_actions(schedule, lambda action: rng.choice(saved[action.kind]))
 
 
 def random_rows(rng: random.Random, published: Schedule | None = None) -> tuple[Rows, tuple[int, ...], int]:

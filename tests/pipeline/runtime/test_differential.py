@@ -49,15 +49,9 @@ from tests.support.random_chunks import (
     Sums,
     randn,
 )
-from tests.support.schedules import (
-    all_forwards_first,
-    is_valid,
-    random_rows,
-    with_actions,
-    with_neighbours_beside,
-)
+from tests.support.schedules import published, random_schedule, sliced_schedule, with_neighbours_beside
 from tests.support.seeds import seed
-from zbkern.pipeline import Optimizer, Pipeline, PipelineError, Schedule, StepOptions, checkpoint, schedules
+from zbkern.pipeline import Optimizer, Pipeline, PipelineError, Schedule, StepOptions, checkpoint
 from zbkern.pipeline.runtime.memory import host_copies
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.schedules.dependencies import order_of_running
@@ -71,38 +65,6 @@ GIVEN = ("lists", "tensors", "where needed")  # lists of microbatches, or tensor
 
 
 # ---- what is drawn
-
-
-@functools.cache
-def published() -> dict[tuple[int, ...], list[Callable[..., Schedule]]]:
-    """Functions of a number of microbatches that make published schedules, by where these have their chunks."""
-    found: dict[tuple[int, ...], list[Callable[..., Schedule]]] = {}
-    for name in schedules.NAMES:
-        for ranks in range(1, 5):
-            make = functools.partial(getattr(schedules, name), ranks)
-            found.setdefault(make(4).placement, []).append(make)
-    return found
-
-
-def random_schedule(rng: random.Random, placement: tuple[int, ...]) -> Schedule:
-    while True:
-        rows, _, microbatches = random_rows(rng, rng.choice(published()[placement])(rng.randint(1, 5)))
-        if is_valid(rows, placement, microbatches):
-            return Schedule.build(rows, placement, microbatches)
-
-
-def sliced_schedule(rng: random.Random, placement: tuple[int, ...]) -> Schedule:
-    """Of slices that all sequences have, or of their own; every other one offloads and recomputes."""
-    if rng.random() < 0.3:
-        own = [tuple(rng.randint(1, 3) for _ in range(rng.randint(1, 3))) for _ in range(rng.randint(1, 4))]
-        schedule = all_forwards_first(own, placement, split=rng.random() < 0.5)
-    else:
-        make = rng.choice(published()[placement])
-        schedule = make(rng.randint(1, 3), slices=rng.choice([2, 3, (1, 2, 3), (4, 2)]))
-    if rng.random() < 0.5:
-        return schedule
-    saved = {"F": [None, "copied", "recomputed"], "B": [None, "copied"]}
-    return with_actions(schedule, lambda action: rng.choice(saved[action.kind]))
 
 
 def random_rule(rng: random.Random, placement: tuple[int, ...], sliced: bool) -> Callable[[int], Schedule]:
