@@ -7,7 +7,9 @@ as torchrun would.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import itertools
 import os
 import random
 import re
@@ -28,9 +30,11 @@ from torch import nn
 import zbkern
 from tests.support.chunks import make_data, make_model
 from tests.support.ranks import PRELOAD
-from zbkern.pipeline import Optimizer, Pipeline, checkpoint, schedules
+from tests.support.schedules import with_neighbours_beside
+from zbkern.pipeline import Optimizer, Pipeline, Schedule, checkpoint, schedules
 from zbkern.pipeline.runtime import engine
 from zbkern.pipeline.transport import connect
+from zbkern.wgrad.queue import thread
 
 TIMEOUT = 1.0  # seconds, of a Pipeline one of whose ranks is stopped
 LONG_TIMEOUT = 5.0  # where the fault is known without one: a rank of a busy machine may be late
@@ -42,6 +46,7 @@ STEP, MICROBATCH = 2, 1  # where a fault within a step happens
 
 ACTIONS = ("F", "B", "W", "BW", "forward hook", "gradient hook")
 CHECKPOINT = ("checkpoint save", "checkpoint load")
+BESIDE = {"F beside B": "F", "B beside F": "B"}  # in the midst of a pass, when one beside it has begun
 PLACES = ("before connecting", "constructor", *ACTIONS, "between calls", "optimizer", "evaluate", *CHECKPOINT, "close")
 FAULTS = ("kill", "stop", "raise", "memory", "interrupt")
 
@@ -81,10 +86,20 @@ class Faulty(nn.Module):
         chosen = self.calls == 4 * (STEP - 1) + MICROBATCH + 1
         if chosen and self.place == "F":
             self.fault()
+        self.give_way("F")
         outputs = self.chunk(*inputs)
+        first = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+        first.register_hook(lambda _: self.give_way("B"))
         if chosen and self.place in ("B", "BW"):
-            (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).register_hook(lambda _: self.fault())
+            first.register_hook(lambda _: self.fault())
         return outputs
+
+    def give_way(self, kind: str) -> None:
+        """As a collective in flight would."""
+        beside = thread.give_way is not None and self.calls > 4 * (STEP - 1)
+        zbkern.in_flight()
+        if beside and BESIDE.get(self.place) == kind:
+            self.fault()
 
 
 def prepared(case: Case, chunk: nn.Module, fault: Callable[[], None], rank: int) -> nn.Module:
@@ -109,6 +124,17 @@ def prepared(case: Case, chunk: nn.Module, fault: Callable[[], None], rank: int)
     return module
 
 
+@functools.cache
+def pairs(size: int, microbatches: int) -> Schedule:
+    """A schedule in which every rank has F and B beside each other."""
+    for number in itertools.count():
+        found = with_neighbours_beside(random.Random(number), schedules.zb_h1(size, microbatches))
+        groups = [[row[first:end] for first, end in found.beside_of(rank)] for rank, row in enumerate(found.actions)]
+        if all(any({"F", "B"} <= {each.kind for each in group} for group in of_rank) for of_rank in groups):
+            return found
+    raise AssertionError
+
+
 def numbered(chunk: int, key: str) -> str:
     return f"{chunk}.{key}"
 
@@ -116,7 +142,8 @@ def numbered(chunk: int, key: str) -> str:
 def run_case(case: Case, rank: int, folder: str) -> None:
     """Steps, an optimizer's steps, an evaluation and a checkpoint, in which the victim fails somewhere."""
     at = lambda place: do(case.fault) if (rank, place) == (case.victim, case.place) else None  # noqa: E731
-    build = schedules.one_f_one_b if case.place == "BW" else schedules.zb_h1
+    build: Any = schedules.one_f_one_b if case.place == "BW" else schedules.zb_h1
+    build = pairs if case.place in BESIDE else build
     module = prepared(case, make_model(case.size)[rank], lambda: do(case.fault), rank)
     inputs, targets = make_data(4)
     at("before connecting")
@@ -219,6 +246,8 @@ def expected(case: Case) -> str:
         return f"rank {victim} exited unexpectedly"
     if case.fault == "stop":
         return f"rank {victim} did not send|for rank {victim}, which does not answer"
+    if case.place in BESIDE and case.fault != "interrupt":
+        return f"rank {victim}, action {victim}{BESIDE[case.place]}[0-3]: "
     name = {"raise": "ArithmeticError", "memory": "MemoryError", "interrupt": "KeyboardInterrupt"}[case.fault]
     if case.place in CHECKPOINT:  # a rank that comes to the checkpoint later hears it from the pipeline
         return f"({case.place.replace(' ', '.')}: )?rank {victim}: {name}"
@@ -260,6 +289,12 @@ EVERY = [
     if fits(place, fault)
 ]
 EVERY += [Case(place, "stop", 3, 0, hosts=True) for place in ("F", "between calls")]
+EVERY += [
+    Case(place, fault, size, random.Random(f"{place}{fault}{size}").randrange(size))
+    for place in BESIDE
+    for fault in FAULTS
+    for size in (2, 3, 4)
+]
 SAMPLE = [
     Case("F", "kill", 4, 3),
     Case("B", "interrupt", 3, 2),
@@ -268,6 +303,7 @@ SAMPLE = [
     Case("checkpoint load", "kill", 2, 0),
     Case("optimizer", "kill", 3, 2),
     Case("F", "stop", 3, 1),
+    Case("B beside F", "raise", 3, 1),
 ]
 
 
