@@ -17,7 +17,9 @@ from torch.nn import functional as F
 import zbkern
 from tests.support.chunks import one_rank, results_on_threads
 from zbkern.pipeline import Pipeline, PipelineError, check_slices, schedules
+from zbkern.pipeline.runtime.slices import probe
 from zbkern.pipeline.runtime.slices.carry import Carry
+from zbkern.pipeline.runtime.slices.probe_inputs import Call, Draw, drawn_inputs
 from zbkern.pipeline.transport.local import LocalTransport
 
 WIDTH, TOKENS, ROWS = 8, 48, 2
@@ -525,6 +527,14 @@ class Traced(nn.Module):
         self.forwards += 1
         self.seen.append(x)
         return F.dropout(self.linear(self.embed(x)), 0.3) + random.choice([0.0])
+
+
+def test_a_rank_without_tokens_makes_the_probe_that_others_make() -> None:
+    for resampled in (False, True):
+        x, y = (torch.ones(rows, 2, WIDTH) for rows in (0, 1))
+        none, some = (drawn_inputs(Call(each, {}, 2, 2), nn.Identity(), 2, Draw(resampled))[0] for each in (x, y))
+        assert none.shape == some.shape == (1, 2, WIDTH)
+    assert all(min(probe._in_two(count)) > 0 for count in range(2, 30))
 
 
 def test_a_probe_leaves_no_trace() -> None:

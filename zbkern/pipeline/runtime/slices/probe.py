@@ -227,7 +227,7 @@ def _attempts(call: Call) -> Iterator[tuple[_Lengths, Draw]]:
 
 
 def _in_two(count: int) -> list[int]:
-    first = -(-count * 3 // 5)
+    first = min(-(-count * 3 // 5), max(1, count - 1))
     return [first, count - first]
 
 

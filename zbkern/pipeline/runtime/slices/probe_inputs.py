@@ -31,7 +31,8 @@ class Call(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return next((len(leaf) for leaf in tensors_in((self.inputs, dict(self.side))) if leaf.dim() > 1), 1)
+        """At least 1: a rank without tokens of its own makes the probe that the others of its group make."""
+        return next((max(1, len(leaf)) for leaf in tensors_in((self.inputs, dict(self.side))) if leaf.dim() > 1), 1)
 
     def by_name(self) -> dict[str, Any]:
         return {**(self.inputs if isinstance(self.inputs, dict) else {}), **self.side}
@@ -101,7 +102,7 @@ def drawn_inputs(
             return _positions(leaf, masked if counted is not None else None, sequences or [count])
         if not call.is_cut(leaf):
             return _narrowed(leaf.detach(), call, rows, count, draw)
-        shape = [min(len(leaf), rows), count, *leaf.shape[2:]]
+        shape = [max(1, min(len(leaf), rows)), count, *leaf.shape[2:]]
         if draw.shrinks:
             shape[2:] = [count if size == call.total else size for size in shape[2:]]
         if name == "attention_mask" or leaf.dtype is torch.bool:
@@ -166,7 +167,7 @@ def _mask(like: Tensor, shape: Sequence[int], counted: Tensor) -> Tensor:
 def _floating(like: Tensor, shape: Sequence[int], generator: torch.Generator, resampled: bool) -> Tensor:
     values = local_part(like.detach()).cpu()
     wide = torch.float64 if values.dtype is torch.float64 else torch.float32
-    if resampled:
+    if resampled and values.numel():
         tokens = values.to(wide).flatten(0, 1)
         some = tokens[torch.randint(len(tokens), (shape[0] * shape[1],), generator=generator)]
         return some.view(shape) * (1 + 0.1 * torch.rand(shape, generator=generator, dtype=wide))
