@@ -89,7 +89,8 @@ class Faulty(nn.Module):
         self.give_way("F")
         outputs = self.chunk(*inputs)
         first = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
-        first.register_hook(lambda _: self.give_way("B"))
+        if first.requires_grad:
+            first.register_hook(lambda _: self.give_way("B"))
         if chosen and self.place in ("B", "BW"):
             first.register_hook(lambda _: self.fault())
         return outputs
