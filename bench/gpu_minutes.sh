@@ -1,8 +1,8 @@
 #!/bin/bash
 # What a GPU that is lent for fifteen minutes tells, in two commands, of 5 and of 6.5 minutes:
 #
-#     bench/gpu_minutes.sh 1          W beside cuBLAS, every launch, designs of W, processes and virtual stages, rows
-#     bench/gpu_minutes.sh 2          the tests, tiles of W, the sanitizer
+#     bench/gpu_minutes.sh 1          designs of W, every launch, processes, a rehearsal, W beside cuBLAS
+#     bench/gpu_minutes.sh 2          rows that decide, the tests, virtual stages, other rows, tiles of W, the sanitizer
 #     bench/gpu_minutes.sh 2 REGEX    in their place the jobs of bench/gpu_session.py with this regular expression
 #
 # It needs python3 with torch, Triton, pytest and pytest-xdist, and no network. Kernels, and extensions for that Python,
@@ -10,8 +10,8 @@
 # .cache/gpu): session.md, session.json, log.txt, from the first seconds on. REHEARSE=--rehearse: without a GPU.
 cd "$(dirname "$0")/.." || exit 2
 case "$1" in
-  1) seconds=280 jobs='headline|every launch|W designs|processes on one GPU|virtual stages|rows' ;;
-  2) seconds=370 jobs='tests|tiles|sanitizer' ;;
+  1) seconds=280 jobs='W designs|every launch|processes on one GPU|rehearsal|headline' ;;
+  2) seconds=370 jobs='rows|tests|virtual stages|tiles|sanitizer' ;;
   *) sed -n '2,/^cd/{/^cd/!p}' "$0"; exit 2 ;;
 esac
 exec "${PYTHON:-python3}" -m bench.gpu_session --seconds "${SECONDS_GIVEN:-$seconds}" --only "${2:-$jobs}" \

@@ -38,7 +38,7 @@ from zbkern import reporting
 
 ROOT = Path(__file__).resolve().parents[1]
 
-HEADLINE, REPLAYED = "headline", "every launch"
+FIRST, REPLAYED = "W designs", "every launch"
 
 STARTING = 40.0
 """Seconds that a program may take beyond its share: it reads torch from a cold disk, and makes a CUDA context."""
@@ -90,6 +90,7 @@ def plan(work: Path, prepared: Path | None = None, rehearsed: bool = False) -> l
         return job
 
     rows = [*over, "bench.gpu", *where, "--seconds", "{seconds}", "--continue"]
+    others = [row.name for row in gpu_rows.ROWS if row.name not in gpu_rows.HEADLINE]
     launches = "tests/gpu/test_triton_every_launch.py"
     every_launch = [*several, launches]
     if rehearsed:
@@ -97,17 +98,18 @@ def plan(work: Path, prepared: Path | None = None, rehearsed: bool = False) -> l
     tiles = ["-m", "bench.tune", "--op", "wgrad", "--seconds", "{seconds}", "--table"]
     sanitizer = ["-m", "pytest", "-v", "--slow", "tests/gpu/test_cuda_sanitizer.py"]
     return [
-        program(HEADLINE, [*rows, "--rows", *gpu_rows.HEADLINE], 12, "rows"),
-        Job(REPLAYED, every_launch, 8),
-        program("W designs", [*over, "bench.w_sweep", *where, "--seconds", "{seconds}"], 24),
-        program("processes on one GPU", ["-m", "bench.one_gpu", *few, "--seconds", "{seconds}"], 20),
-        program("deciding rows", [*rows, "--rows", *gpu_rows.DECIDING], 10, "rows"),
-        program("virtual stages", ["-m", "bench.virtual_stages", "--rounds", "5"], 8),
-        program("rows", rows, 24),
-        Job("tests", [*several, "-m", "gpu and not alone", "--deselect", launches, "tests/gpu"], 24),
-        Job("tests alone", [*several[:-2], "-m", "gpu and alone", "tests/gpu"], 6),
-        Job("tiles of W", [*tiles, str(work / "tiles-of-W" / "tiles.json")], 8),
-        Job("sanitizer", sanitizer, 8),
+        program(FIRST, [*over, "bench.w_sweep", *where, "--seconds", "{seconds}"], 60),
+        Job(REPLAYED, every_launch, 25),
+        program("processes on one GPU", ["-m", "bench.one_gpu", *few, "--seconds", "{seconds}"], 110),
+        program("rehearsal", ["-m", "bench.gpu_rehearse", *few[:1], "--seconds", "{seconds}"], 50),
+        program("headline", [*rows, "--rows", *gpu_rows.HEADLINE], 35, "rows"),
+        program("deciding rows", [*rows, "--rows", *gpu_rows.DECIDING], 40, "rows"),
+        Job("tests alone", [*several[:-2], "-m", "gpu and alone", "tests/gpu"], 35),
+        Job("tests", [*several, "-m", "gpu and not alone", "--deselect", launches, "tests/gpu"], 110),
+        program("virtual stages", ["-m", "bench.virtual_stages", "--rounds", "5"], 30),
+        program("rows", [*rows, "--rows", *others], 85),
+        Job("tiles of W", [*tiles, str(work / "tiles-of-W" / "tiles.json")], 35),
+        Job("sanitizer", sanitizer, 35),
     ]
 
 
@@ -124,7 +126,7 @@ def session(jobs: Sequence[Job], end: float, out: Path, work: Path, heading: Map
             print(f"{job.name}: {job.status}, {job.seconds:.0f} s, {job.said}", flush=True)
             if not job.rows["left"] or job.status in ("ok", "timed out"):
                 break
-        if job.name == HEADLINE and job.status in ("wrong", "cannot run") and not job.results:
+        if job.name == FIRST and job.status in ("wrong", "cannot run") and not job.results:
             break
     write(jobs, out, heading)
 

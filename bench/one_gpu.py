@@ -2,9 +2,11 @@
 
 Bubbles, launches, interpreters and queues are those of a pipeline; L2, memory and power are shared. MPS gives every
 process its share, in a daemon with folders of its own, which changes no setting of the GPU. Without it processes take
-turns, and times mean nothing. Messages are copies between the processes (bench/shared_memory.py), since NCCL refuses
-two ranks on a GPU. Every schedule's loss and gradients are compared with one process first. Beside its step stand the
-step that is simulated with its costs, and the one that is rehearsed, by all processes at once.
+turns, and times mean nothing: each schedule is then timed once. Messages are copies between the processes
+(bench/shared_memory.py), since NCCL refuses two ranks on a GPU. Every schedule's loss and gradients are compared with
+one process first. Beside its step stand the step that is simulated with its costs, and the one that is rehearsed, by
+all processes at once. FOLDER/one_gpu.json is written anew after every schedule. One that fails costs only its own row,
+unless a process has died or waits for ever.
 
     CUDA_DEVICE_MAX_CONNECTIONS=32 python -m bench.one_gpu --ranks 4 --seconds 200 [--out FOLDER]
     python -m bench.one_gpu --ranks 2 --tiny        # on a CPU: the same program, whose times mean nothing
@@ -23,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -93,7 +94,7 @@ class Rank:
     """One process, which has the whole model to compare with."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
-        self.options, self.device, self.end = options, device, time.monotonic() + options.seconds
+        self.options, self.device = options, device
         torch.manual_seed(0)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = [Block(options.width).to(device, dtype) for _ in range(2 * options.ranks)]
@@ -108,31 +109,51 @@ class Rank:
     def run(self) -> Iterator[dict[str, Any]]:
         """A row for every schedule, the same on all ranks, as long as there is time."""
         measured: dict[str, Costs] = {}
-        for name, schedule in candidates(self.options.ranks, self.options.microbatches).items():
+        known = candidates(self.options.ranks, self.options.microbatches)
+        for name, schedule in known.items():
             if not self.has_time():
                 return
-            row, measured[name] = self.measure(name, schedule)
-            yield row
+            yield self.row(name, schedule, measured)
         size = self.options.ranks, self.options.microbatches
         for name, of, more in (("plan", "ZB-H1", {}), ("plan in a V", "ZB-V", {"chunks": 2, "placement": "v"})):
-            if not self.has_time():
-                return
+            if of not in measured or not self.has_time():
+                continue
             made = [None]
             if dist.get_rank() == 0:
                 made = [plan(measured[of], *size, memory_limit=size[0], effort=1, **more).schedule]
             dist.broadcast_object_list(made)
-            yield self.measure(name, made[0])[0]
+            yield self.row(name, made[0], measured)
 
     def has_time(self) -> bool:
-        answer = [self.end - time.monotonic() > LAST_SECONDS]
+        answer = [self.options.end - time.monotonic() > LAST_SECONDS]
         dist.broadcast_object_list(answer)
         return answer[0]
+
+    def row(self, name: str, schedule: Schedule, measured: dict[str, Costs]) -> dict[str, Any]:
+        """Of a schedule, whose costs are noted; with "wrong" where it has failed on a rank."""
+        faults: list[str | None] = [None] * dist.get_world_size()
+        row, fault = {"schedule": name}, None
+        try:
+            row, measured[name] = self.measure(name, schedule)
+        except Exception as error:
+            fault = f"{type(error).__name__}: {error}"[:300]
+        dist.all_gather_object(faults, fault)
+        wrong = next(filter(None, faults), None)
+        if wrong is not None:
+            measured.pop(name, None)
+            return {"schedule": name, "wrong": wrong}
+        return row
 
     def measure(self, name: str, schedule: Schedule) -> tuple[dict[str, Any], Costs]:
         rank = dist.get_rank()
         transport = SharedMemoryTransport(None, self.device)
-        with Pipeline(self.chunks(schedule, rank), schedule, LOSS, transport, timeout=60) as pipe:
-            self.check(name, pipe, pipe.step(self.x, self.y))
+        with (
+            contextlib.closing(transport),
+            Pipeline(self.chunks(schedule, rank), schedule, LOSS, transport, timeout=60) as pipe,
+        ):
+            wrong = pipe.gather(self.wrong(pipe, pipe.step(self.x, self.y)))
+            if any(wrong):
+                raise AssertionError(next(filter(None, wrong)))
             for _ in range(WARM_UP):
                 pipe.step(self.x, self.y)
             timelines, hosts = [], []
@@ -143,7 +164,6 @@ class Rank:
                 hosts.append(time.perf_counter() - begin)
                 timelines.append(pipe.last.gather_timeline())
             host = max(pipe.gather(median(hosts)))
-        transport.close()
         rehearsed = rehearse(
             lambda rank: self.chunks(schedule, rank), schedule, LOSS, self.x, self.y, device=self.device, repeats=3
         ).timeline.cost
@@ -162,8 +182,8 @@ class Rank:
         }
         return row, costs
 
-    def check(self, name: str, pipe: Pipeline, loss: Tensor | None) -> None:
-        """Raises AssertionError where the step's loss or gradients are not those of one process."""
+    def wrong(self, pipe: Pipeline, loss: Tensor | None) -> str:
+        """Where the step's loss or gradients are not those of one process: "" for nowhere."""
         whole, count = copy.deepcopy(self.model), pipe.schedule.microbatches
         total = 0.0
         for x, y in zip(self.x.chunk(count), self.y.chunk(count), strict=True):
@@ -180,7 +200,8 @@ class Rank:
         for what, ours, expected in pairs:
             differs = float((ours.float() - expected.float()).norm() / expected.float().norm())
             if not differs < TOLERANCE[self.x.dtype]:
-                raise AssertionError(f"{name}, {what}: differs by {differs:.2g} of its norm from one process")
+                return f"{what}: differs by {differs:.2g} of its norm from one process"
+        return ""
 
 
 def run(rank: int, options: argparse.Namespace, port: int, rows: Any) -> None:
@@ -217,38 +238,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with shares(options.ranks) as how:
-        print(how, flush=True)
-        found = _rows(options, port)
-    print("\n" + table(found))
-    saved = {"how": how, "ranks": options.ranks, "rows": found}
-    print("\n" + report.write_json("one_gpu", saved, options.out if found else Path(os.devnull) and None))
-    return 0 if found else 1
+    options.end = time.monotonic() + options.seconds  # that clock is the machine's, of all processes
+    saved: dict[str, Any] = {"ranks": options.ranks, "rows": []}
+    with shares(options.ranks) as saved["how"]:
+        print(saved["how"], flush=True)
+        if not saved["how"].startswith("MPS"):
+            options.rounds = 1
+        try:
+            for row in _rows(options, port):
+                saved["rows"].append(row)
+                figures = ", ".join(f"{key} {row[key]:.5g}" for key in row if key not in ("schedule", "wrong"))
+                print(f"{row['schedule']}: {row.get('wrong', figures)}", flush=True)
+                report.write_json("one_gpu", saved, options.out)
+            saved["ended"] = "as it should"
+        except (mp.ProcessRaisedException, mp.ProcessExitedException, TimeoutError) as error:
+            saved["ended"] = str(error)[-1000:]
+            print(error, file=sys.stderr)
+    right = [row for row in saved["rows"] if "wrong" not in row]
+    print("\n" + table(right) if right else "no schedule was measured")
+    print("\n" + report.write_json("one_gpu", saved, options.out))
+    return 0 if right == saved["rows"] and right and saved["ended"] == "as it should" else 1
 
 
-def _rows(options: argparse.Namespace, port: int) -> list[dict[str, Any]]:
-    """What the processes have measured, printed as it comes; some of it where one of them fails."""
+def _rows(options: argparse.Namespace, port: int) -> Iterator[dict[str, Any]]:
+    """What the processes have measured, as it comes. Raises the error of one that ends early, and TimeoutError."""
     context = mp.get_context("spawn")
-    queue, found = context.Manager().Queue(), []
+    queue = context.Manager().Queue()
     processes = mp.spawn(run, (options, port, queue), options.ranks, join=False)
-    deadline = time.monotonic() + options.seconds + 60
     try:
         over = False
-        while not over and time.monotonic() < deadline:
-            over = processes.join(0.5)
-            while not queue.empty():
-                found.append(queue.get())
-                print(
-                    ", ".join(f"{key} {value:.5g}" if key != "schedule" else value for key, value in found[-1].items())
-                )
-    except mp.ProcessRaisedException as error:
-        print(error, file=sys.stderr)
-        found.clear()
+        while not over:
+            if time.monotonic() > options.end + LAST_SECONDS:
+                raise TimeoutError("the processes were ended: they had waited for too long")
+            try:
+                over = processes.join(0.5)
+            finally:  # also what came before an error
+                while not queue.empty():
+                    yield queue.get()
     finally:
         for process in processes.processes:
             if process.is_alive():
                 process.kill()
-    return found
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

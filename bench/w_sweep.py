@@ -64,8 +64,8 @@ class Shape(NamedTuple):
 
 
 SHAPES = (
-    *(Shape(tokens, 4096, 4096) for tokens in (2048, 1024, 4096)),
-    *(Shape(8192, 4096, 4096, 8), Shape(8192, 4096, 4096)),
+    *(Shape(8192, 4096, 4096, 8), Shape(2048, 4096, 4096), Shape(1024, 4096, 4096), Shape(4096, 4096, 4096)),
+    *(Shape(16384, 4096, 4096, 8), Shape(8192, 4096, 4096)),
     *(Shape(tokens, 14336, 4096) for tokens in (2048, 1024, 4096, 8192)),
     *(Shape(2048, 4096, 14336), Shape(4096, 4096, 14336), Shape(2048, 1024, 4096), Shape(4096, 8192, 8192)),
     Shape(4096, 28672, 8192),
@@ -105,8 +105,9 @@ class Sweep:
         outs = [*self.out] if groups else [self.out]
         for out, pair in zip(self.wanted if groups else [self.wanted], pairs, strict=True):
             exact(out, [pair])
+        ends = ends_of(groups, self.tokens, device)
         self.runs: dict[str, Callable[[], None]] = {
-            name: partial(_ours, design, x, dy, self.out) for name, design in DESIGNS.items()
+            name: partial(_ours, design, x, dy, ends, self.out) for name, design in DESIGNS.items()
         }
         self.runs["addmm"] = partial(_theirs, outs, pairs)
         if not groups and extension.why_not(device) is None:
@@ -123,13 +124,17 @@ class Sweep:
         return ""
 
 
-def _ours(design: Design, x: Tensor, dy: Tensor, out: Tensor) -> None:
+def ends_of(groups: int, tokens: int, device: torch.device) -> Tensor | None:
+    """Where so many groups end; None for none."""
+    return torch.arange(1, groups + 1, device=device, dtype=torch.int32) * tokens if groups else None
+
+
+def _ours(design: Design, x: Tensor, dy: Tensor, ends: Tensor | None, out: Tensor) -> None:
     with chosen(design):
-        if out.dim() == 2:
+        if ends is None:
             dispatch.resolve("linear", "triton", x.device, x.dtype).linear_wgrad([(x, dy)], (out, None), True)
             return
-        backend, groups = dispatch.resolve("grouped_linear", "triton", x.device, x.dtype), len(out)
-        ends = torch.arange(1, groups + 1, device=x.device, dtype=torch.int32) * (len(x) // groups)
+        backend = dispatch.resolve("grouped_linear", "triton", x.device, x.dtype)
         backend.grouped_linear_wgrad([(x, dy, ends)], (out, None), True)
 
 
@@ -142,8 +147,8 @@ def launches(device: torch.device) -> Iterator[Callable[[], None]]:
     """What `bench.gpu_prepare` compiles: every design once, of a weight and of experts, on operands without values."""
     x = torch.empty(2048, 4096, device=device, dtype=torch.bfloat16)
     for size in ((4096, 4096), (8, 4096, 4096)):
-        out = torch.empty(size, device=device)
-        yield from (partial(_ours, design, x, x, out) for design in DESIGNS.values())
+        out, ends = torch.empty(size, device=device), ends_of(len(size) // 3 * 8, 256, device)
+        yield from (partial(_ours, design, x, x, ends, out) for design in DESIGNS.values())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -80,8 +80,8 @@ PYBIND11_MODULE(_cuda, module) {
   module.def(
       "wgrad",
       [](const py::sequence& products, int input, int dweight, int dbias, bool accumulate, int places, int max_tiles,
-         int device, std::uintptr_t stream) {
-        Wgrad task{{}, kind_of(input), kind_of(dweight), kind_of(dbias), accumulate, device, stream_of(stream)};
+         int device, std::uintptr_t stream, int tile_k) {
+        Wgrad task{{}, kind_of(input), kind_of(dweight), kind_of(dbias), accumulate, device, stream_of(stream), tile_k};
         for (const py::handle& product : products) task.products.push_back(product_from(product));
         validate(task);
         choose_grid(task, places, max_tiles);
@@ -89,5 +89,5 @@ PYBIND11_MODULE(_cuda, module) {
         wgrad(task);
       },
       py::arg("products"), py::arg("input"), py::arg("dweight"), py::arg("dbias"), py::arg("accumulate"),
-      py::arg("places"), py::arg("max_tiles"), py::arg("device"), py::arg("stream"));
+      py::arg("places"), py::arg("max_tiles"), py::arg("device"), py::arg("stream"), py::arg("tile_k") = 0);
 }

@@ -56,12 +56,13 @@ int choose_blocks(std::int64_t tiles, int places, int max_tiles) {
 
 void choose_grid(Wgrad& task, int places, int max_tiles) {
   places = std::max(2, places);
-  task.tile_k = 128;
+  int wide = 0;
   for (const Product& product : task.products) {
     std::int64_t tokens = 0;
     for (const Segment& segment : product.segments) tokens += segment.rows;
-    task.tile_k = std::max(task.tile_k, choose_tile(product.n, product.k, tokens, places));
+    wide = std::max(wide, choose_tile(product.n, product.k, tokens, places));
   }
+  if (task.tile_k == 0) task.tile_k = wide;
   std::int64_t tiles = 0;
   for (const Product& product : task.products) tiles += count_tiles(product.n, product.k, task.tile_k);
   task.blocks = choose_blocks(tiles, places, max_tiles);
@@ -71,6 +72,7 @@ void validate(const Wgrad& task) {
   if (task.input == Kind::float32) refuse("x and dy must be bfloat16 or float16");
   if (task.dweight != task.input && task.dweight != Kind::float32) refuse("dweight must be float32 or of x's type");
   if (task.dbias != task.input && task.dbias != Kind::float32) refuse("dbias must be float32 or of x's type");
+  if (task.tile_k != 0 && task.tile_k != 128 && task.tile_k != 256) refuse("a tile has 128 or 256 columns");
   if (task.products.empty() || task.products.size() > kMaxProducts) {
     refuse("a launch takes 1 to " + std::to_string(kMaxProducts) + " weights");
   }

@@ -39,7 +39,7 @@ struct Wgrad {
   bool accumulate;          // add to the outputs, or overwrite them
   int device;
   cudaStream_t stream;
-  int tile_k = 0;           // columns of a tile of dweight: 128 or 256
+  int tile_k = 0;           // columns of a tile of dweight: 128 or 256; 0 for what choose_grid takes
   int blocks = 0;           // to launch; each takes every blocks-th tile
 };
 
@@ -63,7 +63,7 @@ ZBKERN_HOST_DEVICE inline TilePlace tile_place(int index, int rows, int columns,
 // Throws std::invalid_argument where wgrad cannot run the task; needs no GPU.
 void validate(const Wgrad& task);
 
-// Sets tile_k and blocks; places and max_tiles as for choose_blocks.
+// Sets blocks, and tile_k where it is 0; places and max_tiles as for choose_blocks.
 void choose_grid(Wgrad& task, int places, int max_tiles);
 
 // Runs a valid task whose grid is chosen.

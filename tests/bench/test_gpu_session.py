@@ -107,7 +107,7 @@ def test_where_the_first_says_that_nothing_can_be_measured_nothing_begins(
     tmp_path: Path, fate: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_session, "STARTING", 0.0)
-    jobs = [program(gpu_session.HEADLINE, fate, 0.1), program("other", "", 10.0)]
+    jobs = [program(gpu_session.FIRST, fate, 1.0), program("other", "", 10.0)]
     assert run(jobs, 20.0, tmp_path)["other"]["status"] == other
 
 
@@ -172,7 +172,8 @@ def test_the_list_names_programs_tests_and_rows_that_there_are() -> None:
     assert {*gpu_rows.HEADLINE} <= {row.name for row in gpu_rows.ROWS}
     assert all(any(part in row.name for row in gpu_rows.ROWS) for part in gpu_rows.DECIDING)
     jobs = gpu_session.plan(Path("out"))
-    assert [job.name for job in jobs[:2]] == [gpu_session.HEADLINE, gpu_session.REPLAYED]
+    assert [job.name for job in jobs[:3]] == [gpu_session.FIRST, gpu_session.REPLAYED, "processes on one GPU"]
+    assert sum(job.share for job in jobs) <= 280 + 370  # about seconds
     for job in jobs:
         files = [word for word in job.command if word.startswith("tests/")]
         modules = [word.replace(".", "/") + ".py" for word in job.command if word.startswith("bench.")]
@@ -265,15 +266,21 @@ def test_the_whole_session_is_rehearsed_on_a_cold_machine_with_a_row_that_crashe
         file.write(CRASH)
     said = call("bench/gpu_minutes.sh", "1", COLD="yes", PATH=f"/no compiler here:{os.environ['PATH']}")
     found = result(out)
-    assert [found[name]["status"] for name in ("headline", "every launch", "rows")] == ["ok", "ok", "wrong"], said
-    assert found["virtual stages"]["said"].startswith("cannot run: this needs a CUDA GPU")
+    names = [gpu_session.FIRST, "every launch", "processes on one GPU", "rehearsal", "headline"]
+    assert {name: job["status"] for name, job in found.items()} == dict.fromkeys(names, "ok"), said
     assert found["every launch"]["said"].endswith(" files prepared, 0 compiled")
-    figures = found["rows"]["results"]["gpu"]["figures"]["rows"]
-    assert {figure["row"] for figure in figures} == {"crashes", *(row.name for row in gpu_rows.ROWS)}
+    assert {*gpu_rows.HEADLINE} == {row["row"] for row in found["headline"]["results"]["gpu"]["figures"]["rows"]}
+    said = call("bench/gpu_minutes.sh", "2", COLD="yes", PATH=f"/no compiler here:{os.environ['PATH']}")
+    found = result(out)
+    assert [found.pop(name)["status"] for name in ("deciding rows", "virtual stages")] == ["ok", "cannot run"], said
+    rows = found.pop("rows")
+    assert rows["status"] == "wrong", said
+    figures = rows["results"]["gpu"]["figures"]["rows"]
+    others = {row.name for row in gpu_rows.ROWS} - {*gpu_rows.HEADLINE}
+    assert {figure["row"] for figure in figures} == {"crashes", *others}
     assert [figure for figure in figures if "rate" not in figure] == [
         {"row": "crashes", "wrong": "the process ended in it"}
     ]
-    call("bench/gpu_minutes.sh", "2")
-    assert {job["status"] for job in result(out).values()} == {"cannot run"}
-    assert all(re.search(r"^cannot run: no CUDA|\d skipped", job["said"]) for job in result(out).values())
+    assert {job["status"] for job in found.values()} == {"cannot run"}
+    assert all(re.search(r"^cannot run: no CUDA|\d skipped", job["said"]) for job in found.values())
     assert {path.name for path in out.iterdir()} == {"session.json", "session.md", "log.txt"}

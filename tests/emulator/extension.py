@@ -9,13 +9,16 @@ runtime, for which the emulator stands in. Returns 1 where a case has a fault, 2
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import torch
 
@@ -69,8 +72,25 @@ def load(made: Path, texts: list[Path]) -> ModuleType:
     return wgrad
 
 
+@contextlib.contextmanager
+def tile_of(wgrad: ModuleType, columns: int) -> Iterator[None]:
+    """Inside, all tiles have 128 or 256 columns, whatever would be chosen."""
+    with mock.patch.object(wgrad._cuda, "wgrad", partial(wgrad._cuda.wgrad, tile_k=columns)):
+        yield
+
+
 def cases(device: str = "cpu") -> Iterator[Case]:
-    """Of the emulator, and of tests/gpu/test_cuda_wgrad.py."""
+    """Of the emulator, and of tests/gpu/test_cuda_wgrad.py: each with either tile."""
+    for case, columns in itertools.product(_cases(device), (128, 256)):
+
+        def run(wgrad: ModuleType, case: Case = case, columns: int = columns) -> None:
+            with tile_of(wgrad, columns):
+                case.run(wgrad)
+
+        yield Case(f"{case.name}, {columns} columns", run)
+
+
+def _cases(device: str) -> Iterator[Case]:
 
     def random(dtype: torch.dtype, scale: float = 0.5) -> checks.Random:
         return checks.Random(dtype, device, scale=scale)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.emulator.cases import Case
-from tests.emulator.extension import cases
+from tests.emulator.extension import cases, tile_of
 from tests.support import launch_checks
 from zbkern import testing
 from zbkern.kernels.cuda import wgrad as cuda_wgrad
@@ -40,7 +40,7 @@ def test_cases(case: Case) -> None:
 @pytest.mark.parametrize("dtypes", [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16)])
 @pytest.mark.parametrize(
     ("n", "k", "rows"),
-    [(1024, 768, [512, 512, 512, 512]), (1016, 2056, [100, 1, 300, 64, 7]), (4096, 1024, [2048])],
+    [(1024, 768, [512, 512, 512, 512]), (1016, 2056, [100, 1, 300, 64, 7]), (4096, 4096, [4096] * 4)],
 )
 def test_large_weights(n: int, k: int, rows: list[int], dtypes: tuple) -> None:
     launch_checks.linear_wgrad(cuda_wgrad, random(dtypes[0]), rows, n, k, ("padded",) * 3, dtypes[1], True)
@@ -55,15 +55,17 @@ def test_a_bias_of_another_dtype(bias: torch.dtype | None) -> None:
     launch_checks.compare(cuda_wgrad, "linear_wgrad", named, segments_of([300, 7], 136, 264, BF16), outputs, True)
 
 
+@pytest.mark.parametrize("columns", [128, 256])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_same_bits_whatever_the_grid(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bits_whatever_the_grid(bias: bool, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     n, k = 2048, 1536
     segments = segments_of([700, 64, 1300], n, k, BF16)
     results = []
     for places, max_tiles in ((132, 0), (132, 0), (2, 0), (33, 0), (132, 1)):
         monkeypatch.setattr(cuda_wgrad, "_processors", lambda device, places=places: places)
         outputs = torch.zeros(n, k, device=DEVICE), torch.zeros(n, device=DEVICE) if bias else None
-        cuda_wgrad.linear_wgrads([(segments, outputs)], True, max_tiles=max_tiles)
+        with tile_of(cuda_wgrad, columns):
+            cuda_wgrad.linear_wgrads([(segments, outputs)], True, max_tiles=max_tiles)
         results.append(outputs)
     for dweight, dbias in results[1:]:
         assert torch.equal(dweight, results[0][0])

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from build_tools import cuda as build
+from build_tools.kernels import pending, sass
 from zbkern.kernels.cuda import wgrad as cuda_wgrad
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="would launch on the GPU that is here")
@@ -115,11 +116,12 @@ def product(extension: ModuleType, **change: object) -> tuple[list[tuple], list[
         ({"count": 17}, "at most 16 segments"),
         ({"products": 5}, "1 to 4 weights"),
         ({"products": 0}, "1 to 4 weights"),
+        ({"tile": 64}, "128 or 256 columns"),
     ],
 )
 def test_wgrad_refuses_what_it_cannot_run(extension: ModuleType, change: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        extension.wgrad(product(extension, **change), 1, 0, 0, True, 132, 0, 0, 0)
+        extension.wgrad(product(extension, **change), 1, 0, 0, True, 132, 0, 0, 0, tile_k=change.get("tile", 0))
 
 
 @pytest.mark.parametrize(
@@ -200,3 +202,27 @@ def test_hopper_code_uses_wgmma_and_tma(kernels: dict[str, str]) -> None:
         assert "UTMASTG" in body, name
         assert "USETMAXREG" in body, name
         assert not re.search(r"\b(STL|LDL)\b", body), name
+
+
+def listings(extension: ModuleType, folder: Path) -> dict[str, str]:
+    """nvdisasm's, which has labels, of every kernel."""
+    tool = disassembler()
+    if tool is None or sass.disassembler() is None:
+        pytest.skip("no cuobjdump or no nvdisasm; they come with CUDA's toolkit and with triton")
+    command = [tool, "-xelf", "all", "-arch", "sm_90a", extension.__file__]
+    subprocess.run(command, cwd=folder, capture_output=True, check=True)
+    text = "".join(sass.disassemble(file.read_bytes()) for file in sorted(folder.glob("*.cubin")))
+    return dict(re.findall(r"^//-+ \.text\.(\S+).*?$(.*?)(?=^//-+ \.|\Z)", text, re.DOTALL | re.MULTILINE))
+
+
+@pytest.mark.slow
+def test_no_instruction_touches_a_product_under_way(extension: ModuleType, tmp_path: Path) -> None:
+    """As the report of Triton's kernels asks of theirs; and products are not waited for one by one."""
+    found = listings(extension, tmp_path)
+    assert len(found) == 8
+    for name, listing in found.items():
+        code, scanned = sass.parse(listing), sass.scan(listing)
+        assert code.labels, name
+        assert scanned.products >= 12, name
+        assert scanned.alone <= scanned.products // 4, name
+        assert not pending.touched(code), name
