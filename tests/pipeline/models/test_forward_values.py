@@ -110,7 +110,7 @@ def test_the_ratio_of_a_first_step_is_one(dtype: torch.dtype, how: str, of_seque
     assert all((ratio == 1).all() for ratio in policy.ratios)
 
 
-@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("deferred", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_values_of_sequences_come_in_their_order(deferred: bool) -> None:
     batch, schedule, model = planned(), schedules.zb_v(2, 2), make("llama")
     policy = per_sequence(Policy(deferred, "token_log_probs"))

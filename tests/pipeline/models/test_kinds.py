@@ -29,7 +29,7 @@ from zbkern.pipeline import Schedule, cut, layer_chunks, layers_of, schedules
 ROWS, LENGTH = 4, 12
 # to LLaVA, BART, T5 and Qwen2-VL, for the library's part in it
 ALIKE = {
-    *("vipllava", "smolvlm", "aya_vision", "mistral3", "internvl"),
+    *("llava", "vipllava", "paligemma", "smolvlm", "aya_vision", "mistral3", "internvl"),
     *("marian", "m2m_100", "t5_untied", "switch", "qwen2_5_vl"),
 }
 

@@ -67,7 +67,8 @@ def step(model: nn.Module, packs: bool = True) -> list[Any]:
     ("family", "implementation"),
     [
         *((family, "eager") for family in ("llama", "gemma3", "gpt_oss", "deepseek_v3", "gpt2", "opt", "llama4")),
-        *((family, "sdpa") for family in ("llama", "gemma3", "deepseek_v3", "gpt2", "opt")),
+        *((family, "sdpa") for family in ("llama", "opt")),
+        *(pytest.param(family, "sdpa", marks=pytest.mark.slow) for family in ("gemma3", "deepseek_v3", "gpt2")),
     ],
 )
 def test_models_of_transformers(family: str, implementation: str) -> None:

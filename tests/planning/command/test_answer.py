@@ -25,7 +25,7 @@ def test_published_schedules_get_the_partition_that_suits_them() -> None:
     assert "zb_v" not in names
 
 
-@pytest.mark.parametrize("limit", [None, 36e9, 30e9])
+@pytest.mark.parametrize("limit", [*(pytest.param(each, marks=pytest.mark.slow) for each in (None, 36e9)), 30e9])
 def test_published_schedules_get_the_fastest_cut_that_fits(limit: float | None) -> None:
     costs = setting_of("gemma-2-9b", tensor_parallel=2).costs
     for found in published_timelines(costs, 4, 8, limit):

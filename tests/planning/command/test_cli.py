@@ -89,16 +89,6 @@ def test_a_named_schedule_is_printed_with_its_figures(run) -> None:
     assert found["memory"] == "3 3 3 by rank (no limit)"  # W holds as much as the activation
 
 
-def test_the_plan_is_no_worse_than_what_is_published_and_stays_in_its_memory(run) -> None:
-    text = run("--memory", "1x", *SECOND)
-    found = figures(text)
-    published = simulate(schedules.zb_h1(3, 5))
-    assert float(found["bubble"].split("%")[0]) <= round(100 * published.bubble_rate, 2)
-    memory, _, note = found["memory"].partition(" by rank ")
-    assert max(map(float, memory.split())) <= 3
-    assert note == "(limit 3, 1x)"
-
-
 def test_memory_is_relative_or_in_the_unit_of_activation(run, tmp_path: Path) -> None:
     costs = Costs(activation=10, held=4).save(tmp_path / "costs.json")
     relative, plain = (run("--costs", costs, "--memory", limit, *SECOND) for limit in ("0.5x", "15"))
@@ -108,12 +98,6 @@ def test_memory_is_relative_or_in_the_unit_of_activation(run, tmp_path: Path) ->
     assert "(limit 60, 1x)" in two  # three ranks with two chunks of 10
     static = Costs(activation=10, static=7).save(tmp_path / "static.json")
     assert "(limit 27)" in run("--costs", static, "--memory", 27, *SECOND)  # what 1F1B holds there is no 0.9x
-
-
-def test_costs_change_the_plan(run, tmp_path: Path) -> None:
-    costs = Costs(forward=2, backward=4, weight=2, communication=1).save(tmp_path / "costs.json")
-    text = run("--costs", costs, "--schedule", "one_f_one_b")
-    assert float(figures(text)["cost"]) == simulate(schedules.one_f_one_b(3, 5), Costs.load(costs)).cost
 
 
 def test_a_placement_can_be_spelt_out(run) -> None:

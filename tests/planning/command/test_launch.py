@@ -184,15 +184,12 @@ def test_a_step_is_undone_exactly_where_the_plan_has_counted_the_copies(
 
 
 @pytest.mark.parametrize(("stages", "tensor", "replicas"), [(2, 2, 8), (2, 8, 2), (2, 1, 16)])
-def test_replicas_are_where_the_costs_have_them(
-    stages: int, tensor: int, replicas: int, run_plan: Any, tmp_path: Path
-) -> None:
+def test_replicas_are_where_the_costs_have_them(stages: int, tensor: int, replicas: int, tmp_path: Path) -> None:
     """Gradients go over the network where the program has replicas of a stage on several nodes, and else not."""
-    path = tmp_path / "train.py"
-    sizes = {"stages": stages, "tensor-parallel": tensor, "data-parallel": replicas, "microbatches": 8, "effort": 0}
-    given = [str(word) for name, size in sizes.items() for word in (f"--{name}", size)]
-    run_plan("--config", path_of("llama-3-8b"), "--sequence", 256, *given, "--out", path)
-    mesh = mesh_of(path.read_text())
+    sizes = {"tensor_parallel": tensor, "data_parallel": replicas, "sequence": 256}
+    mesh = mesh_of(
+        written("llama-3-8b", tmp_path, answer(question_of("llama-3-8b", stages, 8, {"chunks": 1}, **sizes)))
+    )
     inside = math.prod([*mesh.values()][[*mesh].index("replica") + 1 :])
     nodes = {place * inside // H100.gpus_per_node for place in range(replicas)}
     setting = setting_of("llama-3-8b", tensor_parallel=tensor, data_parallel=replicas)

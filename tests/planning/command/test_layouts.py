@@ -182,8 +182,9 @@ def test_errors_name_the_argument_and_the_remedy(run_plan, arguments: list[str],
 def test_it_says_what_was_not_tried() -> None:
     config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
     config |= {"num_key_value_heads": 2, "num_hidden_layers": 4, "vocab_size": 512, "tie_word_embeddings": False}
+    question = LayoutQuestion(architecture(config), H100, 2, 4, 256, effort=0)
+    found = layouts.search(question)
     for halves in (False, True):
-        question = LayoutQuestion(architecture(config), H100, 2, 4, 256, halves=halves, effort=0)
-        last = layouts.describe(question, layouts.search(question), 300).split("\n")[-1]
+        last = layouts.describe(question._replace(halves=halves), found, 300).split("\n")[-1]
         assert last.startswith("not tried context parallelism and slices: ")
         assert ("--halves" in last) != halves

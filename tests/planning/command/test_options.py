@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-from zbkern import __main__
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts
 from zbkern.planning.command import cli, layouts
 from zbkern.planning.command.options import OPTIONS
@@ -82,10 +82,13 @@ def test_every_pair_is_planned_or_refused(
         monkeypatch.setattr(cli, "answer", nothing_is_found)
         monkeypatch.setattr(layouts, "search", nothing_is_found)
     monkeypatch.setattr(layouts, "_PLANNED", 1)
+    parser = argparse.ArgumentParser()
+    cli.add_to(parser.add_subparsers())
     asked = 0
     for pair in combinations([name for name in given if name not in KINDS], 2):
         try:
-            status = __main__.main(["plan", *given[kind], *given[pair[0]], *given[pair[1]]])
+            arguments = parser.parse_args(["plan", *given[kind], *given[pair[0]], *given[pair[1]]])
+            status = arguments.run(arguments)
         except SystemExit as stop:
             status = stop.code
         printed = capsys.readouterr()

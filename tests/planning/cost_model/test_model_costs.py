@@ -522,9 +522,18 @@ def test_copies_to_the_host_take_the_hosts_link() -> None:
     assert unknown.offload_bandwidth is None
 
 
+DIFFERENT = {"llama", "gpt2", "gemma3_text", "deepseek_v3", "gpt_oss", "llama4_text", "qwen3_next", "nemotron_h"}
+DIFFERENT |= {"mamba2", "bamba", "cohere", "falcon", "phi3", "glm4_moe"}  # the others are like one of these
+
+
 @pytest.mark.parametrize(
-    "kind", [kind for kind in FAMILIES if kind != "kimi_k2" and "_vl_" not in kind]
-)  # not models of their own
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind not in DIFFERENT))
+        for kind in FAMILIES
+        if kind != "kimi_k2" and "_vl_" not in kind  # not models of their own
+    ],
+)
 def test_parameters_are_those_of_the_librarys_models(kind: str) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0", reason="kinds are those of version 5")
     sizes = {"num_hidden_layers": 4, **({"num_experts_per_tok": 6} if kind == "deepseek_v2" else {})}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -37,8 +38,13 @@ def with_cost(given: Problem, orders: Ordering) -> Ordering | None:
 SLICES = [(1,), (1, 1), (5, 4, 3, 2)]
 
 
+def few_of(count: int) -> list[Any]:
+    """Seeds, of which the quick run has every other one from the first and the last on."""
+    return [pytest.param(seed, marks=[pytest.mark.slow] * (min(seed, count - 1 - seed) % 2)) for seed in range(count)]
+
+
 @pytest.mark.parametrize("slices", SLICES)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", few_of(12))
 def test_rules_of_every_rank(seed: int, slices: tuple[int, ...]) -> None:
     given = problem(seed, slices)
     made = [
@@ -160,7 +166,7 @@ def test_annealing_fills_the_warm_up_of_a_rank_that_has_most_to_do(seed: int) ->
 
 
 @pytest.mark.parametrize("slices", SLICES)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", few_of(12))
 def test_building_blocks(seed: int, slices: tuple[int, ...]) -> None:
     given = problem(seed, slices)
     if len(slices) > 1:  # blocks hold parts of two sequences at once
@@ -173,7 +179,7 @@ def test_building_blocks(seed: int, slices: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("slices", SLICES)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", few_of(8))
 def test_patterns(seed: int, slices: tuple[int, ...]) -> None:
     draw = random.Random(seed)
     stages, microbatches = 1 + seed % 4, draw.randint(1, 9)

@@ -15,10 +15,10 @@ EPSILON = 1e-6
 # Stages, sequences, lengths of slices, chunks, whether only microbatches in order are tried; cases, and how many of
 # them are not slow.
 SHAPES = [
-    *((2, 2, [1], 1, False, 16, 6), (3, 2, [1], 1, True, 12, 6), (2, 3, [1], 1, True, 12, 6)),
-    *((3, 3, [1], 1, True, 3, 3), (2, 1, [1], 2, True, 6, 6)),
-    *((2, 1, [2, 1], 1, True, 8, 2), (3, 1, [3, 2, 1], 1, True, 8, 2)),
-    *((2, 2, [1, 1], 1, True, 4, 2), (2, 1, [3, 2], 2, True, 3, 2)),
+    *((2, 2, [1], 1, False, 16, 3), (3, 2, [1], 1, True, 12, 3), (2, 3, [1], 1, True, 12, 3)),
+    *((3, 3, [1], 1, True, 3, 1), (2, 1, [1], 2, True, 6, 3)),
+    *((2, 1, [2, 1], 1, True, 8, 2), (3, 1, [3, 2, 1], 1, True, 8, 1)),
+    *((2, 2, [1, 1], 1, True, 4, 1), (2, 1, [3, 2], 2, True, 3, 1)),
 ]
 
 

@@ -31,8 +31,13 @@ LONG = Costs(
 )
 
 
-@pytest.mark.parametrize("memory", [None, 4.0, 2.0, 1.2])
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize(
+    ("memory", "chunks"),
+    [
+        *((None, 1), (1.2, 1), (2.0, 2)),
+        *(pytest.param(m, c, marks=pytest.mark.slow) for m, c in ((4.0, 1), (2.0, 1), (None, 2), (4.0, 2), (1.2, 2))),
+    ],
+)
 def test_slices_are_never_worse_than_whole_sequences(memory: float | None, chunks: int) -> None:
     limit = None if memory is None else memory * chunks
     whole = plan(LONG, 4, 4, chunks, memory_limit=limit, effort=1)
