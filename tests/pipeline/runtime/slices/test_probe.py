@@ -7,6 +7,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -438,15 +439,38 @@ class Switched(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.mixes = nn.Linear(WIDTH, WIDTH), False
+        self.linear, self.mixes, self.window, self.config = nn.Linear(WIDTH, WIDTH), False, 1, SimpleNamespace(how="")
+        self.function, self.other = torch.nn.Identity(), lambda x: x
+        self.register_buffer("gate", torch.zeros(()))
 
     def forward(self, x: Tensor, how: Any = "", scale: Any = 0.0, carry: Any = None) -> Tensor:
         mixes = self.mixes or how == "mixed" or bool(scale) or torch.is_autocast_enabled("cpu")
-        return self.linear(x.cumsum(1) if mixes else x)
+        mixes = mixes or self.window > 1 or self.config.how == "mixed" or bool(self.gate)
+        return self.linear(self.other(self.function(x.cumsum(1) if mixes else x)))
 
 
 def a_flag(module: Switched) -> None:
     module.mixes = True
+
+
+def a_number(module: Switched) -> None:
+    module.window = 2
+
+
+def a_configuration(module: Switched) -> None:
+    module.config.how = "mixed"
+
+
+def a_buffer(module: Switched) -> None:
+    module.gate.fill_(1)
+
+
+def a_part(module: Switched) -> None:
+    module.function = Alone(lambda x: x.cumsum(1))
+
+
+def a_function(module: Switched) -> None:
+    module.other = lambda x: x.cumsum(1)
 
 
 def a_hook(module: Switched) -> None:
@@ -458,7 +482,11 @@ def a_hook_on_a_weight(module: Switched) -> None:
 
 
 @pytest.mark.parametrize(
-    "later", [a_flag, a_hook, a_hook_on_a_weight, {"how": "mixed"}, {"scale": 1.5}, {"scale": torch.tensor(2.0)}, None]
+    "later",
+    [
+        *(a_flag, a_number, a_configuration, a_buffer, a_part, a_function, a_hook, a_hook_on_a_weight),
+        *({"how": "mixed"}, {"scale": 1.5}, {"scale": torch.tensor(2.0)}, None),
+    ],
 )
 def test_what_is_switched_on_in_a_later_step_is_probed(later: Any) -> None:
     module, data = Switched().double(), batch(torch.float64)
@@ -474,6 +502,15 @@ def test_what_is_switched_on_in_a_later_step_is_probed(later: Any) -> None:
             torch.autocast("cpu", torch.bfloat16, enabled=later is None),
         ):
             pipe.step(*data, [given] * 2)
+
+
+def test_a_number_that_every_step_changes_makes_few_probes(caplog: pytest.LogCaptureFixture) -> None:
+    module, data = Switched().double(), batch(torch.float64)
+    with one_rank(module, schedules.zb_h1(1, 2, slices=2)) as pipe, caplog.at_level("INFO", "zbkern"):
+        for step in range(8):
+            module.steps = step
+            pipe.step(*data)
+    assert sum("a probe of slices took" in each.message for each in caplog.records) == 3
 
 
 def test_a_gradient_that_needs_the_whole_sequence_is_named() -> None:

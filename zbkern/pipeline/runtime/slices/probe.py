@@ -31,13 +31,12 @@ from zbkern.pipeline.runtime.slices.probe_inputs import (
     padding,
 )
 from zbkern.pipeline.runtime.slices.sliced_batch import length_of, tells_ends
-from zbkern.pipeline.runtime.slices.traces import hooks_of
+from zbkern.pipeline.runtime.slices.traits import Traits
 from zbkern.pipeline.transport.tensors import tensors_in
 
 _TOKENS = 19  # of a probe: slices of prime lengths, which divide few other sizes
 MOST_TOKENS = 64  # of its longer sequence: on a CPU as long as a few, for reading weights is what takes time
 _DDP = nn.parallel.DistributedDataParallel
-_FLAGS = bool | str | None
 _LARGEST = 512  # tokens of a slice, for what takes no others than those of the call
 _Cases = Iterator[tuple[str, Case]]  # each with what it is called
 
@@ -48,15 +47,14 @@ class Probes:
     """Of a chunk: the kinds of calls that it has been probed with."""
 
     def __init__(self, chunk: int, module: nn.Module) -> None:
-        self._chunk, self._module, self._parts = chunk, module, [*module.modules()]
-        self._is_collective = _is_collective(module)
-        self._traits: object = None  # of the parts, as of the last `begin`
+        self._chunk, self._module = chunk, module
+        self._traits = Traits(module, _is_collective(module))
         # by kind: tokens of its probe, whether these were told apart, and why it is refused
         self._found: dict[object, tuple[int, bool, str | None]] = {}
 
     def begin(self) -> None:
         """Before the forwards of a step: parts may have changed since those of the last one."""
-        self._traits = None
+        self._traits.begin()
 
     def check(self, run: Callable[..., Any], inputs: Any, side: Mapping[str, Any]) -> None:
         """Behind run(inputs, side), which calls the module. Raises ValueError for sequences that are cut, or packed, in
@@ -96,22 +94,8 @@ class Probes:
 
     def _mode(self) -> object:
         """What a module may ask for that is no argument: modes of torch, and what parts are between steps."""
-        if self._traits is None:
-            self._traits = tuple([_traits(part, self._is_collective) for part in self._parts])
         casts = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
-        return torch.is_grad_enabled(), *casts, self._traits
-
-
-def _traits(part: nn.Module, is_collective: bool) -> object:
-    """A part's mode, its trained weights, its hooks, and its attributes that say yes or no or have a name. Of a chunk
-    whose passes are collective these two are left out: they may be of some ranks alone, which would be probed alone."""
-    trained = [each is not None and each.requires_grad for each in part._parameters.values()]
-    if is_collective:
-        return part.training, *trained
-    hooks = [getattr(hook, "__code__", type(hook)) for hook in hooks_of(part)]
-    is_own = type(part).__module__.partition(".")[0] == "zbkern"  # what those note in a first forward changes nothing
-    flags = [] if is_own else [(name, value) for name, value in vars(part).items() if isinstance(value, _FLAGS)]
-    return part.training, *trained, *hooks, *flags
+        return torch.is_grad_enabled(), *casts, self._traits.of_parts()
 
 
 def _is_collective(module: nn.Module) -> bool:
