@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from itertools import combinations
 from pathlib import Path
 
@@ -66,6 +67,16 @@ def given(tmp_path: Path) -> dict[str, list[str]]:
         found[name] = [name, value] if value else [name]
     found |= {"chunks": [*OF_STAGES, "--costs", str(chunk)], "layers": [*OF_STAGES, "--costs", str(of_layers)]}
     return found | {"config": [*OF_STAGES, *config], "gpus": ["--gpus", "2", "--batch", "4", *SMALL, *config]}
+
+
+def test_the_pages_have_every_option_and_no_other() -> None:
+    root = Path(__file__).parents[3]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (root / "README.md", *(root / "docs").glob("*.md")))
+    options = {each.spelling.split()[0] for each in OPTIONS}
+    assert options <= {*re.findall(r"--[a-z][a-z0-9-]*", text)}
+    commands = re.findall(r"zbkern plan ([^`\n]*)", text)
+    assert len(commands) > 5
+    assert {word for each in commands for word in re.findall(r"--[a-z][a-z0-9-]*", each)} <= options
 
 
 @pytest.mark.parametrize("searched", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -79,12 +79,7 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_object(caller: str, text: str, example: str) -> Mapping[str, Any]:
-    """The JSON object in a text. Raises TypeError for no text, ValueError for another one, in the name of `caller`."""
-    if not isinstance(text, str):
-        raise TypeError(
-            f"{caller}: expected the text itself, as Path(file).read_text() gives it; got "
-            f"{type(text).__name__} {text!r}"
-        )
+    """The JSON object in a text. Raises ValueError for another text, in the name of `caller`."""
     try:
         data = json.loads(text)
     except RecursionError as error:

@@ -20,7 +20,7 @@ from zbkern.planning.costs.memory import Limit, Memory, limits_of
 from zbkern.planning.simulation.copies import Copies
 from zbkern.planning.simulation.timeline import Event, Timeline, arrival
 from zbkern.planning.simulation.turns import Parts, in_turns
-from zbkern.schedules.actions import COPIES, Action, Ranges, check_count
+from zbkern.schedules.actions import COPIES, Action, Ranges
 from zbkern.schedules.dependencies import Result, order_of_running, result
 from zbkern.schedules.program import FILLS, offloads_or_recomputes, recomputed
 from zbkern.schedules.schedule import Schedule
@@ -61,7 +61,6 @@ def simulate(
 
     Raises ScheduleError when the schedule is not valid, TypeError or ValueError for other arguments.
     """
-    check_count("simulate: seed", seed, 0)
     checked_number("simulate", "jitter", jitter, math.inf)
     if fill not in FILLS:
         raise ValueError(f"simulate: fill must be one of {FILLS}; got {fill!r}")
