@@ -3,11 +3,12 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from zbkern.pipeline import Costs, draw, schedules, simulate
+from zbkern.pipeline import Costs, Schedule, draw, schedules, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -31,6 +32,23 @@ def test_every_event_is_a_box_of_its_length_and_colour() -> None:
         assert float(box.get("width", 0)) == pytest.approx((event.end - event.start) * scale, abs=0.01)
         assert box.get("fill") == colours[event.action.kind]  # of the legend
         assert str(event.action) in box[0].text
+
+
+def test_passes_beside_each_other_share_the_height_of_their_row() -> None:
+    costs = Costs(3, 3, 1, network_forward=1, network_backward=1, collectives=1)
+    schedule = Schedule.build(schedules.zb_h1(1, 4).actions, [0], 4, beside=[[(2, 4), (5, 8)]])
+    found = boxes(draw.svg([simulate(schedule, costs)]))
+    places = [(float(box.get("y", 0)), float(box.get("height", 0))) for box in found]
+    assert places[:2] == [(0, 22)] * 2
+    assert places[2:5] == [(0, 11), (11, 11), (0, 22)]
+    third = pytest.approx(22 / 3, abs=0.01)
+    assert places[5:8] == [(0, third), (third, third), (pytest.approx(44 / 3, abs=0.01), third)]
+    ends = [float(box.get("x", 0)) + float(box.get("width", 0)) for box in found]
+    assert float(found[3].get("x", 0)) < ends[2]  # they overlap in time
+    trace = [each for each in draw.trace.events([simulate(schedule, costs)]) if each["ph"] == "X"]
+    for thread in {each["tid"] for each in trace}:
+        row = sorted((each["ts"], each["ts"] + each["dur"]) for each in trace if each["tid"] == thread)
+        assert all(before[1] <= after[0] + 1e-6 for before, after in pairwise(row))
 
 
 def test_chunks_of_a_rank_have_their_own_shade_and_the_legend_says_so() -> None:

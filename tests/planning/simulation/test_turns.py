@@ -14,7 +14,8 @@ import torch
 from bench.overlap_asleep import Chunk, Lane, costs_of, measured, times_of
 from zbkern.pipeline import Action, Costs, Pipeline, Schedule, Timeline, plan, schedules, simulate
 from zbkern.pipeline.transport.local import LocalTransport
-from zbkern.planning.simulation.timeline import Event
+from zbkern.planning.simulation import drift
+from zbkern.planning.simulation.timeline import Event, own_times
 from zbkern.planning.simulation.turns import Parts, in_turns
 
 UNIT = 0.2  # seconds of F without its collectives, of all chunks of a rank
@@ -35,6 +36,19 @@ def test_costs_without_network_time_run_pairs_in_turn() -> None:
     hidden = simulate(pairs, costs_of(0.25, UNIT))
     assert hidden.cost < 0.9 * simulate(replace(pairs, beside=()), costs_of(0.25, UNIT)).cost
     assert 0 < hidden.bubble_rate < 1
+
+
+def test_times_that_passes_share_count_once() -> None:
+    costs = costs_of(0.25, 1.0)
+    step = simulate(schedules.dualpipe_v(2, 6), costs)
+    for row, busy in zip(step.events, step.busy, strict=True):
+        assert sum(own_times(row)) == pytest.approx(busy)
+    assert own_times([Event(0, Action("F", 0, 0), 0, 4), Event(0, Action("B", 0, 1), 1, 6)]) == [2.5, 3.5]
+    held = [[at for at, _ in curve] for curve in step.memory_held(costs)]
+    assert held == [sorted(each) for each in held]
+    lost = drift.compare(step, costs)
+    assert [abs(each.cost) + abs(each.compute) for each in lost.time_lost] == pytest.approx([0, 0])
+    assert lost.speeds == (1.0, 1.0)
 
 
 def test_a_pair_begins_when_all_inputs_have_arrived_and_holds_the_memory_of_both() -> None:

@@ -1,10 +1,10 @@
 """Pictures of timelines, planned or measured, as SVG; and as a page around one that zooms.
 
 Several timelines stand one above the other on one time axis. A box is an action: its colour the kind, its shade the
-chunk of the rank, its number the microbatch, with slices that of the sequence and the slice. Idle time between a rank's
-first and last action is pink, that before and after it grey: a rank may start late and end early for free. Below its
-row are the lanes of a rank's copies, where it has any, and given costs the memory that it holds, what is always there
-darker, and the limit as a line.
+chunk of the rank, its number the microbatch, with slices that of the sequence and the slice. Passes beside each other
+share the height of their row. Idle time between a rank's first and last action is pink, that before and after it grey:
+a rank may start late and end early for free. Below its row are the lanes of a rank's copies, where it has any, and
+given costs the memory that it holds, what is always there darker, and the limit as a line.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _IDLE, _OUTSIDE, _HOLDS, _STATIC, _LIMIT = "#f7c5c1", "#eef0f3", "#a9b3bf", "#6e
 _LEFT, _RIGHT, _TITLE, _ROW, _GAP, _AXIS = 64, 16, 28, 24, 20, 30
 _LANE = 16  # of the copies in one direction
 _HELD = 19  # of the memory, of which the most that any rank holds takes all
+_NUMBER = 10  # of a number
+_ROUNDING = 1e-9  # relative, of an end: what begins there does not run beside it
 _DARK = "#24292f"
 _STYLE = f"""
 text {{ font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57606a; }}
@@ -69,6 +71,22 @@ def lanes(timeline: Any, rank: int) -> dict[str, list[Event]]:
     if not any(timeline.copies):
         return {}
     return {lane: [e for e in timeline.copies[rank] if e.action.kind == kind] for kind, lane in _LANES.items()}
+
+
+def stacked(row: Sequence[Event]) -> list[tuple[Event, int, int]]:
+    """Each event of a row with its place among those that run at one time, and how many places they take."""
+    found: list[tuple[Event, int, int]] = []
+    group: list[tuple[Event, int]] = []
+    ends: list[float] = []  # of the last event in each place
+    for event in row:
+        free = [place for place, end in enumerate(ends) if event.start >= end - _ROUNDING * abs(end)]
+        if len(free) == len(ends):  # nothing runs beside it so far
+            found += [(each, place, len(ends)) for each, place in group]
+            group, ends, free = [], [], []
+        place = free[0] if free else len(ends)
+        ends[place : place + 1] = [event.end]
+        group.append((event, place))
+    return [*found, *((each, place, len(ends)) for each, place in group)]
 
 
 class _Axis(NamedTuple):
@@ -193,21 +211,25 @@ def _boxes(axis: _Axis, rank: int, row: Sequence[Event], height: int) -> str:
     parts = []
     timeline, track = axis.timeline, axis.tracks[rank]
     chunks, base = timeline.schedule.chunks_of(rank), (height + 6) // 2
-    for event in row:
+    for event, place, places in stacked(row):
         kind, chunk, microbatch = event.action
+        high, top = (height - 2) / places, (height - 2) / places * place
         (fill, dark), unit = _shade(kind, chunks.index(chunk), len(chunks)), timeline.schedule.units[microbatch]
         label = f"{unit.microbatch}.{unit.slice}" if unit.slices > 1 else str(unit.microbatch)
         x, length = axis.x(event.start), (event.end - event.start) * axis.scale
+        below = f' y="{top:.4g}"' if place else ""
         border = f' stroke-width="{length / 8:.2f}"' if length < 8 else ""  # a border must not hide a narrow box
         held = bisect_right(track, (event.start, math.inf)) - 1
         memory = f", memory held {amount(track[held][1], timeline.memory_unit)}" if held >= 0 else ""
         parts.append(
-            f'<rect class="action" x="{x:.7g}" width="{length:.7g}" height="{height - 2}" fill="{fill}"{border}>'
+            f'<rect class="action" x="{x:.7g}" width="{length:.7g}"{below} '
+            f'height="{high:.4g}" fill="{fill}"{border}>'
             f"<title>{event.action} on rank {rank}: {number(event.start)} to "
             f"{duration(event.end, timeline.unit)}{memory}</title></rect>"
         )
-        if axis.crowded or length >= 7 * len(label) + 2:
-            parts.append(f'<text class="number{" dark" * dark}" x="{x + length / 2:.7g}" y="{base}">{label}</text>')
+        if high >= _NUMBER and (axis.crowded or length >= 7 * len(label) + 2):
+            y = base if places == 1 else f"{top + high / 2 + 4:.4g}"
+            parts.append(f'<text class="number{" dark" * dark}" x="{x + length / 2:.7g}" y="{y}">{label}</text>')
     return "".join(parts)
 
 

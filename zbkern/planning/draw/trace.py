@@ -1,12 +1,12 @@
-"""Traces that open in Perfetto and chrome://tracing: a process per timeline, a thread per rank and per direction of its
-copies, counters of samples."""
+"""Traces that open in Perfetto and chrome://tracing: a process per timeline, a thread per rank, per pass that runs
+beside others on it and per direction of its copies, counters of samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from zbkern.planning.draw.svg import checked, lanes
+from zbkern.planning.draw.svg import checked, lanes, stacked
 from zbkern.schedules.actions import Event
 from zbkern.schedules.units import TIME_UNITS
 
@@ -23,7 +23,12 @@ def events(timelines: Sequence[Any], titles: Sequence[str] | None = None) -> lis
     for process, timeline in enumerate(timelines):
         scale = TIME_UNITS["us"] / TIME_UNITS.get(timeline.unit, TIME_UNITS["ms"])  # a trace is in microseconds
         found.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": names[process]}})
-        rows: list[tuple[str, Sequence[Event]]] = [(f"rank {rank}", row) for rank, row in enumerate(timeline.events)]
+        rows: list[tuple[str, Sequence[Event]]] = []
+        for rank, row in enumerate(timeline.events):
+            placed = stacked(row)
+            for place in range(max((places for _, _, places in placed), default=1)):
+                name = f"rank {rank}" + (f": beside, {place}" if place else "")
+                rows.append((name, [event for event, at, _ in placed if at == place]))
         for rank in range(len(timeline.events)):
             rows += [(f"rank {rank}: copies {lane}", copies) for lane, copies in lanes(timeline, rank).items()]
         for thread, (name, row) in enumerate(rows):

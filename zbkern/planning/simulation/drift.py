@@ -16,7 +16,7 @@ from zbkern.planning.costs.chunks import TIMES, Costs
 from zbkern.planning.costs.flat import flat_costs
 from zbkern.planning.costs.memory import Memory
 from zbkern.planning.simulation.simulator import simulate
-from zbkern.planning.simulation.timeline import Event, Timeline, arrival, ended, ends_of, rescaled
+from zbkern.planning.simulation.timeline import Timeline, arrival, ended, ends_of, own_times, rescaled
 from zbkern.schedules.actions import Action
 from zbkern.schedules.dependencies import result
 from zbkern.schedules.units import TIME_UNITS, duration, number
@@ -26,6 +26,9 @@ _WORTH_A_CUT = 0.03  # of the cost: layers are seldom divided more evenly
 
 def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
     """Costs, in the timelines' unit, of measured steps of one schedule: medians over microbatches and steps.
+
+    Passes beside each other have their shares of the time that they took together, so that these costs have no network
+    time, and a simulation in turn takes as long.
 
     memory: whose `activation` and `held` to keep; a timeline has none. A pass in several events (layers of a W)
     counts as their sum; that of the slices of a sequence, too, and by how much the time per length rises along the
@@ -221,7 +224,7 @@ class Drift:
         Only the costs of a plan tell: with the step's own medians no rank is slow.
         """
         before = self.costs.speeds or (1.0,) * self.measured.schedule.ranks
-        times = zip(map(_time_of, self.planned.events), map(_time_of, self.measured.events), before, strict=True)
+        times = zip(self.planned.busy, self.measured.busy, before, strict=True)
         rates = [speed * planned / max(measured, 1e-300) for planned, measured, speed in times]
         usual = statistics.median_high(rates)
         return tuple(round(rate / usual, 3) for rate in rates)
@@ -232,7 +235,7 @@ class Drift:
 
         The busiest rank is then as busy as all others; what ranks idle besides stays as it was.
         """
-        busy = [_time_of(row) for row in self.measured.events]
+        busy = self.measured.busy
         work = sum(time * speed for time, speed in zip(busy, self.speeds, strict=True))
         return max(0.0, (max(busy) - work / sum(self.speeds)) / self.measured.cost)
 
@@ -285,13 +288,10 @@ class Drift:
         return TimeLost(rank, spans[0] - spans[1], busy, late - idle, host)
 
 
-def _time_of(events: Sequence[Event]) -> float:
-    return sum(event.end - event.start for event in events)
-
-
 def _passes(timeline: Timeline) -> dict[tuple[str, int, int], float]:
-    """(kind, chunk, microbatch) -> how long its events took together."""
+    """(kind, chunk, microbatch) -> how long its events took together; of passes beside each other, their shares."""
     found: dict[tuple[str, int, int], float] = defaultdict(float)
-    for event in (event for row in timeline.events for event in row):
-        found[event.action] += event.end - event.start
+    for row in timeline.events:
+        for event, length in zip(row, own_times(row), strict=True):
+            found[event.action] += length
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,7 +90,7 @@ class Timeline:
         for rank, row in enumerate(self.events):
             copies = self.copies[rank] if self.copies else ()
             changes = [(e.start if e.action.kind in _TAKING else e.end, e.action) for e in (*row, *copies)]
-            if copies:
+            if copies or self.schedule.beside:
                 changes.sort(key=lambda change: (change[0], change[1].kind in _TAKING))
             memory, curve = Memory(flat, self.schedule.actions[rank]), []
             for time, action in changes:
@@ -107,6 +107,22 @@ class Timeline:
 def ended(row: Sequence[Event]) -> float:
     """When the last of a rank's actions ends: of those beside each other the last begun may end first."""
     return max(event.end for event in row)
+
+
+def own_times(row: Sequence[Event]) -> list[float]:
+    """How long each event of a row took. What several share at one time counts for each of them in equal parts."""
+    if all(before.end <= after.start for before, after in pairwise(row)):
+        return [event.end - event.start for event in row]
+    found, active, begun = [0.0] * len(row), list[int](), 0
+    times = sorted({time for event in row for time in (event.start, event.end)})
+    for start, end in pairwise(times):
+        active = [index for index in active if row[index].end > start]
+        while begun < len(row) and row[begun].start <= start:
+            active.append(begun)
+            begun += 1
+        for index in active:
+            found[index] += (end - start) / len(active)
+    return found
 
 
 def _spent(row: Sequence[Event]) -> float:
