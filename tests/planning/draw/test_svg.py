@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.schedules import schedule_of
 from zbkern.pipeline import Costs, Schedule, draw, schedules, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -36,15 +37,16 @@ def test_every_event_is_a_box_of_its_length_and_colour() -> None:
 
 def test_passes_beside_each_other_share_the_height_of_their_row() -> None:
     costs = Costs(3, 3, 1, network_forward=1, network_backward=1, collectives=1)
-    schedule = Schedule.build(schedules.zb_h1(1, 4).actions, [0], 4, beside=[[(2, 4), (5, 8)]])
+    made = schedule_of("0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2", microbatches=3)
+    schedule = Schedule.build(made.actions, [0], 3, beside=[[(1, 3), (3, 6)]])
     found = boxes(draw.svg([simulate(schedule, costs)]))
     places = [(float(box.get("y", 0)), float(box.get("height", 0))) for box in found]
-    assert places[:2] == [(0, 22)] * 2
-    assert places[2:5] == [(0, 11), (11, 11), (0, 22)]
+    assert places[:3] == [(0, 22), (0, 11), (11, 11)]
     third = pytest.approx(22 / 3, abs=0.01)
-    assert places[5:8] == [(0, third), (third, third), (pytest.approx(44 / 3, abs=0.01), third)]
+    assert places[3:6] == [(0, third), (third, third), (pytest.approx(44 / 3, abs=0.01), third)]
+    assert places[6:] == [(0, 22)] * 3
     ends = [float(box.get("x", 0)) + float(box.get("width", 0)) for box in found]
-    assert float(found[3].get("x", 0)) < ends[2]  # they overlap in time
+    assert float(found[2].get("x", 0)) < ends[1]  # they overlap in time
     trace = [each for each in draw.trace.events([simulate(schedule, costs)]) if each["ph"] == "X"]
     for thread in {each["tid"] for each in trace}:
         row = sorted((each["ts"], each["ts"] + each["dur"]) for each in trace if each["tid"] == thread)
