@@ -132,3 +132,12 @@ def test_an_interrupt_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(info, "main", interrupted)
     assert __main__.main(["info"]) == 130
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is full")
+def test_output_that_a_full_device_does_not_take_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "zbkern", "info"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "zbkern: the output could not be written: No space left on device"
+    assert "Traceback" not in done.stderr

@@ -211,3 +211,12 @@ def test_a_load_that_fails_at_any_operation_can_be_done_again(tmp_path: Path, ca
             break
     assert partly <= 2  # of the second reading: its file is opened, and its one tensor read
     assert failures == at - 1 > 8  # no error is taken for a file that is not there
+
+
+def test_the_error_of_a_full_device_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device; older checkpoints are as they were: .*__0_0\.distcp"):
+        checkpoint.save(tmp_path, 1, nn.Linear(2, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -570,3 +571,18 @@ def test_the_layer_of_a_later_chunk_that_runs_early_is_named() -> None:
     (chunk,) = cut(Early(), schedules.zb_h1(2, 2), layers=["layers.*"], rank=0)
     with pytest.raises(ValueError, match=r"layer 'layers.1' must run before 'layers.3'; it did not"):
         chunk(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.24.0.dev0", ""])
+def test_an_older_version_of_the_library_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # another object than the import
+    if not version.startswith("4"):
+        assert len(layers_of(model)) == len(layers_of(model.config))
+        return
+    for given in (model, model.config):
+        with pytest.raises(
+            ImportError, match=r"cut: models of the transformers library must be of version 5 .*4\.57\.6"
+        ):
+            cut(given, schedules.zb_h1(2, 2), rank=0)
+    assert len(layers_of(WithOwn(), ["blocks.*"])) == 3  # models of one's own

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zbkern
@@ -228,13 +229,36 @@ def test_the_rank_that_hangs_is_named_by_those_that_wait_for_others() -> None:
         time.sleep(2)
         raise RuntimeError("too late to matter")
 
-    start = time.monotonic()
+    start, line = time.monotonic(), hang.__code__.co_firstlineno + 1
     errors = steps_with_broken_rank(2, hang, 0.5)
     assert time.monotonic() - start < 10
     for rank in (0, 1, 3):
         assert isinstance(errors[rank], PipelineError)
-        assert "rank 2, action 2F0: stuck for" in str(errors[rank])
+        assert re.search(rf"rank 2, action 2F0: stuck for .* s, at runtime/test_failure.py:{line};", str(errors[rank]))
         assert "was awaited for 0.5 s" in str(errors[rank])
+
+
+def gather_on_the_last_rank_alone() -> str:
+    """As a metric does that is computed where the logits are."""
+    chunk, x = nn.Linear(2, 2), torch.ones(2, 2)
+    with Pipeline([chunk], schedules.zb_h1(2, 2), nn.functional.mse_loss, timeout=2) as pipe:
+        pipe.step(x, x)
+        if pipe.rank == 1:
+            dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1))
+        with pytest.raises(PipelineError) as caught:
+            pipe.step(x, x)
+        if pipe.rank == 0:
+            dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1))  # for the other to go on
+        pipe.step(x, x)
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_a_collective_that_one_rank_is_in_alone_is_named(two_ranks: Any) -> None:
+    for error in two_ranks.run(gather_on_the_last_rank_alone, timeout=60):
+        assert re.search(
+            r"rank 1, action none: stuck for .* s in torch\.distributed\.\w+\.all_gather, at runtime/", error
+        )
 
 
 def run_out_on_a_gpu() -> None:

@@ -11,7 +11,8 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -110,7 +111,7 @@ def write_tensors(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> lis
     """Writes this rank's file to the disk. Returns (key, dtype, size, piece) of every tensor."""
     name = f"__{rank}_0.distcp"
     written = []
-    with open(folder / name, "wb") as file:
+    with _written(folder / name) as file:
         for key, tensor in tensors.items():
             stream = io.BytesIO()
             torch.save(_compact(tensor), stream)
@@ -118,9 +119,21 @@ def write_tensors(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> lis
             piece = Piece(*part_of(tensor), name, file.tell(), len(data), zlib.crc32(data))
             file.write(data)
             written.append((key, str(tensor.dtype).removeprefix("torch."), [*tensor.shape], piece))
-        file.flush()
-        os.fsync(file.fileno())
     return written
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[BinaryIO]:
+    """A new file, on the disk at the end. Raises OSError with its name, also where the device is full."""
+    try:
+        with open(path, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, f"{error.strerror}; older checkpoints are as they were", str(path)) from error
 
 
 def finish(folder: Path, ranks: Sequence[Sequence[tuple[str, str, list[int], Any]]]) -> None:
@@ -142,10 +155,8 @@ def finish(folder: Path, ranks: Sequence[Sequence[tuple[str, str, list[int], Any
             )
     content = {"version": _VERSION, "tensors": tensors}
     _write_metadata(folder, _tensors_of(content))
-    with open(folder / INDEX, "wb") as file:
+    with _written(folder / INDEX) as file:
         file.write(json.dumps({"crc32": _checksum(content), "content": content}).encode())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _write_metadata(folder: Path, tensors: Mapping[str, Stored]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -84,12 +85,16 @@ def halves_of_layer(model: nn.Module, layer: Layer) -> Halves:
 def built(caller: str, model: Any) -> nn.Module:
     """A configuration of the transformers library as a model on the meta device; a module without peft's wrapper."""
     if isinstance(model, nn.Module):
-        return without_wrapper(caller, model)
+        model = without_wrapper(caller, model)
+        if is_transformer(model):
+            _check_library(caller)
+        return model
     if not hasattr(model, "model_type"):
         raise TypeError(
             f"{caller}: model must be a torch.nn.Module or a configuration of the transformers library; got "
             f"{type(model).__name__}"
         )
+    _check_library(caller)
     reasons = []
     for kind in _classes_for(model):
         try:
@@ -101,6 +106,16 @@ def built(caller: str, model: Any) -> nn.Module:
         f"{caller}: model must be a configuration that names its class in `architectures`, or of which "
         f"AutoModelForCausalLM makes a decoder, or the model itself; got {type(model).__name__}: {reasons[0]}"
     )
+
+
+def _check_library(caller: str) -> None:
+    """Raises ImportError for a version of the transformers library whose models are other ones."""
+    version = getattr(sys.modules.get("transformers"), "__version__", "")
+    if version.partition(".")[0] in ("2", "3", "4"):
+        raise ImportError(
+            f"{caller}: models of the transformers library must be of version 5 or later; got {version}: pip install "
+            "'transformers>=5'"
+        )
 
 
 def _classes_for(config: Any) -> list[Any]:

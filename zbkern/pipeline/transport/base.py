@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ from zbkern.pipeline.transport.framing import CallNotice, Notice, StallAnswer, S
 from zbkern.pipeline.transport.mailbox import Call, Mailbox, Note, Values
 from zbkern.pipeline.transport.mailbox import PipelineError as PipelineError
 from zbkern.pipeline.transport.mailbox import Tag as Tag
+from zbkern.pipeline.transport.whereabouts import whereabouts
 
 LONGEST_TIMEOUT = 365 * 86400  # seconds; waits for a lock end in an OverflowError from some 300 years on
 _GRACE = 2.0  # seconds in which a rank that is asked why it sends nothing answers
@@ -66,6 +68,7 @@ class Transport(ABC):
         """Sets what this rank does from now on, for messages of errors."""
         self.action = action
         self._action_start = time.monotonic()
+        self._thread = threading.get_ident()
 
     @abstractmethod
     def send(self, peer: int, tag: Any, message: Any) -> None:
@@ -186,8 +189,8 @@ class Transport(ABC):
             if awaits is not None:
                 self._tell(sender, StallAnswer(awaits))
                 return
-            seconds = time.monotonic() - self._action_start
-            self._stop(f"rank {self.rank}, action {self.action}: stuck for {seconds:.1f} s; {message.awaited}")
+            seconds, place = time.monotonic() - self._action_start, whereabouts(self._thread)
+            self._stop(f"rank {self.rank}, action {self.action}: stuck for {seconds:.1f} s{place}; {message.awaited}")
         elif isinstance(message, StallAnswer):
             self._mailbox.put(_answer_of(sender), (message.awaits, ()), sender, self._mailbox.call)
         elif (difference := self._mailbox.compare(sender, Call(*message))) is not None:
