@@ -44,7 +44,7 @@ def prepare(folder: Path, capability: int, only: str) -> int:
     with gpu(capability, runs=False), mock.patch.object(torch, "mm"), ahead.Compilers() as compilers:
         found = [(name, run) for name, run in runs() if matches(only, name)]
         count = compilers.compile((run for _, run in found), work=compile_with_launcher)
-        problems = compilers.problems + errors(found)
+        problems = stale() + compilers.problems + errors(found)
     made = {"capability": capability, "triton": _triton_key(), "commit": reporting.environment()["commit"]}
     (folder / "prepared.json").write_text(json.dumps(made) + "\n")
     (folder / "extension").mkdir(exist_ok=True)
@@ -83,6 +83,21 @@ def runs() -> Iterator[Run]:
             yield from ((row.name, run) for run in gpu.ours(row, bench))
     yield from (("W designs", run) for run in w_sweep.launches(torch.device("cpu")))
     yield from (("virtual stages", run) for run in virtual_stages.launches(kernels))
+
+
+def stale() -> list[str]:
+    """Extensions that are built of other sources than those here, and would not be used, or be wrong, on a GPU."""
+    from build_tools import cuda
+    from zbkern.kernels.cuda import wgrad
+    from zbkern.planning.planner import native
+
+    built = {path.name.partition(".")[0] for path in _built()}
+    problems = []
+    if "_planner" in built and native.core is None:
+        problems.append("_planner is built of other sources: build it again (ZBKERN_BUILD=cpu pip install -e .)")
+    if "_cuda" in built and (wgrad._cuda is None or cuda.sources_hash() != wgrad._cuda.SOURCES_HASH):
+        problems.append("_cuda is built of other sources: build it again (make cuda), or delete it")
+    return problems
 
 
 def errors(found: Sequence[Run]) -> list[str]:

@@ -118,11 +118,15 @@ class Rank:
         for name, of, more in (("plan", "ZB-H1", {}), ("plan in a V", "ZB-V", {"chunks": 2, "placement": "v"})):
             if of not in measured or not self.has_time():
                 continue
-            made = [None]
+            made: list[Schedule | str] = [""]
             if dist.get_rank() == 0:
-                made = [plan(measured[of], *size, memory_limit=size[0], effort=1, **more).schedule]
+                try:
+                    made = [plan(measured[of], *size, memory_limit=size[0], effort=1, **more).schedule]
+                except Exception as error:
+                    made = [f"{type(error).__name__}: {error}"]
             dist.broadcast_object_list(made)
-            yield self.row(name, made[0], measured)
+            (found,) = made
+            yield {"schedule": name, "wrong": found} if isinstance(found, str) else self.row(name, found, measured)
 
     def has_time(self) -> bool:
         answer = [self.options.end - time.monotonic() > LAST_SECONDS]

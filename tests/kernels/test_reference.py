@@ -3,6 +3,8 @@ compute is held to torch in tests/ops/test_functional.py."""
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor
@@ -74,3 +76,13 @@ def test_z_is_written_with_an_activation_and_without(activation: str | None) -> 
     reference.linear_fwd(x, weight, bias, y, activation, z)
     torch.testing.assert_close(z, x @ weight.t() + bias)
     torch.testing.assert_close(y, z if activation is None else reference.activation_function(activation)(z))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton.kernels", "cuda.wgrad"])
+def test_the_contract_alone_says_what_a_kernel_computes(backend: str) -> None:
+    """Backends say what is their own: what they allocate, or may be given."""
+    if backend == "triton.kernels":
+        pytest.importorskip("triton", reason="triton is not installed")
+    module = importlib.import_module(f"zbkern.kernels.{backend}")
+    for name in spec.KERNELS:
+        assert "=" not in (getattr(getattr(module, name, None), "__doc__", None) or ""), name

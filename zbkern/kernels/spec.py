@@ -57,8 +57,10 @@ Kernels
                                                                grouped_linear_dgrad to dh, which is not kept, then the
                                                                gradient of z, and h once more
 
-    embedding_fwd(indices [M], weight [V, K], y [M, K])
+    embedding_fwd(indices [M], weight [V, K], y [M, K])        y[i] = weight[indices[i]]
     embedding_wgrad([(indices, dy), ...], (dweight,), accumulate, padding_idx=None)
+                                                               dweight[v] = sum of dy[i] over all i with indices[i] = v;
+                                                               nothing for v = padding_idx
 
     norm_partials(M, K, device) -> P                           how many partial sums the two below leave
     norm_fwd(x, weight | None, bias | None, eps, y, mean [M] S | None, rstd [M] S, residual=None, summed=None)
@@ -72,12 +74,14 @@ Kernels
                                                                the sums over rows of dy normal and of dy. x is what was
                                                                normed (summed, where there is a residual); dsummed
                                                                [M, K], if given, is added to dx
-    norm_wgrad([(partials,), ...], (dweight, [dbias]), accumulate)           sums over P
+    norm_wgrad([(partials,), ...], (dweight, [dbias]), accumulate)           sums over P of partials[0], of partials[1]
 
     attention_fwd(q [T, Hq, D], k [T', Hk, D], v [T', Hk, Dv], options, y [T, Hq, Dv], lse [Hq, T] S, sinks=None)
                                                                y = softmax(cap(scale q k^T) + mask) v per sequence and
                                                                head, cap(s) = softcap tanh(s / softcap) where there is
-                                                               one. sinks [Hq] S: scores of a key without a value
+                                                               one. sinks [Hq] S: scores of a key without a value. lse:
+                                                               log of the softmax's denominator. Where a query sees no
+                                                               key y is 0
     attention_dgrad(dy, q, k, v, y, lse, options, dq, dk, dv, delta=None)
                                                                dv = p^T dy, dq = scale ds k, dk = scale ds^T q with
                                                                ds = p (dy v^T - delta) cap'. delta [Hq, T] S, if given:

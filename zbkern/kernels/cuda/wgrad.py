@@ -54,15 +54,12 @@ def unfit(torch_cuda: str | None, built_with: int) -> str | None:
 
 
 def linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
-    """dweight (+)= sum of dy^T x and dbias (+)= sum over rows of dy, over segments (x [M_i, K], dy [M_i, N]).
-
-    x, dy: both bf16 or both fp16, N and K multiples of 8. Outputs: float32 or of x's dtype. Raises ValueError.
-    """
+    """x, dy: both bf16 or both fp16, N and K multiples of 8. Outputs: float32 or of x's dtype. Raises ValueError."""
     linear_wgrads(((segments, outputs),), accumulate)
 
 
 def linear_wgrads(layers: Sequence[tuple[Segments, Outputs]], accumulate: bool, *, max_tiles: int = 0) -> None:
-    """linear_wgrad of several weights, each dweight and dbias in memory of its own, in as few launches as possible.
+    """Each dweight and dbias in memory of its own, in as few launches as possible.
 
     max_tiles: a block ends after so many tiles of dweight, so that others get its multiprocessor, 0 for no bound. One
     launch takes neighbours of the same dtypes, up to MAX_PRODUCTS weights with together MAX_SEGMENTS segments: no

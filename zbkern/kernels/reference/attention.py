@@ -22,7 +22,6 @@ def attention_fwd(
     lse: Tensor,
     sinks: Tensor | None = None,
 ) -> None:
-    """y = softmax(scores) v; lse = log of the softmax's denominator. A query that sees no key gives 0."""
     for queries, keys in _sequences(options, q.shape[0]):
         if cpu_attention.takes(q[queries], k[keys], v[keys], options):
             y[queries] = 0

@@ -9,12 +9,10 @@ from zbkern.kernels.spec import Outputs, Segments
 
 
 def embedding_fwd(indices: Tensor, weight: Tensor, y: Tensor) -> None:
-    """y[i] = weight[indices[i]]."""
     torch.index_select(weight, 0, indices, out=y)
 
 
 def embedding_wgrad(segments: Segments, outputs: Outputs, accumulate: bool, padding_idx: int | None = None) -> None:
-    """dweight[v] (+)= sum of dy[i] over all i with indices[i] = v; nothing for v = padding_idx."""
     (dweight,) = outputs
     if dweight is None:
         return

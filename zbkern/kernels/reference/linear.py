@@ -16,7 +16,6 @@ from zbkern.kernels.spec import Outputs, Segments
 def linear_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, activation: str | None = None, z: Tensor | None = None
 ) -> None:
-    """y = activation(z), z = x weight^T + bias; z is kept where given."""
     if activation is not None:
         z = torch.empty_like(y) if z is None else z
         linear_fwd(x, weight, bias, z)
@@ -32,7 +31,6 @@ def linear_dgrad(dy: Tensor, weight: Tensor, dx: Tensor) -> None:
 
 
 def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor) -> None:
-    """dx = sum of dy weight over (dy [M, N_i], weight [N_i, K])."""
     if not segments:
         dx.zero_()
     for index, (dy, weight) in enumerate(segments):
@@ -58,7 +56,6 @@ def linear_gradients(segment: Sequence[Tensor], params: Sequence[Tensor | None])
 
 
 def linear_wgrads(layers: Sequence[tuple[Segments, Outputs]], accumulate: bool) -> None:
-    """linear_wgrad of every (segments, outputs)."""
     for segments, outputs in layers:
         linear_wgrad(segments, outputs, accumulate)
 

@@ -104,7 +104,6 @@ def layer_norm_gradients(
 
 
 def norm_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
-    """outputs[i] (+)= sum over segments and over P of partials [len(outputs) or more, P, K] [i]."""
     for (partials,) in segments:
         for output, partial in zip(outputs, partials, strict=True):
             if output is not None:

@@ -42,7 +42,6 @@ def attention_fwd(
     lse: Tensor,
     sinks: Tensor | None = None,
 ) -> None:
-    """y = softmax(cap(scale q k^T) + mask) v; lse = log of the softmax's denominator. Who sees no key gives 0."""
     tokens, heads, size = q.shape
     if y.numel() == 0 or k.numel() == 0:
         y.zero_()

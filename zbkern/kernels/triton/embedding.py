@@ -16,16 +16,12 @@ _FREQUENT = (32, 64)  # where there are more than 8 of each: runs are long, and 
 
 
 def embedding_fwd(indices: Tensor, weight: Tensor, y: Tensor) -> None:
-    """y[i] = weight[indices[i]]. torch's own gather: it moves memory and nothing else, and finds indices that are
-    out of range."""
+    """torch's own gather: it moves memory and nothing else, and finds indices that are out of range."""
     torch.index_select(weight, 0, indices, out=y)
 
 
 def embedding_wgrad(segments: Segments, outputs: Outputs, accumulate: bool, padding_idx: int | None = None) -> None:
-    """dweight[v] (+)= sum of dy[i] over all i with indices[i] = v, in their order; nothing for v = padding_idx.
-
-    Allocates 32 bytes per index, to sort them.
-    """
+    """Allocates 32 bytes per index, to sort them: those of a row are added in their order."""
     (dweight,) = outputs
     if dweight is None:
         return

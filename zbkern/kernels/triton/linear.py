@@ -76,7 +76,6 @@ def linear_fwd(
     activation: str | None = None,
     z: Tensor | None = None,
 ) -> None:
-    """y = activation(x weight^T + bias); z, where given, takes the value before the activation."""
     _run_product("fwd", x, weight.t(), y, z, bias, activation)
 
 

@@ -64,7 +64,6 @@ def norm_dgrad(
 
 
 def norm_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None:
-    """outputs[i] (+)= sum over segments and over P of partials [len(outputs), P, K] [i]."""
     for index, output in enumerate(outputs):
         if output is not None and output.numel():
             sum_rows([(partials[index], None) for (partials,) in segments], output, accumulate)

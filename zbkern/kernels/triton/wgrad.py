@@ -53,7 +53,7 @@ def linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool) -> None
 
 
 def linear_wgrads(layers: Iterable[tuple[Segments, Outputs]], accumulate: bool, max_tiles: int = 0) -> None:
-    """linear_wgrad of every (segments, outputs), in as few launches as their layouts and dtypes allow."""
+    """In as few launches as layouts and dtypes allow."""
     layers, lengths = list(layers), []
     operands: list[Any] = []
     for segments, outputs in layers:  # as one comprehension this takes half as much again, of what is the host's time
@@ -94,7 +94,6 @@ def _write_nothing(outputs: Outputs, accumulate: bool) -> None:
 
 
 def linear_dgrad_sum(segments: Sequence[tuple[Tensor, Tensor]], dx: Tensor) -> None:
-    """dx = sum of dy weight over (dy [M, N_i], weight [N_i, K]): the input of several layers, written once."""
     operands = [dx, *[tensor for segment in segments for tensor in segment]]
     options = ("dgrad sum", precision(dx.dtype))
     if not segments:
