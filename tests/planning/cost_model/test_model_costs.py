@@ -15,7 +15,7 @@ import torch
 from bench.split_models import LLAMA
 from tests.support.configurations import setting_of
 from tests.support.llama_block import held_and_saved
-from zbkern.pipeline import ModelCosts, layers_of
+from zbkern.pipeline import ModelCosts, layers_of, plan
 from zbkern.planning.cost_model.architecture import FAMILIES, Architecture, architecture, load_architecture
 from zbkern.planning.cost_model.hardware import TABLE, load_hardware
 from zbkern.planning.cost_model.layer_kinds import Experts, attention, mlp
@@ -80,6 +80,20 @@ def test_every_gpu_has_a_head_of_keys() -> None:
     assert each[1].static / 18 == pytest.approx(rest / 8 + head)
     with pytest.raises(ValueError, match="must divide the 6 heads of keys, or be a multiple; got 4"):
         _ = Setting(architecture({**model, "num_key_value_heads": 6}), H100, Job(64, tensor_parallel=4)).costs
+
+
+def test_plans_hide_the_all_to_alls_of_experts_where_that_is_asked_for() -> None:
+    job = Job(4096, expert_parallel=64, data_parallel=64)
+    model = load_architecture(CONFIGURATIONS / "deepseek-v3.json")
+    alone, hidden = (Setting(model, H100, replace(job, overlap=overlap)).costs for overlap in (False, True))
+    assert [layer.forward for layer in alone.layers] == [layer.forward for layer in hidden.layers]
+    assert not any(layer.network_forward or layer.network_backward for layer in alone.layers)
+    dense, sparse = hidden.layers[1], hidden.layers[10]
+    assert (dense.collectives, dense.network_forward, sparse.collectives) == (0, 0, 2)
+    assert 0.1 < sparse.network_forward / sparse.forward < 0.5
+    times = [plan(each, 4, 16, 2, "v", effort=0).timeline for each in (alone, hidden)]
+    assert times[1].schedule.beside
+    assert times[1].cost < 0.98 * times[0].cost
 
 
 def test_layers_in_model_order_and_what_is_always_there() -> None:

@@ -205,7 +205,7 @@ def _made_for(question: Question, found: Plan) -> Iterator[tuple[str, object]]:
         yield "speeds", " ".join(map(str, question.costs.speeds))
     if isinstance(question.setting, Setting):
         given = ((each, getattr(question.setting.job, each.name)) for each in fields(question.setting.job))
-        in_plan = ("halves", *BYTES)
+        in_plan = ("halves", "overlap", *BYTES)
         yield from ((each.name, value) for each, value in given if value != each.default and each.name not in in_plan)
 
 

@@ -243,6 +243,11 @@ _MODELS = (
         "with --config: bytes of the optimizer's state for a parameter, which replicas share (default 12: AdamW's "
         "moments and an fp32 master; 8 for AdamW in fp32, 6 in 8 bits with a master; a snapshot has 12 more)",
     ),
+    Option(
+        "--overlap",
+        "with --config: passes may run beside each other during the all-to-alls of expert parallelism",
+        without=("gpus",),
+    ),
     Option("--halves", "with --config: stages may also begin between attention and MLP of a block"),
 )
 OPTIONS = (*_STAGES, *(each._replace(needs="config") for each in _MODELS))

@@ -11,8 +11,8 @@ from zbkern.schedules.units import TIME_UNITS
 _PASSES = ("forward", "backward", "weight")
 _MEMORY = ("activation", "held")
 _CORRECTED = {
-    "forward": ("forward", "attention_forward"),
-    "backward": ("backward", "attention_backward"),
+    "forward": ("forward", "attention_forward", "network_forward"),
+    "backward": ("backward", "attention_backward", "network_backward"),
     "weight": ("weight", "merge_saving"),
     **{name: (name,) for name in _MEMORY},
 }

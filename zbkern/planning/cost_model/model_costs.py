@@ -44,7 +44,8 @@ class Job:
     and values around. data_parallel: pipelines beside each other, which share the optimizer's state with those; 0 for
     as few as have room for the experts. fully_shard: they share weights and gradients, too (FSDP2, ZeRO-3), gathered
     for every F and B and reduced after every W: of pipelines of one stage. fp8: products of F and B are in FP8, W in
-    bf16 (`recipe="fp8_blockwise"`). halves: chunks may begin inside blocks.
+    bf16 (`recipe="fp8_blockwise"`). halves: chunks may begin inside blocks. overlap: passes may run beside each other
+    while the all-to-alls of experts are in flight (`Schedule.beside`).
     sequence: tokens of a sequence; microbatch_size: sequences of a microbatch. weight_bytes, optimizer_bytes: of every
     parameter, its weight with its gradient, and what of it the pipelines share: 6 and 12 for bf16 weights with fp32
     gradients, two moments and an fp32 master; 8 and 8 for AdamW in fp32, 6 and 6 with moments of 8 bits, 12 more for an
@@ -60,6 +61,7 @@ class Job:
     fp8: bool = False
     fully_shard: bool = False
     halves: bool = False
+    overlap: bool = False
     weight_bytes: float = 6.0
     optimizer_bytes: float = 12.0
 
@@ -67,7 +69,7 @@ class Job:
         for name, value in vars(self).items():
             if name.endswith("_bytes"):
                 checked_number("Job", name, value)
-            elif name not in ("fp8", "fully_shard", "halves"):
+            elif name not in ("fp8", "fully_shard", "halves", "overlap"):
                 check_count(f"Job: {name}", value, int(name != "data_parallel"))
         if self.tensor_parallel * self.replicas % self.expert_parallel:
             raise ValueError(
@@ -198,6 +200,8 @@ class _Layer:
         _, self.hardware, self.job = setting
         self.forward = self.backward = self.weight = self.saving = 0.0
         self.gathered = self.reduced = self.stepped = self.whole = self.messages = self.waits = 0.0
+        self.all_to_alls = self.collectives = 0.0  # of messages, the time of those; and how many they are
+        self.network_forward = self.network_backward = 0.0
         self.activation = self.held = self.static = 0.0
         self.attention_forward = self.attention_backward = self.overhead = self.carried = 0.0
 
@@ -352,7 +356,11 @@ class _Layer:
             nodes * size / (gpu.network_bandwidth * gpu.all_to_all_share),
             gpus * size * (inside - 1) / inside / gpu.links(inside),
         )
+        before = self.messages
         self._message(2 * time, gpu.network_share, gpu.exposed_share)
+        if self.job.overlap and ranks > 1:
+            self.all_to_alls += self.messages - before
+            self.collectives += 2
 
     def seconds(self, moved: float) -> float:
         """For so many bytes of this GPU's memory."""
@@ -360,12 +368,13 @@ class _Layer:
 
     def costs(self) -> LayerCosts:
         output = _WIDTH * self.job.rows * self.features / self.job.tensor_parallel
-        same = ("forward", "backward", "weight", "attention_forward", "attention_backward", "overhead")
+        networks = ("network_forward", "network_backward")
+        same = ("forward", "backward", "weight", "attention_forward", "attention_backward", "overhead", *networks)
         times = {name: _MS * getattr(self, name) for name in same}
         divided = times["backward"] - times["attention_backward"] + times["weight"]  # attention's core has no W
         apart = self.hardware.split_share * divided if self.backward else 0.0
         times |= {"backward": times["backward"] + apart, "split_overhead": apart}
-        rest = {name: getattr(self, name) for name in ("activation", "held", "static", "carried")}
+        rest = {name: getattr(self, name) for name in ("activation", "held", "static", "carried", "collectives")}
         rest["carried_gradients"] = _WIDE / _WIDTH * self.carried
         return LayerCosts(self.name, **times, **rest, merge_saving=_MS * self.saving, output=output, tied=self.tied)
 
@@ -388,6 +397,7 @@ class _Layer:
             exposed = max(waits, messages - hidden)
             for layer in layers if messages else ():
                 setattr(layer, name, getattr(layer, name) + exposed * layer.messages / messages)
+                setattr(layer, f"network_{name}", exposed * layer.all_to_alls / messages)  # what nothing hides yet
 
     def wait_for_unfused(self, parts: Sequence[Part]) -> None:
         """What no kernel joins is between a token's way to its experts and back, and hides neither."""
