@@ -33,6 +33,9 @@ struct Problem {
   std::vector<Time> forward_lag, backward_lag;           // [the same] of the message that an F, or a B, waits for
   std::vector<Time> activation, freed, held;             // [the same] memory: taken by F, freed by B, held from B to W
   std::vector<Time> merge_saving;                        // [the same]
+  std::vector<Time> network[2];                          // [the same] of F and B: what others can hide; empty for none
+  std::vector<Time> collectives;                         // [the same] in which it is in flight; turns of W
+  bool apart = false;                                    // no two F, or B, of one chunk run beside each other
   std::vector<Time> limit;                               // [ranks]
   bool makespan = false;                                 // minimise makespan instead of cost
   int passes() const { return 3 * chunks * units; }
@@ -54,16 +57,21 @@ struct Rule {
   std::vector<int> priority, patience, late_forward, late_backward;  // [ranks]
   std::vector<int> caps, fuse;  // [chunks] how many forwards each may be ahead of its backwards; whether these are BW
   bool follow, reserve;
-  auto parts() const { return std::tie(priority, patience, late_forward, late_backward, caps, fuse, follow, reserve); }
+  int most = 1, waits = 0;  // of passes beside each other
+  bool alike = false;
+  auto parts() const {
+    return std::tie(priority, patience, late_forward, late_backward, caps, fuse, follow, reserve, most, waits, alike);
+  }
   bool operator==(const Rule& other) const { return parts() == other.parts(); }
 };
 
 // An order of every rank, and which units have a fused backward: fused[chunk * units + k].
-// The W of a fused backward stays in its row as a pass of no length.
+// The W of a fused backward stays in its row as a pass of no length, and is no action.
 struct Ordering {
   Rows rows;
   std::vector<char> fused;
   Time cost = 0;
+  std::vector<std::vector<std::pair<int, int>>> beside = {};  // [ranks] which actions run beside each other
 };
 
 // Costs and places of the best `kept` of many rules, of equal costs the first, the best first.
@@ -72,6 +80,16 @@ std::vector<std::pair<Time, int>> best_rules(const Problem& problem, const std::
 // The best orders that `start` and rules near it make, and their rule; empty rows when it makes none. may_follow: the
 // rule may have `follow`, too.
 std::pair<Ordering, Rule> refine(const Problem& problem, const Rule& start, bool may_follow, const Effort& effort);
+
+// A pass of several beside each other; see simulation/turns.py.
+struct Turn {
+  Time compute, network;
+  int collectives;
+  Time end;
+};
+
+// When each ends, if the first begins at `start`.
+void in_turns(std::vector<Turn>& passes, Time start);
 
 struct Measured {
   Time cost = -1;           // stays so when the orders cannot run

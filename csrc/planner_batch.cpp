@@ -67,7 +67,7 @@ class Candidate {
     run(state, kForever);
     for (int row : state.order)
       result.rows.members.push_back(rows_.members[row]), result.rows.cuts.push_back(rows_.cuts[row]);
-    result.orders = {grouped(orders_), orders_.fused}, result.problem = ordered_;
+    result.orders = {grouped(orders_), orders_.fused, 0, orders_.beside}, result.problem = ordered_;
     return result;
   }
 

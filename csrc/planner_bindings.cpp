@@ -33,6 +33,11 @@ Problem problem_from(const py::object& source) {
   p.activation = each("activation"), p.freed = each("freed"), p.held = each("held"),
   p.merge_saving = each("merge_saving");
   for (int k = 0; k < m; k++) p.ends.push_back((k / n + 1) * n);
+  if (source.attr("has_network").cast<bool>()) {
+    p.network[kForward] = each("network_forward"), p.network[kBackward] = each("network_backward");
+    p.collectives = each("collectives");
+  }
+  p.apart = source.attr("apart").cast<bool>();
   const std::vector<Time> lags = each("communication");
   p.forward_lag.assign(static_cast<std::size_t>(p.chunks) * m, 0), p.backward_lag = p.forward_lag;
   for (int c = 0; c + 1 < p.chunks; c++)
@@ -46,7 +51,8 @@ Problem problem_from(const py::object& source) {
 }
 
 py::tuple tuple_from(const Ordering& orders) {
-  return py::make_tuple(orders.cost, orders.rows, std::vector<int>(orders.fused.begin(), orders.fused.end()));
+  return py::make_tuple(orders.cost, orders.rows, std::vector<int>(orders.fused.begin(), orders.fused.end()),
+                        orders.beside);
 }
 
 Ordering ordering_from(const Rows& rows, const std::vector<int>& fused) {
@@ -83,7 +89,7 @@ auto without_gil(Search search) {
 
 // As in list_scheduler.py and native.py.
 using Ints = std::vector<int>;
-using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, Ints, bool, bool>;
+using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, Ints, bool, bool, int, int, bool>;
 using EffortTuple = std::tuple<std::uint64_t, std::vector<Time>, std::int64_t, Time, Time>;
 using Times = std::vector<Time>;
 using PartitionTuple = std::tuple<Ints, Times, Times, Times, Ints, Times, Times, double, std::vector<double>>;
@@ -97,7 +103,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.planning.planner, compiled.";
-  module.attr("version") = 16;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 17;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
              [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept) {
                const Problem problem = problem_from(source);
@@ -117,6 +123,14 @@ PYBIND11_MODULE(_planner, module) {
   });
   module.def("timed", [](const py::object& source, const Rows& rows, const std::vector<int>& fused) {
     return timed(problem_from(source), ordering_from(rows, fused), source.attr("time_scale").cast<double>());
+  });
+  module.def("in_turns", [](const std::vector<std::tuple<Time, Time, int>>& passes, Time start) {
+    std::vector<Turn> turns;
+    for (const auto& [compute, network, collectives] : passes) turns.push_back({compute, network, collectives, 0});
+    in_turns(turns, start);
+    std::vector<Time> ends;
+    for (const Turn& each : turns) ends.push_back(each.end);
+    return ends;
   });
   module.def("grouped",
              [](const Rows& rows, const std::vector<int>& fused) { return grouped(ordering_from(rows, fused)); });

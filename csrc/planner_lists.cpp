@@ -30,8 +30,9 @@ void ListScheduler::reset(const Rule& rule) {
   ranks_.assign(p_.ranks, RankState{});
   arrives_.assign(2 * n_ * m_, kForever);
   std::fill(arrives_.begin(), arrives_.begin() + m_, 0), std::fill(arrives_.end() - m_, arrives_.end(), 0);
-  forwards_.assign(n_, 0), backwards_ = weights_ = forwards_;
+  forwards_.assign(n_, 0), backwards_ = forwards_;
   for (auto& row : orders_.rows) row.clear();
+  orders_.beside.assign(rule.most > 1 ? p_.ranks : 0, {});
   for (auto& pending : pending_) pending.clear();
   orders_.fused.assign(static_cast<std::size_t>(n_) * m_, 0);
   orders_.cost = 0;
@@ -52,15 +53,16 @@ bool ListScheduler::run(const Rule& rule, Time cutoff) {
       rank = turn < now ? each : rank, now = std::min(now, turn);
     }
     if (now >= kForever) return false;
-    const Step step = choose(rule, rank, now);
+    const Step step = rule.most > 1 ? choose_beside(rule, rank, now) : choose(rule, rank, now);
     RankState& state = ranks_[rank];
-    if (step.kind >= 0) {
-      left_ -= execute(rule, rank, now, step);
+    if (step.count) {
+      left_ -= run(rule, rank, now, step);
     } else {
       state.clock = step.next < kForever ? step.next : now;
       turns_[rank] = step.next;
     }
-    if (state.start >= 0 && state.clock - state.start + state.rest > cutoff) return false;
+    const Time rest = rule.most > 1 ? 0 : state.rest;  // passes beside each other take less time than they do in turn
+    if (state.start >= 0 && state.clock - state.start + rest > cutoff) return false;
   }
   for (const RankState& state : ranks_) orders_.cost = std::max(orders_.cost, state.clock - state.start);
   return true;
@@ -103,7 +105,6 @@ ListScheduler::Step ListScheduler::choose(const Rule& rule, int rank, Time now) 
   }
   const auto& pending = pending_[rank];
   const int weight = state.next_weight < pending.size() ? pending[state.next_weight] : -1;
-  const auto take = [&](int kind, int chunk) { step.kind = kind, step.chunk = chunk; };
   bool forward_first = backward < 0;
   if (forward >= 0 && backward >= 0) {
     const int priority = rule.priority[rank];
@@ -111,39 +112,140 @@ ListScheduler::Step ListScheduler::choose(const Rule& rule, int rank, Time now) 
     if (state.following == (state.last_was_forward ? forward : backward)) forward_first = state.last_was_forward;
   }
   if (forward >= 0 && forward_first) {
-    if (state.memory + p_.activation[forward * m_ + forwards_[forward]] > p_.limit[rank]) take(kWeight, weight);
-    else take(kForward, forward);
+    if (state.memory + p_.activation[forward * m_ + forwards_[forward]] > p_.limit[rank]) {
+      if (weight >= 0) step.take(kWeight, weight / m_);
+    } else {
+      step.take(kForward, forward);
+    }
   } else if (backward >= 0) {
     const int at = backward * m_ + backwards_[backward];
     const bool full = state.memory + p_.held[at] - p_.freed[at] > p_.limit[rank];
     const bool no_room = state.memory - p_.freed[at] > p_.limit[rank];
     const bool fuse = rule.fuse[backward];
-    if (full && (!fuse || no_room) && weight >= 0) take(kWeight, weight);
-    else if (!no_room) take(kBackward, backward), step.fuse = fuse || full;
+    if (full && (!fuse || no_room) && weight >= 0) step.take(kWeight, weight / m_);
+    else if (!no_room) step.take(kBackward, backward, fuse || full);
   } else if (weight >= 0 &&
              (step.next >= kForever ||
-              4 * (step.next - now) >= rule.patience[rank] * p_.weight[weight * m_ + weights_[weight]])) {
-    take(kWeight, weight);
+              4 * (step.next - now) >= rule.patience[rank] * p_.weight[weight])) {
+    step.take(kWeight, weight / m_);
   }
   return step;
 }
 
-// Runs the pass, with its W where it is fused; how many passes that were.
-int ListScheduler::execute(const Rule& rule, int rank, Time now, Step step) {
+// All that is ready and has room, beside each other, and W in what is left of their network time. A rank that is ready
+// for an F or a B alone may wait for the other one.
+ListScheduler::Step ListScheduler::choose_beside(const Rule& rule, int rank, Time now) const {
+  const RankState& state = ranks_[rank];
+  const auto& chunks = chunks_[rank];
+  const auto& pending = pending_[rank];
+  Step step;
+  std::vector<Pick> forwards, backwards;
+  Time next_forward = kForever, next_backward = kForever, memory = state.memory, later = 0;
+  bool is_short = false;
+  for (auto each = chunks.rbegin(); each != chunks.rend(); each++) {
+    const int c = *each, k = forwards_[c], back = backwards_[c];
+    if (k >= ends_[back]) {
+      const Time arrives = arrives_[id(kBackward, c, back)];
+      if (arrives > now) next_backward = std::min(next_backward, arrives);
+      else backwards.push_back({kBackward, c, false});
+    }
+    if (k >= m_) continue;
+    const Time arrives = arrives_[id(kForward, c, k)], taken = p_.activation[c * m_ + k];
+    if (arrives > now) next_forward = std::min(next_forward, arrives);
+    else if (k - back < rule.caps[c]) {
+      const Time need = rule.reserve && begins(rank, c, k) ? state.reserved + whole_[rank * m_ + k] : 0;
+      if (memory + taken + (rule.reserve ? 0 : later) > p_.limit[rank] || need > p_.limit[rank]) is_short = true;
+      else forwards.push_back({kForward, c, false}), memory += taken;
+    }
+    later += taken;
+  }
+  step.next = std::min(next_forward, next_backward);
+  std::stable_sort(backwards.begin(), backwards.end(),
+                   [&](const Pick& a, const Pick& b) { return backwards_[a.chunk] < backwards_[b.chunk]; });
+  const auto weight_alone = [&](bool at_once) {
+    if (state.next_weight == pending.size()) return step;
+    const int weight = pending[state.next_weight];
+    const bool ends = now + rule.patience[rank] * p_.weight[weight] / 4 <= step.next;
+    if (at_once || ends) step.take(kWeight, weight / m_);
+    return step;
+  };
+  if (forwards.empty() && backwards.empty()) return weight_alone(is_short);
+  if (rule.waits && (forwards.empty() || backwards.empty())) {
+    const Time soon = backwards.empty() ? next_backward : next_forward;
+    if (soon <= now + rule.waits * p_.forward[0] / 100) return weight_alone(false);
+  }
+  if (!forwards.empty())
+    for (Pick& each : backwards) each.fuse = rule.fuse[each.chunk];
+  const auto may_join = [&](const Pick& pick) {
+    for (int i = 0; i < step.count; i++) {
+      const Pick& other = step.picks[i];
+      if (other.chunk == pick.chunk && (p_.apart || other.kind == pick.kind)) return false;
+    }
+    return step.count < rule.most;
+  };
+  for (const bool alike : {false, true})  // an F and a B, of other chunks if there are any
+    for (const Pick& f : forwards)
+      for (const Pick& b : backwards)
+        if (!step.count && alike == (f.chunk == b.chunk) && !(p_.apart && alike)) {
+          step.take(f.kind, f.chunk, f.fuse), step.take(b.kind, b.chunk, b.fuse);
+        }
+  if (!step.count) {
+    const Pick& first = backwards.empty() ? forwards.front() : backwards.front();
+    step.take(first.kind, first.chunk, first.fuse);
+  }
+  if (rule.alike)
+    for (const auto* some : {&backwards, &forwards})
+      for (const Pick& each : *some)
+        if (may_join(each)) step.take(each.kind, each.chunk, each.fuse);
+  Time network = 0;
+  for (int i = 0; i < step.count; i++)
+    network += network_of(step.picks[i].kind, next(rank, step.picks[i], 0));
+  for (std::size_t i = state.next_weight; network && i < pending.size() && step.count < rule.most; i++)
+    step.take(kWeight, pending[i] / m_);
+  return step;
+}
+
+// Runs these passes from now on; how many they are, with the W of fused backwards.
+int ListScheduler::run(const Rule& rule, int rank, Time now, const Step& step) {
+  RankState& state = ranks_[rank];
+  if (state.start < 0) state.start = p_.makespan ? 0 : now;
+  if (step.count == 1) {
+    state.clock = turns_[rank] = now + length(step.picks[0], next(rank, step.picks[0], 0));
+    return finish(rule, rank, now, step.picks[0], state.clock);
+  }
+  orders_.beside[rank].emplace_back(state.actions, state.actions + step.count);
+  std::vector<Turn> passes;
+  int weights = 0;
+  for (int i = 0; i < step.count; i++) {
+    const Pick& pick = step.picks[i];
+    const int at = next(rank, pick, pick.kind == kWeight ? weights++ : 0);
+    const Time all = length(pick, at), network = std::min(all, network_of(pick.kind, at));
+    const Time turns = pick.kind == kWeight || network ? p_.collectives[at] : 0;
+    passes.push_back({all - network, network, static_cast<int>(turns), 0});
+  }
+  in_turns(passes, now);
+  for (const Turn& each : passes) state.clock = std::max(state.clock, each.end);
+  turns_[rank] = state.clock;
+  int ran = 0;
+  for (int i = 0; i < step.count; i++) ran += finish(rule, rank, now, step.picks[i], passes[i].end);
+  return ran;
+}
+
+// Writes down the pass, with its W where it is fused; how many passes that were.
+int ListScheduler::finish(const Rule& rule, int rank, Time now, Pick pick, Time end) {
   RankState& state = ranks_[rank];
   Row& row = orders_.rows[rank];
-  const auto [kind, chunk, fuse, next] = step;
+  const auto [kind, chunk, fuse] = pick;
   int ran = 1;
-  const int unit = (kind == kForward ? forwards_ : kind == kBackward ? backwards_ : weights_)[chunk]++;
-  const int at = chunk * m_ + unit;
-  Time length;
+  const int at = next(rank, pick, 0), unit = at % m_;
+  state.actions++;
   if (kind == kForward) {
-    length = p_.forward[at];
+    forwards_[chunk]++;
     state.memory += p_.activation[at];
     if (begins(rank, chunk, unit)) state.reserved += whole_[rank * m_ + unit];
-    state.rest -= length;
+    state.rest -= p_.forward[at];
   } else if (kind == kBackward) {
-    length = fuse ? p_.fused[at] : p_.backward[at];
+    backwards_[chunk]++;
     state.memory -= p_.freed[at];
     state.reserved -= std::max<Time>(0, p_.freed[at]);
     state.rest -= least_after_backward_[at];
@@ -152,22 +254,17 @@ int ListScheduler::execute(const Rule& rule, int rank, Time now, Step step) {
       state.memory += p_.held[at];
       state.held += p_.held[at];
       state.rest += p_.weight[at];
-      pending_[rank].push_back(chunk);
+      pending_[rank].push_back(at);
     }
   } else {
-    length = p_.weight[at];
     state.memory -= p_.held[at];
     state.held -= p_.held[at];
-    state.rest -= length;
+    state.rest -= p_.weight[at];
     state.next_weight++;
   }
-  if (state.start < 0) state.start = p_.makespan ? 0 : now;
-  state.clock = now + length;
-  turns_[rank] = state.clock;
   row.push_back(id(kind, chunk, unit));
   if (kind == kBackward && fuse) {
     row.push_back(id(kWeight, chunk, unit));
-    weights_[chunk]++;
     ran = 2;
   }
   if (kind != kWeight) {
@@ -177,7 +274,7 @@ int ListScheduler::execute(const Rule& rule, int rank, Time now, Step step) {
     if (rule.follow) state.following = any && p_.placement[consumer] == rank ? consumer : -1;
     const std::vector<Time>& lags = kind == kForward ? p_.forward_lag : p_.backward_lag;
     if (!any) return ran;
-    arrives_[id(kind, consumer, unit)] = state.clock + lags[consumer * m_ + unit];
+    arrives_[id(kind, consumer, unit)] = end + lags[consumer * m_ + unit];
     const int peer = p_.placement[consumer];  // which looks again, if it waited without knowing for how long
     if (turns_[peer] >= kForever) turns_[peer] = ranks_[peer].clock = std::max(ranks_[peer].clock, now);
   }

@@ -41,6 +41,25 @@ std::vector<std::pair<std::vector<double>, std::vector<double>>> timed(const Pro
   return found;
 }
 
+void in_turns(std::vector<Turn>& passes, Time start) {
+  Time now = start, lane = start;  // when the rank can compute, and when its network is free
+  std::vector<Time> arrived(passes.size(), start);
+  std::vector<int> left, waiting;
+  for (const Turn& each : passes) waiting.push_back(static_cast<int>(left.size())), left.push_back(each.collectives);
+  for (std::size_t at = 0; !waiting.empty(); at = at < waiting.size() ? at : 0) {
+    const int index = waiting[at];
+    Turn& pass = passes[index];
+    now = std::max(now, arrived[index]) + pass.compute / (pass.collectives + 1);
+    if (left[index]) {
+      left[index]--, at++;
+      if (pass.network) lane = arrived[index] = std::max(now, lane) + pass.network / pass.collectives;
+    } else {
+      pass.end = now;
+      waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(at));
+    }
+  }
+}
+
 Rows grouped(const Ordering& orders) {
   const int half = static_cast<int>(orders.fused.size()), first_weight = kWeight * half;
   Rows rows;

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from bench.overlap_planned import costs_of
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts, PlanOptions, plan, schedules, simulate
 from zbkern.planning.costs.flat import FlatCosts, flat_costs
+from zbkern.planning.planner import native
+from zbkern.planning.planner.arguments import DoesNotFit, problem_of
 from zbkern.planning.planner.beside import best_beside
 from zbkern.planning.planner.bounds import lanes_bound
+from zbkern.planning.simulation.turns import Parts, in_turns
 
 
 @pytest.mark.parametrize("memory", [1.25, 2.0])
@@ -71,6 +74,21 @@ def test_the_bound_is_the_longer_of_compute_and_network() -> None:
     assert lanes_bound(flat, 10) == 10 * 6.5  # rank 1: its network; rank 0 computes 2 + 3 + 1 - .25
 
 
+def test_slices_run_beside_each_other() -> None:
+    costs = replace(costs_of(0.4, 2), attention_forward=0.2, attention_backward=0.4, carried=0.1)
+    sliced = plan(costs, 4, 4, 2, "v", 8.0, effort=0, slices=4)
+    assert sliced.schedule.beside
+    assert max(sliced.peak_memory) <= 8.0 * (1 + 1e-9)
+    apart = replace(costs, network_forward=0, network_backward=0)
+    assert sliced.timeline.cost < 0.95 * plan(apart, 4, 4, 2, "v", 8.0, effort=0, slices=4).timeline.cost
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(1, 6)), min_size=1, max_size=4))
+def test_the_compiled_search_takes_turns_as_the_simulation_does(passes: list[tuple[int, int, int]]) -> None:
+    ends = [end for _, end in in_turns([Parts(*each) for each in passes], 1000.0)]
+    assert native.core.in_turns(passes, 1000) == pytest.approx(ends, rel=1e-6, abs=100)
+
+
 costs_with_network = st.builds(
     lambda f, b, w, nf, nb, n, hop, held: Costs(
         f, b, w, hop, 1.0, held, network_forward=nf * f, network_backward=nb * b, collectives=n
@@ -96,7 +114,11 @@ def test_orders_are_valid_fit_and_are_not_below_the_bound(
     ranks = max(placement) + 1
     flat = FlatCosts.of(costs, placement)
     limits = None if limit is None else [limit] * ranks
-    for timeline in best_beside(flat, microbatches, limits, objective):
+    try:
+        problem = problem_of(flat, microbatches, limits, objective)
+    except DoesNotFit:
+        return
+    for timeline in best_beside(problem, limits):
         timeline.schedule.validate()
         assert timeline.schedule.microbatches == microbatches
         assert limit is None or max(timeline.peak_memory) <= limit * (1 + 1e-9)

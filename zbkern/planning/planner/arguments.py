@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbkern import schedules
 from zbkern.planning.costs.chunks import Costs
@@ -128,7 +128,8 @@ class Request:
 
     def problem(self, flat: FlatCosts) -> Problem:
         """That of chunks with these costs. Raises DoesNotFit when nothing fits."""
-        return problem_of(flat, self.microbatches, self.memory_limit, self.options.objective)
+        problem = problem_of(flat, self.microbatches, self.memory_limit, self.options.objective)
+        return replace(problem, apart=self.options.fully_shard)
 
 
 class DoesNotFit(ScheduleError):

@@ -38,7 +38,9 @@ class Rule(NamedTuple):
     late_forward, late_backward: of several chunks ready, run the last. caps: how many forwards a chunk may be ahead of
     its backwards. fuse: all of these are fused; without it, those that would leave more than the memory has room for.
     follow: after the F or B of a chunk comes that of its neighbour, where the same rank has it. reserve: a microbatch
-    begins where there is room for all of it, without which unequal ones could wait for each other's memory.
+    begins where there is room for all of it, without which unequal ones could wait for each other's memory. most: of
+    the passes that run beside each other. waits: for a partner of an F or a B that is ready, in percent of the time of
+    an F. alike: whether two F, or two B, of different chunks run beside each other.
     """
 
     priority: Each
@@ -49,6 +51,9 @@ class Rule(NamedTuple):
     fuse: Each
     follow: bool
     reserve: bool = False
+    most: int = 1
+    waits: int = 0
+    alike: bool = False
 
 
 def rules_to_try(problem: Problem, choices: Sequence[Choices] | None = None) -> list[Rule]:

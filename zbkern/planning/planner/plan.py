@@ -211,8 +211,8 @@ def _searched_slices(request: Request) -> Plan:
         timeline = timeline_of(orders, problem, name)
     else:
         timeline = simulate(schedule_of(orders, problem, name), problem.flat.given)
-    if problem.flat.has_network and len(problem.slices) == 1:
-        others = best_beside(problem.flat, problem.microbatches, request.limits, options.objective, options.fully_shard)
+    if problem.has_network:
+        others = best_beside(problem, request.limits)
         timeline = min((timeline, *others), key=lambda each: getattr(each, options.objective))
     made = _plan_of(timeline, problem.flat, request.limits, options.objective, found.bound)
     layers = None if isinstance(costs, Costs) else tuple(layer.name for layer in costs.layers)

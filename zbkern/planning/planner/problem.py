@@ -32,7 +32,8 @@ class PassCosts(NamedTuple):
     """What the passes of a chunk take, by their place in a microbatch: B and W go from its last slice to its first.
 
     communication: of F's message to the next chunk; 0 within a rank. activation: memory that F takes; freed: what B
-    frees of it, and held what it leaves for W.
+    frees of it, and held what it leaves for W. network_forward, network_backward: of the times of F, and of B, what
+    passes beside them can hide, in so many collectives.
     """
 
     forward: tuple[int, ...]
@@ -44,6 +45,9 @@ class PassCosts(NamedTuple):
     activation: tuple[int, ...]
     freed: tuple[int, ...]
     held: tuple[int, ...]
+    network_forward: tuple[int, ...]
+    network_backward: tuple[int, ...]
+    collectives: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Problem:
     """A planning problem. One unit of time here is 1 / time_scale of the costs'.
 
     units: slices of all microbatches. by_chunk: what passes cost. limit: of each rank, beside what it holds all the
-    time. flat: what it was made from.
+    time. apart: no two F, or B, of one chunk run beside each other. flat: what it was made from.
     """
 
     ranks: int
@@ -65,6 +69,7 @@ class Problem:
     time_scale: float
     memory_scale: float
     flat: FlatCosts = field(compare=False)
+    apart: bool = False
 
     @classmethod
     def build(cls, flat: FlatCosts, microbatches: int, limit: Sequence[float], makespan: bool) -> Problem:
@@ -90,11 +95,15 @@ class Problem:
             fused = tuple(b + w if abs(both - b - w) <= 1 else both for both, b, w in both_and_parts)
             apart = placement[chunk] != placement[min(chunk + 1, chunks - 1)]
             lags = [each.communication[chunk] if apart else 0.0 for each in by_slice]
-            taken, freed = taken_memory(flat, chunk), freed_memory(flat, chunk)
-            memory = taken, freed, [each.held[chunk] for each in reversed(by_slice)]
+            held = [each.held[chunk] for each in reversed(by_slice)]
+            memory = taken_memory(flat, chunk), freed_memory(flat, chunk), held
             forward = scaled([each.forward[chunk] for each in by_slice], time_scale)
             times = forward, backward, weight, fused, saving, scaled(lags, time_scale)
-            return PassCosts(*times, *(scaled(each, memory_scale) for each in memory))
+            network_forward = scaled([each.network_forward[chunk] for each in by_slice], time_scale)
+            network_backward = scaled([each.network_backward[chunk] for each in reversed(by_slice)], time_scale)
+            turns = (max(1, round(flat.whole.collectives[chunk])),) * len(by_slice)
+            taken, freed, left = (scaled(each, memory_scale) for each in memory)
+            return PassCosts(*times, taken, freed, left, network_forward, network_backward, turns)
 
         return cls(
             ranks=max(placement) + 1,
@@ -137,6 +146,10 @@ class Problem:
     @property
     def microbatches(self) -> int:
         return self.units // len(self.slices)
+
+    @property
+    def has_network(self) -> bool:
+        return any(any(each.network_forward) or any(each.network_backward) for each in self.by_chunk)
 
     @property
     def order_of_backward(self) -> list[int]:
@@ -185,12 +198,14 @@ def freed_memory(flat: FlatCosts, chunk: int) -> list[float]:
 class Ordering:
     """An order of every rank, its cost, and which backwards are fused: fused[chunk * units + k].
 
-    The W of a fused backward stays in its row, as a pass of no length and no memory.
+    The W of a fused backward stays in its row, as a pass of no length and no memory. beside: for each rank, which
+    actions run beside each other, as in `Schedule`.
     """
 
     cost: int
     rows: Rows
     fused: list[int]
+    beside: Sequence[Sequence[tuple[int, int]]] = ()
 
 
 def tighter(problem: Problem, shares: Sequence[float]) -> list[Problem]:
@@ -277,6 +292,7 @@ def actions_of(rows: Rows, fused: Sequence[int], order: Sequence[int]) -> tuple[
 
 
 def schedule_of(orders: Ordering, problem: Problem, name: str) -> Schedule:
-    """Orders as a schedule, validated and with W grouped."""
-    rows = actions_of(grouped(orders).rows, orders.fused, problem.order_of_backward)
-    return Schedule.build(rows, problem.placement, problem.microbatches, name, problem.slices)
+    """Orders as a schedule, validated and with W grouped where passes run one after the other."""
+    rows = orders.rows if any(orders.beside) else grouped(orders).rows
+    actions = actions_of(rows, orders.fused, problem.order_of_backward)
+    return Schedule.build(actions, problem.placement, problem.microbatches, name, problem.slices, beside=orders.beside)
