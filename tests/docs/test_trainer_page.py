@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging.handlers
 import os
 import signal
 import sys
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.programs import block, blocks, save_model, write_lines
-from zbkern.pipeline import Pipeline, schedules, token_loss, token_targets
+from zbkern.pipeline import Optimizer, Pipeline, schedules, token_loss, token_targets
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="cut is for transformers 5")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install zbkern[test]")
@@ -198,6 +200,56 @@ def test_a_batch_that_is_filled_has_the_loss_and_gradients_of_its_rows(two_ranks
     assert loss == pytest.approx(expected.item(), rel=1e-6)  # cross-entropy is in float32
     for name, parameter in model.named_parameters():
         torch.testing.assert_close((first | second)[name], parameter.grad, rtol=1e-5, atol=1e-8)
+
+
+def with_accelerate() -> tuple[str, Any, str]:
+    """The error of a prepared chunk, the batch of a prepared loader, what is said of it; the optimizer is prepared."""
+    import accelerate
+
+    import zbkern
+
+    heard = logging.handlers.BufferingHandler(100)
+    rows = torch.arange(32.0).view(8, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RANK": dist.get_rank(), "WORLD_SIZE": 2, "LOCAL_RANK": dist.get_rank()}.items():
+            patch.setenv(name, str(value))
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        accelerator = accelerate.Accelerator(cpu=True)
+    logging.getLogger("zbkern").addHandler(heard)
+    try:
+        assert accelerator.num_processes == 2
+        torch.manual_seed(0)
+        chunk = zbkern.convert(torch.nn.Linear(4, 4))
+        with pytest.raises(ValueError, match="shared with ranks") as caught:
+            Pipeline([accelerator.prepare(chunk)], schedules.zb_h1(2, 2), torch.nn.functional.mse_loss, timeout=20)
+        torch.manual_seed(0)
+        chunk = zbkern.convert(torch.nn.Linear(4, 4))
+        adamw = accelerator.prepare(torch.optim.AdamW(chunk.parameters()))
+        with Pipeline([chunk], schedules.zb_h1(2, 2), torch.nn.functional.mse_loss, timeout=20) as pipe:
+            optimizer = Optimizer(adamw, pipe, max_norm=1.0)
+            (batch,) = next(iter(accelerator.prepare(DataLoader(TensorDataset(rows), batch_size=4))))
+            pipe.step(batch, batch)
+            optimizer.zero_grad()
+            before = chunk.weight.detach().clone()
+            pipe.step(rows, rows)
+            optimizer.step()
+            assert not torch.equal(before, optimizer.weights()[0])
+    finally:
+        logging.getLogger("zbkern").removeHandler(heard)
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    return str(caught.value), batch.tolist(), "".join(record.getMessage() for record in heard.buffer)
+
+
+@pytest.mark.slow  # imports it
+@pytest.mark.dist
+def test_accelerate_prepares_optimizers_and_nothing_else(two_ranks: Any) -> None:
+    (first, rows, said), (second, others, also_said) = two_ranks.run(with_accelerate, timeout=60)
+    assert "weights of chunk 0 are shared with ranks [1]" in first
+    assert "weights of chunk 1 are shared with ranks [0]" in second
+    assert rows != others
+    assert "ranks of one pipeline need one batch, so a DataLoader must not be sharded over them" in said + also_said
 
 
 def test_no_program_of_the_page_is_left_out() -> None:
