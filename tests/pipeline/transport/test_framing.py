@@ -13,6 +13,7 @@ from zbkern.pipeline.transport import framing
 from zbkern.pipeline.transport.framing import CallNotice, Incoming, Message, Outgoing, TensorHeader
 from zbkern.pipeline.transport.mailbox import Note, Tag
 from zbkern.pipeline.transport.packing import pack, shapes_of, unpack
+from zbkern.pipeline.transport.process_groups import ConnectionLost
 
 
 class Wire:
@@ -21,12 +22,15 @@ class Wire:
     def __init__(self) -> None:
         self.sent: dict[int, list[Tensor]] = collections.defaultdict(list)
         self._posted: dict[int, list[Tensor]] = collections.defaultdict(list)
+        self.closed = False
 
     def send(self, part: Tensor, tag: int) -> None:
         self.sent[tag].append(part)
         self._match(tag)
 
     def recv(self, buffers: list[Tensor], peer: int, tag: int) -> Wire:
+        if self.closed:
+            raise RuntimeError("Connection closed by peer")
         self._posted[tag].append(buffers[0])
         self._match(tag)
         return self
@@ -139,6 +143,21 @@ def test_a_message_is_there_when_all_of_it_is(monkeypatch: pytest.MonkeyPatch) -
     assert connection.incoming.has_tensors()
     arriving.copy_(connection.outgoing.frame(CallNotice(1, "x"))[0][0])
     assert connection.incoming.has_tensors() is False
+
+
+def test_what_came_before_the_connection_ended_is_read() -> None:
+    connection, x = Connection(carries=True), torch.randn(10)
+    connection.pass_on(header(Tag(0, "F", 1, 0), x), x)
+    sent = [CallNotice(number, "x") for number in range(2)]
+    for message in (*sent, framing.FinalMessage("failed", "why")):
+        parts, _ = connection.outgoing.frame(message)
+        connection.outgoing.sent()
+        connection.wire.send(parts[0], framing.HEADER)
+    connection.wire.closed = True
+    assert [connection.incoming.receive()[0] for _ in range(3)] == [*sent, framing.FinalMessage("failed", "why")]
+    connection.incoming._posted.clear()
+    with pytest.raises(ConnectionLost):
+        connection.incoming.receive()
 
 
 def test_an_interruption_leaves_the_room_that_the_peer_has_posted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import functools
 import io
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.transport.mailbox import Note, Tag
 from zbkern.pipeline.transport.packing import Shapes, copy_packed, packed_bytes
-from zbkern.pipeline.transport.process_groups import finish_receive, post_receive
+from zbkern.pipeline.transport.process_groups import ConnectionLost, finish_receive, post_receive
 
 HEADER, TENSORS, NEVER, REST = range(4)  # tags of gloo's messages: REST of a longer header; NEVER of none
 _AHEAD = 4  # receives that are posted: pipelines send so many messages or more before they need one back
@@ -142,8 +143,9 @@ class Incoming:
 
         Raises ConnectionLost when the connection ends.
         """
-        while len(self._posted) < _AHEAD:  # before the first message
-            self._post(0)
+        if not self._posted:  # before the first message, or once the connection has ended
+            for _ in range(_AHEAD):
+                self._post(0)
         posted, work = self._posted.popleft()
         finish_receive(work)
         data = _read(posted, _HEADER_BYTES)
@@ -165,7 +167,8 @@ class Incoming:
             return message, None
         size = packed_bytes(message.shapes) if isinstance(message, TensorHeader) else 0
         carried = posted[_HEADER_BYTES : _HEADER_BYTES + size] if 0 < size <= self._rooms.of_next else None
-        self._post(self._rooms.passed(size))
+        with contextlib.suppress(ConnectionLost):  # what came before the end is there, where it was posted
+            self._post(self._rooms.passed(size))
         return message, carried
 
     def has_tensors(self) -> bool | None:
