@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import statistics
 import time
 
@@ -62,6 +63,7 @@ def run(microbatches: int, rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {entry.name: [] for entry in entries}
     for _ in range(rounds):
         for entry in entries:
+            gc.collect()  # else it pays for what the one before has left
             dist.barrier()
             start = time.perf_counter()
             entry.step()
