@@ -303,6 +303,26 @@ def test_both_modes_are_compared_and_buffers_put_back(wrong_in: bool | None) -> 
             assert module.calls == 4 * (number + 1)
 
 
+def test_an_error_of_the_carry_names_its_remedy_once() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
+            y = self.linear(x)
+            if carry is not None:
+                carry.keep("last", y[:, -1:])
+            return y
+
+    with (
+        pytest.raises(PipelineError, match=r"does not use what slice . has kept under 'last'") as raised,
+        one_rank(Keeps().double(), schedules.zb_h1(1, 2, slices=2)) as pipe,
+    ):
+        pipe.step(*batch(torch.float64))
+    assert str(raised.value).count("use a schedule without slices") == 1
+
+
 def test_a_buffer_that_comes_a_little_nearer_in_every_forward_is_named() -> None:
     """As the vectors of a spectral norm do: those of slices are others."""
 

@@ -554,7 +554,12 @@ def _sizes(tensor: Tensor) -> Tensor:
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    return tensor.detach().abs().max() if tensor.numel() else torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    if not tensor.numel():
+        return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    if tensor.is_complex():
+        return tensor.detach().abs().max()
+    low, high = tensor.detach().aminmax()  # which makes no copy of a gradient
+    return torch.maximum(-low, high)
 
 
 def _median(sizes: Iterable[float]) -> float:

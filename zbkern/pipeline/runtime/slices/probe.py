@@ -134,7 +134,10 @@ def difference_of_slices(
     assert failure is not None
     what, error = failure
     if error.in_parts:
-        return f": where it can take whole ones, a slice{what} raises {error}; use a schedule without slices"
+        remedy = "use a schedule without slices"  # which the carry's own errors name
+        return (
+            f": where it can take whole ones, a slice{what} raises {str(error).removesuffix(f'; {remedy}')}; {remedy}"
+        )
     return (
         f"{what}: they cannot be compared with whole ones ({error}), which a probe does with tokens of its own; use a "
         "schedule without slices (docs/long_context.md)"
