@@ -173,7 +173,9 @@ BatchOrder plan_batch(const BatchCosts& costs, const std::vector<int>& lengths, 
   if (size) {
     Candidate each = candidate(size);
     Effort effort;
-    const std::int64_t moves = 2 * std::max<std::int64_t>(0, passes) / each.passes(), steps = std::min(moves, kTemperatures);
+    // most are rejected before half of them has run
+    const std::int64_t moves = 2 * std::max<std::int64_t>(0, passes) / each.passes();
+    const std::int64_t steps = std::min(moves, kTemperatures);
     effort.seed = 1, effort.work = steps ? moves / steps : 0;
     for (std::int64_t left = steps; left > 0; left--) effort.temperatures.push_back(cost / 340 * left / steps);
     Time now = cost;
@@ -189,7 +191,8 @@ BatchOrder plan_batch(const BatchCosts& costs, const std::vector<int>& lengths, 
     cost = measure(result.problem, result.orders).cost;  // where merged W save time, less than the list scheduler knows
   }
   for (std::size_t index = 0; index < published.size(); index++) {
-    const BatchRows rows = packed(costs, lengths, static_cast<int>(published[index].fused.size() / costs.placement.size()));
+    const int count = static_cast<int>(published[index].fused.size() / costs.placement.size());
+    const BatchRows rows = packed(costs, lengths, count);
     const Problem problem = problem_of(costs, rows, lengths);
     const Measured found = measure(problem, published[index]);
     bool fits = true;

@@ -6,7 +6,12 @@
 namespace zbkern {
 
 ListScheduler::ListScheduler(const Problem& problem)
-    : p_(problem), n_(problem.chunks), m_(problem.units), chunks_(problem.ranks), pending_(problem.ranks), ends_(p_.ends) {
+    : p_(problem),
+      n_(problem.chunks),
+      m_(problem.units),
+      chunks_(problem.ranks),
+      pending_(problem.ranks),
+      ends_(p_.ends) {
   for (int c = 0; c < n_; c++) chunks_[p_.placement[c]].push_back(c);
   orders_.rows.resize(p_.ranks);
   ends_.push_back(m_ + 1);

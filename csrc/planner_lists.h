@@ -56,7 +56,9 @@ class ListScheduler {
     if (pick.kind == kForward) return p_.forward[at];
     return pick.kind == kWeight ? p_.weight[at] : pick.fuse ? p_.fused[at] : p_.backward[at];
   }
-  Time network_of(int kind, int at) const { return kind == kWeight || p_.network[0].empty() ? 0 : p_.network[kind][at]; }
+  Time network_of(int kind, int at) const {
+    return kind == kWeight || p_.network[kind].empty() ? 0 : p_.network[kind][at];
+  }
   int id(int kind, int chunk, int k) const { return (kind * n_ + chunk) * m_ + k; }
   bool begins(int rank, int chunk, int k) const { return chunk == chunks_[rank].front() && p_.begins(k); }
 
