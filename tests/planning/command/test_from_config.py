@@ -52,9 +52,27 @@ def test_a_model_is_planned_and_compared(run_plan: Run, tmp_path: Path) -> None:
     (planned,) = [each for name, each in rows if name.startswith("plan-")]
     assert float(planned) == seconds  # with what is beside the passes
     shares = "72% of the GPU's peak in W's large products, 53% in those of F and B, 67% and 55% in F and B of attention"
-    rest = "(flash_attention_3), 41% of its memory's bandwidth and 91% of the links'. docs/cost_model.md says"
+    rest = "(flash_attention_3), 41% of its memory's bandwidth and 91% of the links'. Software: torch, with which"
     assert f"and not measured: programs get {shares} {rest}" in " ".join(text.split())
     assert "Peaks: NVIDIA H100 datasheet, SXM" in text
+
+
+def test_the_software_decides_about_tensor_parallelism(run_plan: Run) -> None:
+    layout = [*LLAMA, "--tensor-parallel", "8", *QUICK]
+    texts = [" ".join(run_plan(*layout, *more).split()) for more in ([], ["--software", "megatron"])]
+    ours, theirs = (float(re.search(r"step (\d[\d.]*) s", text)[1]) for text in texts)
+    assert ours > 1.1 * theirs
+    for text, name, shares in zip(texts, ("torch", "megatron"), ((50, 100), (91, 38)), strict=True):
+        assert f"Software: {name}, with which tensor parallelism gets {shares[0]}%" in text
+        assert f"waits for {shares[1]}% of this time or more" in text
+        assert f"group h100, dense, up to 8K tokens; software {name}: " in text
+
+
+def test_halves_and_slices_are_tried_without_being_asked_for(run_plan: Run) -> None:
+    tries = re.findall(r"(?m)^(?:try)? +--(halves|slices auto): ", run_plan(*LLAMA, *QUICK))
+    assert tries == ["halves", "slices auto"]
+    assert "--halves:" not in run_plan(*LLAMA, *QUICK, "--halves")
+    assert "--slices auto:" not in run_plan(*LLAMA, *QUICK, "--slices", "2")
 
 
 @pytest.mark.slow

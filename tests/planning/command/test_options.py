@@ -43,7 +43,7 @@ OF_KIND = {
 }
 OF_ONE = {
     "--batch": "4", "--sequence": "512", "--placement": "loop", "--schedule": "zb_v", "--gpu": "h200",
-    "--attention": "flash_attention_2",
+    "--attention": "flash_attention_2", "--software": "megatron",
 }  # fmt: skip
 """What an option is given: one of its kind, or its own."""
 

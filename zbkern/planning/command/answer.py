@@ -10,7 +10,7 @@ from typing import Any
 
 from zbkern.planning.command.published import published_timelines
 from zbkern.planning.command.question import Question, WrongArgument, option
-from zbkern.planning.command.remedies import halves, savings, why_not
+from zbkern.planning.command.remedies import halves, in_slices, savings, why_not
 from zbkern.planning.planner import Plan, PlanOptions, plan
 from zbkern.planning.planner.arguments import Request
 from zbkern.planning.planner.plan import judged
@@ -36,13 +36,14 @@ class Answer:
 
     @cached_property
     def gains(self) -> dict[str, Plan]:
-        """Quick plans by the option that may be faster: where passes wait for memory, or ranks have uneven work."""
+        """Quick plans by the option that may be faster: cuts inside blocks and slices, where ranks idle, and what saves
+        memory, where passes wait for it."""
         idle, ways = self.plan.idle, {}
         waits = idle.memory + idle.dependencies >= _WORTH_TRYING  # or others may have waited for memory
         if self.question.schedule is None and waits:
             ways = savings(self.question)
-        if idle.load >= _WORTH_TRYING:
-            ways |= halves(self.question)
+        if self.plan.bubble_rate >= _WORTH_TRYING:
+            ways |= halves(self.question) | in_slices(self.question)
         return _fitting(ways)
 
     @cached_property

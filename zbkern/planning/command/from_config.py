@@ -15,6 +15,7 @@ from zbkern.planning.cost_model import calibration
 from zbkern.planning.cost_model.architecture import Architecture, load_architecture
 from zbkern.planning.cost_model.hardware import Hardware, load_hardware
 from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.software import under
 from zbkern.planning.costs.json_file import parse_object, read_text
 from zbkern.planning.costs.layers import ModelCosts
 from zbkern.schedules.layout import HALVES
@@ -40,12 +41,12 @@ def reading(argument: str, path: str | Path | None, of_content: str = "") -> Ite
 
 
 def read(given: Mapping[str, Any]) -> tuple[Architecture, Hardware]:
-    """Those of --config, --gpu, --hardware and --attention, corrected by --calibrate. Raises WrongArgument.
+    """Those of --config, --gpu, --hardware, --attention and --software, corrected by --calibrate. Raises WrongArgument.
 
     given: all of these, the sizes, stages and microbatches by name, None for what was not given.
     """
-    names = ("config", "gpu", "hardware", "attention", "calibrate")
-    config, gpu, table, kernel, measured = (given[name] for name in names)
+    names = ("config", "gpu", "hardware", "attention", "software", "calibrate")
+    config, gpu, table, kernel, software, measured = (given[name] for name in names)
     with reading("--config", config):
         architecture = load_architecture(config)
     if architecture.predictors and any(path.suffix == ".py" for path in given.get("out", ())):
@@ -54,6 +55,7 @@ def read(given: Mapping[str, Any]) -> tuple[Architecture, Hardware]:
     named = [option(name) for name in ("gpu", "hardware", "attention") if given[name] is not None]
     with reading("--hardware", table, ", ".join(named)):
         hardware = load_hardware("h100" if gpu is None else gpu, table, kernel)
+    hardware = hardware if software is None else under(hardware, software)
     if given["fp8"] and hardware.fp8_flops is None:
         raise WrongArgument(
             "--fp8", f"{hardware.title} has no FP8, or its table no fp8_flops; leave it out, or add them"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zbkern.planning.command.answer import search as plan_of
 from zbkern.planning.command.model_report import splits
@@ -32,6 +32,9 @@ _MOST_STAGES = 64
 _PLANNED = 24  # layouts at most, after the estimate
 _SHOWN = 5
 _WORTH_A_PLAN = 0.95  # of the time of a plan for another microbatch: plans are seldom as fast as their estimates
+_LONG = 16_384  # tokens, from which slices are tried: their plans take long to find, and shorter ones gain little
+_SLICES = 4  # of a sequence, for which memory is estimated: a rank then holds so many more, each so much smaller
+_FASTER = 0.995  # of the time, by a quick plan: less may be by chance
 _PER_STAGE = 3  # microbatches of the quick plans: enough for the warm-up, a steady part and the cool-down
 _ROOMY = 0.6  # of the memory of 1F1B: with less, recomputing some microbatches may be faster
 
@@ -90,7 +93,7 @@ def search(question: LayoutQuestion, progress: Callable[[str], None] = lambda li
         answers = []
         for index, (_, layout) in enumerate(few):
             progress(f"plan {index + 1} of {len(few)}: {name(layout)}")
-            answers.append(planned(replace(layout, effort=question.effort)))
+            answers.append(planned(replace(_finest(layout), effort=question.effort)))
         return sorted((each for each in answers if each is not None), key=lambda each: each.seconds)
 
     answers = best(estimates, _SHOWN)
@@ -136,6 +139,11 @@ def _quick(estimates: list[tuple[float, Layout]], progress: Callable[[str], None
         progress(f"layout {plans + 1}: {name(layout)}")
         few = min(layout.microbatches, _PER_STAGE * layout.stages)
         answer = planned(replace(layout, microbatches=few, effort=0))
+        if layout.recompute and _sliced(layout):
+            finer = replace(layout, slices="auto", recompute=False)
+            sliced = planned(replace(finer, microbatches=few, effort=0))
+            if sliced is not None and (answer is None or sliced.seconds < answer.seconds):
+                answer, layout = sliced, finer
         if answer is not None:
             plans += 1
             rest = (layout.microbatches - few) * max(answer.plan.timeline.busy) / few / 1e3
@@ -143,6 +151,35 @@ def _quick(estimates: list[tuple[float, Layout]], progress: Callable[[str], None
             if division not in found or seconds < found[division][0]:
                 found[division] = seconds, layout
     return [*found.values()]
+
+
+def _finest(layout: Layout) -> Layout:
+    """With cuts inside blocks, slices, or both, where quick plans are faster by them; slices hold less, and may do
+    without recomputing."""
+    fastest = _quick_seconds(layout)
+    if layout.stages == 1:
+        return layout
+    job = replace(layout.job, halves=True)
+    changes: list[dict[str, Any]] = [{"setting": layout.setting._replace(job=job)}]
+    changes += [{"slices": "auto"}] if _sliced(layout) else []
+    for change in changes:
+        for recompute in dict.fromkeys([False, layout.recompute]):
+            found = replace(layout, **change, recompute=recompute)
+            seconds = _quick_seconds(found)
+            if seconds < _FASTER * fastest:
+                fastest, layout = seconds, found
+    return layout
+
+
+def _sliced(layout: Layout) -> bool:
+    """Whether slices of its sequences are worth a try."""
+    return layout.stages > 1 and layout.job.sequence >= _LONG
+
+
+def _quick_seconds(layout: Layout) -> float:
+    """Of a step; infinite where nothing fits."""
+    answer = planned(replace(layout, effort=0))
+    return math.inf if answer is None else answer.seconds
 
 
 def layouts(question: LayoutQuestion) -> Iterator[Layout]:
@@ -186,7 +223,8 @@ def estimate(layout: Layout) -> tuple[float, Layout] | None:
     missing = max(0.0, 1 - room / needed)
     work = least_work(costs, stages)
     waiting = missing * stages * work
-    again = missing * microbatches * sum(layer.forward for layer in costs.layers) / stages
+    sliced = max(0.0, 1 - room * stages * _SLICES / (needed * (stages + _SLICES - 1))) if _sliced(layout) else missing
+    again = sliced * microbatches * sum(layer.forward for layer in costs.layers) / stages
     through = sum(layer.forward + layer.backward for layer in costs.layers)  # a microbatch, and back
     step = max(microbatches * work, through) + (min(waiting, again) if whole else again)
     if not whole or missing > 1 - _ROOMY:
@@ -224,6 +262,9 @@ def describe(question: LayoutQuestion, answers: list[Planned], width: int) -> st
         schedule, (tokens, share) = f"{found.schedule.name} x{found.schedule.chunks}", layout.speed(seconds)
         if any(map(recomputed, found.schedule.actions)) and "saving" not in schedule:
             schedule += ", recomputes"
+        if len(found.schedule.slices) > 1:
+            schedule += f", {len(found.schedule.slices)} slices"
+        schedule += ", halves" * layout.job.halves
         memory, behind = amount(max(found.timeline.peak_memory), "bytes"), seconds / best.seconds - 1
         step = f"{number(seconds)} s", f"{tokens:,.0f}", f"{share:.1%}"
         rows.append([name(layout), schedule, *step, memory, f"{behind:.1%}"])
@@ -232,9 +273,8 @@ def describe(question: LayoutQuestion, answers: list[Planned], width: int) -> st
         *(("behind", why(best, other)) for other in answers[1:]),
         ("first", f"alone, searched for longer, with its assumptions: {_options(best)}"),
     ]
-    halves = "" if question.halves else "; --halves, cuts inside blocks, was not given"
-    untried = f"context parallelism and slices: --stages with --context-parallel or --slices auto plans them{halves}"
-    figures.append(("not tried", untried))
+    short = "" if question.sequence >= _LONG else f", and slices of sequences below {_LONG:,} tokens: --slices auto"
+    figures.append(("not tried", f"context parallelism: --stages with --context-parallel plans it{short}"))
     if question.own and not any(each.layout.has(question.own) for each in answers):
         figures.append(("yours", why_not(question)))
     return f"{columns(rows, str.ljust)}\n\n{lines(figures, width)}"
@@ -260,8 +300,10 @@ def why(best: Planned, other: Planned) -> str:
 
 def _options(answer: Planned) -> str:
     """Of `zbkern plan` instead of --gpus and --batch."""
-    sizes = {**answer.layout.options, "recompute": any(map(recomputed, answer.plan.schedule.actions))}
+    sizes: dict[str, Any] = {**answer.layout.options, "recompute": any(map(recomputed, answer.plan.schedule.actions))}
     del sizes["context_parallel"]
+    if answer.layout.slices != 1:
+        sizes["slices"] = "auto"
     sizes = {name: size for name, size in sizes.items() if name not in BYTES or size != getattr(Job, name)}
     if sizes["stages"] == 1:
         sizes["chunks"] = answer.plan.schedule.chunks

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from zbkern import schedules
 from zbkern.planning.command.question import LAYOUT_EFFORT
+from zbkern.planning.cost_model.software import SOFTWARE
 from zbkern.planning.costs.chunks import checked_speeds
 from zbkern.planning.costs.json_file import read_text
 from zbkern.planning.planner.arguments import PLACEMENTS, Slices
@@ -211,6 +212,12 @@ _MODELS = (
     Option(
         "--attention NAME",
         "with --config: the kernel of attention, one of the table for the GPU (default: the first)",
+    ),
+    Option(
+        "--software NAME",
+        f"with --config: what runs the model, which decides about shares of the peaks: {', '.join(SOFTWARE)} (default "
+        "torch, as zbkern's programs; megatron overlaps tensor parallelism with products)",
+        reading={"choices": [*SOFTWARE]},
     ),
     Option(
         "--calibrate FILE",

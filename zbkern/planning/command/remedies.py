@@ -98,6 +98,14 @@ def halves(question: Question) -> dict[str, Question]:
     return {} if same else {"--halves": replace(question, setting=finer)}
 
 
+def in_slices(question: Question) -> dict[str, Question]:
+    """With --slices auto, where a model's sequences go through several stages, and go whole."""
+    alone = question.stages == 1 or question.slices != 1 or question.schedule is not None
+    if alone or not isinstance(question.setting, Setting):
+        return {}
+    return {"--slices auto": replace(question, slices="auto")}
+
+
 def _sized(setting: Setting, **sizes: Any) -> Setting:
     """With other sizes of its job. Raises ValueError as `Job`."""
     return setting._replace(job=replace(setting.job, **sizes))
