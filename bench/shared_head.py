@@ -18,7 +18,7 @@ from zbkern.reporting import markdown_table
 
 MODELS = ("llama-3-8b", "llama-3-70b", "llama-3-405b", "gpt-oss-120b", "gemma-2-9b")
 PER_STAGE = 4  # microbatches
-_TIMES = ("forward", "backward", "weight", "split_overhead")
+_TIMES = ("forward", "backward", "weight", "overhead", "split_overhead", "merge_saving")
 
 
 def shared(costs: ModelCosts, blocks: range) -> ModelCosts:
@@ -30,7 +30,7 @@ def shared(costs: ModelCosts, blocks: range) -> ModelCosts:
         else each
         for number, each in enumerate(others)
     ]
-    return replace(costs, layers=(*layers, replace(head, **dict.fromkeys((*_TIMES, "overhead", "merge_saving"), 0.0))))
+    return replace(costs, layers=(*layers, replace(head, **dict.fromkeys(_TIMES, 0.0))))
 
 
 def main() -> None:

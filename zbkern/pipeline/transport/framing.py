@@ -179,7 +179,7 @@ class Incoming:
         if ctypes.string_at(address + _HEADER_BYTES + room, _TRAILER_BYTES) != _ZEROS:
             return None
         zero, form = _NUMBERS.unpack(ctypes.string_at(address, _NUMBERS.size))[:2]
-        return zero == 0 and 0 < packed_bytes(self._forms[form].shapes) <= room
+        return zero == 0 and form < len(self._forms) and 0 < packed_bytes(self._forms[form].shapes) <= room
 
     def _post(self, room: int) -> None:
         buffer = _buffer(_HEADER_BYTES + room + _TRAILER_BYTES)
