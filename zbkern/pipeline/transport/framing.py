@@ -166,7 +166,9 @@ class Incoming:
         if isinstance(message, FinalMessage):
             return message, None
         size = packed_bytes(message.shapes) if isinstance(message, TensorHeader) else 0
-        carried = posted[_HEADER_BYTES : _HEADER_BYTES + size] if 0 < size <= self._rooms.of_next else None
+        is_carried = 0 < size <= self._rooms.of_next
+        # a copy, since what keeps an input must hold no more than its bytes
+        carried = posted[_HEADER_BYTES : _HEADER_BYTES + size].clone() if is_carried else None
         with contextlib.suppress(ConnectionLost):  # what came before the end is there, where it was posted
             self._post(self._rooms.passed(size))
         return message, carried
