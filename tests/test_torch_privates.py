@@ -81,7 +81,8 @@ def used_in(path: Path) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                known[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else "torch"
+                first = alias.name.split(".")[0]
+                known[alias.asname or first] = alias.name if alias.asname else first
         elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "torch":
             known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     known = {name: target for name, target in known.items() if target.split(".")[0] == "torch"}

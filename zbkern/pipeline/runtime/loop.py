@@ -184,7 +184,12 @@ class Loop:
         side = unit.checked_side(self.schedule.units[microbatch])
         if carry := stage.carries.begin(microbatch, unit.tokens, inputs, unit.length):
             side = {**side, **carry}
-        outputs = stage.forward(microbatch, inputs, target, side)
+        try:
+            outputs = stage.forward(microbatch, inputs, target, side)
+        except Exception as error:
+            if self._passes.error is None:
+                stage.probes.explain(error, stage.call, inputs, side)
+            raise
         self.in_flight += 1
         if chunk < self._last:
             self._send(chunk + 1, "F", microbatch, outputs)

@@ -35,6 +35,9 @@ class Unprobed:
     def check(self, run: Any, inputs: Any, side: Any) -> None:
         pass
 
+    def explain(self, error: Exception, run: Any, inputs: Any, side: Any) -> None:
+        pass
+
 
 class Causal(nn.Module):
     """Attention by torch, which gets its earlier keys and values from the carry."""
@@ -122,6 +125,7 @@ class TorchAttention(nn.MultiheadAttention):
 
 WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attention without the carry": (lambda: Causal(hands_on=False), "part (Causal)"),
+    "attention of zbkern": (lambda: zbkern.nn.Attention(WIDTH, 2, causal=True), "part (Attention)"),
     "attention of torch": (lambda: TorchAttention(WIDTH, 2, batch_first=True), "part (TorchAttention)"),
     "is_causal": (lambda: Alone(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)), "part (Alone)"),
     "sums of the tokens before": (lambda: Alone(lambda x: x.cumsum(1)), "part (Alone)"),

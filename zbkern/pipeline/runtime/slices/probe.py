@@ -48,7 +48,8 @@ class Probes:
 
     def __init__(self, chunk: int, module: nn.Module) -> None:
         self._chunk, self._module = chunk, module
-        self._traits = Traits(module, _is_collective(module))
+        self._is_collective = _is_collective(module)
+        self._traits = Traits(module, self._is_collective)
         # by kind: tokens of its probe, whether these were told apart, and why it is refused
         self._found: dict[object, tuple[int, bool, str | None]] = {}
 
@@ -77,6 +78,17 @@ class Probes:
         refused = self._refused("slices", run, call, partial(difference_of_slices, in_packs=takes_packs))
         if refused is not None:
             raise ValueError(f"Pipeline: chunk {self._chunk} cannot take its sequences in slices{refused}")
+
+    def explain(self, error: Exception, run: Callable[..., Any], inputs: Any, side: Mapping[str, Any]) -> None:
+        """Behind run(inputs, side) that has raised this: raises what `check` does, where a probe may tell more.
+
+        None is made where other ranks, which have not failed, would have to make it, too.
+        """
+        if not self._is_collective and not isinstance(error, torch.OutOfMemoryError):
+            try:
+                self.check(run, inputs, side)
+            except ValueError as refusal:
+                raise refusal from error
 
     def _refused(
         self, what: str, run: Callable[..., Any], call: Call, difference: Callable[..., str | None]
