@@ -24,7 +24,7 @@ from zbkern.schedules.layout import numbers_of
 USUAL = ["mamba", "opt", "xlm-roberta"]
 REFUSED = {
     "blenderbot-small": "stands beside the layers",  # positions, added after a norm of the embedding
-    **dict.fromkeys(("openai-gpt", "rembert", "rwkv"), "cut elsewhere|stands beside"),
+    **dict.fromkeys(("openai-gpt", "rwkv"), "cut elsewhere|stands beside"),
     # their blocks give two tensors, which a chunk that begins with the head cannot know
     **dict.fromkeys(("glm_moe_dsa", "hy_v4"), "must run before|cut elsewhere|stands beside"),
     **dict.fromkeys(("big_bird", "cpmant", "deepseek_v4"), "give (it|them) as a side input,.* side={'input_ids'"),
@@ -44,8 +44,8 @@ WHOLE = {
     "bart", "beam", "bert", "bert-generation", "bigbird_pegasus", "blenderbot", "bloom", "camembert", "codegen",
     "cohere", "cohere2", "cohere2_moe", "data2vec-text", "doge", "electra", "ernie", "falcon", "falcon_mamba",
     "gemma4_unified_text", "gpt_neox", "gptj", "longcat_flash", "mamba", "mamba2", "marian", "mbart", "megatron-bert",
-    "minimax", "mpt", "mvp", "nemotron_h", "pegasus", "phi", "plbart", "roberta", "roberta-prelayernorm", "roc_bert",
-    "trocr", "whisper", "xlm-roberta", "xlm-roberta-xl",
+    "minimax", "mpt", "mvp", "nemotron_h", "pegasus", "phi", "plbart", "rembert", "roberta", "roberta-prelayernorm",
+    "roc_bert", "trocr", "whisper", "xlm-roberta", "xlm-roberta-xl",
 }
 # fmt: on
 

@@ -67,8 +67,16 @@ class HostExtension:
         self.grids: list[tuple[int, int]] = []
 
     def wgrad(
-        self, products: list[tuple], x_kind: int, dweight_kind: int, dbias_kind: int, accumulate: bool, *rest: Any
+        self,
+        products: list[tuple],
+        x_kind: int,
+        dweight_kind: int,
+        dbias_kind: int,
+        accumulate: bool,
+        *rest: Any,
+        tile_k: int = 0,
     ) -> None:
+        """As the extension does, in float64; tile_k is the GPU's alone."""
         assert len(products) <= self.MAX_PRODUCTS
         self.launches.append((len(products), sum(len(product[-1]) for product in products)))
         assert self.launches[-1][1] <= self.MAX_SEGMENTS
