@@ -166,7 +166,8 @@ def main(argv: list[str] | None = None) -> int:
         sweep = Sweep(shape, device)
         wrong = {name: fault for name in sweep.runs if (fault := sweep.wrong(name))}
         candidates = {name: lambda run=run: [run] for name, run in sweep.runs.items() if name not in wrong}
-        times = testing.measure(candidates, arguments.rounds, 2, device)  # type: ignore[arg-type]
+        rounds = 1 if arguments.tiny else arguments.rounds
+        times = testing.measure(candidates, rounds, 2, device)  # type: ignore[arg-type]
         us = {name: 1e6 * timing.median for name, timing in times.items()}
         of_addmm = {name: times["addmm"].ratio(timing) for name, timing in times.items() if "addmm" in times}
         rows.append({**shape._asdict(), "us": us, "addmm over it": of_addmm, "wrong": wrong})

@@ -76,7 +76,6 @@ def test_layouts_that_cannot_work_have_no_estimate() -> None:
         pytest.param("llama-3-8b", 4, 8, marks=pytest.mark.slow),
         pytest.param("llama-3-8b", 16, 64, marks=pytest.mark.slow),
         pytest.param("gemma-2-9b", 8, 64, marks=pytest.mark.slow),
-        pytest.param("gpt-oss-120b", 32, 64, marks=pytest.mark.slow),
     ],
 )
 def test_no_layout_is_faster_than_the_first(name: str, gpus: int, batch: int) -> None:

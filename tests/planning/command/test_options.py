@@ -1,15 +1,17 @@
-"""Every pair of options in the command's table: a plan, or an error that names an option, and nothing else."""
+"""Pairs of options in the command's table: a plan, or an error that names an option, and nothing else."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 
+from tests.support.seeds import seed
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts
 from zbkern.planning.command import cli, layouts
 from zbkern.planning.command.options import OPTIONS
@@ -88,7 +90,7 @@ def test_every_pair_is_planned_or_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The quick run ends where a search would begin."""
+    """The quick run ends where a search would begin; the slow one searches, for models in some that it draws."""
     if not searched:
         monkeypatch.setattr(cli, "answer", nothing_is_found)
         monkeypatch.setattr(layouts, "search", nothing_is_found)
@@ -96,7 +98,10 @@ def test_every_pair_is_planned_or_refused(
     parser = argparse.ArgumentParser()
     cli.add_to(parser.add_subparsers())
     asked = 0
-    for pair in combinations([name for name in given if name not in KINDS], 2):
+    pairs = [*combinations([name for name in given if name not in KINDS], 2)]
+    if searched and kind in ("config", "gpus"):  # which take seconds
+        pairs = random.Random(seed(0)).sample(pairs, len(pairs) // 8)
+    for pair in pairs:
         try:
             arguments = parser.parse_args(["plan", *given[kind], *given[pair[0]], *given[pair[1]]])
             status = arguments.run(arguments)
