@@ -199,23 +199,24 @@ class WGradQueue:
         before each W, on a GPU once the device has come as far as the host.
         """
         ran, most = 0, self.wgrads_per_collective
+        has_ended = None  # asked before each W
         if most == "eager":
             if self.regather_inputs:
                 raise ValueError(
                     'WGradQueue: wgrads_per_collective must be a number with regather_inputs=True, got "eager": such a '
                     "W communicates, and all ranks must run the same"
                 )
-            most = 1 if is_completed is None else len(self)
+            has_ended, most = is_completed, 1 if is_completed is None else len(self)
         with self._lock:
             while ran < most:
                 ready = [task for task in self._tasks if task.key not in self._kept_back]
                 first = next((task for task in ready if not task.has_hooks), None)
                 if first is None:
                     break
-                if self.wgrads_per_collective == "eager" and is_completed is not None:
+                if has_ended is not None:
                     if first.tensors[0].is_cuda:
                         torch.cuda.current_stream(first.tensors[0].device).synchronize()
-                    if is_completed():
+                    if has_ended():
                         break
                 self._run_weight_of(first, ready)
                 ran += 1
