@@ -92,10 +92,10 @@ if TYPE_CHECKING:
     from zbkern.planning.costs.chunks import Costs as Costs
     from zbkern.planning.costs.layers import LayerCosts as LayerCosts
     from zbkern.planning.costs.layers import ModelCosts as ModelCosts
-    from zbkern.planning.planner.arguments import PlanOptions as PlanOptions
     from zbkern.planning.planner.batch import BatchPlan as BatchPlan
     from zbkern.planning.planner.batch import plan_batch as plan_batch
     from zbkern.planning.planner.plan import plan as plan
+    from zbkern.planning.planner.request import PlanOptions as PlanOptions
     from zbkern.planning.simulation.simulator import simulate as simulate
     from zbkern.planning.simulation.timeline import Event as Event
     from zbkern.planning.simulation.timeline import Timeline as Timeline

@@ -12,9 +12,9 @@ from bench.overlap_planned import costs_of
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts, PlanOptions, plan, schedules, simulate
 from zbkern.planning.costs.flat import FlatCosts, flat_costs
 from zbkern.planning.planner import native
-from zbkern.planning.planner.arguments import DoesNotFit, problem_of
 from zbkern.planning.planner.beside import best_beside
 from zbkern.planning.planner.bounds import lanes_bound
+from zbkern.planning.planner.problem import DoesNotFit, problem_of
 from zbkern.planning.simulation.turns import Parts, in_turns
 
 

@@ -11,11 +11,11 @@ from tests.support.planner_problems import random_problem
 from zbkern.pipeline import Costs, plan
 from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.planner import annealing, list_scheduler, native
-from zbkern.planning.planner.arguments import placement_of, problem_of
 from zbkern.planning.planner.bounds import cost_bound
 from zbkern.planning.planner.incumbents import Incumbent
 from zbkern.planning.planner.native import Effort
-from zbkern.planning.planner.problem import Ordering, Problem, serial_ordering
+from zbkern.planning.planner.problem import Ordering, Problem, problem_of, serial_ordering
+from zbkern.planning.planner.request import placement_of
 
 compiled = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 

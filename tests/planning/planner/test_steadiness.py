@@ -12,9 +12,9 @@ from zbkern.pipeline import Costs, PlanOptions, Schedule, plan, schedules, simul
 from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import at_speeds, measured
-from zbkern.planning.planner.arguments import placement_of, problem_of
 from zbkern.planning.planner.portfolio import SETTINGS
-from zbkern.planning.planner.problem import Ordering, Problem, ordering_of
+from zbkern.planning.planner.problem import Ordering, Problem, ordering_of, problem_of
+from zbkern.planning.planner.request import placement_of
 from zbkern.planning.planner.search import Search, choose, search_all
 
 COSTS = Costs(2, 2.2, 1, communication=0.3)

@@ -12,8 +12,8 @@ from zbkern.planning.command.published import published_timelines
 from zbkern.planning.command.question import Question, WrongArgument, option
 from zbkern.planning.command.remedies import halves, in_slices, savings, why_not
 from zbkern.planning.planner import Plan, PlanOptions, plan
-from zbkern.planning.planner.arguments import Request
 from zbkern.planning.planner.plan import judged
+from zbkern.planning.planner.request import Request
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError

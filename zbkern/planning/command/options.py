@@ -15,8 +15,8 @@ from zbkern.planning.command.question import LAYOUT_EFFORT
 from zbkern.planning.cost_model.software import SOFTWARE
 from zbkern.planning.costs.chunks import checked_speeds
 from zbkern.planning.costs.json_file import read_text
-from zbkern.planning.planner.arguments import PLACEMENTS, Slices
 from zbkern.planning.planner.plan import EFFORT
+from zbkern.planning.planner.request import PLACEMENTS, Slices
 
 
 class Option(NamedTuple):

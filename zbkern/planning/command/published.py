@@ -10,9 +10,8 @@ from zbkern.planning.costs.flat import flat_costs
 from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.costs.memory import exceeds
 from zbkern.planning.planner.annealing import measured
-from zbkern.planning.planner.arguments import problem_of
 from zbkern.planning.planner.partition import balanced_partitions, even_partitions
-from zbkern.planning.planner.problem import ordering_of
+from zbkern.planning.planner.problem import ordering_of, problem_of
 from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline

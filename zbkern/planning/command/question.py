@@ -12,8 +12,8 @@ from zbkern.planning.cost_model.hardware import Hardware
 from zbkern.planning.cost_model.model_costs import Job, Setting
 from zbkern.planning.costs.chunks import ChunkCosts, Costs
 from zbkern.planning.costs.layers import ModelCosts
-from zbkern.planning.planner.arguments import Slices, chunks_per_rank
 from zbkern.planning.planner.plan import EFFORT
+from zbkern.planning.planner.request import Slices, chunks_per_rank
 from zbkern.planning.simulation import comparison
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.units import TIME_UNITS

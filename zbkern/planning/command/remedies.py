@@ -10,7 +10,7 @@ from zbkern.planning.command.question import Question, spelt
 from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.costs.needs import fits, least_need
-from zbkern.planning.planner.arguments import chunks_per_rank
+from zbkern.planning.planner.request import chunks_per_rank
 from zbkern.schedules.units import amount, number
 
 _TIMES = [2**power for power in range(1, 10)]  # as many, or as few

@@ -19,11 +19,11 @@ from zbkern.planning.costs.flat import FlatCosts, Growth, Growths, kept_by_slice
 from zbkern.planning.costs.memory import Limit, limits_of
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import events_of
-from zbkern.planning.planner.arguments import chunks_per_rank, placement_of
 from zbkern.planning.planner.bounds import batch_bound
 from zbkern.planning.planner.plan import Plan
 from zbkern.planning.planner.problem import Rows, actions_of
 from zbkern.planning.planner.published import published_orders
+from zbkern.planning.planner.request import chunks_per_rank, placement_of
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError, check_count
 from zbkern.schedules.schedule import Schedule

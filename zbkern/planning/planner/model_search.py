@@ -16,10 +16,10 @@ from zbkern import schedules
 from zbkern.planning.costs.chunks import Costs
 from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.costs.needs import least_need, shortest
-from zbkern.planning.planner.arguments import DoesNotFit, Request, placement_of
 from zbkern.planning.planner.partition import balanced_partitions, busiest, even_partitions, slowness_of
 from zbkern.planning.planner.portfolio import SETTINGS
-from zbkern.planning.planner.problem import Problem
+from zbkern.planning.planner.problem import DoesNotFit, Problem
+from zbkern.planning.planner.request import Request, placement_of
 from zbkern.planning.planner.search import Search
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.units import amount

@@ -13,7 +13,6 @@ from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.costs.memory import Limit, exceeds
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import timeline_of
-from zbkern.planning.planner.arguments import PlanOptions, Request, Slices, problem_of
 from zbkern.planning.planner.beside import best_beside
 from zbkern.planning.planner.bounds import cost_bound, lanes_bound
 from zbkern.planning.planner.idle_time import IdleTime, idle_time
@@ -21,8 +20,9 @@ from zbkern.planning.planner.incumbents import ROUNDING
 from zbkern.planning.planner.model_search import Candidates
 from zbkern.planning.planner.offload import MORE_MEMORY, fit, with_fused
 from zbkern.planning.planner.portfolio import SETTINGS
-from zbkern.planning.planner.problem import schedule_of
+from zbkern.planning.planner.problem import problem_of, schedule_of
 from zbkern.planning.planner.published import MANY, generators_of
+from zbkern.planning.planner.request import PlanOptions, Request, Slices
 from zbkern.planning.planner.search import choose, search_all
 from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.simulator import simulate

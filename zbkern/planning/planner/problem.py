@@ -8,6 +8,7 @@ differ by their place: the k-th F is of unit k, the k-th B and W that of `order_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,10 +16,12 @@ from itertools import repeat
 from typing import NamedTuple
 
 from zbkern.planning.costs.flat import FlatCosts
+from zbkern.planning.costs.memory import Limit, limits_of
 from zbkern.planning.planner import native
-from zbkern.schedules.actions import Action
+from zbkern.schedules.actions import Action, ScheduleError
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.slices import order_of_backward
+from zbkern.schedules.units import amount, enough
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 Rows = list[list[int]]
@@ -173,6 +176,40 @@ class Problem:
                 least = min(self.microbatches * (b + w - saved) + saved, self.microbatches * both)
             total += self.microbatches * sum(each.forward) + least
         return total
+
+
+class DoesNotFit(ScheduleError):
+    """least: the smallest limit that an order of these chunks fits."""
+
+    def __init__(self, message: str, least: float) -> None:
+        super().__init__(message)
+        self.least = least
+
+
+def problem_of(flat: FlatCosts, microbatches: int, limit: Limit, objective: str) -> Problem:
+    """The problem of chunks with these costs. Raises DoesNotFit when nothing fits.
+
+    One microbatch must fit: a rank holds it in all of its chunks when its last forward there has run. A B may leave
+    more than it found; a fused BW leaves nothing, but for gradients of keys and values that belong to slices before it.
+    """
+    owners, static, unit = flat.placement, flat.static, flat.given.memory_unit
+    given = limits_of("plan", limit, len(static)) or [math.inf] * len(static)
+    needs, last_chunk = [0.0] * len(static), {owner: chunk for chunk, owner in enumerate(owners)}
+    for chunk, owner in enumerate(owners):
+        gradients = -freed_memory(flat, chunk)[0] if len(flat.slices) > 1 and chunk == last_chunk[owner] else 0.0
+        needs[owner] += sum(taken_memory(flat, chunk)) + max(0.0, gradients)
+    least = max(need + always for need, always in zip(needs, static, strict=True))
+    for rank, (need, most, always) in enumerate(zip(needs, given, static, strict=True)):
+        if need > (most - always) * (1 + _SLACK):
+            besides = f" beside the {amount(always, unit)} that are there all the time" if always else ""
+            raise DoesNotFit(
+                f"plan: no schedule fits memory_limit={amount(most, unit)} on rank {rank}: one microbatch "
+                f"in all chunks of a rank holds {amount(need, unit)}{besides}; the smallest limit that any "
+                f"schedule fits is {enough(least, unit)}",
+                least,
+            )
+    limits = [most - always for most, always in zip(given, static, strict=True)]
+    return Problem.build(flat, microbatches, limits, objective == "makespan")
 
 
 def most_memory(flat: FlatCosts, microbatches: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,10 +11,9 @@ from zbkern.planning.costs.equal_slices import SLICE_UNIT, equal_lengths, equal_
 from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.costs.memory import Limit, limits_of
-from zbkern.planning.planner.problem import Problem, freed_memory, taken_memory
-from zbkern.schedules.actions import ScheduleError, check_count
+from zbkern.planning.planner.problem import Problem, problem_of
+from zbkern.schedules.actions import check_count
 from zbkern.schedules.slices import slice_lengths
-from zbkern.schedules.units import amount, enough
 
 PLACEMENTS = ("linear", "loop", "v", "zigzag")
 OBJECTIVES = ("cost", "makespan")
@@ -24,7 +22,6 @@ Slices = int | Sequence[int] | str  # lengths, a number, or "auto"
 _NUMBERS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # of slices to choose from
 _MOST_PASSES = 400_000  # of one chunk per rank: making and measuring published schedules then takes seconds
 _LEAST_UNITS = 2  # of a slice's length, in the mean
-_ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 
 
 @dataclass(frozen=True)
@@ -130,40 +127,6 @@ class Request:
         """That of chunks with these costs. Raises DoesNotFit when nothing fits."""
         problem = problem_of(flat, self.microbatches, self.memory_limit, self.options.objective)
         return replace(problem, apart=self.options.fully_shard)
-
-
-class DoesNotFit(ScheduleError):
-    """least: the smallest limit that an order of these chunks fits."""
-
-    def __init__(self, message: str, least: float) -> None:
-        super().__init__(message)
-        self.least = least
-
-
-def problem_of(flat: FlatCosts, microbatches: int, limit: Limit, objective: str) -> Problem:
-    """The problem of chunks with these costs. Raises DoesNotFit when nothing fits.
-
-    One microbatch must fit: a rank holds it in all of its chunks when its last forward there has run. A B may leave
-    more than it found; a fused BW leaves nothing, but for gradients of keys and values that belong to slices before it.
-    """
-    owners, static, unit = flat.placement, flat.static, flat.given.memory_unit
-    given = limits_of("plan", limit, len(static)) or [math.inf] * len(static)
-    needs, last_chunk = [0.0] * len(static), {owner: chunk for chunk, owner in enumerate(owners)}
-    for chunk, owner in enumerate(owners):
-        gradients = -freed_memory(flat, chunk)[0] if len(flat.slices) > 1 and chunk == last_chunk[owner] else 0.0
-        needs[owner] += sum(taken_memory(flat, chunk)) + max(0.0, gradients)
-    least = max(need + always for need, always in zip(needs, static, strict=True))
-    for rank, (need, most, always) in enumerate(zip(needs, given, static, strict=True)):
-        if need > (most - always) * (1 + _ROUNDING):
-            besides = f" beside the {amount(always, unit)} that are there all the time" if always else ""
-            raise DoesNotFit(
-                f"plan: no schedule fits memory_limit={amount(most, unit)} on rank {rank}: one microbatch "
-                f"in all chunks of a rank holds {amount(need, unit)}{besides}; the smallest limit that any "
-                f"schedule fits is {enough(least, unit)}",
-                least,
-            )
-    limits = [most - always for most, always in zip(given, static, strict=True)]
-    return Problem.build(flat, microbatches, limits, objective == "makespan")
 
 
 def chunks_per_rank(placement: str | Sequence[int] | None, stages: int) -> int:
