@@ -178,6 +178,7 @@ def measure(stages: int, microbatches: int, tokens: int, rounds: int) -> list[di
     collectives = network.count
     rows = []
     for share in SHARES:
+        network.latency = 0.0  # not that of the share before, which the base would have in it
         base = statistics.median(step(0) for _ in range(3))
         latency = torch.tensor(base * share / (1 - share) / collectives)
         dist.broadcast(latency, 0)
