@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +35,20 @@ def costs_of(share: float, unit: float) -> Costs:
     return replace(overlap_planned.costs_of(share, 2, unit), collectives=COLLECTIVES)
 
 
-class Lane:
-    """A rank that sleeps, and its network."""
+class Times(NamedTuple):
+    """Of a chunk: what F and B compute before, between and behind their collectives; W of each weight; a collective."""
 
-    def __init__(self) -> None:
-        self._network_free = 0.0
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weights: tuple[float, ...]
+    collective: float
+
+
+class Lane:
+    """A rank that sleeps, and its network: one collective at a time, or any number, each of which takes as long."""
+
+    def __init__(self, has_latency: bool = False) -> None:
+        self._has_latency, self._network_free = has_latency, 0.0
 
     def now(self) -> float:
         return time.perf_counter()
@@ -47,69 +58,76 @@ class Lane:
 
     def start(self, seconds: float) -> float:
         """Starts a collective, and says when it ends."""
-        self._network_free = max(self.now(), self._network_free) + seconds
+        begin = self.now() if self._has_latency else max(self.now(), self._network_free)
+        self._network_free = begin + seconds
         return self._network_free
 
 
 class Sleeping(torch.autograd.Function):
-    """A chunk that sleeps instead of computing, and whose collectives end later, one after the other on a rank.
-
-    Its W is of as many weights as an F has parts between collectives, and one more: beside others, each is a turn.
-    """
+    """A chunk that sleeps instead of computing, and whose collectives end later; beside others each W is a turn."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, times: tuple[float, float, float], lane: Lane, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, times: Times, lane: Lane, *weights: Tensor) -> Tensor:
         ctx.times, ctx.weights, ctx.lane = times, weights, lane
-        _run(lane, *times[:2])
+        _run(lane, times.forward, times.collective)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (compute, network, w), lane = ctx.times, ctx.lane
-        weights: tuple[Tensor, ...] = ctx.weights
-        scope = wgrad.current()
-        fused = scope is None or scope[1] is AT_ONCE
-        _run(lane, compute + (w if fused else 0.0), network)
-        total = dy.sum().view(1)
-        if scope is None or fused:
+        times: Times = ctx.times
+        lane, weights = ctx.lane, ctx.weights
+        total, scope = dy.sum().view(1), wgrad.current()
+        if scope is None or scope[1] is AT_ONCE:
+            share = sum(times.weights) / len(times.backward)
+            _run(lane, [seconds + share for seconds in times.backward], times.collective)
             return dy, None, None, *[total] * len(weights)
-
-        def launch(segments: Any, outputs: Any, accumulate: bool) -> None:
-            lane.sleep(w / len(weights) * len(segments))
-            outputs[0].add_(total) if accumulate else outputs[0].copy_(total)
-
+        _run(lane, times.backward, times.collective)
         queue, key = scope
-        for weight in weights:
-            queue.add(wgrad.WGradTask(launch, (dy,), (weight,)), key)
+        for weight, seconds in zip(weights, times.weights, strict=True):
+            queue.add(wgrad.WGradTask(partial(_launch, lane, seconds, total), (dy,), (weight,)), key)
         return dy, None, None, *[None] * len(weights)
 
 
-def _run(lane: Lane, compute: float, network: float) -> None:
-    for _ in range(COLLECTIVES):
-        lane.sleep(compute / (COLLECTIVES + 1))
-        end = lane.start(network / COLLECTIVES)
-        zbkern.in_flight()
-        lane.sleep(max(0.0, end - lane.now()))
-    lane.sleep(compute / (COLLECTIVES + 1))
+def _launch(lane: Lane, seconds: float, total: Tensor, segments: Any, outputs: Any, accumulate: bool) -> None:
+    lane.sleep(seconds * len(segments))
+    outputs[0].add_(total) if accumulate else outputs[0].copy_(total)
+
+
+def _run(lane: Lane, parts: Sequence[float], collective: float) -> None:
+    for seconds in parts[:-1]:
+        lane.sleep(seconds)
+        end = lane.start(collective)
+        zbkern.in_flight(partial(_wait, lane, end), partial(_is_over, lane, end))
+    lane.sleep(parts[-1])
+
+
+def _wait(lane: Lane, end: float) -> None:
+    lane.sleep(max(0.0, end - lane.now()))
+
+
+def _is_over(lane: Lane, end: float) -> bool:
+    return lane.now() >= end
 
 
 class Chunk(nn.Module):
-    """times: of F and B the compute and the network, and of W; the first step sleeps nothing."""
+    """Sleeps nothing until it is told to."""
 
-    def __init__(self, times: tuple[float, float, float], lane: Lane) -> None:
+    def __init__(self, times: Times, lane: Lane) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.zeros(1) for _ in range(COLLECTIVES + 1))
+        self.weights = nn.ParameterList(torch.zeros(1) for _ in times.weights)
         self.times, self.lane, self.sleeps = times, lane, False
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleeping.apply(x, self.times if self.sleeps else (0.0, 0.0, 0.0), self.lane, *self.weights)
+        times = self.times if self.sleeps else Times(*([0.0] * len(each) for each in self.times[:3]), 0.0)  # type: ignore[arg-type]
+        return Sleeping.apply(x, times, self.lane, *self.weights)
 
 
-def times_of(costs: Costs) -> tuple[float, float, float]:
-    """Of a `Chunk`."""
+def times_of(costs: Costs) -> Times:
+    """Of a `Chunk` of which F and B are alike."""
     each = costs.per_chunk(1)
-    network = each.network_forward[0]
-    return each.forward[0] - network, network, each.weight[0]
+    network, parts = each.network_forward[0], COLLECTIVES + 1
+    compute = ((each.forward[0] - network) / parts,) * parts
+    return Times(compute, compute, (each.weight[0] / parts,) * parts, network / COLLECTIVES)
 
 
 def measured(schedule: Schedule, costs: Costs) -> Timeline:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import zbkern
-from bench import context, gpu, layouts, models, published_runs
+from bench import context, gpu, layouts, models, overlap_counted, overlap_planned, published_runs
 from zbkern.kernels import dispatch, spec
 from zbkern.pipeline import Costs, schedules, simulate
 from zbkern.pipeline.runtime.last_step import LastStep
@@ -335,6 +335,32 @@ def test_memory(titles: str, formula: str) -> None:
             activation = p / len(schedule.placement)  # of a chunk, where one stage's is 1
             timeline = simulate(schedule, Costs(activation=activation, held=activation))
             assert max(timeline.peak_memory) == pytest.approx(eval(formula, {"p": p, "m": m})), title
+
+
+# ---- overlap.md, counted and simulated anew
+
+
+@pytest.mark.parametrize("row", tables(page("overlap.md"), "all-to-alls, of the step in turn"), ids=lambda row: row[0])
+def test_the_counted_table(row: list[str]) -> None:
+    share, *expected = row
+    _, *found = overlap_counted.row_of(int(share.removesuffix(" %")) / 100, 8).values()
+    assert [f"{each:.2f}" for each in found] == expected
+
+
+PLANNED = tables(page("overlap.md"), "ranks, microbatches", "all-to-alls")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[] if row[0] == "4, 8" else [pytest.mark.slow], id=", ".join(row[:2])) for row in PLANNED],
+)
+def test_the_planned_table(row: list[str]) -> None:
+    ranks, microbatches = map(int, row[0].split(", "))
+    share = int(row[1].removesuffix(" %")) / 100
+    found = [overlap_planned.measure(ranks, microbatches, share, memory, 0) for memory in (1.25, 1.5, 2.0)]
+    figures = [found[0]["turns"], found[0]["dualpipe"], *(each["planned"] for each in found)]
+    assert [f"{each:.3f}" for each in figures] == row[2:]
+    assert all(each["planned"] > each["dualpipe"] for each in found if each["dualpipe_fits"])
 
 
 # ---- kernels.md

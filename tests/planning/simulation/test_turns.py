@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from bench.overlap_asleep import Chunk, Lane, costs_of, measured, times_of
-from zbkern.pipeline import Action, Costs, Pipeline, Schedule, Timeline, plan, schedules, simulate
-from zbkern.pipeline.transport.local import LocalTransport
+from bench.overlap_asleep import costs_of, measured, times_of
+from bench.overlap_counted import counted
+from zbkern.pipeline import Action, Costs, Schedule, Timeline, plan, schedules, simulate
 from zbkern.planning.simulation import drift
 from zbkern.planning.simulation.timeline import Event, own_times
 from zbkern.planning.simulation.turns import Parts, in_turns
@@ -66,53 +64,6 @@ def test_a_pair_begins_when_all_inputs_have_arrived_and_holds_the_memory_of_both
     assert timeline.busy[0] == 3 + 4 + 1 + 3 + 1
 
 
-class Counted(Lane):
-    """A rank whose time is a number that each sleep adds to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.time = 0.0
-
-    def now(self) -> float:
-        return self.time
-
-    def sleep(self, seconds: float) -> None:
-        self.time += seconds
-
-
-class Stamped(LocalTransport):
-    """Messages bring the time at which they were sent: nobody has them earlier."""
-
-    lane: Counted
-
-    def send(self, peer: int, tag: Any, message: Any) -> None:
-        super().send(peer, tag, (message, self.lane.time))
-
-    def receive(self, peer: int, tag: Any, timeout: float | None) -> Any:
-        message, sent = super().receive(peer, tag, timeout)
-        self.lane.time = max(self.lane.time, sent)
-        return message
-
-
-def counted(schedule: Schedule, costs: Costs) -> list[list[Event]]:
-    """The events of an engine's step, where time is counted: that of its order alone, on any machine."""
-    ring: Any = Stamped.ring(schedule.ranks)
-
-    def step(rank: int) -> list[Event]:
-        lane = ring[rank].lane = Counted()
-        chunks = [Chunk(times_of(costs), lane) for _ in schedule.chunks_of(rank)]
-        with Pipeline(chunks, schedule, lambda y, _: y.sum(), ring[rank], timeout=60) as pipe:
-            recorder = pipe._calls.loop.recorder
-            recorder.now = lane.now
-            x = torch.ones(schedule.microbatches, 1, requires_grad=True)
-            for chunk in chunks:
-                chunk.sleeps = True
-            pipe.step(x, x)
-            return recorder.events()
-
-    return [*ThreadPoolExecutor(schedule.ranks).map(step, range(schedule.ranks))]
-
-
 @pytest.mark.parametrize("share", [0.14, 0.25, 0.40])
 @pytest.mark.parametrize(("ranks", "microbatches", "memory"), [(4, 8, None), (4, 8, 1.25), (2, 5, 1.5)])
 def test_the_engine_runs_plans_in_the_time_simulated(
@@ -141,7 +92,7 @@ def test_the_engine_runs_pairs_in_the_time_simulated() -> None:
 
 
 def as_counted(schedule: Schedule, costs: Costs) -> list[dict[Action, Any]]:
-    return [_times(row) for row in counted(schedule, costs)]
+    return [_times(row) for row in counted(schedule, times_of(costs))]
 
 
 def as_simulated(schedule: Schedule, costs: Costs) -> list[dict[Action, Any]]:
